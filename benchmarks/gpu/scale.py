@@ -61,7 +61,7 @@ CARD: Final = Scale(
     sizes=(_MIB, 16 * _MIB, 64 * _MIB, 256 * _MIB),
     codec_rounds=9,
     codec_seconds=420.0,
-    presets=Plan.preset_names(),
+    presets=Plan.preset_names(islands=False),
     encoded=("zeropp", "thinwire"),
     steps=8,
     model={"vocab": 32000, "hidden": 2048, "layers": 18, "heads": 16, "kv_heads": 16, "ffn": 5504, "seq": 2048},

@@ -134,7 +134,7 @@ class Case:
 def distinct_presets(nodes: int, local: int, **fields: Any) -> dict[str, tw.Plan]:
     """Uncompressed presets, both ways of cutting OS where it is cut at all; of those that agree, the first."""
     by_fingerprint: dict[str, tuple[str, tw.Plan]] = {}
-    for name in tw.Plan.preset_names():
+    for name in tw.Plan.preset_names(islands=False):
         for partition in ("intra", "inter"):
             plan = tw.Plan.preset(name, nodes=nodes, local=local, partition=partition, **fields).uncompressed()
             if partition == "intra" or plan.params != plan.optimizer:

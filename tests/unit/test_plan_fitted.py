@@ -14,7 +14,7 @@ from thinwire.spec.plan import Plan
 meshes = st.builds(Factor, local=st.integers(1, 12), nodes=st.integers(1, 12))
 
 
-@given(name=st.sampled_from(Plan.preset_names()), old=meshes, new=meshes)
+@given(name=st.sampled_from(Plan.preset_names(islands=False)), old=meshes, new=meshes)
 def test_every_preset_fits_every_mesh(name: str, old: Factor, new: Factor) -> None:
     plan = Plan.preset(name, nodes=old.nodes, local=old.local)
     fitted = plan.fitted(new)

@@ -27,8 +27,8 @@ def factor(text: str) -> Factor:
 def test_every_preset_is_valid_on_every_mesh(name: str, nodes: int, local: int) -> None:
     preset = Plan.preset(name, nodes=nodes, local=local)
     assert preset.name == name
-    assert preset.mesh == Factor(local=local, nodes=nodes)
-    assert preset.world == nodes * local
+    assert preset.job_mesh == Factor(local=local, nodes=nodes)
+    assert preset.data_ranks == nodes * local
     assert Plan.from_toml(preset.to_toml()) == preset
 
 
@@ -48,6 +48,9 @@ def test_every_preset_is_valid_on_every_mesh(name: str, nodes: int, local: int) 
         ("zeropp", "8x4", "8x4", "8x4", "8x1"),
         ("zeropp-8bit", "8x4", "8x4", "8x4", "8x1"),
         ("thinwire", "1x1", "1x1", "8x1", None),
+        ("islands", "1x1", "1x1", "8x1", None),
+        ("islands-4bit", "1x1", "1x1", "8x1", None),
+        ("islands-streaming", "1x1", "1x1", "8x1", None),
     ],
 )
 def test_presets_on_four_nodes_of_eight(
@@ -59,7 +62,8 @@ def test_presets_on_four_nodes_of_eight(
 
 
 def test_the_table_above_names_every_preset() -> None:
-    assert len(Plan.preset_names()) == 13
+    assert len(Plan.preset_names()) == 16
+    assert len(Plan.preset_names(islands=False)) == 13
 
 
 @pytest.mark.parametrize(("local", "half"), [(1, 1), (2, 1), (3, 1), (4, 2), (6, 3), (7, 1), (8, 4), (9, 3), (15, 5)])

@@ -124,6 +124,7 @@ class Memory:
         gathered: Bytes of the units that are gathered at once.
         buffers: Bytes of gradients in flight, encoded messages and sums.
         feedback: Bytes of rounding errors that error feedback keeps.
+        islands: Bytes of what islands agreed on, of the outer momentum, and of an exchange under way.
         activations: Bytes of activations kept from forward to backward.
         logits: Bytes of logits, their gradients and the loss.
         overhead: Bytes in use without a model.
@@ -136,6 +137,7 @@ class Memory:
     gathered: int
     buffers: int
     feedback: int
+    islands: int
     activations: int
     logits: int
     overhead: int
@@ -188,6 +190,7 @@ def memory(
         gathered=_gathered(plan, units),
         buffers=_buffers(plan, units) + _messages(model, plan, seq, stage),
         feedback=_feedback(plan, padded),
+        islands=_exchanged(plan, share),
         activations=_activations(model, plan, seq, stage),
         logits=logit_bytes(model, *_tokens(plan, seq), loss_chunk) if stage is None or stage.last else 0,
         overhead=overhead,
@@ -292,6 +295,21 @@ def _gradient_shards(plan: Plan, padded: int, share: int) -> int:
     autograd to the reduction."""
     apart = not plan.grads_like_optimizer and (plan.params.ranks > 1 or plan.micro_batches > 1)
     return share + (padded // plan.grads.ranks if apart else 0)
+
+
+def _exchanged(plan: Plan, share: int) -> int:
+    """Bytes of what a rank keeps for exchanges with other islands, in fp32, and of the largest exchange under way: the
+    change and its mean, and the new values where ranks of an island keep parts for each other."""
+    islands = plan.islands
+    if islands is None or islands.count == 1:
+        return 0
+    replicas = plan.world // plan.optimizer.ranks
+    piece = -(-share // replicas)
+    kept = piece * (1 + (islands.outer.momentum > 0))
+    if islands.error_feedback:
+        kept += piece if islands.count == 2 else piece + piece // islands.count
+    under_way = 2 * piece + (share if replicas > 1 else 0)
+    return 4 * (kept + -(-under_way // islands.fragments))
 
 
 def _gathered(plan: Plan, units: Sequence[UnitInfo]) -> int:

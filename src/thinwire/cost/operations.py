@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from thinwire.cost.rates import ALONE, Beside, Rates, Work, largest_bytes_per_value, wire_bytes_per_value
 from thinwire.program import Axis, Hop, Kind, Lane, Operation, Scope, axis_shape
 from thinwire.program.stages import Stage
-from thinwire.program.wire import Encoding, reduction_encodings
+from thinwire.program.wire import Encoding, change_encodings, reduction_encodings
 from thinwire.spec import CodecSpec, Plan
 
 __all__ = ["CodedHop", "PricedStage", "codec_seconds", "coded_hops", "moves", "moves_of"]
@@ -79,6 +79,8 @@ def moves(plan: Plan, operation: Operation, rates: Rates) -> list[PricedStage]:
     """
     coded = coded_hops(plan, operation)
     priced = moves_of(coded, rates)
+    if operation.lane is Lane.OUTER:
+        return _exchanged(operation, coded, priced, rates)
     if operation.lane in (Lane.GATHER, Lane.SPREAD):
         return _copied_together(operation, coded, priced, rates)
     several = len(operation.bucket) > 1
@@ -97,6 +99,18 @@ def moves(plan: Plan, operation: Operation, rates: Rates) -> list[PricedStage]:
     taken = whole if operation.kind is Kind.ALL_REDUCE else whole / (local * nodes)
     pack = PricedStage(priced[0].stage, None, rates.touch(whole), copies=True)
     return [pack, *priced, PricedStage(priced[-1].stage, None, rates.touch(taken), copies=True)]
+
+
+def _exchanged(
+    operation: Operation, coded: Sequence[CodedHop], priced: list[PricedStage], rates: Rates
+) -> list[PricedStage]:
+    """The stages of an exchange between islands. Changes are computed from masters and what islands agreed on; the
+    outer optimizer's step and the new masters make as many passes again."""
+    if operation.axis is not Axis.ISLANDS or not coded:
+        return priced
+    passes = rates.touch(3 * whole_numel(coded))
+    before, after = (PricedStage(priced[at].stage, None, passes, copies=True) for at in (0, -1))
+    return [before, *priced, after]
 
 
 def _copied_together(
@@ -136,16 +150,19 @@ def _coded(plan: Plan, operation: Operation, hop: Hop) -> CodedHop:
     """A hop with the encoding of its messages, and whether error feedback applies to it."""
     if not operation.encoded:
         gradients = operation.lane in (Lane.REDUCE, Lane.SYNC)
-        return CodedHop(hop, Encoding(_NONE, plan.effective_reduce_dtype if gradients else plan.compute_dtype))
+        plain = plan.effective_reduce_dtype if gradients else plan.compute_dtype
+        return CodedHop(hop, Encoding(_NONE, "float32" if operation.lane is Lane.OUTER else plain))
     if operation.lane is Lane.GATHER:
         return CodedHop(hop, Encoding(plan.wire.gather, plan.compute_dtype))
     if operation.lane is Lane.SPREAD:
         # Differences are fp32: master parameters minus the values on the receiving ranks.
         dtype = "float32" if plan.wire.spread_difference else plan.compute_dtype
         return CodedHop(hop, Encoding(plan.wire.spread, dtype), difference=plan.wire.spread_difference)
-    encodings = reduction_encodings(plan, operation.axis)
+    changes = operation.lane is Lane.OUTER
+    encodings = change_encodings(plan) if changes else reduction_encodings(plan, operation.axis)
     _, nodes = axis_shape(plan, operation.axis)
-    feedback = plan.wire.error_feedback and not encodings.gather.codec.is_lossless
+    keeps = plan.islands is not None and plan.islands.error_feedback if changes else plan.wire.error_feedback
+    feedback = keeps and not encodings.gather.codec.is_lossless
     if hop.kind is not Kind.REDUCE_SCATTER:
         return CodedHop(hop, encodings.gather, feedback)
     if hop.scope is Scope.INSIDE:

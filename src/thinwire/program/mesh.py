@@ -132,14 +132,14 @@ def axis_stride(plan: Plan, axis: Axis) -> int:
 
 
 def node_order(plan: Plan) -> tuple[int, ...]:
-    """The physical node at each position of a plan's mesh.
+    """The physical node at each position of a plan's mesh, island by island.
 
     Raises:
         SpecError: The plan's placement fills one node of the mesh from several physical nodes.
     """
     local, nodes = plan.mesh.local, plan.mesh.nodes
     if plan.placement is None:
-        return tuple(range(nodes))
+        return _in_islands(plan, range(nodes))
     starts = range(0, plan.world, local)
     sources = [{rank // local for rank in plan.placement[start : start + local]} for start in starts]
     problems = [
@@ -149,7 +149,12 @@ def node_order(plan: Plan) -> tuple[int, ...]:
     ]
     if problems:
         raise SpecError("plan", problems)
-    return tuple(min(nodes_used) for nodes_used in sources)
+    return _in_islands(plan, [min(nodes_used) for nodes_used in sources])
+
+
+def _in_islands(plan: Plan, order: Sequence[int]) -> tuple[int, ...]:
+    """The order of nodes of one island, repeated for each."""
+    return tuple(island * plan.mesh.nodes + node for island in range(plan.num_islands) for node in order)
 
 
 def axis_members(plan: Plan, axis: Axis, position: int) -> Members:

@@ -14,6 +14,7 @@ __all__ = [
     "Encoding",
     "ReductionEncodings",
     "axis_shape",
+    "change_encodings",
     "change_sizes",
     "gather_sizes",
     "idle_codecs",
@@ -143,12 +144,15 @@ def reduction_sizes(plan: Plan, axis: Axis, *, encoded: bool) -> MessageSizes:
     return reduction_encodings(plan, axis).sizes()
 
 
+def change_encodings(plan: Plan) -> ReductionEncodings:
+    """The encodings of an all-reduce of parameters' changes over the islands."""
+    codec = CodecSpec() if plan.islands is None else plan.islands.codec
+    return ReductionEncodings.of(1, plan.num_islands, CodecSpec(), codec, "float32")
+
+
 def change_sizes(plan: Plan, *, encoded: bool) -> MessageSizes:
     """Message sizes of an all-reduce of parameters' changes over the islands."""
-    if plan.islands is None or not encoded:
-        return MessageSizes.plain(ITEMSIZE["float32"])
-    codec = plan.islands.codec
-    return ReductionEncodings.of(1, plan.num_islands, CodecSpec(), codec, "float32").sizes()
+    return change_encodings(plan).sizes() if encoded else MessageSizes.plain(ITEMSIZE["float32"])
 
 
 def is_excluded(plan: Plan, name: str) -> bool:

@@ -26,6 +26,7 @@ from thinwire.program import (
     Trace,
     UnitInfo,
     default_trace,
+    exchange_operations,
     lower,
     together,
 )
@@ -119,7 +120,7 @@ def simulate(
     pricing: Pricing | None = None,
     room: Headroom = UNLIMITED,
 ) -> Simulated:
-    """Play one step in steady state.
+    """Play one step in steady state. Its exchanges with other islands count with their mean over many steps.
 
     Args:
         plan: The plan.
@@ -130,6 +131,46 @@ def simulate(
         pricing: Prices operations in an engine other than thinwire.
         room: What the engine's buffers have room for.
     """
+    step = _simulate_island(plan, workload, rates, micro_batches, trace, pricing, room)
+    return step if plan.num_islands == 1 else with_exchanges(plan, workload.units, rates, step)
+
+
+def with_exchanges(plan: Plan, units: Sequence[UnitInfo], rates: Rates, step: Simulated) -> Simulated:
+    """A step of an island together with its exchanges, as a mean over many steps.
+
+    Computation waits for what an exchange takes longer than ``delay`` steps. If exchanges come faster than links carry
+    them, it waits until they have. Exchanges and the collectives inside an island are taken not to slow each other.
+
+    Args:
+        plan: The plan.
+        units: Units of the model.
+        rates: Seconds of each part without slowdown.
+        step: The step without exchanges.
+    """
+    islands = plan.islands
+    assert islands is not None
+    fragments = [
+        [move for operation in exchange_operations(plan, units, fragment) for move in moves(plan, operation, rates)]
+        for fragment in range(islands.fragments)
+    ]
+    seconds = [sum(move.seconds for move in of_fragment) for of_fragment in fragments]
+    late = sum(max(0.0, taken - islands.delay * step.seconds) for taken in seconds) * islands.exchanges_per_step
+    exposed = max(late, sum(seconds) * islands.exchanges_per_step - step.seconds)
+    busy = dict(step.busy)
+    for move in chain.from_iterable(fragments):
+        busy[Resource.of(move.scope)] += move.seconds * islands.exchanges_per_step
+    return replace(step, seconds=step.seconds + exposed, exposed={**step.exposed, Lane.OUTER: exposed}, busy=busy)
+
+
+def _simulate_island(
+    plan: Plan,
+    workload: Workload,
+    rates: Rates,
+    micro_batches: int,
+    trace: bool,
+    pricing: Pricing | None,
+    room: Headroom,
+) -> Simulated:
     if micro_batches <= PLAYED:
         return _play(plan, workload, rates, micro_batches, trace, pricing, room)
     two, three = (

@@ -86,6 +86,13 @@ class Islands(Spec):
         return next((stretch.every for stretch in reversed(self.schedule) if share >= stretch.after), self.every)
 
     @property
+    def exchanges_per_step(self) -> float:
+        """How often a fragment is exchanged in a step, as a mean over the training."""
+        bounds = [0.0, *(stretch.after for stretch in self.schedule), 1.0]
+        rates = [1 / every for every in (self.every, *(stretch.every for stretch in self.schedule))]
+        return sum(rate * (end - begin) for rate, (begin, end) in zip(rates, itertools.pairwise(bounds), strict=True))
+
+    @property
     def least_every(self) -> int:
         """The smallest ``every`` of the training."""
         return min([self.every, *(stretch.every for stretch in self.schedule)])

@@ -394,9 +394,13 @@ class Plan(Spec):
         return cls.parse(plan._merged(overrides), f"preset {name!r}")
 
     @staticmethod
-    def preset_names() -> tuple[str, ...]:
-        """The names that :meth:`preset` takes."""
-        return tuple(PRESETS)
+    def preset_names(*, islands: bool = True) -> tuple[str, ...]:
+        """The names that :meth:`preset` takes.
+
+        Args:
+            islands: whether those with islands are among them, under which ranks do not step together.
+        """
+        return tuple(name for name, preset in PRESETS.items() if islands or preset.islands is None)
 
     def fitted(self, mesh: Factor) -> Self:
         """The same kind of plan on another mesh: a factor that is the whole mesh, or a whole node, stays so, and others

@@ -126,7 +126,7 @@ def checked(systems: Sequence[str], ranks: Sequence[str]) -> tuple[list[str], li
     Raises:
         SpecError: One of them does not exist.
     """
-    known = (*PEERS, *(f"{_OURS}{name}" for name in Plan.preset_names()), COMMAND)
+    known = (*PEERS, *(f"{_OURS}{name}" for name in Plan.preset_names(islands=False)), COMMAND)
     problems = [f"there is no system {name!r}; valid are {', '.join(known)}" for name in systems if name not in known]
     problems += [
         f"{word!r} is not a number of ranks: valid are whole numbers above 0" for word in ranks if not _is_count(word)
