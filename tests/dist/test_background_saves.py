@@ -20,6 +20,7 @@ import thinwire as tw
 from thinwire.checkpoint.store import verify
 from thinwire.collectives import group
 from thinwire.errors import CheckpointError
+from thinwire.sharding import snapshot
 from thinwire.spec import Plan
 from thinwire.testing import run_ranks
 
@@ -155,6 +156,33 @@ def test_a_failure_is_told_on_every_rank_once(tmp_path: Path) -> None:
     problem = "cannot save: rank 1: No space left on device (free some space or save elsewhere)"
     assert run_ranks(2, check_failures, str(tmp_path)) == [[f"{tmp_path / 'step-1'}: {problem}"] * 4] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
+
+
+def check_what_follows(directory: str) -> tuple[list[str], list[str]]:
+    """Something that is done after a save fails: the log says so in a sentence, and the checkpoint is complete."""
+    said, unheard = list[str](), list[str]()
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    def fail() -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    logging.getLogger("thinwire").addHandler(Kept())
+    threading.excepthook = lambda args: unheard.append(repr(args.exc_value))
+    model, optim = start()
+    train(model, optim, 0)
+    snapshot.start_saving([(model, optim)], Path(directory) / "step-1", None, then=fail).result()
+    group.shutdown()
+    return said, unheard
+
+
+def test_what_fails_after_a_save_is_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "step-1"
+    sentence = f"{path}: saved, but what was to be done afterwards failed: OSError: [Errno 16] Device or resource busy"
+    assert run_ranks(2, check_what_follows, str(tmp_path)) == [([sentence], [])] * 2
+    verify(path)
 
 
 def check_the_end(directory: str) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.dist.edge import ADAMW, WIDTH, build, close, gap, plan, raised, samples, train_sharded, whole
@@ -233,3 +234,56 @@ def check_gradients_do_not_survive(path: str) -> None:
 
 def test_a_load_forgets_gradients(tmp_path: Path) -> None:
     run_ranks(4, check_gradients_do_not_survive, str(tmp_path / "c"))
+
+
+def check_a_half_loaded_model(path: str, damage: str) -> None:
+    """What was found out before anything changed leaves the model as it was; what was found too late bars its use."""
+    model, optim = start("zero1-node")
+    train_sharded(model, optim, steps=range(1), micro_batches=1)
+    tw.save(model, optim, path)
+    expected = whole(model)
+    train_sharded(model, optim, steps=range(1, 2), micro_batches=1)
+    before, state = whole(model), state_of(optim)
+    (file,) = sorted(Path(path).glob("*.safetensors"))[:1]
+    sound = file.read_bytes()
+    damaged = {"short": sound[:-1], "header": sound[:9] + b"?" + sound[10:], "block": sound[:-1] + b"\x7f"}[damage]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        file.write_bytes(damaged)
+    dist.barrier()
+    assert file.name in raised(CheckpointError, tw.load, model, optim, path)
+    x = samples(7, 1, 4)[0, dist.get_rank()]
+    if damage != "block":
+        assert gap(whole(model), before) == 0.0
+        assert all(torch.equal(state[key], value) for key, value in state_of(optim).items())
+    else:
+        uses: list[tuple[Callable[..., object], tuple[Any, ...]]] = [
+            (model, (x,)),
+            (model.eval(), (x,)),
+            (model.train().blocks[0], (x,)),
+            (optim.step, ()),
+            (tw.save, (model, None, f"{path}-again")),
+            (tw.async_save, (model, optim, f"{path}-again")),
+            (tw.full_state_dict, (model,)),
+            (tw.full_parameters(model).__enter__, ()),
+        ]
+        for use, arguments in uses:
+            assert f"half loaded: the load of {path} failed" in raised(CheckpointError, use, *arguments)
+        assert not state_of(optim)
+        # A refused load changes nothing about that.
+        assert "not a checkpoint" in raised(CheckpointError, tw.load, model, optim, f"{path}-none")
+        assert "half loaded" in raised(CheckpointError, model, x)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        file.write_bytes(sound)
+    dist.barrier()
+    tw.load(model, optim, path)
+    assert gap(whole(model), expected) == 0.0
+    train_sharded(model, optim, steps=range(1, 2), micro_batches=1)
+    assert gap(whole(model), before) == 0.0
+    close(model)
+
+
+@pytest.mark.parametrize("damage", ["short", "header", "block"])
+def test_a_model_that_a_load_has_half_filled_is_not_used(tmp_path: Path, damage: str) -> None:
+    run_ranks(4, check_a_half_loaded_model, str(tmp_path / "c"), damage)

@@ -19,8 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from thinwire.checkpoint import storage
-from thinwire.checkpoint import store as state
+from thinwire.checkpoint import reading, storage
 from thinwire.checkpoint.manifest import MANIFEST_NAME, SAFETENSORS_CODES, decode, seal
 from thinwire.checkpoint.store import (
     Alone,
@@ -450,11 +449,12 @@ def load(path: Path, size: int = 2) -> list[torch.Tensor]:
     """Read vector ``k`` whole on every rank."""
 
     def action(seat: Seat) -> torch.Tensor:
-        target = torch.full((30,), -1.0)
+        target, filling = torch.full((30,), -1.0), list[int]()
         try:
-            read(path, {"k": whole(target)}, control=seat)
+            read(path, {"k": whole(target)}, control=seat, before_filling=lambda: filling.append(1))
         except CheckpointError:
-            assert (target == -1).all(), "a tensor was touched before the checkpoint was verified"
+            part = target if not filling else target[target != torch.arange(30.0)]
+            assert (part == -1).all(), "a tensor was touched too early, or by a corrupt block"
             raise
         return target
 
@@ -537,7 +537,7 @@ def test_damage_under_matching_checksums_is_noticed(checkpoint: Path) -> None:
     assert changed != raw
     path.write_bytes(changed)
     files = list(manifest.files)
-    files[1] = replace(files[1], crc32=crc32(changed))
+    files[1] = replace(files[1], crcs=(crc32(changed),))
     (checkpoint / MANIFEST_NAME).write_bytes(replace(manifest, files=tuple(files)).encode())
     with pytest.raises(CheckpointError, match="the manifest says"):
         load(checkpoint)
@@ -545,7 +545,8 @@ def test_damage_under_matching_checksums_is_noticed(checkpoint: Path) -> None:
 
 def test_manifests_of_absurd_lengths_allocate_nothing(checkpoint: Path) -> None:
     huge = 2**61
-    files = [{"name": f"{c}.safetensors", "bytes": 2**62, "crc32": "00000000"} for c in "ab"]
+    blocks = {"block_bytes": 2**61, "crc32": "0" * 16}
+    files = [{"name": f"{c}.safetensors", "bytes": 2**62, **blocks} for c in "ab"]
     vectors = {"k": {"numel": huge, "dtype": "int8", "spans": [[0, huge, 0]]}}
     (checkpoint / MANIFEST_NAME).write_bytes(seal({"files": files, "vectors": vectors, "values": {}}))
     with pytest.raises(CheckpointError, match=r"a\.safetensors: missing"):
@@ -576,14 +577,88 @@ def test_a_checkpoint_set_aside_by_a_crash_is_recovered(checkpoint: Path) -> Non
     load(checkpoint)
 
 
-def test_every_file_is_verified_by_one_rank(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[str] = []
-    original = state._manifest.check_file
+MIB = 1 << 20
 
-    def count(directory: Path, file: Any, contents: Any) -> None:
-        checked.append(file.name)
-        original(directory, file, contents)
 
-    monkeypatch.setattr(state._manifest, "check_file", count)
-    load(checkpoint, 4)
-    assert sorted(checked) == [f"shard-0000{i}-model-00001-of-00001.safetensors" for i in (1, 2, 3)]
+@pytest.fixture
+def large(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """One rank's checkpoint of several blocks, in one file, and its vectors."""
+    vectors = {
+        "a": torch.randn(MIB),
+        "b": torch.randn(3 * MIB // 2 + 1).bfloat16(),
+        "c": torch.randint(0, 256, (5 * MIB + 3,), dtype=torch.uint8),
+    }
+    write(tmp_path / "l", {key: whole(vector) for key, vector in vectors.items()}, {}, control=Alone())
+    return tmp_path / "l", vectors
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_elements_in_any_blocks_are_read(large: tuple[Path, dict[str, torch.Tensor]], size: int) -> None:
+    path, vectors = large
+
+    def action(seat: Seat) -> None:
+        for key, vector in vectors.items():
+            cut = vector.numel() // size
+            begin, end = seat.rank * cut, vector.numel() if seat.rank == size - 1 else (seat.rank + 1) * cut
+            targets = [torch.zeros(end - begin, dtype=vector.dtype), torch.zeros(7, dtype=vector.dtype)]
+            chunks = (Chunk(begin, targets[0]), Chunk(begin + 3, targets[1]))  # which overlap
+            wide = torch.zeros(end - begin, dtype={"a": torch.float64, "b": torch.float32, "c": torch.int64}[key])
+            read(path, {key: ShardedVector(vector.numel(), chunks)}, control=seat)
+            read(path, {key: ShardedVector(vector.numel(), (Chunk(begin, wide),))}, control=seat)
+            assert same_bits(targets[0], vector[begin:end])
+            assert same_bits(targets[1], vector[begin + 3 : begin + 10])
+            assert torch.equal(wide, vector[begin:end].to(wide.dtype))
+
+    succeed(ranks(size, action))
+
+
+def test_a_corrupt_block_reaches_no_tensor_and_is_named_on_all_ranks(
+    large: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
+    """A rank that does not need the block fails as well; what it needs comes from blocks that are right."""
+    path, vectors = large
+    (file,) = path.glob("*.safetensors")
+    with file.open("r+b") as stream:
+        stream.seek(8 * MIB + 5)
+        byte = stream.read(1)
+        stream.seek(8 * MIB + 5)
+        stream.write(bytes([byte[0] ^ 4]))
+    filled: dict[int, torch.Tensor] = {}
+    began: list[int] = []
+
+    def action(seat: Seat) -> None:
+        key = "ac"[seat.rank]
+        target = filled[seat.rank] = torch.full_like(vectors[key], 9)
+        read(path, {key: whole(target)}, control=seat, before_filling=lambda: began.append(seat.rank))
+
+    message = fail(ranks(2, action))
+    assert f"rank 1: {file}: corrupt: the CRC-32 of bytes {8 * MIB} to {10 * MIB} is " in message
+    assert sorted(began) == [0, 1]
+    assert torch.equal(filled[0], vectors["a"])
+    begin = file.stat().st_size - vectors["c"].numel()
+    right = filled[1] == vectors["c"]
+    assert right[: 8 * MIB - begin].all(), "blocks before the corrupt one are right, and were copied"
+    assert (filled[1][8 * MIB - begin : 10 * MIB - begin] == 9).all(), "nothing of the corrupt block was copied"
+
+
+def test_each_rank_reads_the_blocks_that_it_needs_and_each_once(
+    large: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, vectors = large
+    spans: list[tuple[int, int]] = []
+    original = reading.read_ahead
+
+    def note(file: Path, wanted: list[tuple[int, int]]) -> Any:
+        spans.extend(wanted)
+        return original(file, wanted)
+
+    monkeypatch.setattr(reading, "read_ahead", note)
+    targets = {key: torch.zeros_like(vector) for key, vector in vectors.items()}
+    read(path, {key: whole(target) for key, target in targets.items()}, control=Alone())
+    (file,) = path.glob("*.safetensors")
+    size = file.stat().st_size
+    assert spans == [(begin, min(2 * MIB, size - begin)) for begin in range(0, size, 2 * MIB)]
+    spans.clear()
+    part = torch.zeros(3, dtype=torch.uint8)
+    read(path, {"c": ShardedVector(5 * MIB + 3, (Chunk(5 * MIB, part),))}, control=Alone())
+    assert spans == [(0, 2 * MIB), (size // (2 * MIB) * 2 * MIB, size % (2 * MIB))], "the header's block and one more"

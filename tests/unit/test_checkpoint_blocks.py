@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from thinwire.checkpoint import blocks
 from thinwire.checkpoint.blocks import BLOCK_BYTES, as_bytes, read_ahead, read_into, write_durably
 
 LENGTHS = (0, 1, 4095, 4096, 4097, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 5)
@@ -37,11 +38,24 @@ def test_files_hold_the_bytes_of_their_parts(directory: Path, length: int, cut: 
     parts = [content[begin : begin + cut] for begin in begins]
     expected = torch.cat([*parts, content[:0]]).numpy().tobytes()
     path = directory / "a"
-    assert write_durably(path, parts) == (len(expected), zlib.crc32(expected))
+    begins = range(0, len(expected), BLOCK_BYTES)
+    crcs = tuple(zlib.crc32(expected[begin : begin + BLOCK_BYTES]) for begin in begins)
+    assert write_durably(path, parts) == (len(expected), crcs)
     assert path.read_bytes() == expected
-    assert b"".join(map(bytes, read_ahead(path))) == expected
     with pytest.raises(FileExistsError):
         write_durably(path, parts)
+
+
+def test_spans_are_read_in_their_order(tmp_path: Path) -> None:
+    content = torch.randint(0, 256, (3 * BLOCK_BYTES + 9,), dtype=torch.uint8)
+    path = tmp_path / "a"
+    write_durably(path, [content])
+    spans = [(5, 7), (0, BLOCK_BYTES), (BLOCK_BYTES + 1, BLOCK_BYTES), (0, 0), (3 * BLOCK_BYTES, 9), (1, 2), (2, 1)]
+    for count in range(len(spans) + 1):
+        read = [(begin, bytes(piece.numpy())) for begin, piece in read_ahead(path, spans[:count])]
+        assert read == [(begin, bytes(content[begin : begin + length].numpy())) for begin, length in spans[:count]]
+    with pytest.raises(OSError, match="shorter"):
+        list(read_ahead(path, [(0, 4), (3 * BLOCK_BYTES, 10), (0, 4)]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.float64, torch.float8_e4m3fn])
@@ -56,6 +70,24 @@ def test_tensors_are_read_from_any_byte(tmp_path: Path, dtype: torch.dtype) -> N
         with pytest.raises(OSError, match="shorter") as caught:
             read_into(stream.fileno(), 4 + 10 * dtype.itemsize, target)
     assert caught.value.errno == errno.EIO
+
+
+def test_the_log_says_once_that_a_file_system_takes_no_direct_writes(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(blocks, "_cached", set())
+    original = os.open
+
+    def refuse(path: Path, flags: int, *args: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return original(path, flags, *args)
+
+    monkeypatch.setattr(os, "open", refuse)
+    for name in "ab":
+        write_durably(directory / name, [torch.ones(5, dtype=torch.uint8)])
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{directory}: this file system takes no direct writes (O_DIRECT)")
 
 
 def test_permissions_are_those_of_the_process(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from thinwire.checkpoint.manifest import (
     check_cover,
     check_header,
     converts_losslessly,
-    crc32_of,
     decode,
     dump_value,
     parse_value,
@@ -35,7 +34,7 @@ from thinwire.checkpoint.store import Alone, Chunk, ShardedVector, write
 from thinwire.errors import CheckpointError
 
 MANIFEST = Manifest(
-    files=(FileEntry("a.safetensors", 200, 0xDEADBEEF), FileEntry("b.safetensors", 300, 7)),
+    files=(FileEntry("a.safetensors", 200, (0xDEADBEEF,)), FileEntry("b.safetensors", 9000, (7, 8, 9), 4096)),
     vectors={
         "model/w": VectorEntry(30, torch.float32, (StoredSpan(0, 10, 1), StoredSpan(10, 20, 0))),
         "model/ü": VectorEntry(3, torch.bfloat16, (StoredSpan(0, 3, 0),)),
@@ -95,21 +94,28 @@ def test_random_damage_is_noticed(data: st.DataObject) -> None:
 
 
 HUGE = 10**30
+FILE: dict[str, Any] = {"name": "a.safetensors", "bytes": 1, "block_bytes": 4096, "crc32": "00000000"}
 HOSTILE: dict[str, Any] = {
     "files is no array": {"files": {}},
-    "path traversal": {"files": [{"name": "../a.safetensors", "bytes": 1, "crc32": "00000000"}]},
-    "absolute path": {"files": [{"name": "/etc/a.safetensors", "bytes": 1, "crc32": "00000000"}]},
-    "hidden file": {"files": [{"name": ".a.safetensors", "bytes": 1, "crc32": "00000000"}]},
-    "NUL in a name": {"files": [{"name": "a\0.safetensors", "bytes": 1, "crc32": "00000000"}]},
-    "newline in a name": {"files": [{"name": "a.safetensors\n", "bytes": 1, "crc32": "00000000"}]},
-    "another kind of file": {"files": [{"name": "a.pickle", "bytes": 1, "crc32": "00000000"}]},
-    "negative size": {"files": [{"name": "a.safetensors", "bytes": -1, "crc32": "00000000"}]},
-    "huge size": {"files": [{"name": "a.safetensors", "bytes": HUGE, "crc32": "00000000"}]},
-    "fractional size": {"files": [{"name": "a.safetensors", "bytes": 1.0, "crc32": "00000000"}]},
-    "size true": {"files": [{"name": "a.safetensors", "bytes": True, "crc32": "00000000"}]},
-    "long checksum": {"files": [{"name": "a.safetensors", "bytes": 1, "crc32": "000000000"}]},
-    "same file twice": {"files": [{"name": "a.safetensors", "bytes": 1, "crc32": "00000000"}] * 2},
-    "unknown field": {"files": [{"name": "a.safetensors", "bytes": 1, "crc32": "00000000", "x": 1}]},
+    "path traversal": {"files": [{**FILE, "name": "../a.safetensors"}]},
+    "absolute path": {"files": [{**FILE, "name": "/etc/a.safetensors"}]},
+    "hidden file": {"files": [{**FILE, "name": ".a.safetensors"}]},
+    "NUL in a name": {"files": [{**FILE, "name": "a\0.safetensors"}]},
+    "newline in a name": {"files": [{**FILE, "name": "a.safetensors\n"}]},
+    "another kind of file": {"files": [{**FILE, "name": "a.pickle"}]},
+    "negative size": {"files": [{**FILE, "bytes": -1}]},
+    "huge size": {"files": [{**FILE, "bytes": HUGE}]},
+    "large size": {"files": [{**FILE, "bytes": 2**62}]},
+    "fractional size": {"files": [{**FILE, "bytes": 1.0}]},
+    "size true": {"files": [{**FILE, "bytes": True}]},
+    "long checksum": {"files": [{**FILE, "crc32": "000000000"}]},
+    "a checksum too few": {"files": [{**FILE, "bytes": 4097}]},
+    "a checksum too many": {"files": [{**FILE, "bytes": 4096, "crc32": "0" * 16}]},
+    "checksum that is no text": {"files": [{**FILE, "crc32": 0}]},
+    "no blocks": {"files": [{**FILE, "block_bytes": 0}]},
+    "uneven blocks": {"files": [{**FILE, "block_bytes": 4097}]},
+    "same file twice": {"files": [FILE] * 2},
+    "unknown field": {"files": [{**FILE, "x": 1}]},
     "missing field": {"files": [{"name": "a.safetensors", "bytes": 1}]},
     "vector is no object": {"vectors": {"k": []}},
     "negative numel": {"vectors": {"k": {"numel": -1, "dtype": "float32", "spans": []}}},
@@ -145,7 +151,7 @@ def test_hostile_contents_under_a_valid_checksum_are_refused(change: dict[str, A
 def sealed_text(text: str) -> bytes:
     """Wrap text that ``json.dumps`` would not produce."""
     crc = zlib.crc32(text.encode())
-    return f'{{"format":"thinwire-checkpoint","version":1,"crc32":"{crc:08x}","body":{text}}}\n'.encode()
+    return f'{{"format":"thinwire-checkpoint","version":2,"crc32":"{crc:08x}","body":{text}}}\n'.encode()
 
 
 @pytest.mark.parametrize(
@@ -171,8 +177,8 @@ def test_other_files_are_no_manifest(raw: bytes) -> None:
 
 
 def test_a_later_version_is_named() -> None:
-    raw = MANIFEST.encode().replace(b'"version":1', b'"version":2')
-    with pytest.raises(CheckpointError, match=r"format version 2 cannot be read; this thinwire reads version 1"):
+    raw = MANIFEST.encode().replace(b'"version":2', b'"version":3')
+    with pytest.raises(CheckpointError, match=r"format version 3 cannot be read; this thinwire reads versions 1 and 2"):
         decode(raw, "m")
 
 
@@ -193,8 +199,9 @@ small = st.integers(-1, 12)
                 st.fixed_dictionaries(
                     {
                         "name": st.sampled_from(["a.safetensors", "b.safetensors", "../a.safetensors"]),
-                        "bytes": small,
-                        "crc32": st.just("00000000"),
+                        "bytes": small | st.integers(4000, 9000),
+                        "block_bytes": st.sampled_from([0, 4096, 8192]),
+                        "crc32": st.integers(0, 3).map("00000000".__mul__),
                     }
                 ),
                 max_size=3,
@@ -226,6 +233,7 @@ def test_whatever_is_accepted_is_consistent(contents: dict[str, Any]) -> None:
         assert sorted(covered) == list(range(vector.numel))
     for file, inside in zip(manifest.files, manifest.contents(), strict=True):
         assert "/" not in file.name
+        assert sum(file.block(number)[1] for number in range(len(file.crcs))) == file.size
         assert sum(span.length * dtype.itemsize for dtype, span in inside.values()) <= file.size
 
 
@@ -367,6 +375,7 @@ def test_every_header_byte_is_checked_or_harmless(checkpoint: Path, tmp_path: Pa
         (b'"data_offsets":[0,24]', b'"data_offsets":[20,44]'),
         (b'"data_offsets":[0,24]', b'"data_offsets":[-20,4]'),
         (b'"data_offsets":[24,44]', b'"data_offsets":[23,43]'),
+        (b'"data_offsets":[24,44]}', b'"data_offsets":[24,44]} '),  # shifts all elements by one byte
         (b'"data_offsets":[24,44]', b'"data_offsets":[9223372036854775788,9223372036854775808]'),
         (b'{\\"saved_offsets\\": [0]}', b'{\\"saved_offsets\\": [1]}'),
         (b'{\\"saved_offsets\\": [0]}', b'{\\"saved_offsets\\": [false]}'),
@@ -411,11 +420,3 @@ def test_oversized_manifests_are_not_read(tmp_path: Path) -> None:
         stream.truncate(2**40)
     with pytest.raises(CheckpointError, match="1099511627776 bytes, a manifest has at most"):
         read_manifest(tmp_path)
-
-
-def test_crc32_is_that_of_the_bytes(tmp_path: Path) -> None:
-    data = bytes(range(256)) * 10_000
-    (tmp_path / "f").write_bytes(data)
-    assert crc32_of(tmp_path / "f") == zlib.crc32(data)
-    with pytest.raises(CheckpointError, match="missing: cannot be read: No such file"):
-        crc32_of(tmp_path / "missing")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,6 +149,26 @@ def test_checkpoints_are_ordered_and_old_ones_deleted(tmp_path: Path) -> None:
     checkpoints.delete_old(tmp_path, keep=2)
     assert [checkpoint.step for checkpoint in checkpoints.checkpoints(tmp_path)] == [20, 100]
     assert checkpoints.checkpoints(tmp_path / "absent") == []
+
+
+def test_old_checkpoints_that_stay_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake_checkpoints(tmp_path, 1, 2, 3)
+    original = os.rmdir
+
+    def refuse(path: str, *args: Any, **kwargs: Any) -> None:
+        if Path(path).name == "step-00000001":
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+        original(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "rmdir", refuse)
+    checkpoints.delete_old(tmp_path, keep=1)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path / 'step-00000001'}, a checkpoint beyond checkpoint.keep = 1, cannot be deleted: Device or resource "
+        "busy; delete it before the disk is full"
+    ]
+    assert [known.step for known in checkpoints.checkpoints(tmp_path)] == [1, 3]
 
 
 def test_damaged_checkpoints_are_named_and_so_is_what_can_be_used(tmp_path: Path) -> None:

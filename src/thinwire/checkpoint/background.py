@@ -23,7 +23,7 @@ from typing import Final, final
 
 import torch
 
-from thinwire.agreement import Typed, all_gather_typed
+from thinwire.agreement import Typed, all_gather_typed, describe
 from thinwire.checkpoint import store
 from thinwire.checkpoint.manifest import Json
 from thinwire.checkpoint.storage import Chunk, ShardedVector
@@ -118,7 +118,8 @@ class BackgroundWriter:
             path: See :func:`~thinwire.checkpoint.store.write`, as for the others.
             vectors: Free to change once this has returned.
             values: Free to change once this has returned.
-            then: What the thread does once the checkpoint is complete.
+            then: What the thread does once the checkpoint is complete. If it fails, the log says so: the checkpoint is
+                complete all the same.
 
         Returns:
             The save.
@@ -136,8 +137,11 @@ class BackgroundWriter:
                 save.set_exception(error)
                 return
             save.set_result(None)
-            if then is not None:
-                then()
+            try:
+                if then is not None:
+                    then()
+            except Exception as error:
+                log.error("%s: saved, but what was to be done afterwards failed: %s", path, describe(error))
 
         self._thread = threading.Thread(target=write, name="thinwire-checkpoint")
         self._thread.start()

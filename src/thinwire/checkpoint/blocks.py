@@ -1,8 +1,9 @@
-"""Files in blocks: written past the page cache where the file system allows it, and read a block ahead.
+"""Files in blocks: written past the page cache where the file system allows it, and read two blocks ahead.
 
 Storing a page of a file in the page cache costs more processor time than a disk takes to write it. A checkpoint is not
 read soon, so its bytes go from a block of memory straight to the disk (``O_DIRECT``), which leaves the processor to
-training. File systems that refuse that, such as tmpfs, get the same bytes by way of the page cache.
+training. File systems that refuse that, such as tmpfs, get the same bytes by way of the page cache, and the log says so
+once.
 
 One thread fills or checks a block while another waits for the disk. Both release the interpreter lock, except for a few
 calls for each block.
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -22,19 +25,25 @@ from typing import Final
 
 import torch
 
-BLOCK_BYTES: Final = 2 << 20
-"""Bytes of a block that is written; two are in memory at a time. Larger ones are not faster."""
+log = logging.getLogger("thinwire")
 
-_READ_BYTES: Final = 512 << 10
-"""Bytes of a block that is read, which is still in the processor's cache when it is checked."""
+BLOCK_BYTES: Final = 2 << 20
+"""Bytes of a block, which has a checksum of its own. Two are in memory at a time for writing, three for reading. Larger
+ones are not faster."""
+
+_AHEAD: Final = 2
+"""Blocks that are read while the caller has one, so that the disk always has something to do."""
 
 _SECTOR: Final = 4096
 """Bytes; position, length and address of a write past the page cache are multiples of it."""
 
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 
+_cached: set[int] = set()
+"""Devices, by number, whose use of the page cache the log has told of."""
 
-def write_durably(path: Path, parts: Iterable[torch.Tensor]) -> tuple[int, int]:
+
+def write_durably(path: Path, parts: Iterable[torch.Tensor]) -> tuple[int, tuple[int, ...]]:
     """Create a file and write it to disk.
 
     Args:
@@ -42,20 +51,20 @@ def write_durably(path: Path, parts: Iterable[torch.Tensor]) -> tuple[int, int]:
         parts: Its bytes in order, as 1-D contiguous uint8 tensors on any device.
 
     Returns:
-        The size of the file in bytes, and the CRC-32 of its bytes, computed from those in memory.
+        The size of the file in bytes, and the CRC-32 of each of its blocks, computed from the bytes in memory.
 
     Raises:
         OSError: The disk is full, or the file system fails otherwise.
     """
     blocks = [_new_block(), _new_block()]
-    size, crc = 0, 0
+    size, crcs = 0, []
     writing: Future[None] | None = None
     descriptor = _create(path)
     try:
         with ThreadPoolExecutor(1) as disk:
             for number, length in enumerate(_filled(blocks, parts)):
                 block = blocks[number % 2].numpy().data
-                crc = zlib.crc32(block[:length], crc)
+                crcs.append(zlib.crc32(block[:length]))
                 size += length
                 if writing is not None:
                     writing.result()
@@ -66,30 +75,38 @@ def write_durably(path: Path, parts: Iterable[torch.Tensor]) -> tuple[int, int]:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return size, crc
+    return size, tuple(crcs)
 
 
-def read_ahead(path: Path) -> Iterator[memoryview]:
-    """Read a file from beginning to end; the next block is read while the caller has one.
+def read_ahead(path: Path, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Read spans of a file; the next two are read while the caller has one.
 
     Args:
         path: The file.
+        spans: First byte and number of bytes of each span, at most :data:`BLOCK_BYTES`.
 
     Yields:
-        Its bytes in order, valid until the next one is asked for.
+        The first byte of each span and its bytes, a 1-D uint8 tensor on the CPU that begins at a page of memory and is
+        valid until the next one is asked for.
 
     Raises:
-        OSError: The file cannot be read.
+        OSError: The file cannot be read, or ends before a span does.
     """
-    blocks = [memoryview(bytearray(_READ_BYTES)) for _ in range(2)]
+    blocks = [_new_block() for _ in range(_AHEAD + 1)]
+    reading: deque[tuple[int, torch.Tensor, Future[None]]] = deque()
     with path.open("rb", buffering=0) as stream, ThreadPoolExecutor(1) as disk:
-        reading = disk.submit(stream.readinto, blocks[0])
-        number = 0
-        while length := reading.result():
-            block = blocks[number % 2][:length]
-            number += 1
-            reading = disk.submit(stream.readinto, blocks[number % 2])
-            yield block
+        for number, (begin, length) in enumerate(spans):
+            block = blocks[number % len(blocks)][:length]
+            reading.append((begin, block, disk.submit(read_into, stream.fileno(), begin, block)))
+            if len(reading) > _AHEAD:
+                yield _arrived(*reading.popleft())
+        while reading:
+            yield _arrived(*reading.popleft())
+
+
+def _arrived(begin: int, block: torch.Tensor, reading: Future[None]) -> tuple[int, torch.Tensor]:
+    reading.result()
+    return begin, block
 
 
 def read_into(descriptor: int, position: int, target: torch.Tensor) -> None:
@@ -146,7 +163,9 @@ def _create(path: Path) -> int:
         if error.errno != errno.EINVAL:
             raise
         path.unlink(missing_ok=True)  # some file systems refuse the flag once the file is there
-        return os.open(path, flags, 0o666)
+        descriptor = os.open(path, flags, 0o666)
+        _tell_of_cache(descriptor)
+        return descriptor
 
 
 def _write_all(descriptor: int, view: memoryview) -> None:
@@ -165,4 +184,18 @@ def _leave_direct(descriptor: int) -> bool:
     if not flags & _DIRECT:
         return False
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
+    _tell_of_cache(descriptor)
     return True
+
+
+def _tell_of_cache(descriptor: int) -> None:
+    """Say once, for each device, that files there go through the page cache."""
+    device = os.fstat(descriptor).st_dev
+    if device in _cached:
+        return
+    _cached.add(device)
+    log.warning(
+        "%s: this file system takes no direct writes (O_DIRECT), so checkpoints go through the page cache, which costs "
+        "processor time while they are written",
+        os.readlink(f"/proc/self/fd/{descriptor}").rpartition("/")[0],
+    )

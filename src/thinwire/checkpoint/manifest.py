@@ -1,9 +1,10 @@
 """The manifest of a checkpoint: its files, their checksums, the place of every element, and state that is not tensors.
 
 A checkpoint is a directory of safetensors files and one JSON manifest, which is written last. Loading trusts only the
-manifest, which carries its own checksum. Before anything is read into a tensor, every file is compared with the
-manifest (presence, size, CRC-32, header), and every vector must be covered exactly once. Nothing is unpickled, and a
-length found on disk is never trusted beyond the size of its file.
+manifest, which carries its own checksum. Before anything is read into a tensor, every vector must be covered exactly
+once, and every file is compared with the manifest (presence, size, header). The manifest has a checksum of every block
+of a file, so that a block is read once: into memory, where it is compared, and from there into tensors. Nothing is
+unpickled, and a length found on disk is never trusted beyond the size of its file.
 
 CRC-32 detects accidents (with certainty any damage within 32 consecutive bits), not forgery. It runs at several GB/s,
 five times as fast as BLAKE2b.
@@ -16,6 +17,7 @@ import math
 import os
 import re
 import stat
+import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from typing import Any, Final, TypeAlias, final
 
 import torch
 
-from thinwire.checkpoint.blocks import read_ahead
+from thinwire.checkpoint.blocks import BLOCK_BYTES
 from thinwire.errors import CheckpointError
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
@@ -32,13 +34,18 @@ Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json
 
 MANIFEST_NAME: Final = "thinwire-manifest.json"
 FORMAT: Final = "thinwire-checkpoint"
-VERSION: Final = 1
+VERSION: Final = 2
+"""Version 1, of thinwire 0.1 and 0.2, has one checksum for a whole file: one block."""
 
 MAX_MANIFEST_BYTES: Final = 128 << 20
 _MAX_HEADER_BYTES: Final = 100_000_000  # safetensors refuses longer ones
 _MAX_INT: Final = 2**63 - 1
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
-_HEX32: Final = re.compile(r"[0-9a-f]{8}")
+_CHECKSUMS: Final = re.compile(r"(?:[0-9a-f]{8})*")
+_WHOLE: Final = 1 << 62
+"""Bytes of the block of version 1: no file has more."""
+_BLOCK_UNIT: Final = 4096
+"""Bytes; a block has a multiple of it, so that no element lies in two blocks."""
 
 SAFETENSORS_CODES: Final[dict[torch.dtype, str]] = {
     torch.float64: "F64",
@@ -96,11 +103,24 @@ def converts_losslessly(source: torch.dtype, target: torch.dtype) -> bool:
 @final
 @dataclass(frozen=True)
 class FileEntry:
-    """One safetensors file of a checkpoint: its name in the directory, its size in bytes, its CRC-32."""
+    """One safetensors file of a checkpoint.
+
+    Attributes:
+        name: Its name in the directory.
+        size: Bytes.
+        crcs: CRC-32 of each of its blocks, in order.
+        block_bytes: Bytes of a block; the last may be shorter.
+    """
 
     name: str
     size: int
-    crc32: int
+    crcs: tuple[int, ...]
+    block_bytes: int = BLOCK_BYTES
+
+    def block(self, number: int) -> tuple[int, int]:
+        """First byte and number of bytes of a block."""
+        begin = number * self.block_bytes
+        return begin, min(self.block_bytes, self.size - begin)
 
 
 @final
@@ -142,7 +162,15 @@ class Manifest:
             CheckpointError: The manifest is larger than a reader accepts.
         """
         body = {
-            "files": [{"name": file.name, "bytes": file.size, "crc32": f"{file.crc32:08x}"} for file in self.files],
+            "files": [
+                {
+                    "name": file.name,
+                    "bytes": file.size,
+                    "block_bytes": file.block_bytes,
+                    "crc32": "".join(f"{crc:08x}" for crc in file.crcs),
+                }
+                for file in self.files
+            ],
             "vectors": {
                 key: {
                     "numel": vector.numel,
@@ -171,10 +199,10 @@ class Manifest:
         return contents
 
 
-def seal(body: object) -> bytes:
+def seal(body: object, version: int = VERSION) -> bytes:
     """Wrap a manifest's body with format, version and checksum; the bytes are canonical."""
     crc = zlib.crc32(_dump(body))
-    return _dump({"format": FORMAT, "version": VERSION, "crc32": f"{crc:08x}", "body": body}) + b"\n"
+    return _dump({"format": FORMAT, "version": version, "crc32": f"{crc:08x}", "body": body}) + b"\n"
 
 
 def decode(raw: bytes, where: str) -> Manifest:
@@ -194,15 +222,15 @@ def decode(raw: bytes, where: str) -> Manifest:
     fields = _object(document, where, None)
     if fields.get("format") != FORMAT:
         raise CheckpointError(f"{where}: not a checkpoint manifest (format is {_quote(fields.get('format'))})")
-    if type(fields.get("version")) is not int or fields["version"] != VERSION:
+    version = fields.get("version")
+    if type(version) is not int or version not in (1, VERSION):
         raise CheckpointError(
-            f"{where}: format version {_quote(fields.get('version'))} cannot be read; "
-            f"this thinwire reads version {VERSION}"
+            f"{where}: format version {_quote(version)} cannot be read; this thinwire reads versions 1 and {VERSION}"
         )
     _object(document, where, {"format", "version", "crc32", "body"})
     try:
         # Comparing bytes, not only checksums, leaves no byte of the file free to change unnoticed.
-        sealed = seal(fields["body"])
+        sealed = seal(fields["body"], version)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: corrupt: {error}") from error
     if sealed != raw:
@@ -210,7 +238,7 @@ def decode(raw: bytes, where: str) -> Manifest:
 
     body = _object(fields["body"], f"{where}: body", {"files", "vectors", "values"})
     files = tuple(
-        _file_entry(item, f"{where}: files[{index}]")
+        _file_entry(item, version, f"{where}: files[{index}]")
         for index, item in enumerate(_array(body["files"], f"{where}: files"))
     )
     if len({file.name for file in files}) != len(files):
@@ -281,24 +309,6 @@ def check_size(path: Path, size: int) -> None:
         raise CheckpointError(f"{path}: {actual} bytes, the manifest says {size}; the checkpoint is corrupt")
 
 
-def check_file(directory: Path, file: FileEntry, contents: Mapping[str, tuple[torch.dtype, StoredSpan]]) -> None:
-    """Compare a safetensors file with its manifest entry: size, checksum and header.
-
-    Args:
-        directory: The checkpoint.
-        file: Manifest entry of the file.
-        contents: Span of every key that the file should hold.
-
-    Raises:
-        CheckpointError: Something differs; the message names the file.
-    """
-    path = directory / file.name
-    check_size(path, file.size)
-    if (actual := crc32_of(path)) != file.crc32:
-        raise CheckpointError(f"{path}: corrupt: its CRC-32 is {actual:08x}, the manifest says {file.crc32:08x}")
-    check_header(path, file.size, contents)
-
-
 def check_header(path: Path, size: int, contents: Mapping[str, tuple[torch.dtype, StoredSpan]]) -> dict[str, int]:
     """Check that a safetensors header describes exactly ``contents``, without gaps, overlaps or excess.
 
@@ -341,6 +351,8 @@ def check_header(path: Path, size: int, contents: Mapping[str, tuple[torch.dtype
         begin, end = _integers(entry["data_offsets"], 2, f"{where}: data_offsets of {key!r}")
         if end - begin != span.length * dtype.itemsize:
             raise CheckpointError(f"{where}: corrupt: {key!r} lies in bytes {begin} to {end}, too few or too many")
+        if (8 + length + begin) % dtype.itemsize:
+            raise CheckpointError(f"{where}: corrupt: {key!r} begins at byte {begin}, within an element")
         ranges.append((begin, end - begin))
         begins[key] = 8 + length + begin
     check_cover(ranges, size - 8 - length, f"{where}: corrupt: data bytes")
@@ -414,21 +426,6 @@ def parse_value(text: str) -> Any:
     return json.loads(text)
 
 
-def crc32_of(path: Path) -> int:
-    """Compute the CRC-32 of a file's bytes.
-
-    Raises:
-        CheckpointError: The file cannot be read.
-    """
-    crc = 0
-    try:
-        for block in read_ahead(path):
-            crc = zlib.crc32(block, crc)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {os_reason(error)}") from error
-    return crc
-
-
 def os_reason(error: OSError) -> str:
     """The operating system's reason in a few words."""
     return error.strerror or str(error)
@@ -442,15 +439,19 @@ def _regular_size(path: Path) -> int:
     return status.st_size
 
 
-def _file_entry(item: object, where: str) -> FileEntry:
-    fields = _object(item, where, {"name", "bytes", "crc32"})
-    name, crc32 = fields["name"], fields["crc32"]
+def _file_entry(item: object, version: int, where: str) -> FileEntry:
+    fields = _object(item, where, {"name", "bytes", "crc32", *(("block_bytes",) if version > 1 else ())})
+    name, checksums = fields["name"], fields["crc32"]
     if type(name) is not str or not _FILE_NAME.fullmatch(name):
         raise CheckpointError(f"{where}: {_quote(name)} is not the plain name of a .safetensors file")
-    if type(crc32) is not str or not _HEX32.fullmatch(crc32):
-        raise CheckpointError(f"{where}: {_quote(crc32)} is not a CRC-32")
-    (size,) = _integers([fields["bytes"]], 1, where)
-    return FileEntry(name, size, int(crc32, 16))
+    size, block_bytes = _integers([fields["bytes"], fields.get("block_bytes", _WHOLE)], 2, where)
+    if not block_bytes or block_bytes % _BLOCK_UNIT:
+        raise CheckpointError(f"{where}: corrupt: blocks of {block_bytes} bytes, no multiple of {_BLOCK_UNIT}")
+    blocks = max(1, -(-size // block_bytes)) if version == 1 else -(-size // block_bytes)
+    if type(checksums) is not str or not _CHECKSUMS.fullmatch(checksums) or len(checksums) != 8 * blocks:
+        raise CheckpointError(f"{where}: {_quote(checksums)} is not the CRC-32 of {blocks} blocks")
+    crcs = tuple(int.from_bytes(raw) for (raw,) in struct.iter_unpack("4s", bytes.fromhex(checksums)))
+    return FileEntry(name, size, crcs, block_bytes)
 
 
 def _vector_entry(item: object, num_files: int, where: str) -> VectorEntry:

@@ -1,10 +1,9 @@
-"""Sharded vectors into safetensors files and back.
+"""Sharded vectors into safetensors files; :mod:`thinwire.checkpoint.reading` is the way back.
 
 A file holds at most one span of each vector, and at most :data:`FILE_BYTES` bytes of elements. This module writes the
 format itself, because the ``safetensors`` library makes a file's bytes in memory first, several times over. Here they
 go from the tensors to the disk block by block, a failure is an ``OSError`` with its number, the file gets the
-permissions of the process, and the bytes are on disk before the file counts as written. Reading opens each file once
-and reads only the wanted elements, straight into their tensors where it can.
+permissions of the process, and the bytes are on disk before the file counts as written.
 
 The header says where each span lies in its vector, in the metadata of ``torch.distributed.checkpoint``: its
 ``HuggingFaceStorageReader`` loads these files as well.
@@ -20,14 +19,11 @@ from typing import Any, Final, final
 
 import torch
 
-from thinwire.checkpoint.blocks import as_bytes, read_into, write_durably
-from thinwire.checkpoint.manifest import SAFETENSORS_CODES, FileEntry, Manifest, check_header
+from thinwire.checkpoint.blocks import as_bytes, write_durably
+from thinwire.checkpoint.manifest import SAFETENSORS_CODES, FileEntry
 
 FILE_BYTES: Final = 256 << 20
 """Largest number of bytes of elements in a file."""
-
-_CONVERTED: Final = 1 << 22
-"""Elements that are converted, or sent to a device, at a time."""
 
 _FILE_NAME: Final = "shard-{:05}-model-00001-of-00001.safetensors"
 """Name of a file by its number, which counts from 1; ``torch.distributed.checkpoint`` names shards this way."""
@@ -68,7 +64,7 @@ class WrittenFile:
     """A file that a rank has written.
 
     Attributes:
-        entry: its name, size in bytes and checksum.
+        entry: its name, size in bytes and checksums.
         pieces: key, offset and length in elements of each span that it holds.
     """
 
@@ -140,8 +136,8 @@ def write_file(directory: Path, number: int, pieces: Sequence[PackedPiece]) -> W
         pieces: contents of the file, each of another key.
 
     Returns:
-        The file's name, size and checksum, and the spans that it holds. The checksum is that of the bytes in memory,
-        so it also exposes bytes that change on their way to the disk.
+        The file's name, size and checksums, and the spans that it holds. The checksums are those of the bytes in
+        memory, so they also expose bytes that change on their way to the disk.
 
     Raises:
         OSError: the disk is full, or the file system fails otherwise.
@@ -149,9 +145,9 @@ def write_file(directory: Path, number: int, pieces: Sequence[PackedPiece]) -> W
     path = directory / _FILE_NAME.format(number + 1)
     # As the library does, so that elements of every type are aligned: the widest types first, then by name.
     ordered = sorted(pieces, key=lambda piece: (-piece.tensor.itemsize, piece.key))
-    size, crc = write_durably(path, [_header(ordered), *(as_bytes(piece.tensor) for piece in ordered)])
+    size, crcs = write_durably(path, [_header(ordered), *(as_bytes(piece.tensor) for piece in ordered)])
     located = [(piece.key, piece.offset, piece.tensor.numel()) for piece in pieces]
-    return WrittenFile(FileEntry(path.name, size, crc), located)
+    return WrittenFile(FileEntry(path.name, size, crcs), located)
 
 
 def _header(pieces: Sequence[PackedPiece]) -> torch.Tensor:
@@ -170,69 +166,3 @@ def _header(pieces: Sequence[PackedPiece]) -> torch.Tensor:
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
-
-
-@final
-@dataclass(frozen=True)
-class _Copy:
-    """Elements to copy from a file.
-
-    Attributes:
-        key: name of the vector.
-        start: index in the stored span of the first element.
-        target: where the elements go: a part of a chunk.
-    """
-
-    key: str
-    start: int
-    target: torch.Tensor
-
-
-def read_chunks(directory: Path, manifest: Manifest, vectors: Mapping[str, ShardedVector]) -> None:
-    """Copy the wanted elements from verified files into the chunks.
-
-    Args:
-        directory: the checkpoint.
-        manifest: its table of contents. Every file that holds wanted elements has passed
-            :func:`~thinwire.checkpoint.manifest.check_file`.
-        vectors: what is wanted, of lengths and element types that fit the manifest.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    contents = manifest.contents()
-    for index, copies in _by_file(manifest, vectors).items():
-        path = directory / manifest.files[index].name
-        begins = check_header(path, manifest.files[index].size, contents[index])
-        with path.open("rb", buffering=0) as stream:
-            for copy in copies:
-                dtype = contents[index][copy.key][0]
-                _fill(stream.fileno(), begins[copy.key] + copy.start * dtype.itemsize, dtype, copy.target)
-
-
-def _fill(descriptor: int, position: int, dtype: torch.dtype, target: torch.Tensor) -> None:
-    """Fill a target with elements of ``dtype`` that begin at a byte of a file."""
-    if target.device.type == "cpu" and target.dtype == dtype:
-        read_into(descriptor, position, target)
-        return
-    stored = torch.empty(min(_CONVERTED, target.numel()), dtype=dtype)
-    for part in target.split(_CONVERTED):
-        read_into(descriptor, position, stored[: part.numel()])
-        part.copy_(stored[: part.numel()])
-        position += part.numel() * dtype.itemsize
-
-
-def _by_file(manifest: Manifest, vectors: Mapping[str, ShardedVector]) -> dict[int, list[_Copy]]:
-    """List the copies that fill the chunks, by index of the file, so that each file is opened once."""
-    files: dict[int, list[_Copy]] = {}
-    for key, vector in vectors.items():
-        for chunk in vector.chunks:
-            wanted_end, num_read = chunk.offset + chunk.tensor.numel(), 0
-            for span in manifest.vectors[key].spans:
-                begin, end = max(chunk.offset, span.offset), min(wanted_end, span.offset + span.length)
-                if begin < end:
-                    target = chunk.tensor.detach()[begin - chunk.offset : end - chunk.offset]
-                    files.setdefault(span.file, []).append(_Copy(key, begin - span.offset, target))
-                    num_read += end - begin
-            assert num_read == chunk.tensor.numel(), f"{key}: the spans hold {num_read} of {chunk.tensor.numel()}"
-    return files

@@ -4,9 +4,10 @@ A *vector* is a flat tensor of which each rank holds some *chunks*. :func:`write
 :func:`read` fills chunks of any other division, on any number of ranks. The store knows keys, lengths and element
 types; only the caller knows which parameters, moments or residuals a vector holds.
 
-This module is the protocol between the ranks. It relies on :mod:`thinwire.checkpoint.storage`, which writes and reads
-safetensors files, on :mod:`thinwire.checkpoint.manifest`, which describes what a checkpoint must hold, and on
-:mod:`thinwire.checkpoint.atomic`, which makes the directory appear whole or not at all.
+This module is the protocol between the ranks. It relies on :mod:`thinwire.checkpoint.storage` and
+:mod:`thinwire.checkpoint.reading`, which write and read safetensors files, on :mod:`thinwire.checkpoint.manifest`,
+which describes what a checkpoint must hold, and on :mod:`thinwire.checkpoint.atomic`, which makes the directory appear
+whole or not at all.
 
 It does not use ``torch.distributed.checkpoint``, whose ``save`` and ``load`` gather pickled exceptions. Some exceptions
 fail to unpickle in some versions of Python, and ranks then wait for each other forever. Here, ranks exchange plain text
@@ -30,7 +31,8 @@ from thinwire.agreement import Ranks as ControlGroup
 from thinwire.checkpoint import manifest as _manifest
 from thinwire.checkpoint.atomic import Staging, locate, recover
 from thinwire.checkpoint.manifest import Json, Manifest, StoredSpan, VectorEntry
-from thinwire.checkpoint.storage import Chunk, ShardedVector, WrittenFile, pack, read_chunks, write_file
+from thinwire.checkpoint.reading import Reading, check_file
+from thinwire.checkpoint.storage import Chunk, ShardedVector, WrittenFile, pack, write_file
 from thinwire.errors import CheckpointError
 
 __all__ = [
@@ -141,14 +143,19 @@ def read(
     *,
     control: ControlGroup,
     strict: bool = True,
+    before_filling: Callable[[], None] = lambda: None,
 ) -> tuple[str, ...]:
     """Fill chunks in place from a checkpoint that was written under any sharding. Collective.
 
-    1. Every rank reads the manifest and compares its vectors with it.
-    2. Every file is read once, by one of the ranks, and compared with its checksum and its header.
-    3. Every rank reads its elements; several ranks may read the same ones.
+    1. Every rank reads the manifest, and compares the sizes of all files and its own vectors with it.
+    2. Every rank compares the headers of the files that hold its elements with the manifest.
+    3. Every rank reads the blocks that hold its elements, once, compares each with its checksum, and copies the
+       elements. Several ranks may read the same ones.
 
-    No tensor changes before 1 and 2 have succeeded on all ranks. A disk error in 3 leaves tensors partly filled.
+    No tensor changes before 1 and 2 have succeeded on all ranks. A corrupt block or a disk error in 3 leaves the
+    tensors of every rank partly filled, though never with a byte of a corrupt block. To find out beforehand, call
+    :func:`verify`, which reads everything once more.
+
     Elements are converted if their stored type fits losslessly into the chunk's type, floats into wider floats and
     integers into wider integers; any other difference is an error. Vectors that no rank passes are ignored.
 
@@ -157,6 +164,7 @@ def read(
         vectors: The chunks to fill on this rank, by key of their vector.
         control: The ranks that load; any number.
         strict: Whether a key that the checkpoint lacks is an error.
+        before_filling: Called after 2. If an error is raised before it has been called, no tensor has changed.
 
     Returns:
         The keys that the checkpoint lacks, whose chunks are unchanged; empty if ``strict``.
@@ -183,10 +191,17 @@ def read(
                 f"{doing}: ranks 0 and {rank} see different checkpoints there; "
                 "load from a file system that all ranks share"
             )
-    share = _share_out([file.size for file in manifest.files], control.size)[control.rank]
-    _together(control, doing, lambda: _check_files(directory, manifest, share), NOTHING)
     wanted = {key: vector for key, vector in vectors.items() if key in manifest.vectors}
-    _together(control, doing, lambda: read_chunks(directory, manifest, wanted), NOTHING)
+    reading: Reading | None = None
+
+    def compare_headers() -> None:
+        nonlocal reading
+        reading = Reading(directory, manifest, wanted)
+
+    _together(control, doing, compare_headers, NOTHING)
+    assert reading is not None
+    before_filling()
+    _together(control, doing, reading.fill, NOTHING)
     return tuple(key for key in vectors if key not in wanted)
 
 
@@ -223,7 +238,7 @@ def verify(path: str | os.PathLike[str], *, checksums: bool = True) -> Manifest:
     """
     opened = _open(path)
     if checksums:
-        _check_files(opened.directory, opened.manifest, range(len(opened.manifest.files)))
+        _check_files(opened)
     return opened.manifest
 
 
@@ -244,7 +259,7 @@ class Reader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         opened = _open(path)
         self._directory, self.manifest = opened.directory, opened.manifest
-        _check_files(opened.directory, opened.manifest, range(len(opened.manifest.files)))
+        _check_files(opened)
 
     def vector(self, key: str) -> torch.Tensor:
         """Read a whole vector, as a 1-D tensor in the stored dtype.
@@ -256,10 +271,8 @@ class Reader:
         if entry is None:
             raise CheckpointError(f"{self._directory}: {_missing_keys([key], self.manifest.vectors)}")
         whole = torch.empty(entry.numel, dtype=entry.dtype or torch.float32)
-        try:
-            read_chunks(self._directory, self.manifest, {key: ShardedVector(entry.numel, (Chunk(0, whole),))})
-        except OSError as error:
-            raise CheckpointError(f"{self._directory}: {key} cannot be read: {_explain(error)}") from error
+        vectors = {key: ShardedVector(entry.numel, (Chunk(0, whole),))}
+        Reading(self._directory, self.manifest, vectors).fill_unchecked()
         return whole
 
 
@@ -484,18 +497,6 @@ def _missing_keys(missing: Sequence[str], present: Iterable[str]) -> str:
     return f"it has {len(known)} vectors but lacks {', '.join(hints)}{more}"
 
 
-def _share_out(sizes: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Assign files to ranks by index, the largest first, each to the rank with the fewest bytes so far."""
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        rank = loads.index(min(loads))
-        shares[rank].append(index)
-        loads[rank] += sizes[index]
-    return shares
-
-
-def _check_files(directory: Path, manifest: Manifest, indices: Iterable[int]) -> None:
-    contents = manifest.contents()
-    for index in indices:
-        _manifest.check_file(directory, manifest.files[index], contents[index])
+def _check_files(opened: _Opened) -> None:
+    for file, contents in zip(opened.manifest.files, opened.manifest.contents(), strict=True):
+        check_file(opened.directory, file, contents)

@@ -242,7 +242,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     Args:
         model: A sharded model.
     """
-    runtime_of(model)
+    runtime_of(model).refuse_half_loaded()
     return {name: whole_value(value, keep=True) for name, value in model.state_dict().items()}
 
 
@@ -292,6 +292,11 @@ def async_save(
 
 def load(model: nn.Module, optim: ShardedOptimizer | None, path: str | Path) -> dict[str, Any]:
     """Read a checkpoint that was written under any plan and on any number of ranks.
+
+    Each rank reads the blocks that it needs once, and compares each with its checksum before it copies the values. A
+    checkpoint that is missing, cut short, or does not fit leaves the model as it was. If a corrupt block or an error of
+    the disk shows later, the model is half loaded: until a load succeeds, its forward, steps, saves and
+    :func:`full_state_dict` raise an error, and its optimizer has no state.
 
     Args:
         model: A sharded model with the same shapes.

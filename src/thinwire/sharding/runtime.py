@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence, Set
 from torch import nn
 
 from thinwire.collectives.group import rollcall
-from thinwire.errors import UsageError
+from thinwire.errors import CheckpointError, UsageError
 from thinwire.program import Axis, Event, Lane, Scope
 from thinwire.sharding.agreement import Agreement, Agreements
 from thinwire.sharding.fragments import OwnedFragment
@@ -71,6 +71,8 @@ class Runtime:
         undo: Functions that remove the hooks from the model; call them in reverse order.
         optimizer: Optimizer made by ``thinwire.optimizer``, which then owns the updates; ``None`` without one.
         outside: The parameters as shares; ``None`` for a part of a larger model, which has no shares.
+        half_loaded: Why the model holds values of no single moment, since a load has begun to fill it and has not
+            ended; ``None`` otherwise.
     """
 
     def __init__(self, sharded: ShardedModel) -> None:
@@ -98,8 +100,9 @@ class Runtime:
         self.passes = Passes(sharded, self.schedule, backward, state, self.holds)
         rollcall().describe = _describer(self)
         self.outside: Outside | None = Outside(self) if sharded.alone else None
+        self.half_loaded: str | None = None
+        self.passes.before_computing = self.holds.before_gathering = self._before_use
         if self.outside is not None:
-            self.passes.before_computing = self.holds.before_gathering = self.outside.flush
             self.passes.backward.after_last = self.outside.after_backward
 
     @property
@@ -110,6 +113,20 @@ class Runtime:
     def now(self) -> tuple[int, Event]:
         """The number of the current step and its last event, for journals."""
         return self.num_steps, Event(*self.passes.state.at, self.schedule.micro_batch)
+
+    def refuse_half_loaded(self) -> None:
+        """Refuse to use a model that a load has left half filled.
+
+        Raises:
+            CheckpointError: The last load failed after it had begun to fill the model.
+        """
+        if self.half_loaded is not None:
+            raise CheckpointError(self.half_loaded)
+
+    def _before_use(self) -> None:
+        self.refuse_half_loaded()
+        if self.outside is not None:
+            self.outside.flush()
 
     # -- micro-batches -----------------------------------------------------------------------------------------
 
@@ -139,7 +156,9 @@ class Runtime:
             MismatchError: Two ranks ran units in a different order or took a different number of steps.
             UsageError: On some rank, the backward of the last micro-batch is missing, or a forward wrote to parameters.
                 Raised on every rank.
+            CheckpointError: The model is half loaded.
         """
+        self.refuse_half_loaded()
         self.passes.reach_step()
         if self.outside is not None:
             self.passes.refuse_missing_backward()

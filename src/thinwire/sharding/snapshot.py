@@ -132,6 +132,8 @@ def _collect(
     parts: Sequence[Trained], extra: Mapping[str, Json] | None
 ) -> tuple[dict[str, ShardedVector], dict[str, Json]]:
     """The vectors and the values of a checkpoint."""
+    for model, _ in parts:
+        runtime_of(model).refuse_half_loaded()
     vectors = _Vectors()
     plan, num_steps = runtime_of(parts[0][0]).plan, runtime_of(parts[0][0]).num_steps
     values: dict[str, Json] = {"plan": plan.to_toml(), "num_steps": num_steps, "extra": dict(extra or {})}
@@ -236,14 +238,19 @@ def load(parts: Sequence[Trained], path: Path) -> dict[str, Json]:
     try:
         # Check on all ranks before any rank reads, so that no rank waits for another that has failed.
         _everywhere(lambda: _want_all(loading, vectors))
-        store.read(path, vectors.sharded(), control=control())
-    except CheckpointError:
+        store.read(path, vectors.sharded(), control=control(), before_filling=lambda: _begin(loading))
+    except BaseException:  # whatever it is, the optimizer must not go on with what a load has left
         for part in loading:
             part.undo()
         raise
     for part in loading:
         part.finish()
     return dict(manifest.values["extra"])
+
+
+def _begin(loading: Sequence[_Loading]) -> None:
+    for part in loading:
+        part.begin()
 
 
 class SavedModel:
@@ -299,7 +306,8 @@ def _want_all(loading: Sequence[_Loading], vectors: _Vectors) -> None:
 
 
 class _Loading:
-    """Loads one part. Nothing in the part changes until the checkpoint is known to hold everything it needs."""
+    """Loads one part. Nothing in the part changes until the checkpoint is known to hold everything it needs; from then
+    on, the part is half loaded until the end."""
 
     def __init__(self, model: nn.Module, optim: ShardedOptimizer | None, manifest: store.Manifest, path: Path) -> None:
         self._model, self._optim, self._manifest, self._path = model, optim, manifest, path
@@ -308,7 +316,7 @@ class _Loading:
         runtime.zero_grad()
         self._same_plan = manifest.values["plan"] == runtime.plan.to_toml()
         self._with_held = runtime.plan.wire.spread_difference and self._same_plan
-        self._made = _make_state(optim) if optim is not None else []
+        self._new = _make_state(optim) if optim is not None else []
         self._numbers: list[tuple[dict[str, Any], str, Json]] = []
         self._copies: list[Callable[[], object]] = []
         self._lost: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
@@ -354,9 +362,18 @@ class _Loading:
             elif piece.momentum is not None:
                 self._copies.append(piece.momentum.zero_)
 
+    def begin(self) -> None:
+        """Note that the part and its optimizer will hold values of no single moment until the load has succeeded."""
+        self._runtime.half_loaded = (
+            f"the model is half loaded: the load of {self._path} failed after it had begun to fill the model; load a "
+            "checkpoint, this one or another, before you use the model again"
+        )
+        if self._optim is not None:
+            self._new = self._optim.fragments
+
     def undo(self) -> None:
-        """Remove the optimizer state that was created for loading."""
-        for owned in self._made:
+        """Remove the optimizer state that was created for loading, or all of it if it is half loaded."""
+        for owned in self._new:
             assert self._optim is not None
             self._optim.state.pop(owned.value, None)
 
@@ -381,6 +398,7 @@ class _Loading:
         # The spread counts as the update of the last saved step.
         runtime.loaded(int(self._manifest.values["num_steps"]), with_replicas=self._with_held)
         runtime.join_spreads()
+        runtime.half_loaded = None
 
     def _restore_loss_scale(self) -> None:
         """Continue with the loss scale of the checkpoint; rounding errors of another scale follow the present one."""

@@ -6,12 +6,15 @@ file's.
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from thinwire.errors import CheckpointError
+
+log = logging.getLogger("thinwire")
 
 _NAME: Final = re.compile(r"step-(\d{8,})")
 
@@ -104,9 +107,17 @@ def _is_valid(checkpoint: Checkpoint) -> bool:
 def delete_old(directory: Path, keep: int) -> None:
     """Delete all but the newest checkpoints. One process calls this while none saves.
 
+    Other ranks do not wait for this, so it raises nothing: the log names what cannot be deleted.
+
     Args:
         directory: Directory of all checkpoints.
         keep: Number of checkpoints to keep.
     """
     for old in checkpoints(directory)[:-keep]:
-        shutil.rmtree(old.path, ignore_errors=True)
+        try:
+            shutil.rmtree(old.path)
+        except OSError as error:
+            log.warning(
+                "%s, a checkpoint beyond checkpoint.keep = %d, cannot be deleted: %s; delete it before the disk is full",
+                old.path, keep, error.strerror or error,
+            )  # fmt: skip
