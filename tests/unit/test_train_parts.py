@@ -166,7 +166,7 @@ def test_old_checkpoints_that_stay_are_named(
     checkpoints.delete_old(tmp_path, keep=1)
     assert [record.getMessage() for record in caplog.records] == [
         f"{tmp_path / 'step-00000001'}, a checkpoint beyond checkpoint.keep = 1, cannot be deleted: Device or resource "
-        "busy; delete it before the disk is full"
+        "busy; delete it to free its space"
     ]
     assert [known.step for known in checkpoints.checkpoints(tmp_path)] == [1, 3]
 

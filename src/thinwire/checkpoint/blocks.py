@@ -16,7 +16,6 @@ import fcntl
 import logging
 import mmap
 import os
-import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from zlib_ng.zlib_ng import crc32
 
 log = logging.getLogger("thinwire")
 
@@ -64,7 +64,7 @@ def write_durably(path: Path, parts: Iterable[torch.Tensor]) -> tuple[int, tuple
         with ThreadPoolExecutor(1) as disk:
             for number, length in enumerate(_filled(blocks, parts)):
                 block = blocks[number % 2].numpy().data
-                crcs.append(zlib.crc32(block[:length]))
+                crcs.append(crc32(block[:length]))
                 size += length
                 if writing is not None:
                     writing.result()
@@ -197,5 +197,5 @@ def _tell_of_cache(descriptor: int) -> None:
     log.warning(
         "%s: this file system takes no direct writes (O_DIRECT), so checkpoints go through the page cache, which costs "
         "processor time while they are written",
-        os.readlink(f"/proc/self/fd/{descriptor}").rpartition("/")[0],
+        Path(f"/proc/self/fd/{descriptor}").readlink().parent,
     )

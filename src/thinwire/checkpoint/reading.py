@@ -7,13 +7,13 @@ from the page cache if they fit there.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
 import torch
+from zlib_ng.zlib_ng import crc32
 
 from thinwire.checkpoint.blocks import BLOCK_BYTES, as_bytes, read_ahead, read_into
 from thinwire.checkpoint.manifest import FileEntry, Manifest, StoredSpan, check_header, check_size, os_reason
@@ -223,10 +223,10 @@ def _pieces(path: Path, file: FileEntry, numbers: Iterable[int]) -> Iterator[tup
     crc = 0
     try:
         for begin, piece in read_ahead(path, spans):
-            crc = zlib.crc32(piece.numpy().data, crc)
-            number = last_of.get(begin + piece.numel())
-            if number is not None:
-                _compare(path, file, number, crc)
+            crc = crc32(piece.numpy().data, crc)
+            complete = last_of.get(begin + piece.numel())
+            if complete is not None:
+                _compare(path, file, complete, crc)
                 crc = 0
             yield begin, piece
     except OSError as error:

@@ -118,6 +118,6 @@ def delete_old(directory: Path, keep: int) -> None:
             shutil.rmtree(old.path)
         except OSError as error:
             log.warning(
-                "%s, a checkpoint beyond checkpoint.keep = %d, cannot be deleted: %s; delete it before the disk is full",
+                "%s, a checkpoint beyond checkpoint.keep = %d, cannot be deleted: %s; delete it to free its space",
                 old.path, keep, error.strerror or error,
             )  # fmt: skip
