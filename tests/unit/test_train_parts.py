@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -281,3 +282,72 @@ def test_the_first_signal_is_noted_and_the_second_kills(tmp_path: Path) -> None:
         assert stop.reason == "SIGTERM"
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+DESCRIPTION: tuple[Recipe, Plan, dict[str, str]] = (
+    Recipe.from_toml("[model]\nlayers=1\nhidden=8\nheads=2\n[train]\nsteps=1"),
+    Plan.preset("ddp", nodes=1, local=1),
+    {"torch": "1"},
+)
+
+
+def name_of(descriptor: int) -> str:
+    return str(Path(f"/proc/self/fd/{descriptor}").readlink())
+
+
+def test_a_power_loss_leaves_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file of a start is on disk before it gets its name, and its name before the next file is written."""
+    events: list[tuple[str, str]] = []
+    sync, replace = os.fsync, Path.replace
+
+    def note_sync(descriptor: int) -> None:
+        events.append(("sync", name_of(descriptor)))
+        sync(descriptor)
+
+    def note_replace(path: Path, target: Path) -> Path:
+        assert events[-1] == ("sync", str(path)), "the draft is on disk before it is renamed"
+        events.append(("rename", str(target)))
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "replace", note_replace)
+    run = RunDirectory(tmp_path / "a" / "run")
+    with run.held():
+        run.open(*DESCRIPTION, command="x")
+        run.note_start(0, {})
+    for parent in (tmp_path, tmp_path / "a", run.path):
+        assert ("sync", str(parent)) in events
+    renamed = [name for kind, name in events if kind == "rename"]
+    assert renamed == [str(path) for path in (run.versions, run.command, run.plan, run.recipe)]
+    for index, (kind, _) in enumerate(events):
+        if kind == "rename":
+            assert events[index + 1] == ("sync", str(run.path)), "the name is on disk too"
+    assert events[-1] == ("sync", str(run.starts))
+
+
+def test_a_start_on_a_disk_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and the same command starts the run when there is room."""
+    usage = shutil.disk_usage(tmp_path)
+    run = RunDirectory(tmp_path / "run")
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda path: usage._replace(free=9000))
+        with pytest.raises(UsageError, match=r"9,000 free bytes, and a run needs at least 1,048,576"):
+            run.open(*DESCRIPTION)
+    original = os.fsync
+
+    def fill(descriptor: int) -> None:
+        if "plan.toml" in name_of(descriptor):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fill)
+        with pytest.raises(UsageError, match=r"plan\.toml cannot be written: No space left on device"):
+            run.open(*DESCRIPTION)
+    assert not run.recipe.exists()
+    assert not run.plan.exists()
+    with pytest.raises(UsageError, match="holds no run to resume"):
+        run.check(resume=True)
+    run.check(resume=False)
+    run.open(*DESCRIPTION)
+    run.check(resume=True)

@@ -31,6 +31,7 @@ import tempfile
 from pathlib import Path
 from typing import Final, final
 
+from thinwire.checkpoint.durable import make_directory, sync_directory
 from thinwire.checkpoint.manifest import MANIFEST_NAME
 from thinwire.errors import CheckpointError
 
@@ -66,7 +67,7 @@ class Staging:
         Raises:
             CheckpointError: ``target`` exists and is not a checkpoint, so it must not be replaced.
         """
-        _make_directory(self.target.parent)
+        make_directory(self.target.parent)
         recover(self.target.parent)
         if self.target.exists() and not is_checkpoint(self.target) and not _is_empty_directory(self.target):
             raise CheckpointError(
@@ -147,23 +148,6 @@ def recover(parent: Path) -> None:
             sync_directory(parent)
         else:
             _delete(path)
-
-
-def sync_directory(directory: Path) -> None:
-    """Write the names in a directory to disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _make_directory(directory: Path) -> None:
-    """Create a directory and its parents, durably."""
-    if not directory.is_dir():
-        _make_directory(directory.parent)
-        directory.mkdir(exist_ok=True)
-        sync_directory(directory.parent)
 
 
 def _delete(directory: Path) -> None:

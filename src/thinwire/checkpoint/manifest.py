@@ -6,8 +6,8 @@ once, and every file is compared with the manifest (presence, size, header). The
 of a file, so that a block is read once: into memory, where it is compared, and from there into tensors. Nothing is
 unpickled, and a length found on disk is never trusted beyond the size of its file.
 
-CRC-32 detects accidents (with certainty any damage within 32 consecutive bits), not forgery. zlib-ng computes it as fast
-as memory is read.
+CRC-32 detects accidents (with certainty any damage within 32 consecutive bits), not forgery. zlib-ng computes it as
+fast as memory is read.
 """
 
 from __future__ import annotations

@@ -173,6 +173,10 @@ class Profile(Spec):
 
     def write(self, path: str | Path) -> None:
         """Write the profile as JSON, one row per line."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    def to_json(self) -> str:
+        """The profile as JSON, one row per line."""
         table: dict[str, Any] = self.to_dict()
         lines = []
         for key, value in table.items():
@@ -181,4 +185,4 @@ class Profile(Spec):
                 lines.append(f'  "{key}": [\n{rows}\n  ]')
             else:
                 lines.append(f'  "{key}": {json.dumps(value)}')
-        Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        return "{\n" + ",\n".join(lines) + "\n}\n"

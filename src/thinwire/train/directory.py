@@ -6,13 +6,14 @@ import contextlib
 import fcntl
 import json
 import os
-import tempfile
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from thinwire.checkpoint.durable import make_directory, replace_file
 from thinwire.errors import UsageError
 from thinwire.spec.plan import Plan
 from thinwire.spec.profile import Profile
@@ -23,6 +24,10 @@ _UNSEEN: Final = (
     "tied_embedding",
 )  # fmt: skip
 """Keys of a model that change its computation, but not always the shapes of its parameters."""
+
+
+_LEAST_FREE: Final = 1 << 20
+"""Bytes that must be free where a run starts. On less, it would compute for a minute before it finds the disk full."""
 
 
 class _Within:
@@ -107,7 +112,7 @@ class RunDirectory:
             UsageError: Another process holds the lock, or the directory cannot be made.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_directory(self.path)
             descriptor = os.open(self.path, os.O_RDONLY)
         except OSError as error:
             raise UsageError(f"{self.path} cannot be made: {error.strerror}; choose another --out") from error
@@ -181,7 +186,7 @@ class RunDirectory:
                 for path in described:
                     path.unlink(missing_ok=True)
                 for path, content in before.items():
-                    path.write_bytes(content)
+                    replace_file(path, content)
             raise
 
     def open(
@@ -193,7 +198,8 @@ class RunDirectory:
         command: str = "",
         profile: Profile | None = None,
     ) -> None:
-        """Make the directory and write the description of the run. One process of the run calls it.
+        """Make the directory and write the description of the run, so that both survive a loss of power. One process of
+        the run calls it.
 
         Args:
             recipe: The recipe, with absolute paths.
@@ -207,17 +213,22 @@ class RunDirectory:
         """
         try:
             for directory in (self.path, self.checkpoints, self.logs):
-                directory.mkdir(parents=True, exist_ok=True)
+                make_directory(directory)
         except OSError as error:
             raise UsageError(f"{self.path} cannot be made: {error.strerror}; choose another --out") from error
+        if (free := shutil.disk_usage(self.path).free) < _LEAST_FREE:
+            raise UsageError(
+                f"{self.path} is on a disk with {free:,} free bytes, and a run needs at least {_LEAST_FREE:,} for its "
+                "records alone; make room, or choose another --out"
+            )
         for stale in (self.stop_file, self.summary, self.picture):
             stale.unlink(missing_ok=True)
-        write_atomically(self.recipe, recipe.to_toml())
-        write_atomically(self.plan, plan.to_toml())
+        if profile is not None:
+            write_atomically(self.profile, profile.to_json())
         write_json(self.versions, versions)
         write_atomically(self.command, command + "\n")
-        if profile is not None:
-            profile.write(self.profile)
+        write_atomically(self.plan, plan.to_toml())
+        write_atomically(self.recipe, recipe.to_toml())  # the last: a directory with a recipe holds a run
 
     def _num_starts(self) -> int:
         return len(self.starts.read_bytes().splitlines()) if self.starts.is_file() else 0
@@ -226,7 +237,8 @@ class RunDirectory:
         """Whether the directory is left from a run that was refused before its first step; a new run may replace it."""
         known = {self.checkpoints, self.logs, self.recipe, self.plan, self.versions, self.command, self.profile}
         present = set(self.path.iterdir())
-        return self.recipe in present and present <= known and not any(self.checkpoints.glob("*"))
+        described = bool(present & known - {self.logs})  # any of them: the disk may have been full after the first
+        return described and present <= known and not any(self.checkpoints.glob("*"))
 
     def note_start(self, step: int, about: Mapping[str, Any]) -> None:
         """Append a line to the list of starts.
@@ -241,10 +253,12 @@ class RunDirectory:
         command = self.command.read_text().strip() if self.command.is_file() else ""
         with writing(self.starts), self.starts.open("a") as file:
             file.write(json.dumps({"step": step, "time": time.time(), "command": command, **about}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object so that a reader sees either the old file or the new one, never a part of it.
+    """Write a JSON object as :func:`write_atomically` does.
 
     Args:
         path: The file.
@@ -254,7 +268,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader sees either the old one or the new one, never a part of it.
+    """Write a file so that a reader, even after a loss of power, sees either the old one or the new one.
 
     Args:
         path: The file.
@@ -264,15 +278,23 @@ def write_atomically(path: Path, text: str) -> None:
         UsageError: The file cannot be written; the old one is unchanged.
     """
     with writing(path):
-        handle, draft = tempfile.mkstemp(prefix=path.name, dir=path.parent)
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            Path(draft).chmod(0o644)
-            Path(draft).replace(path)
-        except OSError:
-            Path(draft).unlink(missing_ok=True)
-            raise
+        replace_file(path, text.encode())
+
+
+def copy_atomically(source: Path, path: Path) -> None:
+    """Copy a file as :func:`write_atomically` writes one.
+
+    Args:
+        source: The file to copy.
+        path: The copy.
+
+    Raises:
+        UsageError: The copy cannot be written.
+        OSError: The source cannot be read.
+    """
+    content = source.read_bytes()
+    with writing(path):
+        replace_file(path, content)
 
 
 @contextlib.contextmanager
@@ -292,6 +314,6 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UsageError(
-            f"{path} cannot be written: {error.strerror or error}; make room or give permission there, then continue "
-            "with --resume"
+            f"{path} cannot be written: {error.strerror or error}; make room or give permission there, then start "
+            "again, with --resume if the run had begun"
         ) from error

@@ -9,6 +9,7 @@ lock.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -26,6 +27,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from thinwire.checkpoint.durable import sync_directory, sync_tree
 from thinwire.errors import DataError
 from thinwire.spec.recipe import DataRecipe
 from thinwire.train.data.corpus import Corpus, find_corpus
@@ -135,7 +137,15 @@ def _cached(recipe: DataRecipe, corpus: Corpus, held_out: Corpus | None, report:
         try:
             _build(draft, recipe, corpus, held_out, report)
             draft.chmod(0o755)
+            sync_tree(draft)  # an entry is believed for ever
             draft.rename(entry)
+            sync_directory(directory)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise DataError(
+                f"data.cache: {directory} cannot take the tokens ({error.strerror}); make room there, or set data.cache"
+            ) from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
     return entry

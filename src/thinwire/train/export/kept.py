@@ -4,7 +4,6 @@ are gone."""
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +12,7 @@ from thinwire.errors import DataError
 from thinwire.spec.recipe import Recipe
 from thinwire.train.data.packing import Dataset
 from thinwire.train.data.tokenizer import Tokenizer
-from thinwire.train.directory import RunDirectory, write_json
+from thinwire.train.directory import RunDirectory, copy_atomically, write_json, writing
 
 __all__ = ["TOKENIZER_FILES", "keep_sources", "kept_config", "write_tokenizer"]
 
@@ -39,7 +38,8 @@ def keep_sources(directory: RunDirectory, recipe: Recipe, dataset: Dataset, conf
         config: The configuration of its Hugging Face model; ``None`` for models of our own.
     """
     model = recipe.model
-    directory.model.mkdir(exist_ok=True)
+    with writing(directory.model):
+        directory.model.mkdir(exist_ok=True)
     home = None
     if config is not None:
         write_json(directory.model / "config.json", config)
@@ -49,13 +49,13 @@ def keep_sources(directory: RunDirectory, recipe: Recipe, dataset: Dataset, conf
         if home is not None:
             _copy(home, directory.model, (_GENERATION,))
     if dataset.tokenizer is not None:
-        shutil.copyfile(dataset.tokenizer, directory.tokenizer)
+        copy_atomically(dataset.tokenizer, directory.tokenizer)
         if recipe.data.tokenizer != "bpe":
             named = Path(recipe.data.tokenizer).expanduser()
             _copy(named.parent if named.is_file() else named, directory.model, TOKENIZER_FILES)
     elif home is not None and model.starts_from_files and (home / "tokenizer.json").is_file():
         # Bins without a tokenizer, for a model that has one: its embedding knows these ids and no others.
-        shutil.copyfile(home / "tokenizer.json", directory.tokenizer)
+        copy_atomically(home / "tokenizer.json", directory.tokenizer)
         _copy(home, directory.model, TOKENIZER_FILES)
 
 
@@ -93,7 +93,7 @@ def write_tokenizer(directory: RunDirectory, to: Path, length: int) -> int | Non
     if not directory.tokenizer.is_file():
         return None
     tokenizer = Tokenizer.load(directory.tokenizer)
-    shutil.copyfile(directory.tokenizer, to / "tokenizer.json")
+    copy_atomically(directory.tokenizer, to / "tokenizer.json")
     _copy(directory.model, to, TOKENIZER_FILES)
     if not (to / "tokenizer_config.json").exists():
         end = tokenizer.backend.id_to_token(tokenizer.end)
@@ -112,4 +112,4 @@ def write_tokenizer(directory: RunDirectory, to: Path, length: int) -> int | Non
 def _copy(source: Path, to: Path, names: tuple[str, ...]) -> None:
     for name in names:
         if (source / name).is_file():
-            shutil.copyfile(source / name, to / name)
+            copy_atomically(source / name, to / name)

@@ -1,0 +1,61 @@
+"""Names and small files that survive a loss of power. Imports no torch, because commands that only wait use it too."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+__all__ = ["make_directory", "replace_file", "sync_directory", "sync_tree"]
+
+
+def sync_directory(directory: Path) -> None:
+    """Write the names in a directory to disk."""
+    _sync(directory)
+
+
+def sync_tree(directory: Path) -> None:
+    """Write everything below a directory to disk: the contents of files, and all names."""
+    for path in directory.rglob("*"):
+        _sync(path)
+    _sync(directory)
+
+
+def make_directory(directory: Path) -> None:
+    """Create a directory and its parents, durably, unless they exist."""
+    if not directory.is_dir():
+        make_directory(directory.parent)
+        directory.mkdir(exist_ok=True)
+        sync_directory(directory.parent)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file so that whoever reads it, even after a loss of power, finds the old content or the new one.
+
+    Args:
+        path: The file.
+        content: Its content.
+
+    Raises:
+        OSError: The file cannot be written; the old one is unchanged.
+    """
+    handle, draft = tempfile.mkstemp(prefix=path.name, dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(draft).chmod(0o644)
+        Path(draft).replace(path)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
