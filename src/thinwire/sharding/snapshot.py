@@ -369,7 +369,7 @@ class _Loading:
             "checkpoint, this one or another, before you use the model again"
         )
         if self._optim is not None:
-            self._new = self._optim.fragments
+            self._new = list(self._optim.fragments)
 
     def undo(self) -> None:
         """Remove the optimizer state that was created for loading, or all of it if it is half loaded."""
