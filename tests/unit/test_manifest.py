@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from thinwire.checkpoint import manifest as manifest_module
 from thinwire.checkpoint.manifest import (
     MANIFEST_NAME,
     SAFETENSORS_CODES,
@@ -174,6 +175,24 @@ def test_values_that_are_not_json_are_refused(values: str) -> None:
 def test_other_files_are_no_manifest(raw: bytes) -> None:
     with pytest.raises(CheckpointError, match=r"^m: "):
         decode(raw, "m")
+
+
+@pytest.mark.parametrize("item", ["{}", "[]", "0"])
+def test_a_manifest_of_endless_items_is_refused_before_it_is_parsed(item: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = sealed_text('{"files":[],"vectors":{},"values":{"a":[' + ",".join([item] * 9_000_000) + "]}}")
+
+    def parse(*args: object, **kwargs: object) -> object:
+        raise AssertionError("it was parsed")
+
+    monkeypatch.setattr(json, "loads", parse)
+    with pytest.raises(CheckpointError, match=r"^m: about \d+ items, at most 8388608 are valid"):
+        decode(raw, "m")
+
+
+def test_what_could_not_be_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest_module, "_MAX_ITEMS", 20)
+    with pytest.raises(CheckpointError, match="at most 20 are valid: keep large state in vectors"):
+        Manifest((), {}, {"a": list(range(30))}).encode()
 
 
 def test_a_later_version_is_named() -> None:

@@ -26,6 +26,7 @@ from thinwire.train.directory import RunDirectory
 from thinwire.train.launching.stop import StopRequest
 from thinwire.train.observing.metrics import MetricsLog, StepRecord, known_peak_tflops, read, truncate
 from thinwire.train.observing.progress import ProgressReport
+from thinwire.train.position import Position
 from thinwire.train.schedule import learning_rate_share
 
 
@@ -172,10 +173,40 @@ def test_old_checkpoints_that_stay_are_named(
     assert [known.step for known in checkpoints.checkpoints(tmp_path)] == [1, 3]
 
 
+def save_step(directory: Path, step: int) -> None:
+    values = {"extra": {"position": {"step": step}}}
+    vectors = {"w": ShardedVector(3, (Chunk(0, torch.ones(3)),))}
+    write(checkpoints.checkpoint_path(directory, step), vectors, values, control=Alone())
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_step(tmp_path, step)
+    known = checkpoints.checkpoints(tmp_path)
+    shutil.rmtree(known[2].path)
+    shutil.copytree(known[0].path, known[2].path)
+    with pytest.raises(CheckpointError, match=r"-00000003: holds step 1, so its name is wrong; .* from step 2, which"):
+        checkpoints.newest(tmp_path, checksums=False)
+    write(known[2].path, {}, {"extra": {}}, control=Alone())
+    with pytest.raises(CheckpointError, match=r"-00000003: holds the state of no run of thinwire train, so its name"):
+        checkpoints.newest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "saved", [None, [], {}, {"step": 1}, {"step": -1}, {"step": "1"}, {"loss": "x"}, {"samples": True}, {"more": 1}]
+)
+def test_a_position_is_whole_or_refused(saved: Any) -> None:
+    sound: dict[str, Any] = {"step": 3, "samples": 9, "loss": 1.5, "val_loss": None, "skipped": 0}
+    assert Position.of(sound, Path("p")) == Position(step=3, samples=9, loss=1.5)
+    assert Position.of({"step": 3, "samples": 9}, Path("p")) == Position(step=3, samples=9)
+    given = {**sound, **saved} if isinstance(saved, dict) and saved and saved != {"step": 1} else saved
+    with pytest.raises(CheckpointError, match=r"^p: holds no progress of a run of thinwire train"):
+        Position.of(given, Path("p"))
+
+
 def test_damaged_checkpoints_are_named_and_so_is_what_can_be_used(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        path = checkpoints.checkpoint_path(tmp_path, step)
-        write(path, {"w": ShardedVector(3, (Chunk(0, torch.ones(3)),))}, {"step": step}, control=Alone())
+        save_step(tmp_path, step)
     assert checkpoints.newest(tmp_path) == checkpoints.checkpoints(tmp_path)[-1]
     for damaged in checkpoints.checkpoints(tmp_path)[1:]:
         (file,) = damaged.path.glob("*.safetensors")

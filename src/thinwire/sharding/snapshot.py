@@ -49,6 +49,7 @@ from thinwire.sharding.memory.local import Slice
 from thinwire.sharding.modules.discover import is_ignored
 from thinwire.sharding.optim import ShardedOptimizer, rescale_lost
 from thinwire.sharding.runtime import Runtime, runtime_of
+from thinwire.sharding.stored_values import check_groups, check_values
 
 __all__ = ["SavedModel", "load", "save", "settle", "start_saving", "wait_for_writer"]
 
@@ -269,6 +270,7 @@ class SavedModel:
     def __init__(self, path: Path) -> None:
         self._reader = store.Reader(path)
         values = self._reader.manifest.values
+        check_values(values, path)
         self.shapes: dict[str, list[int]] = values.get("shapes", {})
         _check_slices(self._reader.manifest, self.shapes, path)
         self._cuts: dict[str, list[int]] = values.get("slices", {})
@@ -433,6 +435,7 @@ def _of_part(key: str, runtime: Runtime) -> str:
 def _open(shapes: Mapping[str, Json], parts: Sequence[Trained], path: Path) -> store.Manifest:
     """Read and verify the manifest of a checkpoint, and check that it fits the model and the optimizer."""
     manifest = store.verify(path, checksums=False)
+    check_values(manifest.values, path)
     saved_shapes = manifest.values.get("shapes", {})
     differences = [
         f"{name} is {saved_shapes.get(name, 'missing')} in the checkpoint, {shapes.get(name, 'missing')} in the model"
@@ -458,6 +461,7 @@ def _open(shapes: Mapping[str, Json], parts: Sequence[Trained], path: Path) -> s
             f"{path}: the checkpoint has {num_saved} parameter groups, the optimizer {num_present}; make the optimizer "
             "with the param_groups it was saved with"
         )
+    check_groups(manifest.values["groups"], optim.param_groups, path)
     return manifest
 
 

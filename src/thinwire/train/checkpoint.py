@@ -74,7 +74,7 @@ def newest(directory: Path, *, checksums: bool = True) -> Checkpoint | None:
         CheckpointError: The newest checkpoint is damaged; the message names the file and the newest undamaged
         checkpoint.
     """
-    from thinwire.checkpoint.store import recover, verify  # brings torch, which a list of names does without
+    from thinwire.checkpoint.store import recover  # brings torch, which a list of names does without
 
     recover(directory)
     known = checkpoints(directory)
@@ -82,7 +82,7 @@ def newest(directory: Path, *, checksums: bool = True) -> Checkpoint | None:
         return None
     *earlier, last = known
     try:
-        verify(last.path, checksums=checksums)
+        _verify(last, checksums=checksums)
     except CheckpointError as error:
         usable = next((other for other in reversed(earlier) if _is_valid(other)), None)
         remedy = (
@@ -94,11 +94,25 @@ def newest(directory: Path, *, checksums: bool = True) -> Checkpoint | None:
     return last
 
 
-def _is_valid(checkpoint: Checkpoint) -> bool:
+def _verify(checkpoint: Checkpoint, *, checksums: bool = True) -> None:
+    """Check that a checkpoint is undamaged and holds the step that its name says.
+
+    Raises:
+        CheckpointError: It does not.
+    """
     from thinwire.checkpoint.store import verify
 
+    extra = verify(checkpoint.path, checksums=checksums).values.get("extra")
+    position = extra.get("position") if isinstance(extra, dict) else None
+    step = position.get("step") if isinstance(position, dict) else None
+    if type(step) is not int or step != checkpoint.step:
+        holds = "the state of no run of thinwire train" if step is None else f"step {step!r}"
+        raise CheckpointError(f"{checkpoint.path}: holds {holds}, so its name is wrong")
+
+
+def _is_valid(checkpoint: Checkpoint) -> bool:
     try:
-        verify(checkpoint.path)
+        _verify(checkpoint)
     except CheckpointError:
         return False
     return True

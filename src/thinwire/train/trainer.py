@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch import nn
 from thinwire.checkpoint.background import PendingSave
 from thinwire.collectives.group import Control, control
 from thinwire.collectives.streams import streams_of
-from thinwire.errors import DataError
+from thinwire.errors import CheckpointError, DataError
 from thinwire.network.order import Ordered, order_ranks
 from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
 from thinwire.sharding.lanes.late import read_later
@@ -281,6 +282,7 @@ class Trainer:
 
         Raises:
             DataError: The checkpoint was trained on other tokens.
+            CheckpointError: It cannot be loaded, or is of no run.
         """
         extra: Mapping[str, Any] = self.model.load(self.optimizer, checkpoint.path)
         if extra.get("dataset") != self.dataset.fingerprint:
@@ -288,8 +290,10 @@ class Trainer:
                 f"{checkpoint.path} was trained on other tokens than data.* gives now (the text, the "
                 "tokenizer or validation_share changed); restore them, or start a new run with another --out"
             )
-        self.position = self.updates.position = Position(**extra["position"])
+        self.position = self.updates.position = Position.of(extra.get("position"), checkpoint.path)
         saved, present = extra.get("loss_scale"), self.optimizer.loss_scale
+        if type(saved) not in (NoneType, int, float):
+            raise CheckpointError(f"{checkpoint.path}: corrupt: its loss scale is {saved!r:.80}")
         if present is not None and saved is None:
             return f"the checkpoint has no loss scale: it starts from loss_scale.initial = {present.value:g}"
         if present is None and saved is not None:

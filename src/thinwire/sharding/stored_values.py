@@ -1,0 +1,117 @@
+"""Checks the values of a checkpoint's manifest: they have the types that a save writes, whoever wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from thinwire.errors import CheckpointError
+
+__all__ = ["check_groups", "check_values"]
+
+_MOST: Final = 2**62
+"""Above all steps, lengths and indices."""
+_LARGEST: Final = 3.4e38
+"""About the largest number in fp32."""
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MOST
+
+
+def _is_number(value: object) -> bool:
+    """Whether a value is a number that torch can compute with."""
+    return (type(value) is int and abs(value) < _MOST) or (type(value) is float and abs(value) <= _LARGEST)
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_counts(value: object) -> bool:
+    """Whether a value is a table of lists of counts, such as shapes by name."""
+    return isinstance(value, dict) and all(
+        isinstance(item, list) and all(map(_is_count, item)) for item in value.values()
+    )
+
+
+def _is_tables(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_table, value))
+
+
+_KINDS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
+    "plan": (lambda value: isinstance(value, str), "text"),
+    "num_steps": (_is_count, "a count"),
+    "extra": (_is_table, "a table"),
+    "shapes": (_is_counts, "a table of lists of counts"),
+    "slices": (_is_counts, "a table of lists of counts"),
+    "optimizer": (lambda value: isinstance(value, str), "text"),
+    "groups": (_is_tables, "a list of tables"),
+    "feedback": (_is_table, "a table"),
+}
+_ALWAYS: Final = ("plan", "num_steps", "extra")
+
+
+def check_values(values: Mapping[str, Any], path: Path) -> None:
+    """Check that the values which describe a model and its optimizer are there, and of the right types.
+
+    Args:
+        values: Values of the manifest.
+        path: The checkpoint, for messages.
+
+    Raises:
+        CheckpointError: A value is missing or has another type; the message names it.
+    """
+    required = (*_ALWAYS, *(("groups",) if "optimizer" in values else ()))
+    missing = [key for key in required if key not in values]
+    if missing:
+        raise CheckpointError(f"{path}: corrupt: its manifest lacks {', '.join(map(repr, missing))}")
+    for key, value in values.items():
+        fits, kind = _KINDS.get(key.partition(" of ")[0], (_anything, ""))
+        if key.startswith("optimizer/"):
+            fits, kind = _is_number, "a number that fp32 can hold"
+        if not fits(value):
+            raise CheckpointError(f"{path}: corrupt: the value {key!r} is {_shown(value)}, and should be {kind}")
+
+
+def check_groups(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Check that the options of saved parameter groups are of the same kinds as those of the optimizer.
+
+    Args:
+        saved: Options by name, for each group.
+        present: The optimizer's groups, as many.
+        path: The checkpoint, for messages.
+
+    Raises:
+        CheckpointError: An option has another type; the message names it.
+    """
+    for number, (options, group) in enumerate(zip(saved, present, strict=True)):
+        for name, value in options.items():
+            if name == "params" or (name in group and not _alike(value, group[name])):
+                raise CheckpointError(
+                    f"{path}: corrupt: the option {name!r} of parameter group {number} is {_shown(value)}"
+                )
+
+
+def _alike(saved: object, present: object) -> bool:
+    if isinstance(present, tuple | list):
+        return (
+            isinstance(saved, list)
+            and len(saved) == len(present)
+            and all(_alike(*pair) for pair in zip(saved, present, strict=True))
+        )
+    if present is None or saved is None:  # an option that may be unset, such as fused
+        return saved is None or isinstance(saved, bool) or _is_number(saved)
+    if isinstance(present, str | bool):
+        return type(saved) is type(present)
+    return _is_number(saved)
+
+
+def _anything(value: object) -> bool:
+    return True
+
+
+def _shown(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
