@@ -109,13 +109,13 @@ check-launchers: install ## validate and run examples/launchers with Kubeflow's 
 	build/launchers/bin/python -m pip install --quiet --disable-pip-version-check "kubeflow-trainer-api==2.3.0" "ray[train]>=2.60" "skypilot>=0.14" pyyaml
 	THINWIRE_LAUNCHERS=$(abspath build/launchers/bin/python) $(BIN)/python -m pytest -m "slow or not slow" tests/unit/test_launchers.py
 
-bench-peers: install ## install what `thinwire bench` can compare with: DeepSpeed, codecs of others
+bench-peers: install ## install what `thinwire bench` can compare with: DeepSpeed, torchft, codecs of others
 	@command -v g++ >/dev/null || { echo "DeepSpeed compiles a module with g++: apt-get install g++" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt setuptools ninja
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 	  --no-build-isolation deepspeed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-	  bitsandbytes torchao zfpy zipnn
+	  bitsandbytes torchao torchft zfpy zipnn
 	PATH="$(abspath $(BIN)):$$PATH" DS_ACCELERATOR=cpu $(BIN)/python -c \
 	  'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as module; module().load()'
 

@@ -49,6 +49,10 @@ def _torch(name: str, summary: str, kind: SystemKind = SystemKind.PEER) -> Peer:
     return Peer(f"thinwire_bench.peers.pytorch:{name}", summary, kind=kind)
 
 
+def _torchft(name: str, summary: str) -> Peer:
+    return Peer(f"thinwire_bench.peers.torchft_islands:{name}", summary, package="torchft", kind=SystemKind.CHANGED)
+
+
 def _deepspeed(stage: int, summary: str) -> Peer:
     builder = "thinwire_bench.peers.deepspeed_zero:deepspeed"
     return Peer(builder, summary, package="deepspeed", options=(("stage", stage),))
@@ -63,6 +67,8 @@ PEERS: Final[Mapping[str, Peer]] = {
     "fsdp2": _torch("fsdp2", "fully_shard over all ranks"),
     "hsdp": _torch("hsdp", "fully_shard inside a node, replicas across nodes"),
     "hpz": _torch("hpz", "fully_shard over all ranks, resharded inside the node after the forward"),
+    "diloco": _torchft("diloco", "torchft's DiLoCo, an island for each rank, an exchange every 32 steps"),
+    "local-sgd": _torchft("local_sgd", "torchft's LocalSGD, an island for each rank, an exchange every 32 steps"),
     "deepspeed1": _deepspeed(1, "DeepSpeed ZeRO-1"),
     "deepspeed2": _deepspeed(2, "DeepSpeed ZeRO-2"),
     "deepspeed3": _deepspeed(3, "DeepSpeed ZeRO-3"),

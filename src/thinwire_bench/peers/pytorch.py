@@ -24,7 +24,10 @@ from thinwire_bench.peers.interface import Place, System
 from thinwire_bench.peers.system import LEARNING_RATE, TorchSystem, fused_adamw
 from thinwire_bench.peers.workload import batches, make_model
 
-__all__ = ["ddp", "ddp_bf16_hook", "ddp_powersgd", "fsdp2", "fully_sharded_model", "hpz", "hsdp", "local", "zero1"]
+__all__ = [
+    "Autocast", "bf16_replica", "ddp", "ddp_bf16_hook", "ddp_powersgd", "fsdp2", "fully_sharded_model", "hpz", "hsdp",
+    "local", "powersgd_replica", "zero1",
+]  # fmt: skip
 
 _BUCKET_MIB = 5
 """Of DDP: its default, 25, starts so late on this model that a link of 1 Gbit/s makes a step a fifth longer."""
@@ -47,20 +50,40 @@ def ddp(place: Place, options: Mapping[str, Any]) -> System:
 
 def ddp_bf16_hook(place: Place, options: Mapping[str, Any]) -> System:
     """DDP with fp32 parameters under autocast, whose gradients its hook sends as bf16."""
-    replicated = _replicated(_Autocast(make_model(options)))
+    replicated = bf16_replica(make_model(options))
+    return TorchSystem(replicated, fused_adamw(replicated.parameters()), batches(options, place.rank))
+
+
+def bf16_replica(model: nn.Module) -> nn.parallel.DistributedDataParallel:
+    """A model in DDP, fp32 under autocast, whose gradients travel as bf16.
+
+    Args:
+        model: The model in fp32, the same on all ranks.
+    """
+    replicated = _replicated(Autocast(model))
     # Not the hook itself: by its name DDP refuses the hook without NCCL, though gloo adds bf16 as well.
     replicated.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
-    return TorchSystem(replicated, fused_adamw(replicated.parameters()), batches(options, place.rank))
+    return replicated
 
 
 def ddp_powersgd(place: Place, options: Mapping[str, Any]) -> System:
     """DDP that sends gradients as matrices of low rank, with error feedback (arXiv 1905.13727); fp32 under autocast."""
-    replicated = _replicated(_Autocast(make_model(options)))
+    replicated = powersgd_replica(make_model(options))
+    return TorchSystem(replicated, fused_adamw(replicated.parameters()), batches(options, place.rank))
+
+
+def powersgd_replica(model: nn.Module) -> nn.parallel.DistributedDataParallel:
+    """A model in DDP, fp32 under autocast, whose gradients travel as matrices of low rank.
+
+    Args:
+        model: The model in fp32, the same on all ranks.
+    """
+    replicated = _replicated(Autocast(model))
     # Two is the least number of ordinary steps before that PyTorch allows.
     state = PowerSGDState(None, matrix_approximation_rank=_POWERSGD_RANK, start_powerSGD_iter=2)
     # Without annotations, which DDP would want as classes.
     replicated.register_comm_hook(state, lambda state, bucket: _powersgd_in_order(state, bucket))
-    return TorchSystem(replicated, fused_adamw(replicated.parameters()), batches(options, place.rank))
+    return replicated
 
 
 def zero1(place: Place, options: Mapping[str, Any]) -> System:
@@ -95,7 +118,7 @@ def _powersgd_in_order(state: PowerSGDState, bucket: dist.GradBucket) -> torch.f
     return reduced
 
 
-class _Autocast(nn.Module):
+class Autocast(nn.Module):
     """A model whose matrices multiply in bf16."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -15,22 +15,28 @@ def make_model(options: Mapping[str, Any]) -> Llama:
     """The model that ``options`` name, in fp32 with the weights of seed 0.
 
     Args:
-        options: ``model``, a key of ``MODELS``, and ``seq``, the longest sequence in tokens.
+        options: ``model``, a key of ``MODELS`` or fields of ``LlamaConfig``; ``seq``, the longest sequence in tokens.
     """
-    fields: dict[str, Any] = dict(MODELS[options["model"]])
-    return Llama(LlamaConfig(**fields, seq=options["seq"]), seed=0)
+    return Llama(LlamaConfig(**_fields(options), seq=options["seq"]), seed=0)
 
 
 def batches(options: Mapping[str, Any], rank: int) -> Iterator[torch.Tensor]:
-    """One sequence a step, learnable: tokens of a narrow, skewed range. The same for a rank in every system.
+    """Learnable sequences: tokens of a narrow, skewed range. The same for a rank in every system.
 
     Args:
-        options: ``seq``, the sequence length in tokens.
+        options: ``model``, as for :func:`make_model`; ``seq``, the sequence length in tokens; ``sequences``, of a step,
+            1 by default.
         rank: Rank, which seeds the data.
 
     Yields:
-        int64 ids of shape [1, seq + 1].
+        int64 ids of shape [sequences, seq + 1].
     """
     generator = torch.Generator().manual_seed(1000 + rank)
+    shape, vocab = (options.get("sequences", 1), options["seq"] + 1), _fields(options)["vocab"]
     while True:
-        yield torch.randint(0, 64, (1, options["seq"] + 1), generator=generator) ** 2
+        yield torch.randint(0, 64, shape, generator=generator) ** 2 % vocab
+
+
+def _fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    model = options["model"]
+    return dict(MODELS[model] if isinstance(model, str) else model)
