@@ -58,9 +58,8 @@ def run(
     count = 1 + rounds * len(settings)
     times = {"local": [0.2] * count, "fsdp2": [0.5, *[0.4, 0.6, 0.5] * count], "ddp": [0.7] * count}
     runner = FakeRunner({**times, "tw:zero3": [0.9, *[0.3, 0.3, 0.5] * count]}, losses)
-    labels = [system.label for system in SYSTEMS]
     samples = interleave(
-        runner, lambda rate: None, labels, settings, rounds=rounds, steps=2, report=lambda sample: None
+        runner, lambda rate: None, SYSTEMS, settings, rounds=rounds, steps=2, report=lambda sample: None
     )
     return make_rows(samples, SYSTEMS, tokens=512, cores=2), samples, runner
 
@@ -137,7 +136,7 @@ def test_every_system_takes_the_same_steps_and_the_first_one_rotates() -> None:
     labels = [system.label for system in SYSTEMS]
     runner = FakeRunner({label: [1.0] * 99 for label in labels})
     settings = [FREE, CLIPPED, SLOW]
-    samples = interleave(runner, shaped.append, labels, settings, rounds=2, steps=3, report=lambda sample: None)
+    samples = interleave(runner, shaped.append, SYSTEMS, settings, rounds=2, steps=3, report=lambda sample: None)
     assert shaped == [None, 8e6, None, 8e6]
     assert [label for label, _ in runner.turns[:4]] == labels
     assert [label for label, _ in runner.turns[4:8]] == labels
@@ -146,6 +145,16 @@ def test_every_system_takes_the_same_steps_and_the_first_one_rotates() -> None:
     assert len(sequences) == 1
     assert [sample.round for sample in samples].count(None) == 4
     assert {len(values) for values in early_losses(samples).values()} == {20}
+
+
+def test_a_system_with_cycles_takes_whole_ones_and_each_begins_with_an_exchange() -> None:
+    islands = SystemSpec("tw:islands", "m:f", kind=SystemKind.CHANGED, cycle=8, gap=4)
+    runner = FakeRunner({label: [1.0] * 99 for label in ("local", "tw:islands")})
+    interleave(runner, lambda rate: None, [SYSTEMS[0], islands], [FREE], rounds=2, steps=3, report=lambda sample: None)
+    turns = [turn for label, turn in runner.turns if label == "tw:islands"]
+    assert [(turn.warmup, turn.steps) for turn in turns] == [(10, 1), (0, 8), (0, 8)]
+    assert all((11 + 8 * number) % 4 == 3 for number in range(2)), "the next step is a multiple of the gap"
+    assert [turn.steps for label, turn in runner.turns if label == "local"] == [1, 3, 3]
 
 
 def test_tables_and_picture_show_every_row(tmp_path: Path) -> None:
@@ -207,7 +216,7 @@ def test_a_refusal_is_written_down_and_ends_with_an_error(tmp_path: Path, monkey
         labels = [system.label for system in systems]
         runner = FakeRunner({label: [1.0] * 99 for label in labels}, losses={"hsdp": 6.0})
         return interleave(
-            runner, lambda rate: None, labels, settings, rounds=2, steps=session.steps, report=lambda sample: None
+            runner, lambda rate: None, systems, settings, rounds=2, steps=session.steps, report=lambda sample: None
         )
 
     monkeypatch.setattr("thinwire_bench.systems.run.run", faked)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +26,10 @@ MODELS: Final[Mapping[str, Mapping[str, int]]] = {
 """Models by name, as fields of ``LlamaConfig``; the first is the one of the published numbers."""
 
 
+EVERY: Final = 32
+"""Steps from one exchange of torchft's islands to the next, as in the preset ``islands``."""
+
+
 @dataclass(frozen=True)
 class Peer:
     """A system that is not ours.
@@ -36,6 +40,7 @@ class Peer:
         package: Package that it needs besides torch, if any.
         options: Options of the builder.
         kind: Its role in comparisons.
+        cycle: Steps after which its communication repeats.
     """
 
     builder: str
@@ -43,6 +48,7 @@ class Peer:
     package: str | None = None
     options: tuple[tuple[str, Any], ...] = ()
     kind: SystemKind = SystemKind.PEER
+    cycle: int = 1
 
 
 def _torch(name: str, summary: str, kind: SystemKind = SystemKind.PEER) -> Peer:
@@ -116,9 +122,14 @@ def plan_systems(names: Sequence[str], workload: Mapping[str, Any], *, nodes: in
 
 def plan_system(name: str, plan: Plan, workload: Mapping[str, Any]) -> SystemSpec:
     """One plan, labelled ``tw:NAME``; ``workload`` may name a ``codec_backend``."""
-    return SystemSpec(
+    spec = SystemSpec(
         f"tw:{name}", "thinwire_bench.peers.plans:plan", {**workload, "plan": plan.to_toml()}, SystemKind.PLAN
     )
+    islands = plan.islands
+    if islands is None:
+        return spec
+    gap = islands.every // islands.fragments
+    return replace(spec, kind=SystemKind.CHANGED, cycle=islands.every, gap=gap)
 
 
 def named_plan(name: str, nodes: int, ranks: int) -> Plan:
@@ -128,12 +139,17 @@ def named_plan(name: str, nodes: int, ranks: int) -> Plan:
         SpecError: the plan is invalid, or its mesh is another.
     """
     plan = Plan.load(name) if name.endswith(".toml") else Plan.preset(name, nodes=nodes, local=ranks)
-    if (plan.mesh.nodes, plan.mesh.local) != (nodes, ranks):
-        raise SpecError(name, [f"mesh = {plan.mesh} (local x nodes) is not that of --nodes {nodes} --ranks {ranks}"])
+    whole = nodes * ranks if plan.islands is not None else plan.world
+    if plan.ranks != whole or (plan.islands is None and (plan.mesh.nodes, plan.mesh.local) != (nodes, ranks)):
+        islands = "" if plan.islands is None else f" with {plan.islands.count} islands"
+        raise SpecError(
+            name, [f"mesh = {plan.mesh} (local x nodes){islands} is not that of --nodes {nodes} --ranks {ranks}"]
+        )
     return plan
 
 
 def _peer(name: str, workload: Mapping[str, Any]) -> SystemSpec:
     peer = PEERS[name]
     options = {**workload, **dict(peer.options)}
-    return SystemSpec(name, peer.builder, options, peer.kind, joined=peer.kind is not SystemKind.BOUND)
+    joined = peer.kind is not SystemKind.BOUND
+    return SystemSpec(name, peer.builder, options, peer.kind, joined=joined, cycle=peer.cycle, gap=peer.cycle)

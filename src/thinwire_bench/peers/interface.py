@@ -31,6 +31,8 @@ class SystemSpec:
         options: Options of the builder; they have to be picklable.
         kind: Its role in a comparison.
         joined: Whether its ranks join a gloo job before the builder is called.
+        cycle: Steps after which its communication repeats; turns are made of whole cycles.
+        gap: Steps from one of the exchanges of a cycle to the next; a turn begins with the step of an exchange.
     """
 
     label: str
@@ -38,6 +40,8 @@ class SystemSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     kind: SystemKind = SystemKind.PEER
     joined: bool = True
+    cycle: int = 1
+    gap: int = 1
 
 
 @dataclass(frozen=True)

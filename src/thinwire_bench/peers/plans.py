@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from thinwire.program import Scope
+from thinwire.program import Scope, exchange_operations
 from thinwire.sharding.api import runtime
 from thinwire_bench.peers.interface import Place, System
 from thinwire_bench.peers.system import LEARNING_RATE, TorchSystem
@@ -35,8 +35,18 @@ class PlanSystem(System):
         runtime(self._model).lanes.drain()
 
     def predicted(self) -> int | None:
-        program = runtime(self._model).schedule.programs.program(1)
-        return sum(sent[Scope.ACROSS] for sent in program.traffic().values())
+        programs = runtime(self._model).schedule.programs
+        sent = sum(sent[Scope.ACROSS] for sent in programs.program(1).traffic().values())
+        islands = programs.plan.islands
+        if islands is None:
+            return sent
+        exchanges = [
+            operation
+            for fragment in range(islands.fragments)
+            for operation in exchange_operations(programs.plan, programs.infos, fragment, programs.position)
+        ]
+        exchanged = sum(hop.sent for operation in exchanges for hop in operation.hops if hop.scope is Scope.ACROSS)
+        return sent + exchanged // islands.every
 
     def waited(self) -> dict[str, float]:
         return tw.exposed(self._model)

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from thinwire_bench.peers.interface import SystemSpec
 from thinwire_bench.systems.controller import TurnResult
 from thinwire_bench.systems.protocol import TurnRequest
 
 __all__ = ["Runner", "Sample", "Session", "Setting", "interleave"]
 
 STARTUP_STEPS = 3
-"""Steps of each system before the first round: buffers are allocated, orders recorded."""
+"""Steps of each system without cycles before the first round: buffers are allocated, orders recorded."""
 
 
 class Runner(Protocol):
@@ -82,7 +83,7 @@ class Sample:
 def interleave(
     runner: Runner,
     shape: Callable[[float | None], None],
-    labels: Sequence[str],
+    systems: Sequence[SystemSpec],
     settings: Sequence[Setting],
     *,
     rounds: int,
@@ -94,31 +95,36 @@ def interleave(
     Args:
         runner: Lets a system train.
         shape: Sets the bandwidth of all links, in bits per second.
-        labels: Labels of the systems; the first one rotates with the rounds.
+        systems: The systems; the first one rotates with the rounds.
         settings: Settings in the order of every round; links are shaped only where the rate changes.
         rounds: Number of rounds.
-        steps: Timed steps of a turn, where the setting has no number of its own; a warm-up step precedes them.
+        steps: Timed steps of a turn, where the setting has no number of its own, rounded up to whole cycles. A warm-up
+            step precedes them, except in systems with cycles, whose steps differ.
         report: Called with every sample.
 
     Returns:
-        Samples in the order they were taken. Every system has taken the same steps in the same order.
+        Samples in the order they were taken. Systems without cycles have taken the same steps in the same order.
     """
     samples: list[Sample] = []
 
-    def take(number: int | None, setting: Setting, label: str, turn: TurnRequest) -> None:
-        samples.append(Sample(number, setting, runner.run(label, turn)))
+    def take(number: int | None, setting: Setting, system: SystemSpec, num_steps: int, warmup: int) -> None:
+        turn = TurnRequest(num_steps, warmup, {"clip": setting.clip})
+        samples.append(Sample(number, setting, runner.run(system.label, turn)))
         report(samples[-1])
 
     rate = settings[0].rate
     shape(rate)
-    for label in labels:
-        take(None, settings[0], label, TurnRequest(1, STARTUP_STEPS - 1, {"clip": settings[0].clip}))
+    for system in systems:
+        # After a cycle with all of its exchanges, up to the step before the next one.
+        startup = STARTUP_STEPS if system.cycle == 1 else system.cycle + system.gap - 1
+        take(None, settings[0], system, 1, startup - 1)
     for number in range(rounds):
-        first = number % len(labels)
+        first = number % len(systems)
         for setting in settings:
             if setting.rate != rate:
                 rate = setting.rate
                 shape(rate)
-            for label in [*labels[first:], *labels[:first]]:
-                take(number, setting, label, TurnRequest(setting.steps or steps, 1, {"clip": setting.clip}))
+            for system in [*systems[first:], *systems[:first]]:
+                cycles = -(-(setting.steps or steps) // system.cycle)
+                take(number, setting, system, cycles * system.cycle, 1 if system.cycle == 1 else 0)
     return samples

@@ -47,7 +47,6 @@ def run_in(lab: Lab, systems: Sequence[SystemSpec], settings: Sequence[Setting],
         for system in systems:
             session.report(f"starting {system.label}")
             controller.start(system)
-        labels = [system.label for system in systems]
         return interleave(
-            controller, shape, labels, settings, rounds=session.rounds, steps=session.steps, report=report
+            controller, shape, systems, settings, rounds=session.rounds, steps=session.steps, report=report
         )
