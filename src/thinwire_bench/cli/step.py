@@ -44,7 +44,7 @@ class StepOptions:
         typer.Option(
             metavar="NAME,...",
             help="Other systems: local (no communication: the bound), ddp, ddp-bf16 and powersgd (its hooks), zero1, "
-            "fsdp2, hsdp, hpz, deepspeed1, deepspeed2, deepspeed3.",
+            "fsdp2, hsdp, hpz, diloco and local-sgd (torchft's), deepspeed1, deepspeed2, deepspeed3.",
         ),
     ] = "local,ddp,zero1,fsdp2,hsdp,hpz"
     bandwidth: Annotated[

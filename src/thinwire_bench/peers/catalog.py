@@ -56,7 +56,9 @@ def _torch(name: str, summary: str, kind: SystemKind = SystemKind.PEER) -> Peer:
 
 
 def _torchft(name: str, summary: str) -> Peer:
-    return Peer(f"thinwire_bench.peers.torchft_islands:{name}", summary, package="torchft", kind=SystemKind.CHANGED)
+    builder = f"thinwire_bench.peers.torchft_islands:{name}"
+    options = (("every", EVERY),)
+    return Peer(builder, summary, package="torchft", options=options, kind=SystemKind.CHANGED, cycle=EVERY)
 
 
 def _deepspeed(stage: int, summary: str) -> Peer:
