@@ -12,10 +12,12 @@ from pydantic import Field
 
 from thinwire.errors import SpecError
 from thinwire.spec.base import Count, Depth, Positive, Problem, Spec, rule
+from thinwire.spec.factor import Factor
 from thinwire.spec.io import read_toml_file
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.train.environment import resolve_plan
+from thinwire_bench.study.loop import Loop
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._]*(-[A-Za-z0-9+._]+)*")
 
@@ -26,8 +28,11 @@ class Arm(Spec):
     name: str = Field(description="names files too: letters, digits and + . _ -")
     about: str = Field(default="", description="in a few words, for the table")
     plan: dict[str, Any] = Field(
-        description="plan of the arm, as in a recipe: a preset and the keys to change, or a whole plan"
+        description="plan of the arm, as in a recipe: a preset and the keys to change, or a whole plan; of a peer, the "
+        "micro-batches"
     )
+    ranks: Factor | None = Field(default=None, description="ranks of its runs; unset: the recipe's cluster.without_gpu")
+    loop: Loop | None = Field(default=None, description="what trains it; unset: thinwire train")
 
     @rule("name")
     def _names_a_file(self) -> Iterator[Problem]:
@@ -77,12 +82,14 @@ class StudyRun:
         seed: Seed of weights and samples.
         recipe: The recipe of the run; a preset is not resolved in it.
         plan: The resolved plan of the recipe.
+        loop: What trains it; None for ``thinwire train``.
     """
 
     arm: str
     seed: int
     recipe: Recipe
     plan: Plan
+    loop: Loop | None = None
 
     @property
     def name(self) -> str:
@@ -136,4 +143,6 @@ class LossStudy:
 def _run(base: Recipe, arm: Arm, seed: int, steps: int) -> StudyRun:
     """One run: the arm's plan and the seed; a mistake in an arm is found here, before anything runs."""
     recipe = base.with_(plan=arm.plan, train=base.train.with_(steps=steps, seed=seed))
-    return StudyRun(arm.name, seed, recipe, resolve_plan(recipe, None))
+    if arm.ranks is not None:
+        recipe = recipe.with_(cluster=recipe.cluster.with_(without_gpu=arm.ranks))
+    return StudyRun(arm.name, seed, recipe, resolve_plan(recipe, None), arm.loop)

@@ -15,6 +15,7 @@ from thinwire.train.directory import RunDirectory, write_atomically
 from thinwire.train.observing.metrics import read as read_metrics
 from thinwire.train.updates import MOST_SKIPPED
 from thinwire_bench.study.arms import StudyRun
+from thinwire_bench.study.loop import Loop
 
 _FIELDS: Final = ("step", "tokens", "loss", "val_loss", "grad_norm", "lr", "skipped")
 """The metrics of each step that a study keeps; None stands for a value that was not finite or not measured."""
@@ -33,6 +34,7 @@ class Curve:
         versions: Versions of the software.
         diverged: Whether the run ended because its loss or gradients were no longer finite.
         records: Metrics of every step.
+        loop: What trained it; None for ``thinwire train``.
     """
 
     arm: str
@@ -43,14 +45,16 @@ class Curve:
     versions: Mapping[str, str]
     diverged: bool
     records: Sequence[Mapping[str, Any]]
+    loop: Mapping[str, Any] | None = None
 
     @property
     def made_of(self) -> dict[str, Any]:
-        """Recipe and plan; keys that came to be since the run have their defaults."""
+        """Recipe, plan and loop; keys that came to be since the run have their defaults."""
         try:
-            return _made_of(Recipe.parse(self.recipe), Plan.parse(self.plan))
+            loop = None if self.loop is None else Loop.parse(self.loop)
+            return _made_of(Recipe.parse(self.recipe), Plan.parse(self.plan), loop)
         except SpecError:  # a key or a value that is no more
-            return {"recipe": self.recipe, "plan": self.plan}
+            return {"recipe": self.recipe, "plan": self.plan, "loop": self.loop}
 
     @property
     def final_loss(self) -> float | None:
@@ -86,6 +90,7 @@ class Curve:
             versions=json.loads(directory.versions.read_text()),
             diverged=not finished,
             records=records,
+            loop=None if run.loop is None else run.loop.to_dict(),
         )
 
     @classmethod
@@ -160,13 +165,14 @@ class Curves:
 
 
 def made_of(run: StudyRun) -> dict[str, Any]:
-    """Recipe and plan of a run, as its curve has them."""
-    return _made_of(run.recipe, run.plan)
+    """Recipe, plan and loop of a run, as its curve has them."""
+    return _made_of(run.recipe, run.plan, run.loop)
 
 
-def _made_of(recipe: Recipe, plan: Plan) -> dict[str, Any]:
-    """Recipe and plan of a run, with the plan resolved."""
+def _made_of(recipe: Recipe, plan: Plan, loop: Loop | None) -> dict[str, Any]:
+    """Recipe, plan and loop of a run, with the plan resolved."""
     return {
+        "loop": None if loop is None else loop.to_dict(),
         "recipe": {key: value for key, value in recipe.to_dict().items() if key != "plan"},
         "plan": {key: value for key, value in plan.to_dict().items() if key != "name"},
     }

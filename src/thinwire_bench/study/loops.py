@@ -14,15 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Final, Literal, NamedTuple
+from typing import IO, Any, Final, NamedTuple
 
 import torch
-from pydantic import Field
 from torch import nn
 
 import thinwire as tw
 from thinwire.collectives.group import control
-from thinwire.spec.base import Count, Depth, Positive, Share, Spec
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.testing import RankPool
@@ -40,30 +38,12 @@ from thinwire_bench.peers.inner import MuonWithAdamW, muon_groups
 from thinwire_bench.peers.interface import Place
 from thinwire_bench.peers.pytorch import Autocast, bf16_replica, powersgd_replica
 from thinwire_bench.peers.torchft_islands import Exchange, join
+from thinwire_bench.study.loop import LOOP_FILE, Loop
 
-__all__ = ["Loop", "train"]
+__all__ = ["train"]
 
 _PATIENCE: Final = 24 * 3600.0
 """Seconds that a run may take."""
-
-
-class Loop(Spec):
-    """What trains, and how: a loop of the benchmark's own."""
-
-    system: Literal["plan", "ddp", "powersgd", "diloco", "local-sgd"] = Field(
-        default="plan", description="the arm's plan, DDP with gradients in bf16, PowerSGD, or an algorithm of torchft"
-    )
-    inner: Literal["adamw", "muon"] = Field(default="adamw", description="optimizer of a rank's steps")
-    every: Count = Field(default=32, description="inner steps from one exchange to the next (torchft)")
-    fragments: Count = Field(default=1, description="parts of the model that are exchanged by themselves (torchft)")
-    delay: Depth = Field(default=0, description="inner steps that an exchange may stay under way (torchft)")
-    blend: Share = Field(default=0.0, description="share of its own value that an island keeps (torchft)")
-    outer_lr: Positive = Field(default=0.7, description="learning rate of the outer optimizer (torchft)")
-
-    @property
-    def exchange(self) -> Exchange:
-        """The same for torchft."""
-        return Exchange(self.system, self.every, self.fragments, self.delay, self.blend, self.outer_lr)
 
 
 def train(recipe: Recipe, loop: Loop, directory: RunDirectory) -> None:
@@ -79,6 +59,7 @@ def train(recipe: Recipe, loop: Loop, directory: RunDirectory) -> None:
     for stale in (directory.metrics, directory.summary):
         stale.unlink(missing_ok=True)
     directory.open(recipe, plan, versions())
+    write_json(directory.path / LOOP_FILE, loop.to_dict())
     pool = RankPool(plan.ranks, threads=max(1, num_cores() // plan.ranks))
     try:
         pool.run(_be_rank, recipe.to_toml(), loop.to_dict(), str(directory.path), timeout=_PATIENCE)
@@ -243,8 +224,9 @@ def _powersgd(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop) -> Train
 def _torchft(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop) -> Trained:
     """Islands of torchft, one for each rank."""
     island = Autocast(model)
+    exchange = Exchange(loop.system, loop.every, loop.fragments, loop.delay, loop.blend, loop.outer_lr)
     trained = _whole(island, model, recipe, loop)
-    join(model, trained.optimizer, loop.exchange, Place(control().rank, control().size, 1))
+    join(model, trained.optimizer, exchange, Place(control().rank, control().size, 1))
     return trained
 
 

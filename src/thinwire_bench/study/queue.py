@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -18,10 +19,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from thinwire.errors import ThinwireError, UsageError
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
-from thinwire.train.directory import RunDirectory, write_atomically
+from thinwire.train.directory import RunDirectory, write_atomically, write_json
 from thinwire.train.observing.metrics import read as read_metrics
 from thinwire_bench.study.arms import LossStudy, StudyRun
 from thinwire_bench.study.curves import Curve, Curves
+from thinwire_bench.study.loop import LOOP_FILE, Loop
 
 _POLL_SECONDS: Final = 1.0
 
@@ -94,17 +96,12 @@ class Queue:
 
     def _train(self, run: StudyRun, directory: RunDirectory, advance: Callable[[int], None]) -> int:
         """Train in a process of its own, so that nothing of one run reaches the next; returns its status."""
-        resume = self._belongs(run, directory)
-        recipe = self.work / f"{run.name}.toml"
-        self.work.mkdir(parents=True, exist_ok=True)
-        write_atomically(recipe, run.recipe.to_toml())
-        command = [sys.executable, "-m", "thinwire.cli.main", "train", str(recipe), "--out", str(directory.path)]
+        command = self._command(run, directory)
         with self._log(run).open("a") as log, _ignored_interrupts(self._stop):
             # A session of its own: Ctrl-C in a terminal would reach it twice, and the second ends it at once.
             process = subprocess.Popen(
-                [*command, *(["--resume"] if resume else [])],
-                stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
             announced = False
             while (status := process.poll()) is None:
                 if self._stopping and not announced:
@@ -115,11 +112,25 @@ class Queue:
                 advance(records[-1]["step"] if records else 0)
         return status
 
+    def _command(self, run: StudyRun, directory: RunDirectory) -> list[str]:
+        """The command that makes a run, or continues it; a loop of the benchmark's own always begins anew."""
+        resume = ["--resume"] if self._belongs(run, directory) else []
+        recipe, loop = self.work / f"{run.name}.toml", self.work / f"{run.name}.json"
+        self.work.mkdir(parents=True, exist_ok=True)
+        write_atomically(recipe, run.recipe.to_toml())
+        if run.loop is None:
+            train = ["-m", "thinwire.cli.main", "train", str(recipe), "--out", str(directory.path)]
+            return [sys.executable, *train, *resume]
+        write_json(loop, run.loop.to_dict())
+        return [sys.executable, "-m", "thinwire_bench.study.loops", str(recipe), str(loop), str(directory.path)]
+
     def _belongs(self, run: StudyRun, directory: RunDirectory) -> bool:
         """Whether a directory holds this very run, perhaps not finished."""
         if not directory.recipe.is_file():
             return False
-        if (Recipe.load(directory.recipe), Plan.load(directory.plan)) != (run.recipe, run.plan):
+        kept = directory.path / LOOP_FILE
+        loop = Loop.parse(json.loads(kept.read_text(encoding="utf-8"))) if kept.is_file() else None
+        if (Recipe.load(directory.recipe), Plan.load(directory.plan), loop) != (run.recipe, run.plan, run.loop):
             raise UsageError(
                 f"{directory.path} holds another run than this study's; delete it, or choose another --work"
             )
