@@ -11,6 +11,7 @@ from torch import nn
 import thinwire as tw
 from thinwire.program import Scope, exchange_operations
 from thinwire.sharding.api import runtime
+from thinwire_bench.peers.inner import MuonWithAdamW, muon_groups
 from thinwire_bench.peers.interface import Place, System
 from thinwire_bench.peers.system import LEARNING_RATE, TorchSystem
 from thinwire_bench.peers.workload import batches, make_model
@@ -22,9 +23,8 @@ __all__ = ["plan"]
 class PlanSystem(System):
     """A model sharded by a plan."""
 
-    def __init__(self, model: nn.Module, data: Iterator[torch.Tensor]) -> None:
+    def __init__(self, model: nn.Module, optim: tw.ShardedOptimizer, data: Iterator[torch.Tensor]) -> None:
         self._model = model
-        optim = tw.optimizer(model, torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
         self._torch = TorchSystem(model, optim, data, lambda norm: tw.clip_grad_norm_(model, norm))
 
     def step(self, options: Mapping[str, Any]) -> float:
@@ -57,8 +57,14 @@ def plan(place: Place, options: Mapping[str, Any]) -> System:
 
     Args:
         place: Place of this rank.
-        options: Options of the workload; ``plan`` as TOML; ``codec_backend``, if not that of the device.
+        options: Options of the workload; ``plan`` as TOML; ``codec_backend``, if not that of the device;
+            ``inner``, which may be ``muon``.
     """
-    chosen = tw.Plan.from_toml(options["plan"])
-    model = tw.shard(make_model(options), chosen, codec_backend=options.get("codec_backend"))
-    return PlanSystem(model, batches(options, place.rank))
+    whole = make_model(options)
+    matrices = muon_groups(whole, ())
+    model = tw.shard(whole, tw.Plan.from_toml(options["plan"]), codec_backend=options.get("codec_backend"))
+    if options.get("inner") == "muon":
+        optim = tw.optimizer(model, MuonWithAdamW, lr=LEARNING_RATE, param_groups=matrices)
+    else:
+        optim = tw.optimizer(model, torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
+    return PlanSystem(model, optim, batches(options, place.rank))

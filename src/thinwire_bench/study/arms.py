@@ -11,7 +11,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field
 
 from thinwire.errors import SpecError
-from thinwire.spec.base import Count, Depth, Positive, Problem, Spec, rule
+from thinwire.spec.base import Count, Depth, Flag, Positive, Problem, Spec, rule
 from thinwire.spec.factor import Factor
 from thinwire.spec.io import read_toml_file
 from thinwire.spec.plan import Plan
@@ -33,6 +33,7 @@ class Arm(Spec):
     )
     ranks: Factor | None = Field(default=None, description="ranks of its runs; unset: the recipe's cluster.without_gpu")
     loop: Loop | None = Field(default=None, description="what trains it; unset: thinwire train")
+    shown: Flag = Field(default=True, description="whether a picture of losses over time shows it")
 
     @rule("name")
     def _names_a_file(self) -> Iterator[Problem]:
@@ -46,6 +47,7 @@ class LossGoal(Spec):
     arm: str = Field(description="name of the arm")
     within_percent: Positive | None = Field(default=None, description="mean loss at most so far above the baseline's")
     better_than: str | None = Field(default=None, description="mean loss below this arm's")
+    sooner_than: str | None = Field(default=None, description="reaches the target loss before this arm, on every link")
 
 
 class StudySpec(Spec):
@@ -55,6 +57,9 @@ class StudySpec(Spec):
     tokens: Count = Field(description="of a run; whole steps, rounded up")
     seeds: tuple[Depth, ...] = Field(min_length=1, description="each arm runs once with each")
     baseline: str = Field(description="the arm that the others are compared with")
+    target_percent: Positive | None = Field(
+        default=None, description="the loss whose time is compared, so far above the baseline's mean"
+    )
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)] = Field(description="arms to compare")
     goals: tuple[LossGoal, ...] = Field(default=(), description="losses that arms should reach")
 
@@ -67,7 +72,7 @@ class StudySpec(Spec):
             yield Problem("seeds", f"= {list(self.seeds)} names a seed twice")
         used = [("baseline", self.baseline)]
         for goal in self.goals:
-            used += [("goals", name) for name in (goal.arm, goal.better_than) if name is not None]
+            used += [("goals", name) for name in (goal.arm, goal.better_than, goal.sooner_than) if name]
         for key, name in used:
             if name not in names:
                 yield Problem(key, f"names {name!r}, which is no arm; valid are {', '.join(names)}")

@@ -223,7 +223,7 @@ def _powersgd(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop) -> Train
 
 def _torchft(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop) -> Trained:
     """Islands of torchft, one for each rank."""
-    island = Autocast(model)
+    island = model if plan.compute_dtype == "float32" else Autocast(model)
     exchange = Exchange(loop.system, loop.every, loop.fragments, loop.delay, loop.blend, loop.outer_lr)
     trained = _whole(island, model, recipe, loop)
     join(model, trained.optimizer, exchange, Place(control().rank, control().size, 1))
