@@ -13,7 +13,7 @@ import thinwire
 
 __all__ = ["describe", "num_cores"]
 
-_PACKAGES = ("torch", "numpy", "deepspeed")
+_PACKAGES = ("torch", "numpy", "deepspeed", "torchft")
 
 
 def num_cores() -> int:

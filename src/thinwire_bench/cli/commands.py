@@ -19,6 +19,7 @@ _COMMANDS: Final = {
     "overlap": Command("thinwire_bench.cli.overlap:overlap"),
     "codecs": Command("thinwire_bench.cli.codecs:codecs"),
     "convergence": Command("thinwire_bench.cli.convergence:convergence"),
+    "islands": Command("thinwire_bench.cli.islands:islands"),
     "reductions": Command("thinwire_bench.cli.reductions:reductions"),
     "spectra": Command("thinwire_bench.cli.spectra:spectra"),
     "hybrid": Command("thinwire_bench.cli.hybrid:hybrid"),

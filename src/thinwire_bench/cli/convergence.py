@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -78,15 +78,14 @@ def convergence(options: ConvergenceOptions) -> None:
     """
     with explained():
         from thinwire.errors import UsageError
-        from thinwire_bench.study.arms import LossStudy
+        from thinwire_bench.study.arms import LossStudy, changes
         from thinwire_bench.study.curves import Curves
         from thinwire_bench.study.outcome import missing_note, outcomes, sheets
         from thinwire_bench.study.queue import Queue
 
         if (options.tokens or options.seeds or options.settings) and options.results is None:
             raise UsageError("--tokens, --seeds and --set make another study; name its directory with --results")
-        changes = _changes(options.tokens, options.seeds)
-        study = LossStudy.read(options.study, changes, options.settings or ())
+        study = LossStudy.read(options.study, changes(options.tokens, options.seeds), options.settings or ())
         curves = Curves(options.results or RESULTS)
         console = wide_console()
         finished = options.report_only or Queue(study, curves, options.work, console).run()
@@ -114,16 +113,3 @@ def _write(options: ConvergenceOptions, study: LossStudy, made: Sequence[Curve],
         from thinwire_bench.study.loss_page import markdown
 
         insert_into(options.page, markdown(study, made, ends), "thinwire bench convergence --page")
-
-
-def _changes(tokens: int | None, seeds: str | None) -> dict[str, Any]:
-    """The keys of the study that the options replace."""
-    from thinwire.errors import SpecError
-
-    changes: dict[str, Any] = {} if tokens is None else {"tokens": tokens}
-    if seeds is not None:
-        try:
-            changes["seeds"] = [int(word) for word in seeds.split(",")]
-        except ValueError:
-            raise SpecError("--seeds", [f"{seeds!r} is not a list of whole numbers such as 0,1,2"]) from None
-    return changes

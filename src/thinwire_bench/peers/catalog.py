@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -97,11 +97,23 @@ def peer_systems(names: Sequence[str], workload: Mapping[str, Any]) -> list[Syst
     unknown = [name for name in names if name not in PEERS]
     if unknown:
         raise SpecError("--peers", [f"there is no peer {name!r}; valid are {', '.join(PEERS)}" for name in unknown])
-    for name in names:
+    check_packages(names)
+    return [_peer(name, workload) for name in names]
+
+
+def check_packages(names: Iterable[str]) -> None:
+    """Check that the packages of peers are installed.
+
+    Args:
+        names: Names of peers; others are passed over.
+
+    Raises:
+        UsageError: A package is not installed.
+    """
+    for name in (name for name in names if name in PEERS):
         package = PEERS[name].package
         if package is not None and importlib.util.find_spec(package) is None:
             raise UsageError(f"peer {name} needs the package {package}, which is not installed: run `make bench-peers`")
-    return [_peer(name, workload) for name in names]
 
 
 def plan_systems(names: Sequence[str], workload: Mapping[str, Any], *, nodes: int, ranks: int) -> list[SystemSpec]:

@@ -151,3 +151,22 @@ def _run(base: Recipe, arm: Arm, seed: int, steps: int) -> StudyRun:
     if arm.ranks is not None:
         recipe = recipe.with_(cluster=recipe.cluster.with_(without_gpu=arm.ranks))
     return StudyRun(arm.name, seed, recipe, resolve_plan(recipe, None), arm.loop)
+
+
+def changes(tokens: int | None, seeds: str | None) -> dict[str, Any]:
+    """The keys of a study that options of a command replace.
+
+    Args:
+        tokens: Tokens of a run; None leaves the study's.
+        seeds: Seeds between commas; None leaves the study's.
+
+    Raises:
+        SpecError: ``seeds`` is no list of numbers.
+    """
+    changed: dict[str, Any] = {} if tokens is None else {"tokens": tokens}
+    if seeds is not None:
+        try:
+            changed["seeds"] = [int(word) for word in seeds.split(",")]
+        except ValueError:
+            raise SpecError("--seeds", [f"{seeds!r} is not a list of whole numbers such as 0,1,2"]) from None
+    return changed

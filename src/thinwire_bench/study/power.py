@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["COLUMNS", "CONFIDENCE", "POWER", "Comparison", "cells", "compare"]
+__all__ = ["COLUMNS", "CONFIDENCE", "POWER", "Comparison", "cells", "compare", "half_width"]
 
 CONFIDENCE: Final = 0.95
 """Confidence of the intervals, two-sided."""
@@ -56,9 +56,7 @@ class Comparison:
     @property
     def half_width(self) -> float:
         """Half the width of the mean's interval at ``CONFIDENCE``."""
-        count = len(self.differences)
-        quantile = _QUANTILES[count - 2] if count - 2 < len(_QUANTILES) else _normal((1 + CONFIDENCE) / 2)
-        return quantile * statistics.stdev(self.differences.values()) / math.sqrt(count)
+        return half_width(list(self.differences.values()))
 
     @property
     def decided(self) -> bool:
@@ -74,6 +72,17 @@ class Comparison:
         alpha, beta = _normal((1 + CONFIDENCE) / 2), _normal(POWER)
         ratio = statistics.stdev(self.differences.values()) / abs(self.mean)
         return max(2, math.ceil(((alpha + beta) * ratio) ** 2 + alpha**2 / 2))
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Half the width of the interval of a mean at ``CONFIDENCE``, by Student's t.
+
+    Args:
+        values: At least two.
+    """
+    count = len(values)
+    quantile = _QUANTILES[count - 2] if count - 2 < len(_QUANTILES) else _normal((1 + CONFIDENCE) / 2)
+    return quantile * statistics.stdev(values) / math.sqrt(count)
 
 
 def compare(losses: Mapping[str, Mapping[int, float]], baseline: str) -> list[Comparison]:

@@ -1,0 +1,108 @@
+"""The picture of the study of islands: validation loss over what crosses a link, and over time on each link."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from thinwire.units import format_bandwidth, parse_bandwidth
+from thinwire_bench.study.arms import StudySpec
+from thinwire_bench.study.curves import Curve
+from thinwire_bench.study.islands import ArmTime
+from thinwire_bench.study.power import half_width
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["draw"]
+
+_OURS: Final = ("#1f5fa8", "#3f8f5f", "#c4442b", "#8c6bb1", "#6f9bd1")
+"""Colors of thinwire's arms, in the order of the study."""
+
+_THEIRS: Final = ("#444444", "#999999", "#c9a227", "#b08968", "#777777")
+"""Colors of the peers."""
+
+
+def draw(spec: StudySpec, curves: Sequence[Curve], times: Sequence[ArmTime], target: float | None, path: Path) -> None:
+    """Draw losses: the mean over seeds, and its 95 % interval as a band.
+
+    Args:
+        spec: Specification of the study; arms with ``shown = false`` are left out.
+        curves: Curves of its finished runs.
+        times: Times of its arms.
+        target: The loss whose time is compared, in nats per token.
+        path: The PNG file.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    links = sorted({time.bandwidth for time in times}, key=parse_bandwidth)
+    figure = Figure(figsize=(4.2 * (1 + len(links)), 4.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = list(figure.subplots(1, 1 + len(links), sharey=True, squeeze=False)[0])
+    styles, losses = _styles(spec), {arm.name: _losses(curves, arm.name) for arm in spec.arms}
+    by_key = {(time.arm, time.bandwidth): time for time in times}
+    sent = {time.arm: time.sent / 1e6 for time in times}
+    _panel(panels[0], styles, losses, sent, "megabytes sent by a node")
+    panels[0].set_title("what crosses the network", fontsize=11)
+    for link, axes in zip(links, panels[1:], strict=True):
+        minutes = {arm: by_key[arm, link].seconds / 60 for arm in styles if (arm, link) in by_key}
+        _panel(axes, styles, losses, minutes, "minutes of training")
+        axes.set_title(f"links of {format_bandwidth(parse_bandwidth(link))}", fontsize=11)
+    for axes in panels:
+        if target is not None:
+            axes.axhline(target, color="#444444", linewidth=0.8, linestyle=":")
+    panels[0].set_ylabel("validation loss, nats per token")
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False, fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
+def _panel(
+    axes: Axes,
+    styles: Mapping[str, tuple[str, str]],
+    losses: Mapping[str, Mapping[int, list[float]]],
+    per_step: Mapping[str, float],
+    label: str,
+) -> None:
+    """Losses of every arm over an amount that grows with its steps."""
+    for arm, (colour, line) in styles.items():
+        if arm not in per_step or not losses[arm]:
+            continue
+        places = [step * per_step[arm] for step in losses[arm]]
+        means = [statistics.fmean(values) for values in losses[arm].values()]
+        widths = [half_width(values) if len(values) > 1 else 0.0 for values in losses[arm].values()]
+        axes.plot(places, means, line, color=colour, linewidth=1.8, label=arm)
+        low = [mean - width for mean, width in zip(means, widths, strict=True)]
+        high = [mean + width for mean, width in zip(means, widths, strict=True)]
+        axes.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
+    axes.set_xscale("log")
+    axes.set_xlabel(label)
+    axes.grid(alpha=0.3, which="both")
+
+
+def _styles(spec: StudySpec) -> dict[str, tuple[str, str]]:
+    """Color and line of every arm that is shown: thinwire's are solid, those of peers dashed."""
+    styles, ours, theirs = {}, 0, 0
+    for arm in spec.arms:
+        if not arm.shown:
+            continue
+        if arm.loop is None or arm.loop.system == "plan":
+            styles[arm.name] = (_OURS[ours % len(_OURS)], "-")
+            ours += 1
+        else:
+            styles[arm.name] = (_THEIRS[theirs % len(_THEIRS)], "--")
+            theirs += 1
+    return styles
+
+
+def _losses(curves: Sequence[Curve], arm: str) -> dict[int, list[float]]:
+    """Validation losses of an arm by step, one for each seed that has finished."""
+    points: dict[int, list[float]] = {}
+    for curve in curves:
+        for record in curve.records if curve.arm == arm else ():
+            if record["val_loss"] is not None:
+                points.setdefault(record["step"], []).append(record["val_loss"])
+    return points
