@@ -68,6 +68,8 @@ def _panel(
     label: str,
 ) -> None:
     """Losses of every arm over an amount that grows with its steps."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
     for arm, (colour, line) in styles.items():
         if arm not in per_step or not losses[arm]:
             continue
@@ -79,8 +81,11 @@ def _panel(
         high = [mean + width for mean, width in zip(means, widths, strict=True)]
         axes.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(label)
-    axes.grid(alpha=0.3, which="both")
+    axes.grid(alpha=0.3)
 
 
 def _styles(spec: StudySpec) -> dict[str, tuple[str, str]]:
