@@ -44,8 +44,8 @@ class Exchange:
         fragments: Parts of the model that are exchanged at different steps (``diloco``).
         delay: Inner steps that an exchange may stay under way (``diloco``).
         blend: Share of an island's own value that it keeps when an exchange arrives (``diloco``).
-        outer_lr: Learning rate of the outer SGD with Nesterov's momentum (``diloco``).
-        outer_momentum: Its momentum (``diloco``).
+        outer_lr: Learning rate of the outer SGD (``diloco``).
+        outer_momentum: Its momentum, Nesterov's if above 0 (``diloco``).
     """
 
     algorithm: str = "diloco"
@@ -83,7 +83,12 @@ def join(model: nn.Module, inner: torch.optim.Optimizer, exchange: Exchange, pla
         return
     fragments = _fragments(model, exchange.fragments)
     outer = [
-        torch.optim.SGD(fragment.parameters(), exchange.outer_lr, momentum=exchange.outer_momentum, nesterov=True)
+        torch.optim.SGD(
+            fragment.parameters(),
+            exchange.outer_lr,
+            momentum=exchange.outer_momentum,
+            nesterov=exchange.outer_momentum > 0,
+        )
         for fragment in fragments
     ]
     # Its hooks stay as long as the optimizer does. One bucket holds all of a fragment: with several, torchft 0.2 writes

@@ -229,7 +229,8 @@ def _system(run: StudyRun) -> SystemSpec:
     elif loop.system in ("ddp", "powersgd"):
         [spec] = peer_systems(["ddp-bf16" if loop.system == "ddp" else "powersgd"], workload)
     else:
-        settings = {key: getattr(loop, key) for key in ("every", "fragments", "delay", "blend", "outer_lr")}
+        keys = ("every", "fragments", "delay", "blend", "outer_lr", "outer_momentum")
+        settings = {key: getattr(loop, key) for key in keys}
         [spec] = peer_systems([loop.system], workload)
         options = {**spec.options, **settings}
         spec = replace(spec, options=options, cycle=loop.every, gap=loop.every // loop.fragments)

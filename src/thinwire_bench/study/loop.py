@@ -28,3 +28,4 @@ class Loop(Spec):
     delay: Depth = Field(default=0, description="inner steps that an exchange may stay under way (torchft)")
     blend: Share = Field(default=0.0, description="share of its own value that an island keeps (torchft)")
     outer_lr: Positive = Field(default=0.7, description="learning rate of the outer optimizer (torchft)")
+    outer_momentum: Share = Field(default=0.9, description="its momentum, Nesterov's if above 0 (torchft)")

@@ -224,7 +224,9 @@ def _powersgd(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop) -> Train
 def _torchft(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop) -> Trained:
     """Islands of torchft, one for each rank."""
     island = model if plan.compute_dtype == "float32" else Autocast(model)
-    exchange = Exchange(loop.system, loop.every, loop.fragments, loop.delay, loop.blend, loop.outer_lr)
+    exchange = Exchange(
+        loop.system, loop.every, loop.fragments, loop.delay, loop.blend, loop.outer_lr, loop.outer_momentum
+    )
     trained = _whole(island, model, recipe, loop)
     join(model, trained.optimizer, exchange, Place(control().rank, control().size, 1))
     return trained
