@@ -11,7 +11,7 @@ from thinwire.cost import Efficiency, NominalRates, parts, units
 from thinwire.program import UNDER_WAY, Lane, lower
 from thinwire.program.timeline import COMPUTE
 from thinwire.sim import Resource, Workload, simulate
-from thinwire.sim.step import GATHERED, GRADIENTS, Headroom, _play
+from thinwire.sim.script import GATHERED, GRADIENTS, Headroom
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 
 MODEL = ModelSpec(layers=6, hidden=1024, heads=8, vocab=4096, seq=2048)
@@ -67,7 +67,7 @@ def test_without_overlap_times_add_up(name: str) -> None:
 def test_many_micro_batches_follow_from_three(name: str, micro_batches: int) -> None:
     plan, rates = preset(name), NominalRates(CLUSTER)
     simulated = simulate(plan, workload(plan), rates, micro_batches=micro_batches)
-    played = _play(plan, workload(plan), rates, micro_batches, trace=False)
+    played = whole(plan, workload(plan), rates, micro_batches)
     assert simulated.seconds == pytest.approx(played.seconds, rel=0.01)
     assert simulated.busy[Resource.ACROSS] == pytest.approx(played.busy[Resource.ACROSS], rel=1e-6)
 

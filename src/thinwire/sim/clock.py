@@ -9,14 +9,15 @@ transfer waits for its turn on a busy processor before it uses its links. Time j
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from thinwire.cost import ALONE, Beside
 from thinwire.program import Scope
 
-__all__ = ["FluidClock", "Resource", "Task"]
+__all__ = ["FluidClock", "Load", "Resource", "Task"]
 
 
 class Resource(Enum):
@@ -41,26 +42,40 @@ class Resource(Enum):
         return Resource.INSIDE if scope is Scope.INSIDE else Resource.ACROSS
 
 
+_PROCESSOR = (Resource.COMPUTE, Resource.CODEC)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load:
+    """What a task does to the resources while it runs. Loads are compared by identity: the clock has one of a kind.
+
+    Attributes:
+        resource: Resource that the task runs on.
+        beside: For a transfer, the slowdown between it and computation.
+        share: Share of the resource that the undisturbed task uses; less than 1 if the spine limits the task.
+        spine: Share of the spine that the undisturbed task uses.
+    """
+
+    resource: Resource
+    beside: Beside = ALONE
+    share: float = 1.0
+    spine: float = 0.0
+
+
 @dataclass(slots=True, eq=False)
 class Task:
     """A running task.
 
     Attributes:
-        resource: Resource that the task runs on.
+        load: What it does to the resources.
         left: Remaining seconds of undisturbed work.
-        done: Called when the task has finished.
-        beside: For a transfer, the slowdown between it and computation.
-        share: Share of the resource that the undisturbed task uses; less than 1 if the spine limits the task.
-        spine: Share of the spine that the undisturbed task uses.
+        done: Returned, or called by :meth:`FluidClock.run`, when the task has finished.
         late: Remaining seconds that the task waits for its turn while the processor is busy.
     """
 
-    resource: Resource
+    load: Load
     left: float
-    done: Callable[[], None]
-    beside: Beside = ALONE
-    share: float = 1.0
-    spine: float = 0.0
+    done: Any
     late: float = 0.0
 
 
@@ -71,13 +86,18 @@ class FluidClock:
     Attributes:
         now: Seconds since the start.
         busy: Seconds of completed work by resource, counted without slowdown.
+        active: Tasks that run, in the order in which they began.
     """
 
     now: float = 0.0
     busy: dict[Resource, float] = field(default_factory=lambda: dict.fromkeys(Resource, 0.0))
+    active: list[Task] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._active: list[Task] = []
+        self._loads: dict[tuple[Resource, Beside, float], Load] = {}
+        # By the loads that run together: seconds that one second of each one's work takes.
+        self._known: dict[tuple[Load, ...], tuple[float, ...]] = {}
+        self._late = False
 
     def begin(
         self,
@@ -91,73 +111,129 @@ class FluidClock:
 
         Args:
             resource: Resource that the task runs on.
-            seconds: Seconds of undisturbed work.
+            seconds: Work of the task without slowdown, spine included.
             done: Called when the task has finished.
             beside: For a transfer, the slowdown between it and computation.
             spine_load: Busy time of the spine over busy time of the resource.
         """
-        most = max(1.0, spine_load)
-        late = beside.delay if seconds else 0.0
-        self._active.append(Task(resource, seconds, done, beside, 1.0 / most, spine_load / most, late))
+        self.start(self.load(resource, beside, spine_load), seconds, done)
+
+    def load(self, resource: Resource, beside: Beside = ALONE, spine_load: float = 0.0) -> Load:
+        """The load of a kind of task, the same object for the same kind."""
+        key = resource, beside, spine_load
+        known = self._loads.get(key)
+        if known is None:
+            most = max(1.0, spine_load)
+            # A transfer without slowdown is not next to anything.
+            known = Load(resource, ALONE if beside == ALONE else beside, 1.0 / most, spine_load / most)
+            self._loads[key] = known
+        return known
+
+    def start(self, load: Load, seconds: float, done: Any) -> None:
+        """Start a task of a load that :meth:`load` returned."""
+        late = load.beside.delay if seconds else 0.0
+        self._late = self._late or late > 0
+        self.active.append(Task(load, seconds, done, late))
+
+    def share(self, other: FluidClock) -> None:
+        """Go on with the tasks of another clock: they have its loads, and what is known of these."""
+        self._loads, self._known, self._late = other._loads, other._known, other._late
+
+    def compute(self, seconds: float) -> None:
+        """Compute while nothing else runs."""
+        self.now += seconds
+        self.busy[Resource.COMPUTE] += seconds
 
     def run(self) -> None:
-        """Run until no task is left."""
-        while self._active:
-            self._advance()
+        """Run until no task is left, and call each when it has finished."""
+        while self.active:
+            for done in self.advance():
+                done()
 
-    def _advance(self) -> None:
-        active, slowness = self._active, self._slowness()
+    def advance(self) -> list[Any]:
+        """Run until tasks finish or begin to use their links. Returns what they were started with."""
+        active = self.active
+        if self._late:
+            return self._advance_late()
+        loads = tuple([task.load for task in active])
+        slowness = self._known.get(loads)
+        if slowness is None:
+            slowness = self._known[loads] = self._slowness(loads, loads)
+        wait = min([task.left * slow for task, slow in zip(active, slowness, strict=True)])
+        self.now += wait
+        finished, running = [], []
+        for task, slow in zip(active, slowness, strict=True):
+            if self._work(task, wait / slow):
+                finished.append(task.done)
+            else:
+                running.append(task)
+        self.active = running
+        return finished
+
+    def _work(self, task: Task, step: float) -> bool:
+        """Let a task work for some undisturbed seconds. Returns whether it has finished."""
+        left, load = task.left, task.load
+        worked = step if step < left else left
+        self.busy[load.resource] += worked * load.share
+        if load.spine:
+            self.busy[Resource.SPINE] += worked * load.spine
+        task.left = left = left - step
+        return left <= 1e-12
+
+    def _advance_late(self) -> list[Any]:
+        """The same where some tasks wait for a busy processor."""
+        active = self.active
+        if not any(task.load.resource in _PROCESSOR for task in active):
+            for task in active:
+                task.late = 0.0
+        slowness = self._slowness([task.load for task in active if not task.late], [task.load for task in active])
         wait = min(task.late or task.left * slow for task, slow in zip(active, slowness, strict=True))
         self.now += wait
-        finished = []
+        finished, running = [], []
         for task, slow in zip(active, slowness, strict=True):
             if task.late:
                 task.late -= wait
                 if task.late <= 1e-12:
                     task.late = 0.0
-                continue
-            step = wait / slow
-            worked = min(step, task.left)
-            self.busy[task.resource] += worked * task.share
-            if task.spine:
-                self.busy[Resource.SPINE] += worked * task.spine
-            task.left -= step
-            if task.left <= 1e-12:
-                finished.append(task)
-        if len(finished) == len(active):
-            self._active = []
-        else:
-            self._active = [task for task in active if task.left > 1e-12]
-        for task in finished:
-            task.done()
+                running.append(task)
+            elif self._work(task, wait / slow):
+                finished.append(task.done)
+            else:
+                running.append(task)
+        self.active = running
+        self._late = any(task.late for task in running)
+        return finished
 
-    def _slowness(self) -> list[float]:
-        """Seconds that one second of each task's work currently takes."""
+    @staticmethod
+    def _slowness(working: Sequence[Load], active: Sequence[Load]) -> tuple[float, ...]:
+        """Seconds that one second of each task's work currently takes.
+
+        Args:
+            working: Loads of the tasks that do not wait for their turn.
+            active: Loads of all tasks.
+        """
         wanted = dict.fromkeys(Resource, 0.0)
-        busy = any(task.resource is Resource.COMPUTE or task.resource is Resource.CODEC for task in self._active)
         # Transfers over the same links take turns, so the one that disturbs computation most stands for them.
         disturbing = {Resource.INSIDE: 1.0, Resource.ACROSS: 1.0}
         loads = {Resource.INSIDE: 0.0, Resource.ACROSS: 0.0}
-        for task in self._active:
-            if not busy:
-                task.late = 0.0
-            if not task.late:
-                wanted[task.resource] += task.share
-                wanted[Resource.SPINE] += task.spine
-            if task.beside is not ALONE:
-                disturbing[task.resource] = max(disturbing[task.resource], task.beside.compute)
-                if task.beside.load and not task.late:
-                    loads[task.resource] = max(loads[task.resource], task.beside.load)
+        for load in working:
+            wanted[load.resource] += load.share
+            wanted[Resource.SPINE] += load.spine
+            if load.beside.load:
+                loads[load.resource] = max(loads[load.resource], load.beside.load)
+        for load in active:
+            if load.beside is not ALONE:
+                disturbing[load.resource] = max(disturbing[load.resource], load.beside.compute)
         sharing = (1 if wanted[Resource.COMPUTE] else 0) + wanted[Resource.CODEC]
         # The kernel sends first: what it leaves is for computation, and what it cannot do at once takes longer.
-        load = sum(loads.values())
-        left, crowd = max(0.0, 1 - load), max(1.0, load)
+        sent = sum(loads.values())
+        left, crowd = max(0.0, 1 - sent), max(1.0, sent)
         processing = sharing * (sum(disturbing.values()) - 1) / left if left else math.inf
-        return [
+        return tuple(
             processing
-            if task.resource is Resource.COMPUTE or task.resource is Resource.CODEC
-            else max(wanted[task.resource], wanted[Resource.SPINE] if task.spine else 0.0)
-            * (task.beside.transfer if sharing else 1.0)
+            if load.resource in _PROCESSOR
+            else max(wanted[load.resource], wanted[Resource.SPINE] if load.spine else 0.0)
+            * (load.beside.transfer if sharing else 1.0)
             * crowd
-            for task in self._active
-        ]
+            for load in active
+        )
