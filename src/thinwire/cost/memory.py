@@ -40,6 +40,7 @@ __all__ = [
     "PipelineShare",
     "States",
     "activation_bytes",
+    "always_held",
     "demanding_stages",
     "held_units",
     "kept_activations",
@@ -104,8 +105,13 @@ class States:
     @classmethod
     def of(cls, plan: Plan) -> States:
         """The states of thinwire's runtime with AdamW. fp32 parameters serve as their own masters."""
-        master = 0 if plan.compute_dtype == "float32" and plan.params == plan.optimizer else 4
-        return cls(ITEMSIZE[plan.compute_dtype], ITEMSIZE[plan.accumulate_dtype], master + 8)
+        return cls.of_dtypes(plan.compute_dtype, plan.accumulate_dtype, alike=plan.params == plan.optimizer)
+
+    @classmethod
+    def of_dtypes(cls, compute_dtype: str, accumulate_dtype: str, *, alike: bool) -> States:
+        """The same by dtypes; ``alike``: whether ``P`` and ``OS`` are cut alike."""
+        master = 0 if compute_dtype == "float32" and alike else 4
+        return cls(ITEMSIZE[compute_dtype], ITEMSIZE[accumulate_dtype], master + 8)
 
 
 AMSP_STATES = States(2, 2, 12)
@@ -203,6 +209,12 @@ def working_memory(
     """Bytes that depend on the micro-batch: activations, messages between stages, logits and the loss."""
     logits = logit_bytes(model, *_tokens(plan, seq), loss_chunk) if stage.last else 0
     return _activations(model, plan, seq, stage) + _messages(model, plan, seq, stage) + logits
+
+
+def always_held(plan: Plan, units: Sequence[UnitInfo]) -> int:
+    """Bytes that depend neither on the size of a micro-batch nor on how ``G`` is cut, beside model states: gathered
+    units, and gradients on their way."""
+    return _gathered(plan, units) + _buffers(plan, units)
 
 
 def largest_memory(
@@ -339,16 +351,18 @@ def _buffers(plan: Plan, units: Sequence[UnitInfo]) -> int:
         return max(produced)
     total = _spread_bytes(plan, sum(numels) // plan.params.ranks)
     if plan.params.ranks > 1:
-        batches = reduction_batches(plan, units, order)
-        made = [ITEMSIZE[plan.compute_dtype] * sum(numels[unit] for unit in batch) for batch in batches]
-        scattered = [_scattered_together(plan, [numels[unit] for unit in batch]) for batch in batches]
+        batches = [tuple(numels[unit] for unit in batch) for batch in reduction_batches(plan, units, order)]
+        made = [ITEMSIZE[plan.compute_dtype] * sum(batch) for batch in batches]
+        of_batch = {batch: _scattered_together(plan, batch) for batch in set(batches)}  # blocks are alike
+        scattered = [of_batch[batch] for batch in batches]
         total += _most_at_once(made, scattered, UNDER_WAY if plan.overlap.reduce else 1)
     else:
         total += max(produced)
     if plan.params.ranks < plan.world:
         sizes = [sum(numels[unit] for unit in bucket) // plan.params.ranks for bucket in buckets(plan, units, order)]
         filling = [ITEMSIZE[plan.effective_reduce_dtype] * size for size in sizes]
-        reduced = [_reduced(plan, size) for size in sizes]
+        of_size = {size: _reduced(plan, size) for size in set(sizes)}
+        reduced = [of_size[size] for size in sizes]
         total += _most_at_once(filling, reduced, UNDER_WAY if plan.overlap.sync else 1)
     return total
 

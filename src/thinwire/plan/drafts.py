@@ -10,18 +10,19 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
-from thinwire.cost import Busy, Pricer, Rates, Traffic, UnitKind, memory, working_memory
-from thinwire.cost.memory import PipelineShare, demanding_stages, held_units, stage_model, stages
+from thinwire.cost import Busy, ModelPart, Pricer, Rates, Traffic, UnitKind, working_memory
+from thinwire.cost.memory import PipelineShare, States, always_held, demanding_stages, held_units, stage_model, stages
 from thinwire.plan.rules import Chain, Cut, chain_ends, secondaries
 from thinwire.plan.training_job import CODEC_LEVELS, TrainingJob
-from thinwire.program import Kind, Scope, default_trace
+from thinwire.program import Kind, Scope, UnitInfo, default_trace
 from thinwire.program.wire import ITEMSIZE
 from thinwire.sim import Workload
 from thinwire.sim.axes import HopCalls, StageLink, TensorParallelRates, idle_seconds, message_seconds, sent_seconds
 from thinwire.spec import CodecSpec, Factor, Plan
 from thinwire.spec.codec import encodable_dtypes
+from thinwire.spec.plan import cut_alike
 
 __all__ = ["BatchChoice", "PlanDraft", "Drafts", "axis_rates", "codec_choices", "fits", "stage_message"]
 
@@ -60,26 +61,35 @@ KeptBytes = Mapping[bool, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class BatchChoice:
-    """A choice of the batch and of the codecs of activations, with its costs.
+class BatchMemory:
+    """A choice of the batch with the memory that it takes.
 
     Attributes:
         micro_batch: Sequences per micro-batch.
         micro_batches: Micro-batches per step.
         recompute: Whether blocks are recomputed in the backward.
-        codecs: Codecs of tp and pp.
-        computing: Seconds of all forwards and backwards of a step, including sums over tensor-parallel ranks.
-        standing: Seconds during which a pipeline rank idles or waits for messages.
         working: Bytes that depend on the batch, plus the overhead, for each stage that may need the most memory.
     """
 
     micro_batch: int
     micro_batches: int
     recompute: bool
+    working: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchChoice(BatchMemory):
+    """A choice of the batch and of the codecs of activations, with its costs.
+
+    Attributes:
+        codecs: Codecs of tp and pp.
+        computing: Seconds of all forwards and backwards of a step, including sums over tensor-parallel ranks.
+        standing: Seconds during which a pipeline rank idles or waits for messages.
+    """
+
     codecs: tuple[str, str]
     computing: float
     standing: float
-    working: tuple[int, ...]
 
     @property
     def knobs(self) -> int:
@@ -153,11 +163,18 @@ class Drafts:
         named = [unit for unit in default_trace(units).needed if units[unit].name]
         self._first = tuple(sum(buffer.numel for buffer in units[unit].buffers) for unit in named[:2])
         self._parameters = sum(kind.count * kind.numel for kind in self._kinds)
-        self._stages = [(stage, held_units(stage_model(job.model, stage.blocks), self._base, stage))
+        self._stages = [held_units(stage_model(job.model, stage.blocks), self._base, stage)
                         for stage in self._demanding(1)]  # fmt: skip
+        # Padding depends on the world size alone, so all plans have the same units, and cut them evenly.
+        self._numels = [sum(buffer.numel for unit in held for buffer in unit.buffers) for held in self._stages]
+        self._held: dict[tuple[Factor, Factor], tuple[int, ...]] = {}
         self._pricer = pricer
-        self.batches = list(self._all_batches())
         self.considered = self.fitting = 0
+
+    @cached_property
+    def batches(self) -> list[BatchChoice]:
+        """Every choice of the batch, with its costs."""
+        return list(self._all_batches())
 
     def drafts(self, limit: float = math.inf) -> Iterator[PlanDraft]:
         """Every valid plan that fits into memory without codecs, with its estimate.
@@ -184,8 +201,11 @@ class Drafts:
                     self.considered += count * len(self.batches)
                     if not promising:
                         continue
-                    states = self.states(chain, secondary)
-                    fitting = [batch for batch in promising if fits(states, batch, room)]
+                    least = {False: (alone := self.least_states(chain, secondary)), True: alone}
+                    fitting = [batch for batch in promising if fits(least, batch, room)]
+                    if fitting:
+                        states = self.states(chain, secondary)
+                        fitting = [batch for batch in fitting if fits(states, batch, room)]
                     self.fitting += count * len(fitting)
                     choices = list(self._communication(traffic, levels)) if fitting else []
                     for batch in fitting:
@@ -226,7 +246,7 @@ class Drafts:
 
     def smallest(self) -> PlanDraft:
         """The plan that needs the least memory; among several, the one with the least sharding."""
-        batch = min(self.batches, key=lambda batch: max(batch.working))
+        batch = min(self._sizes, key=lambda batch: max(batch.working))
         chains = [
             (params, optimizer, optimizer)
             for params, optimizer in chain_ends(self.mesh)
@@ -238,18 +258,39 @@ class Drafts:
 
     def states(self, chain: Chain, secondary: Factor | None) -> KeptBytes:
         """Bytes that do not depend on the size of a micro-batch."""
-        params, grads, optimizer = chain
-        plan = self._base.with_(params=params, grads=grads, optimizer=optimizer, secondary=secondary)
-        return {several: self._kept(plan.with_(micro_batches=1 + several)) for several in (False, True)}
+        params, _, optimizer = chain
+        key = params, optimizer
+        if key not in self._held:
+            plan = self._base.with_(params=params, grads=optimizer, optimizer=optimizer)
+            self._held[key] = tuple(always_held(plan, held) for held in self._stages)
+        held = self._held[key]
+        return {
+            several: tuple(
+                size + beside
+                for size, beside in zip(self._state_bytes(chain, secondary, several=several), held, strict=True)
+            )
+            for several in (False, True)
+        }
 
-    def _kept(self, plan: Plan) -> tuple[int, ...]:
+    def least_states(self, chain: Chain, secondary: Factor | None) -> tuple[int, ...]:
+        """A lower bound of :meth:`states`: model states alone, with one micro-batch."""
+        return self._state_bytes(chain, secondary, several=False)
+
+    def _state_bytes(self, chain: Chain, secondary: Factor | None, *, several: bool) -> tuple[int, ...]:
+        """Bytes of the model states of each stage.
+
+        As in :func:`~thinwire.cost.memory`, no ``G`` shard is made beside the optimizer's share of the gradients where
+        they go straight to the reduction.
+        """
+        params, grads, optimizer = chain
+        apart = not cut_alike(grads, optimizer) and (params.ranks > 1 or several)
+        of = States.of_dtypes(self._base.compute_dtype, self._base.accumulate_dtype, alike=params == optimizer)
         sizes = []
-        for stage, held in self._stages:
-            # Padding depends on the world size alone, so all plans have the same units, and cut them evenly.
-            numel = sum(buffer.numel for unit in held for buffer in unit.buffers)
-            model, share = stage_model(self.job.model, stage.blocks), numel // plan.optimizer.ranks
-            needed = memory(model, plan, held, seq=1, overhead=0, loss_chunk=self.job.loss_chunk, share=share)
-            sizes.append(needed.total - needed.activations - needed.logits)
+        for numel in self._numels:
+            share = numel // optimizer.ranks
+            size = of.params * numel // params.ranks + of.optimizer * share
+            size += of.grads * (share + (numel // grads.ranks if apart else 0))
+            sizes.append(size + (of.params * numel // secondary.ranks if secondary else 0))
         return tuple(sizes)
 
     # -- batches -----------------------------------------------------------------------------------------------------
@@ -257,32 +298,53 @@ class Drafts:
     def _all_batches(self) -> Iterator[BatchChoice]:
         level = codec_choices(self.job)
         axes = [level[axis] if ways > 1 else ("none",) for axis, ways in (("tp", self.cut.tp), ("pp", self.cut.pp))]
-        for size, count in self.job.batches(self.cut):
-            for recompute in self.job.recomputes:
-                working = self._working(size, count, recompute=recompute)
-                for tp, pp in itertools.product(*axes):
-                    plan = self._base.with_(
-                        micro_batch=size, micro_batches=count, recompute=recompute, wire={"tp": tp, "pp": pp}
-                    )
-                    computing, standing = self._computing(plan), self._standing(plan)
-                    yield BatchChoice(size, count, recompute, (tp, pp), computing, standing, working)
+        for batch in self._sizes:
+            size, count, recompute = batch.micro_batch, batch.micro_batches, batch.recompute
+            for tp, pp in itertools.product(*axes):
+                plan = self._base.with_(
+                    micro_batch=size, micro_batches=count, recompute=recompute, wire={"tp": tp, "pp": pp}
+                )
+                passes = self._pass_seconds(plan)
+                computing = count * passes + self.job.rates.step
+                yield BatchChoice(
+                    size, count, recompute, batch.working, (tp, pp), computing, self._standing(plan)
+                )
 
-    def _computing(self, plan: Plan) -> float:
-        """Seconds of all forwards and backwards of one step."""
+    @cached_property
+    def _sizes(self) -> list[BatchMemory]:
+        """Every size of a micro-batch, with and without recomputation, with its memory."""
+        return [
+            BatchMemory(size, count, recompute, self._working(size, count, recompute=recompute))
+            for size, count in self.job.batches(self.cut)
+            for recompute in self.job.recomputes
+        ]
+
+    @cached_property
+    def _parts(self) -> list[tuple[int, ModelPart]]:
+        """The parts of the model that compute differently, with their numbers."""
+        counts: dict[object, tuple[int, ModelPart]] = {}
+        for part in self.job.parts(self._base):
+            values = part.split_values, part.whole_values, part.matrices, part.attention_width, part.heads, part.numel
+            key = part.kind, bool(part.name), values
+            counts[key] = counts.get(key, (0, part))[0] + 1, part
+        return list(counts.values())
+
+    def _pass_seconds(self, plan: Plan) -> float:
+        """Seconds of the forward and the backward of one micro-batch."""
         rates, seq = axis_rates(self.job, plan), self.job.seq
         total = 0.0
-        for part in self.job.parts(plan):
+        for count, part in self._parts:
             forward = rates.forward(part, plan, seq)
             again = forward if plan.recompute and part.kind == "block" else 0.0
-            total += forward + rates.backward(part, plan, seq) + again
-        return plan.micro_batches * total + rates.step
+            total += count * (forward + rates.backward(part, plan, seq) + again)
+        return total
 
     def _standing(self, plan: Plan) -> float:
         """Seconds during which a pipeline rank idles or waits for messages."""
         if plan.pp == 1:
             return 0.0
         message, rates = stage_message(self.job, plan), axis_rates(self.job, plan)
-        work = Workload(self.job.parts(plan), (), self.job.seq)
+        work = Workload(tuple(part for count, part in self._parts for _ in range(count)), (), self.job.seq)
         return idle_seconds(plan, work, rates, message) + message_seconds(plan, message)
 
     def _demanding(self, micro_batches: int) -> list[PipelineShare]:
@@ -340,7 +402,7 @@ def codec_choices(job: TrainingJob) -> dict[str, tuple[str, ...]]:
     }
 
 
-def fits(states: KeptBytes, batch: BatchChoice, room: int) -> bool:
+def fits(states: KeptBytes, batch: BatchMemory, room: int) -> bool:
     """Whether every stage fits into memory, without the messages of codecs."""
     kept = states[batch.micro_batches > 1]
     return all(always + working <= room for always, working in zip(kept, batch.working, strict=True))
