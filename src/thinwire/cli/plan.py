@@ -322,7 +322,7 @@ def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[s
     if options.explain:
         with console.status("trying other circumstances"):
             explanation = planner.explain(job, searched)
-            both = planner.both_objectives(job, searched.candidates[0])
+            both = planner.both_objectives(job, searched.candidates[0], searched.simulations)
         show_explanation(explanation, searched.candidates[0], console)
         show_objectives(both, console)
     chosen = searched.candidates[0]

@@ -1,7 +1,7 @@
 """The cost model: memory, and seconds of computation, codecs and collectives. Never imports torch."""
 
 from thinwire.cost.amsp import AmspSums, AmspTimes
-from thinwire.cost.anatomy import ModelPart, largest_share, parts, units
+from thinwire.cost.anatomy import ModelPart, alike, largest_share, parts, units
 from thinwire.cost.estimate import Busy, Pricer, Traffic, UnitKind
 from thinwire.cost.flat import Collectives, FlatCollectives, flat_moves
 from thinwire.cost.measured import ProfiledCollectives, ProfiledRates
@@ -47,6 +47,7 @@ __all__ = [
     "Traffic",
     "UnitKind",
     "Work",
+    "alike",
     "ZeroSettings",
     "flat_moves",
     "kept_activations",

@@ -29,7 +29,7 @@ from thinwire.program.shares import LARGE_LEAF
 from thinwire.program.wire import ITEMSIZE, is_excluded
 from thinwire.spec import ModelSpec, Plan
 
-__all__ = ["ModelPart", "Tensor", "largest_share", "parts", "units"]
+__all__ = ["ModelPart", "Tensor", "alike", "largest_share", "parts", "units"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,12 @@ class ModelPart:
         object.__setattr__(self, "aligned", all(tensor.numel % ALIGNMENT_BYTES == 0 for tensor in self.tensors))
 
     @property
+    def work(self) -> object:
+        """What the seconds of its computation depend on; equal for equal blocks."""
+        values = self.split_values, self.whole_values, self.matrix_flops, self.numel
+        return self.kind, bool(self.name), self.matrices, self.attention_width, self.heads, values
+
+    @property
     def is_linear(self) -> bool:
         """Whether the part is one linear layer with its own weight."""
         return self.matrix_flops > 0 and all(tensor.name.rpartition(".")[0] == self.name for tensor in self.tensors)
@@ -130,11 +136,20 @@ def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
             tuple(BufferInfo(next(lengths), next(sizes), True, next(shares), encoded) for encoded, _ in kinds),
             len(part.tensors),
             part.block,
-            plan.override(part.name).keep_gathered,
+            plan.override(part.name).keep_gathered if plan.units else None,
             plan.overlap.input_gradient and part.is_linear,
         )
         for part, kinds in cut
     )
+
+
+def alike(parts: Iterable[ModelPart]) -> list[tuple[int, ModelPart]]:
+    """Parts that compute differently, each with the number of parts that compute like it."""
+    counts: dict[object, tuple[int, ModelPart]] = {}
+    for part in parts:
+        key = part.work
+        counts[key] = counts.get(key, (0, part))[0] + 1, part
+    return list(counts.values())
 
 
 def largest_share(model: ModelSpec, plan: Plan) -> int:
@@ -178,7 +193,7 @@ def _flat_buffers(plan: Plan, cut: Iterable[tuple[ModelPart, _Kinds]]) -> list[_
     """The flat buffers of all parts, in order."""
     made = []
     for part, kinds in cut:
-        itemsize = ITEMSIZE[plan.unit_dtype(part.name)]
+        itemsize = ITEMSIZE[plan.unit_dtype(part.name) if plan.units else plan.compute_dtype]
         for _, tensors in kinds:
             whole = part.aligned and tensors is part.tensors
             payload = part.numel if whole else _payload(tensors, itemsize)
@@ -188,7 +203,7 @@ def _flat_buffers(plan: Plan, cut: Iterable[tuple[ModelPart, _Kinds]]) -> list[_
 
 def _kinds(part: ModelPart, plan: Plan) -> _Kinds:
     """Tensors that may be encoded, and tensors that are always sent unencoded."""
-    exact = plan.override(part.name).codec is not None
+    exact = bool(plan.units) and plan.override(part.name).codec is not None
     if exact or not plan.wire.exclude:
         return [(not exact, part.tensors)]
     excluded = {tensor: is_excluded(plan, tensor.name) for tensor in part.tensors}
@@ -251,7 +266,7 @@ class _Module:
     whole_values: int = 0
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=256)
 def parts(model: ModelSpec, granularity: str, tp: int = 1) -> tuple[ModelPart, ...]:
     """The model's parts in the runtime's order; the root comes first if it owns any parameter.
 
@@ -280,6 +295,7 @@ def _sliced(part: ModelPart, tp: int) -> ModelPart:
     )
 
 
+@lru_cache(maxsize=64)
 def _whole_parts(model: ModelSpec, granularity: str) -> tuple[ModelPart, ...]:
     names = _NAMES[model.kind]
     outside = itertools.count(model.layers + 1)  # numbers of blocks; only their equality counts

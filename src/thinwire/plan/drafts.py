@@ -12,14 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from thinwire.cost import Busy, ModelPart, Pricer, Rates, Traffic, UnitKind, working_memory
+from thinwire.cost import Busy, ModelPart, Pricer, Rates, Traffic, UnitKind, alike, working_memory
 from thinwire.cost.memory import PipelineShare, States, always_held, demanding_stages, held_units, stage_model, stages
 from thinwire.plan.rules import Chain, Cut, chain_ends, secondaries
-from thinwire.plan.training_job import CODEC_LEVELS, TrainingJob
-from thinwire.program import Kind, Scope, UnitInfo, default_trace
+from thinwire.plan.training_job import CODEC_LEVELS, CodecLevel, TrainingJob
+from thinwire.program import Kind, Scope, default_trace
 from thinwire.program.wire import ITEMSIZE
-from thinwire.sim import Workload
-from thinwire.sim.axes import HopCalls, StageLink, TensorParallelRates, idle_seconds, message_seconds, sent_seconds
+from thinwire.sim.axes import HopCalls, StageLink, TensorParallelRates, idle_of, message_seconds, pass_seconds, sent_seconds
 from thinwire.spec import CodecSpec, Factor, Plan
 from thinwire.spec.codec import encodable_dtypes
 from thinwire.spec.plan import cut_alike
@@ -244,17 +243,27 @@ class Drafts:
             wire={name: codec for name, codec in zip(_WIRE, draft.codecs, strict=True) if codec != "none"},
         )
 
-    def smallest(self) -> PlanDraft:
-        """The plan that needs the least memory; among several, the one with the least sharding."""
+    def smallest(self) -> tuple[int, PlanDraft]:
+        """The bytes of the plan that needs the least memory, and the plan; among several, the one with the least
+        sharding."""
         batch = min(self._sizes, key=lambda batch: max(batch.working))
         chains = [
             (params, optimizer, optimizer)
             for params, optimizer in chain_ends(self.mesh)
             if self.cut.pp == 1 or params.ranks == 1
         ]
-        chain = min(chains, key=lambda chain: max(self.states(chain, None)[batch.micro_batches > 1]))
+        several, least, best = batch.micro_batches > 1, math.inf, chains[0]
+        for chain in reversed(chains):  # the most sharded first, which leaves little to try
+            if self._needed(self.least_states(chain, None), batch) <= least:
+                needed = self._needed(self.states(chain, None)[several], batch)
+                least, best = (needed, chain) if needed <= least else (least, best)
         codecs = ("none",) * len(_WIRE)
-        return PlanDraft(0.0, 0, self.cut, chain, None, codecs, batch.micro_batch, batch.recompute)
+        return int(least), PlanDraft(0.0, 0, self.cut, best, None, codecs, batch.micro_batch, batch.recompute)
+
+    @staticmethod
+    def _needed(kept: tuple[int, ...], batch: BatchMemory) -> int:
+        """Bytes on the rank of the stage that needs the most."""
+        return max(always + working for always, working in zip(kept, batch.working, strict=True))
 
     def states(self, chain: Chain, secondary: Factor | None) -> KeptBytes:
         """Bytes that do not depend on the size of a micro-batch."""
@@ -304,11 +313,7 @@ class Drafts:
                 plan = self._base.with_(
                     micro_batch=size, micro_batches=count, recompute=recompute, wire={"tp": tp, "pp": pp}
                 )
-                passes = self._pass_seconds(plan)
-                computing = count * passes + self.job.rates.step
-                yield BatchChoice(
-                    size, count, recompute, batch.working, (tp, pp), computing, self._standing(plan)
-                )
+                yield BatchChoice(size, count, recompute, batch.working, (tp, pp), *self._seconds(plan))
 
     @cached_property
     def _sizes(self) -> list[BatchMemory]:
@@ -322,30 +327,20 @@ class Drafts:
     @cached_property
     def _parts(self) -> list[tuple[int, ModelPart]]:
         """The parts of the model that compute differently, with their numbers."""
-        counts: dict[object, tuple[int, ModelPart]] = {}
-        for part in self.job.parts(self._base):
-            values = part.split_values, part.whole_values, part.matrices, part.attention_width, part.heads, part.numel
-            key = part.kind, bool(part.name), values
-            counts[key] = counts.get(key, (0, part))[0] + 1, part
-        return list(counts.values())
+        return alike(self.job.parts(self._base))
 
-    def _pass_seconds(self, plan: Plan) -> float:
-        """Seconds of the forward and the backward of one micro-batch."""
+    def _seconds(self, plan: Plan) -> tuple[float, float]:
+        """Seconds of all forwards and backwards of one step; seconds during which a pipeline rank idles or waits for
+        messages."""
         rates, seq = axis_rates(self.job, plan), self.job.seq
-        total = 0.0
-        for count, part in self._parts:
-            forward = rates.forward(part, plan, seq)
-            again = forward if plan.recompute and part.kind == "block" else 0.0
-            total += count * (forward + rates.backward(part, plan, seq) + again)
-        return total
-
-    def _standing(self, plan: Plan) -> float:
-        """Seconds during which a pipeline rank idles or waits for messages."""
+        forward, backward = pass_seconds(plan, self._parts, rates, seq)
+        blocks = [(count, part) for count, part in self._parts if part.kind == "block"]
+        again = pass_seconds(plan, blocks, rates, seq)[0] if plan.recompute else 0.0
+        computing = plan.micro_batches * (forward + backward + again) + rates.step
         if plan.pp == 1:
-            return 0.0
-        message, rates = stage_message(self.job, plan), axis_rates(self.job, plan)
-        work = Workload(tuple(part for count, part in self._parts for _ in range(count)), (), self.job.seq)
-        return idle_seconds(plan, work, rates, message) + message_seconds(plan, message)
+            return computing, 0.0
+        message = stage_message(self.job, plan)
+        return computing, idle_of(plan, forward, backward, message) + message_seconds(plan, message)
 
     def _demanding(self, micro_batches: int) -> list[PipelineShare]:
         return demanding_stages(stages(self.job.model.layers, self._base.with_(micro_batches=micro_batches)))
@@ -396,9 +391,14 @@ class Drafts:
 
 def codec_choices(job: TrainingJob) -> dict[str, tuple[str, ...]]:
     """Codecs of the job's level that encode its compute dtype, by field of ``wire``."""
+    return _encoding(job.codecs, job.compute_dtype)
+
+
+@cache
+def _encoding(level: CodecLevel, dtype: str) -> dict[str, tuple[str, ...]]:
     return {
-        name: tuple(text for text in texts if job.compute_dtype in encodable_dtypes(CodecSpec(text)))
-        for name, texts in CODEC_LEVELS[job.codecs].items()
+        name: tuple(text for text in texts if dtype in encodable_dtypes(CodecSpec(text)))
+        for name, texts in CODEC_LEVELS[level].items()
     }
 
 

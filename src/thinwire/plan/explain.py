@@ -9,7 +9,7 @@ from typing import Literal
 from thinwire.cost import NominalRates, ProfiledRates
 from thinwire.plan.candidates import Candidate
 from thinwire.plan.rules import Cut, cut_problems, cuts, powers_of_two
-from thinwire.plan.search import Search, Searched, candidate, elsewhere, search
+from thinwire.plan.search import Search, Searched, candidate, elsewhere
 from thinwire.plan.training_job import TrainingJob
 from thinwire.sim import Resource
 from thinwire.spec import ClusterSpec, Link, Plan
@@ -115,7 +115,7 @@ def explain(job: TrainingJob, searched: Searched) -> Explanation:
     chosen = searched.candidates[0]
     flips, steady = [], []
     for change, changed in _variations(job):
-        other = search(changed, top=1)
+        other = Search(changed, searched.simulations).run(1)
         if not other.candidates:
             flips.append(Flip(change, "nothing fits", None))
         elif _same(other.candidates[0].plan, chosen.plan, changed):

@@ -10,7 +10,8 @@ from thinwire.cost.memory import largest_memory
 from thinwire.errors import SpecError
 from thinwire.plan.amsp import AmspPlan, amsp_plan, amsp_search, seconds_by_reducing
 from thinwire.plan.candidates import Candidate
-from thinwire.plan.search import candidate, search
+from thinwire.plan.search import Search
+from thinwire.plan.simulations import Simulations
 from thinwire.plan.training_job import TrainingJob
 from thinwire.sim import Resource
 from thinwire.spec import Plan
@@ -81,20 +82,24 @@ class BothObjectives:
         return {name: plan for name, plan in both.items() if plan is not None}
 
 
-def both_objectives(job: TrainingJob, chosen: Candidate | None = None) -> BothObjectives:
+def both_objectives(
+    job: TrainingJob, chosen: Candidate | None = None, simulations: Simulations | None = None
+) -> BothObjectives:
     """Find the optimum by each objective, and say why they differ.
 
     Args:
         job: The job; codecs, tensor and pipeline parallelism do not apply, because the sum does not know them.
         chosen: The plan that a search by step time chose, which may use them.
+        simulations: What that search simulated.
     """
+    simulations = simulations or Simulations()
     try:
         plain = replace(job, codecs="none", tp=(1,), pp=(1,))
     except SpecError as error:
         return BothObjectives(None, None, (f"AMSP's sum knows data parallelism only, and {error.problems[0]}.",))
     summed = [row for row in amsp_search(plain, top=1) if row.fits]
-    searched = search(plain).candidates
-    by_sum = _under_both(plain, candidate(plain, summed[0].plan)) if summed else None
+    searched = Search(plain, simulations).run(10).candidates
+    by_sum = _under_both(plain, simulations.candidate(plain, summed[0].plan)) if summed else None
     by_time = _under_both(plain, searched[0]) if searched else None
     return BothObjectives(by_sum, by_time, tuple(_differences(plain, by_sum, by_time, chosen)))
 

@@ -12,18 +12,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from thinwire.cost import Memory, NominalRates, Pricer
-from thinwire.cost.memory import largest_memory
-from thinwire.plan.candidates import AxisSeconds, Candidate
-from thinwire.plan.drafts import Drafts, PlanDraft, axis_rates, fits, stage_message
+from thinwire.cost import NominalRates
+from thinwire.plan.candidates import Candidate
+from thinwire.plan.drafts import Drafts, PlanDraft, fits
 from thinwire.plan.rules import UNCUT, knobs
+from thinwire.plan.simulations import Simulations, candidate
 from thinwire.plan.training_job import TrainingJob
 from thinwire.program import Lane
-from thinwire.sim import simulate
-from thinwire.sim.axes import TensorParallelRates, idle_seconds, message_seconds
+from thinwire.sim import Resource
 from thinwire.spec import ClusterSpec, Plan
 
 __all__ = ["CLASSICS", "RESOLUTION", "Search", "Searched", "candidate", "elsewhere", "search"]
@@ -61,6 +60,7 @@ class Searched:
         fitting: Number of these that fit into memory. Plans whose computation alone takes too long are not counted.
         simulated: Number of plans that were simulated.
         complete: Whether no plan that was not simulated can be better.
+        simulations: What was simulated; what-ifs begin with it.
     """
 
     candidates: tuple[Candidate, ...]
@@ -70,40 +70,19 @@ class Searched:
     fitting: int
     simulated: int
     complete: bool
+    simulations: Simulations = field(default_factory=Simulations, repr=False, compare=False)
 
 
-def search(job: TrainingJob, *, top: int = 10) -> Searched:
+def search(job: TrainingJob, *, top: int = 10, simulations: Simulations | None = None) -> Searched:
     """Find the best plans for a job.
 
     Args:
         job: Model, cluster, batch and the choices that are allowed.
         top: Number of plans to simulate at least, if that many fit.
+        simulations: What is known of earlier searches for the same model; this search adds to it.
     """
-    return Search(job).run(top)
-
-
-def candidate(job: TrainingJob, plan: Plan, label: str | None = None) -> Candidate:
-    """Predict the step time and the memory of one plan.
-
-    Args:
-        job: The job that the plan is for.
-        plan: The plan, including micro-batch, micro-batches and recomputation.
-        label: Name of the plan in tables.
-    """
-    workload, rates = job.workload(plan), axis_rates(job, plan)
-    simulated = simulate(plan, workload, rates, micro_batches=plan.micro_batches)
-    axes = AxisSeconds()
-    if isinstance(rates, TensorParallelRates):
-        passes = 3 if plan.recompute else 2
-        sums = sum(rates.summing(part, plan, job.seq) for part in workload.parts)
-        axes = replace(axes, sums=plan.micro_batches * passes * sums)
-    if plan.pp > 1:
-        message = stage_message(job, plan)
-        idle = idle_seconds(plan, workload, rates, message)
-        axes = replace(axes, idle=idle, messages=message_seconds(plan, message))
-        simulated = replace(simulated, seconds=simulated.seconds + axes.idle + axes.messages)
-    needed = _memory(job, plan)
-    return Candidate(plan, simulated, needed, needed.total <= job.cluster.memory, label, axes)
+    searching = Search(job, simulations)
+    return replace(searching.run(top), classics=tuple(searching.classics()))
 
 
 def elsewhere(job: TrainingJob, cluster: ClusterSpec, **changes: Any) -> TrainingJob:
@@ -113,24 +92,25 @@ def elsewhere(job: TrainingJob, cluster: ClusterSpec, **changes: Any) -> Trainin
     return replace(job, cluster=cluster, rates=rates, **changes)
 
 
-def _memory(job: TrainingJob, plan: Plan) -> Memory:
-    return largest_memory(job.model, plan, seq=job.seq, overhead=job.overhead, loss_chunk=job.loss_chunk)
-
-
 class Search:
     """A search in steps: estimates, memory, simulation.
 
     Args:
         job: Model, cluster, batch and the choices that are allowed.
+        simulations: What is known of earlier searches for the same model.
     """
 
-    def __init__(self, job: TrainingJob) -> None:
+    def __init__(self, job: TrainingJob, simulations: Simulations | None = None) -> None:
         self.job = job
-        self._pricer = Pricer(job.rates, job.compute_dtype, job.compute_dtype)
+        self.simulations = simulations or Simulations()
+        self._pricer = self.simulations.pricer(job)
         self._cuts = {cut: Drafts(job, cut, self._pricer) for cut in job.cuts}
 
+    def _candidate(self, plan: Plan, label: str | None = None) -> Candidate:
+        return self.simulations.candidate(self.job, plan, label)
+
     def run(self, top: int) -> Searched:
-        """Estimate all plans, and simulate the best."""
+        """Estimate all plans, and simulate the best; classic systems are left out."""
         drafts, simulated = self._promising()
         best = min((priced.seconds for priced in simulated.values() if priced.fits), default=math.inf)
         complete, most = True, max(top, 16 + MOST_BLOCKS // self.job.model.layers)
@@ -143,25 +123,26 @@ class Search:
                 complete = False
                 break
             if self._fits(draft):
-                simulated[draft] = candidate(self.job, self.plan(draft))
+                simulated[draft] = self._candidate(self.plan(draft))
                 best = min(best, simulated[draft].seconds)
         # The plans with the fewest knobs among those that may tie with the best.
         tying = (draft for draft in drafts if draft.bound <= best * (1 + self.job.tie) and draft not in simulated)
         # Memory is checked last: thousands of plans may tie, and computing the memory of a plan is the slowest step.
         plainest = filter(self._fits, sorted(tying, key=lambda draft: (draft.knobs, draft.bound)))
         for draft in list(itertools.islice(plainest, top)):
-            simulated[draft] = candidate(self.job, self.plan(draft))
+            simulated[draft] = self._candidate(self.plan(draft))
         ranked = _ranked(list(simulated.values()), self.job.tie)
         if ranked:
-            ranked[0] = self._retaining(self._under_input_gradients(self._in_chunks(ranked[0])))
+            ranked[0] = self._refined(ranked[0])
         return Searched(
             tuple(ranked),
-            tuple(self.classics()),
+            (),
             cuts=len(self._cuts),
             considered=self.considered,
             fitting=sum(part.fitting for part in self._cuts.values()),
             simulated=len(simulated),
             complete=complete,
+            simulations=self.simulations,
         )
 
     def _promising(self) -> tuple[list[PlanDraft], dict[PlanDraft, Candidate]]:
@@ -177,9 +158,32 @@ class Search:
             promising += drafts
             first = next((draft for draft in drafts[:_TRIED] if self._fits(draft)), None)
             if number < len(self._cuts) and first is not None and first.bound < best:
-                simulated[first] = candidate(self.job, self.plan(first))
+                simulated[first] = self._candidate(self.plan(first))
                 best = min(best, simulated[first].seconds)
         return sorted(promising, key=lambda draft: (draft.bound, draft.knobs)), simulated
+
+    def _refined(self, best: Candidate) -> Candidate:
+        """The best plan with what makes it faster by more than a tie, unless its links and its computation leave nothing
+        to gain."""
+        if best.seconds > self._least(best) * (1 + self.job.tie):
+            best = self._under_input_gradients(self._in_chunks(best))
+        return self._retaining(best)
+
+    def _least(self, best: Candidate) -> float:
+        """A lower bound of the seconds of a step with the work of this one, whatever overlaps what.
+
+        Computation takes longer beside transfers, or waits for them. At published rates, messages that are cut up take
+        longer together than a whole one. Measured seconds need not grow that way, so that only computation counts.
+        """
+        busy = best.simulated.busy
+        computing, standing = busy[Resource.COMPUTE], best.axes.idle + best.axes.messages
+        if not isinstance(self.job.rates, NominalRates):
+            return computing + standing
+        computing += busy[Resource.CODEC]
+        links = max(busy[Resource.INSIDE], busy[Resource.ACROSS], busy[Resource.SPINE])
+        # Waiting for a transfer costs a second for each of its seconds; computing beside it costs at most that.
+        beside = min(1.0, self.job.rates.least_slowing - 1) * min(computing, links)
+        return max(computing + beside, links) + standing
 
     def _in_chunks(self, best: Candidate) -> Candidate:
         """The best plan with its reductions in chunks, if that makes it faster by more than a tie.
@@ -187,7 +191,7 @@ class Search:
         Only the best plan is tried: chunks shorten what computation does not hide, at most a unit's reduction and the
         last bucket's, which rarely decides between two ways of sharding.
         """
-        in_chunks = (candidate(self.job, best.plan.with_(bucket_chunks=chunks)) for chunks in _CHUNKS)
+        in_chunks = (self._candidate(best.plan.with_(bucket_chunks=chunks)) for chunks in _CHUNKS)
         return self._faster(best, in_chunks)
 
     def _under_input_gradients(self, best: Candidate) -> Candidate:
@@ -199,7 +203,7 @@ class Search:
         if best.plan.tp > 1:
             return best
         first = {"overlap": {"input_gradient": True}}
-        earlier = (candidate(self.job, best.plan.with_(**first, granularity=size)) for size in ("block", "module"))
+        earlier = (self._candidate(best.plan.with_(**first, granularity=size)) for size in ("block", "module"))
         return self._faster(best, earlier)
 
     def _retaining(self, best: Candidate) -> Candidate:
@@ -222,7 +226,7 @@ class Search:
         if small * 8 <= live:
             stays["persist_bytes"] = _SMALL_UNIT
         changes = (together, stays, {**together, **stays})
-        return self._faster(best, [candidate(self.job, plan.with_(**change)) for change in changes])
+        return self._faster(best, [self._candidate(plan.with_(**change)) for change in changes])
 
     def _faster(self, best: Candidate, others: Iterable[Candidate]) -> Candidate:
         """The fastest of the others that fit, if it is faster than the best by more than a tie."""
@@ -234,7 +238,7 @@ class Search:
         return self._needed(self.plan(draft)) <= self.job.cluster.memory
 
     def _needed(self, plan: Plan) -> int:
-        return _memory(self.job, plan).total
+        return self.simulations.memory(self.job, plan).total
 
     @property
     def considered(self) -> int:
@@ -272,15 +276,16 @@ class Search:
         tried = sorted(fitting, key=lambda batch: batch.computing)[:2] if fitting else []
         if not tried:
             tried = [min(drafts.batches, key=lambda batch: max(batch.working))]
-        priced = [
-            candidate(
-                self.job,
-                plan.with_(micro_batch=batch.micro_batch, micro_batches=batch.micro_batches, recompute=batch.recompute),
-                label,
-            )
-            for batch in tried
-        ]
-        return min(priced, key=lambda c: c.seconds)
+        best: Candidate | None = None
+        for batch in tried:
+            if best is not None and batch.computing + batch.standing > best.seconds:
+                break
+            count, again = batch.micro_batches, batch.recompute
+            batched = plan.with_(micro_batch=batch.micro_batch, micro_batches=count, recompute=again)
+            priced = self._candidate(batched, label)
+            best = priced if best is None or priced.seconds < best.seconds else best
+        assert best is not None, "there is a batch"
+        return best
 
     def smallest(self) -> Candidate:
         """The plan that needs the least memory.
@@ -288,8 +293,8 @@ class Search:
         Among several, it is the one with the fewest tensor-parallel ranks and stages, then the one with the least
         sharding.
         """
-        plans = [drafts.plan(drafts.smallest()) for drafts in self._cuts.values()]
-        return candidate(self.job, min(plans, key=self._needed))
+        _, draft = min((drafts.smallest() for drafts in self._cuts.values()), key=lambda found: found[0])
+        return self._candidate(self.plan(draft))
 
 
 _TRIED = 8

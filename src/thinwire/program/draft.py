@@ -42,6 +42,7 @@ class Draft:
         self._first_gathers: dict[int, list[int]] = {}  # unit -> the operations of its first gather in the step
         self._shapes = {axis: axis_shape(plan, axis) for axis in Axis}
         self._strides = {axis: axis_stride(plan, axis) for axis in Axis}
+        self._hops_of: dict[tuple[Kind, Axis, Even, MessageSizes], tuple[Hop, ...]] = {}
         self.places = {axis: axis_index(plan, axis, position) for axis in Axis}
 
     def extent(self, axis: Axis) -> int:
@@ -82,7 +83,14 @@ class Draft:
 
     def _hops(self, call: Call, pieces: Sequence[int], sizes: MessageSizes) -> tuple[Hop, ...]:
         axis = call.axis
-        return hops(call.kind, *self._shapes[axis], pieces, self.places[axis], sizes, self._strides[axis])
+        # Blocks repeat. Sizes are compared by their functions, which are made once for each codec.
+        key = (call.kind, axis, pieces, sizes) if isinstance(pieces, Even) else None
+        if key is not None and key in self._hops_of:
+            return self._hops_of[key]
+        made = hops(call.kind, *self._shapes[axis], pieces, self.places[axis], sizes, self._strides[axis])
+        if key is not None:
+            self._hops_of[key] = made
+        return made
 
     def _record(self, call: Call, hops: tuple[Hop, ...], start: Event, after: tuple[int, ...]) -> int:
         index = len(self.operations)

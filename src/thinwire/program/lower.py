@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 
 from thinwire.program.batches import buckets, reduction_batches, spread_batches
@@ -181,6 +182,7 @@ class _Reductions:
 
     def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: Draft) -> None:
         self._plan, self._units, self._draft = plan, units, draft
+        self._sizes = cache(lambda axis, encoded: reduction_sizes(plan, axis, encoded=encoded))
         self._order = tuple(unit for unit in trace.reduction_order if units[unit].trainable)
         replicas = draft.extent(Axis.REPLICA)
         # By unit: chunks that start in its turn, over the params axis and after that.
@@ -255,7 +257,7 @@ class _Reductions:
 
     def _reduce_over_params(self, bucket: _Bucket, chunk: _Chunk, event: Event) -> None:
         call = self._call(Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.PARAMS, bucket, chunk)
-        sizes = reduction_sizes(self._plan, Axis.PARAMS, encoded=bucket.encoded)
+        sizes = self._sizes(Axis.PARAMS, bucket.encoded)
         operation = self._draft.add(call, within(bucket.pieces, chunk.span), sizes, event)
         for unit in chunk.units:
             self._over_params.setdefault(unit, []).append(operation)
@@ -268,14 +270,14 @@ class _Reductions:
         overlapped = self._plan.overlap.sync if self._last else self._plan.overlap.reduce
         if self._draft.extent(Axis.SHARD) > 1 and (self._last or self._plan.grads_like_optimizer):
             call = self._call(Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.SHARD, bucket, chunk)
-            sizes = reduction_sizes(self._plan, Axis.SHARD, encoded=bucket.encoded)
+            sizes = self._sizes(Axis.SHARD, bucket.encoded)
             after = (self._draft.add(call, within(bucket.pieces, chunk.span), sizes, event, after),)
             self._chunk_started(bucket, call, after[0], event, overlapped=overlapped)
         replicas = self._draft.extent(Axis.REPLICA)
         if self._last and replicas > 1:
             call = self._call(Kind.ALL_REDUCE, Lane.SYNC, Axis.REPLICA, bucket, chunk)
             share = padded(bucket.pieces[self._draft.places[Axis.SHARD]], replicas)
-            sizes = reduction_sizes(self._plan, Axis.REPLICA, encoded=bucket.encoded)
+            sizes = self._sizes(Axis.REPLICA, bucket.encoded)
             synced = self._draft.add_even(call, within((share,), chunk.span)[0], sizes, event, after)
             self._chunk_started(bucket, call, synced, event, overlapped=overlapped)
 

@@ -176,8 +176,10 @@ def axis_members(plan: Plan, axis: Axis, position: int) -> Members:
 
 def axis_index(plan: Plan, axis: Axis, position: int) -> int:
     """Local-major index of a position along ``axis``, which is the index of the shard that it holds."""
-    members = axis_members(plan, axis, position)
-    return members.inside.index(position) * len(members.across) + members.across.index(position)
+    inner, outer = axis_extent(plan, axis)
+    node, local = divmod(position, plan.mesh.local)
+    inside, across = local % outer.local // inner.local, node % outer.nodes // inner.nodes
+    return inside * (outer.nodes // inner.nodes) + across
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from dataclasses import dataclass
+from functools import lru_cache
 
 from thinwire.program.mesh import Axis, MessageSizes, axis_extent
 from thinwire.program.step import BufferInfo
@@ -113,9 +114,14 @@ def gather_sizes(codec: CodecSpec, buffer: BufferInfo, *, joint: bool = False) -
         buffer: The flat buffer.
         joint: Whether pieces of several buffers travel as one: then those of variable length are padded as well.
     """
-    if codec.is_none or not buffer.encoded:
-        return MessageSizes.plain(buffer.itemsize)
-    dtype = {2: "bfloat16", 4: "float32"}[buffer.itemsize]
+    return _gather_sizes(codec if buffer.encoded else CodecSpec(), buffer.itemsize, joint)
+
+
+@lru_cache(maxsize=256)
+def _gather_sizes(codec: CodecSpec, itemsize: int, joint: bool) -> MessageSizes:
+    if codec.is_none:
+        return MessageSizes.plain(itemsize)
+    dtype = {2: "bfloat16", 4: "float32"}[itemsize]
     encoding = Encoding(codec, dtype)
 
     def size(numel: int) -> int:

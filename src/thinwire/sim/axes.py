@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from thinwire.cost import ModelPart, Rates, Work
+from thinwire.cost import ModelPart, Rates, Work, alike
 from thinwire.cost.rates import Beside, wire_bytes_per_value
 from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
@@ -13,7 +14,10 @@ from thinwire.sim.step import Workload
 from thinwire.spec import Factor, Plan
 from thinwire.spec.pipeline import STAGES_OF_A_RANK
 
-__all__ = ["Calls", "HopCalls", "StageLink", "TensorParallelRates", "idle_seconds", "message_seconds", "sent_seconds"]
+__all__ = [
+    "Calls", "HopCalls", "StageLink", "TensorParallelRates", "idle_of", "idle_seconds", "message_seconds",
+    "pass_seconds", "sent_seconds",
+]  # fmt: skip
 
 CALLS = 2
 """Number of sums over tensor-parallel ranks in the forward of a block: after attention and after the feed-forward. The
@@ -70,8 +74,18 @@ def idle_seconds(plan: Plan, workload: Workload, rates: Rates, message: float) -
         rates: Seconds of the workload's parts.
         message: Seconds to send a micro-batch's activations, or their gradients, to the next stage.
     """
-    forward = sum(rates.forward(part, plan, workload.seq) for part in workload.parts)
-    backward = sum(rates.backward(part, plan, workload.seq) for part in workload.parts)
+    forward, backward = pass_seconds(plan, alike(workload.parts), rates, workload.seq)
+    return idle_of(plan, forward, backward, message)
+
+
+def pass_seconds(plan: Plan, counted: Sequence[tuple[int, ModelPart]], rates: Rates, seq: int) -> tuple[float, float]:
+    """Seconds of a forward and of a backward through parts that are given with their numbers."""
+    forward = sum(count * rates.forward(part, plan, seq) for count, part in counted)
+    return forward, sum(count * rates.backward(part, plan, seq) for count, part in counted)
+
+
+def idle_of(plan: Plan, forward: float, backward: float, message: float) -> float:
+    """The same as :func:`idle_seconds`, from the seconds of a forward and of a backward through all parts."""
     again = forward if plan.recompute else 0.0
     return (plan.pp - 1) * ((forward + backward + again) / STAGES_OF_A_RANK[plan.schedule] + 2 * message)
 

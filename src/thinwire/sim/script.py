@@ -264,9 +264,7 @@ def _equal_blocks(workload: Workload) -> tuple[int, int, int]:
 
 def _work(unit: UnitInfo, part: ModelPart) -> object:
     """What the price of a unit depends on."""
-    sizes = unit.buffers, unit.parameters, unit.keeps_gathered, unit.weight_first, bool(unit.name)
-    values = part.split_values, part.whole_values, part.matrix_flops
-    return sizes, part.kind, part.matrices, part.attention_width, part.heads, values, part.numel
+    return unit.buffers, unit.parameters, unit.keeps_gathered, unit.weight_first, part.work
 
 
 def _period(plan: Plan, block: Sequence[UnitInfo]) -> int:

@@ -21,7 +21,7 @@ from thinwire.sim.player import Player
 from thinwire.sim.script import UNLIMITED, Headroom, Pricing, Script, Section, Workload, repeated, write
 from thinwire.spec import Plan
 
-__all__ = ["Pricing", "Simulated", "Workload", "simulate"]
+__all__ = ["PLAYED", "Played", "Pricing", "Simulated", "Workload", "play", "simulate"]
 
 PLAYED = 3
 """Most micro-batches to play; further ones repeat the last of the middle ones."""
@@ -72,7 +72,8 @@ def simulate(
         pricing: Prices operations in an engine other than thinwire.
         room: What the engine's buffers have room for.
     """
-    step = _simulate_island(plan, workload, rates, micro_batches, trace, pricing, room)
+    played = play(plan, workload, rates, micro_batches=micro_batches, trace=trace, pricing=pricing, room=room)
+    step = played.step(micro_batches)
     return step if plan.num_islands == 1 else with_exchanges(plan, workload.units, rates, step)
 
 
@@ -103,27 +104,48 @@ def with_exchanges(plan: Plan, units: Sequence[UnitInfo], rates: Rates, step: Si
     return replace(step, seconds=step.seconds + exposed, exposed={**step.exposed, Lane.OUTER: exposed}, busy=busy)
 
 
-def _simulate_island(
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A step that was played, from which steps with more micro-batches follow.
+
+    Attributes:
+        longest: The step with all of its micro-batches, or with three if it has more.
+        shorter: The step with two if it has more than three; ``None`` otherwise.
+    """
+
+    longest: Simulated
+    shorter: Simulated | None = None
+
+    def step(self, micro_batches: int) -> Simulated:
+        """The step with as many micro-batches as were asked for, or more if those were more than three."""
+        if self.shorter is None:
+            return self.longest
+        return _further(self.longest, self.shorter, micro_batches - PLAYED)
+
+
+def play(
     plan: Plan,
     workload: Workload,
     rates: Rates,
-    micro_batches: int,
-    trace: bool,
-    pricing: Pricing | None,
-    room: Headroom,
-) -> Simulated:
+    *,
+    micro_batches: int = 1,
+    trace: bool = False,
+    pricing: Pricing | None = None,
+    room: Headroom = UNLIMITED,
+) -> Played:
+    """Play one step in steady state, with three micro-batches if it has more; arguments as of :func:`simulate`."""
     whole = trace or pricing is not None or room != UNLIMITED
     script = _script(plan, workload, rates, min(micro_batches, PLAYED), trace, pricing, room, whole=whole)
     player = Player(plan, script, trace=trace)
     if micro_batches <= PLAYED:
         player.play([*script.begin, *_passes(script, range(micro_batches)), *script.end])
-        return _simulated(player, rates)
+        return Played(_simulated(player, rates))
     # Two and three micro-batches begin alike, and the last of either ends the step.
     player.play([*script.begin, *_passes(script, [0]), *script.forwards[1]], drain=False)
     shorter = player.copy()
     player.play([*script.backwards[1], *_passes(script, [2]), *script.end])
     shorter.play([*script.backwards[2], *script.end])
-    return _further(_simulated(player, rates), _simulated(shorter, rates), micro_batches - PLAYED)
+    return Played(_simulated(player, rates), _simulated(shorter, rates))
 
 
 def _further(three: Simulated, two: Simulated, more: int) -> Simulated:
