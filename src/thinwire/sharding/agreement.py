@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Callable, Sequence
@@ -68,15 +69,21 @@ class UsedGradients:
     """
 
     def __init__(self, infos: Sequence[UnitInfo]) -> None:
+        self._counts = [info.parameters for info in infos]
         # Index of each unit's first trainable parameter among those of the model.
-        self._first_bit = [sum(info.parameters for info in infos[:i]) for i in range(len(infos))]
-        self.mine = bytearray(sum(info.parameters for info in infos))
+        self._first_bit = list(itertools.accumulate(self._counts[:-1], initial=0))
+        self.mine = bytearray(sum(self._counts))
         self._before = bytes(self.mine)  # the state before the current backward, in case the backward fails
         self._anywhere: list[bool] | None = None  # set by an exchange, dropped by the next backward
 
     def note(self, unit: int, slot: int) -> None:
         """Record that this rank has a gradient for a parameter."""
         self.mine[self._first_bit[unit] + slot] = 1
+
+    def note_all(self, unit: int) -> None:
+        """Record that this rank has a gradient for every trainable parameter of a unit."""
+        first, count = self._first_bit[unit], self._counts[unit]
+        self.mine[first : first + count] = b"\1" * count
 
     def begin_backward(self) -> None:
         """Begin a backward, which adds gradients."""

@@ -17,7 +17,7 @@ first.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import torch
@@ -76,18 +76,22 @@ class _Copies:
 
     Args:
         layout: Layout of the buffer with the places.
-        joins: Whether to write a whole buffer, padding included, by joining all of its gradients. A device with streams
-            copies as many in one launch.
+        joins: Whether to join all gradients into one vector first, padding included. It takes memory for that, and is
+            the faster way where every copy is a call; a device with streams copies as many in one launch.
     """
 
     def __init__(self, layout: FlatLayout, *, joins: bool) -> None:
         self._layout, self._joins = layout, joins
         self._grads: dict[int, torch.Tensor] = {}
-        self._paddings: list[torch.Tensor | None] = []  # by slot, the zeros behind it
+        self._paddings: dict[torch.dtype, list[torch.Tensor | None]] = {}  # by dtype and slot, the zeros behind it
 
     def put(self, index: int, grad: torch.Tensor) -> None:
         """Copy the gradient of parameter ``index`` later."""
         self._grads[index] = grad
+
+    def put_all(self, grads: Iterable[torch.Tensor]) -> None:
+        """Copy the gradients of all parameters later."""
+        self._grads = dict(enumerate(grads))
 
     def perform(self, target: torch.Tensor, *, add: bool) -> bool:
         """Copy the gradients to their places in a buffer, or add them to what is there.
@@ -96,10 +100,12 @@ class _Copies:
             Whether the whole buffer was written.
         """
         grads, self._grads = self._grads, {}
-        if self._joins and not add and len(grads) == len(self._layout.slots):
-            dtype = target.dtype
-            if all(grad.dtype is dtype for grad in grads.values()):
-                self._join(grads, target)
+        if self._joins and len(grads) == len(self._layout.slots):
+            in_order = list(map(grads.__getitem__, range(len(grads))))
+            dtype = in_order[0].dtype
+            if all(grad.dtype is dtype for grad in in_order):
+                joined = torch._C._nn.flatten_dense_tensors(self._with_paddings(in_order))
+                target.add_(joined) if add else target.copy_(joined)
                 return True
         if grads:
             places = [_place(target, self._layout.slots[index]) for index in grads]
@@ -110,17 +116,17 @@ class _Copies:
         """Drop the gradients."""
         self._grads = {}
 
-    def _join(self, grads: Mapping[int, torch.Tensor], target: torch.Tensor) -> None:
-        if not self._paddings:
+    def _with_paddings(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients, and between them the zeros that fill the buffer up."""
+        if not self._layout.gaps:
+            return grads
+        first = grads[0]
+        if first.dtype not in self._paddings:
             gaps = {gap.start: gap.stop - gap.start for gap in self._layout.gaps}
             behind = (gaps.get(slot.offset + slot.numel, 0) for slot in self._layout.slots)
-            self._paddings = [target.new_zeros(numel) if numel else None for numel in behind]
-        pieces = []
-        for index, padding in enumerate(self._paddings):
-            pieces.append(grads[index].reshape(-1))
-            if padding is not None:
-                pieces.append(padding)
-        torch.cat(pieces, out=target)
+            self._paddings[first.dtype] = [first.new_zeros(numel) if numel else None for numel in behind]
+        pieces = zip(grads, self._paddings[first.dtype], strict=True)
+        return [piece for pair in pieces for piece in pair if piece is not None]
 
 
 def _place(target: torch.Tensor, slot: Slot) -> torch.Tensor:
@@ -181,6 +187,7 @@ class UnitGradient:
         joins = streams_of(owned.device) is None
         together = not joins or layout.numel * topology.wire_dtype.itemsize <= _TOGETHER
         self._copies = _Copies(layout, joins=joins) if together else None
+        self._slots = range(first_slot, first_slot + len(layout.slots))
 
     @property
     def local(self) -> Accumulator:
@@ -204,6 +211,26 @@ class UnitGradient:
     def started(self) -> bool:
         """Whether any parameter has delivered its gradient since the last reduction."""
         return bool(self._seen)
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients are kept as autograd's tensors until all of them have come."""
+        return self._copies is not None
+
+    def collect_all(self, grads: Mapping[int, torch.Tensor], *, last: bool) -> None:
+        """Take the gradients of all parameters; see :meth:`collect`.
+
+        Args:
+            grads: Gradients of the whole unit, by number of the trained parameter.
+            last: Whether this is the step's last micro-batch.
+        """
+        if self._copies is None or self._seen:
+            for index, slot in enumerate(self._slots):
+                self.collect(index, grads[slot], last=last)
+            return
+        self._begin(last=last)
+        self._copies.put_all(grads[slot] for slot in self._slots)
+        self._seen.update(range(len(self._slots)))
 
     def collect(self, index: int, grad: torch.Tensor, *, last: bool) -> None:
         """Take the gradient of parameter ``index``; the caller then drops autograd's tensor.
@@ -328,7 +355,7 @@ class UnitGradient:
         return self.staging, False
 
     def _zero_missing(self, buffer: torch.Tensor) -> None:
-        for index, slot in enumerate(self.layout.slots):
+        for index, slot in () if self.complete else enumerate(self.layout.slots):
             if index not in self._seen:
                 buffer[slot.offset : slot.offset + slot.numel].zero_()
         for gap in self.layout.gaps:

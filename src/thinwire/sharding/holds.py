@@ -12,9 +12,12 @@ from thinwire.sharding.unit import Unit
 __all__ = ["Holds", "recomputing"]
 
 
+_running_backward = torch._C._current_graph_task_id
+
+
 def recomputing() -> bool:
     """Whether a backward is running on this thread, which makes a forward a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    return _running_backward() != -1
 
 
 class Holds:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 from torch.autograd import Variable
@@ -17,7 +18,7 @@ from thinwire.sharding.lanes.lanes import Mark
 from thinwire.sharding.reducer import Reducer
 from thinwire.sharding.schedule import Schedule
 from thinwire.sharding.sharded import ShardedModel
-from thinwire.sharding.unit import start_gathers
+from thinwire.sharding.unit import Unit, start_gathers
 
 __all__ = ["BackwardPass", "Pass", "PassState", "Passes"]
 
@@ -85,6 +86,8 @@ class BackwardPass:
             training, which the caller has not reported yet.
         gradients_count: Whether this rank's gradients count. If not, the rank has run out of data, and its gradients
             are zero.
+        together: For each unit, gradients that wait for the rest of the unit in this backward, by number of the trained
+            parameter. ``None`` stands for a parameter whose gradients do not wait, because one has come twice.
         after_last: Called after a step's last backward.
     """
 
@@ -99,10 +102,13 @@ class BackwardPass:
     ) -> None:
         self._state, self._sharded, self._units, self._plan = state, sharded, sharded.units, sharded.plan
         self._schedule, self._reducer, self._agreements, self._holds = schedule, reducer, agreements, holds
+        self._lanes = sharded.lanes
         # For each unit, the number of calls with outputs that backward has reached and inputs that it has not.
         self._open_calls = [0] * len(self._units)
         self.encodes_gradients: bool | None = True if self._plan.wire.schedule == 1.0 else None
         self.gradients_count = True
+        self.together: tuple[dict[int, torch.Tensor | None], ...] = tuple({} for _ in self._units)
+        self._needed, self._grads_ready = (_moments(p, self._units) for p in (Phase.PRE_BACKWARD, Phase.GRADS_READY))
         self.after_last: Callable[[], None] = _nothing
 
     def pre_backward(self, index: int, *, will_leave: bool) -> None:
@@ -116,22 +122,50 @@ class BackwardPass:
         if will_leave:
             self._open_calls[index] += 1
         self.need(index)
-        self._state.began[index] = self._sharded.lanes.mark()
+        self._state.began[index] = self._lanes.mark() if self._lanes.recorder.timeline is not None else None
+
+    def all_gradients(self, index: int) -> None:
+        """Take the gradients of all trained parameters of a unit, which have waited for each other."""
+        grads = dict(self.together[index])
+        self.together[index].clear()
+        self._agreements.used.note_all(index)
+        if not self.gradients_count:
+            grads = {slot: torch.zeros_like(grad) for slot, grad in grads.items() if grad is not None}
+        self._reducer.collect_all(index, cast(dict[int, torch.Tensor], grads))
+        self._gradients_ready(index)
 
     def gradient(self, index: int, slot: int, grad: torch.Tensor) -> None:
-        """Take the gradient of the unit's trained parameter number ``slot``, in the parameter's shape."""
+        """Take the gradient of the unit's trained parameter number ``slot``, in the parameter's shape, by itself."""
         if self._state.present is not Pass.BACKWARD:
             self.begin()
+        if self.together[index]:
+            self._take_apart(index)
+        if self._collect(index, slot, grad):
+            self._gradients_ready(index)
+
+    def _take_apart(self, index: int) -> None:
+        """Take the gradients that wait for the rest of their unit, and let none of this unit wait from now on."""
+        together = self.together[index]
+        for slot in range(self._units[index].info.parameters):
+            grad, together[slot] = together.get(slot), None
+            if grad is not None:
+                self._collect(index, slot, grad)
+
+    def _collect(self, index: int, slot: int, grad: torch.Tensor) -> bool:
+        """Take a gradient by itself; returns whether its unit is now complete."""
         self._agreements.used.note(index, slot)
-        if not self.gradients_count:
-            grad = torch.zeros_like(grad)
-        if self._reducer.collect(index, slot, grad):
-            self._state.at = Phase.GRADS_READY, index
-            self._schedule.note_backward(Phase.GRADS_READY, index)
-            self._sharded.lanes.computed("backward", self._units[index].name, self._state.began[index])
-            self._reducer.ready(index)
-            # After the last gradient of a unit, frozen weights are needed only on the way to the unit's inputs.
-            self._free_if_left(index)
+        return self._reducer.collect(index, slot, grad if self.gradients_count else torch.zeros_like(grad))
+
+    def _gradients_ready(self, index: int) -> None:
+        """Handle the last gradient of a unit."""
+        moment = self._grads_ready[index]
+        self._state.at = moment
+        self._schedule.note_backward(moment)
+        if (began := self._state.began[index]) is not None:
+            self._lanes.computed("backward", self._units[index].name, began)
+        self._reducer.ready(index)
+        # After the last gradient of a unit, frozen weights are needed only on the way to the unit's inputs.
+        self._free_if_left(index)
 
     def expect_input_gradient(self, index: int) -> None:
         """Handle the gradients of a unit's parameters that come before that of its input: the unit stays open until
@@ -142,8 +176,8 @@ class BackwardPass:
     def input_gradient(self, index: int) -> None:
         """Handle a backward that computes the gradient of a unit's input next."""
         if self._reducer.delivered(index):
-            self._state.at = Phase.INPUT_GRADIENT, index
-            self._schedule.note_backward(Phase.INPUT_GRADIENT, index)
+            moment = self._state.at = Phase.INPUT_GRADIENT, index
+            self._schedule.note_backward(moment)
 
     def post_backward(self, index: int) -> None:
         """Handle a backward that leaves one call of a unit, because the gradients of the call's inputs exist."""
@@ -157,6 +191,8 @@ class BackwardPass:
             return
         self._state.enter(self._state.before)
         self._agreements.used.undo_backward()
+        for waiting in self.together:
+            waiting.clear()
         self._reducer.abort()
         self._schedule.abandon_micro_batch()
         self._open_calls = [0] * len(self._units)
@@ -184,6 +220,10 @@ class BackwardPass:
     def _end_backward(self) -> None:
         self._state.enter(self._state.before)
         self._state.at = Phase.BACKWARD_END, -1
+        for index, waiting in enumerate(self.together):
+            if waiting:
+                self._take_apart(index)
+                waiting.clear()
         self._reducer.end()
         carried = self._schedule.retained().carried
         self._schedule.end_backward()
@@ -195,17 +235,19 @@ class BackwardPass:
 
     def need(self, index: int) -> None:
         """Gather a unit's parameters for its backward, or for the recomputation of its forward."""
-        self._state.at = Phase.PRE_BACKWARD, index
+        moment = self._state.at = self._needed[index]
         unit = self._units[index]
         unit.start_gather(from_secondary=True)
-        start_gathers(self._units, self._schedule.backward_event(index))
+        start_gathers(self._units, self._schedule.backward_event(moment))
         unit.need(from_secondary=True)
 
     def _free_if_left(self, index: int) -> None:
+        if not self._units[index].sharded:
+            return
         if self._open_calls[index] <= 0 and index not in self._schedule.retained().carried:
-            self._state.at = Phase.POST_BACKWARD, index
+            moment = self._state.at = Phase.POST_BACKWARD, index
             if self._holds.free(index):
-                self._schedule.note_backward(Phase.POST_BACKWARD, index)
+                self._schedule.note_backward(moment)
 
 
 class Passes:
@@ -230,8 +272,9 @@ class Passes:
         self, sharded: ShardedModel, schedule: Schedule, backward: BackwardPass, state: PassState, holds: Holds
     ) -> None:
         self.state, self.backward = state, backward
-        self._sharded, self._units, self._plan = sharded, sharded.units, sharded.plan
+        self._units, self._plan, self._lanes = sharded.units, sharded.plan, sharded.lanes
         self._schedule, self._holds = schedule, holds
+        self._begins, self._ends = (_moments(p, self._units) for p in (Phase.PRE_FORWARD, Phase.POST_FORWARD))
         self.before_computing: Callable[[], None] = _nothing
         self._is_sharded = any(unit.sharded for unit in self._units)
         self.alone: int | None = None
@@ -285,30 +328,43 @@ class Passes:
 
     def pre_forward(self, index: int) -> None:
         """Handle the beginning of a unit's forward."""
+        state = self.state
         if recomputing():
             self.backward.need(index)
             return
-        self.backward.forget_failed()
-        if self.state.present is Pass.IDLE:
-            self.alone = index
-            self.enter_forward()
+        if state.present is not Pass.FORWARD:
+            self.backward.forget_failed()
+            if state.present is Pass.IDLE:
+                self.alone = index
+                self.enter_forward()
         if index == self.alone:
             self._alone_depth += 1
-        unit, units = self._units[index], self._units
+        unit = self._units[index]
         if not torch.is_grad_enabled():
-            if unit.sharded:
-                self._schedule.note_evaluation(index)
-            unit.start_gather(from_secondary=False)
-            for upcoming in self._schedule.programs.following(index):
-                units[upcoming].start_gather(from_secondary=False)
-            unit.need(from_secondary=False)
+            self._evaluate(unit)
             return
-        self.state.at, self.state.waits_for_backward = (Phase.PRE_FORWARD, index), True
-        reuse = self._plan.secondary_reuse
-        unit.start_gather(from_secondary=reuse)
-        start_gathers(units, self._schedule.forward_event(Phase.PRE_FORWARD, index))
-        unit.need(from_secondary=reuse)
-        self.state.began[index] = self._sharded.lanes.mark()
+        moment = self._begins[index]
+        state.at, state.waits_for_backward = moment, True
+        if unit.sharded:
+            reuse = self._plan.secondary_reuse
+            unit.start_gather(from_secondary=reuse)
+            start_gathers(self._units, self._schedule.forward_event(moment))
+            unit.need(from_secondary=reuse)
+        else:
+            self._schedule.note_forward(moment)
+            unit.join_spread()
+        state.began[index] = self._lanes.mark() if self._lanes.recorder.timeline is not None else None
+
+    def _evaluate(self, unit: Unit) -> None:
+        """Prepare a unit for a forward without a backward."""
+        if not unit.sharded:
+            unit.join_spread()
+            return
+        self._schedule.note_evaluation(unit.index)
+        unit.start_gather(from_secondary=False)
+        for upcoming in self._schedule.programs.following(unit.index):
+            self._units[upcoming].start_gather(from_secondary=False)
+        unit.need(from_secondary=False)
 
     def post_forward(self, index: int, *, will_hear: bool) -> None:
         """Handle the end of a unit's forward.
@@ -317,17 +373,19 @@ class Passes:
             index: Number of the unit.
             will_hear: Whether a hook on the unit's outputs will report its backward.
         """
-        if recomputing() or self._holds.depth:
+        if self._holds.depth or recomputing():
             return
-        unit = self._units[index]
+        unit, state = self._units[index], self.state
         if not torch.is_grad_enabled():
             self._holds.free(index)
             return
-        self.state.at = Phase.POST_FORWARD, index
-        self._sharded.lanes.computed("forward", unit.name, self.state.began[index])
-        self._schedule.forward_event(Phase.POST_FORWARD, index)
+        moment = state.at = self._ends[index]
+        if (began := state.began[index]) is not None:
+            self._lanes.computed("forward", unit.name, began)
         if not unit.sharded:
+            self._schedule.note_forward(moment)
             return
+        self._schedule.forward_event(moment)
         kept = index in self._schedule.retained().kept or not will_hear
         if not kept or self._plan.secondary_reuse:
             unit.keep_secondary()
@@ -365,6 +423,11 @@ class Passes:
         elif self.state.present is Pass.FORWARD or recomputing():
             self._holds.read(index)
             unit.need(from_secondary=False)
+
+
+def _moments(phase: Phase, units: Sequence[Unit]) -> list[Moment]:
+    """An event of every unit, made once: hooks make no objects."""
+    return [(phase, unit.index) for unit in units]
 
 
 def _nothing() -> None:

@@ -54,8 +54,12 @@ class _Table(dict[str, Any]):
     def __init__(self, table: Mapping[str, nn.Parameter | None], entries: Mapping[str, _Entry], passes: Passes) -> None:
         super().__init__(table)
         self._entries, self._passes, self._state = entries, passes, passes.state
+        units = list({entry.unit.index: entry.unit for entry in entries.values()}.values())
+        self._unit = units[0] if len(units) == 1 else None
 
     def __getitem__(self, name: str) -> Any:
+        if self._state.inside and (unit := self._unit) is not None and unit.ready:
+            return _stored(self, name)  # nearly every read of a pass
         stored = _stored(self, name)
         entry = self._entries.get(name)
         if entry is None:

@@ -110,6 +110,19 @@ class Reducer:
         part.unsynced = True
         return part.complete and _complete(parts)
 
+    def takes_together(self, unit: int) -> bool:
+        """Whether the gradients of a unit may wait for each other without taking memory that they do not take
+        otherwise."""
+        return all(part.waits for part in self.gradients.get(unit, ()))
+
+    def collect_all(self, unit: int, grads: Mapping[int, torch.Tensor]) -> None:
+        """Take the gradients of all trained parameters of a unit, by their numbers."""
+        if unit in self._reduced:
+            self.join()  # as for a single gradient
+        for part in self.gradients[unit]:
+            part.collect_all(grads, last=self._last)
+            part.unsynced = True
+
     def ready(self, unit: int) -> None:
         """Mark a unit as complete. Reduce it, and the units that waited for it, in order."""
         self._ready.add(unit)

@@ -34,7 +34,6 @@ class Schedule:
         programs: Programs of the model.
 
     Attributes:
-        order_hash: Hash of this step's events that must have the same order on all ranks.
         backwards: Backwards of this step that have ended.
         micro_batch: Number of the current micro-batch.
         last: Whether the current micro-batch is the step's last.
@@ -42,11 +41,11 @@ class Schedule:
 
     def __init__(self, programs: Programs) -> None:
         self.programs = programs
-        self.order_hash = 0
         self.backwards = 0
         self.micro_batch = 0
         self.last = True
         self._expected: tuple[int, ...] = ()  # the trace's units, in the order in which its backward needs them
+        self._order_hash = _OrderHash()
         # The current micro-batch: its events so far, units that its backward has needed, and whether it has deviated.
         self._forward: list[Moment] = []
         self._backward: list[Moment] = []
@@ -62,45 +61,55 @@ class Schedule:
 
     # -- events ------------------------------------------------------------------------------------------------
 
-    def forward_event(self, phase: Phase, unit: int) -> tuple[GatherBatch, ...]:
-        """Record that a unit's forward begins or ends; returns the gathers that the program starts now."""
+    @property
+    def order_hash(self) -> int:
+        """Hash of this step's events that must have the same order on all ranks."""
+        return self._order_hash.value
+
+    def note_forward(self, moment: Moment) -> None:
+        """Record that a unit's forward begins or ends."""
         if len(self._forward) >= MOST_EVENTS:
             self.abandon_micro_batch()  # forwards that record graphs and never run backward
-        position = len(self._forward)
-        self._forward.append((phase, unit))
-        self._hash(phase, unit)
+        self._forward.append(moment)
+        self._order_hash.note(moment)
+
+    def forward_event(self, moment: Moment) -> tuple[GatherBatch, ...]:
+        """Record that a unit's forward begins or ends; returns the gathers that the program starts now."""
+        self.note_forward(moment)
         trace = self.programs.trace
         if trace is None or self._deviated or self._whole:
             return ()
-        if position >= len(trace.forward) or trace.forward[position] != (phase, unit):
+        position = len(self._forward) - 1
+        if position >= len(trace.forward) or trace.forward[position] != moment:
             self._deviate()
             return ()
-        return self.programs.prefetches(place_of(self.micro_batch, last=self.last), (phase, unit))
+        return self.programs.prefetches(place_of(self.micro_batch, last=self.last), moment)
 
-    def backward_event(self, unit: int) -> tuple[GatherBatch, ...]:
+    def backward_event(self, moment: Moment) -> tuple[GatherBatch, ...]:
         """Record that the backward needs a unit; returns the gathers that the program starts now."""
+        unit = moment[1]
         if unit in self._needed:
             return ()
         position = len(self._needed)
         self._needed.append(unit)
-        self._backward.append((Phase.PRE_BACKWARD, unit))
-        self._hash(Phase.PRE_BACKWARD, unit)
+        self._backward.append(moment)
+        self._order_hash.note(moment)
         if self.programs.trace is None or self._deviated or self._whole:
             return ()
         if position >= len(self._expected) or self._expected[position] != unit:
             self._deviate()
             return ()
-        return self.programs.prefetches(place_of(self.micro_batch, last=self.last), (Phase.PRE_BACKWARD, unit))
+        return self.programs.prefetches(place_of(self.micro_batch, last=self.last), moment)
 
-    def note_backward(self, phase: Phase, unit: int) -> None:
+    def note_backward(self, moment: Moment) -> None:
         """Record in the trace that a unit's gradients are ready, that its input gradient is next, or that the backward
         has left it; moves no cursor."""
-        self._backward.append((phase, unit))
+        self._backward.append(moment)
 
     def note_evaluation(self, unit: int) -> None:
         """Record a gather of an evaluation in the hash: it moves no cursor, but all ranks must gather the same
         units."""
-        self._hash(Phase.STEP, unit)
+        self._order_hash.note((Phase.STEP, unit))
 
     def end_backward(self) -> None:
         """Complete a micro-batch: adopt its trace if there is none yet, or if it differs from the adopted one."""
@@ -160,7 +169,8 @@ class Schedule:
         """Forget a forward that has had no backward when the step is taken."""
         self._parked.clear()
         self.abandon_micro_batch()
-        self.order_hash = self.backwards = 0
+        self._order_hash.reset()
+        self.backwards = 0
 
     # -- what the program says ---------------------------------------------------------------------------------
 
@@ -188,5 +198,36 @@ class Schedule:
                 "prefetch (reported once)"
             )
 
-    def _hash(self, phase: Phase, unit: int) -> None:
-        self.order_hash = (self.order_hash * 1_000_003 + _CODES[phase] * 65_537 + unit + 1) & _MASK
+
+class _OrderHash:
+    """A hash of events that depends on their order.
+
+    Steps have the same events again and again, so the hash is computed when it is asked for, and only if the events
+    differ from those of the step before.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[Moment] = []
+        self._prefix = 0  # hash of earlier events of the step, which are not in the list any more
+        self._known: tuple[list[Moment], int, int] = ([], 0, 0)  # events, the hash before them, the hash after them
+
+    def note(self, moment: Moment) -> None:
+        """Add an event."""
+        self._events.append(moment)
+        if len(self._events) >= MOST_EVENTS:
+            self._prefix, self._events = self.value, []
+
+    def reset(self) -> None:
+        """Forget all events."""
+        self._prefix, self._events = 0, []
+
+    @property
+    def value(self) -> int:
+        """The hash of all events."""
+        events, prefix, value = self._known
+        if prefix != self._prefix or events != self._events:
+            value = self._prefix
+            for phase, unit in self._events:
+                value = (value * 1_000_003 + _CODES[phase] * 65_537 + unit + 1) & _MASK
+            self._known = list(self._events), self._prefix, value
+        return value

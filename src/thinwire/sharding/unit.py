@@ -49,6 +49,8 @@ class Unit:
 
     Attributes:
         state: State of the parameters.
+        ready: Whether the parameters are whole and up to date. A plain attribute, because every read of a parameter
+            asks for it.
         secondary_valid: Whether the secondary shard has the current values.
         computes_with_copies: Whether modules compute with copies of the masters: P is sharded, or masters are separate.
         num_updates: Number of times that torch's version counters were raised for new values.
@@ -62,6 +64,7 @@ class Unit:
         self.index, self.module, self.info, self.buffers = index, module, info, tuple(buffers)
         self.sharded = link.params.size > 1
         self.state = State.SHARDED if self.sharded else State.GATHERED
+        self.ready = not self.sharded
         self.secondary_valid = False
         self.computes_with_copies = self.sharded or any(buffer.master is not None for buffer in buffers)
         self.num_updates = 0
@@ -83,11 +86,6 @@ class Unit:
     def name(self) -> str:
         """Dotted module name, for messages."""
         return self.info.name or "(root)"
-
-    @property
-    def ready(self) -> bool:
-        """Whether the parameters are whole and up to date."""
-        return self.state is State.GATHERED and not self._spreads
 
     def start_gather(self, *, from_secondary: bool, exact: bool = False) -> None:
         """Start a gather (sharded -> gathering). Does nothing in any other state.
@@ -127,6 +125,7 @@ class Unit:
                 buffer.show(whole=True)
             self.state = State.GATHERED
         self.join_spread()
+        self.ready = True
 
     def free(self) -> bool:
         """Free the parameters (gathering or gathered -> sharded), after waiting for a gather in flight; returns whether
@@ -139,7 +138,7 @@ class Unit:
         for buffer in self.buffers:
             buffer.show(whole=False)
             buffer.release()
-        self.state = State.SHARDED
+        self.state, self.ready = State.SHARDED, False
         if (journal := self._link.lanes.journal) is not None:
             journal.freed(self.index)
         return True
@@ -160,12 +159,15 @@ class Unit:
     def expect_spread(self, ticket: Ticket) -> None:
         """Take the ticket of a spread of one or more of the buffers; the next gather waits for it."""
         self._spreads.append(ticket)
+        self.ready = False
 
     def join_spread(self) -> None:
         """Wait until the parameters that the last step updated have arrived."""
-        for ticket in self._spreads:
-            ticket.wait()
-        self._spreads.clear()
+        if self._spreads:
+            for ticket in self._spreads:
+                ticket.wait()
+            self._spreads.clear()
+            self.ready = self.state is State.GATHERED
 
     def updated(self) -> None:
         """Invalidate everything derived from the P shard, which gets new values."""

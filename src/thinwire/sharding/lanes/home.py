@@ -33,6 +33,10 @@ class HomeStream:
         self._stream = None if streams is None else streams.current()
         self.exists = streams is not None
 
+    def is_elsewhere(self) -> bool:
+        """Whether the current stream is another one."""
+        return self._streams is not None and self._streams.current() != self._stream
+
     @contextlib.contextmanager
     def visit(self) -> Iterator[bool]:
         """Queue what the block does on the home stream, after what the current stream has queued and before what it

@@ -48,13 +48,14 @@ class Lanes:
 
     Attributes:
         home: The stream that the memory of units and gradients belongs to.
+        recorder: What keeps timelines and journals.
     """
 
     def __init__(self, device: torch.device, *, stages: bool = True) -> None:
         self._streams, self._stages = streams_of(device), stages
         self.home = HomeStream(self._streams)
         self._newest: dict[LaneName, Ticket] = {}
-        self._recorder = Recorder(self._streams)
+        self.recorder = Recorder(self._streams)
         self._workers: dict[tuple[LaneName, Stage], Worker] = {}
 
     def submit(
@@ -81,7 +82,7 @@ class Lanes:
             ready = (ticket,)
         if not self._stages:
             self._newest[lane] = ticket
-        if (journal := self._recorder.journal) is not None:
+        if (journal := self.recorder.journal) is not None:
             journal.started(lane, load, ticket, tuple(after))
         return ticket
 
@@ -102,20 +103,20 @@ class Lanes:
     @property
     def records_timeline(self) -> bool:
         """Whether a timeline is being recorded."""
-        return self._recorder.timeline is not None
+        return self.recorder.timeline is not None
 
     def start_timeline(self) -> Timeline:
         """Start to record the work of every stage of every lane, and the waits of computation."""
-        return self._recorder.start()
+        return self.recorder.start()
 
     def stop_timeline(self) -> None:
         """Stop recording, which completes the timeline."""
-        self._recorder.stop()
+        self.recorder.stop()
 
     @property
     def journal(self) -> Journal | None:
         """The journal that is being kept; ``None`` if there is none."""
-        return self._recorder.journal
+        return self.recorder.journal
 
     @contextlib.contextmanager
     def keep_journal(self, now: Callable[[], tuple[int, Event]]) -> Iterator[Journal]:
@@ -124,15 +125,15 @@ class Lanes:
         Args:
             now: Returns the number of the current step and its current event.
         """
-        self._recorder.journal = journal = Journal(now)
+        self.recorder.journal = journal = Journal(now)
         try:
             yield journal
         finally:
-            self._recorder.journal = None
+            self.recorder.journal = None
 
     def mark(self) -> Mark:
         """The current time of computation; ``None`` while no timeline is recorded."""
-        return self._recorder.mark()
+        return self.recorder.mark()
 
     def computed(self, what: str, name: str, since: Mark) -> None:
         """Add a span of computation to the timeline, if one is recorded.
@@ -143,7 +144,7 @@ class Lanes:
             since: Mark of its beginning; without a mark, nothing is recorded.
         """
         if since is not None:
-            self._recorder.computed(f"{what} {name}", since)
+            self.recorder.computed(f"{what} {name}", since)
 
     def late(self, value: torch.Tensor) -> Late:
         """Send a 0-D tensor to the host, which reads it later."""
@@ -164,8 +165,8 @@ class Lanes:
         if key not in self._workers:
             name = f"{lane} {stage}"
             self._workers[key] = (
-                ThreadWorker(name, self._recorder)
+                ThreadWorker(name, self.recorder)
                 if self._streams is None
-                else StreamWorker(name, self._streams, self._recorder)
+                else StreamWorker(name, self._streams, self.recorder)
             )
         return self._workers[key]
