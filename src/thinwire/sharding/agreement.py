@@ -118,6 +118,11 @@ class UsedGradients:
         """Whether ranks have exchanged their flags since the last backward."""
         return self._anywhere is not None
 
+    @property
+    def all_used(self) -> bool:
+        """Whether every parameter is known to have a gradient on some rank."""
+        return self._anywhere is not None and all(self._anywhere)
+
     def is_used(self, unit: int, slot: int) -> bool:
         """Whether any rank has a gradient for a parameter. Requires an exchange since the last backward."""
         assert self._anywhere is not None

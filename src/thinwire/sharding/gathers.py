@@ -52,6 +52,21 @@ class FlatBuffer:
         self._husks = [(poison.clone() if s.numel == 1 else poison).expand(s.shape) for s in self.layout.slots]
         self._single_husks = [husk for husk in self._husks if husk.numel() == 1]
         self._storage, self._nbytes = self.full.untyped_storage(), self.full.nbytes
+        self._master_runs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+
+    def master_runs(self, position: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Views of the elements of the P shard that masters of this rank belong to, and views of these masters; none if
+        the P shard itself holds them.
+
+        Args:
+            position: Position of this rank along the shard axis.
+        """
+        if position not in self._master_runs:
+            runs = self.shares[position] if self.master is not None else ()
+            of_shard = [self.shard[run.start : run.start + run.length] for run in runs]
+            of_master = list(self.master.split([run.length for run in runs])) if self.master is not None else []
+            self._master_runs[position] = of_shard, of_master
+        return self._master_runs[position]
 
     def restore(self) -> None:
         """Allocate the gathered storage; its contents are undefined until the unit is gathered."""

@@ -17,7 +17,7 @@ first.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
@@ -83,15 +83,16 @@ class _Copies:
     def __init__(self, layout: FlatLayout, *, joins: bool) -> None:
         self._layout, self._joins = layout, joins
         self._grads: dict[int, torch.Tensor] = {}
+        self._whole: Sequence[torch.Tensor] = ()  # the gradients of all parameters, if they came together
         self._paddings: dict[torch.dtype, list[torch.Tensor | None]] = {}  # by dtype and slot, the zeros behind it
 
     def put(self, index: int, grad: torch.Tensor) -> None:
         """Copy the gradient of parameter ``index`` later."""
         self._grads[index] = grad
 
-    def put_all(self, grads: Iterable[torch.Tensor]) -> None:
-        """Copy the gradients of all parameters later."""
-        self._grads = dict(enumerate(grads))
+    def put_all(self, grads: Sequence[torch.Tensor]) -> None:
+        """Copy the gradients of all parameters, in order, later."""
+        self._whole = grads
 
     def perform(self, target: torch.Tensor, *, add: bool) -> bool:
         """Copy the gradients to their places in a buffer, or add them to what is there.
@@ -99,14 +100,16 @@ class _Copies:
         Returns:
             Whether the whole buffer was written.
         """
-        grads, self._grads = self._grads, {}
-        if self._joins and len(grads) == len(self._layout.slots):
-            in_order = list(map(grads.__getitem__, range(len(grads))))
-            dtype = in_order[0].dtype
-            if all(grad.dtype is dtype for grad in in_order):
-                joined = torch._C._nn.flatten_dense_tensors(self._with_paddings(in_order))
-                target.add_(joined) if add else target.copy_(joined)
-                return True
+        grads, whole, self._whole = self._grads, self._whole, ()
+        if len(grads) == len(self._layout.slots):
+            whole = list(map(grads.__getitem__, range(len(grads))))
+        if whole and self._joins and len({grad.dtype for grad in whole}) == 1:
+            self.clear()
+            joined = torch._C._nn.flatten_dense_tensors(self._with_paddings(whole))
+            target.add_(joined) if add else target.copy_(joined)
+            return True
+        grads = dict(enumerate(whole)) if whole else grads
+        self.clear()
         if grads:
             places = [_place(target, self._layout.slots[index]) for index in grads]
             (torch._foreach_add_ if add else torch._foreach_copy_)(places, list(grads.values()))
@@ -114,9 +117,9 @@ class _Copies:
 
     def clear(self) -> None:
         """Drop the gradients."""
-        self._grads = {}
+        self._grads, self._whole = {}, ()
 
-    def _with_paddings(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _with_paddings(self, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The gradients, and between them the zeros that fill the buffer up."""
         if not self._layout.gaps:
             return grads
@@ -229,7 +232,7 @@ class UnitGradient:
                 self.collect(index, grads[slot], last=last)
             return
         self._begin(last=last)
-        self._copies.put_all(grads[slot] for slot in self._slots)
+        self._copies.put_all([grads[slot] for slot in self._slots])
         self._seen.update(range(len(self._slots)))
 
     def collect(self, index: int, grad: torch.Tensor, *, last: bool) -> None:

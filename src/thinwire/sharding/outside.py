@@ -179,15 +179,13 @@ class Outside:
         dirty, self.dirty = frozenset(self.dirty), set()
         spreads = self.runtime.spreads
         spreads.join()
-        for index in sorted(dirty):
-            spreads.write_back(index, differences=True)
+        spreads.write_back(sorted(dirty), differences=True)
         spreads.start(exactly=True, only=dirty)
 
     def finish_update(self) -> None:
         """Spread the shares that one of torch's own optimizers has updated, and begin the next step."""
         dirty, self.dirty = frozenset(self.dirty), set()
-        for index in sorted(dirty):
-            self.runtime.spreads.write_back(index)
+        self.runtime.spreads.write_back(sorted(dirty))
         self.runtime.finish_step(updated=bool(dirty), only=dirty)
 
     def check_all_managed(self) -> None:

@@ -126,12 +126,12 @@ class BackwardPass:
 
     def all_gradients(self, index: int) -> None:
         """Take the gradients of all trained parameters of a unit, which have waited for each other."""
-        grads = dict(self.together[index])
-        self.together[index].clear()
+        grads = cast(dict[int, torch.Tensor], self.together[index])
         self._agreements.used.note_all(index)
         if not self.gradients_count:
-            grads = {slot: torch.zeros_like(grad) for slot, grad in grads.items() if grad is not None}
-        self._reducer.collect_all(index, cast(dict[int, torch.Tensor], grads))
+            grads = {slot: torch.zeros_like(grad) for slot, grad in grads.items()}
+        self._reducer.collect_all(index, grads)
+        self.together[index].clear()
         self._gradients_ready(index)
 
     def gradient(self, index: int, slot: int, grad: torch.Tensor) -> None:

@@ -252,8 +252,7 @@ class Runtime:
             with_replicas: Whether the P-shard values that a plan with spread differences keeps were loaded as well.
         """
         self.join_spreads()
-        for unit in self.units:
-            self.spreads.write_back(unit.index, differences=not with_replicas)
+        self.spreads.write_back(range(len(self.units)), differences=not with_replicas)
         self.sharded.seeds.step = num_steps - 1
         self._begin_next(updated=True, exactly=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 import torch
 
@@ -18,7 +18,7 @@ from thinwire.sharding.lanes.journal import Load
 from thinwire.sharding.programs import Programs
 from thinwire.sharding.sharded import ShardedModel
 
-__all__ = ["Spreads", "write_back"]
+__all__ = ["Spreads"]
 
 
 class Spreads:
@@ -33,18 +33,25 @@ class Spreads:
         self._sharded, self._programs = sharded, programs
         self._group = sharded.axes[Axis.SHARD, Lane.SPREAD]
 
-    def write_back(self, index: int, *, differences: bool = False) -> None:
-        """Cast the new values of a unit's masters into its P shard.
+    def write_back(self, indices: Iterable[int], *, differences: bool = False) -> None:
+        """Cast the new values of units' masters into their P shards.
 
         Args:
-            index: Number of the unit.
+            indices: Numbers of the units.
             differences: Whether to include buffers whose spreads carry differences from the masters.
         """
-        unit = self._sharded.units[index]
-        unit.updated()
-        for buffer in unit.buffers:
-            if buffer.layout.trainable and (differences or not self._spreads_difference(buffer)):
-                write_back(buffer, self._group.index)
+        places: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for index in indices:
+            unit = self._sharded.units[index]
+            unit.updated()
+            for buffer in unit.buffers:
+                if buffer.layout.trainable and (differences or not self._spreads_difference(buffer)):
+                    of_shard, of_master = buffer.master_runs(self._group.index)
+                    places += of_shard
+                    values += of_master
+        if places:
+            torch._foreach_copy_(places, values)
 
     def start(self, *, exactly: bool = False, only: Set[int] | None = None) -> None:
         """Start spreading P shards.
@@ -107,16 +114,6 @@ class Spreads:
         """Whether spreads of a buffer carry the difference between the masters and the values that ranks hold."""
         spreads = self._group.size > 1 and buffer.layout.encoded and buffer.master is not None
         return self._sharded.plan.wire.spread_difference and spreads
-
-
-def write_back(buffer: FlatBuffer, index: int) -> None:
-    """Cast this rank's masters into its part of the P shard. Does nothing if the P shard itself holds the masters."""
-    if buffer.master is None:
-        return
-    position = 0
-    for run in buffer.shares[index]:
-        buffer.shard[run.start : run.start + run.length].copy_(buffer.master[position : position + run.length])
-        position += run.length
 
 
 def _gather_shares(

@@ -175,9 +175,8 @@ class Unit:
         self.secondary_valid = False
         self.num_updates += 1
         for buffer in self.buffers:
-            for parameter in buffer.parameters:
-                # A graph from before the update would compute with new values: let torch detect that.
-                torch.autograd.graph.increment_version(parameter)
+            # A graph from before the update would compute with new values: let torch detect that.
+            torch.autograd.graph.increment_version(buffer.parameters)
 
 
 @dataclass(frozen=True)

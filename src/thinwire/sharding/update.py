@@ -62,9 +62,14 @@ class ShareUpdate:
 
     def _as_they_arrive(self) -> None:
         """Update units as soon as their gradients have arrived, while gradients of later units travel."""
-        runtime = self._runtime
-        self.forget_gradients()
-        for units in runtime.reducer.arrivals(runtime.update_order(), apart=self._copies):
+        runtime, order, began = self._runtime, self._runtime.update_order(), False
+        for units in runtime.reducer.arrivals(order, apart=self._copies):
+            if len(units) == len(order):
+                self._at_once()
+                return
+            if not began:
+                began = True
+                self.forget_gradients()
             self._update_units(units)
         self._show_gradients()
 
@@ -89,8 +94,7 @@ class ShareUpdate:
         self._inner.step()
         for owned in fragments:
             owned.value.grad = None
-        for unit in units:
-            self._runtime.spreads.write_back(unit)
+        self._runtime.spreads.write_back(units)
 
     def _show_gradients(self) -> None:
         """Let the wrapped optimizer's parameters show their gradients after the update."""
@@ -101,18 +105,18 @@ class ShareUpdate:
         self._runtime.reducer.join()
         self._give_gradients(self._fragments)
         self._inner.step()
-        for unit in self._runtime.update_order():
-            self._runtime.spreads.write_back(unit)
+        self._runtime.spreads.write_back(self._runtime.update_order())
 
     def _give_gradients(self, fragments: Sequence[OwnedFragment]) -> None:
         """Set the gradients that the optimizer reads, in the dtype of the masters.
 
         As in torch, the optimizer skips a parameter that has no gradient on any rank.
         """
-        is_used = self._runtime.agreements.used.is_used
+        used = self._runtime.agreements.used
+        is_used, all_used, copies = used.is_used, used.all_used, self._copies
         for owned in fragments:
             grad, value = owned.grad, owned.value
-            if not is_used(owned.unit, owned.slot):
+            if not all_used and not is_used(owned.unit, owned.slot):
                 value.grad = None
             else:
-                value.grad = grad if grad.dtype is value.dtype else grad.to(value.dtype)
+                value.grad = grad if not copies or grad.dtype is value.dtype else grad.to(value.dtype)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from thinwire.sharding.memory.local import local_tensor
 
@@ -58,6 +59,7 @@ class WriteAudit:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = [unit for unit in units if unit.computes_with_copies]
+        self._parameters = {unit.index: [p for b in unit.buffers for p in b.parameters] for unit in self._units}
         self._whole = [(unit, _addresses(unit)) for unit in units if not unit.sharded]
         self._others: dict[int, int] = {}  # by unit, the number of excused writes that were not updates
         self._comparisons: list[_Comparison] = []
@@ -66,7 +68,7 @@ class WriteAudit:
 
     def excuse(self) -> None:
         """Accept all writes so far, because they are already in the masters."""
-        self._others = {unit.index: _writes(unit) - unit.num_updates * _size(unit) for unit in self._units}
+        self._others = {unit.index: self._written_to(unit) for unit in self._units}
 
     def begin_step(self, number: int) -> None:
         """Begin a step.
@@ -94,7 +96,7 @@ class WriteAudit:
         """The first unit with a forward that wrote to its parameters in this step, or ``None``. Re-pointed parameters
         of the unit are restored."""
         for unit in self._units:
-            if _writes(unit) - unit.num_updates * _size(unit) != self._others[unit.index]:
+            if self._written_to(unit) != self._others[unit.index]:
                 return unit
         for unit, addresses in self._whole:
             if _addresses(unit) != addresses:
@@ -103,18 +105,16 @@ class WriteAudit:
                 return unit
         return next((done.unit for done in self._comparisons if done.after and done.differs), None)
 
-
-def _size(unit: Unit) -> int:
-    return sum(len(buffer.parameters) for buffer in unit.buffers)
+    def _written_to(self, unit: Unit) -> int:
+        """In-place writes that torch has counted and that are no updates, over all parameters of a unit."""
+        parameters = self._parameters[unit.index]
+        return sum(parameter._version for parameter in parameters) - unit.num_updates * len(parameters)
 
 
 def _addresses(unit: Unit) -> list[int]:
-    return [local_tensor(parameter).data_ptr() for buffer in unit.buffers for parameter in buffer.parameters]
-
-
-def _writes(unit: Unit) -> int:
-    """In-place writes that torch has counted, over all parameters of a unit."""
-    return sum(parameter._version for buffer in unit.buffers for parameter in buffer.parameters)
+    parameters = [parameter for buffer in unit.buffers for parameter in buffer.parameters]
+    # Not a function for each of them: nearly all are plain, and every step asks.
+    return [p.data_ptr() if type(p) is nn.Parameter else local_tensor(p).data_ptr() for p in parameters]
 
 
 def _sums_of_bits(unit: Unit) -> list[torch.Tensor]:
