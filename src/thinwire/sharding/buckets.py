@@ -8,6 +8,7 @@ span of every piece, so it holds a part of some of the gradients.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,7 @@ class BucketChunk:
         begin: First element of the chunk in each piece.
         device: Device of the gradients.
         is_even: Whether every gradient is a table with a row for each owner, of which the chunk has some columns.
+        gradients: Gradients with elements in the chunk.
     """
 
     fragments: tuple[ChunkPart, ...]
@@ -50,11 +52,7 @@ class BucketChunk:
     begin: int
     device: torch.device
     is_even: bool
-
-    @property
-    def gradients(self) -> tuple[UnitGradient, ...]:
-        """Gradients with elements in the chunk."""
-        return tuple(fragment.gradient for fragment in self.fragments)
+    gradients: tuple[UnitGradient, ...]
 
     def packed(
         self, sources: Mapping[UnitGradient, torch.Tensor], dtype: torch.dtype, *, pad: int = 0, scratch: bool = False
@@ -149,6 +147,7 @@ class Bucket:
         gradients: The gradients in order.
         numels: Number of elements of each owner's piece.
         chunks: The chunks.
+        chunks_of: Number of chunks with elements of each gradient.
     """
 
     def __init__(
@@ -167,6 +166,7 @@ class Bucket:
         self.chunks = tuple(
             self._chunk(span, offsets, is_even=is_even) for span in chunk_spans(longest, chunks, members)
         )
+        self.chunks_of = Counter(gradient for chunk in self.chunks for gradient in chunk.gradients)
 
     def _chunk(self, span: Span, offsets: Sequence[Sequence[int]], *, is_even: bool) -> BucketChunk:
         begin, end = span
@@ -176,7 +176,8 @@ class Bucket:
             if any(first < last for first, last in spans):
                 fragments.append(ChunkPart(gradient, spans))
         sizes = tuple(max(0, min(end, numel) - begin) for numel in self.numels)
-        return BucketChunk(tuple(fragments), sizes, begin, self.gradients[0].owned.values.device, is_even)
+        device, inside = self.gradients[0].owned.values.device, tuple(fragment.gradient for fragment in fragments)
+        return BucketChunk(tuple(fragments), sizes, begin, device, is_even, inside)
 
 
 def _clipped(begin: int, end: int, first: int, last: int) -> Span:

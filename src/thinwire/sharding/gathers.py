@@ -81,8 +81,7 @@ class FlatBuffer:
         if not whole:
             for husk in self._single_husks:  # a husk of one element does not refuse writes
                 husk.copy_(self._poison)
-        for parameter, value in zip(self.parameters, self._views if whole else self._husks, strict=True):
-            set_local(parameter, value)
+        set_local(self.parameters, self._views if whole else self._husks)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ first.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -83,14 +83,14 @@ class _Copies:
     def __init__(self, layout: FlatLayout, *, joins: bool) -> None:
         self._layout, self._joins = layout, joins
         self._grads: dict[int, torch.Tensor] = {}
-        self._whole: Sequence[torch.Tensor] = ()  # the gradients of all parameters, if they came together
+        self._whole: list[torch.Tensor] = []  # the gradients of all parameters, if they came together
         self._paddings: dict[torch.dtype, list[torch.Tensor | None]] = {}  # by dtype and slot, the zeros behind it
 
     def put(self, index: int, grad: torch.Tensor) -> None:
         """Copy the gradient of parameter ``index`` later."""
         self._grads[index] = grad
 
-    def put_all(self, grads: Sequence[torch.Tensor]) -> None:
+    def put_all(self, grads: list[torch.Tensor]) -> None:
         """Copy the gradients of all parameters, in order, later."""
         self._whole = grads
 
@@ -100,26 +100,41 @@ class _Copies:
         Returns:
             Whether the whole buffer was written.
         """
-        grads, whole, self._whole = self._grads, self._whole, ()
-        if len(grads) == len(self._layout.slots):
-            whole = list(map(grads.__getitem__, range(len(grads))))
-        if whole and self._joins and len({grad.dtype for grad in whole}) == 1:
-            self.clear()
-            joined = torch._C._nn.flatten_dense_tensors(self._with_paddings(whole))
+        joined = self.joined()
+        if joined is not None:
             target.add_(joined) if add else target.copy_(joined)
             return True
-        grads = dict(enumerate(whole)) if whole else grads
+        grads = dict(enumerate(self._whole)) if self._whole else self._grads
         self.clear()
         if grads:
             places = [_place(target, self._layout.slots[index]) for index in grads]
             (torch._foreach_add_ if add else torch._foreach_copy_)(places, list(grads.values()))
         return False
 
+    def joined(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """All gradients as one new vector, padding included.
+
+        Args:
+            dtype: What their dtype must be; by default, that of any of them.
+
+        Returns:
+            The vector; ``None`` if they cannot be joined, and are still to be copied.
+        """
+        if len(self._grads) == len(self._layout.slots):
+            self._whole, self._grads = [self._grads[index] for index in range(len(self._grads))], {}
+        whole = self._whole
+        if not self._joins or not whole or dtype not in (None, whole[0].dtype):
+            return None
+        if len({grad.dtype for grad in whole}) > 1:
+            return None
+        self.clear()
+        return torch._C._nn.flatten_dense_tensors(self._with_paddings(whole))
+
     def clear(self) -> None:
         """Drop the gradients."""
-        self._grads, self._whole = {}, ()
+        self._grads, self._whole = {}, []
 
-    def _with_paddings(self, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _with_paddings(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         """The gradients, and between them the zeros that fill the buffer up."""
         if not self._layout.gaps:
             return grads
@@ -268,6 +283,11 @@ class UnitGradient:
         """
         if not self._seen:
             self._begin(last=last)
+        if not self._into_local and self._copies is not None:
+            joined = self._copies.joined(self.topology.wire_dtype)
+            if joined is not None:
+                self._seen.clear()
+                return joined
         target, accumulates = self._target()
         is_whole = self._copies is not None and self._copies.perform(target, add=accumulates)
         if not accumulates and not is_whole:
@@ -347,14 +367,13 @@ class UnitGradient:
         at_home = topology.params == 1 and not topology.scatter_always
         networked = topology.shard > 1 or topology.replica > 1
         self._into_local = at_home and not (last and networked and not self.has_local)
-        if not self._into_local:
-            self.staging = allocate(self.layout.numel, topology.wire_dtype, self.owned.values.device)
 
     def _target(self) -> tuple[torch.Tensor, bool]:
         """The buffer of this micro-batch's gradients, and whether they are added to its content."""
         if self._into_local:
             return self.local.values, not self.local.empty
-        assert self.staging is not None
+        if self.staging is None:
+            self.staging = allocate(self.layout.numel, self.topology.wire_dtype, self.owned.values.device)
         return self.staging, False
 
     def _zero_missing(self, buffer: torch.Tensor) -> None:

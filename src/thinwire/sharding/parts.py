@@ -70,7 +70,7 @@ def _dissolve(part: nn.Module) -> None:
     for unit in runtime.units:
         for buffer in unit.buffers:
             for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
-                set_local(parameter, wholes[slot.name])
+                set_local([parameter], [wholes[slot.name]])
                 forget_share(parameter)
     runtime.lanes.close()
     detach(part)

@@ -56,7 +56,7 @@ class _Way:
             Whether the reduction adds to what it writes.
         """
         if Axis.PARAMS not in self.adds:
-            self.left = sum(part in chunk.gradients for chunk in bucket.chunks)
+            self.left = bucket.chunks_of[part]
             if scatters_on:
                 target = Accumulator(allocate(part.layout.shard_numel, torch.float32, self.staged.device))
             else:

@@ -12,6 +12,7 @@ Two facts explain the memory management:
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -211,6 +212,8 @@ def start_gathers(
         return
     wanted = dict.fromkeys(unit for batch in batches for unit in batch.units)
     fresh = {number for number in wanted if units[number].state is State.SHARDED}
+    if not fresh:
+        return
     for number in fresh:
         units[number].expect_gathers(exact=exact)
     for batch in batches:
@@ -236,10 +239,15 @@ def _start_gather(parts: Sequence[tuple[Unit, int]], *, from_secondary: bool, ex
         joint = [unit.gathers.part(number, from_secondary=from_secondary) for unit, number in parts]
         moves = [joint_gather(group, joint, codec=link.codec if encoded and not exact else None)]
     axis = Axis.SECONDARY if from_secondary else Axis.PARAMS
-    label = "gather " + ", ".join(unit.name for unit in of_units)
-    load = Load(label, axis, tuple(unit.index for unit in of_units), encoded)
+    load = _load(axis, tuple(unit.index for unit in of_units), tuple(unit.name for unit in of_units), encoded)
     after = [spread for unit in of_units for spread in unit.spreads]
     for work in moves:
         ticket = link.lanes.submit(Lane.GATHER, work, after=after, load=load)
         for unit in of_units:
             unit.expect_ticket(ticket)
+
+
+@functools.cache
+def _load(axis: Axis, units: tuple[int, ...], names: tuple[str, ...], encoded: bool) -> Load:
+    """The description of a gather's data, which is the same in every step."""
+    return Load(f"gather {', '.join(names)}", axis, units, encoded)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -60,12 +60,13 @@ def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
-def set_local(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Re-point a parameter at other memory. No other code does this."""
-    if isinstance(parameter, DTensor):
-        parameter._local_tensor = value
-    else:
-        parameter.data = value
+def set_local(parameters: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> None:
+    """Re-point parameters at other memory. No other code does this."""
+    for parameter, value in zip(parameters, values, strict=True):
+        if isinstance(parameter, DTensor):
+            parameter._local_tensor = value
+        else:
+            parameter.data = value
 
 
 def local_gradient(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
