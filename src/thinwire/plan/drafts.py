@@ -18,7 +18,15 @@ from thinwire.plan.rules import Chain, Cut, chain_ends, secondaries
 from thinwire.plan.training_job import CODEC_LEVELS, CodecLevel, TrainingJob
 from thinwire.program import Kind, Scope, default_trace
 from thinwire.program.wire import ITEMSIZE
-from thinwire.sim.axes import HopCalls, StageLink, TensorParallelRates, idle_of, message_seconds, pass_seconds, sent_seconds
+from thinwire.sim.axes import (
+    HopCalls,
+    StageLink,
+    TensorParallelRates,
+    idle_of,
+    message_seconds,
+    pass_seconds,
+    sent_seconds,
+)
 from thinwire.spec import CodecSpec, Factor, Plan
 from thinwire.spec.codec import encodable_dtypes
 from thinwire.spec.plan import cut_alike

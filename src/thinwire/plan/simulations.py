@@ -10,7 +10,7 @@ from thinwire.plan.candidates import AxisSeconds, Candidate
 from thinwire.plan.drafts import axis_rates, stage_message
 from thinwire.plan.training_job import TrainingJob
 from thinwire.sim.axes import TensorParallelRates, idle_seconds, message_seconds
-from thinwire.sim.step import PLAYED, Played, play
+from thinwire.sim.step import PLAYED, Played, play, with_exchanges
 from thinwire.spec import ModelSpec, Plan
 
 __all__ = ["Simulations", "candidate"]
@@ -32,6 +32,8 @@ class Simulations:
         """Predict the step time and the memory of one plan; arguments as of :func:`candidate`."""
         workload, rates = job.workload(plan), axis_rates(job, plan)
         simulated = self._played(job, plan).step(plan.micro_batches)
+        if plan.num_islands > 1:
+            simulated = with_exchanges(plan, workload.units, rates, simulated)
         axes = AxisSeconds()
         if isinstance(rates, TensorParallelRates):
             passes = 3 if plan.recompute else 2

@@ -213,8 +213,7 @@ class Runtime:
             if self.exchanges.writes():
                 self.spreads.join()  # they may read the masters
             written = self.exchanges.end_step()
-            for index in sorted(written):
-                self.spreads.write_back(index)
+            self.spreads.write_back(sorted(written))
             if written:
                 only = written if not updated else None if only is None else only | written
                 updated = True
@@ -239,8 +238,7 @@ class Runtime:
         self.holds.refuse("join_islands()")
         self.join_spreads()
         written = self.exchanges.settle()
-        for index in sorted(written):
-            self.spreads.write_back(index, differences=True)
+        self.spreads.write_back(sorted(written), differences=True)
         if written:
             self.spreads.start(exactly=True, only=written)
 

@@ -31,7 +31,8 @@ from thinwire.program.wire import ITEMSIZE
 from thinwire.sim.axes import StageLink, TensorParallelRates, idle_seconds, sent_seconds
 from thinwire.sim.hardware import EngineRates
 from thinwire.sim.host_overhead import NO_STALLS, SMALL_TENSOR, HostOverhead
-from thinwire.sim.step import Headroom, Simulated, Workload, simulate
+from thinwire.sim.script import Headroom, Workload
+from thinwire.sim.step import Simulated, simulate
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 
 __all__ = ["ENGINES", "Engine"]

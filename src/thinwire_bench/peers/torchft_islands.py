@@ -15,11 +15,12 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
+from thinwire.agreement import Typed
 from thinwire.collectives.group import control
 from thinwire_bench.peers.interface import Place, System
 from thinwire_bench.peers.pytorch import Autocast
@@ -27,6 +28,8 @@ from thinwire_bench.peers.system import TorchSystem, fused_adamw
 from thinwire_bench.peers.workload import batches, make_model
 
 __all__ = ["Exchange", "diloco", "join", "local_sgd"]
+
+_ADDRESS: Final[Typed[str | None]] = Typed(str | None)
 
 _PATIENCE = datetime.timedelta(hours=1)
 """How long an island waits for another, and how long one without a heartbeat stays a member: a benchmark's ranks are
@@ -134,7 +137,7 @@ def _manager(place: Place) -> Any:
         lighthouse = coordination.LighthouseServer(
             bind="[::]:0", min_replicas=place.world, join_timeout_ms=100, heartbeat_timeout_ms=milliseconds
         )
-    address = control().all_gather_object(None if lighthouse is None else lighthouse.address())[0]
+    address = control().all_gather_typed(None if lighthouse is None else lighthouse.address(), _ADDRESS)[0]
     host = socket.gethostname()
     store = torch.distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)
     made = manager.Manager(
