@@ -223,14 +223,14 @@ class Control:
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         lengths = torch.empty(self.size, dtype=torch.int64)
         with self._doing("all_gather"):
-            dist.all_gather_into_tensor(lengths, torch.tensor([mine.numel()]), group=self.process_group)
+            dist.all_gather(list(lengths.split(1)), torch.tensor([mine.numel()]), group=self.process_group)
             longest = int(lengths.max())
             if not 0 < int(lengths.min()) <= longest <= _LONGEST_MESSAGE:
                 raise CollectiveError(f"a rank announces {longest} bytes; at most {_LONGEST_MESSAGE} are sent")
             padded = torch.zeros(longest, dtype=torch.uint8)
             padded[: mine.numel()] = mine
             messages = torch.empty(self.size, longest, dtype=torch.uint8)
-            dist.all_gather_into_tensor(messages.view(-1), padded, group=self.process_group)
+            dist.all_gather(list(messages), padded, group=self.process_group)
         return [row[:length].numpy().tobytes() for row, length in zip(messages, lengths.tolist(), strict=True)]
 
     def agree(
