@@ -15,7 +15,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.collectives.group import Record, recording
-from thinwire.program import Kind, Lane, Phase, Scope, StepProgram, Trace, axis_members
+from thinwire.program import Axis, Kind, Lane, Phase, Scope, StepProgram, Trace, axis_members
 from thinwire.sharding.api import runtime
 from thinwire.sharding.lanes.journal import JournaledStep, StartedCollective
 from thinwire.sharding.unit import State
@@ -61,13 +61,16 @@ def train_step(model: nn.Module, optim: torch.optim.Optimizer, num_micro_batches
     optim.zero_grad()
 
 
-def expected(program: StepProgram, plan: Plan, rank: int) -> dict[Queue, list[Record]]:
+def expected(program: StepProgram, plan: Plan, position: int, island: int = 0) -> dict[Queue, list[Record]]:
     """The operations of one rank in a program, as the recorder would note them."""
     records = []
     for operation in program.operations:
-        members = axis_members(plan, operation.axis, rank)
+        first = island * plan.world
+        across_islands = operation.axis is Axis.ISLANDS
+        members = axis_members(plan, operation.axis, first + position if across_islands else position)
         for hop in operation.hops:
-            ranks = members.inside if hop.scope == "inside" else members.across
+            positions = members.inside if hop.scope == "inside" else members.across
+            ranks = positions if across_islands else tuple(first + other for other in positions)
             assert len(ranks) == hop.ranks
             records.append(Record(operation.lane, hop.kind, hop.scope, ranks, hop.sent))
     return by_queue(records)
@@ -138,10 +141,10 @@ def follow(plan_toml: str, num_micro_batches: int) -> tuple[int, int]:
             train_step(model, optim, num_micro_batches)
             engine.lanes.drain()
     program = engine.schedule.programs.program(num_micro_batches, clip=True)
-    done = by_queue(records)
-    assert done == expected(program, plan, engine.rank)
+    done, island = by_queue(records), engine.part.data.island
+    assert done == expected(program, plan, engine.rank, island)
     for operation in program.operations:
-        assert done != expected(without(program, operation.index), plan, engine.rank), operation
+        assert done != expected(without(program, operation.index), plan, engine.rank, island), operation
     happened, predicted = in_lanes(journal.step(3)), in_lanes(written(program))
     for what, of_program in predicted.items():
         assert happened[what] == of_program, what
