@@ -29,11 +29,13 @@ from tests.dist.edge import (
 )
 from tests.dist.test_edge_models import Block, LowRankStack, Stack, TiedAcrossBlocks
 from torch import nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
 from thinwire.sharding.api import runtime
+from thinwire.sharding.passes import BackwardPass, Passes
 from thinwire.sharding.unit import State
 from thinwire.testing import run_ranks
 
@@ -395,6 +397,21 @@ class CheckpointedWholeReentrant(CheckpointedWhole):
         return checkpoint(self.trunk, self.first(x), use_reentrant=True)
 
 
+class CheckpointedTwice(Stack):
+    """One block in two checkpoints, each of which runs a backward of its own: its gradients come twice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=True)
+        return self.last(x)
+
+
+def test_gradients_that_come_twice_in_a_backward() -> None:
+    run_ranks(4, every, (CheckpointedTwice,))
+
+
 CHECKPOINTED = (
     Checkpointed,
     CheckpointedReentrant,
@@ -462,3 +479,30 @@ def test_compiled_blocks(name: str) -> None:
 @pytest.mark.slow
 def test_compiled_blocks_with_inductor() -> None:
     run_ranks(4, check_compiled, "zero3", "inductor", timeout=280)
+
+
+def check_backward_in_a_compiled_step(name: str) -> None:
+    """What hooks do is compiled neither in a forward nor in a backward that a compiled function runs."""
+    torch._dynamo.reset()
+    model = tw.shard(build(Stack), plan(name))
+    optim = tw.optimizer(model, torch.optim.AdamW, **ADAMW)
+
+    @torch.compile(backend="eager")
+    def micro_step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    for step in range(2):
+        micro_step(samples(step, 1, 4)[0][dist.get_rank()])
+        optim.step()
+        optim.zero_grad()
+    inside = (Passes.pre_forward, Passes.post_forward, BackwardPass.begin, BackwardPass.all_gradients)
+    compiled = [each.__qualname__ for each in inside if _debug_get_cache_entry_list(each.__code__)]
+    assert not compiled
+    close(model)
+
+
+@pytest.mark.parametrize("name", ["zero3", "zero1-node"])
+def test_hooks_are_not_compiled(name: str) -> None:
+    run_ranks(4, check_backward_in_a_compiled_step, name)

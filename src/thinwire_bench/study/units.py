@@ -55,8 +55,9 @@ PEERS: Final = {"zero1": "DDP", "zero3": "FSDP2"}
 GOALS: Final = {"zero1": 25.0, "zero3": 60.0}
 """By preset, most microseconds per unit and pass that forward and backward may take beyond the model by itself."""
 
-BATCHES: Final = {"zero1": ("spread_bytes",), "zero3": ("gather_bytes", "reduce_bytes")}
-"""By preset, keys of a plan that say how many bytes of consecutive units travel as one."""
+BATCHES: Final = {"zero1": ("spread_bytes",), "zero3": ("gather_bytes", "prefetch_bytes", "reduce_bytes")}
+"""By preset, keys of a plan that say how many bytes of consecutive units travel as one. Gathers only start at the same
+time, as they must to travel together, if units are gathered as many bytes ahead."""
 
 PASSES: Final = ("forward", "backward", "update")
 WIDTH: Final = 32

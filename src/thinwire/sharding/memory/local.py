@@ -63,7 +63,7 @@ def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
 def set_local(parameters: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> None:
     """Re-point parameters at other memory. No other code does this."""
     for parameter, value in zip(parameters, values, strict=True):
-        if isinstance(parameter, DTensor):
+        if type(parameter) is not nn.Parameter and isinstance(parameter, DTensor):
             parameter._local_tensor = value
         else:
             parameter.data = value
