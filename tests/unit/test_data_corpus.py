@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 import tracemalloc
 from pathlib import Path
@@ -223,3 +224,20 @@ def test_fingerprints_follow_content_not_names(tmp_path: Path) -> None:
     prints = [find_corpus("text", [str(path)]).fingerprint() for path in (one, same, other)]
     assert prints[0] == prints[1] != prints[2]
     assert find_corpus("text", [str(one)], max_bytes=5).fingerprint() != prints[0]
+
+
+def test_sizes_of_files_are_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for every file: 35,000 files would take a billion calls."""
+    for number in range(50):
+        (tmp_path / f"{number:02}.txt").write_text(f"text {number}\n")
+    corpus = find_corpus("text", [str(tmp_path)])
+    calls: list[Path] = []
+    original = Path.stat
+
+    def count(path: Path, **options: bool) -> os.stat_result:
+        calls.append(path)
+        return original(path, **options)
+
+    monkeypatch.setattr(Path, "stat", count)
+    assert len(list(corpus.documents())) == 50
+    assert len(calls) <= 100

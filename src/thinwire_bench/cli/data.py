@@ -18,7 +18,10 @@ class DataOptions:
     """The options of ``thinwire bench data``."""
 
     size: Annotated[str, typer.Option(metavar="SIZE", help="Text: the Python standard library, repeated.")] = "500MB"
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each way runs once in every round.")] = 3
+    sample: Annotated[
+        str, typer.Option(metavar="SIZE", help="Text that the library alone encodes; thinwire encodes all of it.")
+    ] = "64MB"
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each way runs once in every round.")] = 2
     steps: Annotated[int, typer.Option(min=1, help="Steps of the run that trains on the tokens.")] = 200
     directory: Annotated[
         Path,
@@ -47,6 +50,7 @@ def data(options: DataOptions) -> None:
 
         measured = study(
             size=parse_bytes(options.size),
+            sample=parse_bytes(options.sample),
             rounds=options.rounds,
             steps=options.steps,
             directory=options.directory,

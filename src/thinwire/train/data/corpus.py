@@ -71,8 +71,9 @@ class Corpus:
             DataError: a file cannot be read or parsed, or has no text under `text_key`.
         """
         left = self.max_bytes
+        piece = min(self._uncapped_piece(), _MAX_PIECE)  # once: it takes the size of every file
         for path in self.files:
-            for document in self._read(path):
+            for document in self._read(path, piece):
                 if not document.strip():
                     continue
                 yield document
@@ -102,14 +103,14 @@ class Corpus:
                 digest.update(repr((str(path), stat.st_size, stat.st_mtime_ns)).encode())
         return digest.hexdigest()
 
-    def _read(self, path: Path) -> Iterator[str]:
+    def _read(self, path: Path, piece: int) -> Iterator[str]:
         if self.kind == "jsonl":
             return _read_jsonl(path, self.text_key)
         if self.kind == "parquet":
             return _read_parquet(path, self.text_key)
         if self.kind == "datasets":
             return _read_arrow(path, self.text_key)
-        return cut(_read_text(path), min(self._uncapped_piece(), _MAX_PIECE))
+        return cut(_read_text(path), piece)
 
     def _caps_pieces(self) -> bool:
         """Whether a document may be cut to :data:`_MAX_PIECE`."""
