@@ -305,7 +305,7 @@ def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[s
     widened = options.tp is None and options.pp is None and not searched.candidates
     if widened:
         job = replace(job, tp=None, pp=None)
-        searched = planner.search(job, top=options.top)
+        searched = planner.search(job, top=options.top, simulations=searched.simulations)
     rows = listed(searched, options.top)
     introduce(job, console)
     if widened:

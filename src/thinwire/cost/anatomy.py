@@ -126,6 +126,8 @@ def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
             f"plan {plan.name or plan.fingerprint()}",
             ["units: granularity of single blocks is executed, but neither planned nor simulated; leave it unset here"],
         )
+    if not (plan.units or plan.wire.exclude or plan.partition == "inter"):
+        return _even_units(parts(model, plan.granularity, plan.tp), plan)
     cut = [(part, _kinds(part, plan)) for part in parts(model, plan.granularity, plan.tp)]
     buffers = _flat_buffers(plan, cut)
     shares = iter(_shares(plan, buffers, shard))
@@ -141,6 +143,24 @@ def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
         )
         for part, kinds in cut
     )
+
+
+def _even_units(cut: Iterable[ModelPart], plan: Plan) -> tuple[UnitInfo, ...]:
+    """The units of a plan that treats all alike and cuts them evenly: parts of equal size share their buffers."""
+    itemsize, (local, nodes) = ITEMSIZE[plan.compute_dtype], axis_shape(plan, Axis.SHARD)
+    buffers: dict[int, tuple[BufferInfo, ...]] = {}
+    made, first, owners = [], plan.overlap.input_gradient, local * nodes
+    for part in cut:
+        payload = part.numel if part.aligned else _payload(part.tensors, itemsize)
+        if payload not in buffers:
+            numel = flat_numel(payload, plan, itemsize)
+            share = Even(numel // plan.params.ranks // owners, owners)
+            buffers[payload] = (BufferInfo(numel, itemsize, True, share, True),)
+        parameters = len(part.tensors)
+        made.append(
+            UnitInfo(part.name, buffers[payload], parameters, part.block, None, first and part.is_linear)
+        )
+    return tuple(made)
 
 
 def alike(parts: Iterable[ModelPart]) -> list[tuple[int, ModelPart]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from thinwire.cost import Busy, ModelPart, Pricer, Rates, Traffic, UnitKind, alike, working_memory
@@ -175,6 +175,7 @@ class Drafts:
         # Padding depends on the world size alone, so all plans have the same units, and cut them evenly.
         self._numels = [sum(buffer.numel for unit in held for buffer in unit.buffers) for held in self._stages]
         self._held: dict[tuple[Factor, Factor], tuple[int, ...]] = {}
+        self._reduced: dict[tuple[Traffic, CodecSpec, CodecSpec], tuple[Busy, Busy, float]] = {}
         self._pricer = pricer
         self.considered = self.fitting = 0
 
@@ -218,12 +219,12 @@ class Drafts:
                     for batch in fitting:
                         extra = batch.knobs + (secondary is not None) + self.cut.knobs
                         for choice in choices:
-                            busy = choice.once.plus(choice.every, batch.micro_batches)
-                            computing = batch.computing + update + busy.codec
-                            beside = slowing * min(computing, busy.transferring - choice.exposed)
+                            codec, transferring, sending = _busy(choice, batch.micro_batches)
+                            computing = batch.computing + update + codec
+                            beside = slowing * min(computing, transferring - choice.exposed)
                             # Exposed seconds already include the processor time of their transfers.
-                            besides = max(beside + choice.exposed, busy.sending)
-                            bound = max(computing + besides, busy.transferring) + batch.standing
+                            besides = max(beside + choice.exposed, sending)
+                            bound = max(computing + besides, transferring) + batch.standing
                             yield PlanDraft(
                                 bound,
                                 choice.knobs + extra,
@@ -382,8 +383,7 @@ class Drafts:
         gathered = [(pricer.gathers(traffic, kinds, c), pricer.first_gathers(traffic, first, c)) for c in gathers]
         spread = [(pricer.spread(traffic, kinds, c), pricer.first_spread(traffic, first[0], c)) for c in spreads]
         for intra, inter in itertools.product(intras, inters):
-            every, last = pricer.reductions(traffic, kinds, intra, inter, self.bucket_bytes)
-            reduced = pricer.last_reductions(traffic, first, intra, inter, self.bucket_bytes)
+            every, last, reduced = self._reductions(traffic, intra, inter)
             for (gather, (gathering, before)), (after, (spreading, at_first)) in itertools.product(
                 zip(gathers, gathered, strict=True), zip(spreads, spread, strict=True)
             ):
@@ -395,6 +395,24 @@ class Drafts:
                     last.plus(spreading),
                     before + reduced + at_first,
                 )
+
+    def _reductions(self, traffic: Traffic, intra: CodecSpec, inter: CodecSpec) -> tuple[Busy, Busy, float]:
+        """Costs of reductions: in every micro-batch, in the last in addition, and those that no computation hides. They
+        do not depend on the secondary shard."""
+        key = replace(traffic, secondary=None), intra, inter
+        if key not in self._reduced:
+            every, last = self._pricer.reductions(traffic, self._kinds, intra, inter, self.bucket_bytes)
+            exposed = self._pricer.last_reductions(traffic, self._first, intra, inter, self.bucket_bytes)
+            self._reduced[key] = every, last, exposed
+        return self._reduced[key]
+
+
+def _busy(choice: _Communication, micro_batches: int) -> tuple[float, float, float]:
+    """Seconds of codecs, of the busiest kind of link, and of the processor for transfers, in one step."""
+    once, every, count = choice.once, choice.every, micro_batches
+    inside, across = once.inside + count * every.inside, once.across + count * every.across
+    links = max(inside, across, once.spine + count * every.spine)
+    return once.codec + count * every.codec, links, once.sending + count * every.sending
 
 
 def codec_choices(job: TrainingJob) -> dict[str, tuple[str, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from thinwire.errors import SpecError
@@ -98,9 +99,14 @@ def cut_problems(model: ModelSpec, seq: int, cut: Cut) -> list[str]:
 
 def factors(mesh: Factor) -> list[Factor]:
     """Every factor that fills a node before it spans several nodes, smallest first."""
+    return list(_factors(mesh))
+
+
+@lru_cache(maxsize=256)
+def _factors(mesh: Factor) -> tuple[Factor, ...]:
     inside = [Factor(local=d) for d in _divisors(mesh.local)]
     across = [Factor(local=mesh.local, nodes=d) for d in _divisors(mesh.nodes) if d > 1]
-    return inside + across
+    return (*inside, *across)
 
 
 def chain_ends(mesh: Factor) -> Iterator[tuple[Factor, Factor]]:
@@ -114,10 +120,15 @@ def chain_ends(mesh: Factor) -> Iterator[tuple[Factor, Factor]]:
 
 def secondaries(mesh: Factor, params: Factor) -> list[Factor | None]:
     """``None``, and every factor of a secondary shard: above 1 and below the factor of ``P``."""
+    return list(_secondaries(mesh, params))
+
+
+@lru_cache(maxsize=1024)
+def _secondaries(mesh: Factor, params: Factor) -> tuple[Factor | None, ...]:
     if params.ranks == 1:
-        return [None]
+        return (None,)
     inner = [f for f in factors(mesh) if f.divides(params) and 1 < f.ranks < params.ranks]
-    return [None, *inner]
+    return (None, *inner)
 
 
 def knobs(plan: Plan) -> int:

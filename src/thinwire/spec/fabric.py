@@ -44,6 +44,7 @@ class Fabric:
         self._cards = min(links.nic.bandwidth, links.leaf.bandwidth if links.leaf else links.nic.bandwidth)
         self._latency = links.nic.latency + (links.leaf.latency if links.leaf else 0.0)
         self._spine = links.spine
+        self._one_leaf = len(set(self._leaves)) == 1
         self._routes: dict[tuple[int, int, bool], Route] = {}
 
     def route(self, nodes: int, stride: int = 1, *, exchange: bool = False) -> Route:
@@ -61,7 +62,7 @@ class Fabric:
         return route
 
     def _route(self, nodes: int, stride: int, exchange: bool) -> Route:
-        crossing = crossing_share(self._leaves, nodes, stride, exchange=exchange)
+        crossing = 0.0 if self._one_leaf else crossing_share(self._leaves, nodes, stride, exchange=exchange)
         if self._spine is None:
             return Route(self._cards, self._latency, crossing, 0.0)
         load = crossing * self._cards / self._spine.bandwidth
