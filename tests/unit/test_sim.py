@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from thinwire.cost import Efficiency, NominalRates, parts, units
+from thinwire.cost import Efficiency, NominalRates, Rates, moves, parts, units
 from thinwire.program import UNDER_WAY, Lane, lower
 from thinwire.program.timeline import COMPUTE
 from thinwire.sim import Resource, Workload, simulate
-from thinwire.sim.script import GATHERED, GRADIENTS, Headroom
+from thinwire.sim.player import Player
+from thinwire.sim.script import GATHERED, GRADIENTS, Headroom, repeated, write
+from thinwire.sim.step import Simulated
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 
 MODEL = ModelSpec(layers=6, hidden=1024, heads=8, vocab=4096, seq=2048)
@@ -27,6 +29,21 @@ def workload(plan: Plan, *, clip: bool = False) -> Workload:
 
 def preset(name: str, **overrides: Any) -> Plan:
     return Plan.preset(name, nodes=2, local=4, **overrides)
+
+
+def whole(plan: Plan, work: Workload, rates: Rates, micro_batches: int = 1) -> Simulated:
+    """A step of which every block and every micro-batch is lowered and played."""
+    program = lower(plan, work.units, micro_batches=micro_batches)
+    script = write(plan, work, rates, program, lambda plan, operation, _: moves(plan, operation, rates))
+    assert script is not None
+    passes = [
+        section
+        for forward, backward in zip(script.forwards, script.backwards, strict=True)
+        for section in (*forward, *backward)
+    ]
+    player = Player(plan, script)
+    player.play([*script.begin, *passes, *script.end])
+    return Simulated(player.end, player.busy[Resource.COMPUTE], player.exposed, player.busy)
 
 
 def test_one_rank_only_computes() -> None:
@@ -221,3 +238,50 @@ def test_memory_counts_once_where_operations_are_split() -> None:
     for name in (GATHERED, GRADIENTS):
         most = [max(level.amount for level in step.levels if level.name == name) for step in (whole, split)]
         assert 0 < most[1] <= most[0]
+
+
+DEEP = ModelSpec(layers=45, hidden=1024, heads=8, vocab=4096, seq=2048)
+KNOBS: tuple[dict[str, Any], ...] = (
+    {},
+    {"bucket_bytes": 40 << 20},  # a bucket holds the gradients of two blocks
+    {"bucket_chunks": 4},
+    {"recompute": True},
+    {"granularity": "module", "overlap": {"input_gradient": True}, "bucket_bytes": "1MiB"},
+    {"overlap": {"stages": False}},
+)
+
+
+@pytest.mark.parametrize("gbps", [1, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("knobs", KNOBS, ids=str)
+@pytest.mark.parametrize("name", PRESETS)
+def test_blocks_that_repeat_are_played_once(name: str, knobs: dict[str, Any], gbps: float) -> None:
+    """The same figures as of the play of all blocks."""
+    plan = preset(name, **knobs)
+    if plan.partition == "inter":
+        return
+    cluster = CLUSTER.with_(links={"nic": {"bandwidth": gbps * 1e9, "latency": "20us"}})
+    rates = NominalRates(cluster)
+    for micro_batches, clip in ((1, True), (3, False)):
+        work = Workload(parts(DEEP, plan.granularity), units(DEEP, plan), DEEP.seq, clip)
+        if fewer := repeated(plan, work):
+            assert fewer.times * fewer.period + len(fewer.blocks) == DEEP.layers
+        else:  # a bucket holds the shards of too many blocks
+            assert "bucket_bytes" in knobs and plan.params.ranks > 1
+        quick, slow = simulate(plan, work, rates, micro_batches=micro_batches), whole(plan, work, rates, micro_batches)
+        assert quick.seconds == pytest.approx(slow.seconds, rel=1e-9)
+        assert quick.exposed == pytest.approx(slow.exposed, rel=1e-9, abs=1e-9 * slow.seconds)
+        assert quick.busy == pytest.approx(slow.busy, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "hpz", "thinwire"])
+def test_two_micro_batches_are_played_along_with_three(name: str) -> None:
+    plan, rates = preset(name), NominalRates(CLUSTER)
+    work = Workload(parts(DEEP, plan.granularity), units(DEEP, plan), DEEP.seq, clip=True)
+    two, three = (whole(plan, work, rates, count).seconds for count in (2, 3))
+    assert simulate(plan, work, rates, micro_batches=9).seconds == pytest.approx(three + 6 * (three - two), rel=1e-9)
+
+
+def test_what_depends_on_all_blocks_is_not_repeated() -> None:
+    for plan in (preset("zero3", reuse_bytes="1GiB"), preset("zero1", partition="inter")):
+        work = Workload(parts(DEEP, plan.granularity), units(DEEP, plan), DEEP.seq)
+        assert repeated(plan, work) is None

@@ -157,9 +157,7 @@ def _even_units(cut: Iterable[ModelPart], plan: Plan) -> tuple[UnitInfo, ...]:
             share = Even(numel // plan.params.ranks // owners, owners)
             buffers[payload] = (BufferInfo(numel, itemsize, True, share, True),)
         parameters = len(part.tensors)
-        made.append(
-            UnitInfo(part.name, buffers[payload], parameters, part.block, None, first and part.is_linear)
-        )
+        made.append(UnitInfo(part.name, buffers[payload], parameters, part.block, None, first and part.is_linear))
     return tuple(made)
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import NamedTuple
 
 from thinwire.cost import Busy, ModelPart, Pricer, Rates, Traffic, UnitKind, alike, working_memory
 from thinwire.cost.memory import PipelineShare, States, always_held, demanding_stages, held_units, stage_model, stages
@@ -38,9 +39,9 @@ _SMALLEST_BUCKET, _LARGEST_BUCKET = 4 << 20, 256 << 20
 _WIRE = ("gather", "reduce_intra", "reduce_inter", "spread", "tp", "pp")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PlanDraft:
-    """A plan in compact form, with a lower bound of its step time.
+    """A plan in compact form, with a lower bound of its step time. There may be 100,000, compared by identity.
 
     Attributes:
         bound: Lower bound of the step time in seconds.
@@ -104,22 +105,21 @@ class BatchChoice(BatchMemory):
         return self.recompute + sum(codec != "none" for codec in self.codecs)
 
 
-@dataclass(frozen=True, slots=True)
-class _Communication:
-    """A choice of codecs with its costs.
+class _Communication(NamedTuple):
+    """A choice of codecs with its costs: reductions, gathers and spreads as they are, which few choices add up.
 
     Attributes:
         codecs: Codecs of gather, reduce_intra, reduce_inter and spread.
         knobs: Number of these that are not ``none``.
-        every: Work of every micro-batch.
-        once: Work of every step, in addition.
+        every: Work of every micro-batch: reductions and gathers.
+        once: Work of every step, in addition: reductions and the spread.
         exposed: Seconds per step that no computation hides.
     """
 
     codecs: tuple[str, ...]
     knobs: int
-    every: Busy
-    once: Busy
+    every: tuple[Busy, Busy]
+    once: tuple[Busy, Busy]
     exposed: float
 
 
@@ -380,21 +380,20 @@ class Drafts:
         """Every choice of codecs with its costs."""
         gathers, intras, inters, spreads = map(_codecs, levels)
         pricer, kinds, first = self._pricer, self._kinds, self._first
-        gathered = [(pricer.gathers(traffic, kinds, c), pricer.first_gathers(traffic, first, c)) for c in gathers]
-        spread = [(pricer.spread(traffic, kinds, c), pricer.first_spread(traffic, first[0], c)) for c in spreads]
+        gathered = [
+            (str(c), pricer.gathers(traffic, kinds, c), pricer.first_gathers(traffic, first, c)) for c in gathers
+        ]
+        spread = [
+            (str(c), pricer.spread(traffic, kinds, c), pricer.first_spread(traffic, first[0], c)) for c in spreads
+        ]
         for intra, inter in itertools.product(intras, inters):
             every, last, reduced = self._reductions(traffic, intra, inter)
-            for (gather, (gathering, before)), (after, (spreading, at_first)) in itertools.product(
-                zip(gathers, gathered, strict=True), zip(spreads, spread, strict=True)
-            ):
-                codecs = (gather, intra, inter, after)
-                yield _Communication(
-                    tuple(map(str, codecs)),
-                    sum(not codec.is_none for codec in codecs),
-                    every.plus(gathering),
-                    last.plus(spreading),
-                    before + reduced + at_first,
-                )
+            names = str(intra), str(inter)
+            for (gather, gathering, before), (after, spreading, at_first) in itertools.product(gathered, spread):
+                codecs = (gather, *names, after)
+                knobs = 4 - codecs.count("none")
+                exposed = before + reduced + at_first
+                yield _Communication(codecs, knobs, (every, gathering), (last, spreading), exposed)
 
     def _reductions(self, traffic: Traffic, intra: CodecSpec, inter: CodecSpec) -> tuple[Busy, Busy, float]:
         """Costs of reductions: in every micro-batch, in the last in addition, and those that no computation hides. They
@@ -409,10 +408,13 @@ class Drafts:
 
 def _busy(choice: _Communication, micro_batches: int) -> tuple[float, float, float]:
     """Seconds of codecs, of the busiest kind of link, and of the processor for transfers, in one step."""
-    once, every, count = choice.once, choice.every, micro_batches
-    inside, across = once.inside + count * every.inside, once.across + count * every.across
-    links = max(inside, across, once.spine + count * every.spine)
-    return once.codec + count * every.codec, links, once.sending + count * every.sending
+    (one, other), (often, again), n = choice.once, choice.every, micro_batches
+    inside = one.inside + other.inside + n * (often.inside + again.inside)
+    across = one.across + other.across + n * (often.across + again.across)
+    spine = one.spine + other.spine + n * (often.spine + again.spine)
+    sending = one.sending + other.sending + n * (often.sending + again.sending)
+    codec = one.codec + other.codec + n * (often.codec + again.codec)
+    return codec, max(inside, across, spine), sending
 
 
 def codec_choices(job: TrainingJob) -> dict[str, tuple[str, ...]]:
