@@ -8,7 +8,6 @@ CUDA alone: here it sends fp32.
 from __future__ import annotations
 
 import datetime
-import importlib
 import itertools
 import logging
 import os
@@ -27,7 +26,7 @@ from thinwire_bench.peers.pytorch import Autocast
 from thinwire_bench.peers.system import TorchSystem, fused_adamw
 from thinwire_bench.peers.workload import batches, make_model
 
-__all__ = ["Exchange", "diloco", "join", "local_sgd"]
+__all__ = ["OuterSettings", "diloco", "join", "local_sgd"]
 
 _ADDRESS: Final[Typed[str | None]] = Typed(str | None)
 
@@ -37,7 +36,7 @@ stopped while others have their turn."""
 
 
 @dataclass(frozen=True)
-class Exchange:
+class OuterSettings:
     """When and how torchft's islands exchange their parameters.
 
     Attributes:
@@ -61,7 +60,7 @@ class Exchange:
 
 
 def diloco(place: Place, options: Mapping[str, Any]) -> System:
-    """torchft's DiLoCo. ``options`` may name fields of :class:`Exchange`."""
+    """torchft's DiLoCo. ``options`` may name fields of :class:`OuterSettings`."""
     return _islands(place, options, "diloco")
 
 
@@ -70,35 +69,36 @@ def local_sgd(place: Place, options: Mapping[str, Any]) -> System:
     return _islands(place, options, "local-sgd")
 
 
-def join(model: nn.Module, inner: torch.optim.Optimizer, exchange: Exchange, place: Place) -> None:
+def join(model: nn.Module, inner: torch.optim.Optimizer, settings: OuterSettings, place: Place) -> None:
     """Make a model an island: from now on, steps of its optimizer exchange with the other islands. All ranks call it.
 
     Args:
         model: The model, with the same parameters on all ranks.
         inner: Its optimizer.
-        exchange: When and how to exchange.
+        settings: When and how to settings.
         place: Place of this rank.
     """
+    from torchft.local_sgd import DiLoCo, LocalSGD
+
     manager = _manager(place)
-    package = importlib.import_module("torchft.local_sgd")
-    if exchange.algorithm == "local-sgd":
-        package.LocalSGD(manager, model, inner, sync_every=exchange.every).__enter__()
+    if settings.algorithm == "local-sgd":
+        LocalSGD(manager, model, inner, sync_every=settings.every).__enter__()
         return
-    fragments = _fragments(model, exchange.fragments)
+    fragments = _fragments(model, settings.fragments)
     outer = [
         torch.optim.SGD(
             fragment.parameters(),
-            exchange.outer_lr,
-            momentum=exchange.outer_momentum,
-            nesterov=exchange.outer_momentum > 0,
+            settings.outer_lr,
+            momentum=settings.outer_momentum,
+            nesterov=settings.outer_momentum > 0,
         )
         for fragment in fragments
     ]
     # Its hooks stay as long as the optimizer does. One bucket holds all of a fragment: with several, torchft 0.2 writes
     # the last one's means into all, and its default, a message for each parameter, takes longer.
-    package.DiLoCo(
+    DiLoCo(
         manager, fragments, inner, outer,
-        sync_every=exchange.every, fragment_sync_delay=exchange.delay, fragment_update_alpha=exchange.blend,
+        sync_every=settings.every, fragment_sync_delay=settings.delay, fragment_update_alpha=settings.blend,
         use_bucketization=True,
     ).__enter__()  # fmt: skip
 
@@ -106,8 +106,8 @@ def join(model: nn.Module, inner: torch.optim.Optimizer, exchange: Exchange, pla
 def _islands(place: Place, options: Mapping[str, Any], algorithm: str) -> System:
     model = make_model(options)
     inner = fused_adamw(model.parameters())
-    chosen = {name: options[name] for name in Exchange.__dataclass_fields__ if name in options}
-    join(model, inner, Exchange(algorithm, **chosen), place)
+    chosen = {name: options[name] for name in OuterSettings.__dataclass_fields__ if name in options}
+    join(model, inner, OuterSettings(algorithm, **chosen), place)
     return TorchSystem(Autocast(model), inner, batches(options, place.rank))
 
 
@@ -128,20 +128,21 @@ def _manager(place: Place) -> Any:
     """This island's manager; all islands know the same lighthouse."""
     logging.disable(logging.WARNING)  # it writes several lines for each exchange
     os.environ.setdefault("RUST_LOG", "error")
-    coordination = importlib.import_module("torchft.coordination")
-    manager = importlib.import_module("torchft.manager")
-    groups = importlib.import_module("torchft.process_group")
+    from torchft.coordination import LighthouseServer
+    from torchft.manager import Manager
+    from torchft.process_group import ProcessGroupGloo
+
     lighthouse = None
     if place.rank == 0:
         milliseconds = int(1e3 * _PATIENCE.total_seconds())
-        lighthouse = coordination.LighthouseServer(
+        lighthouse = LighthouseServer(
             bind="[::]:0", min_replicas=place.world, join_timeout_ms=100, heartbeat_timeout_ms=milliseconds
         )
     address = control().all_gather_typed(None if lighthouse is None else lighthouse.address(), _ADDRESS)[0]
     host = socket.gethostname()
     store = torch.distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-    made = manager.Manager(
-        pg=groups.ProcessGroupGloo(timeout=_PATIENCE),
+    made = Manager(
+        pg=ProcessGroupGloo(timeout=_PATIENCE),
         load_state_dict=_no_state,
         state_dict=dict,
         min_replica_size=place.world,

@@ -37,7 +37,7 @@ from thinwire.train.updates import MOST_SKIPPED
 from thinwire_bench.peers.inner import MuonWithAdamW, muon_groups
 from thinwire_bench.peers.interface import Place
 from thinwire_bench.peers.pytorch import Autocast, bf16_replica, powersgd_replica
-from thinwire_bench.peers.torchft_islands import Exchange, join
+from thinwire_bench.peers.torchft_islands import OuterSettings, join
 from thinwire_bench.study.loop import LOOP_FILE, Loop
 
 __all__ = ["train"]
@@ -68,7 +68,7 @@ def train(recipe: Recipe, loop: Loop, directory: RunDirectory) -> None:
 
 
 def _be_rank(recipe: str, loop: Mapping[str, Any], directory: str) -> None:
-    run = _Run.start(Recipe.from_toml(recipe), Loop.parse(loop), RunDirectory(Path(directory)))
+    run = _RankRun.start(Recipe.from_toml(recipe), Loop.parse(loop), RunDirectory(Path(directory)))
     leads = control().rank == 0
     with run.directory.metrics.open("w") if leads else Path("/dev/null").open("w") as log:
         finished = run.train(log)
@@ -76,7 +76,7 @@ def _be_rank(recipe: str, loop: Mapping[str, Any], directory: str) -> None:
         write_json(run.directory.summary, {"dataset": run.dataset, "steps": run.recipe.train.steps})
 
 
-class Trained(NamedTuple):
+class RankSystem(NamedTuple):
     """What trains, on one rank.
 
     Attributes:
@@ -93,7 +93,7 @@ class Trained(NamedTuple):
 
 
 @dataclass
-class _Run:
+class _RankRun:
     """One rank of a run.
 
     Attributes:
@@ -101,7 +101,7 @@ class _Run:
         plan: Its plan; of peers, the number of ranks and the batch count.
         directory: Directory of the run.
         dataset: Fingerprint of the tokens.
-        trained: What trains.
+        system: What trains.
         samples: Samples to train on.
         held_out: Samples to validate with.
     """
@@ -110,12 +110,12 @@ class _Run:
     plan: Plan
     directory: RunDirectory
     dataset: str
-    trained: Trained
+    system: RankSystem
     samples: Samples
     held_out: Samples
 
     @classmethod
-    def start(cls, recipe: Recipe, loop: Loop, directory: RunDirectory) -> _Run:
+    def start(cls, recipe: Recipe, loop: Loop, directory: RunDirectory) -> _RankRun:
         """Build the model and what trains it. All ranks call it."""
         plan, data = resolve_plan(recipe, None), prepare(recipe.data)
         seq, seed = recipe.train.seq, recipe.train.seed
@@ -163,14 +163,14 @@ class _Run:
             rank=control().rank, world=self._world,
         )  # fmt: skip
         total = 0.0
-        for batch in self.trained.micro_batches(batches):
-            loss = self.trained.model(batch.input_ids, labels=batch.labels).loss / number
+        for batch in self.system.micro_batches(batches):
+            loss = self.system.model(batch.input_ids, labels=batch.labels).loss / number
             loss.backward()
             total += float(loss.detach())
-        norm = self.trained.clip(self.recipe.optimizer.clip or math.inf)
+        norm = self.system.clip(self.recipe.optimizer.clip or math.inf)
         if math.isfinite(norm):
-            self.trained.optimizer.step()
-        self.trained.optimizer.zero_grad()
+            self.system.optimizer.step()
+        self.system.optimizer.zero_grad()
         return total, norm
 
     def _validate(self) -> float:
@@ -180,14 +180,14 @@ class _Run:
             self.held_out, number=self.recipe.train.validation_samples, micro_batch=self.plan.micro_batch,
             rank=control().rank, world=self._world,
         )  # fmt: skip
-        self.trained.model.eval()
+        self.system.model.eval()
         with torch.no_grad():
             for batch in batches:
                 labels = int((batch.labels != IGNORED).sum())
-                loss = float(self.trained.model(batch.input_ids, labels=batch.labels).loss)
+                loss = float(self.system.model(batch.input_ids, labels=batch.labels).loss)
                 if labels:
                     total, counted = total + loss * labels, counted + labels
-        self.trained.model.train()
+        self.system.model.train()
         mean_total, mean_labels = control().all_reduce_mean([total, float(counted)])
         return mean_total / mean_labels
 
@@ -196,50 +196,50 @@ class _Run:
         share = learning_rate_share(
             step, warmup=settings.warmup, steps=self.recipe.train.steps, final=settings.final_lr_share
         )
-        for group in self.trained.optimizer.param_groups:
+        for group in self.system.optimizer.param_groups:
             group["lr"] = settings.lr * share
         return settings.lr * share
 
 
-def _plan(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop) -> Trained:
+def _plan(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop) -> RankSystem:
     """thinwire's plan."""
     groups, options = _groups(model, loop), _options(recipe, loop)
     sharded = tw.shard(model, plan)
     optimizer = tw.optimizer(sharded, _KINDS[loop.inner], param_groups=groups, **options)
-    return Trained(
+    return RankSystem(
         sharded, optimizer, lambda norm: float(tw.clip_grad_norm_(sharded, norm)), partial(tw.micro_batches, sharded)
     )
 
 
-def _ddp(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop) -> Trained:
+def _ddp(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop) -> RankSystem:
     """DDP with gradients in bf16."""
     return _replicated(bf16_replica(model), recipe, loop)
 
 
-def _powersgd(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop) -> Trained:
+def _powersgd(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop) -> RankSystem:
     """DDP with PowerSGD."""
     return _replicated(powersgd_replica(model), recipe, loop)
 
 
-def _torchft(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop) -> Trained:
+def _torchft(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop) -> RankSystem:
     """Islands of torchft, one for each rank."""
     island = model if plan.compute_dtype == "float32" else Autocast(model)
-    exchange = Exchange(
+    settings = OuterSettings(
         loop.system, loop.every, loop.fragments, loop.delay, loop.blend, loop.outer_lr, loop.outer_momentum
     )
     trained = _whole(island, model, recipe, loop)
-    join(model, trained.optimizer, exchange, Place(control().rank, control().size, 1))
+    join(model, trained.optimizer, settings, Place(control().rank, control().size, 1))
     return trained
 
 
-_SYSTEMS: Final[Mapping[str, Callable[[nn.Module, Recipe, Plan, Loop], Trained]]] = {
+_SYSTEMS: Final[Mapping[str, Callable[[nn.Module, Recipe, Plan, Loop], RankSystem]]] = {
     "plan": _plan, "ddp": _ddp, "powersgd": _powersgd, "diloco": _torchft, "local-sgd": _torchft,
 }  # fmt: skip
 
 _KINDS: Final[Mapping[str, Any]] = {"adamw": torch.optim.AdamW, "muon": MuonWithAdamW}
 
 
-def _replicated(replica: nn.parallel.DistributedDataParallel, recipe: Recipe, loop: Loop) -> Trained:
+def _replicated(replica: nn.parallel.DistributedDataParallel, recipe: Recipe, loop: Loop) -> RankSystem:
     """A replica, which adds up gradients over ranks in the last micro-batch."""
 
     def micro_batches(batches: Sequence[Batch]) -> Iterator[Batch]:
@@ -250,7 +250,7 @@ def _replicated(replica: nn.parallel.DistributedDataParallel, recipe: Recipe, lo
     return _whole(replica, replica.module.model, recipe, loop)._replace(micro_batches=micro_batches)
 
 
-def _whole(wrapped: nn.Module, model: nn.Module, recipe: Recipe, loop: Loop) -> Trained:
+def _whole(wrapped: nn.Module, model: nn.Module, recipe: Recipe, loop: Loop) -> RankSystem:
     """A model whose parameters are whole on every rank."""
     parameters = dict(model.named_parameters())
     groups = [{**group, "params": [parameters[name] for name in group["params"]]} for group in _groups(model, loop)]
@@ -259,7 +259,7 @@ def _whole(wrapped: nn.Module, model: nn.Module, recipe: Recipe, loop: Loop) -> 
     def clip(norm: float) -> float:
         return float(nn.utils.clip_grad_norm_(model.parameters(), norm, foreach=True))
 
-    return Trained(wrapped, optimizer, clip, iter)
+    return RankSystem(wrapped, optimizer, clip, iter)
 
 
 def _groups(model: nn.Module, loop: Loop) -> list[dict[str, Any]]:
