@@ -57,8 +57,8 @@ SHORT = {
     r"bench start": "--ranks 2 --rounds 1 --systems fsdp2,tw:zero3",
     r"bench overlap": "--rounds 1 --steps 1 --model llama-1m --ranks 2 --micro-batches 2",
     r"bench convergence --tokens": "--tokens 20000 --seeds 0 --set model.layers=2 --set model.hidden=64",
-    r"bench islands (?!--parts)": "--arms exact,islands-32 --seeds 0 --tokens 16384 --rounds 1 --steps 1 --bandwidth none "
-    "--model llama-1m --results brief --work brief-runs",
+    r"bench islands (?!--parts)": "--arms exact,islands-32 --seeds 0 --tokens 16384 --rounds 1 --steps 1 "
+    "--bandwidth none --model llama-1m --results brief --work brief-runs",
     r"bench hybrid (?!--timed)": "--rounds 1 --steps 1 --model llama-1m --bandwidth none",
     r"bench planner (?!--again)": "--rounds 1 --budget 5s --models llama-1m --bandwidth none --json brief.json",
     r"bench spectra": "--at 2 --layers 2 --hidden 64",

@@ -163,8 +163,8 @@ class Search:
         return sorted(promising, key=lambda draft: (draft.bound, draft.knobs)), simulated
 
     def _refined(self, best: Candidate) -> Candidate:
-        """The best plan with what makes it faster by more than a tie, unless its links and its computation leave nothing
-        to gain."""
+        """The best plan with what makes it faster by more than a tie, unless its links and its computation leave
+        nothing to gain."""
         if best.seconds > self._least(best) * (1 + self.job.tie):
             best = self._under_input_gradients(self._in_chunks(best))
         return self._retaining(best)

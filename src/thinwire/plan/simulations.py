@@ -19,8 +19,8 @@ __all__ = ["Simulations", "candidate"]
 class Simulations:
     """Steps and memory that were predicted.
 
-    Steps do not depend on the memory of a cluster, and those of more than three micro-batches follow from three. What-ifs
-    with another memory or batch therefore find most of their steps here.
+    Steps do not depend on the memory of a cluster, and those of more than three micro-batches follow from three.
+    What-ifs with another memory or batch therefore find most of their steps here.
     """
 
     def __init__(self) -> None:

@@ -159,7 +159,7 @@ class FluidClock:
         slowness = self._known.get(loads)
         if slowness is None:
             slowness = self._known[loads] = self._slowness(loads, loads)
-        wait = min([task.left * slow for task, slow in zip(active, slowness, strict=True)])
+        wait = min(task.left * slow for task, slow in zip(active, slowness, strict=True))
         self.now += wait
         finished, running = [], []
         for task, slow in zip(active, slowness, strict=True):

@@ -130,7 +130,7 @@ class Player:
         self._awaited: _Run | None = None
         self._waited_since = 0.0
         self._spreads = 0  # spreads by which references are further on
-        # Where computation is: section, time, instruction; and operations that it still waits for, updates it still does.
+        # Where computation is: section, time, instruction; then operations that it waits for, and updates to do.
         self._sections: list[Section] = []
         self._at = (0, 0, 0)
         self._marks: list[_Mark] = []

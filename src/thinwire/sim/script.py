@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from thinwire.cost import ModelPart, PricedStage, Rates
 from thinwire.program import (
@@ -375,10 +376,10 @@ class _Writer:
         begin = self._begin()
         forwards, backwards = [], []
         for micro_batch in range(program.micro_batches):
-            cells = self._cells(trace.forward, lambda moment: self._forward(moment, forward, micro_batch))
+            cells = self._cells(trace.forward, self._forward, forward, micro_batch)
             forwards.append(self._sections(cells, after=plan.prefetch + 1, spreads=micro_batch == 0))
             held: list[int] = []  # reductions that start once the next unit is gathered
-            cells = self._cells(trace.backward, lambda moment: self._backward(moment, backward, micro_batch, held))
+            cells = self._cells(trace.backward, self._backward, backward, micro_batch, held)
             end = [_Raw(tuple(held), starts=True), *self._reach(Event(Phase.BACKWARD_END, -1, micro_batch))]
             cells.append((-1, list(self._resolved(end))))
             backwards.append(self._sections(cells, after=UNDER_WAY + 1, spreads=False))
@@ -433,15 +434,16 @@ class _Writer:
         return block if self._fewer is not None and block in self._fewer.blocks else -1
 
     def _cells(
-        self, moments: Sequence[Moment], of_moment: Callable[[Moment], Iterable[_RawInstruction]]
+        self, moments: Sequence[Moment], of_moment: Callable[..., Iterable[_RawInstruction]], *rest: Any
     ) -> list[tuple[int, list[Instruction]]]:
-        """The instructions of a pass, block by block; -1 stands for units that are not repeated."""
+        """The instructions of a pass, ``of_moment(moment, *rest)``, block by block; -1 stands for units that are not
+        repeated."""
         cells: list[tuple[int, list[Instruction]]] = []
         for moment in moments:
             block = self._block(moment[1])
             if not cells or cells[-1][0] != block:
                 cells.append((block, []))
-            cells[-1][1].extend(self._resolved(of_moment(moment)))
+            cells[-1][1].extend(self._resolved(of_moment(moment, *rest)))
         return cells
 
     def _sections(self, cells: Sequence[tuple[int, list[Instruction]]], *, after: int, spreads: bool) -> Sections:

@@ -207,7 +207,7 @@ _WAYS: Final[dict[str, Callable[[Path, int, int], tuple[Callable[[], None], int]
     ENCODE_BATCH_FAST: _encode_batch_fast,
     THINWIRE: _thinwire,
 }
-"""Prepare a way on a directory, with the size of a sample, in a round: what is timed, and the bytes of text it takes."""
+"""Prepare a way on a directory, with the size of a sample, in a round: what is timed, and its bytes of text."""
 
 
 class _Sample(NamedTuple):
