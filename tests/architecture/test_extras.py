@@ -17,7 +17,16 @@ from thinwire.extras import EXTRAS, extra_of, require
 
 ROOT = Path(__file__).parents[2]
 
-LIGHT = {"thinwire", "numpy", "safetensors", "pydantic", "pydantic_core", "annotated_types", "typing_inspection"}
+LIGHT = {
+    "thinwire",
+    "numpy",
+    "safetensors",
+    "zlib_ng",
+    "pydantic",
+    "pydantic_core",
+    "annotated_types",
+    "typing_inspection",
+}
 """Modules that ``tw.shard`` may load in addition to torch: its requirements, and those of pydantic."""
 
 
@@ -67,7 +76,7 @@ torch.distributed.destroy_process_group()
 
 def test_the_core_asks_for_torch_and_the_commands_needs_alone() -> None:
     core, _ = requirements()
-    assert core == {"numpy", "psutil", "pydantic", "rich", "safetensors", "tomli-w", "torch", "typer"}
+    assert core == {"numpy", "psutil", "pydantic", "rich", "safetensors", "tomli-w", "torch", "typer", "zlib-ng"}
 
 
 def test_the_extras_are_those_of_the_project_file() -> None:

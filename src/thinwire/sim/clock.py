@@ -17,7 +17,7 @@ from typing import Any
 from thinwire.cost import ALONE, Beside
 from thinwire.program import Scope
 
-__all__ = ["FluidClock", "Load", "Resource", "Task"]
+__all__ = ["FluidClock", "Burden", "Resource", "Task"]
 
 
 class Resource(Enum):
@@ -46,8 +46,8 @@ _PROCESSOR = (Resource.COMPUTE, Resource.CODEC)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Load:
-    """What a task does to the resources while it runs. Loads are compared by identity: the clock has one of a kind.
+class Burden:
+    """What a task does to the resources while it runs. Burdens are compared by identity: the clock has one of a kind.
 
     Attributes:
         resource: Resource that the task runs on.
@@ -73,7 +73,7 @@ class Task:
         late: Remaining seconds that the task waits for its turn while the processor is busy.
     """
 
-    load: Load
+    load: Burden
     left: float
     done: Any
     late: float = 0.0
@@ -94,9 +94,9 @@ class FluidClock:
     active: list[Task] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._loads: dict[tuple[Resource, Beside, float], Load] = {}
+        self._loads: dict[tuple[Resource, Beside, float], Burden] = {}
         # By the loads that run together: seconds that one second of each one's work takes.
-        self._known: dict[tuple[Load, ...], tuple[float, ...]] = {}
+        self._known: dict[tuple[Burden, ...], tuple[float, ...]] = {}
         self._late = False
 
     def begin(
@@ -118,18 +118,18 @@ class FluidClock:
         """
         self.start(self.load(resource, beside, spine_load), seconds, done)
 
-    def load(self, resource: Resource, beside: Beside = ALONE, spine_load: float = 0.0) -> Load:
+    def load(self, resource: Resource, beside: Beside = ALONE, spine_load: float = 0.0) -> Burden:
         """The load of a kind of task, the same object for the same kind."""
         key = resource, beside, spine_load
         known = self._loads.get(key)
         if known is None:
             most = max(1.0, spine_load)
             # A transfer without slowdown is not next to anything.
-            known = Load(resource, ALONE if beside == ALONE else beside, 1.0 / most, spine_load / most)
+            known = Burden(resource, ALONE if beside == ALONE else beside, 1.0 / most, spine_load / most)
             self._loads[key] = known
         return known
 
-    def start(self, load: Load, seconds: float, done: Any) -> None:
+    def start(self, load: Burden, seconds: float, done: Any) -> None:
         """Start a task of a load that :meth:`load` returned."""
         late = load.beside.delay if seconds else 0.0
         self._late = self._late or late > 0
@@ -205,7 +205,7 @@ class FluidClock:
         return finished
 
     @staticmethod
-    def _slowness(working: Sequence[Load], active: Sequence[Load]) -> tuple[float, ...]:
+    def _slowness(working: Sequence[Burden], active: Sequence[Burden]) -> tuple[float, ...]:
         """Seconds that one second of each task's work currently takes.
 
         Args:

@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 from thinwire.cost import PricedStage
 from thinwire.program import Axis, Lane, Operation
 from thinwire.program.timeline import COMPUTE, WAITING, Level, Span
-from thinwire.sim.clock import FluidClock, Load, Resource, Task
+from thinwire.sim.clock import Burden, FluidClock, Resource, Task
 from thinwire.sim.script import (
     GATHERED,
     GRADIENTS,
     Compute,
     Hold,
-    Launch,
     Queue,
     Ref,
     Script,
     Section,
-    Start,
-    Update,
+    StartedOperation,
+    StartOperations,
+    UpdateParameters,
     Wait,
 )
 from thinwire.spec import Plan
@@ -39,7 +39,7 @@ _LONGEST = 4
 
 
 @dataclass(slots=True, eq=False)
-class _Run:
+class _Flight:
     """One operation on its way.
 
     Attributes:
@@ -52,12 +52,12 @@ class _Run:
         begin: When its present stage began.
     """
 
-    launch: Launch
+    launch: StartedOperation
     number: int
     at: int = 0
     needs: int = 0
     ended: bool = False
-    then: list[_Run] = field(default_factory=list)
+    then: list[_Flight] = field(default_factory=list)
     begin: float = 0.0
     key: Queue | None = None
 
@@ -122,20 +122,20 @@ class Player:
         self.levels: list[Level] = []
         self._held: dict[str, int] = {}
         self._counts = dict.fromkeys(Lane, 0)
-        self._pending: dict[Lane, dict[int, _Run]] = {lane: {} for lane in Lane}
-        self._queues: dict[Queue, deque[_Run]] = {}
+        self._pending: dict[Lane, dict[int, _Flight]] = {lane: {} for lane in Lane}
+        self._queues: dict[Queue, deque[_Flight]] = {}
         self._busy_queues: set[Queue] = set()
-        self._loads: dict[int, Load] = {}
-        self._finals: list[tuple[int, float, _Run | None]] = []  # turn, seconds of the update, and the operation
-        self._awaited: _Run | None = None
+        self._loads: dict[int, Burden] = {}
+        self._finals: list[tuple[int, float, _Flight | None]] = []  # turn, seconds of the update, and the operation
+        self._awaited: _Flight | None = None
         self._waited_since = 0.0
         self._spreads = 0  # spreads by which references are further on
         # Where computation is: section, time, instruction; then operations that it waits for, and updates to do.
         self._sections: list[Section] = []
         self._at = (0, 0, 0)
         self._marks: list[_Mark] = []
-        self._waits: deque[_Run] = deque()
-        self._updating: deque[tuple[_Run | None, float | None]] = deque()
+        self._waits: deque[_Flight] = deque()
+        self._updating: deque[tuple[_Flight | None, float | None]] = deque()
         self._done = False
 
     @property
@@ -162,11 +162,11 @@ class Player:
 
     def copy(self) -> Player:
         """A player that continues from here on its own."""
-        runs: dict[int, _Run] = {}
+        runs: dict[int, _Flight] = {}
 
-        def of(run: _Run) -> _Run:
+        def of(run: _Flight) -> _Flight:
             if id(run) not in runs:
-                runs[id(run)] = made = _Run(
+                runs[id(run)] = made = _Flight(
                     run.launch, run.number, run.at, run.needs, run.ended, [], run.begin, run.key
                 )
                 made.then = [of(other) for other in run.then]
@@ -177,7 +177,7 @@ class Player:
         clock.now, clock.busy = self._clock.now, dict(self._clock.busy)
         clock.share(self._clock)
         clock.active = [
-            Task(task.load, task.left, of(task.done) if isinstance(task.done, _Run) else task.done, task.late)
+            Task(task.load, task.left, of(task.done) if isinstance(task.done, _Flight) else task.done, task.late)
             for task in self._clock.active
         ]
         other.exposed = dict(self.exposed)
@@ -191,7 +191,7 @@ class Player:
 
     def _advance(self) -> None:
         for done in self._clock.advance():
-            if isinstance(done, _Run):
+            if isinstance(done, _Flight):
                 self._moved(done)
             else:
                 self._note(COMPUTE, done.name, done.begin)
@@ -224,7 +224,7 @@ class Player:
                         if self._compute(instruction.seconds, instruction.name):
                             self._at = section_index, time, position
                             return
-                    elif isinstance(instruction, Start):
+                    elif isinstance(instruction, StartOperations):
                         for launch in instruction.launches:
                             self._enqueue(launch)
                     elif isinstance(instruction, Wait):
@@ -264,7 +264,7 @@ class Player:
             self._waits.popleft()
         return False
 
-    def _begin_update(self, instruction: Update) -> bool:
+    def _begin_update(self, instruction: UpdateParameters) -> bool:
         """Update parameters as their gradients arrive. Returns whether computation is busy or waits."""
         finals = sorted(self._finals, key=lambda final: final[0])
         each = instruction.seconds is not None
@@ -314,7 +314,7 @@ class Player:
                 state.append((lane, count - number, run.at, run.needs, key, id(run.launch.moves)))
         for task in self._clock.active:
             run = task.done
-            name = (run.launch.lane, self._counts[run.launch.lane] - run.number) if isinstance(run, _Run) else None
+            name = (run.launch.lane, self._counts[run.launch.lane] - run.number) if isinstance(run, _Flight) else None
             state.append((id(task.load), name))
             left += (task.left, task.late)
         return _Mark(
@@ -346,18 +346,18 @@ class Player:
 
     # -- lanes -------------------------------------------------------------------------------------------------
 
-    def _run(self, ref: Ref) -> _Run | None:
+    def _run(self, ref: Ref) -> _Flight | None:
         """The operation of a reference; ``None`` if it has ended."""
         lane, number = ref
         number = number + self._spreads if lane is Lane.SPREAD else self._counts[lane] - 1 - number
         return self._pending[lane].get(number)
 
-    def _enqueue(self, launch: Launch) -> None:
+    def _enqueue(self, launch: StartedOperation) -> None:
         lane = launch.lane
         if self.spans is not None:
             self._carry(launch.operation, 1)
         needed = [other for ref in launch.after if (other := self._run(ref)) is not None]
-        run = _Run(launch, self._counts[lane], needs=len(needed))
+        run = _Flight(launch, self._counts[lane], needs=len(needed))
         self._pending[lane][run.number] = run
         self._counts[lane] += 1
         if launch.update is not None and launch.lane in (Lane.REDUCE, Lane.SYNC):
@@ -392,14 +392,14 @@ class Player:
         run.begin, run.key = self._clock.now, key
         self._clock.start(self._load(move), move.seconds, run)
 
-    def _load(self, move: PricedStage) -> Load:
+    def _load(self, move: PricedStage) -> Burden:
         load = self._loads.get(id(move))  # stages live as long as the script
         if load is None:
             load = self._clock.load(Resource.of(move.scope), move.beside, move.spine_load)
             self._loads[id(move)] = load
         return load
 
-    def _moved(self, run: _Run) -> None:
+    def _moved(self, run: _Flight) -> None:
         """End one stage of an operation."""
         key, operation, moves = run.key, run.launch.operation, run.launch.moves
         assert key is not None, "a stage that runs has a queue"
@@ -417,7 +417,7 @@ class Player:
             self._pull((key[0], moves[run.at].stage) if key[1] else key)
         self._pull(key)
 
-    def _ended(self, run: _Run) -> None:
+    def _ended(self, run: _Flight) -> None:
         run.ended = True
         del self._pending[run.launch.lane][run.number]
         if self.spans is not None and run.launch.lane is not Lane.GATHER:

@@ -33,8 +33,9 @@ from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import Plan
 
 __all__ = [
-    "ACTIVATIONS", "GATHERED", "GRADIENTS", "UNLIMITED", "Compute", "Headroom", "Hold", "Instruction", "Launch",
-    "Pricing", "Ref", "Repeated", "Script", "Section", "Start", "Update", "Wait", "Workload", "repeated", "write",
+    "ACTIVATIONS", "GATHERED", "GRADIENTS", "UNLIMITED", "Compute", "Headroom", "Hold", "Instruction",
+    "Pricing", "Ref", "Repeated", "Script", "Section", "StartOperations",
+    "StartedOperation", "UpdateParameters", "Wait", "Workload", "repeated", "write",
 ]  # fmt: skip
 
 Pricing = Callable[[Plan, Operation, Sequence[UnitInfo]], list[PricedStage]]
@@ -93,7 +94,7 @@ UNLIMITED = Headroom()
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class StartedOperation:
     """An operation that is started.
 
     Attributes:
@@ -131,10 +132,10 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartOperations:
     """Start of operations."""
 
-    launches: tuple[Launch, ...]
+    launches: tuple[StartedOperation, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class UpdateParameters:
     """The optimizer's update, of each unit when its gradients have arrived, or of all units once all have.
 
     Attributes:
@@ -156,7 +157,7 @@ class Update:
     seconds: float | None
 
 
-Instruction = Compute | Wait | Start | Hold | Update
+Instruction = Compute | Wait | StartOperations | Hold | UpdateParameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,9 +402,9 @@ class _Writer:
         if again != start.launches[first:middle]:
             raise _Differs
         return [
-            Section((Start(before),)),
-            Section((Start(again),), self._fewer.times),
-            Section((Start(after), *rest)),
+            Section((StartOperations(before),)),
+            Section((StartOperations(again),), self._fewer.times),
+            Section((StartOperations(after), *rest)),
         ]
 
     @property
@@ -421,10 +422,10 @@ class _Writer:
         wait = Wait(self._refs(control))
         everything = self._rates.update(sum(_update_shares(self._whole.units)))
         if self._whole.clip:
-            return start, Update(None), wait, Compute(everything, "update")
+            return start, UpdateParameters(None), wait, Compute(everything, "update")
         if not self._final:
             return start, Compute(everything, "update"), wait
-        return start, Update(everything), wait
+        return start, UpdateParameters(everything), wait
 
     # -- passes ------------------------------------------------------------------------------------------------
 
@@ -536,7 +537,7 @@ class _Writer:
         lanes = [(self._program.operations[index].lane, self._numbers[index]) for index in operations]
         return tuple((lane, n if lane is Lane.SPREAD else self._counts[lane] - 1 - n) for lane, n in lanes)
 
-    def _started(self, operations: Sequence[int]) -> Start:
+    def _started(self, operations: Sequence[int]) -> StartOperations:
         launches = []
         for index in operations:
             operation = self._program.operations[index]
@@ -548,10 +549,10 @@ class _Writer:
             update = self._updates.get(index, 0.0) if index in self._final else None
             turn = 0 if self._room is UNLIMITED else index
             queues = tuple((lane, stage) for stage in stages)
-            launches.append(Launch(lane, moves, after, queues, update, turn, operation))
+            launches.append(StartedOperation(lane, moves, after, queues, update, turn, operation))
             self._numbers[index] = self._counts[lane]
             self._counts[lane] += 1
-        return Start(tuple(launches))
+        return StartOperations(tuple(launches))
 
 
 def _further(instruction: Instruction, spreads: int) -> Instruction:
@@ -560,8 +561,8 @@ def _further(instruction: Instruction, spreads: int) -> Instruction:
         return instruction
     if isinstance(instruction, Wait):
         return Wait(_moved(instruction.operations, spreads))
-    if isinstance(instruction, Start):
-        return Start(tuple(replace(each, after=_moved(each.after, spreads)) for each in instruction.launches))
+    if isinstance(instruction, StartOperations):
+        return StartOperations(tuple(replace(each, after=_moved(each.after, spreads)) for each in instruction.launches))
     return instruction
 
 

@@ -120,7 +120,7 @@ def study(
         place = Path(made)
         report(f"writing {format_bytes(size)} of text, and training a tokenizer of {_VOCAB} tokens")
         text_bytes = _write_text(place, size)
-        samples: dict[str, list[_Sample]] = {name: [] for name in _WAYS}
+        samples: dict[str, list[_Trial]] = {name: [] for name in _WAYS}
         for number in range(rounds):
             names = list(_WAYS)[number % len(_WAYS) :] + list(_WAYS)[: number % len(_WAYS)]
             for name in names:
@@ -210,7 +210,7 @@ _WAYS: Final[dict[str, Callable[[Path, int, int], tuple[Callable[[], None], int]
 """Prepare a way on a directory, with the size of a sample, in a round: what is timed, and its bytes of text."""
 
 
-class _Sample(NamedTuple):
+class _Trial(NamedTuple):
     """A way in a round."""
 
     seconds: float
@@ -218,13 +218,13 @@ class _Sample(NamedTuple):
     added_bytes: int
 
 
-def _apart(name: str, place: str, sample: int, number: int) -> _Sample:
+def _apart(name: str, place: str, sample: int, number: int) -> _Trial:
     """Run a way in a process of its own."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         return process.submit(_run, name, place, sample, number).result()
 
 
-def _run(name: str, place: str, sample: int, number: int) -> _Sample:
+def _run(name: str, place: str, sample: int, number: int) -> _Trial:
     work, text_bytes = _WAYS[name](Path(place), sample, number)
     before = peak = _resident()
     done = threading.Event()
@@ -241,7 +241,7 @@ def _run(name: str, place: str, sample: int, number: int) -> _Sample:
     seconds = time.perf_counter() - started
     done.set()
     watcher.join()
-    return _Sample(seconds, text_bytes, peak - before)
+    return _Trial(seconds, text_bytes, peak - before)
 
 
 def _resident() -> int:
