@@ -95,14 +95,15 @@ class _Entry:
         (list[_Entry], [_Entry("a", math.nan, [(0, 2**62)])]),
         (object, {"a": [1, 2.5, None, "b"]}),
     ],
-    ids=str,
 )
 def test_a_value_arrives_as_it_was(kind: Any, value: Any) -> None:
     typed: Typed[Any] = Typed(kind)
-    assert repr(typed.decode(typed.encode(value))) == repr(value)
+    got = typed.decode(typed.encode(value))
+    assert type(got) is type(value)
+    assert got == value or repr(got) == repr(value)  # no number equals NaN
 
 
-@pytest.mark.parametrize(("kind", "value"), [(int, "1"), (list[float], [None]), (_Entry, {"name": "a"})], ids=str)
+@pytest.mark.parametrize(("kind", "value"), [(int, "1"), (list[float], [None]), (_Entry, {"name": "a"})])
 def test_another_value_is_not_sent(kind: Any, value: Any) -> None:
     with pytest.raises(TypeError, match="not a value of"):
         Typed[Any](kind).encode(value)

@@ -89,7 +89,8 @@ class Grid:
     @property
     def island_ranks(self) -> tuple[int, ...]:
         """Global ranks of this rank's island."""
-        return tuple(range(self._first, self._first + self.of_island))
+        first = self.island * self.of_island
+        return tuple(range(first, first + self.of_island))
 
     @property
     def sampler(self) -> int:
@@ -101,11 +102,6 @@ class Grid:
     def stage(self) -> int:
         """Index of this rank's stage in the pipeline."""
         return self.rank % self.of_island // (self.dp * self.tp)
-
-    @property
-    def _first(self) -> int:
-        """The first rank of this rank's island."""
-        return self.island * self.of_island
 
     @property
     def data(self) -> int:
@@ -136,7 +132,7 @@ class Grid:
     def model_ranks(self) -> tuple[int, ...]:
         """Global ranks that together hold one replica of the model and process the same data."""
         return tuple(
-            self._first + (stage * self.dp + self._column) * self.tp + tensor
+            self.island_ranks[0] + (stage * self.dp + self._column) * self.tp + tensor
             for stage in range(self.pp)
             for tensor in range(self.tp)
         )
@@ -144,8 +140,8 @@ class Grid:
     @property
     def neighbours(self) -> tuple[int, ...]:
         """Global ranks with which this rank exchanges activations: those of its matrices and of its pipeline."""
-        here = self._first + self.rank % (self.dp * self.tp)
-        pipeline = range(here, self._first + self.of_island, self.dp * self.tp)
+        here = self.island_ranks[0] + self.rank % (self.dp * self.tp)
+        pipeline = range(here, self.island_ranks[0] + self.of_island, self.dp * self.tp)
         first = self.rank - self.tensor
         return tuple(sorted({*pipeline, *range(first, first + self.tp)}))
 
@@ -161,7 +157,7 @@ class Grid:
         Raises:
             UsageError: The plan has a codec for ``tp`` or ``pp`` that does not support the device.
         """
-        ranks = self._first + torch.arange(self.of_island).view(self.pp, self.dp, self.tp)
+        ranks = self.island_ranks[0] + torch.arange(self.of_island).view(self.pp, self.dp, self.tp)
         axes = {
             "pp": ranks[:, self.data, self.tensor],
             "dp": ranks[self.stage, :, self.tensor],

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from thinwire.agreement import Typed
 from thinwire.checkpoint.background import PendingSave
 from thinwire.collectives import group as groups
+from thinwire.collectives.group import Control
 from thinwire.collectives.topology import DataRanks
 from thinwire.errors import SpecError
 from thinwire.intercept import AxisTraffic, axis_traffic, step_scope
@@ -149,7 +150,7 @@ class ParallelModel:
         """
         if loss_scale is not None:
             loss_scale.belong_to(self.chunks[0])
-        by_part = self._groups_by_part(list(param_groups or ()))
+        by_part = _groups_by_part(self.chunks, self._whole, list(param_groups or ()))
         made = [
             build_optimizer(
                 chunk,
@@ -220,21 +221,6 @@ class ParallelModel:
         """Traffic of this rank on the axes ``tp`` and ``pp`` since the last call."""
         return {} if self.mesh is None else axis_traffic(self.mesh, reset=True)
 
-    def _groups_by_part(self, wanted: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
-        """Split parameter groups by part, with the names of each part's parameters."""
-        by_part = [{id(parameter): name for name, parameter in chunk.named_parameters()} for chunk in self.chunks]
-        here = {key: name for part in by_part for key, name in part.items()}
-        everywhere = (
-            [list(here.values())] if self._whole is None else self._whole.all_gather_typed(list(here.values()), _NAMES)
-        )
-        every_name = list(dict.fromkeys(name for names in everywhere for name in names))
-        cut: list[list[dict[str, Any]]] = [[] for _ in by_part]
-        for number, group in enumerate(wanted):
-            chosen = names_of(group, here, every_name, number)
-            for part, of_part in zip(by_part, cut, strict=True):
-                of_part.append({**group, "params": [name for name in part.values() if name in chosen]})
-        return cut
-
     def _mean_loss(self, ids: Tensor, labels: Tensor) -> Tensor:
         if self.grid.tp > 1:
             return self._loss(self.chunks[0](ids).logits, labels)
@@ -256,6 +242,22 @@ def _trained(model: ParallelModel, optim: ParallelOptimizer | None) -> list[snap
     """The parts of a model, each with its optimizer."""
     parts: Sequence[ShardedOptimizer | None] = [None] * len(model.chunks) if optim is None else optim.parts
     return list(zip(model.chunks, parts, strict=True))
+
+
+def _groups_by_part(
+    chunks: Sequence[nn.Module], everyone: Control | None, wanted: Sequence[Mapping[str, Any]]
+) -> list[list[dict[str, Any]]]:
+    """Split parameter groups by part, with the names of each part's parameters."""
+    by_part = [{id(parameter): name for name, parameter in chunk.named_parameters()} for chunk in chunks]
+    here = {key: name for part in by_part for key, name in part.items()}
+    everywhere = [list(here.values())] if everyone is None else everyone.all_gather_typed(list(here.values()), _NAMES)
+    every_name = list(dict.fromkeys(name for names in everywhere for name in names))
+    cut: list[list[dict[str, Any]]] = [[] for _ in by_part]
+    for number, group in enumerate(wanted):
+        chosen = names_of(group, here, every_name, number)
+        for part, of_part in zip(by_part, cut, strict=True):
+            of_part.append({**group, "params": [name for name in part.values() if name in chosen]})
+    return cut
 
 
 class ParallelOptimizer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -171,7 +171,7 @@ class Drafts:
         self._first = tuple(sum(buffer.numel for buffer in units[unit].buffers) for unit in named[:2])
         self._parameters = sum(kind.count * kind.numel for kind in self._kinds)
         self._stages = [held_units(stage_model(job.model, stage.blocks), self._base, stage)
-                        for stage in self._demanding(1)]  # fmt: skip
+                        for stage in _demanding(self.job, self._base, 1)]  # fmt: skip
         # Padding depends on the world size alone, so all plans have the same units, and cut them evenly.
         self._numels = [sum(buffer.numel for unit in held for buffer in unit.buffers) for held in self._stages]
         self._held: dict[tuple[Factor, Factor], tuple[int, ...]] = {}
@@ -263,16 +263,11 @@ class Drafts:
         ]
         several, least, best = batch.micro_batches > 1, math.inf, chains[0]
         for chain in reversed(chains):  # the most sharded first, which leaves little to try
-            if self._needed(self.least_states(chain, None), batch) <= least:
-                needed = self._needed(self.states(chain, None)[several], batch)
+            if _needed(self.least_states(chain, None), batch) <= least:
+                needed = _needed(self.states(chain, None)[several], batch)
                 least, best = (needed, chain) if needed <= least else (least, best)
         codecs = ("none",) * len(_WIRE)
         return int(least), PlanDraft(0.0, 0, self.cut, best, None, codecs, batch.micro_batch, batch.recompute)
-
-    @staticmethod
-    def _needed(kept: tuple[int, ...], batch: BatchMemory) -> int:
-        """Bytes on the rank of the stage that needs the most."""
-        return max(always + working for always, working in zip(kept, batch.working, strict=True))
 
     def states(self, chain: Chain, secondary: Factor | None) -> KeptBytes:
         """Bytes that do not depend on the size of a micro-batch."""
@@ -285,31 +280,16 @@ class Drafts:
         return {
             several: tuple(
                 size + beside
-                for size, beside in zip(self._state_bytes(chain, secondary, several=several), held, strict=True)
+                for size, beside in zip(
+                    _state_bytes(self._base, self._numels, chain, secondary, several=several), held, strict=True
+                )
             )
             for several in (False, True)
         }
 
     def least_states(self, chain: Chain, secondary: Factor | None) -> tuple[int, ...]:
         """A lower bound of :meth:`states`: model states alone, with one micro-batch."""
-        return self._state_bytes(chain, secondary, several=False)
-
-    def _state_bytes(self, chain: Chain, secondary: Factor | None, *, several: bool) -> tuple[int, ...]:
-        """Bytes of the model states of each stage.
-
-        As in :func:`~thinwire.cost.memory`, no ``G`` shard is made beside the optimizer's share of the gradients where
-        they go straight to the reduction.
-        """
-        params, grads, optimizer = chain
-        apart = not cut_alike(grads, optimizer) and (params.ranks > 1 or several)
-        of = States.of_dtypes(self._base.compute_dtype, self._base.accumulate_dtype, alike=params == optimizer)
-        sizes = []
-        for numel in self._numels:
-            share = numel // optimizer.ranks
-            size = of.params * numel // params.ranks + of.optimizer * share
-            size += of.grads * (share + (numel // grads.ranks if apart else 0))
-            sizes.append(size + (of.params * numel // secondary.ranks if secondary else 0))
-        return tuple(sizes)
+        return _state_bytes(self._base, self._numels, chain, secondary, several=False)
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
@@ -351,15 +331,12 @@ class Drafts:
         message = stage_message(self.job, plan)
         return computing, idle_of(plan, forward, backward, message) + message_seconds(plan, message)
 
-    def _demanding(self, micro_batches: int) -> list[PipelineShare]:
-        return demanding_stages(stages(self.job.model.layers, self._base.with_(micro_batches=micro_batches)))
-
     def _working(self, micro_batch: int, micro_batches: int, *, recompute: bool) -> tuple[int, ...]:
         plan = self._base.with_(micro_batch=micro_batch, micro_batches=micro_batches, recompute=recompute)
         job = self.job
         return tuple(
             working_memory(job.model, plan, seq=job.seq, stage=stage, loss_chunk=job.loss_chunk) + job.overhead
-            for stage in self._demanding(micro_batches)
+            for stage in _demanding(self.job, self._base, micro_batches)
         )
 
     # -- communication -----------------------------------------------------------------------------------------------
@@ -404,6 +381,35 @@ class Drafts:
             exposed = self._pricer.last_reductions(traffic, self._first, intra, inter, self.bucket_bytes)
             self._reduced[key] = every, last, exposed
         return self._reduced[key]
+
+
+def _needed(kept: tuple[int, ...], batch: BatchMemory) -> int:
+    """Bytes on the rank of the stage that needs the most."""
+    return max(always + working for always, working in zip(kept, batch.working, strict=True))
+
+
+def _demanding(job: TrainingJob, base: Plan, micro_batches: int) -> list[PipelineShare]:
+    return demanding_stages(stages(job.model.layers, base.with_(micro_batches=micro_batches)))
+
+
+def _state_bytes(
+    base: Plan, numels: Sequence[int], chain: Chain, secondary: Factor | None, *, several: bool
+) -> tuple[int, ...]:
+    """Bytes of the model states of each stage.
+
+    As in :func:`~thinwire.cost.memory`, no ``G`` shard is made beside the optimizer's share of the gradients where
+    they go straight to the reduction.
+    """
+    params, grads, optimizer = chain
+    apart = not cut_alike(grads, optimizer) and (params.ranks > 1 or several)
+    of = States.of_dtypes(base.compute_dtype, base.accumulate_dtype, alike=params == optimizer)
+    sizes = []
+    for numel in numels:
+        share = numel // optimizer.ranks
+        size = of.params * numel // params.ranks + of.optimizer * share
+        size += of.grads * (share + (numel // grads.ranks if apart else 0))
+        sizes.append(size + (of.params * numel // secondary.ranks if secondary else 0))
+    return tuple(sizes)
 
 
 def _busy(choice: _Communication, micro_batches: int) -> tuple[float, float, float]:

@@ -138,7 +138,7 @@ class Search:
             tuple(ranked),
             (),
             cuts=len(self._cuts),
-            considered=self.considered,
+            considered=sum(part.considered for part in self._cuts.values()),
             fitting=sum(part.fitting for part in self._cuts.values()),
             simulated=len(simulated),
             complete=complete,
@@ -192,7 +192,7 @@ class Search:
         last bucket's, which rarely decides between two ways of sharding.
         """
         in_chunks = (self._candidate(best.plan.with_(bucket_chunks=chunks)) for chunks in _CHUNKS)
-        return self._faster(best, in_chunks)
+        return _faster(self.job.tie, best, in_chunks)
 
     def _under_input_gradients(self, best: Candidate) -> Candidate:
         """The best plan with reductions that start before the input gradient, if that makes it faster by more than a
@@ -204,7 +204,7 @@ class Search:
             return best
         first = {"overlap": {"input_gradient": True}}
         earlier = (self._candidate(best.plan.with_(**first, granularity=size)) for size in ("block", "module"))
-        return self._faster(best, earlier)
+        return _faster(self.job.tie, best, earlier)
 
     def _retaining(self, best: Candidate) -> Candidate:
         """The best plan with units that travel together, or that stay gathered as far as memory reaches, if that makes
@@ -226,24 +226,11 @@ class Search:
         if small * 8 <= live:
             stays["persist_bytes"] = _SMALL_UNIT
         changes = (together, stays, {**together, **stays})
-        return self._faster(best, [self._candidate(plan.with_(**change)) for change in changes])
-
-    def _faster(self, best: Candidate, others: Iterable[Candidate]) -> Candidate:
-        """The fastest of the others that fit, if it is faster than the best by more than a tie."""
-        faster = [c for c in others if c.fits and c.seconds * (1 + self.job.tie) < best.seconds]
-        return min(faster, key=lambda c: c.seconds, default=best)
+        return _faster(self.job.tie, best, [self._candidate(plan.with_(**change)) for change in changes])
 
     def _fits(self, draft: PlanDraft) -> bool:
         """Whether a draft fits into memory, including the messages of its codecs."""
-        return self._needed(self.plan(draft)) <= self.job.cluster.memory
-
-    def _needed(self, plan: Plan) -> int:
-        return self.simulations.memory(self.job, plan).total
-
-    @property
-    def considered(self) -> int:
-        """Number of plans that were estimated so far."""
-        return sum(part.considered for part in self._cuts.values())
+        return self.simulations.memory(self.job, self.plan(draft)).total <= self.job.cluster.memory
 
     def drafts(self) -> Iterator[PlanDraft]:
         """Every valid plan that fits into memory without codecs, with its estimate."""
@@ -295,6 +282,12 @@ class Search:
         """
         _, draft = min((drafts.smallest() for drafts in self._cuts.values()), key=lambda found: found[0])
         return self._candidate(self.plan(draft))
+
+
+def _faster(tie: float, best: Candidate, others: Iterable[Candidate]) -> Candidate:
+    """The fastest of the others that fit, if it is faster than the best by more than a tie."""
+    faster = [c for c in others if c.fits and c.seconds * (1 + tie) < best.seconds]
+    return min(faster, key=lambda c: c.seconds, default=best)
 
 
 _TRIED = 8

@@ -17,7 +17,7 @@ first.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 import torch
@@ -206,6 +206,7 @@ class UnitGradient:
         together = not joins or layout.numel * topology.wire_dtype.itemsize <= _TOGETHER
         self._copies = _Copies(layout, joins=joins) if together else None
         self._slots = range(first_slot, first_slot + len(layout.slots))
+        self.waits = together
 
     @property
     def local(self) -> Accumulator:
@@ -229,11 +230,6 @@ class UnitGradient:
     def started(self) -> bool:
         """Whether any parameter has delivered its gradient since the last reduction."""
         return bool(self._seen)
-
-    @property
-    def waits(self) -> bool:
-        """Whether gradients are kept as autograd's tensors until all of them have come."""
-        return self._copies is not None
 
     def collect_all(self, grads: Mapping[int, torch.Tensor], *, last: bool) -> None:
         """Take the gradients of all parameters; see :meth:`collect`.
@@ -291,7 +287,7 @@ class UnitGradient:
         target, accumulates = self._target()
         is_whole = self._copies is not None and self._copies.perform(target, add=accumulates)
         if not accumulates and not is_whole:
-            self._zero_missing(target)
+            _zero_missing(target, self.layout, self._seen)
         if self._into_local:
             self.local.empty = False
         else:
@@ -376,9 +372,11 @@ class UnitGradient:
             self.staging = allocate(self.layout.numel, self.topology.wire_dtype, self.owned.values.device)
         return self.staging, False
 
-    def _zero_missing(self, buffer: torch.Tensor) -> None:
-        for index, slot in () if self.complete else enumerate(self.layout.slots):
-            if index not in self._seen:
-                buffer[slot.offset : slot.offset + slot.numel].zero_()
-        for gap in self.layout.gaps:
-            buffer[gap].zero_()
+
+def _zero_missing(buffer: torch.Tensor, layout: FlatLayout, present: Collection[int]) -> None:
+    """Zero what no gradient has written: gradients that are not present, by number of the parameter, and gaps."""
+    for index, slot in enumerate(layout.slots) if len(present) < len(layout.slots) else ():
+        if index not in present:
+            buffer[slot.offset : slot.offset + slot.numel].zero_()
+    for gap in layout.gaps:
+        buffer[gap].zero_()

@@ -191,7 +191,8 @@ def _gradient_hook(runtime: Runtime, index: int, slot: int) -> Callable[[torch.T
     alive = weakref.ref(runtime.passes.backward)
     home, state, together = runtime.lanes.home, runtime.passes.state, runtime.passes.backward.together[index]
     count = runtime.units[index].info.parameters
-    waits = runtime.reducer.takes_together(index)
+    # Whether they may wait for each other without memory that they do not take otherwise.
+    waits = all(part.waits for part in runtime.reducer.gradients.get(index, ()))
 
     # Ten of these run for a block: what is done for each gradient is here, the rest once for the unit.
     @_outside_compile

@@ -242,7 +242,7 @@ def build_optimizer(
             "thinwire.LossScale(), in place of torch's GradScaler; GradScaler works with optimizers that are made from "
             "model.parameters()"
         )
-    fragments = runtime.fragments()
+    fragments = runtime.sharded.fragments()
     # Decide from the plan rather than from this rank's fragments, so that all ranks decide alike.
     plan, device = runtime.plan, runtime.sharded.arena.device
     cut = plan.optimizer.ranks > 1 and not (plan.partition == "inter" and plan.params.ranks == 1)

@@ -110,11 +110,6 @@ class Reducer:
         part.unsynced = True
         return part.complete and _complete(parts)
 
-    def takes_together(self, unit: int) -> bool:
-        """Whether the gradients of a unit may wait for each other without taking memory that they do not take
-        otherwise."""
-        return all(part.waits for part in self.gradients.get(unit, ()))
-
     def collect_all(self, unit: int, grads: Mapping[int, torch.Tensor]) -> None:
         """Take the gradients of all trained parameters of a unit, by their numbers."""
         if unit in self._reduced:
@@ -189,11 +184,6 @@ class Reducer:
         """Forget the rounding errors of earlier gradients (error feedback)."""
         self.join()
         self.reductions.feedback.lost.clear()
-
-    def reset(self) -> None:
-        """Forget every gradient."""
-        for part in self.parts:
-            part.reset()
 
     # -- one unit's turn ---------------------------------------------------------------------------------------
 

@@ -35,7 +35,6 @@ from thinwire.collectives.group import rollcall
 from thinwire.errors import CheckpointError, UsageError
 from thinwire.program import Axis, Event, Lane, Scope
 from thinwire.sharding.agreement import Agreement, Agreements
-from thinwire.sharding.fragments import OwnedFragment
 from thinwire.sharding.holds import Holds
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.outer_group import OuterGroup
@@ -139,11 +138,6 @@ class Runtime:
         """
         self.schedule.begin_micro_batch(number, last=last)
 
-    def select_micro_batch(self, number: int, *, last: bool) -> None:
-        """Switch to another micro-batch of a pipeline, which has several in flight; see :meth:`begin_micro_batch` for
-        the arguments."""
-        self.schedule.select(number, last=last)
-
     # -- gradients ---------------------------------------------------------------------------------------------
 
     def agree(self, *, measure: bool) -> Agreement:
@@ -162,7 +156,7 @@ class Runtime:
         self.passes.reach_step()
         if self.outside is not None:
             self.passes.refuse_missing_backward()
-        steps = self.schedule.order_hash, self.schedule.backwards
+        steps = self.schedule.order.value, self.schedule.backwards
         agreement = self.agreements.agree(*steps, measure=False)
         self.schedule.ranks_met(same_order=self.agreements.same_order)
         if self.exchanges is not None:
@@ -175,7 +169,8 @@ class Runtime:
         """Forget every gradient."""
         self.passes.backward.forget_failed()
         self.reducer.join()
-        self.reducer.reset()
+        for part in self.reducer.parts:
+            part.reset()
         self.agreements.forget_gradients()
         if self.outside is not None:
             self.outside.drop_added()
@@ -192,10 +187,6 @@ class Runtime:
         self.schedule.programs.replan(self.plan if encodes else self.plan.with_exact_gradients())
 
     # -- the update --------------------------------------------------------------------------------------------
-
-    def fragments(self) -> list[OwnedFragment]:
-        """The pieces of parameters that this rank updates."""
-        return self.sharded.fragments()
 
     def update_order(self) -> Sequence[int]:
         """Units with trainable parameters, in the order in which their gradients arrive."""

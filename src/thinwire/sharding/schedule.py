@@ -37,6 +37,7 @@ class Schedule:
         backwards: Backwards of this step that have ended.
         micro_batch: Number of the current micro-batch.
         last: Whether the current micro-batch is the step's last.
+        order: Hash of this step's events that must have the same order on all ranks.
     """
 
     def __init__(self, programs: Programs) -> None:
@@ -45,7 +46,7 @@ class Schedule:
         self.micro_batch = 0
         self.last = True
         self._expected: tuple[int, ...] = ()  # the trace's units, in the order in which its backward needs them
-        self._order_hash = _OrderHash()
+        self.order = _OrderHash()
         # The current micro-batch: its events so far, units that its backward has needed, and whether it has deviated.
         self._forward: list[Moment] = []
         self._backward: list[Moment] = []
@@ -61,17 +62,12 @@ class Schedule:
 
     # -- events ------------------------------------------------------------------------------------------------
 
-    @property
-    def order_hash(self) -> int:
-        """Hash of this step's events that must have the same order on all ranks."""
-        return self._order_hash.value
-
     def note_forward(self, moment: Moment) -> None:
         """Record that a unit's forward begins or ends."""
         if len(self._forward) >= MOST_EVENTS:
             self.abandon_micro_batch()  # forwards that record graphs and never run backward
         self._forward.append(moment)
-        self._order_hash.note(moment)
+        self.order.note(moment)
 
     def forward_event(self, moment: Moment) -> tuple[GatherBatch, ...]:
         """Record that a unit's forward begins or ends; returns the gathers that the program starts now."""
@@ -93,7 +89,7 @@ class Schedule:
         position = len(self._needed)
         self._needed.append(unit)
         self._backward.append(moment)
-        self._order_hash.note(moment)
+        self.order.note(moment)
         if self.programs.trace is None or self._deviated or self._whole:
             return ()
         if position >= len(self._expected) or self._expected[position] != unit:
@@ -109,7 +105,7 @@ class Schedule:
     def note_evaluation(self, unit: int) -> None:
         """Record a gather of an evaluation in the hash: it moves no cursor, but all ranks must gather the same
         units."""
-        self._order_hash.note((Phase.STEP, unit))
+        self.order.note((Phase.STEP, unit))
 
     def end_backward(self) -> None:
         """Complete a micro-batch: adopt its trace if there is none yet, or if it differs from the adopted one."""
@@ -169,7 +165,7 @@ class Schedule:
         """Forget a forward that has had no backward when the step is taken."""
         self._parked.clear()
         self.abandon_micro_batch()
-        self._order_hash.reset()
+        self.order.reset()
         self.backwards = 0
 
     # -- what the program says ---------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def _save_part(model: nn.Module, optim: ShardedOptimizer | None, vectors: _Vecto
     first_holder = first_replica and runtime.axes[Axis.SHARD, Lane.REDUCE].index == 0
     first_tensor = runtime.part.tensor == 0
     island, exchanges = runtime.part.data.island, runtime.exchanges
-    fragments = optim.fragments if optim is not None else runtime.fragments()
+    fragments = optim.fragments if optim is not None else runtime.sharded.fragments()
 
     def add(prefix: str, name: str, suffix: str, numel: int, offset: int, tensor: torch.Tensor | None) -> None:
         cut = runtime.slices.get(name)
@@ -336,7 +336,7 @@ class _Loading:
         self._loss_scale = checked_state(self._manifest.values.get(own_key("loss_scale", self._island)))
         stored = _StoredParameters(self._manifest, self._runtime, vectors)
         self._copies = _want_unoptimized(self._model, self._runtime, self._manifest, vectors, stored)
-        fragments = self._optim.fragments if self._optim is not None else self._runtime.fragments()
+        fragments = self._optim.fragments if self._optim is not None else self._runtime.sharded.fragments()
         exchanges = self._runtime.exchanges
         apart = exchanges is not None and self._same_islands
         for owned in fragments:

@@ -98,17 +98,15 @@ class _Mark:
     finals: int
 
 
-class Player:
-    """Plays a script.
+class _Lanes:
+    """Lanes that perform operations on a clock, and what is recorded of them.
 
     Args:
         plan: The plan.
-        script: Its script; sections of it are played.
+        script: The script whose operations are performed.
         trace: Whether to keep spans and levels.
 
     Attributes:
-        end: When the script ended.
-        exposed: Seconds that computation waited, by lane.
         spans: Spans of the step; ``None`` without tracing.
         levels: Memory levels of the step.
     """
@@ -116,8 +114,6 @@ class Player:
     def __init__(self, plan: Plan, script: Script, *, trace: bool = False) -> None:
         self._plan, self._script = plan, script
         self._clock = FluidClock()
-        self.end = 0.0
-        self.exposed = dict.fromkeys(Lane, 0.0)
         self.spans: list[Span] | None = [] if trace else None
         self.levels: list[Level] = []
         self._held: dict[str, int] = {}
@@ -127,9 +123,141 @@ class Player:
         self._busy_queues: set[Queue] = set()
         self._loads: dict[int, Burden] = {}
         self._finals: list[tuple[int, float, _Flight | None]] = []  # turn, seconds of the update, and the operation
+        self._spreads = 0  # spreads by which references are further on
+
+    @property
+    def busy(self) -> dict[Resource, float]:
+        """Seconds of work by resource, without slowdown."""
+        return self._clock.busy
+
+    def _run(self, ref: Ref) -> _Flight | None:
+        """The operation of a reference; ``None`` if it has ended."""
+        lane, number = ref
+        number = number + self._spreads if lane is Lane.SPREAD else self._counts[lane] - 1 - number
+        return self._pending[lane].get(number)
+
+    def _enqueue(self, launch: StartedOperation) -> None:
+        lane = launch.lane
+        if self.spans is not None:
+            self._carry(launch.operation, 1)
+        needed = [other for ref in launch.after if (other := self._run(ref)) is not None]
+        run = _Flight(launch, self._counts[lane], needs=len(needed))
+        self._pending[lane][run.number] = run
+        self._counts[lane] += 1
+        if launch.update is not None and launch.lane in (Lane.REDUCE, Lane.SYNC):
+            self._finals.append((launch.turn, launch.update, run))
+        for other in needed:
+            other.then.append(run)
+        for key in launch.queues:
+            if (queue := self._queues.get(key)) is None:
+                queue = self._queues[key] = deque()
+            queue.append(run)
+        for key in launch.queues:
+            self._pull(key)
+
+    def _pull(self, key: Queue) -> None:
+        """Start the first operation of a queue, if it is that operation's turn."""
+        queue = self._queues.get(key)
+        if not queue or key in self._busy_queues:
+            return
+        run = queue[0]
+        if run.needs:
+            return
+        moves = run.launch.moves
+        if run.at == len(moves):
+            queue.popleft()
+            self._ended(run)
+            self._pull(key)
+            return
+        move = moves[run.at]
+        if key[1] and move.stage != key[1]:
+            return
+        self._busy_queues.add(key)
+        run.begin, run.key = self._clock.now, key
+        self._clock.start(self._load(move), move.seconds, run)
+
+    def _load(self, move: PricedStage) -> Burden:
+        load = self._loads.get(id(move))  # stages live as long as the script
+        if load is None:
+            load = self._clock.load(Resource.of(move.scope), move.beside, move.spine_load)
+            self._loads[id(move)] = load
+        return load
+
+    def _moved(self, run: _Flight) -> None:
+        """End one stage of an operation."""
+        key, operation, moves = run.key, run.launch.operation, run.launch.moves
+        assert key is not None, "a stage that runs has a queue"
+        self._busy_queues.discard(key)
+        if self.spans is not None:
+            self._note(f"{operation.lane} {moves[run.at].stage}", f"{operation.kind} {operation.axis}", run.begin)
+        run.at += 1
+        run.key = None
+        whole = run.at == len(moves)
+        if key[1] or whole:
+            self._queues[key].popleft()
+        if whole:
+            self._ended(run)
+        else:
+            self._pull((key[0], moves[run.at].stage) if key[1] else key)
+        self._pull(key)
+
+    def _ended(self, run: _Flight) -> None:
+        run.ended = True
+        del self._pending[run.launch.lane][run.number]
+        if self.spans is not None and run.launch.lane is not Lane.GATHER:
+            self._carry(run.launch.operation, -1)  # gathered parameters stay until they are freed
+        for other in run.then:
+            other.needs -= 1
+            if not other.needs:
+                for key in dict.fromkeys(other.launch.queues):
+                    self._pull(key)
+        run.then.clear()
+
+    # -- what is recorded --------------------------------------------------------------------------------------
+
+    def _carry(self, operation: Operation, sign: int) -> None:
+        """Change the memory level of an operation in flight."""
+        if operation.lane not in (Lane.GATHER, Lane.REDUCE, Lane.SYNC):
+            return
+        units = self._script.units
+        if operation.lane is Lane.GATHER:
+            self._hold(GATHERED, sign * sum(units[unit].buffers[number].nbytes for unit, number in operation.buffers))
+        else:
+            whole = sum(units[unit].nbytes for unit in operation.bucket) // operation.chunks
+            shared = {Axis.PARAMS: 1, Axis.SHARD: self._plan.params.ranks}.get(
+                operation.axis, self._plan.optimizer.ranks
+            )
+            self._hold(GRADIENTS, sign * (whole // shared))
+
+    def _hold(self, name: str, change: int) -> None:
+        if self.spans is not None:
+            self._held[name] = self._held.get(name, 0) + change
+            self.levels.append(Level(name, self._clock.now, self._held[name]))
+
+    def _note(self, track: str, name: str, begin: float) -> None:
+        if self.spans is not None:
+            self.spans.append(Span(track, name, begin, self._clock.now))
+
+
+class Player(_Lanes):
+    """Plays a script: computation, beside the lanes.
+
+    Args:
+        plan: The plan.
+        script: Its script; sections of it are played.
+        trace: Whether to keep spans and levels.
+
+    Attributes:
+        end: When the script ended.
+        exposed: Seconds that computation waited, by lane.
+    """
+
+    def __init__(self, plan: Plan, script: Script, *, trace: bool = False) -> None:
+        super().__init__(plan, script, trace=trace)
+        self.end = 0.0
+        self.exposed = dict.fromkeys(Lane, 0.0)
         self._awaited: _Flight | None = None
         self._waited_since = 0.0
-        self._spreads = 0  # spreads by which references are further on
         # Where computation is: section, time, instruction; then operations that it waits for, and updates to do.
         self._sections: list[Section] = []
         self._at = (0, 0, 0)
@@ -137,11 +265,6 @@ class Player:
         self._waits: deque[_Flight] = deque()
         self._updating: deque[tuple[_Flight | None, float | None]] = deque()
         self._done = False
-
-    @property
-    def busy(self) -> dict[Resource, float]:
-        """Seconds of work by resource, without slowdown."""
-        return self._clock.busy
 
     def play(self, sections: list[Section], *, drain: bool = True) -> None:
         """Play sections, after those that were played before.
@@ -282,6 +405,14 @@ class Player:
                 return True
         return False
 
+    def _ended(self, run: _Flight) -> None:
+        super()._ended(run)
+        if run is self._awaited:
+            self._awaited = None
+            self.exposed[run.launch.lane] += self._clock.now - self._waited_since
+            self._note(WAITING, f"for {run.launch.lane}", self._waited_since)
+            self._compute_on()
+
     # -- repeated sections -------------------------------------------------------------------------------------
 
     def _repeat(self, section: Section, time: int) -> int:
@@ -343,121 +474,6 @@ class Player:
         # All of the skipped operations have ended, except those that are on their way now.
         again = [(turn, seconds, None) for turn, seconds, _ in self._finals[before.finals : mark.finals]]
         self._finals[before.finals : before.finals] = again * times
-
-    # -- lanes -------------------------------------------------------------------------------------------------
-
-    def _run(self, ref: Ref) -> _Flight | None:
-        """The operation of a reference; ``None`` if it has ended."""
-        lane, number = ref
-        number = number + self._spreads if lane is Lane.SPREAD else self._counts[lane] - 1 - number
-        return self._pending[lane].get(number)
-
-    def _enqueue(self, launch: StartedOperation) -> None:
-        lane = launch.lane
-        if self.spans is not None:
-            self._carry(launch.operation, 1)
-        needed = [other for ref in launch.after if (other := self._run(ref)) is not None]
-        run = _Flight(launch, self._counts[lane], needs=len(needed))
-        self._pending[lane][run.number] = run
-        self._counts[lane] += 1
-        if launch.update is not None and launch.lane in (Lane.REDUCE, Lane.SYNC):
-            self._finals.append((launch.turn, launch.update, run))
-        for other in needed:
-            other.then.append(run)
-        for key in launch.queues:
-            if (queue := self._queues.get(key)) is None:
-                queue = self._queues[key] = deque()
-            queue.append(run)
-        for key in launch.queues:
-            self._pull(key)
-
-    def _pull(self, key: Queue) -> None:
-        """Start the first operation of a queue, if it is that operation's turn."""
-        queue = self._queues.get(key)
-        if not queue or key in self._busy_queues:
-            return
-        run = queue[0]
-        if run.needs:
-            return
-        moves = run.launch.moves
-        if run.at == len(moves):
-            queue.popleft()
-            self._ended(run)
-            self._pull(key)
-            return
-        move = moves[run.at]
-        if key[1] and move.stage != key[1]:
-            return
-        self._busy_queues.add(key)
-        run.begin, run.key = self._clock.now, key
-        self._clock.start(self._load(move), move.seconds, run)
-
-    def _load(self, move: PricedStage) -> Burden:
-        load = self._loads.get(id(move))  # stages live as long as the script
-        if load is None:
-            load = self._clock.load(Resource.of(move.scope), move.beside, move.spine_load)
-            self._loads[id(move)] = load
-        return load
-
-    def _moved(self, run: _Flight) -> None:
-        """End one stage of an operation."""
-        key, operation, moves = run.key, run.launch.operation, run.launch.moves
-        assert key is not None, "a stage that runs has a queue"
-        self._busy_queues.discard(key)
-        if self.spans is not None:
-            self._note(f"{operation.lane} {moves[run.at].stage}", f"{operation.kind} {operation.axis}", run.begin)
-        run.at += 1
-        run.key = None
-        whole = run.at == len(moves)
-        if key[1] or whole:
-            self._queues[key].popleft()
-        if whole:
-            self._ended(run)
-        else:
-            self._pull((key[0], moves[run.at].stage) if key[1] else key)
-        self._pull(key)
-
-    def _ended(self, run: _Flight) -> None:
-        run.ended = True
-        del self._pending[run.launch.lane][run.number]
-        if self.spans is not None and run.launch.lane is not Lane.GATHER:
-            self._carry(run.launch.operation, -1)  # gathered parameters stay until they are freed
-        for other in run.then:
-            other.needs -= 1
-            if not other.needs:
-                for key in dict.fromkeys(other.launch.queues):
-                    self._pull(key)
-        run.then.clear()
-        if run is self._awaited:
-            self._awaited = None
-            self.exposed[run.launch.lane] += self._clock.now - self._waited_since
-            self._note(WAITING, f"for {run.launch.lane}", self._waited_since)
-            self._compute_on()
-
-    # -- what is recorded --------------------------------------------------------------------------------------
-
-    def _carry(self, operation: Operation, sign: int) -> None:
-        """Change the memory level of an operation in flight."""
-        if operation.lane not in (Lane.GATHER, Lane.REDUCE, Lane.SYNC):
-            return
-        units = self._script.units
-        if operation.lane is Lane.GATHER:
-            self._hold(GATHERED, sign * sum(units[unit].buffers[number].nbytes for unit, number in operation.buffers))
-        else:
-            whole = sum(units[unit].nbytes for unit in operation.bucket) // operation.chunks
-            shared = {Axis.PARAMS: 1, Axis.SHARD: self._plan.params.ranks}.get(
-                operation.axis, self._plan.optimizer.ranks
-            )
-            self._hold(GRADIENTS, sign * (whole // shared))
-
-    def _hold(self, name: str, change: int) -> None:
-        if self.spans is not None:
-            self._held[name] = self._held.get(name, 0) + change
-            self.levels.append(Level(name, self._clock.now, self._held[name]))
-
-    def _note(self, track: str, name: str, begin: float) -> None:
-        if self.spans is not None:
-            self.spans.append(Span(track, name, begin, self._clock.now))
 
 
 def _same(one: _Mark, other: _Mark) -> bool:

@@ -337,28 +337,26 @@ class _Raw:
 _RawInstruction = Compute | Hold | _Raw
 
 
+@dataclass(eq=False)
 class _Writer:
     """Writes a script: turns the operations of a program into references."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        workload: Workload,
-        rates: Rates,
-        program: StepProgram,
-        pricing: Pricing,
-        trace: bool,
-        room: Headroom,
-        fewer: Repeated | None,
-    ) -> None:
-        self._plan, self._whole, self._rates, self._program = plan, workload, rates, program
-        self._workload = workload if fewer is None else fewer.workload
-        self._trace, self._room, self._fewer = trace, room, fewer
-        self._moves = _memoised_moves(plan, program, pricing)
+    _plan: Plan
+    _whole: Workload
+    _rates: Rates
+    _program: StepProgram
+    _pricing: Pricing
+    _trace: bool
+    _room: Headroom
+    _fewer: Repeated | None
+
+    def __post_init__(self) -> None:
+        self._workload = self._whole if self._fewer is None else self._fewer.workload
+        self._moves = _memoised_moves(self._plan, self._program, self._pricing)
         self._counts = dict.fromkeys(Lane, 0)
         self._numbers: dict[int, int] = {}  # operation -> its number in its lane
-        self._updates = {} if workload.clip else _updates(self._workload, rates, program)
-        self._final = set(_last_reductions(program).values())
+        self._updates = {} if self._whole.clip else _updates(self._workload, self._rates, self._program)
+        self._final = set(_last_reductions(self._program).values())
 
     def script(self) -> Script:
         """The script of the step."""

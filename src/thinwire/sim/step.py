@@ -134,8 +134,7 @@ def play(
     room: Headroom = UNLIMITED,
 ) -> Played:
     """Play one step in steady state, with three micro-batches if it has more; arguments as of :func:`simulate`."""
-    whole = trace or pricing is not None or room != UNLIMITED
-    script = _script(plan, workload, rates, min(micro_batches, PLAYED), trace, pricing, room, whole=whole)
+    script = _script(plan, workload, rates, min(micro_batches, PLAYED), trace, pricing, room)
     player = Player(plan, script, trace=trace)
     if micro_batches <= PLAYED:
         player.play([*script.begin, *_passes(script, range(micro_batches)), *script.end])
@@ -188,8 +187,6 @@ def _script(
     trace: bool = False,
     pricing: Pricing | None = None,
     room: Headroom = UNLIMITED,
-    *,
-    whole: bool = False,
 ) -> Script:
     """The script of a step, of fewer blocks if those that are left out repeat others."""
 
@@ -197,6 +194,7 @@ def _script(
         del units
         return moves(plan, operation, rates)
 
+    whole = trace or pricing is not None or room != UNLIMITED
     fewer = None if whole else repeated(plan, workload)
     if fewer is not None:
         program = lower(plan, fewer.workload.units, micro_batches=micro_batches)
