@@ -24,6 +24,7 @@ from thinwire.spec.cluster import ClusterSpec, Link, Links
 from thinwire.spec.codec import NOTATION, CodecSpec
 from thinwire.spec.factor import Factor
 from thinwire.spec.io import Inline, write_toml
+from thinwire.spec.islands import Islands, OuterOptimizer, Stretch
 from thinwire.spec.model import ModelSpec
 from thinwire.spec.plan import Overlap, Plan, Residence, UnitOverride, Wire
 from thinwire.spec.policy import POLICIES
@@ -76,9 +77,12 @@ def plan_reference() -> str:
         _titled("## [overlap]", Overlap),
         _titled("## [wire]", Wire),
         _titled("## [residence]", Residence),
+        _titled("## [islands]", Islands),
+        _titled("## [islands.outer]", OuterOptimizer),
+        _titled("## [[islands.schedule]]", Stretch),
         _titled("## [[units]]", UnitOverride),
         "## Rules",
-        _rules(Plan, Wire),
+        _rules(Plan, Wire, Islands, OuterOptimizer),
         "## Codecs",
         _table(("codec", "meaning"), ((f"`{text}`", meaning) for text, meaning in NOTATION)),
         "You can combine options: `int4:256,hadamard,stochastic`.",
