@@ -231,32 +231,34 @@ class UnitGradient:
         """Whether any parameter has delivered its gradient since the last reduction."""
         return bool(self._seen)
 
-    def collect_all(self, grads: Mapping[int, torch.Tensor], *, last: bool) -> None:
+    def collect_all(self, grads: Mapping[int, torch.Tensor], *, last: bool, late: bool) -> None:
         """Take the gradients of all parameters; see :meth:`collect`.
 
         Args:
             grads: Gradients of the whole unit, by number of the trained parameter.
             last: Whether this is the step's last micro-batch.
+            late: Whether the unit's turn in this backward is over.
         """
         if self._copies is None or self._seen:
             for index, slot in enumerate(self._slots):
-                self.collect(index, grads[slot], last=last)
+                self.collect(index, grads[slot], last=last, late=late)
             return
-        self._begin(last=last)
+        self._begin(last=last, late=late)
         self._copies.put_all([grads[slot] for slot in self._slots])
         self._seen.update(range(len(self._slots)))
 
-    def collect(self, index: int, grad: torch.Tensor, *, last: bool) -> None:
+    def collect(self, index: int, grad: torch.Tensor, *, last: bool, late: bool) -> None:
         """Take the gradient of parameter ``index``; the caller then drops autograd's tensor.
 
         Args:
             index: Slot of the parameter.
             grad: Gradient, in the parameter's shape.
             last: Whether this is the step's last micro-batch.
+            late: Whether the unit's turn in this backward is over.
         """
         seen = self._seen
         if not seen:
-            self._begin(last=last)
+            self._begin(last=last, late=late)
         if self._copies is not None and index not in seen:
             self._copies.put(index, grad)
             seen.add(index)
@@ -349,11 +351,12 @@ class UnitGradient:
         """Whether no parameter has a gradient, on any rank."""
         return self.owned.empty and not self.unsynced
 
-    def _begin(self, *, last: bool) -> None:
+    def _begin(self, *, last: bool, late: bool = False) -> None:
         """Choose the buffer for this micro-batch's gradients.
 
         If P is not sharded and G is not sharded like OS, gradients accumulate in ``local``, unless the step's only
-        micro-batch can be sent at once.
+        micro-batch can be sent at once. In the last micro-batch, late gradients are sent by themselves: what ``local``
+        holds may still wait for the rest of its bucket, and would be sent twice.
         """
         topology = self.topology
         self._forgotten.clear()
@@ -362,7 +365,7 @@ class UnitGradient:
         self.synchronised = False
         at_home = topology.params == 1 and not topology.scatter_always
         networked = topology.shard > 1 or topology.replica > 1
-        self._into_local = at_home and not (last and networked and not self.has_local)
+        self._into_local = at_home and not (last and networked and (late or not self.has_local))
 
     def _target(self) -> tuple[torch.Tensor, bool]:
         """The buffer of this micro-batch's gradients, and whether they are added to its content."""

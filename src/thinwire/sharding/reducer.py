@@ -104,18 +104,18 @@ class Reducer:
         """Take one parameter's gradient; returns whether its unit is now complete."""
         parts = self.gradients[unit]
         part = parts[0] if len(parts) == 1 else next(p for p in reversed(parts) if p.first_slot <= index)
-        if unit in self._reduced:
+        if late := unit in self._reduced:
             self.join()  # a late gradient must not be added to a buffer that a lane is reading
-        part.collect(index - part.first_slot, grad, last=self._last)
+        part.collect(index - part.first_slot, grad, last=self._last, late=late)
         part.unsynced = True
         return part.complete and _complete(parts)
 
     def collect_all(self, unit: int, grads: Mapping[int, torch.Tensor]) -> None:
         """Take the gradients of all trained parameters of a unit, by their numbers."""
-        if unit in self._reduced:
+        if late := unit in self._reduced:
             self.join()  # as for a single gradient
         for part in self.gradients[unit]:
-            part.collect_all(grads, last=self._last)
+            part.collect_all(grads, last=self._last, late=late)
             part.unsynced = True
 
     def ready(self, unit: int) -> None:
