@@ -260,6 +260,6 @@ def test_runs_that_cannot_be_exported_are_refused(tmp_path: Path) -> None:
         export(run, tmp_path / "out")
     file = next((run.checkpoints / "step-00000002").glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    with pytest.raises(CheckpointError, match="corrupt: its CRC-32"):
+    with pytest.raises(CheckpointError, match="corrupt: the CRC-32"):
         export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()

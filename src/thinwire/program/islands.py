@@ -59,7 +59,7 @@ def exchanged_units(plan: Plan, units: Sequence[UnitInfo], fragment: int) -> tup
     """
     trained = [number for number, unit in enumerate(units) if unit.trainable]
     fragments = 1 if plan.islands is None else plan.islands.fragments
-    if fragments > len(trained):
+    if fragments > max(1, len(trained)):
         raise SpecError(
             f"plan {plan.name or plan.fingerprint()}",
             [
