@@ -21,9 +21,13 @@ from thinwire.program import least_crossing
 from thinwire.spec import Plan
 from thinwire.spec.topology import TOPOLOGY_SOURCES, SwitchTree
 
-__all__ = ["Ordered", "host_name", "order_ranks"]
+__all__ = ["WITH_PLAN", "Ordered", "host_name", "order_ranks"]
 
-_READ: Final[Typed[tuple[str, str, str, SwitchTree | None, str]]] = Typed(tuple[str, str, str, SwitchTree | None, str])
+WITH_PLAN: Final[Typed[tuple[str, str, bytes]]] = Typed(tuple[str, str, bytes])
+"""Fingerprint and description of a rank's plan, and a message of its own. Ranks with different plans may meet while one
+orders ranks and another shards, so that both begin alike."""
+
+_READ: Final[Typed[tuple[str, SwitchTree | None, str]]] = Typed(tuple[str, SwitchTree | None, str])
 
 
 @dataclass(frozen=True)
@@ -106,23 +110,24 @@ def _ordered(plan: Plan, source: str, control: Control, device: torch.device) ->
 
 def _agreed(plan: Plan, source: str, control: Control) -> tuple[list[str], SwitchTree | None, str]:
     """The host of every rank, and what rank 0 has read; see :func:`_read`."""
-    # The first two items are those by which ranks compare their plans where they shard: a rank with another plan may
-    # be there already.
     # Paths may differ from host to host, since only rank 0 reads the file.
     kind = source if source in TOPOLOGY_SOURCES else "file"
-    mine = plan.with_(topology=kind).fingerprint(), plan.describe(), host_name()
+    mine = plan.with_(topology=kind).fingerprint(), plan.describe()
 
-    def read() -> tuple[str, str, str, SwitchTree | None, str]:
-        return *mine, *(_read(source) if control.rank == 0 else (None, ""))
+    def read() -> tuple[str, str, bytes]:
+        found = _read(source) if control.rank == 0 else (None, "")
+        return *mine, _READ.encode((host_name(), *found))
 
-    everyone = control.agree(read, lambda problems: _unusable(plan, source, next(iter(problems.values()))), _READ)
+    everyone = control.agree(read, lambda problems: _unusable(plan, source, next(iter(problems.values()))), WITH_PLAN)
     for rank, other in enumerate(everyone):
         if other[0] != mine[0]:
             raise MismatchError(
                 f"rank {rank} and rank {control.rank} have different plans: [{other[1]}; {other[0]}] against "
                 f"[{mine[1]}; {mine[0]}]. Give every rank the same plan file"
             )
-    return [other[2] for other in everyone], everyone[0][3], everyone[0][4]
+    read_by = [_READ.decode(other[2]) for other in everyone]
+    _, switches, silent = read_by[0]
+    return [host for host, _, _ in read_by], switches, silent
 
 
 def _read(source: str) -> tuple[SwitchTree | None, str]:

@@ -17,6 +17,7 @@ from thinwire.collectives.group import Control, Meter
 from thinwire.collectives.nccl import backend_maker
 from thinwire.collectives.topology import AxisGroup, DataRanks
 from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
+from thinwire.network.order import WITH_PLAN
 from thinwire.program import Axis, BufferInfo, Lane, UnitInfo, check_live, exchanged_units, node_order
 from thinwire.sharding import hooks
 from thinwire.sharding.encoding import (
@@ -46,9 +47,7 @@ from thinwire.spec import Plan
 
 __all__ = ["build", "unit_infos"]
 
-_CHECKED: Final[Typed[tuple[str, str, str, int, str, tuple[str, ...]]]] = Typed(
-    tuple[str, str, str, int, str, tuple[str, ...]]
-)
+_CHECKED: Final[Typed[tuple[str, int, str, tuple[str, ...]]]] = Typed(tuple[str, int, str, tuple[str, ...]])
 
 _GROUPS = (
     (Axis.PARAMS, Lane.GATHER),
@@ -373,9 +372,9 @@ def _check_agreement(
     ]
     buffers = [(name, tuple(value.shape), str(value.dtype)) for name, value in model.named_buffers()]
     digest = hashlib.sha256(repr((shapes, buffers)).encode()).hexdigest()[:12]
-    mine = (plan.fingerprint(), plan.describe(), digest, len(shapes), source, versions)
+    mine = plan.fingerprint(), plan.describe(), _CHECKED.encode((digest, len(shapes), source, versions))
 
-    def checked() -> tuple[str, str, str, int, str, tuple[str, ...]]:
+    def checked() -> tuple[str, str, bytes]:
         if problem is not None:
             raise problem
         return mine
@@ -384,27 +383,30 @@ def _check_agreement(
         rank, text = next(iter(problems.items()))
         return MismatchError(f"rank {rank} cannot shard its model, while rank {control.rank} can: {text}")
 
-    everyone = control.agree(checked, unusable, _CHECKED, raises_own=True)
+    everyone = control.agree(checked, unusable, WITH_PLAN, raises_own=True)
     for rank, other in enumerate(everyone):
         if other[0] != everyone[0][0]:
             raise MismatchError(
                 f"rank {rank} and rank 0 have different plans: [{other[1]}; {other[0]}] against [{everyone[0][1]}; "
                 f"{everyone[0][0]}]. Give every rank the same plan file"
             )
-        if other[5] != everyone[0][5]:
+    first, *_ = models = [_CHECKED.decode(other[2]) for other in everyone]
+    for rank, model_of in enumerate(models):
+        layout, count, start, present = model_of
+        if present != first[3]:
             raise MismatchError(
-                f"rank {rank} and rank 0 have different codecs: {', '.join(other[5])} against "
-                f"{', '.join(everyone[0][5])}. Install the same version of the codec's package on every rank"
+                f"rank {rank} and rank 0 have different codecs: {', '.join(present)} against "
+                f"{', '.join(first[3])}. Install the same version of the codec's package on every rank"
             )
-        if other[4] != everyone[0][4]:
+        if start != first[2]:
             raise MismatchError(
-                f"rank {rank} and rank 0 would start from different values: {other[4] or 'its own'} against "
-                f"{everyone[0][4] or 'its own'}. Give every rank the same weights"
+                f"rank {rank} and rank 0 would start from different values: {start or 'its own'} against "
+                f"{first[2] or 'its own'}. Give every rank the same weights"
             )
-        if other[2:] != everyone[0][2:]:
+        if model_of != first:
             raise MismatchError(
-                f"rank {rank} and rank 0 have different models: {other[3]} parameters with layout {other[2]} against "
-                f"{everyone[0][3]} with {everyone[0][2]}. Build the same model on every rank"
+                f"rank {rank} and rank 0 have different models: {count} parameters with layout {layout} against "
+                f"{first[1]} with {first[0]}. Build the same model on every rank"
             )
 
 
