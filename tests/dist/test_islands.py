@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dist.parity import WIDTH, Model, batches, build, loss_of
+from tests.dist.parity import Model, batches, build, loss_of
+from tests.dist.test_program import Queue, by_queue
 from torch import nn
 
 import thinwire as tw
 from thinwire import codecs
+from thinwire.collectives.group import Record, recording
+from thinwire.program import Axis, Event, Lane, Phase, Scope, StepProgram, axis_members, due_fragments
 from thinwire.sharding.api import runtime
 from thinwire.testing import run_ranks
 
@@ -149,7 +152,6 @@ EXACT = {"count": 2, "every": 3, "outer": {"name": "sgd", "lr": 1.0, "momentum":
 def test_an_exchange_after_every_step_is_synchronous_training() -> None:
     """With SGD inside: the mean of parameters one step after a common point is a step with the mean gradient. With
     AdamW, whose steps do not add up, no such equality exists."""
-    assert WIDTH
     islands = plan_of(islands={**EXACT, "count": 4, "every": 1})
     together = tw.Plan.preset("zero1", nodes=4, local=1, compute_dtype="float32")
     alike = run_ranks(4, sharded, together.to_toml())
@@ -308,3 +310,82 @@ def test_islands_start_from_a_checkpoint_without_any(tmp_path: Any) -> None:
     first, _ = run_ranks(2, saved_by, alone.to_toml(), str(tmp_path / "saved"))
     for got in run_ranks(4, loaded_by, plan_of(local=2, islands={"count": 2}).to_toml(), str(tmp_path / "saved")):
         assert all(torch.equal(a, b) for a, b in zip(got, first, strict=True))
+
+
+# -- the program -----------------------------------------------------------------------------------------------
+
+
+def expected(program: StepProgram, plan: tw.Plan, rank: int) -> dict[Queue, list[Record]]:
+    """The operations of one rank in a program, as the recorder would note them."""
+    first, records = rank // plan.world * plan.world, []
+    for operation in program.operations:
+        beside = operation.axis is Axis.ISLANDS
+        members = axis_members(plan, operation.axis, rank if beside else rank - first)
+        for hop in operation.hops:
+            ranks = tuple(member + (0 if beside else first) for member in getattr(members, hop.scope))
+            records.append(Record(operation.lane, hop.kind, hop.scope, ranks, hop.sent))
+    return by_queue(records)
+
+
+def follow(toml: str, steps: int) -> dict[int, tuple[int, int]]:
+    """Hold every step against its program; by step, operations between islands and their bytes."""
+    plan, rank = tw.Plan.from_toml(toml), torch.distributed.get_rank()
+    _, model, optimizer = start(toml)
+    engine, counts = runtime(model), {}
+    go_on(plan, model, optimizer, 0, 1)
+    with engine.lanes.keep_journal(engine.now) as journal:
+        for step in range(2, steps + 1):
+            engine.lanes.drain()
+            with recording() as records:
+                go_on(plan, model, optimizer, step - 1, step)
+                engine.lanes.drain()
+            program = engine.schedule.programs.program(1, fragments=due_fragments(plan, step))
+            assert by_queue(records) == expected(program, plan, rank), step
+            starts = [op for op in program.operations if op.lane is Lane.OUTER]
+            noted = [started for started in journal.step(step - 1).starts if started.lane is Lane.OUTER]
+            assert [(op.axis, op.units, op.encoded, op.start) for op in starts] == [
+                (started.axis, started.units, started.encoded, started.start) for started in noted
+            ]
+            counts[step] = len(starts), sum(op.sent(scope) for op in starts for scope in Scope)
+    assert_waits(plan, journal, engine, steps)
+    return counts
+
+
+def assert_waits(plan: tw.Plan, journal: Any, engine: Any, steps: int) -> None:
+    """Computation waited for an exchange as many steps after its start as the program says."""
+    end = Event(Phase.STEP, -1, 0)
+    for step in range(2, steps + 1):
+        program = engine.schedule.programs.program(1, fragments=due_fragments(plan, step))
+        for op in (op for op in program.operations if op.lane is Lane.OUTER):
+            assert op.index in program.waits[end]
+            if step + op.delay <= steps:
+                assert len(journal.step(step + op.delay - 1).waits.get(end, ())) >= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "islands", "steps_with"),
+    [
+        ("ddp", 1, {"every": 3}, {3: 2, 6: 2}),
+        ("thinwire", 1, {"every": 4, "fragments": 2, "delay": 1, "codec": "int4:256"}, {2: 1, 4: 1, 6: 1}),
+        ("zero3", 1, {"every": 4, "fragments": 3, "delay": 2, "blend": 0.5}, {2: 1, 4: 1, 5: 1, 6: 1}),
+    ],
+)
+def test_the_runtime_performs_the_program(name: str, nodes: int, islands: Fields, steps_with: dict[int, int]) -> None:
+    plan = plan_of(name, nodes=nodes, local=2, islands={"count": 2, **islands})
+    for counts in run_ranks(4, follow, plan.to_toml(), 6):
+        assert {step: number for step, (number, _) in counts.items() if number} == {**steps_with}
+        assert all(sent > 0 for number, sent in counts.values() if number)
+
+
+def test_exchanges_take_turns() -> None:
+    plan = plan_of(islands={"count": 2, "every": 7, "fragments": 3, "schedule": [{"after": 0.5, "every": 4}]})
+    taken = {step: due_fragments(plan, step) for step in range(1, 15)}
+    assert {step: turn for step, turn in taken.items() if turn} == {
+        2: (0,),
+        4: (1,),
+        7: (2,),
+        9: (0,),
+        11: (1,),
+        14: (2,),
+    }
+    assert [step for step in range(1, 9) if due_fragments(plan, step, 0.5) == (2,)] == [4, 8]

@@ -77,7 +77,7 @@ class Programs:
         self.plan, self.infos, self.position = plan, infos, position
         self.trace: Trace | None = None
         self._lower: Lower = lower
-        self._programs: dict[tuple[Trace, int, bool, bool], StepProgram] = {}
+        self._programs: dict[tuple[Trace, int, bool, bool, tuple[int, ...]], StepProgram] = {}
         # Tables for the trace, by place; see the methods of these names.
         self._prefetches: dict[Place, Mapping[Moment, tuple[GatherBatch, ...]]] = {}
         self._turns: dict[Place, Turns] = {}
@@ -85,7 +85,13 @@ class Programs:
         self._retained: dict[bool, Retained] = {}
 
     def program(
-        self, micro_batches: int, *, clip: bool = False, trace: Trace | None = None, unit_by_unit: bool = False
+        self,
+        micro_batches: int,
+        *,
+        clip: bool = False,
+        trace: Trace | None = None,
+        unit_by_unit: bool = False,
+        fragments: tuple[int, ...] = (),
     ) -> StepProgram:
         """The program of a step.
 
@@ -94,15 +100,22 @@ class Programs:
             clip: Whether ranks add up the gradient norm.
             trace: Order of units; default: the adopted trace.
             unit_by_unit: Whether every unit is reduced in a bucket of its own.
+            fragments: Fragments that the step begins to exchange with other islands.
         """
         trace = trace or self._trace_so_far()
-        key = (trace, micro_batches, clip, unit_by_unit)
+        key = (trace, micro_batches, clip, unit_by_unit, fragments)
         if key not in self._programs:
             if len(self._programs) >= MOST_PROGRAMS:
                 self._programs.clear()
             plan = _bucketed(self.plan, unit_by_unit=unit_by_unit)
             self._programs[key] = self._lower(
-                plan, self.infos, micro_batches=micro_batches, trace=trace, position=self.position, clip=clip
+                plan,
+                self.infos,
+                micro_batches=micro_batches,
+                trace=trace,
+                position=self.position,
+                clip=clip,
+                fragments=fragments,
             )
         return self._programs[key]
 
