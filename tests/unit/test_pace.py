@@ -29,6 +29,11 @@ def test_a_slow_rank_is_named_once_and_again_when_it_keeps_up() -> None:
     assert said(pace, 1.0, 1.0, 1.0, 1.0, records=40) == []
 
 
+def test_only_the_island_of_a_slow_rank_waits_for_it() -> None:
+    (first,) = said(Pace(HOSTS, islands=2), 1.0, 1.0, 1.5, 1.1)
+    assert first.endswith("50% more; its island waits for it, and the others when they exchange")
+
+
 def test_a_single_disturbance_names_no_rank() -> None:
     pace = Pace(HOSTS)
     for number in range(40):

@@ -445,7 +445,7 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         island=control(parallel.grid.island_ranks),
         updates=_updates(run, parallel, optimizer, position),
         position=position,
-        pace=Pace(hosts) if _is_comparable(plan, device) else None,
+        pace=Pace(hosts, islands=plan.num_islands) if _is_comparable(plan, device) else None,
         ordered=ordered,
         num_parameters=num_parameters,
         token_flops=token_flops,

@@ -29,10 +29,11 @@ class Pace:
 
     Args:
         hosts: Names of the ranks' hosts, by rank.
+        islands: Number of islands that do not step together.
     """
 
-    def __init__(self, hosts: Sequence[str]) -> None:
-        self._hosts = tuple(hosts)
+    def __init__(self, hosts: Sequence[str], *, islands: int = 1) -> None:
+        self._hosts, self._islands = tuple(hosts), islands
         self._records: deque[tuple[float, ...]] = deque(maxlen=RECORDS)
         self._slow: int | None = None
 
@@ -59,9 +60,10 @@ class Pace:
         self._records.clear()
         if slow is None:
             return f"{self._name(before)} keeps up with the others again"
+        who = "all wait for it" if self._islands == 1 else "its island waits for it, and the others when they exchange"
         return (
             f"{self._name(slow)} is slow: a step takes it {format_duration(usual[rank])} of its own work and the "
-            f"others {format_duration(others)} in the median, {usual[rank] / others - 1:.0%} more; all wait for it"
+            f"others {format_duration(others)} in the median, {usual[rank] / others - 1:.0%} more; {who}"
         )
 
     def _name(self, rank: int | None) -> str:
