@@ -57,17 +57,14 @@ class Typed(Generic[T]):
             raise CollectiveError(f"a rank sent {len(message)} bytes that are not {self._kind}: {what}") from error
         return value
 
-    def outcome(self) -> Typed[tuple[str | None, T | None]]:
-        """How outcomes of an action travel: what went wrong, or ``None`` and a value."""
-        return self._outcome
-
     @functools.cached_property
     def _adapter(self) -> TypeAdapter[tuple[T]]:
         # A tuple, because a type with a configuration of its own takes no other.
         return TypeAdapter(tuple[self._kind], config=_CONFIG)  # type: ignore[name-defined]
 
     @functools.cached_property
-    def _outcome(self) -> Typed[tuple[str | None, T | None]]:
+    def outcome(self) -> Typed[tuple[str | None, T | None]]:
+        """How outcomes of an action travel: what went wrong, or ``None`` and a value."""
         kind: Any = None if self._kind is None else self._kind | None
         return Typed(tuple[str | None, kind])
 
@@ -131,7 +128,7 @@ def agree(
         Exception: An action failed. The error is the result of ``explain``, caused by this rank's own exception if it
             has one, or that exception itself.
     """
-    outcome = typed.outcome()
+    outcome = typed.outcome
     cause: BaseException | None = None
     try:
         mine = outcome.encode((None, action()))

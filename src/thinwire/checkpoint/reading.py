@@ -37,8 +37,7 @@ def check_file(directory: Path, file: FileEntry, contents: Mapping[str, tuple[to
     """
     path = directory / file.name
     check_size(path, file.size)
-    for _ in _pieces(path, file, range(len(file.crcs))):
-        pass
+    _check_blocks(path, file)
     check_header(path, file.size, contents)
 
 
@@ -79,8 +78,7 @@ class Reading:
             if wanted.file.block_bytes <= BLOCK_BYTES:
                 wanted.copy_checked()
             else:
-                for _ in _pieces(wanted.path, wanted.file, range(len(wanted.file.crcs))):
-                    pass
+                _check_blocks(wanted.path, wanted.file)
                 wanted.copy_unchecked()
 
     def fill_unchecked(self) -> None:
@@ -197,6 +195,12 @@ def _fill(descriptor: int, run: _Run) -> None:
         read_into(descriptor, position, stored[: part.numel()])
         part.copy_(stored[: part.numel()])
         position += part.numel() * run.dtype.itemsize
+
+
+def _check_blocks(path: Path, file: FileEntry) -> None:
+    """Compare every block of a file with its checksum; errors as of :func:`_pieces`."""
+    for _ in _pieces(path, file, range(len(file.crcs))):
+        pass
 
 
 def _pieces(path: Path, file: FileEntry, numbers: Iterable[int]) -> Iterator[tuple[int, torch.Tensor]]:
