@@ -8,14 +8,17 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from thinwire.spec import Factor
+
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from thinwire.plan import Searched, TrainingJob
+    from thinwire.plan import Chosen, CodecLevel, Freedom
     from thinwire.spec import ModelSpec, Plan
     from thinwire.spec.profile import Profile
     from thinwire.spec.recipe import Recipe
     from thinwire.train.environment import Started
+    from thinwire.train.launching.resolved import ResolvedRun
 
 __all__ = ["choose_plan"]
 
@@ -24,16 +27,17 @@ BUDGET = 20.0
 
 
 def choose_plan(
-    recipe: Recipe, resolved: Plan, ranks: Started | None, profile: Path | None, console: Console
+    run: ResolvedRun, ranks: Started | None, profile: Path | None, codecs: CodecLevel | None, console: Console
 ) -> tuple[Plan, Profile]:
     """Choose the plan for a run.
 
     Args:
-        recipe: Recipe of the run.
-        resolved: Plan of the recipe; the choice keeps its mesh, order of ranks, dtype and batch.
+        run: The run under its recipe's plan. The choice keeps its ranks, its sequences per step, and the keys that the
+            search does not decide, such as dtypes.
         ranks: The ranks that a launcher has started, all of which call this function; ``None`` if this process starts
             them.
         profile: Profile of the cluster; ``None`` measures one now.
+        codecs: How lossy codecs may be; ``None`` allows none, and says what they would gain.
         console: Console that shows the choice and its reason.
 
     Returns:
@@ -47,26 +51,49 @@ def choose_plan(
     from thinwire.spec.profile import Profile
     from thinwire.train.data.packing import prepare
 
+    recipe, resolved = run.recipe, run.plan
     dataset = prepare(recipe.data)
     shape = recipe.model.shape(vocab=dataset.vocab, seq=recipe.train.seq)
-    measured = Profile.read(profile) if profile else _measured(recipe, resolved, shape, ranks)
-    clip = recipe.optimizer.clip is not None
-    job = planner.profiled_job(shape, recipe.train.seq, resolved, measured, clip=clip)
-    searched = planner.search_fitting(job, "--plan auto")
-    _say(job, searched, console)
-    chosen = searched.candidates[0].plan
-    kept = {"compute_dtype": resolved.compute_dtype, "placement": resolved.placement, "topology": resolved.topology}
-    return chosen.with_(name="auto", **kept), measured
+    all_ranks = Factor(local=run.node_ranks, nodes=resolved.ranks // run.node_ranks)
+    measured = Profile.read(profile) if profile else _measured(recipe, resolved, all_ranks, shape, ranks)
+    free = _freedom(recipe, codecs)
+    job = planner.profiled_job(
+        shape, recipe.train.seq, resolved, measured, clip=recipe.optimizer.clip is not None, free=free
+    )
+    chosen = planner.choose(job, resolved, "--plan auto", free=free)
+    _say(chosen, console)
+    for line in planner.replaced_keys(chosen.plan, resolved, recipe.plan):
+        console.print(line, markup=False, soft_wrap=True)
+    return chosen.plan, measured
 
 
-def _measured(recipe: Recipe, resolved: Plan, shape: ModelSpec, ranks: Started | None) -> Profile:
+def _freedom(recipe: Recipe, codecs: CodecLevel | None) -> Freedom:
+    """What the search may choose: all but what the recipe's ``[train]`` decides.
+
+    A recipe's ``micro_batch`` and ``micro_batches`` say how many sequences a rank trains in a step, and the search
+    divides them; beside ``global_batch``, ``micro_batch`` is an upper limit.
+    """
+    from thinwire.plan import Freedom
+
+    train = recipe.train
+    return Freedom(
+        largest_micro_batch=train.micro_batch if train.global_batch is not None else None,
+        recompute=train.recompute,
+        cuts=recipe.model.kind != "huggingface",
+        codecs=codecs or "lossless",
+    )
+
+
+def _measured(
+    recipe: Recipe, resolved: Plan, all_ranks: Factor, shape: ModelSpec, ranks: Started | None
+) -> Profile:
     """A profile made now: by this rank and the others, or by ranks that are started for it."""
     from thinwire.spec.profile import Profile
 
     with tempfile.TemporaryDirectory(prefix="thinwire-profile-") as directory:
         out = Path(directory) / "profile.json"
         if ranks is None:
-            _measure_apart(recipe, resolved, shape, Path(directory), out)
+            _measure_apart(recipe, resolved, all_ranks, shape, Path(directory))
             return Profile.read(out)
         from thinwire.cli.profile import Measurement, measure_here
         from thinwire.train.environment import rank_device
@@ -76,22 +103,21 @@ def _measured(recipe: Recipe, resolved: Plan, shape: ModelSpec, ranks: Started |
         device = rank_device(recipe.cluster.device, ranks.local_rank)
         parts = pieces(
             shape,
-            resolved.mesh,
+            all_ranks,
             seq=recipe.train.seq,
             micro_batch=resolved.micro_batch,
             dtype=resolved.compute_dtype,
             memory=rank_memory(device),
         )
-        measurement = Measurement(out, BUDGET, parts, resolved.mesh, device, timeout=recipe.cluster.timeout)
+        measurement = Measurement(out, BUDGET, parts, all_ranks, device, timeout=recipe.cluster.timeout)
         return measure_here(measurement, ranks)
 
 
-def _measure_apart(recipe: Recipe, resolved: Plan, shape: ModelSpec, directory: Path, out: Path) -> None:
+def _measure_apart(recipe: Recipe, resolved: Plan, mesh: Factor, shape: ModelSpec, directory: Path) -> None:
     from thinwire.errors import UsageError
 
-    model = directory / "model.toml"
+    model, out = directory / "model.toml", directory / "profile.json"
     shape.save(model)
-    mesh = resolved.mesh
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(mesh.ranks),
         "-m", "thinwire.cli.main", "profile", "--out", str(out), "--budget", f"{BUDGET:.0f}s", "--model", str(model),
@@ -103,19 +129,22 @@ def _measure_apart(recipe: Recipe, resolved: Plan, shape: ModelSpec, directory: 
         raise UsageError(f"--plan auto could not measure this machine:\n{result.stderr.strip()[-2000:]}")
 
 
-def _say(job: TrainingJob, searched: Searched, console: Console) -> None:
+def _say(choice: Chosen, console: Console) -> None:
+    """Print the plan, what bounds its step, which lossy codecs it has, and the fastest classic system."""
     import thinwire.plan as planner
 
-    chosen = searched.candidates[0]
-    console.print(f"auto: {planner.summary(chosen.plan)}", markup=False, soft_wrap=True)
-    console.print(
-        f"predicted step {chosen.seconds:.3f} s, bound by {planner.binding(job, chosen)}", markup=False, soft_wrap=True
-    )
-    plain = min((c for c in searched.classics if c.fits), key=lambda c: c.seconds, default=None)
+    chosen = choice.predicted
+    lines = [
+        f"auto: {planner.summary(chosen.plan)}",
+        f"predicted step {chosen.seconds:.3f} s, bound by {planner.binding(choice.job, chosen)}",
+    ]
+    if choice.consent is not None:
+        lines.append(choice.consent)
+    plain = min((c for c in choice.searched.classics if c.fits), key=lambda c: c.seconds, default=None)
     if plain is not None:
-        console.print(
+        lines.append(
             f"of the classic systems {plain.label} would be fastest: {plain.seconds:.3f} s, "
-            f"{plain.seconds / chosen.seconds:.2f} times as long",
-            markup=False,
-            soft_wrap=True,
+            f"{plain.seconds / chosen.seconds:.2f} times as long"
         )
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)

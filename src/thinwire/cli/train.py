@@ -7,7 +7,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -20,6 +20,7 @@ from thinwire.cli.summary import shown
 from thinwire.extras import require
 
 if TYPE_CHECKING:
+    from thinwire.spec.plan import Plan
     from thinwire.spec.profile import Profile
     from thinwire.spec.recipe import Recipe
     from thinwire.train.directory import RunDirectory
@@ -55,6 +56,13 @@ class TrainOptions:
     profile: Annotated[
         Path | None,
         typer.Option(metavar="PROFILE.json", help="With --plan auto: do not measure again.", show_default=False),
+    ] = None
+    codecs: Annotated[
+        Literal["none", "lossless", "standard", "aggressive"] | None,
+        typer.Option(
+            help="With --plan auto: how lossy codecs may be; without this option, auto uses none that lose anything.",
+            show_default="lossless",
+        ),
     ] = None
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Nodes; on one machine they are logical.", show_default=False)
@@ -100,7 +108,7 @@ def train(options: TrainOptions) -> None:
 
       thinwire train recipes/quickstart.toml --plan preset:zero3 --nodes 2 --nproc 2 --set train.steps=50
 
-      thinwire train recipes/quickstart.toml --plan auto --nodes 2 --nproc 2
+      thinwire train recipes/quickstart.toml --plan auto --codecs standard --nodes 2 --nproc 2
 
       thinwire train recipes/quickstart.toml --set plan.tp=2 --set plan.pp=2 --nodes 1 --nproc 4
 
@@ -171,19 +179,20 @@ def _choose_plan(
     from thinwire.spec.plan import Plan
 
     if options.plan != "auto":
-        if options.profile is not None:
-            raise UsageError(f"--profile {options.profile} has no use here: it goes with --plan auto")
+        for option, value in (("--profile", options.profile), ("--codecs", options.codecs)):
+            if value is not None:
+                raise UsageError(f"{option} {value} has no use here: it goes with --plan auto")
         return run, None
-    if run.plan.ranks > run.plan.data_ranks:
-        raise UsageError(
-            f"--plan auto chooses among data-parallel plans, but the recipe's plan has tp = {run.plan.tp} and pp = "
-            f"{run.plan.pp}; leave these out, or name a plan"
-        )
     before = Plan.load(run.directory.plan) if run.resume and run.directory.plan.exists() else None
-    if before is not None and before.mesh == run.plan.mesh:
+    if before is not None and _same_ranks(before, run.plan):
         return run.with_plan(before), None
-    plan, measured = choose_plan(run.recipe, run.plan, ranks, options.profile, console)
+    plan, measured = choose_plan(run, ranks, options.profile, options.codecs, console)
     return run.with_plan(plan), measured
+
+
+def _same_ranks(before: Plan, now: Plan) -> bool:
+    """Whether a plan is for the ranks of this run, which the recipe may divide otherwise."""
+    return before.mesh == now.mesh if (before.tp, before.pp) == (now.tp, now.pp) else before.ranks == now.ranks
 
 
 def _origin(recipe: Recipe) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import torch
 import thinwire.plan as planner
 from thinwire.collectives import group
 from thinwire.errors import UsageError
+from thinwire.plan import CodecLevel
 from thinwire.profile import Settings, measure
 from thinwire.spec import ModelSpec, Plan
 from thinwire.spec.huggingface import huggingface_shape
@@ -29,9 +30,18 @@ log = logging.getLogger("thinwire")
 
 
 def automatic_plan(
-    config: Mapping[str, Any], seq: int | None, template: Plan, device: torch.device, profile: str | None, *, clip: bool
+    config: Mapping[str, Any],
+    seq: int | None,
+    template: Plan,
+    device: torch.device,
+    profile: str | None,
+    *,
+    clip: bool,
+    codecs: CodecLevel = "lossless",
 ) -> Plan:
     """Choose a plan for a model of Hugging Face. Collective.
+
+    The loop decides micro-batch, recomputation, and that ranks are data-parallel; a line of the log says so.
 
     Args:
         config: Configuration of the model.
@@ -40,6 +50,7 @@ def automatic_plan(
         device: Device of this rank.
         profile: A profile of the cluster; ``None`` measures one now, in some 20 seconds.
         clip: Whether gradients are clipped by their norm.
+        codecs: How lossy codecs may be.
 
     Returns:
         The plan, the same on every rank.
@@ -55,10 +66,17 @@ def automatic_plan(
         )
     shape = ModelSpec.parse({**huggingface_shape(config), "seq": seq}, "model.config")
     measured = _measured(shape, seq, template, device) if profile is None else Profile.read(Path(profile))
-    job = planner.profiled_job(shape, seq, template, measured, clip=clip)
-    best = planner.search_fitting(job, 'plan="auto"').candidates[0]
-    log.info("auto: %s; predicted step %.3f s", planner.summary(best.plan), best.seconds)
-    return best.plan.with_(name="auto", compute_dtype=template.compute_dtype)
+    free = planner.Freedom(micro_batch=template.micro_batch, recompute=template.recompute, codecs=codecs)
+    job = planner.profiled_job(shape, seq, template, measured, clip=clip, free=free)
+    chosen = planner.choose(job, template, 'plan="auto"', free=free)
+    log.info("auto: %s; predicted step %.3f s", planner.summary(chosen.plan), chosen.predicted.seconds)
+    log.info(
+        "auto: the trainer's own arguments decide micro-batch and recomputation, and tp and pp stay 1, as the trainer "
+        "cannot take another choice of them"
+    )
+    if chosen.consent is not None:
+        log.info("auto: %s", chosen.consent.replace("--codecs ", "codecs="))
+    return chosen.plan
 
 
 def _measured(shape: ModelSpec, seq: int, template: Plan, device: torch.device) -> Profile:

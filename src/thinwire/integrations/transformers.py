@@ -22,6 +22,7 @@ from thinwire.integrations.accelerate import STATE, SteppingOptimizer
 from thinwire.integrations.automatic import automatic_plan
 from thinwire.integrations.optimizers import is_sharded
 from thinwire.integrations.plans import chosen_plan, launched_mesh
+from thinwire.plan import CODEC_LEVELS, CodecLevel
 from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.optim import ShardedOptimizer
 from thinwire.sharding.runtime import runtime_of
@@ -53,6 +54,13 @@ class ThinwireArguments(TrainingArguments):
     sequence_length: int | None = field(
         default=None,
         metadata={"help": "With plan=auto: tokens in a sequence."},
+    )
+    codecs: str = field(
+        default="lossless",
+        metadata={
+            "help": "With plan=auto: how lossy codecs may be: none, lossless, standard or aggressive.",
+            "choices": ["none", "lossless", "standard", "aggressive"],
+        },
     )
 
 
@@ -134,6 +142,7 @@ class ThinwireTrainerMixin:
             self.args.device,
             getattr(self.args, "profile", None),
             clip=bool(self.args.max_grad_norm),
+            codecs=_codecs(self.args),
         )
         return chosen.with_(recompute=False)  # the trainer itself recomputes
 
@@ -251,6 +260,18 @@ def _check_weights_only(checkpoint: Path) -> None:
                 f"resume_from_checkpoint={str(checkpoint)!r}: {name} was saved without thinwire, and its states cannot "
                 "be loaded into shares; copy the checkpoint without optimizer and scheduler to go on from its weights"
             )
+
+
+def _codecs(args: Any) -> CodecLevel:
+    """How lossy codecs of ``plan="auto"`` may be.
+
+    Raises:
+        UsageError: There is no such level.
+    """
+    level = getattr(args, "codecs", "lossless")
+    if level not in CODEC_LEVELS:
+        raise UsageError(f"codecs={level!r} is no level of compression: {', '.join(CODEC_LEVELS)}")
+    return level  # type: ignore[no-any-return]
 
 
 def _recomputes(arguments: Any) -> bool:

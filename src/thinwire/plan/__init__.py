@@ -1,7 +1,7 @@
 """The planner: rules, search, placement and explanation. Never imports torch."""
 
 from thinwire.plan.amsp import AmspPlan, amsp_flips, amsp_search
-from thinwire.plan.automatic import profiled_job, search_fitting
+from thinwire.plan.automatic import Chosen, Freedom, choose, profiled_job, replaced_keys, search_fitting
 from thinwire.plan.candidates import AxisSeconds, Candidate
 from thinwire.plan.compare import Quantity, RunComparison, compare, refit
 from thinwire.plan.explain import (
@@ -36,11 +36,13 @@ __all__ = [
     "AmspPlan",
     "AxisSeconds",
     "Candidate",
+    "Chosen",
     "CodecLevel",
     "RunComparison",
     "Cut",
     "Explanation",
     "Flip",
+    "Freedom",
     "TrainingJob",
     "Placed",
     "Quantity",
@@ -54,6 +56,7 @@ __all__ = [
     "both_objectives",
     "binding",
     "candidate",
+    "choose",
     "compare",
     "critical_path",
     "explain",
@@ -67,6 +70,7 @@ __all__ = [
     "rankfile",
     "refit",
     "remedies",
+    "replaced_keys",
     "search",
     "shortage",
     "slurm_hostfile",

@@ -132,9 +132,12 @@ def _secondaries(mesh: Factor, params: Factor) -> tuple[Factor | None, ...]:
 
 
 def knobs(plan: Plan) -> int:
-    """How many things a plan does that plain data parallelism does not. A tie goes to the plan with fewer."""
+    """How many things a plan does that plain data parallelism does not. A tie goes to the plan with fewer.
+
+    Error feedback does not count: it is turned on where it is free, for the sake of the loss.
+    """
     turned = [not codec.is_none for codec in plan.wire.codecs().values()]
-    turned += [plan.secondary is not None, plan.recompute, plan.partition == "inter", plan.wire.error_feedback]
+    turned += [plan.secondary is not None, plan.recompute, plan.partition == "inter"]
     turned += [plan.granularity == "module", plan.overlap.input_gradient]
     turned += [plan.gather_bytes > 0 or plan.reduce_bytes > 0, plan.persist_bytes > 0 or plan.reuse_bytes > 0]
     turned += [plan.bucket_chunks > 1, plan.params.ranks > 1, plan.grads != plan.params, plan.optimizer != plan.params]

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from thinwire.cost import NominalRates
 from thinwire.plan.candidates import Candidate
 from thinwire.plan.drafts import Drafts, PlanDraft, fits
+from thinwire.plan.refine import Refinement
 from thinwire.plan.rules import UNCUT, knobs
 from thinwire.plan.simulations import Simulations, candidate
 from thinwire.plan.training_job import TrainingJob
-from thinwire.program import Lane
-from thinwire.sim import Resource
 from thinwire.spec import ClusterSpec, Plan
 
 __all__ = ["CLASSICS", "RESOLUTION", "Search", "Searched", "candidate", "elsewhere", "search"]
@@ -32,14 +31,6 @@ CLASSICS = ("zero1", "zero2", "zero3", "mics", "zeropp")
 
 RESOLUTION = 0.01
 """The search is complete when no plan that was not simulated can be better by more than this share."""
-
-_CHUNKS = (2, 4, 8)
-"""Numbers of chunks to try."""
-
-_MIB = 1 << 20
-
-_SMALL_UNIT = 64 << 10
-"""Bytes of units that stay whole where others stay as far as memory reaches."""
 
 MOST_BLOCKS = 1200
 """Blocks to simulate at most, over all plans: about a third of a second. If the search stops here, its result says that
@@ -133,7 +124,7 @@ class Search:
             simulated[draft] = self._candidate(self.plan(draft))
         ranked = _ranked(list(simulated.values()), self.job.tie)
         if ranked:
-            ranked[0] = self._refined(ranked[0])
+            ranked[0] = Refinement(self.job, self.simulations).of(ranked[0])
         return Searched(
             tuple(ranked),
             (),
@@ -161,72 +152,6 @@ class Search:
                 simulated[first] = self._candidate(self.plan(first))
                 best = min(best, simulated[first].seconds)
         return sorted(promising, key=lambda draft: (draft.bound, draft.knobs)), simulated
-
-    def _refined(self, best: Candidate) -> Candidate:
-        """The best plan with what makes it faster by more than a tie, unless its links and its computation leave
-        nothing to gain."""
-        if best.seconds > self._least(best) * (1 + self.job.tie):
-            best = self._under_input_gradients(self._in_chunks(best))
-        return self._retaining(best)
-
-    def _least(self, best: Candidate) -> float:
-        """A lower bound of the seconds of a step with the work of this one, whatever overlaps what.
-
-        Computation takes longer beside transfers, or waits for them. At published rates, messages that are cut up take
-        longer together than a whole one. Measured seconds need not grow that way, so that only computation counts.
-        """
-        busy = best.simulated.busy
-        computing, standing = busy[Resource.COMPUTE], best.axes.idle + best.axes.messages
-        if not isinstance(self.job.rates, NominalRates):
-            return computing + standing
-        computing += busy[Resource.CODEC]
-        links = max(busy[Resource.INSIDE], busy[Resource.ACROSS], busy[Resource.SPINE])
-        # Waiting for a transfer costs a second for each of its seconds; computing beside it costs at most that.
-        beside = min(1.0, self.job.rates.least_slowing - 1) * min(computing, links)
-        return max(computing + beside, links) + standing
-
-    def _in_chunks(self, best: Candidate) -> Candidate:
-        """The best plan with its reductions in chunks, if that makes it faster by more than a tie.
-
-        Only the best plan is tried: chunks shorten what computation does not hide, at most a unit's reduction and the
-        last bucket's, which rarely decides between two ways of sharding.
-        """
-        in_chunks = (self._candidate(best.plan.with_(bucket_chunks=chunks)) for chunks in _CHUNKS)
-        return _faster(self.job.tie, best, in_chunks)
-
-    def _under_input_gradients(self, best: Candidate) -> Candidate:
-        """The best plan with reductions that start before the input gradient, if that makes it faster by more than a
-        tie: those of the head alone, or of every linear layer, which are then units of their own.
-
-        Only the best plan is tried: what computation does not hide is again a part of a unit's reduction.
-        """
-        if best.plan.tp > 1:
-            return best
-        first = {"overlap": {"input_gradient": True}}
-        earlier = (self._candidate(best.plan.with_(**first, granularity=size)) for size in ("block", "module"))
-        return _faster(self.job.tie, best, earlier)
-
-    def _retaining(self, best: Candidate) -> Candidate:
-        """The best plan with units that travel together, or that stay gathered as far as memory reaches, if that makes
-        it faster by more than a tie.
-
-        Only the best plan is tried: both spare gathers, whose bytes the choice between ways of sharding has counted. It
-        is not, where computation hardly waits for them: no plan gains more than that.
-        """
-        plan, waiting = best.plan, best.simulated.exposed
-        if plan.params.ranks == 1 or waiting[Lane.GATHER] + waiting[Lane.REDUCE] <= self.job.tie * best.seconds:
-            return best
-        live = best.memory.gathered + self.job.cluster.memory - best.memory.total
-        live -= live % _MIB
-        if live <= 0:
-            return best
-        together = {"gather_bytes": plan.bucket_bytes, "reduce_bytes": plan.bucket_bytes}
-        stays = {"reuse_bytes": self.job.cluster.memory, "live_bytes": live}
-        small = sum(unit.nbytes for unit in self.job.units(plan) if unit.nbytes <= _SMALL_UNIT)
-        if small * 8 <= live:
-            stays["persist_bytes"] = _SMALL_UNIT
-        changes = (together, stays, {**together, **stays})
-        return _faster(self.job.tie, best, [self._candidate(plan.with_(**change)) for change in changes])
 
     def _fits(self, draft: PlanDraft) -> bool:
         """Whether a draft fits into memory, including the messages of its codecs."""
@@ -282,12 +207,6 @@ class Search:
         """
         _, draft = min((drafts.smallest() for drafts in self._cuts.values()), key=lambda found: found[0])
         return self._candidate(self.plan(draft))
-
-
-def _faster(tie: float, best: Candidate, others: Iterable[Candidate]) -> Candidate:
-    """The fastest of the others that fit, if it is faster than the best by more than a tie."""
-    faster = [c for c in others if c.fits and c.seconds * (1 + tie) < best.seconds]
-    return min(faster, key=lambda c: c.seconds, default=best)
 
 
 _TRIED = 8

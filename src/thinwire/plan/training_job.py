@@ -51,6 +51,10 @@ CODEC_LEVELS: dict[CodecLevel, dict[str, tuple[str, ...]]] = {
 """Codecs that the search may choose from, by level and by field of ``wire``. Each tuple starts with the plainest."""
 
 
+LARGEST_MICRO_BATCH = 32
+"""Most sequences of a micro-batch that the search tries."""
+
+
 @dataclass(frozen=True)
 class TrainingJob:
     """A training job on a cluster.
@@ -61,6 +65,7 @@ class TrainingJob:
         tokens_per_step: Tokens of one optimizer step, summed over all ranks.
         seq: Tokens per sequence.
         micro_batch: Sequences per rank and micro-batch; ``None`` lets the search choose.
+        largest_micro_batch: Most sequences that the search may put into a micro-batch; ``None`` sets no limit.
         recompute: Whether blocks are recomputed in the backward; ``None`` lets the search choose.
         codecs: The level of compression up to which the search may choose codecs.
         compute_dtype: Dtype of the forward and the backward.
@@ -87,6 +92,7 @@ class TrainingJob:
     rates: Rates = field(kw_only=True)
     overhead: int = OVERHEAD
     causal_flops: bool = False
+    largest_micro_batch: int | None = None
     tp: tuple[int, ...] | None = (1,)
     pp: tuple[int, ...] | None = (1,)
 
@@ -155,10 +161,11 @@ class TrainingJob:
     def batches(self, cut: Cut = UNCUT) -> list[tuple[int, int]]:
         """Choices of ``(micro_batch, micro_batches)`` that keep all pipeline stages busy.
 
-        Micro-batches have the size that was asked for, or a power of two.
+        Micro-batches have the size that was asked for, or any up to :data:`LARGEST_MICRO_BATCH` that divides the batch.
         """
         sequences = self.sequences(self.mesh_of(cut))
-        sizes = [self.micro_batch] if self.micro_batch else [1 << k for k in range(6)]
+        most = min(LARGEST_MICRO_BATCH, self.largest_micro_batch or LARGEST_MICRO_BATCH)
+        sizes = [self.micro_batch] if self.micro_batch else range(1, most + 1)
         dividing = [(size, sequences // size) for size in sizes if sequences and sequences % size == 0]
         return [(size, count) for size, count in dividing if keeps_busy(cut.pp, cut.schedule, count)]
 
