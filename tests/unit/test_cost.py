@@ -25,6 +25,7 @@ from thinwire.cost import (
 )
 from thinwire.errors import SpecError
 from thinwire.program import Axis, Kind, Scope, UnitInfo, axis_index, default_trace, lower
+from thinwire.program.batches import buckets
 from thinwire.sim import Resource, Workload, simulate
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
 from thinwire.train.models.gpt import GPT, GPTConfig
@@ -173,15 +174,20 @@ def test_closed_form_sums_are_what_the_simulator_adds_up(name: str) -> None:
     pricer = Pricer(rates, "bfloat16", "bfloat16")
     wire = chosen.wire
     traffic = Traffic.of(chosen.mesh, chosen.params, chosen.grads, chosen.optimizer, chosen.secondary)
-    every, last = pricer.reductions(traffic, kinds, wire.reduce_intra, wire.reduce_inter, chosen.bucket_bytes)
-    every = every.plus(pricer.gathers(traffic, kinds, wire.gather))
-    total = last.plus(pricer.spread(traffic, kinds, wire.spread)).plus(every, 2)
+    codecs = wire.reduce_intra, wire.reduce_inter
+    total = pricer.spread(traffic, kinds, wire.spread).plus(pricer.scattered(traffic, kinds, *codecs), 2)
+    for gathers in pricer.gathers(traffic, kinds, wire.gather):
+        total = total.plus(gathers, 2)
+    for bucket in buckets(chosen, infos, default_trace(infos).reduction_order):
+        numel = sum(infos[unit].buffers[0].numel // chosen.params.ranks for unit in bucket)
+        total = total.plus(pricer.sharded(traffic, numel, *codecs), 2 if traffic.every_micro_batch else 1)
+        total = total.plus(pricer.synced(traffic, numel, *codecs))
     for resource, seconds in (
         (Resource.INSIDE, total.inside),
         (Resource.ACROSS, total.across),
         (Resource.CODEC, total.codec),
     ):
-        assert seconds == pytest.approx(simulated.busy[resource], rel=0.03, abs=1e-3)
+        assert seconds == pytest.approx(simulated.busy[resource], rel=1e-4)
 
 
 def test_moves_of_an_operation_send_what_its_hops_say() -> None:

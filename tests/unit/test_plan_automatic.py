@@ -68,7 +68,11 @@ def test_batches_that_are_no_power_of_two_are_divided_too() -> None:
 
 
 def test_what_the_search_does_not_decide_stays() -> None:
-    kept = {"compute_dtype": "float32", "reduce_dtype": "bfloat16", "units": ({"match": "head", "keep_gathered": True},)}
+    kept = {
+        "compute_dtype": "float32",
+        "reduce_dtype": "bfloat16",
+        "units": ({"match": "head", "keep_gathered": True},),
+    }
     own = template(**kept, wire={"exclude": ("norm",)}, partition="inter")
     plan = chosen(Freedom(), own=own).plan
     assert (plan.name, plan.compute_dtype, plan.reduce_dtype) == ("auto", "float32", "bfloat16")
@@ -121,5 +125,3 @@ def test_islands_are_refused_and_never_chosen() -> None:
     with pytest.raises(UsageError, match="islands = 2; leave the islands out, or name a plan"):
         chosen(Freedom(), own=own)
     assert chosen(Freedom(codecs="standard")).plan.islands is None
-
-

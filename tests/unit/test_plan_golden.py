@@ -23,7 +23,9 @@ JOBS: dict[str, dict[str, Any]] = {
     "7b on 4x8": {"model": "llama-7b", "cluster": "a100-80g:4x8", "tokens": 1 << 21, "seq": 2048},
     "7b at 25 Gbit/s": {"model": "llama-7b", "cluster": "a100-80g:4x8", "tokens": 1 << 21, "seq": 2048, "gbps": 25},
     "7b at 5 Gbit/s": {"model": "llama-7b", "cluster": "a100-80g:2x4", "tokens": 1 << 19, "seq": 2048, "gbps": 5},
-    "7b lossless": {"model": "llama-7b", "cluster": "a100-80g:2x8", "tokens": 1 << 19, "gbps": 10, "codecs": "lossless"},
+    "7b lossless": {
+        "model": "llama-7b", "cluster": "a100-80g:2x8", "tokens": 1 << 19, "gbps": 10, "codecs": "lossless",
+    },
     "13b aggressive": {
         "model": "llama-13b", "cluster": "a100-40g:4x8", "tokens": 1 << 19, "gbps": 25, "codecs": "aggressive",
     },
@@ -68,7 +70,12 @@ def rows_of(job: TrainingJob) -> list[dict[str, Any]]:
     """The first plans of a search and its classic systems, with their figures."""
     searched = search(job, top=4)
     return [
-        {"plan": row.plan.model_dump(mode="json", exclude_defaults=True), "seconds": row.seconds, "bytes": row.memory.total, "label": row.label}
+        {
+            "plan": row.plan.model_dump(mode="json", exclude_defaults=True),
+            "seconds": row.seconds,
+            "bytes": row.memory.total,
+            "label": row.label,
+        }
         for row in (*searched.candidates[:4], *searched.classics)
     ]
 

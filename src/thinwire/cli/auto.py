@@ -84,9 +84,7 @@ def _freedom(recipe: Recipe, codecs: CodecLevel | None) -> Freedom:
     )
 
 
-def _measured(
-    recipe: Recipe, resolved: Plan, all_ranks: Factor, shape: ModelSpec, ranks: Started | None
-) -> Profile:
+def _measured(recipe: Recipe, resolved: Plan, all_ranks: Factor, shape: ModelSpec, ranks: Started | None) -> Profile:
     """A profile made now: by this rank and the others, or by ranks that are started for it."""
     from thinwire.spec.profile import Profile
 

@@ -341,6 +341,7 @@ def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[s
             "fitting": searched.fitting,
             "simulated": searched.simulated,
             "complete": searched.complete,
+            "gap": searched.gap,
             "cuts": searched.cuts,
             "widened": widened,
         },

@@ -110,14 +110,10 @@ def _codecs(row: Candidate) -> str:
 
 
 def search_line(searched: Searched, tie: float) -> str:
-    """The number of plans that were searched, and whether the first one is certainly the best."""
-    from thinwire.plan.search import RESOLUTION
-
-    sure = (
-        f"no other is better by more than {RESOLUTION:.0%}"
-        if searched.complete
-        else "others that were not simulated might still win; raise --top"
-    )
+    """The number of plans that were searched, and by how much any of them can be better than the first."""
+    sure = f"no other choice of factors, codecs and batch is faster by more than {searched.gap:.1%}"
+    if not searched.complete:
+        sure += " (raise --top to simulate more)"
     cuts = f" with {searched.cuts} ways of tensor and pipeline parallelism" if searched.cuts > 1 else ""
     quick = " and do not lose by what they compute alone" if searched.cuts > 1 else ""
     return (

@@ -1,8 +1,7 @@
-"""Busy seconds of every resource in one step, in closed form. The search sorts plans by them before it simulates.
+"""Busy seconds of every resource in the parts of a step, in closed form, from which the search bounds steps.
 
-A step cannot be shorter than the busy time of its busiest resource. Blocks are alike, so the sums price one unit of
-each kind instead of lowering a program, and they price every collective once for each codec that it may use. A test
-compares them with the simulator's sums.
+Blocks are alike, so the sums price one unit of each kind instead of lowering a program, and they price every collective
+once for each codec that it may use. A test compares them with the simulator's sums.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import NamedTuple
 from thinwire.cost.operations import CodedHop, PricedStage, moves_of
 from thinwire.cost.rates import Rates
 from thinwire.program import Even, Hop, Kind, MessageSizes, Scope, hops
-from thinwire.program.wire import ITEMSIZE, Encoding, ReductionEncodings
+from thinwire.program.wire import Encoding, ReductionEncodings
 from thinwire.spec import CodecSpec, Factor
 from thinwire.spec.plan import cut_alike
 
@@ -102,8 +101,7 @@ class GroupShape(NamedTuple):
         return self.local * self.nodes
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
+class Traffic(NamedTuple):
     """The groups over which a plan communicates; ``None`` where a plan does not.
 
     Attributes:
@@ -209,96 +207,64 @@ class Pricer:
             total = total.plus(_busy(move))
         return total
 
-    # -- one step --------------------------------------------------------------------------------------------------
+    # -- parts of a step -------------------------------------------------------------------------------------------
 
-    def gathers(self, traffic: Traffic, kinds: Sequence[UnitKind], codec: CodecSpec) -> Busy:
+    def gathers(self, traffic: Traffic, kinds: Sequence[UnitKind], codec: CodecSpec) -> tuple[Busy, Busy]:
         """Busy seconds of one micro-batch's parameter gathers: for the forward, and again for the backward."""
-        total = Busy()
+        forward, backward = Busy(), Busy()
         if traffic.params is None:
-            return total
+            return forward, backward
         for kind in kinds:
             once = self.gather(traffic.params, kind.numel, codec)
-            again = once if traffic.secondary is None else Busy()
-            if traffic.secondary is not None and traffic.secondary.ranks > 1:
-                again = self.gather(traffic.secondary, kind.numel, _NONE)
-            total = total.plus(once, kind.count)
+            forward = forward.plus(once, kind.count)
             if not kind.kept:
-                total = total.plus(again, kind.count)
+                backward = backward.plus(self.gathered_again(traffic, kind.numel, codec), kind.count)
+        return forward, backward
+
+    def gathered_again(self, traffic: Traffic, numel: int, codec: CodecSpec) -> Busy:
+        """Busy seconds of gathering a unit for its backward, from the secondary shard if there is one."""
+        if traffic.secondary is None:
+            return Busy() if traffic.params is None else self.gather(traffic.params, numel, codec)
+        return self.gather(traffic.secondary, numel, _NONE) if traffic.secondary.ranks > 1 else Busy()
+
+    def scattered(self, traffic: Traffic, kinds: Sequence[UnitKind], intra: CodecSpec, inter: CodecSpec) -> Busy:
+        """Busy seconds of one micro-batch's reductions over the ranks of ``P``."""
+        total = Busy()
+        for kind in kinds if traffic.params is not None else ():
+            total = total.plus(self.scatter(traffic.params, kind.numel, intra, inter), kind.count)
         return total
 
-    def reductions(
-        self,
-        traffic: Traffic,
-        kinds: Sequence[UnitKind],
-        intra: CodecSpec,
-        inter: CodecSpec,
-        bucket_bytes: int,
-    ) -> tuple[Busy, Busy]:
-        """Busy seconds of gradient reductions: in every micro-batch, and in addition in the last one."""
-        every, last = Busy(), Busy()
-        shards = 1
-        if traffic.params is not None:
-            shards = traffic.params.ranks
-            for kind in kinds:
-                every = every.plus(self.scatter(traffic.params, kind.numel, intra, inter), kind.count)
-        largest = max(kind.numel for kind in kinds) // shards
-        total = sum(kind.count * kind.numel for kind in kinds) // shards
-        bucket = min(total, max(largest, bucket_bytes // ITEMSIZE[self._reduce]))
-        count = total / bucket
-        if traffic.shard is not None:
-            packing = Busy(codec=self._packing(traffic.shard, bucket))
-            scattered = self.scatter(traffic.shard, bucket, intra, inter).plus(packing)
-            if traffic.every_micro_batch:
-                every = every.plus(scattered, count)
-            else:
-                last = last.plus(scattered, count)
-            bucket //= traffic.shard.ranks
-        if traffic.replica is not None:
-            packing = Busy(codec=self._rates.touch(2 * bucket))
-            last = last.plus(self.all_reduce(traffic.replica, bucket, intra, inter).plus(packing), count)
-        return every, last
+    def sharded(self, traffic: Traffic, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
+        """Busy seconds of reducing a bucket of ``numel`` elements to the owners of optimizer states, packing
+        included."""
+        if traffic.shard is None:
+            return Busy()
+        packing = self._rates.touch(numel + numel / traffic.shard.ranks)
+        return self.scatter(traffic.shard, numel, intra, inter).plus(Busy(codec=packing))
 
-    def _packing(self, mesh: GroupShape, numel: float) -> float:
-        """Seconds of packing a bucket for a reduce-scatter, and of taking this rank's part out of it."""
-        return self._rates.touch(numel + numel / mesh.ranks)
+    def synced(self, traffic: Traffic, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
+        """Busy seconds of adding up a bucket of ``numel`` elements over replicas, packing included."""
+        if traffic.replica is None:
+            return Busy()
+        share = numel // (traffic.shard.ranks if traffic.shard is not None else 1)
+        return self.all_reduce(traffic.replica, share, intra, inter).plus(Busy(codec=self._rates.touch(2 * share)))
 
     def spread(self, traffic: Traffic, kinds: Sequence[UnitKind], codec: CodecSpec) -> Busy:
         """Busy seconds of distributing updated parameters, once per step."""
         total = Busy()
-        if traffic.shard is None:
-            return total
-        shards = traffic.params.ranks if traffic.params else 1
         for kind in kinds:
-            total = total.plus(self.gather(traffic.shard, kind.numel // shards, codec), kind.count)
+            total = total.plus(self.spread_unit(traffic, kind.numel, codec), kind.count)
         return total
 
-    # -- exposed communication -------------------------------------------------------------------------------------
-    #
-    # The forward needs the embedding first, and its gradients are ready last: it is reduced after the backward, and its
-    # parameters are spread and gathered before the next forward. It computes almost nothing, so the gather and the
-    # reduction of the first block are exposed as well.
-
-    def first_gathers(self, traffic: Traffic, first: Sequence[int], codec: CodecSpec) -> float:
-        """Seconds of gathering the first units, whose numbers of elements are ``first``."""
-        return sum(self.gather(traffic.params, numel, codec).total for numel in first) if traffic.params else 0.0
-
-    def last_reductions(
-        self, traffic: Traffic, first: Sequence[int], intra: CodecSpec, inter: CodecSpec, bucket_bytes: int
-    ) -> float:
-        """Seconds of reducing the first units, and the rest of the last bucket, which is at least half full."""
-        seconds, numel = 0.0, first[0]
-        if traffic.params is not None:
-            seconds += sum(self.scatter(traffic.params, unit_numel, intra, inter).total for unit_numel in first)
-            numel //= traffic.params.ranks
-        numel = max(numel, bucket_bytes // ITEMSIZE[self._reduce] // 2)
-        if traffic.shard is not None:
-            seconds += self.scatter(traffic.shard, numel, intra, inter).total + self._packing(traffic.shard, numel)
-            numel //= traffic.shard.ranks
-        if traffic.replica is not None:
-            seconds += self.all_reduce(traffic.replica, numel, intra, inter).total + self._rates.touch(2 * numel)
-        return seconds
-
-    def first_spread(self, traffic: Traffic, numel: int, codec: CodecSpec) -> float:
-        """Seconds of the spread of the first unit."""
+    def spread_unit(self, traffic: Traffic, numel: int, codec: CodecSpec) -> Busy:
+        """Busy seconds of distributing the updated parameters of a unit of ``numel`` elements."""
+        if traffic.shard is None:
+            return Busy()
         shards = traffic.params.ranks if traffic.params else 1
-        return self.gather(traffic.shard, numel // shards, codec).total if traffic.shard else 0.0
+        return self.gather(traffic.shard, numel // shards, codec)
+
+    def control(self, mesh: Factor, nbytes: int) -> float:
+        """Seconds of an exchange of ``nbytes`` bytes of every rank of a mesh."""
+        steps = hops(Kind.ALL_GATHER, mesh.local, mesh.nodes, Even(nbytes, mesh.ranks), 0, MessageSizes.plain(1))
+        plain = Encoding(_NONE, self._compute)
+        return sum(move.seconds for move in moves_of([CodedHop(hop, plain) for hop in steps], self._rates))

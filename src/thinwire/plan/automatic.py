@@ -133,7 +133,7 @@ def choose(job: TrainingJob, template: Plan, asked: str, *, free: Freedom) -> Ch
     if not predicted.fits:
         lacking = format_bytes(predicted.memory.total - job.cluster.memory)
         raise UsageError(
-            f"{asked}: the best plan fits, but with the keys of the run's plan that the search does not decide, such as "
+            f"{asked}: the best plan fits, but with what the run's plan keeps, such as "
             f"accumulate_dtype = {plan.accumulate_dtype}, it lacks {lacking}; leave them out, or name a plan"
         )
     return Chosen(job, searched, plan, predicted, lossy_codecs(job, searched, plan))

@@ -1,23 +1,28 @@
-"""Closed-form estimates of every valid plan: drafts, each with a lower bound of its step time.
+"""Every valid plan in compact form: drafts, each with a lower bound of its step time.
 
 One :class:`Drafts` covers one cut of the model, that is, one number of tensor-parallel ranks and pipeline stages. Its
-plans differ in factors, codecs and batches. Their costs are sums of terms that are priced only once.
+plans differ in factors, codecs and batches. Those with the same factors form a :class:`DraftGroup`, whose bounds are
+computed at once.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
-from thinwire.cost import Busy, ModelPart, Pricer, Rates, Traffic, UnitKind, alike, working_memory
+import numpy as np
+import numpy.typing as npt
+
+from thinwire.cost import ModelPart, NominalRates, Pricer, Rates, Traffic, alike, working_memory
 from thinwire.cost.memory import PipelineShare, States, always_held, demanding_stages, held_units, stage_model, stages
+from thinwire.plan.bounds import Array, Computation, least_seconds
 from thinwire.plan.rules import Chain, Cut, chain_ends, secondaries
-from thinwire.plan.training_job import CODEC_LEVELS, CodecLevel, TrainingJob
-from thinwire.program import Kind, Scope, default_trace
+from thinwire.plan.traffic import WIRE, TrafficSeconds, UnitSizes, codec_choices
+from thinwire.plan.training_job import TrainingJob
+from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
 from thinwire.sim.axes import (
     HopCalls,
@@ -28,20 +33,17 @@ from thinwire.sim.axes import (
     pass_seconds,
     sent_seconds,
 )
-from thinwire.spec import CodecSpec, Factor, Plan
-from thinwire.spec.codec import encodable_dtypes
+from thinwire.spec import Factor, Plan
 from thinwire.spec.plan import cut_alike
 
-__all__ = ["BatchChoice", "PlanDraft", "Drafts", "axis_rates", "codec_choices", "fits", "stage_message"]
+__all__ = ["BatchChoice", "DraftGroup", "Drafts", "PlanDraft", "axis_rates", "fits", "stage_message"]
 
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 4 << 20, 256 << 20
 
-_WIRE = ("gather", "reduce_intra", "reduce_inter", "spread", "tp", "pp")
 
-
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class PlanDraft:
-    """A plan in compact form, with a lower bound of its step time. There may be 100,000, compared by identity.
+    """A plan in compact form, with a lower bound of its step time.
 
     Attributes:
         bound: Lower bound of the step time in seconds.
@@ -91,13 +93,20 @@ class BatchChoice(BatchMemory):
 
     Attributes:
         codecs: Codecs of tp and pp.
-        computing: Seconds of all forwards and backwards of a step, including sums over tensor-parallel ranks.
+        computing: Seconds of all forwards and backwards of a step, including sums over tensor-parallel ranks, and its
+            fixed seconds.
         standing: Seconds during which a pipeline rank idles or waits for messages.
+        forward: Seconds of a forward.
+        backward: Seconds of a backward, with what it recomputes.
+        parts: Seconds of the backward of each kind of part, with what it recomputes, and of its forward.
     """
 
     codecs: tuple[str, str]
     computing: float
     standing: float
+    forward: float
+    backward: float
+    parts: Mapping[str, tuple[float, float]]
 
     @property
     def knobs(self) -> int:
@@ -105,22 +114,42 @@ class BatchChoice(BatchMemory):
         return self.recompute + sum(codec != "none" for codec in self.codecs)
 
 
-class _Communication(NamedTuple):
-    """A choice of codecs with its costs: reductions, gathers and spreads as they are, which few choices add up.
+@dataclass(frozen=True)
+class DraftGroup:
+    """All plans with the same factors that fit into memory without codecs.
 
     Attributes:
-        codecs: Codecs of gather, reduce_intra, reduce_inter and spread.
-        knobs: Number of these that are not ``none``.
-        every: Work of every micro-batch: reductions and gathers.
-        once: Work of every step, in addition: reductions and the spread.
-        exposed: Seconds per step that no computation hides.
+        cut: Tensor and pipeline parallelism.
+        chain: Factors of ``P``, ``G`` and ``OS``.
+        secondary: Factor of the secondary shard; ``None`` without one.
+        batches: Choices of the batch.
+        codecs: Choices of codecs of gather, reduce_intra, reduce_inter and spread.
+        bounds: Lower bounds of steps in seconds, shape ``(batches, codecs)``.
+        knobs: Numbers of knobs, of the same shape.
     """
 
-    codecs: tuple[str, ...]
-    knobs: int
-    every: tuple[Busy, Busy]
-    once: tuple[Busy, Busy]
-    exposed: float
+    cut: Cut
+    chain: Chain
+    secondary: Factor | None
+    batches: Sequence[BatchChoice]
+    codecs: Sequence[tuple[str, ...]]
+    bounds: Array
+    knobs: npt.NDArray[np.int64]
+
+    def draft(self, number: int) -> PlanDraft:
+        """The draft at a place of the flattened arrays."""
+        which, choice = divmod(number, len(self.codecs))
+        batch = self.batches[which]
+        return PlanDraft(
+            float(self.bounds[which, choice]),
+            int(self.knobs[which, choice]),
+            self.cut,
+            self.chain,
+            self.secondary,
+            self.codecs[choice] + batch.codecs,
+            batch.micro_batch,
+            batch.recompute,
+        )
 
 
 def axis_rates(job: TrainingJob, plan: Plan) -> Rates:
@@ -165,18 +194,16 @@ class Drafts:
         )
         self.bucket_bytes = _bucket_bytes(job, self.mesh, sum(part.numel for part in job.parts(base)))
         self._base = base.with_(bucket_bytes=self.bucket_bytes)
-        self._kinds = _kinds(job, self._base)
-        units = job.units(self._base)
-        named = [unit for unit in default_trace(units).needed if units[unit].name]
-        self._first = tuple(sum(buffer.numel for buffer in units[unit].buffers) for unit in named[:2])
+        self._units = UnitSizes.of(job, self._base)
+        self._kinds = self._units.kinds
         self._parameters = sum(kind.count * kind.numel for kind in self._kinds)
         self._stages = [held_units(stage_model(job.model, stage.blocks), self._base, stage)
                         for stage in _demanding(self.job, self._base, 1)]  # fmt: skip
         # Padding depends on the world size alone, so all plans have the same units, and cut them evenly.
         self._numels = [sum(buffer.numel for unit in held for buffer in unit.buffers) for held in self._stages]
         self._held: dict[tuple[Factor, Factor], tuple[int, ...]] = {}
-        self._reduced: dict[tuple[Traffic, CodecSpec, CodecSpec], tuple[Busy, Busy, float]] = {}
         self._pricer = pricer
+        self._traffic = TrafficSeconds(job, pricer, self._units, self.bucket_bytes)
         self.considered = self.fitting = 0
 
     @cached_property
@@ -184,59 +211,87 @@ class Drafts:
         """Every choice of the batch, with its costs."""
         return list(self._all_batches())
 
-    def drafts(self, limit: float = math.inf) -> Iterator[PlanDraft]:
-        """Every valid plan that fits into memory without codecs, with its estimate.
+    def drafts(self) -> Iterator[PlanDraft]:
+        """Every valid plan that fits into memory without codecs."""
+        for group in self.groups():
+            yield from map(group.draft, range(group.bounds.size))
+
+    def groups(self, limit: float = math.inf) -> Iterator[DraftGroup]:
+        """Every valid plan that fits into memory without codecs, with a lower bound of its step.
 
         Args:
             limit: Step time in seconds above which plans are of no interest. Every plan below it is generated; some of
                 those above it are not.
         """
-        job, room = self.job, self.job.cluster.memory
-        # a (+) b = max(a, b) + (gamma - 1) min(a, b) bounds computation and transfers that overlap from below.
-        slowing, strided = job.rates.least_slowing - 1, job.cluster.links.spine is not None
         promising = [batch for batch in self.batches if batch.computing + batch.standing <= limit]
         for params, optimizer in chain_ends(self.mesh):
             if self.cut.pp > 1 and params.ranks > 1:  # every micro-batch would gather the parameters again
                 continue
-            update = job.rates.update(self._parameters // optimizer.ranks)
             for secondary in secondaries(self.mesh, params):
                 # Cutting G like OS saves memory but never time: it is tried only if G cut like P does not always fit.
                 for grads in dict.fromkeys((params, optimizer)):
-                    chain = (params, grads, optimizer)
-                    traffic = Traffic.of(self.mesh, *chain, secondary, strided=strided)
-                    levels = self._levels(traffic)
-                    count = math.prod(map(len, levels))
-                    self.considered += count * len(self.batches)
-                    if not promising:
-                        continue
-                    least = {False: (alone := self.least_states(chain, secondary)), True: alone}
-                    fitting = [batch for batch in promising if fits(least, batch, room)]
-                    if fitting:
-                        states = self.states(chain, secondary)
-                        fitting = [batch for batch in fitting if fits(states, batch, room)]
-                    self.fitting += count * len(fitting)
-                    choices = list(self._communication(traffic, levels)) if fitting else []
-                    for batch in fitting:
-                        extra = batch.knobs + (secondary is not None) + self.cut.knobs
-                        for choice in choices:
-                            codec, transferring, sending = _busy(choice, batch.micro_batches)
-                            computing = batch.computing + update + codec
-                            beside = slowing * min(computing, transferring - choice.exposed)
-                            # Exposed seconds already include the processor time of their transfers.
-                            besides = max(beside + choice.exposed, sending)
-                            bound = max(computing + besides, transferring) + batch.standing
-                            yield PlanDraft(
-                                bound,
-                                choice.knobs + extra,
-                                self.cut,
-                                chain,
-                                secondary,
-                                choice.codecs + batch.codecs,
-                                batch.micro_batch,
-                                batch.recompute,
-                            )
-                    if len(fitting) == len(promising):
+                    group = self._group((params, grads, optimizer), secondary, promising)
+                    if group is not None:
+                        yield group
+                    if group is not None and len(group.batches) == len(promising):
                         break
+
+    def _group(self, chain: Chain, secondary: Factor | None, promising: Sequence[BatchChoice]) -> DraftGroup | None:
+        """The plans with these factors; ``None`` if no batch fits."""
+        traffic = Traffic.of(self.mesh, *chain, secondary, strided=self.job.cluster.links.spine is not None)
+        levels = self._traffic.levels(traffic)
+        count = math.prod(map(len, levels))
+        self.considered += count * len(self.batches)
+        fitting = self._fitting(chain, secondary, promising)
+        self.fitting += count * len(fitting)
+        if not fitting:
+            return None
+        codecs, sent = self._traffic.choices(traffic, levels)
+        bounds = least_seconds(self._computation(fitting, chain), sent)
+        knobs = np.array([[4 - choice.count("none") for choice in codecs]])
+        extra = np.array([[batch.knobs + (secondary is not None) + self.cut.knobs] for batch in fitting])
+        return DraftGroup(self.cut, chain, secondary, fitting, codecs, bounds, knobs + extra)
+
+    def _fitting(
+        self, chain: Chain, secondary: Factor | None, promising: Sequence[BatchChoice]
+    ) -> Sequence[BatchChoice]:
+        """The batches with which these factors fit into memory."""
+        room = self.job.cluster.memory
+        alone = self.least_states(chain, secondary)
+        fitting = [batch for batch in promising if fits({False: alone, True: alone}, batch, room)]
+        if not fitting:
+            return fitting
+        states = self.states(chain, secondary)
+        return [batch for batch in fitting if fits(states, batch, room)]
+
+    def _computation(self, batches: Sequence[BatchChoice], chain: Chain) -> Computation:
+        """Seconds of computation of these batches."""
+        job, (params, _, optimizer) = self.job, chain
+        before = self._units.before_reductions(params.ranks, self.bucket_bytes)
+
+        def column(seconds: Iterable[float]) -> Array:
+            return np.array([[each] for each in seconds], dtype=np.float64)
+
+        return Computation(
+            count=column(batch.micro_batches for batch in batches),
+            forward=column(batch.forward for batch in batches),
+            entrance=column(batch.parts["embedding"][0] for batch in batches),
+            backward=column(batch.backward for batch in batches),
+            before=column(sum(batch.parts[kind][1] for kind in before) for batch in batches),
+            standing=column(batch.standing for batch in batches),
+            update=job.rates.update(self._parameters // optimizer.ranks),
+            step=job.rates.step,
+            control=self._control,
+            clip=job.clip,
+            slowing=min(1.0, job.rates.least_slowing - 1) if isinstance(job.rates, NominalRates) else 0.0,
+        )
+
+    @cached_property
+    def _control(self) -> float:
+        """Seconds of the exchanges of all ranks at the end of a step, one after another."""
+        if self.mesh.ranks == 1:
+            return 0.0
+        return sum(self._pricer.control(self.mesh, nbytes) for nbytes in self._units.control)
 
     def plan(self, draft: PlanDraft) -> Plan:
         """The full plan of a draft."""
@@ -249,7 +304,7 @@ class Drafts:
             micro_batch=draft.micro_batch,
             micro_batches=self.job.sequences(self.mesh) // draft.micro_batch,
             recompute=draft.recompute,
-            wire={name: codec for name, codec in zip(_WIRE, draft.codecs, strict=True) if codec != "none"},
+            wire={name: codec for name, codec in zip(WIRE, draft.codecs, strict=True) if codec != "none"},
         )
 
     def smallest(self) -> tuple[int, PlanDraft]:
@@ -266,7 +321,7 @@ class Drafts:
             if _needed(self.least_states(chain, None), batch) <= least:
                 needed = _needed(self.states(chain, None)[several], batch)
                 least, best = (needed, chain) if needed <= least else (least, best)
-        codecs = ("none",) * len(_WIRE)
+        codecs = ("none",) * len(WIRE)
         return int(least), PlanDraft(0.0, 0, self.cut, best, None, codecs, batch.micro_batch, batch.recompute)
 
     def states(self, chain: Chain, secondary: Factor | None) -> KeptBytes:
@@ -302,7 +357,7 @@ class Drafts:
                 plan = self._base.with_(
                     micro_batch=size, micro_batches=count, recompute=recompute, wire={"tp": tp, "pp": pp}
                 )
-                yield BatchChoice(size, count, recompute, batch.working, (tp, pp), *self._seconds(plan))
+                yield self._choice(batch, plan)
 
     @cached_property
     def _sizes(self) -> list[BatchMemory]:
@@ -318,18 +373,28 @@ class Drafts:
         """The parts of the model that compute differently, with their numbers."""
         return alike(self.job.parts(self._base))
 
-    def _seconds(self, plan: Plan) -> tuple[float, float]:
-        """Seconds of all forwards and backwards of one step; seconds during which a pipeline rank idles or waits for
-        messages."""
+    def _choice(self, batch: BatchMemory, plan: Plan) -> BatchChoice:
+        """A choice of the batch with its costs."""
         rates, seq = axis_rates(self.job, plan), self.job.seq
+        parts: dict[str, tuple[float, float]] = {}
+        for _, part in self._parts:
+            forward, backward = pass_seconds(plan, [(1, part)], rates, seq)
+            again = forward if plan.recompute and part.kind == "block" else 0.0
+            known = parts.get(part.kind, (math.inf, math.inf))  # of several, the shortest
+            parts[part.kind] = min(known[0], forward), min(known[1], backward + again)
         forward, backward = pass_seconds(plan, self._parts, rates, seq)
         blocks = [(count, part) for count, part in self._parts if part.kind == "block"]
         again = pass_seconds(plan, blocks, rates, seq)[0] if plan.recompute else 0.0
+        standing = 0.0
+        if plan.pp > 1:
+            message = stage_message(self.job, plan)
+            standing = idle_of(plan, forward, backward, message) + message_seconds(plan, message)
         computing = plan.micro_batches * (forward + backward + again) + rates.step
-        if plan.pp == 1:
-            return computing, 0.0
-        message = stage_message(self.job, plan)
-        return computing, idle_of(plan, forward, backward, message) + message_seconds(plan, message)
+        return BatchChoice(
+            batch.micro_batch, batch.micro_batches, batch.recompute, batch.working,
+            (str(plan.wire.tp), str(plan.wire.pp)), computing, standing, forward, backward + again,
+            {"embedding": (0.0, 0.0), "head": (0.0, 0.0), "rest": (0.0, 0.0), **parts},
+        )  # fmt: skip
 
     def _working(self, micro_batch: int, micro_batches: int, *, recompute: bool) -> tuple[int, ...]:
         plan = self._base.with_(micro_batch=micro_batch, micro_batches=micro_batches, recompute=recompute)
@@ -338,49 +403,6 @@ class Drafts:
             working_memory(job.model, plan, seq=job.seq, stage=stage, loss_chunk=job.loss_chunk) + job.overhead
             for stage in _demanding(self.job, self._base, micro_batches)
         )
-
-    # -- communication -----------------------------------------------------------------------------------------------
-
-    def _levels(self, traffic: Traffic) -> list[tuple[str, ...]]:
-        """Codecs that make a difference, by field of ``wire``; those of activations are left out."""
-        level = codec_choices(self.job)
-        reductions = [mesh for mesh in (traffic.params, traffic.shard, traffic.replica) if mesh]
-        used = (
-            traffic.params is not None,
-            any(mesh.local > 1 for mesh in reductions),
-            any(mesh.nodes > 1 for mesh in reductions),
-            traffic.shard is not None,
-        )
-        return [level[name] if needed else ("none",) for name, needed in zip(_WIRE[:4], used, strict=True)]
-
-    def _communication(self, traffic: Traffic, levels: list[tuple[str, ...]]) -> Iterator[_Communication]:
-        """Every choice of codecs with its costs."""
-        gathers, intras, inters, spreads = map(_codecs, levels)
-        pricer, kinds, first = self._pricer, self._kinds, self._first
-        gathered = [
-            (str(c), pricer.gathers(traffic, kinds, c), pricer.first_gathers(traffic, first, c)) for c in gathers
-        ]
-        spread = [
-            (str(c), pricer.spread(traffic, kinds, c), pricer.first_spread(traffic, first[0], c)) for c in spreads
-        ]
-        for intra, inter in itertools.product(intras, inters):
-            every, last, reduced = self._reductions(traffic, intra, inter)
-            names = str(intra), str(inter)
-            for (gather, gathering, before), (after, spreading, at_first) in itertools.product(gathered, spread):
-                codecs = (gather, *names, after)
-                knobs = 4 - codecs.count("none")
-                exposed = before + reduced + at_first
-                yield _Communication(codecs, knobs, (every, gathering), (last, spreading), exposed)
-
-    def _reductions(self, traffic: Traffic, intra: CodecSpec, inter: CodecSpec) -> tuple[Busy, Busy, float]:
-        """Costs of reductions: in every micro-batch, in the last in addition, and those that no computation hides. They
-        do not depend on the secondary shard."""
-        key = replace(traffic, secondary=None), intra, inter
-        if key not in self._reduced:
-            every, last = self._pricer.reductions(traffic, self._kinds, intra, inter, self.bucket_bytes)
-            exposed = self._pricer.last_reductions(traffic, self._first, intra, inter, self.bucket_bytes)
-            self._reduced[key] = every, last, exposed
-        return self._reduced[key]
 
 
 def _needed(kept: tuple[int, ...], batch: BatchMemory) -> int:
@@ -412,30 +434,6 @@ def _state_bytes(
     return tuple(sizes)
 
 
-def _busy(choice: _Communication, micro_batches: int) -> tuple[float, float, float]:
-    """Seconds of codecs, of the busiest kind of link, and of the processor for transfers, in one step."""
-    (one, other), (often, again), n = choice.once, choice.every, micro_batches
-    inside = one.inside + other.inside + n * (often.inside + again.inside)
-    across = one.across + other.across + n * (often.across + again.across)
-    spine = one.spine + other.spine + n * (often.spine + again.spine)
-    sending = one.sending + other.sending + n * (often.sending + again.sending)
-    codec = one.codec + other.codec + n * (often.codec + again.codec)
-    return codec, max(inside, across, spine), sending
-
-
-def codec_choices(job: TrainingJob) -> dict[str, tuple[str, ...]]:
-    """Codecs of the job's level that encode its compute dtype, by field of ``wire``."""
-    return _encoding(job.codecs, job.compute_dtype)
-
-
-@cache
-def _encoding(level: CodecLevel, dtype: str) -> dict[str, tuple[str, ...]]:
-    return {
-        name: tuple(text for text in texts if dtype in encodable_dtypes(CodecSpec(text)))
-        for name, texts in CODEC_LEVELS[level].items()
-    }
-
-
 def fits(states: KeptBytes, batch: BatchMemory, room: int) -> bool:
     """Whether every stage fits into memory, without the messages of codecs."""
     kept = states[batch.micro_batches > 1]
@@ -457,19 +455,3 @@ def _bucket_bytes(job: TrainingJob, mesh: Factor, parameters: int) -> int:
     wanted = 4 * latency / per_byte / (nodes - 1) * nodes * local  # each rank sends only its share of a bucket
     largest = min(_LARGEST_BUCKET, ITEMSIZE[job.compute_dtype] * parameters // 8)
     return 1 << max(_SMALLEST_BUCKET, min(int(wanted), largest)).bit_length() - 1
-
-
-@cache
-def _codecs(texts: tuple[str, ...]) -> tuple[CodecSpec, ...]:
-    return tuple(map(CodecSpec, texts))
-
-
-def _kinds(job: TrainingJob, plan: Plan) -> list[UnitKind]:
-    """A rank's units, grouped by size and by whether they stay gathered."""
-    units = job.units(plan)
-    kept = default_trace(units).tail
-    counts: dict[tuple[int, bool], int] = {}
-    for index, unit in enumerate(units):
-        key = sum(buffer.numel for buffer in unit.buffers), index in kept
-        counts[key] = counts.get(key, 0) + 1
-    return [UnitKind(count, numel, stays) for (numel, stays), count in counts.items()]

@@ -1,10 +1,10 @@
-"""Exhaustive search: estimate every valid plan, then simulate the most promising ones.
+"""Exhaustive search: bound the step of every valid plan, then simulate the most promising ones.
 
-An estimate is the time that a plan's busiest resource needs, so it is a lower bound of the step. The search simulates
-plans in the order of their estimates. It ends when the best simulated time is within the resolution of the next
-estimate: no plan of the whole space is better by more than that. If the job allows tensor and pipeline parallelism, the
-search goes through the cuts of the model one by one. It drops a batch early if its computation and idle time alone
-exceed the step of the best plan so far.
+The search simulates plans in the order of their :mod:`bounds <thinwire.plan.bounds>`. It ends when the best simulated
+time is within the resolution of the next bound, or after a number of simulations; its result says by how much any plan
+of the whole space can be faster than the first. If the job allows tensor and pipeline parallelism, the search goes
+through the cuts of the model one by one. It drops a batch early if its computation and idle time alone exceed the step
+of the best plan so far.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 
 from thinwire.cost import NominalRates
 from thinwire.plan.candidates import Candidate
-from thinwire.plan.drafts import Drafts, PlanDraft, fits
+from thinwire.plan.drafts import DraftGroup, Drafts, PlanDraft, fits
+from thinwire.plan.promising import Promising
 from thinwire.plan.refine import Refinement
 from thinwire.plan.rules import UNCUT, knobs
 from thinwire.plan.simulations import Simulations, candidate
@@ -30,11 +31,11 @@ CLASSICS = ("zero1", "zero2", "zero3", "mics", "zeropp")
 """Presets that every table shows for comparison."""
 
 RESOLUTION = 0.01
-"""The search is complete when no plan that was not simulated can be better by more than this share."""
+"""The search ends when no plan that was not simulated can be better than the best by more than this share."""
 
 MOST_BLOCKS = 1200
-"""Blocks to simulate at most, over all plans: about a third of a second. If the search stops here, its result says that
-other plans might still be better."""
+"""Blocks to simulate at most, over all plans: about a third of a second. If the search stops here, the gap of its
+result is wider."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,11 @@ class Searched:
         classics: The classic systems, each with its best micro-batch and recomputation. Some may not fit. Empty if the
             batch is too small for that many data-parallel ranks.
         cuts: Number of combinations of tensor and pipeline parallelism; 1 for plain data parallelism.
-        considered: Number of plans that were estimated.
+        considered: Number of valid plans.
         fitting: Number of these that fit into memory. Plans whose computation alone takes too long are not counted.
         simulated: Number of plans that were simulated.
-        complete: Whether no plan that was not simulated can be better.
+        gap: Share of the first plan's step by which another choice of factors, codecs and batch can be faster, at most.
+        complete: Whether the search came to its end; if not, it stopped at its number of simulations.
         simulations: What was simulated; what-ifs begin with it.
     """
 
@@ -60,6 +62,7 @@ class Searched:
     considered: int
     fitting: int
     simulated: int
+    gap: float
     complete: bool
     simulations: Simulations = field(default_factory=Simulations, repr=False, compare=False)
 
@@ -84,7 +87,7 @@ def elsewhere(job: TrainingJob, cluster: ClusterSpec, **changes: Any) -> Trainin
 
 
 class Search:
-    """A search in steps: estimates, memory, simulation.
+    """A search in steps: bounds, memory, simulation.
 
     Args:
         job: Model, cluster, batch and the choices that are allowed.
@@ -101,26 +104,24 @@ class Search:
         return self.simulations.candidate(self.job, plan, label)
 
     def run(self, top: int) -> Searched:
-        """Estimate all plans, and simulate the best; classic systems are left out."""
-        drafts, simulated = self._promising()
+        """Bound all plans, and simulate the best; classic systems are left out."""
+        promising, simulated = self._promising()
         best = min((priced.seconds for priced in simulated.values() if priced.fits), default=math.inf)
-        complete, most = True, max(top, 16 + MOST_BLOCKS // self.job.model.layers)
-        for draft in drafts:
-            if len(simulated) >= top and draft.bound * (1 + RESOLUTION) > best:
-                break
+        most, least = max(top, 16 + MOST_BLOCKS // self.job.model.layers), math.inf
+        for draft in promising.in_order():
             if draft in simulated:
                 continue
-            if len(simulated) >= most:
-                complete = False
+            done = len(simulated) >= top and draft.bound * (1 + RESOLUTION) > best
+            if done or len(simulated) >= most:
+                least = draft.bound
                 break
             if self._fits(draft):
                 simulated[draft] = self._candidate(self.plan(draft))
                 best = min(best, simulated[draft].seconds)
         # The plans with the fewest knobs among those that may tie with the best.
-        tying = (draft for draft in drafts if draft.bound <= best * (1 + self.job.tie) and draft not in simulated)
         # Memory is checked last: thousands of plans may tie, and computing the memory of a plan is the slowest step.
-        plainest = filter(self._fits, sorted(tying, key=lambda draft: (draft.knobs, draft.bound)))
-        for draft in list(itertools.islice(plainest, top)):
+        tying = (draft for draft in promising.plainest(best * (1 + self.job.tie)) if draft not in simulated)
+        for draft in list(itertools.islice(filter(self._fits, tying), top)):
             simulated[draft] = self._candidate(self.plan(draft))
         ranked = _ranked(list(simulated.values()), self.job.tie)
         if ranked:
@@ -132,26 +133,30 @@ class Search:
             considered=sum(part.considered for part in self._cuts.values()),
             fitting=sum(part.fitting for part in self._cuts.values()),
             simulated=len(simulated),
-            complete=complete,
+            complete=least == math.inf or least * (1 + RESOLUTION) > best,
+            gap=max(0.0, 1 - min(least, best) / ranked[0].seconds) if ranked else 0.0,
             simulations=self.simulations,
         )
 
-    def _promising(self) -> tuple[list[PlanDraft], dict[PlanDraft, Candidate]]:
-        """All drafts sorted by their estimates, and the simulated best of every cut but the last.
+    def _promising(self) -> tuple[Promising, dict[PlanDraft, Candidate]]:
+        """All drafts, and the simulated best of every cut but the last.
 
         That best time is a limit for the following cuts: drafts that take longer are not generated.
         """
-        promising: list[PlanDraft] = []
+        groups: list[DraftGroup] = []
         simulated: dict[PlanDraft, Candidate] = {}
         best = math.inf
         for number, cut in enumerate(self._cuts.values(), start=1):
-            drafts = sorted(cut.drafts(best * (1 + self.job.tie)), key=lambda draft: (draft.bound, draft.knobs))
-            promising += drafts
-            first = next((draft for draft in drafts[:_TRIED] if self._fits(draft)), None)
-            if number < len(self._cuts) and first is not None and first.bound < best:
+            of_cut = list(cut.groups(best * (1 + self.job.tie)))
+            groups += of_cut
+            if number == len(self._cuts):
+                break
+            drafts = itertools.islice(Promising(of_cut).in_order(), _TRIED)
+            first = next((draft for draft in drafts if self._fits(draft)), None)
+            if first is not None and first.bound < best:
                 simulated[first] = self._candidate(self.plan(first))
                 best = min(best, simulated[first].seconds)
-        return sorted(promising, key=lambda draft: (draft.bound, draft.knobs)), simulated
+        return Promising(groups), simulated
 
     def _fits(self, draft: PlanDraft) -> bool:
         """Whether a draft fits into memory, including the messages of its codecs."""

@@ -8,7 +8,7 @@ from thinwire.program.step import BufferKey, UnitInfo
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import Plan
 
-__all__ = ["buckets", "gather_batches", "reduction_batches", "spread_batches"]
+__all__ = ["buckets", "gather_batches", "grouped", "reduction_batches", "spread_batches"]
 
 
 def gather_batches(
@@ -48,13 +48,13 @@ def buckets(plan: Plan, units: Sequence[UnitInfo], order: Sequence[int]) -> tupl
     The remainder becomes a bucket of its own, or joins the previous bucket if it is less than half full. The step waits
     for the last bucket, and a small bucket costs as many messages as a large one.
     """
-    return _grouped(_gradient_bytes(plan, units, order, plan.params.ranks), plan.bucket_bytes)
+    return grouped(_gradient_bytes(plan, units, order, plan.params.ranks), plan.bucket_bytes)
 
 
 def reduction_batches(plan: Plan, units: Sequence[UnitInfo], order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Group trainable units, in reduction order, into reductions over the params axis of at least
     ``plan.reduce_bytes``; the remainder as in :func:`buckets`."""
-    return _grouped(_gradient_bytes(plan, units, order, 1), plan.reduce_bytes)
+    return grouped(_gradient_bytes(plan, units, order, 1), plan.reduce_bytes)
 
 
 def spread_batches(plan: Plan, units: Sequence[UnitInfo], order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -66,7 +66,7 @@ def spread_batches(plan: Plan, units: Sequence[UnitInfo], order: Sequence[int]) 
         if units[unit].trainable
     }
     apart = plan.partition == "inter" or plan.wire.spread_difference
-    return _grouped(sizes, 0 if apart else plan.spread_bytes)
+    return grouped(sizes, 0 if apart else plan.spread_bytes)
 
 
 def _gradient_bytes(plan: Plan, units: Sequence[UnitInfo], order: Sequence[int], pieces: int) -> dict[int, int]:
@@ -79,7 +79,9 @@ def _gradient_bytes(plan: Plan, units: Sequence[UnitInfo], order: Sequence[int],
     }
 
 
-def _grouped(sizes: Mapping[int, int], at_least: int) -> tuple[tuple[int, ...], ...]:
+def grouped(sizes: Mapping[int, int], at_least: int) -> tuple[tuple[int, ...], ...]:
+    """Group units, given with their bytes in order, into groups of at least this many bytes; the remainder as in
+    :func:`buckets`."""
     closed: list[tuple[int, ...]] = []
     open_: list[int] = []
     size = 0

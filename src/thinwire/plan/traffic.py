@@ -1,0 +1,239 @@
+"""Seconds of communication of every choice of codecs, and the units that plans of one cut communicate."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from thinwire.cost import Busy, Pricer, Traffic, UnitKind
+from thinwire.plan.bounds import Array, Communication, seconds_of
+from thinwire.plan.training_job import CODEC_LEVELS, CodecLevel, TrainingJob
+from thinwire.program import control_bytes, default_trace
+from thinwire.program.batches import grouped
+from thinwire.program.wire import ITEMSIZE
+from thinwire.spec import CodecSpec, Plan
+from thinwire.spec.codec import encodable_dtypes
+
+Places = npt.NDArray[np.int64]
+
+__all__ = ["TrafficSeconds", "UnitSizes", "WIRE", "codec_choices"]
+
+WIRE = ("gather", "reduce_intra", "reduce_inter", "spread", "tp", "pp")
+"""Fields of ``wire`` in the order in which drafts name their codecs."""
+
+
+def codec_choices(job: TrainingJob) -> dict[str, tuple[str, ...]]:
+    """Codecs of the job's level that encode its compute dtype, by field of ``wire``."""
+    return _encoding(job.codecs, job.compute_dtype)
+
+
+@cache
+def _encoding(level: CodecLevel, dtype: str) -> dict[str, tuple[str, ...]]:
+    return {
+        name: tuple(text for text in texts if dtype in encodable_dtypes(CodecSpec(text)))
+        for name, texts in CODEC_LEVELS[level].items()
+    }
+
+
+@cache
+def _codecs(texts: tuple[str, ...]) -> tuple[CodecSpec, ...]:
+    return tuple(map(CodecSpec, texts))
+
+
+@dataclass(frozen=True)
+class UnitSizes:
+    """The units of a rank, which are the same for all plans of a cut.
+
+    Attributes:
+        kinds: Units grouped by size and by whether they stay gathered.
+        first: Elements of the first units that compute.
+        reduced: Kind of part and elements of every unit, in the order in which gradients are reduced.
+        last: Elements of the last unit whose gradients a computation makes.
+        itemsize: Bytes of a gradient on the wire.
+        control: Bytes of each rank in each exchange at the end of a step.
+    """
+
+    kinds: tuple[UnitKind, ...]
+    first: tuple[int, ...]
+    reduced: tuple[tuple[str, int], ...]
+    last: int
+    itemsize: int
+    control: tuple[int, ...]
+
+    @classmethod
+    def of(cls, job: TrainingJob, base: Plan) -> UnitSizes:
+        """The units of a plan of the cut."""
+        units = job.units(base)
+        trace = default_trace(units)
+        numels = [sum(buffer.numel for buffer in unit.buffers) for unit in units]
+        counts: dict[tuple[int, bool], int] = {}
+        for index, numel in enumerate(numels):
+            key = numel, index in trace.tail
+            counts[key] = counts.get(key, 0) + 1
+        names = [part.kind for part in job.parts(base)]
+        named = [unit for unit in trace.needed if units[unit].name]
+        return cls(
+            tuple(UnitKind(count, numel, stays) for (numel, stays), count in counts.items()),
+            tuple(numels[unit] for unit in named[:2]),
+            tuple((names[unit], numels[unit]) for unit in trace.reduction_order),
+            next(numels[unit] for unit in reversed(trace.reduction_order) if units[unit].name),
+            ITEMSIZE[base.effective_reduce_dtype],
+            (control_bytes(units),),
+        )
+
+    def buckets(self, shards: int, bucket_bytes: int) -> list[int]:
+        """Elements of every bucket of one of ``shards`` slices of the gradients, in order."""
+        return [sum(self.reduced[unit][1] // shards for unit in units) for units in self._grouped(shards, bucket_bytes)]
+
+    def before_reductions(self, shards: int, bucket_bytes: int) -> list[str]:
+        """Kinds of the parts whose backward runs before the first reduction."""
+        units = (0,) if shards > 1 else self._grouped(shards, bucket_bytes)[0]
+        return ["rest", *(self.reduced[unit][0] for unit in units if self.reduced[unit][0] != "rest")]
+
+    def _grouped(self, shards: int, bucket_bytes: int) -> Sequence[tuple[int, ...]]:
+        sizes = {unit: numel // shards * self.itemsize for unit, (_, numel) in enumerate(self.reduced)}
+        return grouped(sizes, bucket_bytes)
+
+
+@dataclass(frozen=True)
+class _Reductions:
+    """Reductions with a choice of codecs.
+
+    Attributes:
+        scatter: Over the ranks of ``P``, of a micro-batch.
+        shard: To the owners of optimizer states.
+        sync: Over replicas.
+        largest: The largest of the first two kinds.
+        last: Seconds after the last gradient until all are reduced.
+    """
+
+    scatter: Busy
+    shard: Busy
+    sync: Busy
+    largest: Busy
+    last: float
+
+
+class TrafficSeconds:
+    """Prices the communication of plans of one cut.
+
+    Args:
+        job: The job.
+        pricer: Prices collectives.
+        units: What is communicated.
+        bucket_bytes: Bytes of a bucket.
+    """
+
+    def __init__(self, job: TrainingJob, pricer: Pricer, units: UnitSizes, bucket_bytes: int) -> None:
+        self._pricer, self._units, self._bucket_bytes = pricer, units, bucket_bytes
+        self._level = codec_choices(job)
+        self._buckets: dict[int, Mapping[int, int]] = {}
+        self._reduced: dict[tuple[Traffic, CodecSpec, CodecSpec], _Reductions] = {}
+
+    def levels(self, traffic: Traffic) -> list[tuple[str, ...]]:
+        """Codecs that make a difference, by field of ``wire``; those of activations are left out."""
+        reductions = [mesh for mesh in (traffic.params, traffic.shard, traffic.replica) if mesh]
+        used = (
+            traffic.params is not None,
+            any(mesh.local > 1 for mesh in reductions),
+            any(mesh.nodes > 1 for mesh in reductions),
+            traffic.shard is not None,
+        )
+        return [self._level[name] if needed else ("none",) for name, needed in zip(WIRE[:4], used, strict=True)]
+
+    def choices(
+        self, traffic: Traffic, levels: Sequence[tuple[str, ...]]
+    ) -> tuple[list[tuple[str, ...]], Communication]:
+        """Every choice of codecs of gather, reduce_intra, reduce_inter and spread, and what all of them cost."""
+        gathers, intras, inters, spreads = map(_codecs, levels)
+        reductions = [self._reductions(traffic, *pair) for pair in itertools.product(intras, inters)]
+        gathered = [self._pricer.gathers(traffic, self._units.kinds, codec) for codec in gathers]
+        largest = max((kind.numel for kind in self._units.kinds if not kind.kept), default=0)
+        again = [self._pricer.gathered_again(traffic, largest, codec) for codec in gathers]
+        spread = [self._pricer.spread(traffic, self._units.kinds, codec) for codec in spreads]
+        # All in the order of the product of reductions, gathers and spreads.
+        of_reductions = np.repeat(np.arange(len(reductions)), len(gathers) * len(spreads))
+        of_gathers = np.tile(np.repeat(np.arange(len(gathers)), len(spreads)), len(reductions))
+        of_spreads = np.tile(np.arange(len(spreads)), len(reductions) * len(gathers))
+
+        def rows(busy: Sequence[Busy], places: Places) -> Array:
+            return np.array([seconds_of(each) for each in busy])[places]
+
+        def seconds(each: Sequence[float], places: Places) -> Array:
+            return np.array(each, dtype=np.float64)[places]
+
+        names = [
+            (str(gather), str(intra), str(inter), str(codec))
+            for (intra, inter), gather, codec in itertools.product(itertools.product(intras, inters), gathers, spreads)
+        ]
+        return names, Communication(
+            forward=rows([forward for forward, _ in gathered], of_gathers),
+            backward=rows([backward for _, backward in gathered], of_gathers),
+            scatter=rows([each.scatter for each in reductions], of_reductions),
+            shard=rows([each.shard for each in reductions], of_reductions),
+            sync=rows([each.sync for each in reductions], of_reductions),
+            spread=rows(spread, of_spreads),
+            every=traffic.every_micro_batch,
+            one_gather=rows(again, of_gathers),
+            one_reduction=rows([each.largest for each in reductions], of_reductions),
+            first_spread=seconds([self._first_spread(traffic, codec) for codec in spreads], of_spreads),
+            first_gather=seconds([self._first_gather(traffic, codec) for codec in gathers], of_gathers),
+            last=seconds([each.last for each in reductions], of_reductions),
+        )
+
+    def _first_spread(self, traffic: Traffic, codec: CodecSpec) -> float:
+        """Seconds of the spread of the first unit, which all gathers wait for; without gathers, of the first two."""
+        units = self._units.first[: 1 if traffic.params else 2]
+        return _together([self._pricer.spread_unit(traffic, numel, codec) for numel in units])
+
+    def _first_gather(self, traffic: Traffic, codec: CodecSpec) -> float:
+        """Seconds of gathering the first two units."""
+        if traffic.params is None:
+            return 0.0
+        return _together([self._pricer.gather(traffic.params, numel, codec) for numel in self._units.first])
+
+    def _reductions(self, traffic: Traffic, intra: CodecSpec, inter: CodecSpec) -> _Reductions:
+        """Costs of reductions, which do not depend on the secondary shard."""
+        key = traffic._replace(secondary=None), intra, inter
+        if key not in self._reduced:
+            self._reduced[key] = self._priced(traffic, intra, inter)
+        return self._reduced[key]
+
+    def _priced(self, traffic: Traffic, intra: CodecSpec, inter: CodecSpec) -> _Reductions:
+        pricer, kinds = self._pricer, self._units.kinds
+        shards = traffic.params.ranks if traffic.params else 1
+        buckets = self._units_of(shards)
+        shard, sync = Busy(), Busy()
+        for numel, count in buckets.items():
+            shard = shard.plus(pricer.sharded(traffic, numel, intra, inter), count)
+            sync = sync.plus(pricer.synced(traffic, numel, intra, inter), count)
+        largest = max(kind.numel for kind in kinds)
+        one = pricer.scattered(traffic, [UnitKind(1, largest, False)], intra, inter)
+        last = pricer.scattered(traffic, [UnitKind(1, self._units.last, False)], intra, inter).total
+        of_last = next(reversed(buckets))
+        last += pricer.sharded(traffic, of_last, intra, inter).total
+        last += pricer.synced(traffic, of_last, intra, inter).total
+        largest_bucket = pricer.sharded(traffic, max(buckets), intra, inter)
+        return _Reductions(pricer.scattered(traffic, kinds, intra, inter), shard, sync, one.plus(largest_bucket), last)
+
+    def _units_of(self, shards: int) -> Mapping[int, int]:
+        """Number of buckets by elements; the last bucket comes last."""
+        if shards not in self._buckets:
+            *others, last = self._units.buckets(shards, self._bucket_bytes)
+            counts: dict[int, int] = {}
+            for numel in others:
+                counts[numel] = counts.get(numel, 0) + 1
+            counts[last] = counts.pop(last, 0) + 1
+            self._buckets[shards] = counts
+        return self._buckets[shards]
+
+
+def _together(operations: Sequence[Busy]) -> float:
+    """The least seconds of operations of one lane, whose stages overlap: those of the longest, or of one resource."""
+    summed = [sum(each) for each in zip(*map(seconds_of, operations), strict=True)][:4]
+    return max(*(each.total for each in operations), *summed)
