@@ -2,7 +2,7 @@
 
 from thinwire.cost.amsp import AmspSums, AmspTimes
 from thinwire.cost.anatomy import ModelPart, alike, largest_share, parts, units
-from thinwire.cost.estimate import Busy, Pricer, Traffic, UnitKind
+from thinwire.cost.estimate import Busy, GroupShape, Pricer, Traffic, UnitKind
 from thinwire.cost.flat import Collectives, FlatCollectives, flat_moves
 from thinwire.cost.measured import ProfiledCollectives, ProfiledRates
 from thinwire.cost.memory import (
@@ -35,6 +35,7 @@ __all__ = [
     "Efficiency",
     "Collectives",
     "FlatCollectives",
+    "GroupShape",
     "ProfiledCollectives",
     "Memory",
     "PricedStage",

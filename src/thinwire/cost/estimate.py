@@ -19,7 +19,7 @@ from thinwire.program.wire import Encoding, ReductionEncodings
 from thinwire.spec import CodecSpec, Factor
 from thinwire.spec.plan import cut_alike
 
-__all__ = ["Busy", "Pricer", "Traffic", "UnitKind"]
+__all__ = ["Busy", "GroupShape", "Pricer", "Traffic", "UnitKind"]
 
 _NONE = CodecSpec()
 

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from thinwire.cost import ModelPart, NominalRates, Pricer, Rates, Traffic, alike, working_memory
+from thinwire.cost import GroupShape, ModelPart, NominalRates, Pricer, Rates, Traffic, alike, working_memory
 from thinwire.cost.memory import PipelineShare, States, always_held, demanding_stages, held_units, stage_model, stages
 from thinwire.plan.bounds import Array, Computation, least_seconds
 from thinwire.plan.rules import Chain, Cut, chain_ends, secondaries
@@ -211,6 +211,11 @@ class Drafts:
         """Every choice of the batch, with its costs."""
         return list(self._all_batches())
 
+    @property
+    def least(self) -> float:
+        """Seconds of the batch that computes and idles least, whether it fits into memory or not."""
+        return min((batch.computing + batch.standing for batch in self.batches), default=math.inf)
+
     def drafts(self) -> Iterator[PlanDraft]:
         """Every valid plan that fits into memory without codecs."""
         for group in self.groups():
@@ -223,11 +228,16 @@ class Drafts:
             limit: Step time in seconds above which plans are of no interest. Every plan below it is generated; some of
                 those above it are not.
         """
-        promising = [batch for batch in self.batches if batch.computing + batch.standing <= limit]
+        fixed = self._control + self.job.rates.update(self._parameters // self.mesh.ranks)
+        promising = [batch for batch in self.batches if batch.computing + batch.standing + fixed <= limit]
         for params, optimizer in chain_ends(self.mesh):
             if self.cut.pp > 1 and params.ranks > 1:  # every micro-batch would gather the parameters again
                 continue
-            for secondary in secondaries(self.mesh, params):
+            closer = secondaries(self.mesh, params)
+            if len(closer) > 1 and self._hopeless((params, params, optimizer), promising, limit):
+                self.considered += len(closer) * self._choices((params, params, optimizer)) * len(self.batches)
+                continue
+            for secondary in closer:
                 # Cutting G like OS saves memory but never time: it is tried only if G cut like P does not always fit.
                 for grads in dict.fromkeys((params, optimizer)):
                     group = self._group((params, grads, optimizer), secondary, promising)
@@ -236,9 +246,25 @@ class Drafts:
                     if group is not None and len(group.batches) == len(promising):
                         break
 
+    def _hopeless(self, chain: Chain, promising: Sequence[BatchChoice], limit: float) -> bool:
+        """Whether plans with these factors take longer than the limit even if a secondary shard spares them all gathers
+        of the backward."""
+        if limit == math.inf or not promising:
+            return not promising
+        traffic = self._groups_of(chain, None)._replace(secondary=GroupShape(1, 1))
+        _, sent = self._traffic.choices(traffic, self._traffic.levels(traffic))
+        return bool(least_seconds(self._computation(promising, chain), sent).min() > limit)
+
+    def _groups_of(self, chain: Chain, secondary: Factor | None) -> Traffic:
+        return Traffic.of(self.mesh, *chain, secondary, strided=self.job.cluster.links.spine is not None)
+
+    def _choices(self, chain: Chain) -> int:
+        """Number of choices of codecs."""
+        return math.prod(map(len, self._traffic.levels(self._groups_of(chain, None))))
+
     def _group(self, chain: Chain, secondary: Factor | None, promising: Sequence[BatchChoice]) -> DraftGroup | None:
         """The plans with these factors; ``None`` if no batch fits."""
-        traffic = Traffic.of(self.mesh, *chain, secondary, strided=self.job.cluster.links.spine is not None)
+        traffic = self._groups_of(chain, secondary)
         levels = self._traffic.levels(traffic)
         count = math.prod(map(len, levels))
         self.considered += count * len(self.batches)

@@ -20,7 +20,7 @@ from thinwire.plan.candidates import Candidate
 from thinwire.plan.drafts import DraftGroup, Drafts, PlanDraft, fits
 from thinwire.plan.promising import Promising
 from thinwire.plan.refine import Refinement
-from thinwire.plan.rules import UNCUT, knobs
+from thinwire.plan.rules import UNCUT, Cut, knobs
 from thinwire.plan.simulations import Simulations, candidate
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import ClusterSpec, Plan
@@ -141,22 +141,23 @@ class Search:
     def _promising(self) -> tuple[Promising, dict[PlanDraft, Candidate]]:
         """All drafts, and the simulated best of every cut but the last.
 
-        That best time is a limit for the following cuts: drafts that take longer are not generated.
+        That best time is a limit for the following cuts: drafts that take longer are not generated. Pipelines come
+        first, which have the fewest plans, then the cuts that compute least, so that the limit is low early.
         """
-        groups: list[DraftGroup] = []
+        groups: dict[Cut, list[DraftGroup]] = {cut: [] for cut in self._cuts}
         simulated: dict[PlanDraft, Candidate] = {}
         best = math.inf
-        for number, cut in enumerate(self._cuts.values(), start=1):
-            of_cut = list(cut.groups(best * (1 + self.job.tie)))
-            groups += of_cut
-            if number == len(self._cuts):
+        order = sorted(self._cuts, key=lambda cut: (cut.pp == 1, self._cuts[cut].least))
+        for cut in order:
+            groups[cut] = list(self._cuts[cut].groups(best * (1 + self.job.tie)))
+            if cut == order[-1]:
                 break
-            drafts = itertools.islice(Promising(of_cut).in_order(), _TRIED)
+            drafts = itertools.islice(Promising(groups[cut]).in_order(), _TRIED)
             first = next((draft for draft in drafts if self._fits(draft)), None)
             if first is not None and first.bound < best:
                 simulated[first] = self._candidate(self.plan(first))
                 best = min(best, simulated[first].seconds)
-        return Promising(groups), simulated
+        return Promising([group for of_cut in groups.values() for group in of_cut]), simulated
 
     def _fits(self, draft: PlanDraft) -> bool:
         """Whether a draft fits into memory, including the messages of its codecs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -119,6 +119,10 @@ class _Reductions:
     last: float
 
 
+_Choices = tuple[list[tuple[str, ...]], Places, Communication]
+"""Choices of codecs, the place of each one's codec of gathers, and what all of them cost."""
+
+
 class TrafficSeconds:
     """Prices the communication of plans of one cut.
 
@@ -133,7 +137,7 @@ class TrafficSeconds:
         self._pricer, self._units, self._bucket_bytes = pricer, units, bucket_bytes
         self._level = codec_choices(job)
         self._buckets: dict[int, Mapping[int, int]] = {}
-        self._reduced: dict[tuple[Traffic, CodecSpec, CodecSpec], _Reductions] = {}
+        self._apart: dict[Traffic, _Choices] = {}
 
     def levels(self, traffic: Traffic) -> list[tuple[str, ...]]:
         """Codecs that make a difference, by field of ``wire``; those of activations are left out."""
@@ -150,41 +154,48 @@ class TrafficSeconds:
         self, traffic: Traffic, levels: Sequence[tuple[str, ...]]
     ) -> tuple[list[tuple[str, ...]], Communication]:
         """Every choice of codecs of gather, reduce_intra, reduce_inter and spread, and what all of them cost."""
+        key = traffic._replace(secondary=None)
+        if key not in self._apart:
+            self._apart[key] = self._priced_choices(key, levels)
+        names, of_gathers, sent = self._apart[key]
+        kinds = self._units.kinds
+        largest = max((kind.numel for kind in kinds if not kind.kept), default=0)
+        gathers = _codecs(levels[0])
+        return names, replace(
+            sent,
+            backward=_rows([self._pricer.gathers(traffic, kinds, codec)[1] for codec in gathers])[of_gathers],
+            one_gather=_rows([self._pricer.gathered_again(traffic, largest, codec) for codec in gathers])[of_gathers],
+        )
+
+    def _priced_choices(self, traffic: Traffic, levels: Sequence[tuple[str, ...]]) -> _Choices:
+        """The same without the gathers of the backward, which alone depend on the secondary shard."""
         gathers, intras, inters, spreads = map(_codecs, levels)
-        reductions = [self._reductions(traffic, *pair) for pair in itertools.product(intras, inters)]
-        gathered = [self._pricer.gathers(traffic, self._units.kinds, codec) for codec in gathers]
-        largest = max((kind.numel for kind in self._units.kinds if not kind.kept), default=0)
-        again = [self._pricer.gathered_again(traffic, largest, codec) for codec in gathers]
-        spread = [self._pricer.spread(traffic, self._units.kinds, codec) for codec in spreads]
+        pricer, kinds = self._pricer, self._units.kinds
+        reductions = [self._priced(traffic, *pair) for pair in itertools.product(intras, inters)]
         # All in the order of the product of reductions, gathers and spreads.
         of_reductions = np.repeat(np.arange(len(reductions)), len(gathers) * len(spreads))
         of_gathers = np.tile(np.repeat(np.arange(len(gathers)), len(spreads)), len(reductions))
         of_spreads = np.tile(np.arange(len(spreads)), len(reductions) * len(gathers))
-
-        def rows(busy: Sequence[Busy], places: Places) -> Array:
-            return np.array([seconds_of(each) for each in busy])[places]
-
-        def seconds(each: Sequence[float], places: Places) -> Array:
-            return np.array(each, dtype=np.float64)[places]
-
         names = [
             (str(gather), str(intra), str(inter), str(codec))
             for (intra, inter), gather, codec in itertools.product(itertools.product(intras, inters), gathers, spreads)
         ]
-        return names, Communication(
-            forward=rows([forward for forward, _ in gathered], of_gathers),
-            backward=rows([backward for _, backward in gathered], of_gathers),
-            scatter=rows([each.scatter for each in reductions], of_reductions),
-            shard=rows([each.shard for each in reductions], of_reductions),
-            sync=rows([each.sync for each in reductions], of_reductions),
-            spread=rows(spread, of_spreads),
+        nothing = np.zeros((1, 5))
+        sent = Communication(
+            forward=_rows([pricer.gathers(traffic, kinds, codec)[0] for codec in gathers])[of_gathers],
+            backward=nothing,
+            scatter=_rows([each.scatter for each in reductions])[of_reductions],
+            shard=_rows([each.shard for each in reductions])[of_reductions],
+            sync=_rows([each.sync for each in reductions])[of_reductions],
+            spread=_rows([pricer.spread(traffic, kinds, codec) for codec in spreads])[of_spreads],
             every=traffic.every_micro_batch,
-            one_gather=rows(again, of_gathers),
-            one_reduction=rows([each.largest for each in reductions], of_reductions),
-            first_spread=seconds([self._first_spread(traffic, codec) for codec in spreads], of_spreads),
-            first_gather=seconds([self._first_gather(traffic, codec) for codec in gathers], of_gathers),
-            last=seconds([each.last for each in reductions], of_reductions),
+            one_gather=nothing,
+            one_reduction=_rows([each.largest for each in reductions])[of_reductions],
+            first_spread=np.array([self._first_spread(traffic, codec) for codec in spreads])[of_spreads],
+            first_gather=np.array([self._first_gather(traffic, codec) for codec in gathers])[of_gathers],
+            last=np.array([each.last for each in reductions])[of_reductions],
         )
+        return names, of_gathers, sent
 
     def _first_spread(self, traffic: Traffic, codec: CodecSpec) -> float:
         """Seconds of the spread of the first unit, which all gathers wait for; without gathers, of the first two."""
@@ -197,14 +208,8 @@ class TrafficSeconds:
             return 0.0
         return _together([self._pricer.gather(traffic.params, numel, codec) for numel in self._units.first])
 
-    def _reductions(self, traffic: Traffic, intra: CodecSpec, inter: CodecSpec) -> _Reductions:
-        """Costs of reductions, which do not depend on the secondary shard."""
-        key = traffic._replace(secondary=None), intra, inter
-        if key not in self._reduced:
-            self._reduced[key] = self._priced(traffic, intra, inter)
-        return self._reduced[key]
-
     def _priced(self, traffic: Traffic, intra: CodecSpec, inter: CodecSpec) -> _Reductions:
+        """Costs of reductions with a choice of codecs."""
         pricer, kinds = self._pricer, self._units.kinds
         shards = traffic.params.ranks if traffic.params else 1
         buckets = self._units_of(shards)
@@ -231,6 +236,10 @@ class TrafficSeconds:
             counts[last] = counts.pop(last, 0) + 1
             self._buckets[shards] = counts
         return self._buckets[shards]
+
+
+def _rows(busy: Sequence[Busy]) -> Array:
+    return np.array([seconds_of(each) for each in busy])
 
 
 def _together(operations: Sequence[Busy]) -> float:
