@@ -142,7 +142,7 @@ def _store_at(place: Rendezvous, timeout: datetime.timedelta, keys: str | os.Pat
 def _sheltered(backend: str) -> str:
     if backend != "gloo":
         raise UsageError(
-            f"cluster.keys protects gloo, but the ranks' GPUs use {backend}: NCCL can neither authenticate nor encrypt; "
+            f"cluster.keys protects gloo, but the ranks' GPUs use {backend}: NCCL neither authenticates nor encrypts; "
             "leave cluster.keys out and use a VPN or a private network between the hosts"
         )
     return BACKEND
@@ -606,7 +606,9 @@ def connect(membership: Membership, make: MakeBackend | None) -> Connections:
     if make is not None:
         return NcclLinks(make(membership), membership.index)
     if _device is None:
-        _device = make_device("" if _shelter is None else _shelter.address)  # all connections share one, because each device has a thread that polls
+        _device = make_device(
+            "" if _shelter is None else _shelter.address
+        )  # all connections share one, because each device has a thread that polls
     size = len(membership.ranks)
     links = GlooLinks(membership.store, membership.index, size, _device, membership.timeout)
     return links if membership.device.type == "cpu" else StagedLinks(links, membership.index)

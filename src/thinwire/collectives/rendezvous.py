@@ -137,9 +137,9 @@ class Rendezvous:
             return outcomes[0]
         server = "torchrun's store" if self.at_launcher else "rank 0"
         raise UsageError(
-            f"rank {self.rank} has not reached {server} at {self._where} within {timeout.total_seconds():.0f} s: nobody "
-            f"or another program answers there; see whether {server} runs on that host and a firewall leaves the port "
-            "open"
+            f"rank {self.rank} has not reached {server} at {self._where} within {timeout.total_seconds():.0f} s: "
+            f"nobody or another program answers there; see whether {server} runs there and a firewall leaves the "
+            "port open"
         )
 
     def _part_of(self, store: dist.Store, timeout: datetime.timedelta) -> dist.Store:

@@ -1,8 +1,8 @@
 """Loopback addresses of ranks, and where they stand in what gloo publishes.
 
-All of 127.0.0.0/8 is this host. A rank listens at 127.A.B.1, where A and B are its number; on another host, the gateway
-of the process with the local rank L listens in its place, at 127.A.B.(L + 2). gloo decides by the order of two addresses
-which side connects. Rank and host agree about it, because the last number never decides.
+All of 127.0.0.0/8 is this host. A rank listens at 127.A.B.1, where A and B are its number. On another host, the gateway
+of the process with local rank L listens in its place, at 127.A.B.(L + 2). gloo decides by the order of two addresses
+which side connects. Both sides agree about it, because the last number never decides.
 """
 
 from __future__ import annotations

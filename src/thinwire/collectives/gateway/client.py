@@ -46,7 +46,7 @@ class Gateway:
         answer = self._ask("start", certificate=str(keys.certificate), key=str(keys.key), job=job)
         if "error" in answer:
             raise UsageError(
-                f"cluster.keys = {keys.directory} cannot be used ({answer['error']}); make new ones with `thinwire keys`"
+                f"cluster.keys = {keys.directory} cannot be used ({answer['error']}); make new ones: thinwire keys DIR"
             )
 
     def open(self, address: str, port: int, *, inside: str, store: int = 0) -> int:
@@ -136,7 +136,7 @@ class Gateway:
 
 
 _REFUSALS: Final = {
-    "keys": "the keys there are others; copy one directory made by `thinwire keys` to all hosts, and see whether it has expired",
+    "keys": "the keys there are others, or have expired; copy one directory made by `thinwire keys` to all hosts",
     "program": "another program, or a rank without keys, answers there; give all ranks the same cluster.keys",
     "job": "a rank of another job answers there; choose another port",
     "port": "a rank answers there that is not rank 0; see whether all ranks got the same address",

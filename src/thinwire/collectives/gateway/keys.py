@@ -51,8 +51,8 @@ class Keys:
         mode = stat.S_IMODE(keys.key.stat().st_mode)
         if mode & 0o077:
             raise UsageError(
-                f"cluster.keys = {directory}: other users may read {keys.key.name} (mode {mode:o}), and so join the job; "
-                f"make new keys, or run chmod 600 {keys.key}"
+                f"cluster.keys = {directory}: other users may read {keys.key.name} (mode {mode:o}), and so join the "
+                f"job; make new keys, or run chmod 600 {keys.key}"
             )
         return keys
 
@@ -82,7 +82,9 @@ def make_keys(directory: Path, days: int = DAYS) -> Keys:
         raise UsageError(f"{directory} holds keys already; name another directory, or remove it first")
     openssl = shutil.which("openssl")
     if openssl is None:
-        raise UsageError("thinwire keys needs the command openssl, which is missing; install it: apt-get install openssl")
+        raise UsageError(
+            "thinwire keys needs the command openssl, which is missing; install it: apt-get install openssl"
+        )
     try:
         keys.directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=keys.directory, prefix=".") as scratch:  # mode 700

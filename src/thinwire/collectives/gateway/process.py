@@ -111,15 +111,19 @@ class End(asyncio.Protocol):
 
     def join(self, other: End) -> None:
         """Forward everything in both directions, until one end closes."""
-        self._peer, other._peer = other, self
-        for one in (self, other):
-            if one._lost is not None:
-                one._peer.transport.close()
-                continue
-            if one._kept:
-                one._peer.transport.write(bytes(one._kept))
-                one._kept.clear()
-            one.transport.resume_reading()
+        self._follow(other)
+        other._follow(self)
+
+    def _follow(self, peer: End) -> None:
+        """Send what arrives, and what has arrived, to another end."""
+        self._peer = peer
+        if self._kept:
+            peer.transport.write(bytes(self._kept))
+            self._kept.clear()
+        if self._lost is not None:
+            peer.transport.close()
+        else:
+            self.transport.resume_reading()
 
 
 _open_ends: set[End] = set()
@@ -198,7 +202,7 @@ class Gateway:
         """
 
         class Inner(End):
-            def connection_made(inner, transport: asyncio.BaseTransport) -> None:  # noqa: N805
+            def connection_made(inner, transport: asyncio.BaseTransport) -> None:
                 super().connection_made(transport)
                 self._begin(self._forward(inner, host, port, target))
 

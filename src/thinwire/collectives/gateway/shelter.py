@@ -24,6 +24,7 @@ from thinwire.errors import UsageError
 
 __all__ = ["BACKEND", "Shelter"]
 
+
 class Shelter:
     """A rank's place behind its gateway.
 
@@ -67,9 +68,7 @@ class Shelter:
         listener = socket.create_server(("127.0.0.1", 0), backlog=self._place.world)
         address = self._address_of_host()
         try:
-            port = self._gateway.open(
-                address, self._port, inside=self.address, store=listener.getsockname()[1]
-            )
+            port = self._gateway.open(address, self._port, inside=self.address, store=listener.getsockname()[1])
         except OSError as error:
             listener.close()
             raise UsageError(
@@ -87,8 +86,8 @@ class Shelter:
         except TimeoutError as error:
             raise UsageError(
                 f"rank {place.rank} has not reached rank 0's gateway at {self._where}, port {self._port}, within "
-                f"{patience:.0f} s ({error}); see whether rank 0 runs there with cluster.keys and a firewall leaves the "
-                "port open"
+                f"{patience:.0f} s ({error}); see whether rank 0 runs there with cluster.keys and a firewall leaves "
+                "the port open"
             ) from error
         address = _address_of_interface() or own
         inner = self._gateway.listen("127.0.0.1", place.host, self._port, 0)
@@ -107,7 +106,7 @@ class Shelter:
         try:
             address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
         except OSError as error:
-            raise UsageError(f"rank 0 cannot resolve {self._where}: {error}; give it an address of this host") from error
+            raise UsageError(f"rank 0 cannot resolve {self._where} ({error}); give an address of this host") from error
         if ipaddress.ip_address(address).is_loopback and host != "localhost":
             raise UsageError(
                 f"{self._where} is the loopback address {address} on this host, where no other host can reach it; give "
@@ -142,7 +141,7 @@ def _this_host() -> str:
     parts = [platform.node()]
     for file in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net"):
         try:
-            parts.append(os.readlink(file) if file.endswith("net") else Path(file).read_text().strip())
+            parts.append(str(Path(file).readlink()) if file.endswith("net") else Path(file).read_text().strip())
         except OSError:
             continue
     return " ".join(parts)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datetime
 import threading
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch.distributed as dist
 from pydantic.dataclasses import dataclass
@@ -54,16 +54,15 @@ class ShelteredStore(dist.Store):
         door: Where this rank's gateway listens.
     """
 
-    def __init__(
-        self, inner: dist.Store, gateway: Gateway, rank: int, world: int, local_rank: int, door: Door
-    ) -> None:
+    def __init__(self, inner: Any, gateway: Gateway, rank: int, world: int, local_rank: int, door: Door) -> None:
         super().__init__()
-        self._inner, self._gateway = inner, gateway
+        self._inner: Any = inner  # stubs of stores lack some of their methods
+        self._gateway = gateway
         self._rank, self._world, self._local_rank, self._door = rank, world, local_rank, door
         self._places: dict[tuple[int, int], tuple[str, int]] = {}
         self._lock = threading.Lock()
-        self.set_timeout(inner.timeout)
-        inner.set(f"thinwire/doors/{rank}", _DOOR.encode(door))
+        self._timeout: datetime.timedelta = self._inner.timeout
+        self._inner.set(f"thinwire/doors/{rank}", _DOOR.encode(door))
 
     def set(self, key: str, value: str | bytes) -> None:
         """See :class:`torch.distributed.Store`.
@@ -74,8 +73,8 @@ class ShelteredStore(dist.Store):
         found = addresses_in(value.encode() if isinstance(value, str) else bytes(value))
         if not found <= {inside_of(self._rank)}:
             raise UsageError(
-                f"a process group of gloo listens at {', '.join(sorted(found))}, which cluster.keys cannot protect; make "
-                f'it with backend="{BACKEND}", or without a backend'
+                f"a process group of gloo listens at {', '.join(sorted(found))}, which cluster.keys cannot protect; "
+                f'make it with backend="{BACKEND}", or without a backend'
             )
         self._inner.set(key, value)
 
@@ -97,19 +96,19 @@ class ShelteredStore(dist.Store):
 
     def add(self, key: str, amount: int) -> int:
         """See :class:`torch.distributed.Store`."""
-        return self._inner.add(key, amount)
+        return int(self._inner.add(key, amount))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """See :class:`torch.distributed.Store`."""
-        return self._inner.compare_set(key, expected, desired)
+        return bytes(self._inner.compare_set(key, expected, desired))
 
     def check(self, keys: Sequence[str]) -> bool:
         """See :class:`torch.distributed.Store`."""
-        return self._inner.check(list(keys))
+        return bool(self._inner.check(list(keys)))
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
         """See :class:`torch.distributed.Store`."""
-        self._inner.wait(list(keys), self.timeout if timeout is None else timeout)
+        self._inner.wait(list(keys), self._timeout if timeout is None else timeout)
 
     def has_extended_api(self) -> bool:
         """See :class:`torch.distributed.Store`."""
