@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import secrets
 import socket
 import ssl
@@ -179,10 +178,13 @@ def test_strangers_disturb_nobody(pair: tuple[Gateway, Gateway, int], echo: Echo
             assert ends(connection)
     nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     nobody.check_hostname, nobody.verify_mode = False, ssl.CERT_NONE
-    with socket.create_connection(("127.0.0.1", port)) as plain, nobody.wrap_socket(plain) as connection:
-        with contextlib.suppress(OSError):
-            connection.sendall(bytes(16) + struct.pack(">H", echo.port))
-            assert connection.recv(1) == b""
+    with (
+        socket.create_connection(("127.0.0.1", port)) as plain,
+        nobody.wrap_socket(plain) as connection,
+        contextlib.suppress(OSError),
+    ):
+        connection.sendall(bytes(16) + struct.pack(">H", echo.port))
+        assert connection.recv(1) == b""
     for one in silent:
         one.close()
     assert echo.connections == 1
@@ -366,7 +368,7 @@ def test_what_keys_cannot_protect_is_refused(
     monkeypatch.setenv("THINWIRE_KEYS", str(tmp_path / "nowhere"))
     monkeypatch.setattr(group, "Shelter", None)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    with pytest.raises(UsageError, match="comes too late: torch.distributed is initialised already"):
+    with pytest.raises(UsageError, match=r"comes too late: torch.distributed is initialised already"):
         group.init()
     with pytest.raises(UsageError, match=r"has no certificate.pem that can be read; make one with `thinwire keys DIR`"):
         group._store_at(Rendezvous(0, 1, "localhost", free_port(), on_one_host=True), LONG, tmp_path / "nowhere")
@@ -382,7 +384,7 @@ def test_keys_are_their_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     made = make_keys(tmp_path / "new", days=2)
     assert Keys.read(tmp_path / "new") == made
     assert stat.S_IMODE(made.key.stat().st_mode) == 0o600
-    assert sorted(os.listdir(made.directory)) == ["certificate.pem", "key.pem"]
+    assert sorted(file.name for file in made.directory.iterdir()) == ["certificate.pem", "key.pem"]
     details = ssl._ssl._test_decode_cert(str(made.certificate))  # type: ignore[attr-defined]
     assert 1.9 < (ssl.cert_time_to_seconds(details["notAfter"]) - time.time()) / 86400 <= 2
     with pytest.raises(UsageError, match="holds keys already"):
