@@ -2,8 +2,9 @@
 
     python tools/audit.py all.zip constraints.txt locked.txt
 
-The copy is the file ``all.zip`` of OSV's ecosystem PyPI: one JSON file per vulnerability, in the format of
-https://ossf.github.io/osv-schema/. The exit status is 1 if a pinned release is affected, and 2 if a file cannot be read.
+The copy is ``all.zip`` of OSV's ecosystem PyPI: one JSON file per vulnerability, in the format of
+https://ossf.github.io/osv-schema/. The exit status is 1 if a pinned release is affected, and 2 if a file cannot be
+read.
 """
 
 from __future__ import annotations

@@ -9,13 +9,12 @@ import threading
 from pathlib import Path
 from typing import Any, Final
 
-from thinwire.collectives.gateway import process
 from thinwire.collectives.gateway.keys import Keys
 from thinwire.errors import CollectiveError, UsageError
 
 __all__ = ["Gateway", "GatewayRefusedError"]
 
-_PROGRAM: Final = Path(process.__file__)
+_PROGRAM: Final = Path(__file__).with_name("process.py")  # not imported: it brings asyncio
 
 
 class GatewayRefusedError(UsageError):

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch.distributed as dist
 
 from thinwire.collectives.gateway.addresses import inside_of
@@ -149,6 +148,8 @@ def _this_host() -> str:
 
 def _address_of_interface() -> str | None:
     """Address of the interface that ``GLOO_SOCKET_IFNAME`` names; ``None`` if it names none, or the loopback one."""
+    import psutil  # only jobs with keys pay for it
+
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     addresses = psutil.net_if_addrs().get(name, [])
     found = [address.address for address in addresses if address.family == socket.AF_INET]
