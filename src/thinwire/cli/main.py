@@ -22,6 +22,7 @@ _COMMANDS: Final = {
     "report": Command("thinwire.cli.report:report"),
     "convert": Command("thinwire.cli.convert:convert"),
     "export": Command("thinwire.cli.export:export"),
+    "keys": Command("thinwire.cli.keys:keys"),
     "doctor": Command("thinwire.cli.doctor:doctor"),
     # Everything after the name of the lab's own command belongs to that command.
     "lab": Command("thinwire.cli.lab:lab", context_settings={"allow_interspersed_args": False}),

@@ -48,6 +48,7 @@ _FILES = (
     ("model", "config"),
     ("plan", "file"),
     ("plan", "topology"),
+    ("cluster", "keys"),
 )
 """Section and key of every recipe value that is a path or a list of paths."""
 
@@ -361,6 +362,11 @@ class ClusterRecipe(Spec):
         default=False,
         description="whether a run may continue with a different number of ranks; the kind of plan and the global "
         "batch stay the same",
+    )
+    keys: str | None = Field(
+        default=None,
+        description="directory of keys made by thinwire keys, the same on every host: what ranks of different hosts "
+        "exchange over gloo is encrypted, and nobody without the keys can join; default: $THINWIRE_KEYS",
     )
 
 
