@@ -199,6 +199,8 @@ class ParallelModel:
         *,
         extra: Mapping[str, Any] | None = None,
         then: Callable[[], None] | None = None,
+        limit: float | None = None,
+        copies: bool = True,
     ) -> PendingSave:
         """Write a checkpoint of the whole model in the background; see :func:`thinwire.async_save`.
 
@@ -207,11 +209,13 @@ class ParallelModel:
             path: See there.
             extra: See there.
             then: What the writing thread of this rank does once the checkpoint is complete.
+            limit: See there.
+            copies: False if the caller waits for the save, so that nothing need be copied.
 
         Returns:
             A future.
         """
-        return snapshot.start_saving(_trained(self, optim), Path(path), extra, then)
+        return snapshot.start_saving(_trained(self, optim), Path(path), extra, then, limit=limit, copies=copies)
 
     def load(self, optim: ParallelOptimizer | None, path: str | Path) -> dict[str, Any]:
         """Read a checkpoint written under any plan and on any grid; see :func:`thinwire.load`."""

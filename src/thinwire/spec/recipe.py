@@ -337,6 +337,11 @@ class CheckpointRecipe(Spec):
         description="whether training goes on while a checkpoint is written, from a copy of the state in host memory; "
         "false: training waits, without a copy",
     )
+    timeout: Seconds = Field(
+        default=3600.0,
+        description='longest time that a checkpoint may take, for example "10min"; a file system that hangs then fails '
+        "the checkpoint",
+    )
     on_failure: Literal["stop", "continue"] = Field(
         default="stop",
         description="action if a checkpoint cannot be written: end the run, or warn and try again at the next "

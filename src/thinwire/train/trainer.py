@@ -252,14 +252,13 @@ class Trainer:
         extra: dict[str, Any] = {"position": position, "dataset": self.dataset.fingerprint, "versions": versions()}
         if scale is not None:
             extra["loss_scale"] = scaled
-        keep = self.run.recipe.checkpoint.keep
-        clean_up = functools.partial(delete_old, directory, keep) if self.ranks.rank == 0 else None
-        if not waits:
-            self._pending = self.model.async_save(self.optimizer, path, extra=extra, then=clean_up)
-            return path
-        self.model.save(self.optimizer, path, extra=extra)
-        if clean_up is not None:
-            clean_up()
+        settings = self.run.recipe.checkpoint
+        clean_up = functools.partial(delete_old, directory, settings.keep) if self.ranks.rank == 0 else None
+        self._pending = self.model.async_save(
+            self.optimizer, path, extra=extra, then=clean_up, limit=settings.timeout, copies=not waits
+        )
+        if waits:
+            self.settle()
         return path
 
     def settle(self) -> None:
