@@ -43,7 +43,7 @@ _FLAG: Final[Typed[bool]] = Typed(bool)
 _TEXT: Final[Typed[str]] = Typed(str)
 
 _GRACE: Final = 1.0
-"""Seconds for which a rank whose limit is not quite over waits for others that have given up."""
+"""Seconds in which a thread that waits for other ranks ends once its exchange is aborted."""
 
 _ALIGNMENT: Final = 64
 """Bytes; a chunk begins at a multiple of it in the copy."""
@@ -113,10 +113,11 @@ class BackgroundWriter:
 
     Args:
         control: The ranks that save. Nothing else uses this group.
+        abort: Ends the exchanges of that group that are under way.
     """
 
-    def __init__(self, control: store.ControlGroup) -> None:
-        self._control = _Watched(control)
+    def __init__(self, control: store.ControlGroup, abort: Callable[[], None] = lambda: None) -> None:
+        self._control, self._abort = _Watched(control), abort
         self._memory = _HostMemory()
         self._thread: threading.Thread | None = None
         self._save: PendingSave | None = None
@@ -215,6 +216,7 @@ class BackgroundWriter:
         if not any(states):
             return
         self._control.given_up = True
+        self._abort()  # ranks that wait for one that hangs
         if self._thread is not None:
             self._thread.join(_GRACE)
         self._save = None

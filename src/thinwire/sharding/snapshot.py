@@ -120,7 +120,8 @@ def start_saving(
     vectors, values = _collect(parts, extra)
     if _writer is None:
         purpose = f"checkpoint-{len(_given_up)}" if _given_up else "checkpoint"
-        _writer = BackgroundWriter(control_beside(purpose))
+        beside = control_beside(purpose)
+        _writer = BackgroundWriter(beside, beside.close)
         before_shutdown(_close_writer)
     return _writer.start(path, vectors, values, then=then, limit=limit, copies=copies)
 

@@ -256,6 +256,10 @@ class TrainRecipe(Spec):
         default="stop",
         description="action on a NaN or infinite loss or gradient: end the run, or skip the update",
     )
+    check_replicas: Depth = Field(
+        default=0,
+        description="steps between comparisons of what ranks hold in common, to the last bit; 0: none",
+    )
     peak_tflops: Positive | None = Field(
         default=None,
         description="peak TFLOP/s of one device, used for MFU; default: the published peak of a known GPU; without a "

@@ -44,6 +44,7 @@ from thinwire.train.models.flops import flops_per_token
 from thinwire.train.observing.measure import pack, unpack
 from thinwire.train.observing.metrics import StepRecord, known_peak_tflops
 from thinwire.train.observing.pace import Pace, summarized
+from thinwire.train.observing.replicas import ReplicaChecks
 from thinwire.train.position import Position
 from thinwire.train.schedule import learning_rate_share
 from thinwire.train.updates import QueuedUpdate, Update, Updates
@@ -104,6 +105,7 @@ class Trainer:
         updates: The updates of the run.
         position: The progress of the run.
         pace: Compares the speed of the ranks; ``None`` if they cannot be compared.
+        checks: Compares what the ranks hold in common.
         ordered: The plan with its ranks in order, and the hosts in that order.
         num_parameters: Parameters of the whole model; tied ones count once.
         token_flops: FLOP per token, forward and backward.
@@ -126,6 +128,7 @@ class Trainer:
     updates: Updates
     position: Position
     pace: Pace | None
+    checks: ReplicaChecks
     ordered: Ordered
     num_parameters: int
     token_flops: float
@@ -309,6 +312,8 @@ class Trainer:
         batches = self._ahead.take(taken, taken + self.samples_per_step)
         with self.updates.at_floor():
             loss = self.model.step(batches)
+        if self.checks.due(self.position.step + 1):
+            self.checks.compare(self.position.step + 1, batches)
         norm = self.model.clip_grad_norm_(self.run.recipe.optimizer.clip or math.inf)
         applied = None if scale is None else scale.applied_value
         later = functools.partial(read_later, streams=streams_of(self.device))
@@ -445,6 +450,7 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         updates=_updates(run, parallel, optimizer, position),
         position=position,
         pace=Pace(hosts, islands=plan.num_islands) if _is_comparable(plan, device) else None,
+        checks=ReplicaChecks(parallel, optimizer, hosts, every=recipe.train.check_replicas),
         ordered=ordered,
         num_parameters=num_parameters,
         token_flops=token_flops,

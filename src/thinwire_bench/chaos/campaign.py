@@ -5,49 +5,72 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final
 
 from thinwire.errors import UsageError
 from thinwire_bench.chaos.incidents import CABLED, INCIDENTS, MOUNTED
-from thinwire_bench.chaos.setups import Setup, make_corpus, setups
+from thinwire_bench.chaos.setups import make_corpus, setups
 from thinwire_bench.chaos.trial import Settings, Trial, Verdict, conduct
 
-__all__ = ["PER_CABLED", "PER_TRIAL", "campaign", "make_trials", "read_log"]
+__all__ = ["campaign", "make_trials", "read_log"]
 
-PER_TRIAL: Final = 7
-"""Incidents of a run on this machine's own network."""
+_QUICK: Final = (
+    "a rank is killed", "two ranks are killed", "a rank is paused", "all are paused",
+)  # fmt: skip
+"""Kinds of seconds, as the launcher goes on: most of a run's incidents are of these."""
 
-PER_CABLED: Final = 3
-"""Incidents of a run in a lab."""
+_QUICK_ONES: Final = 10
+_SLOW_ONES: Final = 3
+"""Incidents of a run, quick and slow ones."""
+
+_CUTS: Final = (CABLED[0], CABLED[1], CABLED[0])
+"""Incidents of a run in a lab, in some order."""
 
 
-def make_trials(seed: int, *, mounts: bool, cables: bool, chosen: Sequence[Setup] | None = None) -> list[Trial]:
-    """The trials of a campaign. Every kind of incident comes equally often; the seed decides to whom and when.
+def make_trials(seed: int, *, mounts: bool, cables: bool, chosen: Collection[str] | None = None) -> list[Trial]:
+    """The trials of a campaign. Every kind of incident comes in its turn; the seed decides to whom and when.
 
     Args:
         seed: Of everything that is drawn.
         mounts: Whether file systems can be mounted; otherwise disks stay as they are.
         cables: Whether there are labs; otherwise no link is cut.
-        chosen: The runs; all of them by default.
+        chosen: Names of runs to keep; all by default. What happens to a run does not depend on it.
     """
     chance = random.Random(seed)
-    kinds = [kind for kind in INCIDENTS if kind not in CABLED and (mounts or kind not in MOUNTED)]
-    deck: list[str] = []
+    quick = _Deck(_QUICK, chance)
+    slow = _Deck(
+        [kind for kind in INCIDENTS if kind not in (*CABLED, *_QUICK) and (mounts or kind not in MOUNTED)], chance
+    )
     trials = []
-    for setup in chosen or setups():
-        drawn = []
-        for _ in range(PER_TRIAL):
-            if not deck:
-                deck = chance.sample(kinds, len(kinds))
-            drawn.append(deck.pop())
+    for setup in setups():
+        drawn = [*(quick.draw() for _ in range(_QUICK_ONES)), *(slow.draw() for _ in range(_SLOW_ONES))]
+        chance.shuffle(drawn)
         trials.append(Trial(setup, tuple(drawn), chance.randrange(2**32)))
-        if cables and setup.group == "preset":
-            cuts = [CABLED[0], CABLED[1], CABLED[0]]
-            chance.shuffle(cuts)
-            trials.append(Trial(setup, tuple(cuts), chance.randrange(2**32), cabled=True))
-    return trials
+        cut = Trial(setup, tuple(chance.sample(_CUTS, len(_CUTS))), chance.randrange(2**32), cabled=True)
+        trials += [cut] if setup.group == "preset" else []
+    kept = [trial for trial in trials if chosen is None or trial.setup.name in chosen]
+    # Links are cut last: a lab takes its time.
+    return sorted((trial for trial in kept if cables or not trial.cabled), key=lambda trial: trial.cabled)
+
+
+class _Deck:
+    """Draws every kind once before one comes again.
+
+    Args:
+        kinds: The kinds.
+        chance: Decides the order.
+    """
+
+    def __init__(self, kinds: Sequence[str], chance: random.Random) -> None:
+        self._kinds, self._chance = kinds, chance
+        self._left: list[str] = []
+
+    def draw(self) -> str:
+        """The next one."""
+        self._left = self._left or self._chance.sample(self._kinds, len(self._kinds))
+        return self._left.pop()
 
 
 def campaign(

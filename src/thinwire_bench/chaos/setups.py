@@ -160,17 +160,21 @@ SOURCES: Final[Mapping[str, Source]] = {
 
 
 def make_corpus(directory: Path) -> None:
-    """Write made-up text, always the same, in every form.
+    """Write made-up text, always the same, in every form, unless it is there.
 
     Args:
         directory: Created if missing.
     """
+    written = directory / "written"
+    if written.exists():
+        return
     directory.mkdir(parents=True, exist_ok=True)
     chance = random.Random(0)
     known = ["".join(chance.choices("abcdefghij", k=chance.randint(2, 6))) for _ in range(_WORDS)]
     lines = [" ".join(chance.choices(known, k=12)) for _ in range(_LINES)]
     for source in SOURCES.values():
         source.make(directory, lines)
+    written.touch()
 
 
 _ISLANDS: Final = {"every": 8}

@@ -14,7 +14,6 @@ from thinwire.cli.options import expand_options
 from thinwire_bench.cli.shared import Page, insert_into, markdown, progress, show, words
 
 if TYPE_CHECKING:
-    from thinwire_bench.chaos.setups import Setup
     from thinwire_bench.chaos.trial import Verdict
 
 
@@ -82,7 +81,7 @@ def _conducted(options: ChaosOptions) -> list[Verdict]:
     return campaign(trials, settings, options.log, seed=options.seed, minutes=options.minutes, report=progress)
 
 
-def _chosen(names: str) -> list[Setup] | None:
+def _chosen(names: str) -> list[str] | None:
     """The runs of the option.
 
     Raises:
@@ -91,13 +90,13 @@ def _chosen(names: str) -> list[Setup] | None:
     from thinwire.errors import SpecError
     from thinwire_bench.chaos.setups import setups
 
-    known = {setup.name: setup for setup in setups()}
+    known = [setup.name for setup in setups()]
     wanted = words(names)
     if wanted == ["all"]:
         return None
     if not wanted or any(name not in known for name in wanted):
         raise SpecError("--runs", [f"{names!r}: valid are all, or some of {', '.join(known)}"])
-    return [known[name] for name in wanted]
+    return wanted
 
 
 def _has_lab() -> bool:
