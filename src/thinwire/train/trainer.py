@@ -41,6 +41,7 @@ from thinwire.train.launching.versions import versions
 from thinwire.train.models.build import draft
 from thinwire.train.models.common import IGNORED, cross_entropy
 from thinwire.train.models.flops import flops_per_token
+from thinwire.train.observing.links import LinkMeter, LinkPace, meet
 from thinwire.train.observing.measure import pack, unpack
 from thinwire.train.observing.metrics import StepRecord, known_peak_tflops
 from thinwire.train.observing.pace import Pace, summarized
@@ -105,6 +106,8 @@ class Trainer:
         updates: The updates of the run.
         position: The progress of the run.
         pace: Compares the speed of the ranks; ``None`` if they cannot be compared.
+        link_meter: Measures the connections of this rank to other hosts.
+        link_pace: Compares the links of the hosts.
         checks: Compares what the ranks hold in common.
         ordered: The plan with its ranks in order, and the hosts in that order.
         num_parameters: Parameters of the whole model; tied ones count once.
@@ -128,6 +131,8 @@ class Trainer:
     updates: Updates
     position: Position
     pace: Pace | None
+    link_meter: LinkMeter
+    link_pace: LinkPace
     checks: ReplicaChecks
     ordered: Ordered
     num_parameters: int
@@ -192,7 +197,7 @@ class Trainer:
         if logged:
             rank, device, node_ranks = self.ranks.rank, self.device, self.run.node_ranks
             words = pack(self.model, rank, world, device, node_ranks, self.recent.seconds)
-            words += self._ahead.take_waits()
+            words = [*self.link_meter.take(), *words, *self._ahead.take_waits()]
         failed = self._pending is not None and self._pending.failed
         together = logged or self.saves or self.run.plan.islands is None
         losses, (stop, failure, *rest) = self.updates.exchange(
@@ -360,6 +365,7 @@ class Trainer:
         return rate
 
     def _record(self, update: Update, loss: float, means: list[float]) -> StepRecord:
+        of_links, means = means[: self.link_meter.size], means[self.link_meter.size :]
         *means, waited, wait_seconds = means
         waits = Waits(round(waited * self.ranks.size), wait_seconds * self.ranks.size)
         self.waits = Waits(self.waits.steps + waits.steps, self.waits.seconds + waits.seconds)
@@ -391,6 +397,7 @@ class Trainer:
             own=summarized(own),
             data_waits=waits._asdict(),
             slow=None if self.pace is None else self.pace.add(own),
+            slow_link=self.link_pace.add([mean * self.ranks.size for mean in of_links], self.recent.seconds),
         )
         self.recent = StepTime()
         return record
@@ -435,7 +442,7 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         skip_nonfinite=parallel.decides_on_device,
         loss_scale=_loss_scale(recipe.loss_scale) if plan.scales_loss else None,
     )
-    position = Position()
+    position, places = Position(), meet(control(), hosts)
     return Trainer(
         run=run,
         dataset=dataset,
@@ -450,6 +457,8 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         updates=_updates(run, parallel, optimizer, position),
         position=position,
         pace=Pace(hosts, islands=plan.num_islands) if _is_comparable(plan, device) else None,
+        link_meter=LinkMeter(places),
+        link_pace=LinkPace(places.names),
         checks=ReplicaChecks(parallel, optimizer, hosts, every=recipe.train.check_replicas),
         ordered=ordered,
         num_parameters=num_parameters,

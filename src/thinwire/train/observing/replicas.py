@@ -12,7 +12,7 @@ from typing import Final
 from thinwire.agreement import Typed
 from thinwire.collectives.group import control
 from thinwire.errors import ReplicaError, UsageError
-from thinwire.parallel import ParallelModel, ParallelOptimizer, TokenBatch
+from thinwire.parallel.model import ParallelModel, ParallelOptimizer, TokenBatch
 from thinwire.sharding.replicas import Disagreement, Sums
 
 __all__ = ["ReplicaChecks"]
