@@ -168,7 +168,7 @@ def check_a_hanging_disk(directory: str) -> list[str]:
         disk = HeldDisk(patched)
         if group.control().rank == 0:
             disk.released.set()
-        pending = tw.async_save(model, optim, path / "hangs", limit=0.5)
+        pending = tw.async_save(model, optim, path / "hangs", limit=3.0)
         train(model, optim, 1, 2)
         while not pending.failed:
             time.sleep(0.01)
@@ -188,7 +188,7 @@ def check_a_hanging_disk(directory: str) -> list[str]:
 
 
 def test_a_disk_that_hangs_fails_the_save_by_name_and_training_goes_on(tmp_path: Path) -> None:
-    hangs = f"{tmp_path}/hangs: cannot save: rank 1 still waits for the file system, after 0.5 s, which is the limit; "
+    hangs = f"{tmp_path}/hangs: cannot save: rank 1 still waits for the file system, after 3 s, which is the limit; "
     refused = f"{tmp_path}/refused: cannot save: an earlier save still waits for the file system on rank 1"
     for first, second in run_ranks(2, check_a_hanging_disk, str(tmp_path)):
         assert first == hangs + "a network mount may not answer, or the disk is too slow"

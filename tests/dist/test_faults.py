@@ -12,11 +12,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.dist.test_train import THINWIRE, Runs, rank_process
 
+from thinwire.checkpoint.store import verify
 from thinwire.testing.ranks import free_port
 
 MANY = ("--set", "train.steps=100000", "--set", "checkpoint.every=1000")
@@ -221,6 +223,51 @@ def test_a_run_may_go_on_without_a_checkpoint(runs: Runs) -> None:
     assert status == 1
     assert "step-00000040: cannot save" in errors
     assert len(runs.losses("goes-on")) == 40
+
+
+@contextlib.contextmanager
+def own_file_system(place: Path) -> Iterator[None]:
+    """A file system on a loop device, which can be frozen."""
+    image = place.with_suffix(".img")
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    place.mkdir(parents=True)
+    for command in (("mkfs.ext4", "-q", "-F", str(image)), ("mount", "-o", "loop", str(image), str(place))):
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("this user may not mount a file system")
+    try:
+        yield
+    finally:
+        subprocess.run(["fsfreeze", "--unfreeze", place], capture_output=True, check=False)
+        subprocess.run(["umount", "--lazy", place], check=True)
+
+
+@pytest.mark.slow
+def test_a_file_system_that_hangs_fails_a_save_by_name_and_training_goes_on(runs: Runs) -> None:
+    place = runs.directory / "hangs" / "checkpoints"
+    settings = ("checkpoint.every=10", "checkpoint.timeout=2s", "checkpoint.on_failure=continue", "train.steps=4000")
+    with own_file_system(place):
+        shutil.rmtree(place / "lost+found")
+        process = runs.start("hangs", *(word for setting in settings for word in ("--set", setting)))
+        runs.wait_for_step("hangs", 25, process)
+        subprocess.run(["fsfreeze", "--freeze", place], check=True)
+        frozen = len(runs.records("hangs"))
+        runs.wait_for_step("hangs", frozen + 60, process)
+        subprocess.run(["fsfreeze", "--unfreeze", place], check=True)
+        seen = {path.name for path in place.glob("step-*")}
+        deadline = time.monotonic() + 60
+        while {path.name for path in place.glob("step-*")} <= seen:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=90)
+        last = sorted(place.glob("step-*"))[-1]
+        assert verify(last).values["extra"]["position"]["step"] == len(runs.losses("hangs"))
+    assert process.returncode == 0, output + errors
+    named = re.findall(r"step-\d+: cannot save: (rank \d+) still waits for the file system, after 2 s", output)
+    assert named, output
+    assert output.count("training goes on") == output.count("cannot save")
+    assert "Traceback" not in output + errors
 
 
 @pytest.mark.slow

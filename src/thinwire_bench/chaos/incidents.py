@@ -19,7 +19,7 @@ from typing import Final
 
 from thinwire_bench.chaos import damage
 from thinwire_bench.chaos.disk import Disk
-from thinwire_bench.chaos.run import POLL, Ended, Run
+from thinwire_bench.chaos.run import Ended, Run
 from thinwire_bench.chaos.setups import SAVE_EVERY
 
 __all__ = ["CABLED", "INCIDENTS", "MOUNTED", "Scene"]
@@ -324,5 +324,3 @@ def step_of_start(run: Run, number: int) -> int | None:
     except (OSError, ValueError, IndexError, KeyError):
         return None
 
-
-_ = POLL

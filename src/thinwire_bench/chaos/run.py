@@ -13,12 +13,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-__all__ = ["POLL", "Ended", "Run", "environment", "losses"]
+__all__ = ["Ended", "Run", "environment", "losses", "train_command"]
 
-POLL: Final = 0.005
+_POLL: Final = 0.01
 """Seconds between two looks at a run."""
+
+_LONGEST_STEP: Final = 2.0
+"""Seconds between two looks from which on this process must have been stopped, as a busy machine may do."""
 
 _HIDDEN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "THINWIRE_OUT")
 
@@ -149,13 +152,11 @@ class Run:
         Returns:
             Whether it holds.
         """
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        for _ in _moments(seconds):
             if condition():
                 return True
             if not self.running:
                 return condition()
-            time.sleep(POLL)
         return False
 
     def ended(self, seconds: float) -> Ended:
@@ -165,10 +166,11 @@ class Run:
             seconds: Most seconds to wait.
         """
         assert self._process is not None
-        try:
-            status: int | None = self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            status = None
+        status = None
+        for _ in _moments(seconds):
+            if (status := self._process.poll()) is not None:
+                break
+        else:
             self.kill_all()
         text = self.log.read_bytes()[self._begin :].decode(errors="replace")
         return Ended(status, text)
@@ -212,16 +214,24 @@ class Run:
         Returns:
             Whether they are, in time; those that are not are killed.
         """
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_CLEARED)
-        deadline = time.monotonic() + _CLEARED
-        while left := [process for process in processes if _lives(process)]:
-            if time.monotonic() > deadline:
-                self.signal(left, signal.SIGKILL)
-                return False
-            time.sleep(POLL)
-        return True
+        for _ in _moments(_CLEARED):
+            left = [process for process in processes if _lives(process)]
+            if self._process is not None and not left:
+                self._process.poll()
+                return True
+        self.signal(left, signal.SIGKILL)
+        return False
+
+
+def _moments(seconds: float) -> Iterator[None]:
+    """Moments at which to look, until time is over. Time for which this process itself was stopped does not count."""
+    left, before = seconds, time.monotonic()
+    while left > 0:
+        yield
+        time.sleep(_POLL)
+        now = time.monotonic()
+        left -= min(now - before, _LONGEST_STEP)
+        before = now
 
 
 def train_command(recipe: Path, nodes: int, local: int) -> list[str]:
@@ -244,9 +254,3 @@ def _lives(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
-
-
-def state_of(directory: Path) -> dict[str, Any]:
-    """What a checkpoint holds: the checksums of all its tensors, and its values without versions."""
-    body = json.loads((directory / "manifest.json").read_bytes())["body"]
-    return {key: value for key, value in body.items() if key != "version"}

@@ -155,7 +155,8 @@ def conduct(trial: Trial, settings: Settings, report: Callable[[str], None]) -> 
             ]
             about = _finish(scene, incidents) or _difference(whole, run.directory)
         finally:
-            run.kill_all() if run.running else None
+            if run.running:
+                run.kill_all()
     verdict = Verdict(trial.name, trial.setup.group, incidents, not about, about, time.monotonic() - began)
     if verdict.equal and not any(incident.faults for incident in incidents):
         shutil.rmtree(place, ignore_errors=True)

@@ -195,7 +195,7 @@ class LinkPace:
         if len(self._records) < RECORDS:
             return None
         out, into = (
-            [statistics.median(record[0][side][place] for record in self._records) for place in range(len(table))]
+            [statistics.median_low(record[0][side][place] for record in self._records) for place in range(len(table))]
             for side in (0, 1)
         )
         self._best = max(self._best, *out, *into)
