@@ -298,6 +298,36 @@ def test_hosts_whose_clocks_differ_by_days_train_alike(runs: Runs) -> None:
     assert runs.losses("apart")[:10] == runs.losses("together")[:10]
 
 
+@pytest.mark.slow
+def test_a_clock_that_jumps_changes_no_number(runs: Runs) -> None:
+    """While a run trains, the time of day goes to and fro by up to eleven days."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    clock, jump = runs.directory / "jumping.so", runs.directory / "jump"
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", clock, Path(__file__).with_name("skewed_clock.c"), "-ldl"], check=True
+    )
+    jump.write_bytes(b"")
+    steps = ("--set", "train.steps=400", "--set", "checkpoint.every=50", "--set", "cluster.timeout=30s")
+    runs.run("steady", *steps)
+    runs.environment |= {"LD_PRELOAD": str(clock), "JUMP": str(jump)}
+    process = runs.start("jumps", *steps)
+    jumps = 0
+    while process.poll() is None:
+        os.truncate(jump, (0, 2_000_000, 999_000, 1_000_500)[jumps % 4])
+        jumps += 1
+        time.sleep(0.2)
+    output, errors = process.communicate()
+    del runs.environment["LD_PRELOAD"], runs.environment["JUMP"]
+    assert process.returncode == 0, output + errors
+    assert jumps > 4
+    times = [record["time"] for record in runs.records("jumps")]
+    assert max(times) - min(times) > 900_000
+    assert "failed after" not in output
+    assert "is slow" not in output
+    assert runs.losses("jumps") == runs.losses("steady")
+
+
 def kill_host(launcher: subprocess.Popen[str]) -> None:
     """Kill a launcher and its ranks, as if their host were gone."""
     doomed = [launcher.pid]

@@ -111,7 +111,9 @@ def test_sound_ranks_agree_under_every_preset() -> None:
 
 def check_flips(name: str, what: str, bad: int) -> tuple[str, str]:
     """What the checks say after a flip in step 3, and the unit in which it was."""
-    job = Job(small(name) if dist.get_world_size() == 4 else Plan.preset(name, nodes=1, local=2, compute_dtype="float32"))
+    job = Job(
+        small(name) if dist.get_world_size() == 4 else Plan.preset(name, nodes=1, local=2, compute_dtype="float32")
+    )
     job.steps(2)
     unit = ""
     before = job.flip(what) if what != "gradients" and dist.get_rank() == bad else ""
@@ -137,7 +139,9 @@ def test_a_flipped_bit_is_named_by_majority(name: str, what: str) -> None:
 @pytest.mark.parametrize("bad", [0, 1])
 def test_of_two_ranks_the_one_with_another_gradient_the_second_time_is_wrong(bad: int) -> None:
     told = run_ranks(2, check_flips, "ddp", "gradients", bad)
-    right = f"gradients of {told[bad][1]} differ between replicas in step 3: rank {bad} on {HOSTS[bad]} is wrong (the step"
+    right = (
+        f"gradients of {told[bad][1]} differ between replicas in step 3: rank {bad} on {HOSTS[bad]} is wrong (the step"
+    )
     assert [right in text for text, _ in told] == [True, True], told
 
 

@@ -29,7 +29,10 @@ def test_a_job_that_loses_a_node_is_queued_again_and_goes_on(tmp_path: Path) -> 
     text = re.sub(r"^#SBATCH --(gpus|cpus|time|signal).*\n", "", text, flags=re.MULTILINE)
     script.write_text(text.replace(" --gpu-bind=none", ""))
     steps = ("--set", f"train.steps={STEPS}", "--set", "checkpoint.every=20")
-    with slurm_with_nodes(tmp_path, NODES, "SwitchName=top Nodes=node[01-02]\n", run_nodes=True) as (environment, nodes):
+    with slurm_with_nodes(tmp_path, NODES, "SwitchName=top Nodes=node[01-02]\n", run_nodes=True) as (
+        environment,
+        nodes,
+    ):
         variables = runs.environment | environment | {
             "OUT": str(runs.directory / "job"), "REQUEUES": "3", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}",

@@ -63,7 +63,9 @@ def test_mutations_leave_the_original_alone() -> None:
 
 
 def verdict(name: str, *faults: str, equal: bool = True) -> Verdict:
-    incidents = [Incident("a rank hangs", 4, faults=[(fault, "so")]) for fault in faults] or [Incident("a rank hangs", 4)]
+    incidents = [Incident("a rank hangs", 4, faults=[(fault, "so")]) for fault in faults] or [
+        Incident("a rank hangs", 4)
+    ]
     return Verdict(name, "preset", [*incidents, Incident("power is lost", None)], equal, "" if equal else "step 3", 1.0)
 
 

@@ -1,6 +1,6 @@
 """Runs a command on every rank of a lab, and cuts and mends links as its standard input says: ``0 down``, ``0 up``.
 
-    python -m thinwire_bench.chaos.cabled HOSTS RANKS LOGS COMMAND...
+python -m thinwire_bench.chaos.cabled HOSTS RANKS LOGS COMMAND...
 """
 
 from __future__ import annotations

@@ -323,4 +323,3 @@ def step_of_start(run: Run, number: int) -> int | None:
         return int(json.loads((run.directory / "starts.jsonl").read_bytes().splitlines()[number])["step"])
     except (OSError, ValueError, IndexError, KeyError):
         return None
-

@@ -40,7 +40,7 @@ def environment(cache: Path) -> dict[str, str]:
 
 
 def losses(metrics: Path) -> dict[int, str]:
-    """The training losses of a run by step, as they stand in ``metrics.jsonl``: equal text is equal to the last digit."""
+    """Loss, validation loss and gradient norm of a run by step, as text: equal text is equal to the last digit."""
     found: dict[int, str] = {}
     for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else ():
         with contextlib.suppress(ValueError):  # the last line may still be being written
@@ -142,7 +142,8 @@ class Run:
 
     def tell(self, line: str) -> None:
         """Write a line to its standard input."""
-        assert self._process is not None and self._process.stdin is not None
+        assert self._process is not None
+        assert self._process.stdin is not None
         self._process.stdin.write(line.encode() + b"\n")
         self._process.stdin.flush()
 

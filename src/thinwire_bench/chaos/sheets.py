@@ -26,7 +26,9 @@ def campaign_sheets(verdicts: Sequence[Verdict]) -> list[Sheet]:
         for kind in INCIDENTS
         if any(one.kind == kind for _, one in happened)
     ]
-    runs = sorted({(verdict.group, verdict.trial.removesuffix("-cabled")) for verdict in verdicts}, key=_order(verdicts))
+    runs = sorted(
+        {(verdict.group, verdict.trial.removesuffix("-cabled")) for verdict in verdicts}, key=_order(verdicts)
+    )
     by_run = [
         [name, *_counts([(verdict, one) for verdict, one in happened if verdict.trial.removesuffix("-cabled") == name])]
         for _, name in runs

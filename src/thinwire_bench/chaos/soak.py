@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -38,7 +39,14 @@ _BLOCKS: Final = 20
 _T: Final = 2.101
 """Quantile 0.975 of Student's t for 18 degrees of freedom."""
 
-_CHECKPOINT: Final = ("--set", "checkpoint.every=200", "--set", "train.validate_every=400", "--set", "train.log_every=10")
+_CHECKPOINT: Final = (
+    "--set",
+    "checkpoint.every=200",
+    "--set",
+    "train.validate_every=400",
+    "--set",
+    "train.log_every=10",
+)
 
 _STOPPING: Final = 300.0
 """Seconds that the run may take to save and end."""
@@ -129,7 +137,7 @@ def _of_process(process: int) -> dict[str, float]:
         ticks = (place / "stat").read_text().rpartition(")")[2].split()[11:13]
         return {
             "memory": int(status["RssAnon"].split()[0]) * 1024,
-            "descriptors": len(os.listdir(place / "fd")),
+            "descriptors": sum(1 for _ in (place / "fd").iterdir()),
             "threads": int(status["Threads"]),
             "processor": sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK"),
         }
@@ -179,7 +187,7 @@ def _per_step(
     ends = samples[::size]
     return [
         (now["seconds"], (amount(now) - amount(before)) / (now["step"] - before["step"]))
-        for before, now in zip(ends, ends[1:], strict=False)
+        for before, now in itertools.pairwise(ends)
         if now["step"] > before["step"]
     ]
 
@@ -210,7 +218,9 @@ def soak_sheet(samples: Sequence[Mapping[str, Any]]) -> Sheet:
 
 
 def _cells(trend: Trend) -> list[str]:
-    shown = {"bytes": format_bytes, "count": "{:.2f}".format, "seconds": lambda value: f"{1e3 * value:.2f} ms"}[trend.unit]
+    shown = {"bytes": format_bytes, "count": "{:.2f}".format, "seconds": lambda value: f"{1e3 * value:.2f} ms"}[
+        trend.unit
+    ]
 
     def signed(value: float) -> str:
         return f"{'-' if value < 0 else '+'}{shown(abs(value))}"

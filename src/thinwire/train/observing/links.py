@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from thinwire.agreement import Typed
@@ -72,17 +73,27 @@ def connections() -> Iterator[Connection]:
     """The TCP connections of this process to other hosts. None on systems other than Linux."""
     if sys.platform != "linux":
         return
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError, ValueError, struct.error):
-            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as copy:
-                    if copy.type == socket.SOCK_STREAM and copy.family in (socket.AF_INET, socket.AF_INET6):
-                        local, remote = copy.getsockname(), copy.getpeername()
-                        if local[0] != remote[0]:
-                            info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _COUNTERS.size)
-                            sent, busy, unready = _COUNTERS.unpack(info)
-                            seconds = max(0, busy - unready) / 1e6
-                            yield Connection(local[0], remote[0], (local[1], remote[1]), sent, seconds)
+    for entry in Path("/proc/self/fd").iterdir():
+        descriptor = int(entry.name)
+        with contextlib.suppress(OSError, struct.error):
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as copy:
+                    connection = _connection(copy)
+                if connection is not None and connection.local != connection.remote:
+                    yield connection
+
+
+def _connection(copy: socket.socket) -> Connection | None:
+    """The counters of a socket; ``None`` if it is none of TCP.
+
+    Raises:
+        OSError: It is not connected.
+    """
+    if copy.type != socket.SOCK_STREAM or copy.family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    local, remote = copy.getsockname(), copy.getpeername()
+    sent, busy, unready = _COUNTERS.unpack(copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _COUNTERS.size))
+    return Connection(local[0], remote[0], (local[1], remote[1]), sent, max(0, busy - unready) / 1e6)
 
 
 @dataclass(frozen=True)
@@ -158,7 +169,7 @@ class LinkMeter:
 
 
 class _Speeds(NamedTuple):
-    """Bytes a second by host: as it sends, and as it is sent to; NaN-free, 0 where nothing was sent."""
+    """Bytes a second by host, as it sends and as it is sent to; 0 where nothing was sent."""
 
     out: tuple[float, ...]
     into: tuple[float, ...]

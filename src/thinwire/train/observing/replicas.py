@@ -76,7 +76,11 @@ class ReplicaChecks:
             _label(key) for old, new in zip(first, again, strict=True) for key in old if old[key] != new.get(key)
         ]
         by_rank = control().all_gather_typed(changed, _SENTENCES)
-        return {label: [rank for rank, labels in enumerate(by_rank) if label in labels] for label in sum(by_rank, [])}
+        ranks: dict[str, list[int]] = {}
+        for rank, labels in enumerate(by_rank):
+            for label in dict.fromkeys(labels):
+                ranks.setdefault(label, []).append(rank)
+        return ranks
 
     def _sentence(self, one: Disagreement, step: int, repeated: dict[str, list[int]]) -> str:
         what = f"{one.kind} of {one.unit} differ between replicas in step {step}"
@@ -95,8 +99,8 @@ class ReplicaChecks:
 
 
 _REMEDY: Final = (
-    "its processor, memory or link is faulty: take that host out of the job and continue with --resume from a checkpoint "
-    "of before"
+    "a processor, memory or link is faulty: take that host out of the job, and continue with --resume from a "
+    "checkpoint of before"
 )
 
 
