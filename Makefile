@@ -20,8 +20,12 @@ ifneq ($(origin SECONDS),command line)
 SECONDS := 20
 endif
 
+# How long `make chaos` and `make soak` take.
+MINUTES ?= 30
+HOURS ?= 8
+
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-torch lint format asan lock audit docs structure wheels picture site check-launchers test-frameworks bench-peers gpu-check clean
+.PHONY: help install train test test-all test-torch lint format asan lock audit docs structure wheels picture site check-launchers test-frameworks bench-peers gpu-check chaos soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -142,6 +146,12 @@ gpu-check: install ## prove the GPU path on this machine's cards, part by part, 
 	  $(BIN)/python -m benchmarks.gpu render docs/results/gpu --page docs/gpu.md && exit $$status; \
 	else echo "gpu-check: skipped, PyTorch finds no CUDA device on this machine; rehearse it on CPU with" \
 	  "'$(BIN)/python -m benchmarks.gpu run --device cpu --results runs/gpu-rehearsal'"; fi
+
+chaos: install ## disturb small runs for MINUTES=30 and compare them; as root also full disks, losses of power and cut links
+	$(BIN)/thinwire bench chaos --minutes $(MINUTES)
+
+soak: install ## train for HOURS=8, and say whether memory, descriptors, threads or step times grow
+	$(BIN)/thinwire bench soak --hours $(HOURS)
 
 clean: ## remove caches and build output; keeps .venv and runs
 	rm -rf build dist docs/generated .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -81,6 +81,7 @@ def write(
     values: Mapping[str, Json],
     *,
     control: ControlGroup,
+    unless: Callable[[], None] = lambda: None,
 ) -> None:
     """Save vectors and values as a checkpoint directory, completely or not at all. Collective.
 
@@ -98,6 +99,7 @@ def write(
             replicated chunk. A rank may omit a key that other ranks pass.
         values: JSON state by key. Ranks may pass different keys, but equal values for the same key.
         control: The ranks that save, with a timeout that suffices for the slowest rank's disk.
+        unless: Called before the checkpoint gets its name; raises an error if it should not.
 
     Raises:
         CheckpointError: On every rank, if any rank fails, for example because the disk is full. Whatever was at
@@ -121,11 +123,14 @@ def write(
 
     def write_files(token: str) -> list[WrittenFile]:
         directory = Staging(Path(path).resolve(), token).directory
-        return _write_files(directory, vectors, first_number)
+        written = _write_files(directory, vectors, first_number)
+        unless()
+        return written
 
     def publish() -> None:
         if staging is not None:
             _write_manifest(staging.directory, _compile(written, numels, dtypes, merged_values))
+            unless()
             staging.publish()
 
     try:

@@ -264,7 +264,12 @@ def save(
 
 
 def async_save(
-    model: nn.Module, optim: ShardedOptimizer | None, path: str | Path, *, extra: Mapping[str, Any] | None = None
+    model: nn.Module,
+    optim: ShardedOptimizer | None,
+    path: str | Path,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    limit: float | None = None,
 ) -> PendingSave:
     """Write a checkpoint as :func:`save` does, but in the background: training goes on after a copy to host memory.
 
@@ -278,6 +283,9 @@ def async_save(
         optim: Optimizer of the model, or ``None`` to save only parameters.
         path: Directory of the checkpoint; an existing checkpoint is replaced once the new one is complete.
         extra: Further JSON values to save, such as the position in the data; equal on every rank.
+        limit: Seconds that the save may take, for file systems that may hang. A save that takes longer on any rank
+            fails on all: ``failed`` of the future turns true, the next save or load raises the error, and the
+            checkpoint does not appear later. Without a limit, ranks wait for as long as it takes.
 
     Returns:
         A ``concurrent.futures.Future``. Its ``result()`` waits until the checkpoint is complete on disk, and raises a
@@ -287,7 +295,7 @@ def async_save(
     Raises:
         CheckpointError: The save before has failed, and no rank has asked for its result. Raised on every rank.
     """
-    return snapshot.start_saving([(model, optim)], Path(path), extra)
+    return snapshot.start_saving([(model, optim)], Path(path), extra, limit=limit)
 
 
 def load(model: nn.Module, optim: ShardedOptimizer | None, path: str | Path) -> dict[str, Any]:

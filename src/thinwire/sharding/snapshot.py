@@ -69,6 +69,11 @@ Trained = tuple[nn.Module, ShardedOptimizer | None]
 _writer: BackgroundWriter | None = None
 """Writes this process's checkpoints in the background; ``None`` before the first one of a job."""
 
+_given_up: list[BackgroundWriter] = []
+"""Writers whose last save took longer than its limit. Their groups may have timed out, so each needs a successor."""
+
+_FLAG: Final[Typed[bool]] = Typed(bool)
+
 
 def save(parts: Sequence[Trained], path: Path, extra: Mapping[str, Json] | None) -> None:
     """Write a checkpoint of everything that the ranks of the job train; see :func:`thinwire.save`.
@@ -84,7 +89,13 @@ def save(parts: Sequence[Trained], path: Path, extra: Mapping[str, Json] | None)
 
 
 def start_saving(
-    parts: Sequence[Trained], path: Path, extra: Mapping[str, Json] | None, then: Callable[[], None] | None = None
+    parts: Sequence[Trained],
+    path: Path,
+    extra: Mapping[str, Json] | None,
+    then: Callable[[], None] | None = None,
+    *,
+    limit: float | None = None,
+    copies: bool = True,
 ) -> PendingSave:
     """Begin to write a checkpoint in the background; see :func:`thinwire.async_save`.
 
@@ -93,27 +104,52 @@ def start_saving(
         path: Directory of the checkpoint.
         extra: Further JSON values to save.
         then: What the writing thread of this rank does once the checkpoint is complete.
+        limit: Seconds that the save may take; see :func:`thinwire.async_save`.
+        copies: False if the caller waits for the save, so that nothing need be copied.
 
     Returns:
         The save.
+
+    Raises:
+        CheckpointError: The save before has failed, or one that was given up still hangs. Raised on every rank.
     """
     global _writer
     settle()
+    if _given_up:
+        _refuse_beside_hanging(path)
     vectors, values = _collect(parts, extra)
     if _writer is None:
-        _writer = BackgroundWriter(control_beside("checkpoint"))
+        purpose = f"checkpoint-{len(_given_up)}" if _given_up else "checkpoint"
+        beside = control_beside(purpose)
+        _writer = BackgroundWriter(beside, beside.close)
         before_shutdown(_close_writer)
-    return _writer.start(path, vectors, values, then=then)
+    return _writer.start(path, vectors, values, then=then, limit=limit, copies=copies)
+
+
+def _refuse_beside_hanging(path: Path) -> None:
+    """Refuse to begin a save while an earlier one hangs on any rank: memory for another copy would be lost, too."""
+    hangs: list[bool] = control().all_gather_typed(any(writer.hangs for writer in _given_up), _FLAG)
+    if any(hangs):
+        ranks = ", ".join(str(rank) for rank, hanging in enumerate(hangs) if hanging)
+        raise CheckpointError(f"{path}: cannot save: an earlier save still waits for the file system on rank {ranks}")
 
 
 def settle() -> None:
     """Wait until no checkpoint is being written in the background. Collective.
 
     Raises:
-        CheckpointError: The last one failed, and nobody has asked for its result. Raised on every rank.
+        CheckpointError: The last one failed, and nobody has asked for its result, or it takes longer than its limit.
+            Raised on every rank.
     """
-    if _writer is not None:
+    global _writer
+    if _writer is None:
+        return
+    try:
         _writer.settle(control())
+    finally:
+        if _writer.given_up:
+            _given_up.append(_writer)
+            _writer = None
 
 
 def wait_for_writer() -> None:
@@ -124,6 +160,7 @@ def wait_for_writer() -> None:
 
 def _close_writer() -> None:
     global _writer
+    _given_up.clear()
     if _writer is not None:
         _writer.close()
         _writer = None

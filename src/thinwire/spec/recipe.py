@@ -257,6 +257,10 @@ class TrainRecipe(Spec):
         default="stop",
         description="action on a NaN or infinite loss or gradient: end the run, or skip the update",
     )
+    check_replicas: Depth = Field(
+        default=0,
+        description="steps between comparisons of what ranks hold in common, to the last bit; 0: none",
+    )
     peak_tflops: Positive | None = Field(
         default=None,
         description="peak TFLOP/s of one device, used for MFU; default: the published peak of a known GPU; without a "
@@ -337,6 +341,11 @@ class CheckpointRecipe(Spec):
         default=True,
         description="whether training goes on while a checkpoint is written, from a copy of the state in host memory; "
         "false: training waits, without a copy",
+    )
+    timeout: Seconds = Field(
+        default=3600.0,
+        description='longest time that a checkpoint may take, for example "10min"; a file system that hangs then fails '
+        "the checkpoint",
     )
     on_failure: Literal["stop", "continue"] = Field(
         default="stop",

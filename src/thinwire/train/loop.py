@@ -168,8 +168,9 @@ def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress
             if log is not None:
                 log.write(record)
             progress.step(record)
-            if record.slow is not None:
-                progress.note(record.slow)
+            for slow in (record.slow, record.slow_link):
+                if slow is not None:
+                    progress.note(slow)
         if save_failed:
             _settle(trainer, progress)
         if trainer.saves or stopping:

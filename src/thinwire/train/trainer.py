@@ -41,9 +41,11 @@ from thinwire.train.launching.versions import versions
 from thinwire.train.models.build import draft
 from thinwire.train.models.common import IGNORED, cross_entropy
 from thinwire.train.models.flops import flops_per_token
+from thinwire.train.observing.links import LinkMeter, LinkPace, meet
 from thinwire.train.observing.measure import pack, unpack
 from thinwire.train.observing.metrics import StepRecord, known_peak_tflops
 from thinwire.train.observing.pace import Pace, summarized
+from thinwire.train.observing.replicas import ReplicaChecks
 from thinwire.train.position import Position
 from thinwire.train.schedule import learning_rate_share
 from thinwire.train.updates import QueuedUpdate, Update, Updates
@@ -104,6 +106,9 @@ class Trainer:
         updates: The updates of the run.
         position: The progress of the run.
         pace: Compares the speed of the ranks; ``None`` if they cannot be compared.
+        link_meter: Measures the connections of this rank to other hosts.
+        link_pace: Compares the links of the hosts.
+        checks: Compares what the ranks hold in common.
         ordered: The plan with its ranks in order, and the hosts in that order.
         num_parameters: Parameters of the whole model; tied ones count once.
         token_flops: FLOP per token, forward and backward.
@@ -126,6 +131,9 @@ class Trainer:
     updates: Updates
     position: Position
     pace: Pace | None
+    link_meter: LinkMeter
+    link_pace: LinkPace
+    checks: ReplicaChecks
     ordered: Ordered
     num_parameters: int
     token_flops: float
@@ -189,7 +197,7 @@ class Trainer:
         if logged:
             rank, device, node_ranks = self.ranks.rank, self.device, self.run.node_ranks
             words = pack(self.model, rank, world, device, node_ranks, self.recent.seconds)
-            words += self._ahead.take_waits()
+            words = [*self.link_meter.take(), *words, *self._ahead.take_waits()]
         failed = self._pending is not None and self._pending.failed
         together = logged or self.saves or self.run.plan.islands is None
         losses, (stop, failure, *rest) = self.updates.exchange(
@@ -252,14 +260,13 @@ class Trainer:
         extra: dict[str, Any] = {"position": position, "dataset": self.dataset.fingerprint, "versions": versions()}
         if scale is not None:
             extra["loss_scale"] = scaled
-        keep = self.run.recipe.checkpoint.keep
-        clean_up = functools.partial(delete_old, directory, keep) if self.ranks.rank == 0 else None
-        if not waits:
-            self._pending = self.model.async_save(self.optimizer, path, extra=extra, then=clean_up)
-            return path
-        self.model.save(self.optimizer, path, extra=extra)
-        if clean_up is not None:
-            clean_up()
+        settings = self.run.recipe.checkpoint
+        clean_up = functools.partial(delete_old, directory, settings.keep) if self.ranks.rank == 0 else None
+        self._pending = self.model.async_save(
+            self.optimizer, path, extra=extra, then=clean_up, limit=settings.timeout, copies=not waits
+        )
+        if waits:
+            self.settle()
         return path
 
     def settle(self) -> None:
@@ -310,6 +317,8 @@ class Trainer:
         batches = self._ahead.take(taken, taken + self.samples_per_step)
         with self.updates.at_floor():
             loss = self.model.step(batches)
+        if self.checks.due(self.position.step + 1):
+            self.checks.compare(self.position.step + 1, batches)
         norm = self.model.clip_grad_norm_(self.run.recipe.optimizer.clip or math.inf)
         applied = None if scale is None else scale.applied_value
         later = functools.partial(read_later, streams=streams_of(self.device))
@@ -356,6 +365,7 @@ class Trainer:
         return rate
 
     def _record(self, update: Update, loss: float, means: list[float]) -> StepRecord:
+        of_links, means = means[: self.link_meter.size], means[self.link_meter.size :]
         *means, waited, wait_seconds = means
         waits = Waits(round(waited * self.ranks.size), wait_seconds * self.ranks.size)
         self.waits = Waits(self.waits.steps + waits.steps, self.waits.seconds + waits.seconds)
@@ -387,6 +397,7 @@ class Trainer:
             own=summarized(own),
             data_waits=waits._asdict(),
             slow=None if self.pace is None else self.pace.add(own),
+            slow_link=self.link_pace.add([mean * self.ranks.size for mean in of_links], self.recent.seconds),
         )
         self.recent = StepTime()
         return record
@@ -431,7 +442,7 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         skip_nonfinite=parallel.decides_on_device,
         loss_scale=_loss_scale(recipe.loss_scale) if plan.scales_loss else None,
     )
-    position = Position()
+    position, places = Position(), meet(control(), hosts)
     return Trainer(
         run=run,
         dataset=dataset,
@@ -446,6 +457,9 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         updates=_updates(run, parallel, optimizer, position),
         position=position,
         pace=Pace(hosts, islands=plan.num_islands) if _is_comparable(plan, device) else None,
+        link_meter=LinkMeter(places),
+        link_pace=LinkPace(places.names),
+        checks=ReplicaChecks(parallel, optimizer, hosts, every=recipe.train.check_replicas),
         ordered=ordered,
         num_parameters=num_parameters,
         token_flops=token_flops,

@@ -32,6 +32,9 @@ _COMMANDS: Final = {
     "checkpoint": Command("thinwire_bench.cli.checkpoint:checkpoint"),
     "data": Command("thinwire_bench.cli.data:data"),
     "planner": Command("thinwire_bench.cli.planner:planner"),
+    "chaos": Command("thinwire_bench.cli.chaos:chaos"),
+    "mutations": Command("thinwire_bench.cli.mutations:mutations"),
+    "soak": Command("thinwire_bench.cli.soak:soak"),
 }
 """In the order of the help."""
 

@@ -78,6 +78,7 @@ class StepRecord:
         data_waits: Number of ``steps`` since the last record that waited for their data, and the ``seconds`` that they
             waited, summed over all ranks.
         slow: Sentence about a rank that has become slow or has caught up; usually ``None``.
+        slow_link: Sentence about a link between hosts that has become slow or is fast again; usually ``None``.
         memory_by_rank: `memory` of every rank; ``None`` in most records, because its size grows with the ranks.
         time: Time of the record on rank 0, in seconds since 1970.
     """
@@ -103,6 +104,7 @@ class StepRecord:
     own: Mapping[str, float] = field(default_factory=dict)
     data_waits: Mapping[str, float] = field(default_factory=dict)
     slow: str | None = None
+    slow_link: str | None = None
     memory_by_rank: Mapping[str, Sequence[int]] | None = None
     time: float = field(default_factory=time.time)
 
