@@ -332,6 +332,69 @@ def test_torchft_and_our_islands_are_one_algorithm(tmp_path: Path) -> None:
         assert own[1] == (None if other[1] is None else pytest.approx(other[1], rel=1e-5))
 
 
+TRUNK = """
+recipe = "recipe.toml"
+tokens = 3072
+trunk = 1536
+seeds = [0]
+baseline = "exact"
+
+[[arms]]
+name = "exact"
+plan = { preset = "ddp", compute_dtype = "float32" }
+
+[[arms]]
+name = "islands"
+plan = { preset = "islands", compute_dtype = "float32", islands = { every = 3 } }
+
+[[arms]]
+name = "loop"
+plan = { preset = "islands", compute_dtype = "float32", islands = { every = 3 } }
+loop = {}
+
+[[arms]]
+name = "muon"
+plan = { preset = "islands", compute_dtype = "float32", islands = { every = 3 } }
+loop = { inner = "muon" }
+
+[[arms]]
+name = "torchft"
+plan = { preset = "ddp", compute_dtype = "float32" }
+loop = { system = "diloco", every = 3 }
+
+[[arms]]
+name = "replicas"
+plan = { preset = "ddp", compute_dtype = "float32" }
+loop = { system = "ddp" }
+"""
+
+
+@needs_torchft
+@pytest.mark.slow
+def test_arms_branch_from_a_trunk(tmp_path: Path) -> None:
+    """With parameters and moments of the trunk, in which torch's DDP and torchft go on as thinwire does."""
+    (tmp_path / "recipe.toml").write_text(small({"preset": "ddp"}).to_toml())
+    (tmp_path / "study.toml").write_text(TRUNK)
+    study = LossStudy.read(tmp_path / "study.toml", {})
+    curves = Curves(tmp_path / "results")
+    assert Queue(study, curves, tmp_path / "work", Console(quiet=True)).run()
+    made = {one.arm: one for one in curves.read(study.runs)}
+    assert [record["step"] for record in made["exact"].records] == list(range(1, 13))
+    after = {name: [record["loss"] for record in one.records if record["step"] > 6] for name, one in made.items()}
+    for name, one in made.items():
+        assert one.trunk_steps == 6
+        assert one.records[-1]["step"] == 12
+        assert name == "exact" or one.records[0]["step"] == 7
+        assert after[name][0] == pytest.approx(after["exact"][0], rel=1e-6), "before its first update"
+    assert after["loop"] == after["islands"]
+    assert after["torchft"] == pytest.approx(after["islands"], rel=1e-5)
+    assert after["replicas"] == pytest.approx(after["exact"], rel=1e-3)
+    assert after["islands"][1:] != pytest.approx(after["exact"][1:], rel=1e-5)
+    other = LossStudy.read(tmp_path / "study.toml", {"trunk": 768})
+    with pytest.raises(UsageError, match=r"another way.*trunk_steps"):
+        curves.read([run for run in other.runs if run.arm != "exact"])
+
+
 @needs_torchft
 @needs_lab
 @pytest.mark.slow

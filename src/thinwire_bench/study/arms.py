@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -57,11 +57,21 @@ class StudySpec(Spec):
     tokens: Count = Field(description="of a run; whole steps, rounded up")
     seeds: tuple[Depth, ...] = Field(min_length=1, description="each arm runs once with each")
     baseline: str = Field(description="the arm that the others are compared with")
+    trunk: Depth = Field(
+        default=0,
+        description="tokens that all arms of a seed have in common: the others start from the baseline's checkpoint; "
+        "whole steps, rounded up",
+    )
     target_percent: Positive | None = Field(
         default=None, description="the loss whose time is compared, so far above the baseline's mean"
     )
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)] = Field(description="arms to compare")
     goals: tuple[LossGoal, ...] = Field(default=(), description="losses that arms should reach")
+
+    @rule("trunk", "tokens")
+    def _trunk_is_a_part(self) -> Iterator[Problem]:
+        if self.trunk >= self.tokens:
+            yield Problem("trunk", f"= {self.trunk:,} leaves nothing of tokens = {self.tokens:,} for the arms to train")
 
     @rule("arms", "baseline", "goals", "seeds")
     def _names_are_arms(self) -> Iterator[Problem]:
@@ -88,6 +98,8 @@ class StudyRun:
         recipe: The recipe of the run; a preset is not resolved in it.
         plan: The resolved plan of the recipe.
         loop: What trains it; None for ``thinwire train``.
+        trunk: The run whose first steps it has in common; None for one that starts from the beginning.
+        trunk_steps: How many steps these are.
     """
 
     arm: str
@@ -95,6 +107,8 @@ class StudyRun:
     recipe: Recipe
     plan: Plan
     loop: Loop | None = None
+    trunk: StudyRun | None = None
+    trunk_steps: int = 0
 
     @property
     def name(self) -> str:
@@ -103,7 +117,7 @@ class StudyRun:
 
     @property
     def steps(self) -> int:
-        """Optimizer updates."""
+        """Optimizer updates, those of its trunk among them."""
         return self.recipe.train.steps
 
 
@@ -140,9 +154,25 @@ class LossStudy:
         base = Recipe.read(recipe_path, settings)
         if base.train.global_batch is None:
             raise SpecError(str(recipe_path), ["train.global_batch is not set; a study needs it to count tokens"])
-        steps = -(-spec.tokens // (base.train.global_batch * base.train.seq))
+        of_step = base.train.global_batch * base.train.seq
+        steps, trunk = -(-spec.tokens // of_step), -(-spec.trunk // of_step)
         runs = [_run(base, arm, seed, steps) for seed in spec.seeds for arm in spec.arms]
-        return cls(spec, runs)
+        return cls(spec, _from_trunks(spec, runs, trunk) if trunk else runs)
+
+
+def _from_trunks(spec: StudySpec, runs: Sequence[StudyRun], steps: int) -> list[StudyRun]:
+    """The runs of a study with trunks: those of the baseline keep a checkpoint, and the others start from it."""
+    trunks = {run.seed: _keeping(run, steps) for run in runs if run.arm == spec.baseline}
+    return [
+        trunks[run.seed] if run.arm == spec.baseline else replace(run, trunk=trunks[run.seed], trunk_steps=steps)
+        for run in runs
+    ]
+
+
+def _keeping(run: StudyRun, steps: int) -> StudyRun:
+    """A run that keeps all checkpoints, and makes one after as many steps."""
+    kept = run.recipe.checkpoint.with_(every=steps, keep=run.steps)
+    return replace(run, recipe=run.recipe.with_(checkpoint=kept), trunk_steps=steps)
 
 
 def _run(base: Recipe, arm: Arm, seed: int, steps: int) -> StudyRun:
