@@ -287,7 +287,7 @@ def test_the_command_refuses_what_it_cannot_do(options: list[str], message: str)
 
 
 def small(plan: dict[str, Any]) -> Recipe:
-    recipe = Recipe.read(STUDY.parent / "llama-1m.toml", ["cluster.without_gpu.nodes=2", "train.global_batch=4"])
+    recipe = Recipe.read(STUDY.parent / "llama-150k.toml", ["cluster.without_gpu.nodes=2", "train.global_batch=4"])
     train = recipe.train.with_(steps=12, validate_every=6, validation_samples=8)
     model = recipe.model.with_(layers=1, hidden=32, heads=2, ffn=64)
     return recipe.with_(plan=plan, train=train, model=model)
@@ -386,7 +386,7 @@ def test_arms_branch_from_a_trunk(tmp_path: Path) -> None:
         assert one.records[-1]["step"] == 12
         assert name == "exact" or one.records[0]["step"] == 7
         assert after[name][0] == pytest.approx(after["exact"][0], rel=1e-6), "before its first update"
-    assert after["loop"] == after["islands"]
+    assert after["loop"] == pytest.approx(after["islands"], rel=1e-6)
     assert after["torchft"] == pytest.approx(after["islands"], rel=1e-5)
     assert after["replicas"] == pytest.approx(after["exact"], rel=1e-3)
     assert after["islands"][1:] != pytest.approx(after["exact"][1:], rel=1e-5)

@@ -90,6 +90,10 @@ class IslandsOptions:
     timeout: Timeout = 900.0
     json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT.json", help="Write the tables.")] = None
     plot: Annotated[Path | None, typer.Option(metavar="OUT.png", help="Draw losses over bytes and over time.")] = None
+    law: Annotated[
+        Path | None,
+        typer.Option(metavar="OUT.json", help="Write the loss law of thinwire plan, fitted to the runs that are there."),
+    ] = None
     page: Page = None
 
 
@@ -238,6 +242,10 @@ def _report(
     if options.json_path is not None:
         content = {**plain_losses(study.spec, ends), **plain(when, target)}
         options.json_path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if options.law is not None:
+        from thinwire_bench.study.islands_law import fitted
+
+        options.law.write_text(json.dumps(fitted(study, curves).to_dict(), indent=1) + "\n", encoding="utf-8")
     if options.plot is not None and all_times:
         from thinwire_bench.study.islands_chart import draw
 
