@@ -62,6 +62,11 @@ class StudySpec(Spec):
         description="tokens that all arms of a seed have in common: the others start from the baseline's checkpoint; "
         "whole steps, rounded up",
     )
+    trunk_seed: Depth | None = Field(
+        default=None,
+        description="seed of the one trunk that the runs of all seeds start from: they differ in their samples, not in "
+        "their first weights; unset: a trunk for each seed",
+    )
     target_percent: Positive | None = Field(
         default=None, description="the loss whose time is compared, so far above the baseline's mean"
     )
@@ -72,6 +77,11 @@ class StudySpec(Spec):
     def _trunk_is_a_part(self) -> Iterator[Problem]:
         if self.trunk >= self.tokens:
             yield Problem("trunk", f"= {self.trunk:,} leaves nothing of tokens = {self.tokens:,} for the arms to train")
+
+    @rule("trunk", "trunk_seed")
+    def _trunk_has_a_run(self) -> Iterator[Problem]:
+        if self.trunk_seed is not None and self.trunk == 0:
+            yield Problem("trunk_seed", f"= {self.trunk_seed} has no trunk: set trunk to its tokens")
 
     @rule("arms", "baseline", "goals", "seeds")
     def _names_are_arms(self) -> Iterator[Problem]:
@@ -157,16 +167,17 @@ class LossStudy:
         of_step = base.train.global_batch * base.train.seq
         steps, trunk = -(-spec.tokens // of_step), -(-spec.trunk // of_step)
         runs = [_run(base, arm, seed, steps) for seed in spec.seeds for arm in spec.arms]
-        return cls(spec, _from_trunks(spec, runs, trunk) if trunk else runs)
+        if not trunk:
+            return cls(spec, runs)
+        baseline = next(arm for arm in spec.arms if arm.name == spec.baseline)
+        seeds = {seed: seed if spec.trunk_seed is None else spec.trunk_seed for seed in spec.seeds}
+        trunks = {seed: _keeping(_run(base, baseline, of, steps), trunk) for seed, of in seeds.items()}
+        return cls(spec, [_from_trunk(run, trunks[run.seed]) for run in runs])
 
 
-def _from_trunks(spec: StudySpec, runs: Sequence[StudyRun], steps: int) -> list[StudyRun]:
-    """The runs of a study with trunks: those of the baseline keep a checkpoint, and the others start from it."""
-    trunks = {run.seed: _keeping(run, steps) for run in runs if run.arm == spec.baseline}
-    return [
-        trunks[run.seed] if run.arm == spec.baseline else replace(run, trunk=trunks[run.seed], trunk_steps=steps)
-        for run in runs
-    ]
+def _from_trunk(run: StudyRun, trunk: StudyRun) -> StudyRun:
+    """A run of a study with trunks: a run of the baseline keeps a checkpoint, and the others start from it."""
+    return trunk if run.name == trunk.name else replace(run, trunk=trunk, trunk_steps=trunk.trunk_steps)
 
 
 def _keeping(run: StudyRun, steps: int) -> StudyRun:
