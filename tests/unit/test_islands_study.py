@@ -66,7 +66,9 @@ def curve(run: StudyRun, losses: dict[int, float]) -> Curve:
     records = [{**record, "step": step, "tokens": 1024 * step, "val_loss": loss} for step, loss in losses.items()]
     loop = None if run.loop is None else run.loop.to_dict()
     versions = {"torch": "2", "thinwire": "0"}
-    return Curve(run.arm, run.seed, run.recipe.to_dict(), run.plan.to_dict(), "tokens", versions, False, records, loop)
+    about = run.recipe.to_dict(), run.plan.to_dict(), "tokens", versions, False
+    trunk = None if run.trunk is None else run.trunk.seed
+    return Curve(run.arm, run.seed, *about, records, loop, run.trunk_steps, trunk)
 
 
 def row(system: str, bandwidth: str, step_ms: float, sent: float = 1e6) -> SystemRow:
@@ -79,16 +81,22 @@ def row(system: str, bandwidth: str, step_ms: float, sent: float = 1e6) -> Syste
 def test_arms_train_on_the_same_samples_whatever_their_islands(study: LossStudy) -> None:
     runs = {run.arm: run for run in study.runs}
     assert len(study.spec.seeds) >= 5
-    assert {run.recipe.train.global_batch for run in study.runs} == {16}
+    assert {run.recipe.train.global_batch for run in study.runs} == {128}
     for run in runs.values():
-        assert run.plan.data_ranks * run.plan.micro_batch * run.plan.micro_batches == 16, run.arm
+        assert run.plan.data_ranks * run.plan.micro_batch * run.plan.micro_batches == 128, run.arm
         assert run.plan.data_ranks == run.recipe.cluster.without_gpu.ranks
         if run.plan.islands is not None:
             assert run.steps % run.plan.islands.every == 0, "the last step ends with an exchange"
+            assert run.trunk_steps % run.plan.islands.every == 0, "and so does the first"
+        assert run.trunk_steps == 384
+        assert (run.trunk is None) == (run.name == "exact-seed0")
+        assert run.trunk is None or run.trunk.name == "exact-seed0"
     counts = {(runs[arm].plan.num_islands, runs[arm].plan.islands.every) for arm in runs if "islands-" in arm}  # type: ignore[union-attr]
     assert {(islands, every) for islands in (2, 4, 8) for every in (8, 32, 128)} <= counts
     assert runs["islands-muon"].loop == Loop(inner="muon")
-    assert runs["torchft-diloco"].loop == Loop(system="diloco")
+    assert runs["torchft-diloco"].loop == Loop(system="diloco", outer_lr=1.0, outer_momentum=0.5)
+    outers = {(i.outer.lr, i.outer.momentum) for run in study.runs if (i := run.plan.islands) is not None}
+    assert outers == {(1.0, 0.5)}, "torchft's and ours have the same"
     assert runs["torchft-diloco"].loop.every == runs["islands-32"].plan.islands.every  # type: ignore[union-attr]
 
 
@@ -101,7 +109,7 @@ def test_arms_are_timed_on_as_many_hosts_as_they_have_nodes(study: LossStudy) ->
     systems = {system.label: system for system in timed_systems(ours)}
     assert list(systems)[:2] == ["local", ALONE]
     assert set(systems) == {"local", ALONE, *(run.arm for run in ours)}
-    assert {system.options["sequences"] for system in systems.values()} == {4}
+    assert {system.options["sequences"] for system in systems.values()} == {32}
     assert (systems["exact"].cycle, systems["islands-128"].cycle, systems[ALONE].cycle) == (1, 128, 1)
     assert (systems["islands-streaming"].cycle, systems["islands-streaming"].gap) == (32, 8)
     assert Plan.from_toml(systems["islands-4bit"].options["plan"]) == next(
@@ -123,25 +131,26 @@ def test_peers_are_timed_as_they_train(study: LossStudy) -> None:
 
 def test_a_loss_is_reached_between_two_validations(study: LossStudy) -> None:
     run = study.runs[0]
-    made = curve(run, {64: 5.0, 128: 4.0, 192: 4.2, 256: 3.0})
+    made = dataclasses.replace(curve(run, {64: 5.0, 128: 4.0, 192: 4.2, 256: 3.0}), trunk_steps=0)
     assert reached_steps(made, 4.5) == 96.0
     assert reached_steps(made, 3.6) == 224.0
     assert reached_steps(made, 5.5) == 64.0, "at the first validation"
     assert reached_steps(made, 2.9) is None
+    assert reached_steps(dataclasses.replace(made, trunk_steps=64), 3.6) == 160.0, "counted from the trunk on"
 
 
 def test_time_to_a_loss_has_intervals_over_seeds(study: LossStudy) -> None:
-    ends = {"exact": 0.0, "islands-32": 0.02, "torchft-diloco": 0.03, "islands-128": 1.0}
+    ends = {"exact": 0.0, "islands-32": 0.005, "torchft-diloco": 0.008, "islands-128": 1.0}
     made = [
-        curve(run, {512: 5.0, 1024: 3.0 + ends[run.arm] + run.seed / 1000}) for run in study.runs if run.arm in ends
+        curve(run, {448: 5.0, 512: 3.0 + ends[run.arm] + run.seed / 1000}) for run in study.runs if run.arm in ends
     ]
     target = target_loss(study.spec, made)
-    assert target == pytest.approx(1.01 * 3.002)
+    assert target == pytest.approx(1.005 * 3.002)
     times = [ArmTime("exact", "50mbit", 1.0, 1.0, 1.0, 1e6), ArmTime("islands-32", "50mbit", 0.1, 0.1, 0.1, 1e4)]
     times += [ArmTime(arm, "50mbit", 0.2, 0.2, 0.2, 1e4) for arm in ("torchft-diloco", "islands-128")]
     when = {one.arm: one for one in reached(study.spec, made, times, target)}
-    assert when["exact"].seconds[0] == pytest.approx(512 + 512 * (5 - target) / 2.0)
-    assert when["islands-32"].mean == pytest.approx(102, rel=0.02)
+    assert when["exact"].seconds[0] == pytest.approx(64 + 64 * (5 - target) / 2.0)
+    assert when["islands-32"].mean == pytest.approx(12.8, rel=0.02)
     assert 0.0 < when["islands-32"].half_width < 0.1  # type: ignore[operator]
     assert (when["islands-128"].mean, when["islands-128"].half_width) == (None, None)
     sheet = reached_sheet(study, list(when.values()), target)
@@ -174,7 +183,7 @@ def test_tables_and_picture_have_every_arm_that_was_measured(study: LossStudy, t
     sheet = time_sheet(study.spec, {Factor(nodes=4): times}, ranks_of)
     assert sheet.rows == [["islands-32", "4", "195.3 KiB", "60.0 (1.20)", "60.0 (1.20)"]]
     assert [table.rows[1][4] for table in step_sheets(rows)] == ["1.20", "1.20"]
-    made = [curve(run, {512: 5.0, 1024: 3.0 + run.seed / 10}) for run in study.runs if run.arm == "islands-32"]
+    made = [curve(run, {448: 5.0, 512: 3.0 + run.seed / 10}) for run in study.runs if run.arm == "islands-32"]
     draw(study.spec, made, times, 3.5, tmp_path / "islands.png")
     assert (tmp_path / "islands.png").read_bytes().startswith(b"\x89PNG")
 
@@ -211,7 +220,7 @@ def test_a_run_of_another_loop_is_not_taken_for_this_one(study: LossStudy, tmp_p
     with pytest.raises(UsageError, match="holds another run"):
         queue._belongs(run, directory)
     other = dataclasses.replace(run, loop=Loop(system="diloco", every=8))
-    curve(other, {1024: 3.0}).save(curves.path(run))
+    curve(other, {512: 3.0}).save(curves.path(run))
     with pytest.raises(UsageError, match=r"another way.*loop\.every"):
         curves.read([run])
 
@@ -335,7 +344,7 @@ def test_torchft_and_our_islands_are_one_algorithm(tmp_path: Path) -> None:
 TRUNK = """
 recipe = "recipe.toml"
 tokens = 3072
-trunk = 1536
+trunk = 0.5
 seeds = [0]
 baseline = "exact"
 
@@ -390,7 +399,7 @@ def test_arms_branch_from_a_trunk(tmp_path: Path) -> None:
     assert after["torchft"] == pytest.approx(after["islands"], rel=1e-5)
     assert after["replicas"] == pytest.approx(after["exact"], rel=1e-3)
     assert after["islands"][1:] != pytest.approx(after["exact"][1:], rel=1e-5)
-    other = LossStudy.read(tmp_path / "study.toml", {"trunk": 768})
+    other = LossStudy.read(tmp_path / "study.toml", {"trunk": 0.25})
     with pytest.raises(UsageError, match=r"another way.*trunk"):
         curves.read([run for run in other.runs if run.arm != "exact"])
 

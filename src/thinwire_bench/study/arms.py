@@ -57,10 +57,10 @@ class StudySpec(Spec):
     tokens: Count = Field(description="of a run; whole steps, rounded up")
     seeds: tuple[Depth, ...] = Field(min_length=1, description="each arm runs once with each")
     baseline: str = Field(description="the arm that the others are compared with")
-    trunk: Depth = Field(
-        default=0,
-        description="tokens that all arms of a seed have in common: the others start from the baseline's checkpoint; "
-        "whole steps, rounded up",
+    trunk: Annotated[float, Field(strict=True, ge=0, lt=1)] = Field(
+        default=0.0,
+        description="share of the steps that all arms of a seed have in common, rounded down: the others start from the "
+        "baseline's checkpoint",
     )
     trunk_seed: Depth | None = Field(
         default=None,
@@ -73,15 +73,10 @@ class StudySpec(Spec):
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)] = Field(description="arms to compare")
     goals: tuple[LossGoal, ...] = Field(default=(), description="losses that arms should reach")
 
-    @rule("trunk", "tokens")
-    def _trunk_is_a_part(self) -> Iterator[Problem]:
-        if self.trunk >= self.tokens:
-            yield Problem("trunk", f"= {self.trunk:,} leaves nothing of tokens = {self.tokens:,} for the arms to train")
-
     @rule("trunk", "trunk_seed")
     def _trunk_has_a_run(self) -> Iterator[Problem]:
         if self.trunk_seed is not None and self.trunk == 0:
-            yield Problem("trunk_seed", f"= {self.trunk_seed} has no trunk: set trunk to its tokens")
+            yield Problem("trunk_seed", f"= {self.trunk_seed} has no trunk: set trunk to its share of the steps")
 
     @rule("arms", "baseline", "goals", "seeds")
     def _names_are_arms(self) -> Iterator[Problem]:
@@ -164,8 +159,8 @@ class LossStudy:
         base = Recipe.read(recipe_path, settings)
         if base.train.global_batch is None:
             raise SpecError(str(recipe_path), ["train.global_batch is not set; a study needs it to count tokens"])
-        of_step = base.train.global_batch * base.train.seq
-        steps, trunk = -(-spec.tokens // of_step), -(-spec.trunk // of_step)
+        steps = -(-spec.tokens // (base.train.global_batch * base.train.seq))
+        trunk = int(spec.trunk * steps)
         runs = [_run(base, arm, seed, steps) for seed in spec.seeds for arm in spec.arms]
         if not trunk:
             return cls(spec, runs)
