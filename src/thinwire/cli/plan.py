@@ -107,8 +107,8 @@ class PlanOptions:
         str | None,
         typer.Option(
             metavar="PERCENT",
-            help="Also plan islands, which change training: as seldom exchanges as a loss that much higher allows, by a "
-            "fit to a study. Example: 0.5%.",
+            help="Also plan islands, which change training: with exchanges as rare as a loss so much higher allows, by "
+            "a fit to a study. Example: 2%.",
             show_default=False,
         ),
     ] = None
@@ -232,8 +232,8 @@ def _check_budget(options: PlanOptions) -> None:
     given |= {"--compare": options.compare, "--placement": options.placement}
     for name in (name for name, value in given.items() if value):
         raise UsageError(
-            f"--loss-budget {options.loss_budget} has no meaning with {name}: it chooses islands of data-parallel ranks "
-            "by the time of a step; leave one of them out"
+            f"--loss-budget {options.loss_budget} has no meaning with {name}: it chooses islands of data-parallel "
+            "ranks by the time of a step; leave one of them out"
         )
 
 
@@ -352,7 +352,9 @@ def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[s
         show_explanation(explanation, searched.candidates[0], console)
         show_objectives(both, console)
     chosen = searched.candidates[0]
-    written, islands = (chosen.plan, None) if options.loss_budget is None else _with_islands(job, options, searched, console)
+    written, islands = (
+        (chosen.plan, None) if options.loss_budget is None else _with_islands(job, options, searched, console)
+    )
     if options.out is not None:
         written.save(options.out)
         which = "the first plan" if written == chosen.plan else "the first plan with islands"

@@ -11,9 +11,13 @@ from thinwire.plan.loss_law import ExchangeWay, LossLaw
 from thinwire.plan.search import Search, elsewhere
 from thinwire.plan.simulations import Simulations
 from thinwire.plan.training_job import TrainingJob
+from thinwire.spec import Plan
 from thinwire.spec.islands import Islands
 
 __all__ = ["IslandPlan", "island_plans"]
+
+_TRIED = 10
+"""Plans of an island to try for one that still fits with what islands keep."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,8 @@ def island_plans(
 ) -> list[IslandPlan]:
     """The fastest plans with islands whose loss stays within a budget, by the law and its error.
 
-    An island is one node or several. Inside, it has the best plan for so many nodes. Of each way to exchange, only the
-    rarest exchange within the budget is simulated: a rarer one never sends more.
+    An island is one node or several. Inside, it has the best plan for so many nodes that still fits. Of each way to
+    exchange, only the rarest exchange within the budget is simulated: a rarer one never sends more.
 
     Args:
         job: The job, without tensor and pipeline parallelism.
@@ -64,15 +68,13 @@ def island_plans(
     if not choices:
         raise SpecError("--loss-budget", [_least(law, counts, budget)])
     simulations = simulations or Simulations()
-    insides = {count: _inside(job, count, simulations) for count in counts}
+    insides = {count: _insides(job, count, simulations) for count in {count for count, _, _ in choices}}
     made = []
     for count, every, way in choices:
-        inside = insides[count]
-        if inside is None:
-            continue
-        plan = inside.plan.with_(islands={"count": count, "every": every, **way.islands})
-        candidate = simulations.candidate(job, plan)
-        if candidate.fits:
+        islands = {"count": count, "every": every, **way.islands}
+        priced = (simulations.candidate(job, plan.with_(islands=islands)) for plan in insides[count])
+        candidate = next((one for one in priced if one.fits), None)  # what islands keep needs memory, too
+        if candidate is not None:
             made.append(IslandPlan(candidate, way, law.percent(count, every, way)))
     return sorted(made, key=lambda plan: (plan.candidate.seconds, plan.percent))
 
@@ -127,10 +129,10 @@ def _least(law: LossLaw, counts: list[int], budget: float) -> str:
     )
 
 
-def _inside(job: TrainingJob, count: int, simulations: Simulations) -> Candidate | None:
-    """The best plan of one island; ``None`` if no plan fits."""
+def _insides(job: TrainingJob, count: int, simulations: Simulations) -> list[Plan]:
+    """The best plans of one island, best first."""
     nodes = job.cluster.nodes // count
     leaves = job.cluster.leaves
     cluster = job.cluster.with_(nodes=nodes, leaves=None if leaves is None else leaves[:nodes])
     island = elsewhere(job, cluster, tokens_per_step=job.tokens_per_step // count)
-    return next(iter(Search(island, simulations).run(1).candidates), None)
+    return [candidate.plan for candidate in Search(island, simulations).run(_TRIED).candidates]

@@ -59,8 +59,8 @@ class StudySpec(Spec):
     baseline: str = Field(description="the arm that the others are compared with")
     trunk: Annotated[float, Field(strict=True, ge=0, lt=1)] = Field(
         default=0.0,
-        description="share of the steps that all arms of a seed have in common, rounded down: the others start from the "
-        "baseline's checkpoint",
+        description="share of the steps that all arms of a seed have in common, rounded down: the others start from "
+        "the baseline's checkpoint",
     )
     trunk_seed: Depth | None = Field(
         default=None,

@@ -46,13 +46,17 @@ def fitted(study: LossStudy, curves: Sequence[Curve]) -> LossLaw:
     missing = [arm for arm in (_EXACT, *_WAYS.values()) if not excess.get(arm)]
     points = [(islands.count, islands.every, statistics.fmean(excess[arm].values())) for arm, islands in exact.items()]
     if missing or len(points) < 4:
-        raise UsageError(f"the loss law needs finished runs of {', '.join(missing) or 'four arms with exact exchanges'}")
+        raise UsageError(
+            f"the loss law needs finished runs of {', '.join(missing) or 'four arms with exact exchanges'}"
+        )
     base, slope = _fit(points)
     run = study.runs[0]
     of_step = (run.recipe.train.global_batch or 0) * run.recipe.train.seq
     return LossLaw.parse(
         {
-            "parameters": run.recipe.model.shape(vocab=run.recipe.model.vocab or 0, seq=run.recipe.train.seq).parameters,
+            "parameters": run.recipe.model.shape(
+                vocab=run.recipe.model.vocab or 0, seq=run.recipe.train.seq
+            ).parameters,
             "tokens": run.steps * of_step,
             "trunk": run.trunk_steps * of_step,
             "tokens_per_step": of_step,
@@ -94,9 +98,7 @@ def _left_out(points: Sequence[Point]) -> float:
 
 def _added(excess: Mapping[str, Mapping[int, float]], arm: str) -> float:
     """Percent that an arm adds to the exact exchange, as a mean over seeds that both have."""
-    return statistics.fmean(
-        excess[arm][seed] - exact for seed, exact in excess[_EXACT].items() if seed in excess[arm]
-    )
+    return statistics.fmean(excess[arm][seed] - exact for seed, exact in excess[_EXACT].items() if seed in excess[arm])
 
 
 def _way(islands: Islands) -> dict[str, Any]:

@@ -110,7 +110,9 @@ class Queue:
         if self._stopping:
             return False
         if not source.is_dir():
-            raise StudyError(f"{run.name} starts from {source}, which {run.trunk.name} has not left; see {self._log(run.trunk)}")
+            raise StudyError(
+                f"{run.name} starts from {source}, which {run.trunk.name} has not left; see {self._log(run.trunk)}"
+            )
         shutil.copytree(source, checkpoint_path(directory.checkpoints, run.trunk_steps), dirs_exist_ok=True)
         if run.loop is not None:
             write_json(directory.path / LOOP_FILE, run.loop.to_dict())
