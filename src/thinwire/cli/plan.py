@@ -29,7 +29,7 @@ from thinwire.cli.plan_tables import (
 )
 
 if TYPE_CHECKING:
-    from thinwire.plan import Candidate, TrainingJob
+    from thinwire.plan import Candidate, Searched, TrainingJob
     from thinwire.spec import Plan
 
 
@@ -103,6 +103,15 @@ class PlanOptions:
         str | None, typer.Option(metavar="SIZE", help='Memory of a GPU, for example "80GiB".', show_default=False)
     ] = None
     price: Annotated[float | None, typer.Option(min=0.0001, help="Price of a GPU per hour.", show_default=False)] = None
+    loss_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PERCENT",
+            help="Also plan islands, which change training: with exchanges as rare as a loss so much higher allows, by "
+            "a fit to a study. Example: 2%.",
+            show_default=False,
+        ),
+    ] = None
     clip: Annotated[bool, typer.Option(help="Clip gradients by their norm.")] = True
     causal_mfu: Annotated[
         bool, typer.Option("--causal-mfu", help="Count only half of the attention in the MFU, as Megatron-LM now does.")
@@ -167,6 +176,8 @@ def plan(options: PlanOptions) -> None:
 
       thinwire plan --model model.toml --profile profile.json --tokens-per-step 64k --explain
 
+      thinwire plan --model llama-7b --cluster a100-80g:8x8 --internode-gbps 1 --tokens-per-step 4M --loss-budget 0.5%
+
       thinwire plan --compare runs/quickstart --profile profile.json --refit profile.json
     """
     with explained(as_json=options.as_json):
@@ -204,10 +215,25 @@ def _check(options: PlanOptions) -> None:
             f"--codecs {options.codecs} has no meaning with --objective amsp, which compares plans without codecs as "
             "AMSP does; leave --codecs out, or --objective"
         )
+    if options.loss_budget is not None:
+        _check_budget(options)
     if options.objective == "amsp" and (options.tp, options.pp) != (None, None):
         raise UsageError(
             "--tp and --pp have no meaning with --objective amsp, which knows data-parallel ranks only; leave them "
             "out, or --objective"
+        )
+
+
+def _check_budget(options: PlanOptions) -> None:
+    """Refuse options under which no islands are planned."""
+    from thinwire.errors import UsageError
+
+    given = {"--objective amsp": options.objective == "amsp", "--tp": options.tp, "--pp": options.pp}
+    given |= {"--compare": options.compare, "--placement": options.placement}
+    for name in (name for name, value in given.items() if value):
+        raise UsageError(
+            f"--loss-budget {options.loss_budget} has no meaning with {name}: it chooses islands of data-parallel "
+            "ranks by the time of a step; leave one of them out"
         )
 
 
@@ -326,10 +352,14 @@ def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[s
         show_explanation(explanation, searched.candidates[0], console)
         show_objectives(both, console)
     chosen = searched.candidates[0]
+    written, islands = (
+        (chosen.plan, None) if options.loss_budget is None else _with_islands(job, options, searched, console)
+    )
     if options.out is not None:
-        chosen.plan.save(options.out)
-        console.print(f"wrote the first plan to {options.out}", markup=False)
-    return {
+        written.save(options.out)
+        which = "the first plan" if written == chosen.plan else "the first plan with islands"
+        console.print(f"wrote {which} to {options.out}", markup=False)
+    return ({} if islands is None else {"islands": islands}) | {
         "plans": [row_json(job, number, row) for number, row in enumerate(rows, start=1)],
         "explain": (
             {**explanation_json(explanation), "objectives": objectives_json(job, both)}
@@ -346,6 +376,20 @@ def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[s
             "widened": widened,
         },
     }
+
+
+def _with_islands(
+    job: TrainingJob, options: PlanOptions, searched: Searched, console: Console
+) -> tuple[Plan, dict[str, Any]]:
+    """Show plans with islands within the budget; the plan to write, and what ``--json`` prints."""
+    import thinwire.plan as planner
+    from thinwire.cli.plan_islands import faster, islands_json, show_islands
+
+    budget, law, best = planner.parse_budget(options.loss_budget or ""), planner.LossLaw.known(), searched.candidates[0]
+    plans = planner.island_plans(job, budget, law, searched.simulations)
+    show_islands(job, plans, best, law, budget, console)
+    chosen = faster(job, plans, best)
+    return best.plan if chosen is None else chosen.candidate.plan, islands_json(job, plans, best, law, budget)
 
 
 def _infeasible(job: TrainingJob, rows: Sequence[Candidate], console: Console) -> dict[str, Any]:

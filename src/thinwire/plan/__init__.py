@@ -15,6 +15,8 @@ from thinwire.plan.explain import (
     shortage,
     summary,
 )
+from thinwire.plan.island_plans import IslandPlan, island_plans
+from thinwire.plan.loss_law import LAW_FILE, ExchangeWay, LossLaw, parse_budget
 from thinwire.plan.objectives import BothObjectives, UnderBoth, both_objectives
 from thinwire.plan.placement import (
     Placed,
@@ -40,6 +42,10 @@ __all__ = [
     "CodecLevel",
     "RunComparison",
     "Cut",
+    "ExchangeWay",
+    "IslandPlan",
+    "LAW_FILE",
+    "LossLaw",
     "Explanation",
     "Flip",
     "Freedom",
@@ -61,6 +67,8 @@ __all__ = [
     "critical_path",
     "explain",
     "hostfile",
+    "island_plans",
+    "parse_budget",
     "profiled_job",
     "search_fitting",
     "leaf_numbers",
