@@ -191,7 +191,7 @@ class Trainer:
             words = pack(self.model, rank, world, device, node_ranks, self.recent.seconds)
             words += self._ahead.take_waits()
         failed = self._pending is not None and self._pending.failed
-        together = logged or self.saves or self.run.plan.islands is None
+        together = logged or self.saves or self.run.plan.job_islands == 1
         losses, (stop, failure, *rest) = self.updates.exchange(
             due, [float(wants_stop), float(failed), *words], None if together else self.island
         )
@@ -445,7 +445,7 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         island=control(parallel.grid.island_ranks),
         updates=_updates(run, parallel, optimizer, position),
         position=position,
-        pace=Pace(hosts, islands=plan.num_islands) if _is_comparable(plan, device) else None,
+        pace=Pace(hosts, islands=plan.job_islands) if _is_comparable(plan, device) else None,
         ordered=ordered,
         num_parameters=num_parameters,
         token_flops=token_flops,
