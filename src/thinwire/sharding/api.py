@@ -19,6 +19,7 @@ from thinwire.sharding import snapshot
 from thinwire.sharding.build import build
 from thinwire.sharding.clip import clip_grad_norm_
 from thinwire.sharding.hooks import as_forward
+from thinwire.sharding.islands.elastic import ElasticExchanges, Exchanged
 from thinwire.sharding.islands.membership import Membership
 from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.memory.initial import InitialValues
@@ -33,6 +34,7 @@ from thinwire.spec import Plan
 __all__ = [
     "async_save",
     "clip_grad_norm_",
+    "enter_islands",
     "exposed",
     "full_parameters",
     "full_state_dict",
@@ -41,6 +43,7 @@ __all__ = [
     "join_islands",
     "load",
     "micro_batches",
+    "num_steps",
     "optimizer",
     "progress",
     "register_forward_method",
@@ -267,6 +270,12 @@ def enter_islands(model: nn.Module, optim: ShardedOptimizer | None, *, island: i
 def num_steps(model: nn.Module) -> int:
     """Optimizer steps that a sharded model has made, or that an island had made whose state it has fetched."""
     return runtime_of(model).num_steps
+
+
+def take_exchanges(model: nn.Module) -> list[Exchanged]:
+    """How the exchanges of an elastic island since the last call went; none under other plans."""
+    exchanges = runtime_of(model).exchanges
+    return exchanges.take_log() if isinstance(exchanges, ElasticExchanges) else []
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -362,6 +362,13 @@ class ClusterRecipe(Spec):
         description="whether a run may continue with a different number of ranks; the kind of plan and the global "
         "batch stay the same",
     )
+    island: Depth | None = Field(
+        default=None, description="plans with islands.elastic: number of the island that this job is, from 0"
+    )
+    lighthouse: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="plans with islands.elastic: HOST:PORT where `thinwire lighthouse` listens",
+    )
 
 
 _DEFAULT_PLAN = "zero1-node"

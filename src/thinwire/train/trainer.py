@@ -25,6 +25,7 @@ from thinwire.collectives.streams import streams_of
 from thinwire.errors import CheckpointError, DataError
 from thinwire.network.order import Ordered, order_ranks
 from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
+from thinwire.sharding.islands.elastic import Exchanged
 from thinwire.sharding.lanes.late import read_later
 from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.snapshot import settle
@@ -111,6 +112,7 @@ class Trainer:
         recent: Steps since the last record, and their time.
         total: Steps since this process started, and their time.
         waits: How often and how long all ranks together waited for their data, up to the last record.
+        exchanges: Exchanges of elastic islands since the last record.
     """
 
     run: ResolvedRun
@@ -133,6 +135,7 @@ class Trainer:
     recent: StepTime = field(default_factory=StepTime)
     total: StepTime = field(default_factory=StepTime)
     waits: Waits = field(default_factory=Waits)
+    exchanges: list[Exchanged] = field(default_factory=list)
     _pending: PendingSave | None = None
 
     def __post_init__(self) -> None:
@@ -178,6 +181,7 @@ class Trainer:
         self._make_step()
         if self.position.step == self.run.recipe.train.steps:
             self.model.join_islands()
+        self.exchanges += self.model.take_exchanges()
         train = self.run.recipe.train
         logged = self.validates or self.position.step % train.log_every == 0
         due = self.updates.take(keep_newest=self.model.decides_on_device and not (logged or self.saves))
@@ -199,6 +203,14 @@ class Trainer:
             stop = failure = 0.0
         return StepOutcome(self._record(due[-1], losses[-1], rest) if logged else None, stop > 0, failure > 0)
 
+    def enter_islands(self) -> None:
+        """Begin to train with the other islands, under a plan with elastic ones, from where they are."""
+        cluster = self.run.recipe.cluster
+        assert cluster.island is not None
+        assert cluster.lighthouse is not None
+        self.model.enter_islands(self.optimizer, island=cluster.island, lighthouse=cluster.lighthouse)
+        self._follow_islands()
+
     def prepare_data(self) -> None:
         """Make the batches of the next step, so that it need not wait for them."""
         wait([self._ahead.prepare(self.position.samples)])
@@ -215,7 +227,7 @@ class Trainer:
             number=self.run.recipe.train.validation_samples,
             micro_batch=self.run.plan.micro_batch,
             rank=self.model.grid.sampler,
-            world=self.run.plan.data_ranks,
+            world=self.run.plan.job_mesh.ranks,
         )
         self.model.train(False)
         for batch in batches:
@@ -322,6 +334,19 @@ class Trainer:
         self.optimizer.zero_grad()
         self.position.step += 1
         self.position.samples += self.samples_per_step
+        self._follow_islands()
+
+    def _follow_islands(self) -> None:
+        """Move on to the step of another island, if its state was fetched."""
+        if self.run.plan.is_elastic:
+            skipped = self.model.num_steps - self.position.step
+            self.position.step += skipped
+            self.position.samples += skipped * self.samples_per_step
+
+    @property
+    def _sampler(self) -> int:
+        """Number of this rank among those with data of their own, over all islands."""
+        return self.model.grid.sampler + (self.run.recipe.cluster.island or 0) * self.run.plan.world
 
     def _batches(self, position: int) -> list[Batch]:
         plan = self.run.plan
@@ -330,7 +355,7 @@ class Trainer:
             position=position,
             micro_batch=plan.micro_batch,
             micro_batches=plan.micro_batches,
-            rank=self.model.grid.sampler,
+            rank=self._sampler,
             world=plan.data_ranks,
         )
 
@@ -386,9 +411,11 @@ class Trainer:
             codec=measured.codec,
             own=summarized(own),
             data_waits=waits._asdict(),
+            exchanges=[exchange._asdict() for exchange in self.exchanges],
             slow=None if self.pace is None else self.pace.add(own),
         )
         self.recent = StepTime()
+        self.exchanges = []
         return record
 
 

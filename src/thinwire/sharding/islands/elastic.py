@@ -8,6 +8,7 @@ that the others then have, and go on from there.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -76,7 +77,7 @@ class ElasticExchanges(Exchanges):
 
     Attributes:
         fetched: Updates made in the state that was fetched last, until :meth:`take_fetched`.
-        log: Exchanges that nobody has asked for yet.
+        log: Exchanges since :meth:`take_log` was called.
         optimizer: The inner optimizer, whose state is handed to new islands.
     """
 
@@ -113,6 +114,11 @@ class ElasticExchanges(Exchanges):
         fetched, self.fetched = self.fetched, None
         return fetched
 
+    def take_log(self) -> list[Exchanged]:
+        """Exchanges since the last call."""
+        taken, self.log = self.log, []
+        return taken
+
     def close(self) -> None:
         """Leave the islands."""
         if self._membership is not None:
@@ -138,7 +144,8 @@ class ElasticExchanges(Exchanges):
             else:
                 succeeded = self._exchange(membership, meeting, due)
             if is_member:
-                membership.publish(meeting, (lambda: self._packed_state(meeting, step)) if succeeded else None)
+                state = functools.partial(self._packed_state, meeting, step) if succeeded else None
+                membership.publish(meeting, state)
             if succeeded:
                 break
             if time.monotonic() >= deadline:
@@ -147,10 +154,10 @@ class ElasticExchanges(Exchanges):
                     f"= {self._settings.patience:g} s; see whether the islands reach each other, and whether "
                     f"islands.timeout = {self._settings.timeout:g} s is enough for a message"
                 )
-        numbers = [tuple(p.island for p in group) for group in (meeting.members, meeting.comers)]
+        islands, came = (tuple(p.island for p in group) for group in (meeting.members, meeting.comers))
         now = step if is_member else self.fetched
         assert now is not None
-        self.log.append(Exchanged(now, *numbers, source, attempts, time.monotonic() - started))
+        self.log.append(Exchanged(now, islands, came, source, attempts, time.monotonic() - started))
         self.alike_since |= dict.fromkeys(due if is_member else range(self._settings.fragments), now)
         fragments = due if is_member else range(self._settings.fragments)
         return frozenset(unit for fragment in fragments for unit in self._units[fragment])

@@ -1,7 +1,7 @@
 """Asks torchft's lighthouse which islands are there, and keeps telling it that this one is.
 
-The lighthouse forms quorums; it is torchft's, with none of our own logic in it. It answers as soon as all islands of the
-last quorum that are alive have asked, and after its waiting time without those that have not.
+The lighthouse forms quorums; it is torchft's, with none of our own logic in it. It answers as soon as all islands of
+the last quorum that are alive have asked, and after its waiting time without those that have not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from thinwire.errors import CollectiveError, UsageError
 from thinwire.extras import require
 from thinwire.sharding.islands.meeting import Meeting, Participant, sort_out
 
-__all__ = ["Lighthouse", "own_address"]
+__all__ = ["Lighthouse", "own_address", "serve"]
 
 _BEAT = 0.3
 """Seconds between two signs of life."""
@@ -152,3 +152,29 @@ def _said(data: Mapping[Any, Any] | None) -> Participant:
     if not isinstance(said, str):
         raise CollectiveError("the lighthouse knows a participant that is no island of thinwire: give each job its own")
     return _SAID.decode(said.encode())
+
+
+def serve(host: str, port: int, *, wait: float, silence: float) -> Any:
+    """Start torchft's lighthouse in this process.
+
+    Args:
+        host: Address to listen at.
+        port: Port; 0 for a free one.
+        wait: Longest wait for islands that are late, in seconds.
+        silence: Seconds without a sign of life after which an island is gone.
+
+    Returns:
+        The server, with ``address()`` and ``shutdown()``.
+    """
+    require("islands", "thinwire lighthouse")
+    os.environ.setdefault("RUST_LOG", "error")
+    from torchft.coordination import LighthouseServer
+
+    bound = f"[{host}]" if ":" in host else host
+    return LighthouseServer(
+        bind=f"{bound}:{port}",
+        min_replicas=1,
+        join_timeout_ms=round(1e3 * wait),
+        quorum_tick_ms=50,
+        heartbeat_timeout_ms=round(1e3 * silence),
+    )
