@@ -57,6 +57,7 @@ class Exchanged(NamedTuple):
         islands: Islands that exchanged, or that held the state which this one has fetched.
         came: Islands that fetched instead.
         source: Island from which this one has fetched; ``None`` if it took part.
+        checksum: Of the anchors and the outer momentum that all of them then have.
         attempts: Meetings that it took.
         seconds: Time from the end of the inner steps to the new parameters.
     """
@@ -65,6 +66,7 @@ class Exchanged(NamedTuple):
     islands: tuple[int, ...]
     came: tuple[int, ...]
     source: int | None
+    checksum: int
     attempts: int
     seconds: float
 
@@ -129,10 +131,10 @@ class ElasticExchanges(Exchanges):
     def _together(self, step: int, due: Sequence[int], *, entering: bool = False) -> frozenset[int]:
         """Meet the others until an exchange or a fetch has succeeded; returns the units with new masters."""
         membership, started = self._entered(), time.monotonic()
-        deadline, attempts = started + self._settings.patience, 0
+        deadline, attempts, checksum = started + self._settings.patience, 0, self._checksum()
         while True:
             meeting = membership.meet(
-                step, self._checksum(), entering=entering, fresh=not self._has_trained, deadline=deadline
+                step, checksum, entering=entering, fresh=not self._has_trained, deadline=deadline
             )
             attempts += 1
             is_member, source = membership.is_member(meeting), None
@@ -157,7 +159,8 @@ class ElasticExchanges(Exchanges):
         islands, came = (tuple(p.island for p in group) for group in (meeting.members, meeting.comers))
         now = step if is_member else self.fetched
         assert now is not None
-        self.log.append(Exchanged(now, islands, came, source, attempts, time.monotonic() - started))
+        checksum = checksum if entering and is_member else self._checksum()
+        self.log.append(Exchanged(now, islands, came, source, checksum, attempts, time.monotonic() - started))
         self.alike_since |= dict.fromkeys(due if is_member else range(self._settings.fragments), now)
         fragments = due if is_member else range(self._settings.fragments)
         return frozenset(unit for fragment in fragments for unit in self._units[fragment])
