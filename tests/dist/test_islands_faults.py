@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -109,7 +110,7 @@ class Islands:
 
     def longest_stall(self, number: int) -> float:
         times = [line["time"] for line in self.lines(number)]
-        return max(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+        return max(later - earlier for earlier, later in itertools.pairwise(times))
 
     def assert_alike(self) -> None:
         """After each exchange, all islands that made it, or fetched its result, hold the same anchors bit by bit."""

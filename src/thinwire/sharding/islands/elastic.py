@@ -133,9 +133,7 @@ class ElasticExchanges(Exchanges):
         membership, started = self._entered(), time.monotonic()
         deadline, attempts, checksum = started + self._settings.patience, 0, self._checksum()
         while True:
-            meeting = membership.meet(
-                step, checksum, entering=entering, fresh=not self._has_trained, deadline=deadline
-            )
+            meeting = membership.meet(step, checksum, entering=entering, fresh=not self._has_trained, deadline=deadline)
             attempts += 1
             is_member, source = membership.is_member(meeting), None
             if not is_member:

@@ -78,11 +78,8 @@ class StateServer:
         self._lock = threading.Lock()
         self._key, self._message, self._awaited = "", b"", 0
         word = secrets.token_urlsafe(16)
-        self._server = _Server((host, 0), _handler(self, word, timeout), bind_and_activate=False)
-        self._server.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._server.socket = socket.socket(self._server.address_family, socket.SOCK_STREAM)
-        self._server.server_bind()
-        self._server.server_activate()
+        kind = _Server6 if ":" in host else _Server
+        self._server = kind((host, 0), _handler(self, word, timeout))
         threading.Thread(target=self._server.serve_forever, daemon=True, name="thinwire-state").start()
         shown = f"[{host}]" if ":" in host else host
         self.address = f"http://{shown}:{self._server.server_address[1]}/{word}"
@@ -122,6 +119,10 @@ class _Server(http.server.ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Nothing: an island that is cut off while it fetches comes again."""
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
 
 
 def _handler(server: StateServer, word: str, limit: float) -> type[http.server.BaseHTTPRequestHandler]:
