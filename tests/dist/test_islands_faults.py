@@ -113,11 +113,12 @@ class Islands:
         return max(later - earlier for earlier, later in itertools.pairwise(times))
 
     def assert_alike(self) -> None:
-        """After each exchange, all islands that made it, or fetched its result, hold the same anchors bit by bit."""
-        by_step: dict[int, set[int]] = {}
+        """After each exchange, all islands that made it, or fetched its result, hold the same anchors bit by bit. A
+        late one may go on by itself once the others have ended."""
+        by_step: dict[tuple[int, tuple[int, ...]], set[int]] = {}
         for number in self.processes:
             for exchanged in self.exchanges(number):
-                by_step.setdefault(exchanged.step, set()).add(exchanged.checksum)
+                by_step.setdefault((exchanged.step, tuple(exchanged.islands)), set()).add(exchanged.checksum)
         assert by_step
         assert {step: len(checksums) for step, checksums in by_step.items() if len(checksums) > 1} == {}
 

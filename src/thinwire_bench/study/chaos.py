@@ -372,24 +372,22 @@ def _result(islands: Archipelago) -> ChaosResult:
         steps_per_second=(settings.steps - first) / (end - begin),
         val_loss=statistics.mean(losses),
         stall=max(_stalls(logs, islands.faults, begin, end)),
-        present=statistics.mean(len(islands_there) for islands_there, _ in met.values()),
+        present=statistics.mean(len(there) for _, there in met),
         exchanges=len(met),
         fetches=fetches,
-        unequal=sum(len(checksums) > 1 for _, checksums in met.values()),
+        unequal=sum(len(checksums) > 1 for checksums in met.values()),
     )
 
 
 def _exchanges(
     logs: Mapping[int, Sequence[Mapping[str, Any]]], begin: float
-) -> tuple[dict[int, tuple[set[int], set[int]]], int]:
-    """By step, the islands of its exchange and the checksums afterwards; and the number of fetched states."""
-    met: dict[int, tuple[set[int], set[int]]] = {}
+) -> tuple[dict[tuple[int, tuple[int, ...]], set[int]], int]:
+    """The checksums after each exchange, by its step and islands, and the number of fetched states."""
+    met: dict[tuple[int, tuple[int, ...]], set[int]] = {}
     fetches = 0
     for log in logs.values():
         for exchange in (exchange for line in log if line["time"] >= begin for exchange in line["exchanges"]):
-            there, checksums = met.setdefault(exchange["step"], (set(), set()))
-            there.update(exchange["islands"])
-            checksums.add(exchange["checksum"])
+            met.setdefault((exchange["step"], tuple(exchange["islands"])), set()).add(exchange["checksum"])
             fetches += exchange["source"] is not None
     return met, fetches
 
