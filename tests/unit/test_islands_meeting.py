@@ -17,7 +17,8 @@ from thinwire.spec import Plan
 
 
 def island(number: int, step: int = 8, checksum: int = 1, **fields: Any) -> Participant:
-    said = {"entering": False, "fresh": False, "plan": "p", "store": "", "states": ("",), "connection": "c"}
+    said = {"entering": False, "fresh": False, "plan": "p", "store": "", "states": ("",), "cycle": 1.0}
+    said["connection"] = "c"
     return Participant(f"{number:05d}-x", number, step, checksum=checksum, **{**said, **fields})
 
 

@@ -182,7 +182,7 @@ class Archipelago:
             batch=4 * settings.islands,
         )
         (self.directory / "recipe.toml").write_text(recipe, encoding="utf-8")
-        spec = LabSpec(nodes=settings.islands + 1, ranks=1, bandwidth=settings.bandwidth, latency=0.001)
+        spec = LabSpec(nodes=settings.islands + 1, ranks=1, bandwidth=settings.bandwidth)
         self._lab = self._stack.enter_context(Lab(spec))
         self._stack.callback(self._end)
         self._beacon = self._lighthouse()

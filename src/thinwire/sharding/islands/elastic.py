@@ -4,11 +4,15 @@ At the end of an exchange's steps, an island asks the lighthouse who is there. T
 exchange; a result counts only once all of them have confirmed that they have it, bit by bit. If anything fails before,
 all of them ask again, with the changes that they had. Islands that are behind, or have just started, fetch the state
 that the others then have, and go on from there.
+
+An island that is slower than the others does not keep them waiting: it comes to an exchange with the steps that it has
+made by then, and goes on at the others' step.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -34,6 +38,41 @@ if TYPE_CHECKING:
 __all__ = ["ElasticExchanges", "Exchanged"]
 
 
+_SLOW: Final = 1.5
+"""How many times as long as the others' the steps of a slow island take."""
+
+_LATE: Final = 1.1
+"""The share of the others' time between two exchanges after which a slow island does not begin another step."""
+
+
+class Pace:
+    """How fast an island is, compared with the others, since their last exchange.
+
+    Attributes:
+        others: Seconds that the others usually take for the steps of an exchange; ``None`` if there are none.
+    """
+
+    def __init__(self) -> None:
+        self.others: float | None = None
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """Count from now on, from this step."""
+        self._since, self._first = time.monotonic(), step
+
+    def cycle(self, step: int, due: int) -> float:
+        """Seconds that all steps until an exchange take at the pace until now; 0 before the first."""
+        made = step - self._first
+        return (time.monotonic() - self._since) / made * (due - self._first) if made > 0 else 0.0
+
+    def is_late(self, step: int, due: int) -> bool:
+        """Whether another step would keep the others waiting at the exchange that is due."""
+        elapsed, made = time.monotonic() - self._since, step - self._first
+        if self.others is None or made <= 0 or self.cycle(step, due) < _SLOW * self.others:
+            return False
+        return elapsed * (made + 1) / made > _LATE * self.others
+
+
 class About(NamedTuple):
     """What is not a tensor in a state.
 
@@ -54,6 +93,7 @@ class Exchanged(NamedTuple):
 
     Attributes:
         step: Updates made, after it.
+        made: Updates that this island has made since the exchange before; fewer than usual if it is slow.
         islands: Islands that exchanged, or that held the state which this one has fetched.
         came: Islands that fetched instead.
         source: Island from which this one has fetched; ``None`` if it took part.
@@ -63,6 +103,7 @@ class Exchanged(NamedTuple):
     """
 
     step: int
+    made: int
     islands: tuple[int, ...]
     came: tuple[int, ...]
     source: int | None
@@ -90,6 +131,9 @@ class ElasticExchanges(Exchanges):
         self.optimizer: ShardedOptimizer | None = None
         self._membership: Membership | None = None
         self._has_trained = False
+        self._pace = Pace()
+        self._made = 0
+        self._meets_at: int | None = None
 
     def enter(self, membership: Membership, optimizer: ShardedOptimizer | None) -> None:
         """Begin to train with the others that are there: the state becomes theirs, if they are ahead."""
@@ -98,12 +142,24 @@ class ElasticExchanges(Exchanges):
         self._has_trained = optimizer is not None and any(state_of(optimizer, owned) for owned in optimizer.fragments)
         self._together(self._sharded.seeds.step, (), entering=True)
 
+    def writes(self) -> bool:
+        """Whether the step under way ends with an exchange, or with a fetch in its place."""
+        step = self._sharded.seeds.step + 1
+        due = next(later for later in itertools.count(step) if self._due(later))
+        comes = due == step or self._entered().decide(wanted=self._pace.is_late(step, due))
+        self._meets_at = due if comes else None
+        return comes
+
     def end_step(self) -> frozenset[int]:
         """See :meth:`Exchanges.end_step`; if the island fetched a state, all units have new masters."""
-        step = self._sharded.seeds.step + 1
         self._has_trained = True
-        due = self._due(step)
-        return self._together(step, due) if due else frozenset()
+        self._made += 1
+        at, self._meets_at = self._meets_at, None
+        if at is None:
+            return frozenset()
+        written = self._together(at, self._due(at))
+        self._sharded.seeds.step = at - 1  # a slow island goes on at the others' step
+        return written
 
     def settle(self) -> frozenset[int]:
         """Exchange everything that was not exchanged after the last step with the islands that are there."""
@@ -131,9 +187,13 @@ class ElasticExchanges(Exchanges):
     def _together(self, step: int, due: Sequence[int], *, entering: bool = False) -> frozenset[int]:
         """Meet the others until an exchange or a fetch has succeeded; returns the units with new masters."""
         membership, started = self._entered(), time.monotonic()
+        made, self._made = self._made, 0
+        cycle = 0.0 if entering else self._pace.cycle(self._sharded.seeds.step + 1, step)
         deadline, attempts, checksum = started + self._settings.patience, 0, self._checksum()
         while True:
-            meeting = membership.meet(step, checksum, entering=entering, fresh=not self._has_trained, deadline=deadline)
+            meeting = membership.meet(
+                step, checksum, entering=entering, fresh=not self._has_trained, cycle=cycle, deadline=deadline
+            )
             attempts += 1
             is_member, source = membership.is_member(meeting), None
             if not is_member:
@@ -155,10 +215,12 @@ class ElasticExchanges(Exchanges):
                     f"islands.timeout = {self._settings.timeout:g} s is enough for a message"
                 )
         islands, came = (tuple(p.island for p in group) for group in (meeting.members, meeting.comers))
+        self._pace.others = meeting.cycle
         now = step if is_member else self.fetched
         assert now is not None
         checksum = checksum if entering and is_member else self._checksum()
-        self.log.append(Exchanged(now, islands, came, source, checksum, attempts, time.monotonic() - started))
+        self._pace.begin(now)
+        self.log.append(Exchanged(now, made, islands, came, source, checksum, attempts, time.monotonic() - started))
         self.alike_since |= dict.fromkeys(due if is_member else range(self._settings.fragments), now)
         fragments = due if is_member else range(self._settings.fragments)
         return frozenset(unit for fragment in fragments for unit in self._units[fragment])

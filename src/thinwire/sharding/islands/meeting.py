@@ -6,6 +6,7 @@ The list is a quorum of torchft's lighthouse. Nothing here exchanges anything.
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ class Participant(NamedTuple):
         plan: Fingerprint of its plan.
         store: Address of its store, where connections meet.
         states: Address of each of its ranks, where others fetch its state.
+        cycle: Seconds that it takes for the steps of an exchange, at its pace since the last one; 0 if it made none.
         connection: Key of the meeting that its connections are from; empty without any.
     """
 
@@ -37,6 +39,7 @@ class Participant(NamedTuple):
     plan: str
     store: str
     states: tuple[str, ...]
+    cycle: float
     connection: str
 
 
@@ -58,6 +61,12 @@ class Meeting(NamedTuple):
     def exchanges(self) -> bool:
         """Whether the members have changes to exchange."""
         return not self.members[0].entering
+
+    @property
+    def cycle(self) -> float | None:
+        """Seconds that the members usually take for the steps of an exchange; ``None`` with a single member."""
+        cycles = [member.cycle for member in self.members if member.cycle]
+        return statistics.median_low(cycles) if len(cycles) > 1 else None
 
     @property
     def connection(self) -> str | None:

@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 _TEXT: Final[Typed[str]] = Typed(str)
 _NUMBER: Final[Typed[int]] = Typed(int)
+_FLAG: Final[Typed[bool]] = Typed(bool)
 _MEETING: Final[Typed[Meeting | None]] = Typed(Meeting | None)
 
 _PAUSE = 0.2
@@ -75,7 +76,7 @@ class Membership:
         self._server = StateServer(host, self._settings.timeout)
         return self._server.address
 
-    def meet(self, step: int, checksum: int, *, entering: bool, fresh: bool, deadline: float) -> Meeting:
+    def meet(self, step: int, checksum: int, *, entering: bool, fresh: bool, cycle: float, deadline: float) -> Meeting:
         """Wait for the others at the end of an exchange's steps, or to enter.
 
         Args:
@@ -83,6 +84,7 @@ class Membership:
             checksum: Of what this island believes all agreed on last.
             entering: Whether it enters.
             fresh: Whether it lacks the state of an inner optimizer.
+            cycle: Seconds that the steps of an exchange take at its pace; 0 if it made none.
             deadline: Moment of ``time.monotonic()`` at which it gives up.
 
         Raises:
@@ -96,7 +98,7 @@ class Membership:
                 return None
             own = Participant(
                 self.name, self.island, step, entering, fresh, checksum, fingerprint, self._store[1], self._states,
-                self._connected[0],
+                cycle, self._connected[0],
             )  # fmt: skip
             return self._ask(self._lighthouse, own, deadline)
 
@@ -153,6 +155,10 @@ class Membership:
         if self._axis is not None:
             self._axis.abort()
         self._axis, self._connected = None, ("", ())
+
+    def decide(self, *, wanted: bool) -> bool:
+        """What the first rank of this island wants."""
+        return self._ranks.all_gather_typed(wanted, _FLAG)[0]
 
     def combined(self, checksum: int) -> int:
         """One checksum of those of all ranks of this island."""
