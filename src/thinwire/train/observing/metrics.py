@@ -78,9 +78,9 @@ class StepRecord:
         data_waits: Number of ``steps`` since the last record that waited for their data, and the ``seconds`` that they
             waited, summed over all ranks.
         exchanges: Exchanges of elastic islands since the last record: ``step``, the updates ``made`` for it, the
-            numbers of the ``islands`` that exchanged and of those that ``came`` and fetched, the ``source`` from which this
-            island has fetched, a ``checksum`` of what all of them then have, ``attempts``, and ``seconds`` until the
-            parameters were new.
+            numbers of the ``islands`` that exchanged and of those that ``came`` and fetched, the ``source`` from which
+            this island has fetched, a ``checksum`` of what all of them then have, ``attempts``, and ``seconds`` until
+            the parameters were new.
         slow: Sentence about a rank that has become slow or has caught up; usually ``None``.
         memory_by_rank: `memory` of every rank; ``None`` in most records, because its size grows with the ranks.
         time: Time of the record on rank 0, in seconds since 1970.
