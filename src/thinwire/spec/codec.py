@@ -232,7 +232,10 @@ FAMILIES: Final[Mapping[str, Family]] = {
 BUNDLED: Final[Mapping[str, CodecPlugin]] = {TOPK.name: TOPK}
 """Codecs of thinwire with one implementation for all devices, declared like those of other packages."""
 
-NOTATION = tuple(row for family in FAMILIES.values() for row in family.notation)
+NOTATION = (
+    *(row for family in FAMILIES.values() for row in family.notation),
+    ("topk:1/N,int2", "of 4096 values, the 4096/N largest, with two bits each; for exchanges with error feedback"),
+)
 """Names of the built-in codecs, and what they mean."""
 
 _WITHOUT_OPTIONS = [notation for notation, _ in NOTATION if "," not in notation]
