@@ -57,6 +57,7 @@ SHORT = {
     r"bench start": "--ranks 2 --rounds 1 --systems fsdp2,tw:zero3",
     r"bench overlap": "--rounds 1 --steps 1 --model llama-1m --ranks 2 --micro-batches 2",
     r"bench convergence --tokens": "--tokens 20000 --seeds 0 --set model.layers=2 --set model.hidden=64",
+    r"bench islands-chaos": "--minutes 0.5 --faults 1",
     r"bench islands (?!--parts)": "--arms exact,islands-32 --seeds 0 --tokens 16384 --rounds 1 --steps 1 "
     "--bandwidth none --model llama-1m --results brief --work brief-runs",
     r"bench hybrid (?!--timed)": "--rounds 1 --steps 1 --model llama-1m --bandwidth none",

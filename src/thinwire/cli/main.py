@@ -15,6 +15,7 @@ from thinwire.cli.lazy import APP_SETTINGS, Command, lazy_group
 
 _COMMANDS: Final = {
     "train": Command("thinwire.cli.train:train"),
+    "lighthouse": Command("thinwire.cli.lighthouse:lighthouse"),
     "plan": Command("thinwire.cli.plan:plan"),
     "memory": Command("thinwire.cli.memory:memory"),
     "sim": Command("thinwire.cli.sim:sim"),

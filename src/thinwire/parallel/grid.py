@@ -52,9 +52,9 @@ class Grid:
         Raises:
             SpecError: The job has another number of ranks than the plan.
         """
-        grid = cls(plan.pp, plan.world, plan.tp, rank, islands=plan.num_islands)
+        grid = cls(plan.pp, plan.world, plan.tp, rank, islands=plan.job_islands)
         if grid.size != size:
-            of_islands = "" if plan.islands is None else f" on each of {plan.num_islands} islands"
+            of_islands = "" if plan.job_islands == 1 else f" on each of {plan.job_islands} islands"
             raise SpecError(
                 f"plan {plan.name or plan.fingerprint()}",
                 [

@@ -19,6 +19,8 @@ from thinwire.sharding import snapshot
 from thinwire.sharding.build import build
 from thinwire.sharding.clip import clip_grad_norm_
 from thinwire.sharding.hooks import as_forward
+from thinwire.sharding.islands.elastic import ElasticExchanges, Exchanged
+from thinwire.sharding.islands.membership import Membership
 from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.modules.discover import Selection, ignore
@@ -32,6 +34,7 @@ from thinwire.spec import Plan
 __all__ = [
     "async_save",
     "clip_grad_norm_",
+    "enter_islands",
     "exposed",
     "full_parameters",
     "full_state_dict",
@@ -40,6 +43,7 @@ __all__ = [
     "join_islands",
     "load",
     "micro_batches",
+    "num_steps",
     "optimizer",
     "progress",
     "register_forward_method",
@@ -231,6 +235,47 @@ def join_islands(model: nn.Module) -> None:
         model: A sharded model.
     """
     runtime_of(model).join_islands()
+
+
+def enter_islands(model: nn.Module, optim: ShardedOptimizer | None, *, island: int, lighthouse: str) -> int:
+    """Begin to train with the islands that are there, under a plan with ``islands.elastic``. Collective over the ranks
+    of this island.
+
+    If other islands are ahead, the model, the outer momentum and the number of steps become theirs, and so does the
+    inner optimizer's state if it is new. So may every later exchange for which this island comes too late:
+    :func:`num_steps` says where training stands.
+
+    Args:
+        model: A sharded model.
+        optim: Optimizer of the model.
+        island: Number of this island, from 0; of several jobs with the same number, each counts.
+        lighthouse: ``HOST:PORT`` of ``thinwire lighthouse``.
+
+    Returns:
+        Updates made.
+
+    Raises:
+        UsageError: The plan's islands are not elastic, or the number or the address cannot be used.
+        CollectiveError: The lighthouse does not answer, or too few islands are there, for ``islands.patience``.
+        MismatchError: The others have another plan.
+    """
+    runtime = runtime_of(model)
+    if not runtime.plan.is_elastic:
+        raise UsageError("enter_islands(): the plan's islands are ranks of one job; set islands.elastic = true")
+    ranks = groups.control(runtime.part.data.ranks)
+    membership = Membership(runtime.plan, island, lighthouse, ranks, runtime.arena.device, runtime.meter)
+    return runtime.enter_islands(membership, optim)
+
+
+def num_steps(model: nn.Module) -> int:
+    """Optimizer steps that a sharded model has made, or that an island had made whose state it has fetched."""
+    return runtime_of(model).num_steps
+
+
+def take_exchanges(model: nn.Module) -> list[Exchanged]:
+    """How the exchanges of an elastic island since the last call went; none under other plans."""
+    exchanges = runtime_of(model).exchanges
+    return exchanges.take_log() if isinstance(exchanges, ElasticExchanges) else []
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -28,15 +28,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence, Set
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from thinwire.collectives.group import rollcall
+from thinwire.collectives.group import before_shutdown, rollcall
 from thinwire.errors import CheckpointError, UsageError
 from thinwire.program import Axis, Event, Lane, Scope
 from thinwire.sharding.agreement import Agreement, Agreements
 from thinwire.sharding.holds import Holds
+from thinwire.sharding.islands.elastic import ElasticExchanges
 from thinwire.sharding.islands.exchanges import Exchanges
+from thinwire.sharding.islands.membership import Membership
 from thinwire.sharding.islands.outer_group import OuterGroup
 from thinwire.sharding.memory.audit import WriteAudit
 from thinwire.sharding.outside import Outside
@@ -47,6 +50,9 @@ from thinwire.sharding.reductions import Reductions
 from thinwire.sharding.schedule import Schedule
 from thinwire.sharding.sharded import ShardedModel
 from thinwire.sharding.spreads import Spreads
+
+if TYPE_CHECKING:
+    from thinwire.sharding.optim import ShardedOptimizer
 
 __all__ = ["Runtime", "attach", "detach", "runtime_of", "sent_bytes"]
 
@@ -204,6 +210,9 @@ class Runtime:
             if self.exchanges.writes():
                 self.spreads.join()  # they may read the masters
             written = self.exchanges.end_step()
+            if (step := self.exchanges.take_fetched()) is not None:
+                self.loaded(step, with_replicas=False)
+                return
             self.spreads.write_back(sorted(written))
             if written:
                 only = written if not updated else None if only is None else only | written
@@ -229,9 +238,32 @@ class Runtime:
         self.holds.refuse("join_islands()")
         self.join_spreads()
         written = self.exchanges.settle()
+        if (step := self.exchanges.take_fetched()) is not None:
+            self.loaded(step, with_replicas=False)
+            return
         self.spreads.write_back(sorted(written), differences=True)
         if written:
             self.spreads.start(exactly=True, only=written)
+
+    def enter_islands(self, membership: Membership, optimizer: ShardedOptimizer | None) -> int:
+        """Begin to train with other jobs, from the state that they have if they are ahead.
+
+        Args:
+            membership: This rank's part in the islands.
+            optimizer: The inner optimizer.
+
+        Returns:
+            Updates made.
+        """
+        assert isinstance(self.exchanges, ElasticExchanges)
+        before_shutdown(self.exchanges.close)
+        self.holds.refuse("enter_islands()")
+        self.join_spreads()
+        self.exchanges.hold()
+        self.exchanges.enter(membership, optimizer)
+        if (step := self.exchanges.take_fetched()) is not None:
+            self.loaded(step, with_replicas=False)
+        return self.num_steps
 
     def loaded(self, num_steps: int, *, with_replicas: bool) -> None:
         """Write back and spread all masters after they were loaded.
@@ -254,6 +286,8 @@ class Runtime:
 
 def _exchanges(sharded: ShardedModel) -> Exchanges | None:
     """The exchanges with other islands, if there are others."""
+    if sharded.plan.is_elastic:
+        return ElasticExchanges(sharded)
     axis = sharded.axes.get((Axis.ISLANDS, Lane.OUTER))
     return None if axis is None else Exchanges(sharded, OuterGroup(axis, sharded.codecs.outer))
 

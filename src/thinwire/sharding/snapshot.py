@@ -48,6 +48,7 @@ from thinwire.sharding.loss_scale import checked_state
 from thinwire.sharding.memory.local import Slice
 from thinwire.sharding.modules.discover import is_ignored
 from thinwire.sharding.optim import ShardedOptimizer, rescale_lost
+from thinwire.sharding.optimizers.state import make_state, state_of
 from thinwire.sharding.runtime import Runtime, runtime_of
 from thinwire.sharding.stored_values import check_groups, check_values
 
@@ -216,7 +217,7 @@ def _save_part(model: nn.Module, optim: ShardedOptimizer | None, vectors: _Vecto
         add("model" if exchanges is None else own_masters(island), slot.name, "", slot.numel, offset, value)
         if runtime.plan.wire.spread_difference:
             add(own_key("held", island), slot.name, "", slot.numel, offset, owned.held if first_replica else None)
-        for key, entry in _state_of(optim, owned).items():
+        for key, entry in state_of(optim, owned).items():
             if isinstance(entry, torch.Tensor) and entry.dim() > 0:
                 as_long = entry.numel() == owned.value.numel()
                 numel, begin = (slot.numel, offset) if as_long else (entry.numel(), 0)
@@ -230,7 +231,7 @@ def _save_part(model: nn.Module, optim: ShardedOptimizer | None, vectors: _Vecto
     if exchanges is not None:
         _save_lost("outer/lost", runtime, lost_of(exchanges), vectors, values, everywhere=True)
         values[_of_part("outer", runtime)] = turns_of(exchanges)
-        values["islands"] = runtime.plan.num_islands
+        values["islands"] = runtime.plan.job_islands
     if optim is not None:
         if optim.loss_scale is not None:
             values[own_key("loss_scale", island)] = optim.loss_scale.state()
@@ -355,12 +356,12 @@ class _Loading:
         runtime.zero_grad()
         self._same_plan = manifest.values["plan"] == runtime.plan.to_toml()
         self._with_held = runtime.plan.wire.spread_difference and self._same_plan
-        self._new = _make_state(optim) if optim is not None else []
+        self._new = make_state(optim) if optim is not None else []
         self._numbers: list[tuple[dict[str, Any], str, Json]] = []
         self._copies: list[Callable[[], object]] = []
         self._lost: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
         # Islands go on by themselves if there are as many as before; otherwise all start from what they agreed on.
-        self._same_islands = manifest.values.get("islands", 1) == runtime.plan.num_islands
+        self._same_islands = manifest.values.get("islands", 1) == runtime.plan.job_islands
         self._island = runtime.part.data.island if self._same_islands else 0
         self._loss_scale: Mapping[str, Json] | None = None
 
@@ -558,7 +559,7 @@ def _want_state(
         if name not in stepped:
             optim.state.pop(owned.value, None)
             continue
-        for key, entry in _state_of(optim, owned).items():
+        for key, entry in state_of(optim, owned).items():
             full = f"{name}/{key}"
             if full not in stored:
                 raise CheckpointError(
@@ -769,37 +770,6 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, value
-
-
-def _state_of(optim: ShardedOptimizer | None, owned: OwnedFragment) -> dict[str, Any]:
-    if optim is None:
-        return {}
-    return {key: value for key, value in optim.state.get(owned.value, {}).items() if value is not None}
-
-
-@torch.no_grad()
-def _make_state(optim: ShardedOptimizer) -> list[OwnedFragment]:
-    """Let the optimizer allocate missing state, with a step on zero gradients and a learning rate of zero.
-
-    Returns:
-        Fragments that had no state before.
-    """
-    made = [owned for owned in optim.fragments if not _state_of(optim, owned)]
-    rates = [group.get("lr") for group in optim.param_groups]
-    for owned in optim.fragments:
-        owned.value.grad = None
-    for owned in made:
-        owned.value.grad = torch.zeros_like(owned.value)
-    for group in optim.param_groups:
-        if "lr" in group:
-            group["lr"] = 0.0
-    optim.inner.step()
-    for group, rate in zip(optim.param_groups, rates, strict=True):
-        if "lr" in group:
-            group["lr"] = rate
-    for owned in made:
-        owned.value.grad = None
-    return made
 
 
 def _restore_groups(optim: ShardedOptimizer, saved: list[dict[str, Json]]) -> None:

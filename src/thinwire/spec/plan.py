@@ -321,9 +321,19 @@ class Plan(Spec):
         return 1 if self.islands is None else self.islands.count
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether each island is a job of its own, which may vanish and come back."""
+        return self.islands is not None and self.islands.elastic
+
+    @property
+    def job_islands(self) -> int:
+        """The number of islands that are ranks of one job."""
+        return 1 if self.is_elastic else self.num_islands
+
+    @property
     def job_mesh(self) -> Factor:
-        """The data-parallel ranks of all islands: ranks of a node times nodes."""
-        return Factor(local=self.mesh.local, nodes=self.mesh.nodes * self.num_islands)
+        """The data-parallel ranks of a job: ranks of a node times nodes."""
+        return Factor(local=self.mesh.local, nodes=self.mesh.nodes * self.job_islands)
 
     @property
     def data_ranks(self) -> int:
@@ -332,8 +342,8 @@ class Plan(Spec):
 
     @property
     def ranks(self) -> int:
-        """All ranks of the job, the data-parallel ones of each stage, tensor-parallel rank and island."""
-        return self.data_ranks * self.tp * self.pp
+        """All ranks of a job, the data-parallel ones of each stage, tensor-parallel rank and island of it."""
+        return self.job_mesh.ranks * self.tp * self.pp
 
     def override(self, name: str) -> UnitOverride:
         """The exceptions that hold for a unit: of each key, the last of ``units`` that matches and sets it.
@@ -416,6 +426,8 @@ class Plan(Spec):
             SpecError: the ranks are not those of a number of whole islands.
         """
         if self.islands is not None:
+            if self.is_elastic and mesh.ranks == self.world:
+                return self
             if mesh.ranks % self.world:
                 raise SpecError(
                     "plan",
@@ -528,6 +540,16 @@ class Plan(Spec):
                 "topology",
                 f"= {self.topology!r} with islands: it orders the ranks of one mesh; leave it unset, and start the "
                 "hosts of an island one after another",
+            )
+
+    @rule("islands", "tp", "pp")
+    def _elastic_islands_are_data_parallel(self) -> Iterator[Problem]:
+        """``islands.elastic`` needs ``tp = 1`` and ``pp = 1``."""
+        if self.is_elastic and (self.tp > 1 or self.pp > 1):
+            yield Problem(
+                "islands",
+                f"elastic = true with tp = {self.tp} and pp = {self.pp}: an island that comes back fetches the state "
+                "of data-parallel ranks only; use tp = 1 and pp = 1, or elastic = false",
             )
 
     @rule("tp", "overlap")

@@ -377,6 +377,13 @@ class ClusterRecipe(Spec):
         description="directory of keys made by thinwire keys, the same on every host: what ranks of different hosts "
         "exchange over gloo is encrypted, and nobody without the keys can join; default: $THINWIRE_KEYS",
     )
+    island: Depth | None = Field(
+        default=None, description="plans with islands.elastic: number of the island that this job is, from 0"
+    )
+    lighthouse: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="plans with islands.elastic: HOST:PORT where `thinwire lighthouse` listens",
+    )
 
 
 _DEFAULT_PLAN = "zero1-node"

@@ -54,11 +54,14 @@ class PlanTemplate:
         keys = self.recipe.plan
         if self.file is not None:
             named, count = self.file.mesh, self.file.num_islands
+            elastic = self.file.is_elastic
         elif "mesh" in keys:
-            named, count = Factor.parse(keys["mesh"], "plan.mesh"), 1
+            named, count, elastic = Factor.parse(keys["mesh"], "plan.mesh"), 1, False
         else:
             return None
         islands = keys.get("islands")
+        if (islands.get("elastic", elastic) if isinstance(islands, Mapping) else elastic) is True:
+            return named
         asked = islands.get("count", count) if isinstance(islands, Mapping) else count
         return Factor(local=named.local, nodes=named.nodes * (asked if isinstance(asked, int) and asked > 0 else 1))
 
@@ -148,9 +151,9 @@ class PlanTemplate:
             plan = Plan.preset(preset, nodes=mesh.nodes, local=mesh.local, **keys)
         else:
             plan = Plan.parse({"mesh": mesh, **keys}, "plan")
-        fits = plan.mesh == mesh if plan.islands is None else plan.data_ranks == mesh.ranks
+        fits = plan.mesh == mesh if plan.islands is None else plan.job_mesh.ranks == mesh.ranks
         if not fits:
-            of_islands = "" if plan.islands is None else f" on each of {plan.num_islands} islands"
+            of_islands = "" if plan.job_islands == 1 else f" on each of {plan.job_islands} islands"
             raise SpecError(
                 "plan",
                 [

@@ -66,6 +66,8 @@ def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: S
         trainer = make_trainer(run, dataset, device)
         notes = [trainer.ordered.sentence] if trainer.ordered.sentence else []
         notes += resume(trainer) if run.resume else []
+        if run.plan.is_elastic:
+            trainer.enter_islands()
         trainer.prepare_data()
     leads = trainer.ranks.rank == 0
     start, steps = trainer.position.step, run.recipe.train.steps

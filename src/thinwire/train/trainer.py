@@ -25,6 +25,7 @@ from thinwire.collectives.streams import streams_of
 from thinwire.errors import CheckpointError, DataError
 from thinwire.network.order import Ordered, order_ranks
 from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
+from thinwire.sharding.islands.elastic import Exchanged
 from thinwire.sharding.lanes.late import read_later
 from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.snapshot import settle
@@ -116,6 +117,7 @@ class Trainer:
         recent: Steps since the last record, and their time.
         total: Steps since this process started, and their time.
         waits: How often and how long all ranks together waited for their data, up to the last record.
+        exchanges: Exchanges of elastic islands since the last record.
     """
 
     run: ResolvedRun
@@ -141,6 +143,7 @@ class Trainer:
     recent: StepTime = field(default_factory=StepTime)
     total: StepTime = field(default_factory=StepTime)
     waits: Waits = field(default_factory=Waits)
+    exchanges: list[Exchanged] = field(default_factory=list)
     _pending: PendingSave | None = None
 
     def __post_init__(self) -> None:
@@ -186,6 +189,7 @@ class Trainer:
         self._make_step()
         if self.position.step == self.run.recipe.train.steps:
             self.model.join_islands()
+        self.exchanges += self.model.take_exchanges()
         train = self.run.recipe.train
         logged = self.validates or self.position.step % train.log_every == 0
         due = self.updates.take(keep_newest=self.model.decides_on_device and not (logged or self.saves))
@@ -199,13 +203,21 @@ class Trainer:
             words = pack(self.model, rank, world, device, node_ranks, self.recent.seconds)
             words = [*self.link_meter.take(), *words, *self._ahead.take_waits()]
         failed = self._pending is not None and self._pending.failed
-        together = logged or self.saves or self.run.plan.islands is None
+        together = logged or self.saves or self.run.plan.job_islands == 1
         losses, (stop, failure, *rest) = self.updates.exchange(
             due, [float(wants_stop), float(failed), *words], None if together else self.island
         )
         if not together:  # the other islands have not heard of it
             stop = failure = 0.0
         return StepOutcome(self._record(due[-1], losses[-1], rest) if logged else None, stop > 0, failure > 0)
+
+    def enter_islands(self) -> None:
+        """Begin to train with the other islands, under a plan with elastic ones, from where they are."""
+        cluster = self.run.recipe.cluster
+        assert cluster.island is not None
+        assert cluster.lighthouse is not None
+        self.model.enter_islands(self.optimizer, island=cluster.island, lighthouse=cluster.lighthouse)
+        self._follow_islands()
 
     def prepare_data(self) -> None:
         """Make the batches of the next step, so that it need not wait for them."""
@@ -223,7 +235,7 @@ class Trainer:
             number=self.run.recipe.train.validation_samples,
             micro_batch=self.run.plan.micro_batch,
             rank=self.model.grid.sampler,
-            world=self.run.plan.data_ranks,
+            world=self.run.plan.job_mesh.ranks,
         )
         self.model.train(False)
         for batch in batches:
@@ -331,6 +343,19 @@ class Trainer:
         self.optimizer.zero_grad()
         self.position.step += 1
         self.position.samples += self.samples_per_step
+        self._follow_islands()
+
+    def _follow_islands(self) -> None:
+        """Move on to the step of another island, if its state was fetched."""
+        if self.run.plan.is_elastic:
+            skipped = self.model.num_steps - self.position.step
+            self.position.step += skipped
+            self.position.samples += skipped * self.samples_per_step
+
+    @property
+    def _sampler(self) -> int:
+        """Number of this rank among those with data of their own, over all islands."""
+        return self.model.grid.sampler + (self.run.recipe.cluster.island or 0) * self.run.plan.world
 
     def _batches(self, position: int) -> list[Batch]:
         plan = self.run.plan
@@ -339,7 +364,7 @@ class Trainer:
             position=position,
             micro_batch=plan.micro_batch,
             micro_batches=plan.micro_batches,
-            rank=self.model.grid.sampler,
+            rank=self._sampler,
             world=plan.data_ranks,
         )
 
@@ -396,10 +421,12 @@ class Trainer:
             codec=measured.codec,
             own=summarized(own),
             data_waits=waits._asdict(),
+            exchanges=[exchange._asdict() for exchange in self.exchanges],
             slow=None if self.pace is None else self.pace.add(own),
             slow_link=self.link_pace.add([mean * self.ranks.size for mean in of_links], self.recent.seconds),
         )
         self.recent = StepTime()
+        self.exchanges = []
         return record
 
 
@@ -456,7 +483,7 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         island=control(parallel.grid.island_ranks),
         updates=_updates(run, parallel, optimizer, position),
         position=position,
-        pace=Pace(hosts, islands=plan.num_islands) if _is_comparable(plan, device) else None,
+        pace=Pace(hosts, islands=plan.job_islands) if _is_comparable(plan, device) else None,
         link_meter=LinkMeter(places),
         link_pace=LinkPace(places.names),
         checks=ReplicaChecks(parallel, optimizer, hosts, every=recipe.train.check_replicas),

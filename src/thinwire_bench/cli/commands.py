@@ -20,6 +20,7 @@ _COMMANDS: Final = {
     "codecs": Command("thinwire_bench.cli.codecs:codecs"),
     "convergence": Command("thinwire_bench.cli.convergence:convergence"),
     "islands": Command("thinwire_bench.cli.islands:islands"),
+    "islands-chaos": Command("thinwire_bench.cli.islands_chaos:islands_chaos"),
     "reductions": Command("thinwire_bench.cli.reductions:reductions"),
     "spectra": Command("thinwire_bench.cli.spectra:spectra"),
     "hybrid": Command("thinwire_bench.cli.hybrid:hybrid"),

@@ -1,0 +1,364 @@
+"""Exchanges with islands that are jobs of their own, and may vanish and come back.
+
+At the end of an exchange's steps, an island asks the lighthouse who is there. Those that agree about the newest state
+exchange; a result counts only once all of them have confirmed that they have it, bit by bit. If anything fails before,
+all of them ask again, with the changes that they had. Islands that are behind, or have just started, fetch the state
+that the others then have, and go on from there.
+
+An island that is slower than the others does not keep them waiting: it comes to an exchange with the steps that it has
+made by then, and goes on at the others' step.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from zlib_ng import zlib_ng
+
+from thinwire.agreement import Typed
+from thinwire.errors import CollectiveError, UsageError
+from thinwire.sharding.islands.exchanges import Exchanges
+from thinwire.sharding.islands.fragment_state import PartState
+from thinwire.sharding.islands.meeting import Meeting
+from thinwire.sharding.islands.membership import Membership
+from thinwire.sharding.islands.outer_group import OuterGroup
+from thinwire.sharding.islands.peers import PeerAxis
+from thinwire.sharding.islands.transfer import pack, unpack
+from thinwire.sharding.optimizers.state import make_state, state_of
+from thinwire.sharding.sharded import ShardedModel
+
+if TYPE_CHECKING:
+    from thinwire.sharding.optim import ShardedOptimizer
+
+__all__ = ["ElasticExchanges", "Exchanged"]
+
+
+_SLOW: Final = 1.5
+"""How many times as long as the others' the steps of a slow island take."""
+
+_LATE: Final = 1.1
+"""The share of the others' time between two exchanges after which a slow island does not begin another step."""
+
+
+class Pace:
+    """How fast an island is, compared with the others, since their last exchange.
+
+    Attributes:
+        others: Seconds that the others usually take for the steps of an exchange; ``None`` if there are none.
+    """
+
+    def __init__(self) -> None:
+        self.others: float | None = None
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """Count from now on, from this step."""
+        self._since, self._first = time.monotonic(), step
+
+    def cycle(self, step: int, due: int) -> float:
+        """Seconds that all steps until an exchange take at the pace until now; 0 before the first."""
+        made = step - self._first
+        return (time.monotonic() - self._since) / made * (due - self._first) if made > 0 else 0.0
+
+    def is_late(self, step: int, due: int) -> bool:
+        """Whether another step would keep the others waiting at the exchange that is due."""
+        elapsed, made = time.monotonic() - self._since, step - self._first
+        if self.others is None or made <= 0 or self.cycle(step, due) < _SLOW * self.others:
+            return False
+        return elapsed * (made + 1) / made > _LATE * self.others
+
+
+class About(NamedTuple):
+    """What is not a tensor in a state.
+
+    Attributes:
+        step: Updates made.
+        numbers: State of the inner optimizer that is a plain number.
+    """
+
+    step: int
+    numbers: dict[str, float | int]
+
+
+_ABOUT: Final[Typed[About]] = Typed(About)
+
+
+class Exchanged(NamedTuple):
+    """How an exchange went.
+
+    Attributes:
+        step: Updates made, after it.
+        made: Updates that this island has made since the exchange before; fewer than usual if it is slow.
+        islands: Islands that exchanged, or that held the state which this one has fetched.
+        came: Islands that fetched instead.
+        source: Island from which this one has fetched; ``None`` if it took part.
+        checksum: Of the anchors and the outer momentum that all of them then have.
+        attempts: Meetings that it took.
+        seconds: Time from the end of the inner steps to the new parameters.
+    """
+
+    step: int
+    made: int
+    islands: tuple[int, ...]
+    came: tuple[int, ...]
+    source: int | None
+    checksum: int
+    attempts: int
+    seconds: float
+
+
+class ElasticExchanges(Exchanges):
+    """The exchanges of one model with those of other jobs.
+
+    Args:
+        sharded: The model.
+
+    Attributes:
+        fetched: Updates made in the state that was fetched last, until :meth:`take_fetched`.
+        log: Exchanges since :meth:`take_log` was called.
+        optimizer: The inner optimizer, whose state is handed to new islands.
+    """
+
+    def __init__(self, sharded: ShardedModel) -> None:
+        super().__init__(sharded, OuterGroup(PeerAxis(None, 0, 1, sharded.meter), sharded.codecs.outer))
+        self.fetched: int | None = None
+        self.log: list[Exchanged] = []
+        self.optimizer: ShardedOptimizer | None = None
+        self._membership: Membership | None = None
+        self._has_trained = False
+        self._pace = Pace()
+        self._made = 0
+        self._meets_at: int | None = None
+
+    def enter(self, membership: Membership, optimizer: ShardedOptimizer | None) -> None:
+        """Begin to train with the others that are there: the state becomes theirs, if they are ahead."""
+        self._membership, self.optimizer = membership, optimizer
+        self._sharded.seeds.be_island(membership.island)
+        self._has_trained = optimizer is not None and any(state_of(optimizer, owned) for owned in optimizer.fragments)
+        self._together(self._sharded.seeds.step, (), entering=True)
+
+    def writes(self) -> bool:
+        """Whether the step under way ends with an exchange, or with a fetch in its place."""
+        step = self._sharded.seeds.step + 1
+        due = next(later for later in itertools.count(step) if self._due(later))
+        comes = due == step or self._entered().decide(wanted=self._pace.is_late(step, due))
+        self._meets_at = due if comes else None
+        return comes
+
+    def end_step(self) -> frozenset[int]:
+        """See :meth:`Exchanges.end_step`; if the island fetched a state, all units have new masters."""
+        self._has_trained = True
+        self._made += 1
+        at, self._meets_at = self._meets_at, None
+        if at is None:
+            return frozenset()
+        written = self._together(at, self._due(at))
+        self._sharded.seeds.step = at - 1  # a slow island goes on at the others' step
+        return written
+
+    def settle(self) -> frozenset[int]:
+        """Exchange everything that was not exchanged after the last step with the islands that are there."""
+        step = self._sharded.seeds.step
+        due = tuple(f for f in range(self._settings.fragments) if self.alike_since.get(f) != step)
+        return self._together(step, due) if due else frozenset()
+
+    def take_fetched(self) -> int | None:
+        """Updates made in a state that was fetched since the last call; ``None`` if there is none."""
+        fetched, self.fetched = self.fetched, None
+        return fetched
+
+    def take_log(self) -> list[Exchanged]:
+        """Exchanges since the last call."""
+        taken, self.log = self.log, []
+        return taken
+
+    def close(self) -> None:
+        """Leave the islands."""
+        if self._membership is not None:
+            self._membership.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _together(self, step: int, due: Sequence[int], *, entering: bool = False) -> frozenset[int]:
+        """Meet the others until an exchange or a fetch has succeeded; returns the units with new masters."""
+        membership, started = self._entered(), time.monotonic()
+        made, self._made = self._made, 0
+        cycle = 0.0 if entering else self._pace.cycle(self._sharded.seeds.step + 1, step)
+        deadline, attempts, checksum = started + self._settings.patience, 0, self._checksum()
+        while True:
+            meeting = membership.meet(
+                step, checksum, entering=entering, fresh=not self._has_trained, cycle=cycle, deadline=deadline
+            )
+            attempts += 1
+            is_member, source = membership.is_member(meeting), None
+            if not is_member:
+                source = meeting.source_of(membership.name).island
+                succeeded = self._fetch(membership, meeting, deadline)
+            elif entering:
+                succeeded = True
+            else:
+                succeeded = self._exchange(membership, meeting, due)
+            if is_member:
+                state = functools.partial(self._packed_state, meeting, step) if succeeded else None
+                membership.publish(meeting, state)
+            if succeeded:
+                break
+            if time.monotonic() >= deadline:
+                raise CollectiveError(
+                    f"island {membership.island}: {attempts} attempts to exchange have failed within islands.patience "
+                    f"= {self._settings.patience:g} s; see whether the islands reach each other, and whether "
+                    f"islands.timeout = {self._settings.timeout:g} s is enough for a message"
+                )
+        islands, came = (tuple(p.island for p in group) for group in (meeting.members, meeting.comers))
+        self._pace.others = meeting.cycle
+        now = step if is_member else self.fetched
+        assert now is not None
+        checksum = checksum if entering and is_member else self._checksum()
+        self._pace.begin(now)
+        self.log.append(Exchanged(now, made, islands, came, source, checksum, attempts, time.monotonic() - started))
+        self.alike_since |= dict.fromkeys(due if is_member else range(self._settings.fragments), now)
+        fragments = due if is_member else range(self._settings.fragments)
+        return frozenset(unit for fragment in fragments for unit in self._units[fragment])
+
+    def _entered(self) -> Membership:
+        if self._membership is None:
+            raise UsageError(
+                "the plan's islands are elastic, and this one has not entered: call thinwire.enter_islands(model, "
+                "optimizer, island=..., lighthouse=...) before the first step"
+            )
+        return self._membership
+
+    def _exchange(self, membership: Membership, meeting: Meeting, due: Sequence[int]) -> bool:
+        """Exchange with the members of a meeting. If it fails, everything is as it was."""
+        states = [(fragment, state) for fragment in due for state in self.parts[fragment]]
+        before = [[None if lost is None else lost.clone() for lost in state.lost] for _, state in states]
+        axis: PeerAxis | None = None
+        means: list[torch.Tensor] = []
+        try:
+            axis = membership.axis_of(meeting)
+            group = OuterGroup(axis, self._sharded.codecs.outer)
+            for fragment, state in states:
+                mean, moves = state.exchange(group, self._sharded.seeds.of_exchange(fragment))
+                moves.perform()
+                means.append(mean)
+        except (RuntimeError, OSError):  # torch's own errors of connections, and ours of messages
+            succeeded = False
+        else:
+            succeeded = True
+        if not membership.confirm(axis, succeeded=succeeded, checksum=_crc(means)):
+            for (_, state), lost in zip(states, before, strict=True):
+                state.lost = lost
+            membership.disconnect()
+            return False
+        for (_, state), mean in zip(states, means, strict=True):
+            state.step(mean)
+            self._write(state)
+        return True
+
+    def _write(self, state: PartState) -> None:
+        state.gather().perform()
+        state.finish(blends=False)
+
+    def _checksum(self) -> int:
+        """A number that two islands share exactly if they agree about all anchors and momenta."""
+        membership = self._entered()
+        states = [state for of_fragment in self.parts for state in of_fragment]
+        kept = [t for state in states for t in (state.anchor, state.momentum) if t is not None]
+        return membership.combined(_crc(kept))
+
+    # -- the state that others fetch -----------------------------------------------------------------------------
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """What all islands share, as this rank keeps it."""
+        tensors = {}
+        for number, of_fragment in enumerate(self.parts):
+            for state in of_fragment:
+                prefix = f"{number}/{'encoded' if state.part.encoded else 'exact'}"
+                tensors[f"{prefix}/anchor"] = state.anchor
+                if state.momentum is not None:
+                    tensors[f"{prefix}/momentum"] = state.momentum
+        return tensors
+
+    def _packed_state(self, meeting: Meeting, step: int) -> bytes:
+        tensors, numbers = self._state(), {}
+        if any(comer.fresh for comer in meeting.comers):
+            for key, value in self._inner_state().items():
+                if isinstance(value, torch.Tensor):
+                    tensors[key] = value
+                else:
+                    numbers[key] = value
+        return pack(tensors, _ABOUT.encode(About(step, numbers)))
+
+    def _inner_state(self) -> dict[str, Any]:
+        fragments = () if self.optimizer is None else self.optimizer.fragments
+        return {
+            f"inner/{number}/{key}": value
+            for number, owned in enumerate(fragments)
+            for key, value in state_of(self.optimizer, owned).items()
+            if isinstance(value, torch.Tensor | float | int)
+        }
+
+    def _fetch(self, membership: Membership, meeting: Meeting, deadline: float) -> bool:
+        """Fetch the state of a member. Nothing changes unless all ranks have it."""
+        tensors: dict[str, torch.Tensor] = {}
+        about = About(0, {})
+        problem: CollectiveError | None = None
+        try:
+            tensors, told = unpack(membership.fetch(meeting, deadline))
+            about = _ABOUT.decode(told)
+            _check_alike(self._state(), tensors)
+        except CollectiveError as error:
+            problem = error
+        if not membership.agree(succeeded=problem is None):
+            return False
+        if not self._has_trained:
+            self._load_inner(tensors, about.numbers)
+        for name, own in self._state().items():
+            own.copy_(tensors[name])
+        for of_fragment in self.parts:
+            for state in of_fragment:
+                state.lost = [None, None]
+                self._write(state)
+        self.fetched = about.step
+        return True
+
+    def _load_inner(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, float | int]) -> None:
+        """Take over the inner optimizer's state, if the other island has one."""
+        optimizer = self.optimizer
+        if optimizer is None or not any(name.startswith("inner/") for name in tensors):
+            return
+        make_state(optimizer)
+        _check_alike({k: v for k, v in self._inner_state().items() if isinstance(v, torch.Tensor)}, tensors)
+        for number, owned in enumerate(optimizer.fragments):
+            for key in state_of(optimizer, owned):
+                name = f"inner/{number}/{key}"
+                if name in tensors:
+                    optimizer.state[owned.value][key].copy_(tensors[name])
+                elif name in numbers:
+                    optimizer.state[owned.value][key] = numbers[name]
+        self._has_trained = True
+
+
+def _check_alike(own: Mapping[str, torch.Tensor], fetched: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a state of another model.
+
+    Raises:
+        CollectiveError: A tensor is missing or of another size; the error names it.
+    """
+    for name, tensor in own.items():
+        other = fetched.get(name)
+        if other is None or other.shape != tensor.shape or other.dtype != tensor.dtype:
+            what = "missing" if other is None else f"{list(other.shape)} of {other.dtype}"
+            raise CollectiveError(f"the fetched state is of another model: {name} is {what}, here {list(tensor.shape)}")
+
+
+def _crc(tensors: Sequence[torch.Tensor]) -> int:
+    checksum = 0
+    for tensor in tensors:
+        checksum = zlib_ng.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy(), checksum)
+    return checksum
