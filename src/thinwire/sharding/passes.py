@@ -54,6 +54,7 @@ class PassState:
 
     def __init__(self, num_units: int) -> None:
         self.inside = False
+        self._opened: list[Unit] = []
         self.present = Pass.IDLE
         self.before = Pass.IDLE
         self.at: Moment = (Phase.STEP, -1)
@@ -64,6 +65,16 @@ class PassState:
     def enter(self, present: Pass) -> None:
         """Change the pass that the model is in."""
         self.present, self.inside = present, present is not Pass.IDLE
+        if not self.inside:
+            for unit in self._opened:
+                unit.is_open = False
+            self._opened.clear()
+
+    def open(self, unit: Unit) -> None:
+        """Let modules read a ready unit's parameters without asking further, until the pass ends."""
+        if self.inside and not unit.is_open:
+            unit.is_open = True
+            self._opened.append(unit)
 
     def end_step(self) -> None:
         """Forget the passes of a step that was taken."""
