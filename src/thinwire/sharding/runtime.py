@@ -174,6 +174,7 @@ class Runtime:
     def zero_grad(self) -> None:
         """Forget every gradient."""
         self.passes.backward.forget_failed()
+        self.passes.backward.drop_waiting()
         self.reducer.join()
         for part in self.reducer.parts:
             part.reset()
