@@ -22,6 +22,7 @@ from tests.small import write_text
 
 from thinwire.collectives.gateway.keys import Keys, make_keys
 from thinwire.lab import Lab, LabSpec
+from thinwire.lab.job import Job as LabJob
 
 pytestmark = [needs_lab, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -123,10 +124,23 @@ def test_training_goes_on_undisturbed_while_a_stranger_attacks(directory: Path) 
     assert len(seen) > 2, "it had the time to attack"
     for attack in seen[1:]:
         assert attack["inside"] == "", "nobody without the keys gets a byte"
-        # In clear, only TLS's own alerts: the version, and a kind of error.
-        assert set(attack["clear"].split("15")) - {""} <= {"03010002022e", "0303000202"} or all(
-            alert.startswith("0301") or alert.startswith("0303") for alert in attack["clear"].split("15") if alert
-        )
+        clear = bytes.fromhex(attack["clear"])
+        alerts = [clear[start : start + 7] for start in range(0, len(clear), 7)]
+        assert all(alert[:1] == b"\x15" and alert[3:5] == b"\0\2" for alert in alerts), "only TLS's own alerts in clear"
+
+
+def test_under_torchrun_the_gateway_has_the_next_port(directory: Path) -> None:
+    """torchrun's own store has the port that it was given, and thinwire asks it for nothing."""
+    keys, losses = make_keys(directory / "keys"), []
+    with Lab(LabSpec(nodes=2, ranks=1, bandwidth=200e6)) as lab:
+        for arguments in ([], ["--set", f"cluster.keys={keys.directory}"]):
+            run = directory / f"run-{len(losses)}"
+            command = [sys.executable, "-m", "torch.distributed.run", "-m", "thinwire.cli.main", "train"]
+            command += [str(directory / "recipe.toml"), "--out", str(run), "--set", "train.steps=5", *arguments]
+            assert LabJob(lab, command, "host", grace=60.0, logs=directory / "logs").run().status == 0
+            losses.append([record["loss"] for record in records(run)])
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 5
 
 
 def test_without_keys_a_stranger_reads_the_store(directory: Path) -> None:
