@@ -311,7 +311,6 @@ def shelters(keys: list[Keys], hosts: list[str], monkeypatch: pytest.MonkeyPatch
         made = [one.result() for one in joining]
     yield made
     for shelter in made:
-        shelter.store = None  # type: ignore[assignment]
         shelter.close()
 
 

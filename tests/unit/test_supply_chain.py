@@ -82,7 +82,7 @@ def test_two_source_distributions_are_equal(tmp_path: Path) -> None:
         if name == "two":
             for file in tree.rglob("*"):
                 os.utime(file, (1, 1))
-                file.chmod(0o775 if file.is_dir() else 0o664)
+                file.chmod(file.stat().st_mode | 0o020)
         environment = {key: value for key, value in os.environ.items() if key != "SOURCE_DATE_EPOCH"}
         if epoch is not None:
             environment["SOURCE_DATE_EPOCH"] = epoch

@@ -129,8 +129,8 @@ class End(asyncio.Protocol):
 _open_ends: set[End] = set()
 
 
-class Gateway:
-    """The forwarding.
+class Forwarder:
+    """What a gateway does.
 
     Args:
         certificate: File of the job's certificate, which is also the only one that is trusted.
@@ -337,22 +337,22 @@ async def _serve() -> None:
     loop.set_exception_handler(lambda *_: None)  # strangers' connections fail in many ways
     requests = asyncio.StreamReader(limit=1 << 20)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), sys.stdin)
-    gateway: Gateway | None = None
+    forwarder: Forwarder | None = None
     while line := await requests.readline():
         request = json.loads(line)
         action = request.pop("do")
         if action == "start":
             try:
-                gateway = Gateway(**request)
+                forwarder = Forwarder(**request)
                 answer = {}
             except (OSError, ssl.SSLError) as error:
                 answer = {"error": f"{error}"}
         else:
-            answer = await getattr(gateway, action)(**request)
+            answer = await getattr(forwarder, action)(**request)
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
-    if gateway is not None:
-        await gateway.close()
+    if forwarder is not None:
+        await forwarder.close()
 
 
 def main() -> None:

@@ -61,6 +61,7 @@ class Shelter:
     def close(self) -> None:
         """End the gateway. Groups are gone by then."""
         _shelters.remove(self)
+        del self.store  # or the gateway would give its connections time to end
         self._gateway.close()
 
     def _host(self) -> tuple[dist.Store, str, int]:
