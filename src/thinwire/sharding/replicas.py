@@ -20,14 +20,14 @@ from thinwire.program import Axis, Lane
 from thinwire.sharding.fragments import OwnedFragment
 from thinwire.sharding.runtime import Runtime
 
-__all__ = ["GRADIENT", "Disagreement", "Sums", "compare", "sums_of"]
+__all__ = ["SUMS", "Disagreement", "Sums", "compare", "sums_of"]
 
 Sums = Mapping[str, int]
 """Sum of the bits of a kind of state in a unit, by what it is."""
 
 SUMS: Final[Typed[dict[str, int]]] = Typed(dict[str, int])
 
-GRADIENT: Final = "gradients"
+_GRADIENT: Final = "gradients"
 
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their bytes, as which values are added up."""
@@ -70,7 +70,7 @@ def sums_of(runtime: Runtime, fragments: Sequence[OwnedFragment]) -> dict[str, i
         own = [owned for owned in fragments if owned.unit == unit.index]
         place = _place(f"{one.fragment.slot.name}:{one.fragment.offset}+{one.value.numel()}" for one in own)
         if own:
-            found[f"{GRADIENT}|{unit.name}|{place}"] = _sum(_words(own, gradient=True))
+            found[f"{_GRADIENT}|{unit.name}|{place}"] = _sum(_words(own, gradient=True))
             found[f"master values|{unit.name}|{place}"] = _sum(_words(own, gradient=False))
         found[f"parameters|{unit.name}|{shard}"] = _sum(buffer.shard for buffer in unit.buffers)
     return found

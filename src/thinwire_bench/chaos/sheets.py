@@ -7,7 +7,7 @@ from typing import Final
 
 from thinwire.report import Sheet
 from thinwire_bench.chaos.incidents import INCIDENTS
-from thinwire_bench.chaos.trial import Incident, Verdict
+from thinwire_bench.chaos.trial import Incident, TrialVerdict
 
 __all__ = ["FAULTS", "campaign_sheets", "faultless"]
 
@@ -18,7 +18,7 @@ timeout, a command ends although it should not or without its sentence."""
 _TITLES: Final = ("lost", "unequal", "tracebacks", "hangs", "wrong ends")
 
 
-def campaign_sheets(verdicts: Sequence[Verdict]) -> list[Sheet]:
+def campaign_sheets(verdicts: Sequence[TrialVerdict]) -> list[Sheet]:
     """Incidents by kind, and by run. An unequal run counts for each of its incidents, as any may be the cause."""
     happened = [(verdict, one) for verdict in verdicts for one in verdict.incidents if one.step is not None]
     by_kind = [
@@ -40,17 +40,17 @@ def campaign_sheets(verdicts: Sequence[Verdict]) -> list[Sheet]:
     ]
 
 
-def faultless(verdicts: Sequence[Verdict]) -> bool:
+def faultless(verdicts: Sequence[TrialVerdict]) -> bool:
     """Whether nothing happened that must not."""
     return all(verdict.equal and not any(one.faults for one in verdict.incidents) for verdict in verdicts)
 
 
-def _order(verdicts: Sequence[Verdict]) -> object:
+def _order(verdicts: Sequence[TrialVerdict]) -> object:
     places = {verdict.trial.removesuffix("-cabled"): place for place, verdict in reversed(list(enumerate(verdicts)))}
     return lambda run: places[run[1]]
 
 
-def _counts(happened: Sequence[tuple[Verdict, Incident]]) -> list[str]:
+def _counts(happened: Sequence[tuple[TrialVerdict, Incident]]) -> list[str]:
     def count(fault: str) -> int:
         if fault == "unequal":
             return sum(not verdict.equal for verdict, _ in happened)
