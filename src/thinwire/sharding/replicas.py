@@ -22,10 +22,10 @@ from thinwire.sharding.runtime import Runtime
 
 __all__ = ["SUMS", "Disagreement", "Sums", "compare", "sums_of"]
 
-Sums = Mapping[str, int]
+Sums = dict[str, int]
 """Sum of the bits of a kind of state in a unit, by what it is."""
 
-SUMS: Final[Typed[dict[str, int]]] = Typed(dict[str, int])
+SUMS: Final[Typed[Sums]] = Typed(Sums)
 
 _GRADIENT: Final = "gradients"
 
@@ -55,7 +55,7 @@ class Disagreement:
         return bool(self.wrong)
 
 
-def sums_of(runtime: Runtime, fragments: Sequence[OwnedFragment]) -> dict[str, int]:
+def sums_of(runtime: Runtime, fragments: Sequence[OwnedFragment]) -> Sums:
     """The sums of everything on this rank of which another rank may hold a replica.
 
     Args:
@@ -64,7 +64,7 @@ def sums_of(runtime: Runtime, fragments: Sequence[OwnedFragment]) -> dict[str, i
     """
     runtime.join_spreads()
     runtime.reducer.join()
-    found: dict[str, int] = {}
+    found: Sums = {}
     shard = runtime.axes[Axis.PARAMS, Lane.REDUCE].index
     for unit in runtime.units:
         own = [owned for owned in fragments if owned.unit == unit.index]

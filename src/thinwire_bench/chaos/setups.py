@@ -210,7 +210,7 @@ _SCHEDULES: Final[Mapping[str, Mapping[str, Any]]] = {
 def setups() -> list[SmallRun]:
     """All runs: presets on two by two ranks, codecs and schedules on two."""
     sources = list(SOURCES)
-    made = []
+    made: list[SmallRun] = []
     for name, preset in PRESETS.items():
         plan: dict[str, Any] = {"preset": name, "compute_dtype": "float32"}
         if preset.islands is not None:

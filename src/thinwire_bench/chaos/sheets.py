@@ -26,12 +26,10 @@ def campaign_sheets(verdicts: Sequence[TrialVerdict]) -> list[Sheet]:
         for kind in INCIDENTS
         if any(one.kind == kind for _, one in happened)
     ]
-    runs = sorted(
-        {(verdict.group, verdict.trial.removesuffix("-cabled")) for verdict in verdicts}, key=_order(verdicts)
-    )
+    runs = dict.fromkeys(verdict.trial.removesuffix("-cabled") for verdict in sorted(verdicts, key=_group))
     by_run = [
         [name, *_counts([(verdict, one) for verdict, one in happened if verdict.trial.removesuffix("-cabled") == name])]
-        for _, name in runs
+        for name in runs
     ]
     total = ["**all**", *_counts(happened)]
     return [
@@ -45,9 +43,8 @@ def faultless(verdicts: Sequence[TrialVerdict]) -> bool:
     return all(verdict.equal and not any(one.faults for one in verdict.incidents) for verdict in verdicts)
 
 
-def _order(verdicts: Sequence[TrialVerdict]) -> object:
-    places = {verdict.trial.removesuffix("-cabled"): place for place, verdict in reversed(list(enumerate(verdicts)))}
-    return lambda run: places[run[1]]
+def _group(verdict: TrialVerdict) -> int:
+    return ("preset", "codec", "schedule").index(verdict.group)
 
 
 def _counts(happened: Sequence[tuple[TrialVerdict, Incident]]) -> list[str]:
