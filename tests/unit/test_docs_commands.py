@@ -107,8 +107,8 @@ class Command(NamedTuple):
     def needs_lab(self) -> bool:
         return (
             re.search(
-                r"thinwire (lab|bench (?!chaos|checkpoint|codecs|convergence|data|mutations|reductions|soak|spectra|start)) "
-                r"|memory_cap",
+                r"thinwire (lab|bench "
+                r"(?!chaos|checkpoint|codecs|convergence|data|mutations|reductions|soak|spectra|start)) |memory_cap",
                 self.line,
             )
             is not None
