@@ -19,7 +19,7 @@ STEPS = 200
 
 @pytest.mark.slow
 @needs_slurm
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_a_job_that_loses_a_node_is_queued_again_and_goes_on(tmp_path: Path) -> None:
     """The script of recipes/launch, with one task a node and no GPUs."""
     (tmp_path / "runs").mkdir()
@@ -56,7 +56,7 @@ def _state(environment: dict[str, str]) -> str:
 
 def _wait(condition: object, environment: dict[str, str], directory: Path) -> None:
     assert callable(condition)
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 400
     while not condition():
         said = [(directory / name).read_text()[-3000:] for name in ("job.log", "log") if (directory / name).exists()]
         assert time.monotonic() < deadline, [_state(environment), *said]

@@ -15,11 +15,11 @@ from thinwire.spec.recipe import Recipe
 from thinwire_bench.chaos.campaign import make_trials, read_log
 from thinwire_bench.chaos.damage import mutated
 from thinwire_bench.chaos.incidents import CABLED, INCIDENTS, MOUNTED
-from thinwire_bench.chaos.run import Ended, losses
+from thinwire_bench.chaos.run import CommandEnd, losses
 from thinwire_bench.chaos.setups import SOURCES, make_corpus, setups
 from thinwire_bench.chaos.sheets import campaign_sheets, faultless
 from thinwire_bench.chaos.soak import read_samples, soak_sheet, trends
-from thinwire_bench.chaos.trial import Incident, Verdict
+from thinwire_bench.chaos.trial import Incident, TrialVerdict
 
 
 def test_a_seed_decides_everything_and_every_kind_comes() -> None:
@@ -51,7 +51,7 @@ def test_losses_are_compared_as_text(tmp_path: Path) -> None:
     file.write_text("\n".join(map(json.dumps, records)) + '\n{"step": 3, "lo')
     assert losses(file) == {1: "[1.1, null, 1.0]", 2: "[2.1, null, 1.0]"}
     assert losses(tmp_path / "missing") == {}
-    assert Ended(1, "a\n  last\n\n").sentence == "last"
+    assert CommandEnd(1, "a\n  last\n\n").sentence == "last"
 
 
 def test_mutations_leave_the_original_alone() -> None:
@@ -62,11 +62,13 @@ def test_mutations_leave_the_original_alone() -> None:
     assert len(changed) > 30
 
 
-def verdict(name: str, *faults: str, equal: bool = True) -> Verdict:
+def verdict(name: str, *faults: str, equal: bool = True) -> TrialVerdict:
     incidents = [Incident("a rank hangs", 4, faults=[(fault, "so")]) for fault in faults] or [
         Incident("a rank hangs", 4)
     ]
-    return Verdict(name, "preset", [*incidents, Incident("power is lost", None)], equal, "" if equal else "step 3", 1.0)
+    return TrialVerdict(
+        name, "preset", [*incidents, Incident("power is lost", None)], equal, "" if equal else "step 3", 1.0
+    )
 
 
 def test_faults_are_counted_by_kind_and_run(tmp_path: Path) -> None:

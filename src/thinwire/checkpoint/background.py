@@ -76,12 +76,19 @@ class PendingSave(Future[None]):
             timeout: Seconds to wait at most; ``None`` waits for as long as it takes.
 
         Raises:
-            CheckpointError: A rank has failed, and there is no such checkpoint.
+            CheckpointError: A rank has failed, and there is no such checkpoint. Or the save takes longer than its
+                limit; the next save or load then tells all ranks where it hangs.
             CollectiveError: A rank does not answer.
             TimeoutError: The checkpoint is not complete after ``timeout`` seconds.
         """
+        left = self.left
+        limited = left is not None and (timeout is None or left < timeout)
         try:
-            super().result(timeout)
+            super().result(left if limited else timeout)
+        except TimeoutError:
+            if self.done() or not limited:
+                raise
+            raise CheckpointError(f"{self.path}: not saved after {self.limit:g} s, which is the limit") from None
         finally:
             self._asked = self.done()
 

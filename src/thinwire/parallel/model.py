@@ -33,7 +33,6 @@ from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.memory.local import LocalPart
 from thinwire.sharding.optim import ShardedOptimizer, adjust, build_optimizer, names_of
-from thinwire.sharding.replicas import SUMS, Disagreement, Sums, compare, sums_of
 from thinwire.sharding.runtime import Runtime, runtime_of
 from thinwire.spec import Plan
 from thinwire.spec.pipeline import STAGES_OF_A_RANK
@@ -177,32 +176,6 @@ class ParallelModel:
         norm = _norm(runtimes, self._whole)
         scale_to_norm(runtimes, norm, max_norm)
         return norm.float()
-
-    def replica_sums(self, optim: ParallelOptimizer) -> list[Sums]:
-        """The sums by which replicas are compared, for each part of the model; see :mod:`thinwire.sharding.replicas`.
-
-        Args:
-            optim: The optimizer of all parts. Its gradients are those of a backward that is complete.
-        """
-        return [sums_of(part.runtime, part.fragments) for part in optim.parts]
-
-    def compare_replicas(self, sums: Sequence[Sums]) -> tuple[list[Disagreement], int]:
-        """Compare sums with those of the ranks that train the same parts of the model. Collective.
-
-        Args:
-            sums: As :meth:`replica_sums` returns them.
-
-        Returns:
-            What differs anywhere on these ranks, and how many things have a replica.
-        """
-        differing, shared = [], 0
-        for chunk, mine in zip(self.chunks, sums, strict=True):
-            ranks = runtime_of(chunk).part.data.ranks
-            everyone = groups.control(ranks)
-            theirs = everyone.all_gather_typed(dict(mine), SUMS)
-            found, number = compare(theirs, everyone.ranks)
-            differing, shared = [*differing, *found], shared + number
-        return differing, shared
 
     def join_islands(self) -> None:
         """Give all islands the same parameters; see :func:`thinwire.join_islands`."""

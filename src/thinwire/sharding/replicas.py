@@ -20,14 +20,14 @@ from thinwire.program import Axis, Lane
 from thinwire.sharding.fragments import OwnedFragment
 from thinwire.sharding.runtime import Runtime
 
-__all__ = ["GRADIENT", "Disagreement", "Sums", "compare", "sums_of"]
+__all__ = ["SUMS", "Disagreement", "Sums", "compare", "sums_of"]
 
-Sums = Mapping[str, int]
+Sums = dict[str, int]
 """Sum of the bits of a kind of state in a unit, by what it is."""
 
-SUMS: Final[Typed[dict[str, int]]] = Typed(dict[str, int])
+SUMS: Final[Typed[Sums]] = Typed(Sums)
 
-GRADIENT: Final = "gradients"
+_GRADIENT: Final = "gradients"
 
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their bytes, as which values are added up."""
@@ -55,7 +55,7 @@ class Disagreement:
         return bool(self.wrong)
 
 
-def sums_of(runtime: Runtime, fragments: Sequence[OwnedFragment]) -> dict[str, int]:
+def sums_of(runtime: Runtime, fragments: Sequence[OwnedFragment]) -> Sums:
     """The sums of everything on this rank of which another rank may hold a replica.
 
     Args:
@@ -64,13 +64,13 @@ def sums_of(runtime: Runtime, fragments: Sequence[OwnedFragment]) -> dict[str, i
     """
     runtime.join_spreads()
     runtime.reducer.join()
-    found: dict[str, int] = {}
+    found: Sums = {}
     shard = runtime.axes[Axis.PARAMS, Lane.REDUCE].index
     for unit in runtime.units:
         own = [owned for owned in fragments if owned.unit == unit.index]
         place = _place(f"{one.fragment.slot.name}:{one.fragment.offset}+{one.value.numel()}" for one in own)
         if own:
-            found[f"{GRADIENT}|{unit.name}|{place}"] = _sum(_words(own, gradient=True))
+            found[f"{_GRADIENT}|{unit.name}|{place}"] = _sum(_words(own, gradient=True))
             found[f"master values|{unit.name}|{place}"] = _sum(_words(own, gradient=False))
         found[f"parameters|{unit.name}|{shard}"] = _sum(buffer.shard for buffer in unit.buffers)
     return found

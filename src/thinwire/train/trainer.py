@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +42,7 @@ from thinwire.train.launching.versions import versions
 from thinwire.train.models.build import draft
 from thinwire.train.models.common import IGNORED, cross_entropy
 from thinwire.train.models.flops import flops_per_token
-from thinwire.train.observing.links import LinkMeter, LinkPace, meet
+from thinwire.train.observing.links import LinkWatch
 from thinwire.train.observing.measure import pack, unpack
 from thinwire.train.observing.metrics import StepRecord, known_peak_tflops
 from thinwire.train.observing.pace import Pace, summarized
@@ -107,8 +107,7 @@ class Trainer:
         updates: The updates of the run.
         position: The progress of the run.
         pace: Compares the speed of the ranks; ``None`` if they cannot be compared.
-        link_meter: Measures the connections of this rank to other hosts.
-        link_pace: Compares the links of the hosts.
+        links: Compares the links of the hosts.
         checks: Compares what the ranks hold in common.
         ordered: The plan with its ranks in order, and the hosts in that order.
         num_parameters: Parameters of the whole model; tied ones count once.
@@ -133,8 +132,7 @@ class Trainer:
     updates: Updates
     position: Position
     pace: Pace | None
-    link_meter: LinkMeter
-    link_pace: LinkPace
+    links: LinkWatch
     checks: ReplicaChecks
     ordered: Ordered
     num_parameters: int
@@ -201,7 +199,7 @@ class Trainer:
         if logged:
             rank, device, node_ranks = self.ranks.rank, self.device, self.run.node_ranks
             words = pack(self.model, rank, world, device, node_ranks, self.recent.seconds)
-            words = [*self.link_meter.take(), *words, *self._ahead.take_waits()]
+            words = [*self.links.meter.take(), *words, *self._ahead.take_waits()]
         failed = self._pending is not None and self._pending.failed
         together = logged or self.saves or self.run.plan.job_islands == 1
         losses, (stop, failure, *rest) = self.updates.exchange(
@@ -390,7 +388,7 @@ class Trainer:
         return rate
 
     def _record(self, update: Update, loss: float, means: list[float]) -> StepRecord:
-        of_links, means = means[: self.link_meter.size], means[self.link_meter.size :]
+        of_links, means = means[: self.links.meter.size], means[self.links.meter.size :]
         *means, waited, wait_seconds = means
         waits = Waits(round(waited * self.ranks.size), wait_seconds * self.ranks.size)
         self.waits = Waits(self.waits.steps + waits.steps, self.waits.seconds + waits.seconds)
@@ -423,7 +421,7 @@ class Trainer:
             data_waits=waits._asdict(),
             exchanges=[exchange._asdict() for exchange in self.exchanges],
             slow=None if self.pace is None else self.pace.add(own),
-            slow_link=self.link_pace.add([mean * self.ranks.size for mean in of_links], self.recent.seconds),
+            slow_link=self.links.pace.add([mean * self.ranks.size for mean in of_links], self.recent.seconds),
         )
         self.recent = StepTime()
         self.exchanges = []
@@ -447,8 +445,7 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
     """
     recipe, seq = run.recipe, run.recipe.train.seq
     hosts = agree(control(), recipe, dataset.fingerprint)
-    ordered = order_ranks(run.plan, control(), device)
-    plan = ordered.plan
+    plan = (ordered := order_ranks(run.plan, control(), device)).plan
     train = Samples(dataset.train, seq, recipe.train.seed)
     validation = Samples(dataset.validation, seq, 0)
     # Recomputation is done by the shards, whatever the model: parameters are gathered once for it and the gradients.
@@ -469,7 +466,7 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         skip_nonfinite=parallel.decides_on_device,
         loss_scale=_loss_scale(recipe.loss_scale) if plan.scales_loss else None,
     )
-    position, places = Position(), meet(control(), hosts)
+    position = Position()
     return Trainer(
         run=run,
         dataset=dataset,
@@ -483,9 +480,8 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         island=control(parallel.grid.island_ranks),
         updates=_updates(run, parallel, optimizer, position),
         position=position,
-        pace=Pace(hosts, islands=plan.job_islands) if _is_comparable(plan, device) else None,
-        link_meter=LinkMeter(places),
-        link_pace=LinkPace(places.names),
+        pace=_pace(plan, hosts, device),
+        links=LinkWatch(control(), hosts),
         checks=ReplicaChecks(parallel, optimizer, hosts, every=recipe.train.check_replicas),
         ordered=ordered,
         num_parameters=num_parameters,
@@ -516,14 +512,15 @@ def _loss_scale(settings: LossScaleRecipe) -> LossScale:
     )
 
 
-def _is_comparable(plan: Plan, device: torch.device) -> bool:
-    """Whether a rank that takes longer than the others is slow.
+def _pace(plan: Plan, hosts: Sequence[str], device: torch.device) -> Pace | None:
+    """What compares the ranks; ``None`` where one that takes longer than the others need not be slow.
 
     Pipeline stages have different work, the time that tensor-parallel ranks wait for each other is measured on CPUs
     only, and the scheduler decides which of the ranks that share cores falls behind.
     """
     waits_are_known = plan.tp == 1 or device.type == "cpu"
-    return plan.pp == 1 and waits_are_known and not shares_cores(device)
+    is_comparable = plan.pp == 1 and waits_are_known and not shares_cores(device)
+    return Pace(hosts, islands=plan.job_islands) if is_comparable else None
 
 
 def undecayed_names(model: nn.Module) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Final
 from thinwire.errors import UsageError
 from thinwire_bench.chaos.incidents import CABLED, INCIDENTS, MOUNTED
 from thinwire_bench.chaos.setups import make_corpus, setups
-from thinwire_bench.chaos.trial import Settings, Trial, Verdict, conduct
+from thinwire_bench.chaos.trial import CampaignSettings, Trial, TrialVerdict, conduct
 
 __all__ = ["campaign", "make_trials", "read_log"]
 
@@ -74,8 +74,14 @@ class _Deck:
 
 
 def campaign(
-    trials: Sequence[Trial], settings: Settings, log: Path, *, seed: int, minutes: float, report: Callable[[str], None]
-) -> list[Verdict]:
+    trials: Sequence[Trial],
+    settings: CampaignSettings,
+    log: Path,
+    *,
+    seed: int,
+    minutes: float,
+    report: Callable[[str], None],
+) -> list[TrialVerdict]:
     """Conduct the trials that the log lacks, until time is over.
 
     Args:
@@ -110,7 +116,7 @@ def campaign(
     return verdicts
 
 
-def read_log(log: Path, seed: int | None = None) -> list[Verdict]:
+def read_log(log: Path, seed: int | None = None) -> list[TrialVerdict]:
     """The verdicts of a log; none if there is no file.
 
     Raises:
@@ -122,6 +128,6 @@ def read_log(log: Path, seed: int | None = None) -> list[Verdict]:
         head, *lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
         if seed is not None and head["seed"] != seed:
             raise UsageError(f"{log} belongs to seed {head['seed']}, not {seed}; choose another --log")
-        return [Verdict.from_dict(line) for line in lines]
+        return [TrialVerdict.from_dict(line) for line in lines]
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{log} is no log of a campaign: {error}; choose another --log") from error

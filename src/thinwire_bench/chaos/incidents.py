@@ -19,7 +19,7 @@ from typing import Final
 
 from thinwire_bench.chaos import damage
 from thinwire_bench.chaos.disk import Disk
-from thinwire_bench.chaos.run import Ended, Run
+from thinwire_bench.chaos.run import CommandEnd, DisturbedRun, send
 from thinwire_bench.chaos.setups import SAVE_EVERY
 
 __all__ = ["CABLED", "INCIDENTS", "MOUNTED", "Scene"]
@@ -44,7 +44,7 @@ class Scene:
         floor: Step of a checkpoint that was complete before the incident, and must be there afterwards.
     """
 
-    run: Run
+    run: DisturbedRun
     disk: Disk
     chance: random.Random
     timeout: float
@@ -63,7 +63,7 @@ class Scene:
         known = self.run.checkpoints()
         self.floor = max([self.floor, *(int(path.name.removeprefix("step-")) for path in known[-1:])])
 
-    def ended(self, statuses: set[int], about: str) -> Ended:
+    def ended(self, statuses: set[int], about: str) -> CommandEnd:
         """Wait for the end of the command, which must be in one sentence and with one of the statuses."""
         ended = self.run.ended(self.longest)
         if ended.status is None:
@@ -106,7 +106,7 @@ def _kill_ranks(number: int) -> Callable[[Scene], None]:
     def strike(scene: Scene) -> None:
         starts, doomed = scene.run.starts, scene.some_ranks(number)
         scene.detail = f"{len(doomed)} of {len(scene.run.ranks())} ranks"
-        scene.run.signal(doomed, signal.SIGKILL)
+        send(doomed, signal.SIGKILL)
         scene.restarts(starts, "after a killed rank")
 
     return strike
@@ -114,7 +114,7 @@ def _kill_ranks(number: int) -> Callable[[Scene], None]:
 
 def _kill_launcher(scene: Scene) -> None:
     everyone = list(scene.run.processes())
-    scene.run.signal([scene.run.pid], signal.SIGKILL)
+    send([scene.run.pid], signal.SIGKILL)
     if not scene.run.cleared(everyone):
         scene.faults.append(("hang", "processes outlive their launcher"))
 
@@ -152,9 +152,9 @@ def _pause_all(scene: Scene) -> None:
 def _pause(scene: Scene, processes: list[int]) -> None:
     seconds = scene.chance.uniform(0.1, 2)
     scene.detail = f"{seconds:.2f} s"
-    scene.run.signal(processes, signal.SIGSTOP)
+    send(processes, signal.SIGSTOP)
     time.sleep(seconds)
-    scene.run.signal(processes, signal.SIGCONT)
+    send(processes, signal.SIGCONT)
     step = scene.run.step
     if not scene.run.wait_for(lambda: scene.run.step > step, scene.longest) and scene.run.running:
         scene.faults.append(("hang", "no step after a pause"))
@@ -163,13 +163,13 @@ def _pause(scene: Scene, processes: list[int]) -> None:
 
 def _hang(scene: Scene) -> None:
     starts = scene.run.starts
-    scene.run.signal(scene.some_ranks(1), signal.SIGSTOP)
+    send(scene.some_ranks(1), signal.SIGSTOP)
     scene.restarts(starts, "after a rank that never answers")
 
 
 def _hang_up(scene: Scene) -> None:
     everyone = list(scene.run.processes())
-    scene.run.signal([scene.run.pid], signal.SIGHUP)
+    send([scene.run.pid], signal.SIGHUP)
     scene.ended({0, 1}, "after SIGHUP")
     if not scene.run.cleared(everyone):
         scene.faults.append(("hang", "processes outlive a hang-up"))
@@ -178,7 +178,7 @@ def _hang_up(scene: Scene) -> None:
 def _interrupt(scene: Scene) -> None:
     number = scene.chance.choice([signal.SIGINT, signal.SIGTERM])
     scene.detail = number.name
-    scene.run.signal([scene.run.pid], number)
+    send([scene.run.pid], number)
     scene.ended({0}, f"after {number.name}")
     scene.note_complete()
 
@@ -225,7 +225,7 @@ def _power_loss_at_start(scene: Scene) -> None:
 
 def _cut_power(scene: Scene) -> None:
     """Everything stops in the middle of what it does, and what had not reached the device is gone."""
-    scene.run.signal(list(scene.run.processes()), signal.SIGSTOP)
+    send(list(scene.run.processes()), signal.SIGSTOP)
     scene.disk.photograph()
     scene.crash()
     scene.disk.lose_power()
@@ -317,7 +317,7 @@ CABLED: Final = ("a link is cut for seconds", "a link is cut for good")
 """Those that need a lab."""
 
 
-def step_of_start(run: Run, number: int) -> int | None:
+def step_of_start(run: DisturbedRun, number: int) -> int | None:
     """The step from which a start of a run went on; ``None`` if there was no such start."""
     try:
         return int(json.loads((run.directory / "starts.jsonl").read_bytes().splitlines()[number])["step"])

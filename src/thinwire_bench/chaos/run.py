@@ -10,12 +10,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["Ended", "Run", "environment", "losses", "train_command"]
+__all__ = ["CommandEnd", "DisturbedRun", "environment", "losses", "send", "train_command"]
 
 _POLL: Final = 0.01
 """Seconds between two looks at a run."""
@@ -50,7 +50,7 @@ def losses(metrics: Path) -> dict[int, str]:
 
 
 @dataclass(frozen=True)
-class Ended:
+class CommandEnd:
     """How a command ended.
 
     Attributes:
@@ -69,7 +69,7 @@ class Ended:
 
 
 @dataclass
-class Run:
+class DisturbedRun:
     """One run, started again and again in one directory.
 
     Attributes:
@@ -160,7 +160,7 @@ class Run:
                 return condition()
         return False
 
-    def ended(self, seconds: float) -> Ended:
+    def ended(self, seconds: float) -> CommandEnd:
         """Wait for its end; a run that has not ended by itself in time is killed and has hung.
 
         Args:
@@ -174,7 +174,7 @@ class Run:
         else:
             self.kill_all()
         text = self.log.read_bytes()[self._begin :].decode(errors="replace")
-        return Ended(status, text)
+        return CommandEnd(status, text)
 
     def processes(self) -> dict[int, str]:
         """Its processes, from the launcher down, by id with their names."""
@@ -197,16 +197,10 @@ class Run:
         named = [(name, process) for process, name in self.processes().items() if re.fullmatch(r"rank \d+", name)]
         return [process for _, process in sorted(named)]
 
-    def signal(self, processes: Sequence[int], number: signal.Signals) -> None:
-        """Send a signal to processes; those that are gone are left out."""
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, number)
-
     def kill_all(self) -> None:
         """Kill every process of it at once, as if the host were gone."""
         doomed = list(self.processes())
-        self.signal(doomed, signal.SIGKILL)
+        send(doomed, signal.SIGKILL)
         self.cleared(doomed)
 
     def cleared(self, processes: Sequence[int]) -> bool:
@@ -220,8 +214,15 @@ class Run:
             if self._process is not None and not left:
                 self._process.poll()
                 return True
-        self.signal(left, signal.SIGKILL)
+        send(left, signal.SIGKILL)
         return False
+
+
+def send(processes: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to processes; those that are gone are left out."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
 
 
 def _moments(seconds: float) -> Iterator[None]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from thinwire.spec.presets import PRESETS
 
-__all__ = ["SAVE_EVERY", "SOURCES", "STEPS", "Setup", "make_corpus", "setups"]
+__all__ = ["SAVE_EVERY", "SOURCES", "STEPS", "SmallRun", "make_corpus", "setups"]
 
 STEPS: Final = 72
 """Updates of a run."""
@@ -54,7 +54,7 @@ max_restarts = 99
 
 
 @dataclass(frozen=True)
-class Setup:
+class SmallRun:
     """A small run that is trained undisturbed once, and disturbed once.
 
     Attributes:
@@ -99,7 +99,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataKind:
     """A kind of training data.
 
     Attributes:
@@ -143,18 +143,18 @@ def _documents(source: str, file: str) -> Callable[[Path], dict[str, Any]]:
     return lambda corpus: {"source": source, "paths": [str(corpus / file)], "vocab": 300}
 
 
-SOURCES: Final[Mapping[str, Source]] = {
-    "text": Source(_documents("text", "text.txt"), _text),
-    "jsonl": Source(_documents("jsonl", "text.jsonl"), _jsonl),
-    "parquet": Source(_documents("parquet", "text.parquet"), _parquet),
-    "datasets": Source(_documents("datasets", "text.arrow"), _arrow),
-    "tokens": Source(
+SOURCES: Final[Mapping[str, DataKind]] = {
+    "text": DataKind(_documents("text", "text.txt"), _text),
+    "jsonl": DataKind(_documents("jsonl", "text.jsonl"), _jsonl),
+    "parquet": DataKind(_documents("parquet", "text.parquet"), _parquet),
+    "datasets": DataKind(_documents("datasets", "text.arrow"), _arrow),
+    "tokens": DataKind(
         lambda corpus: {
             "source": "tokens", "paths": [str(corpus / "tokens.bin")], "vocab": 256, "token_type": "uint16",
         },
         _tokens,
     ),
-    "stdlib": Source(lambda _corpus: {"source": "stdlib", "vocab": 300, "max_bytes": "1MiB"}),
+    "stdlib": DataKind(lambda _corpus: {"source": "stdlib", "vocab": 300, "max_bytes": "1MiB"}),
 }  # fmt: skip
 """Every kind of training data of a recipe."""
 
@@ -207,24 +207,24 @@ _SCHEDULES: Final[Mapping[str, Mapping[str, Any]]] = {
 """Keys of a plan by a setup's name."""
 
 
-def setups() -> list[Setup]:
+def setups() -> list[SmallRun]:
     """All runs: presets on two by two ranks, codecs and schedules on two."""
     sources = list(SOURCES)
-    made = []
+    made: list[SmallRun] = []
     for name, preset in PRESETS.items():
         plan: dict[str, Any] = {"preset": name, "compute_dtype": "float32"}
         if preset.islands is not None:
             plan["islands"] = _ISLANDS
-        made.append(Setup(name, "preset", plan, sources[len(made) % len(sources)]))
+        made.append(SmallRun(name, "preset", plan, sources[len(made) % len(sources)]))
     for name, wire in _CODECS.items():
         # Gathered parameters and reduced gradients both cross the wire under zero2 with a partial first factor.
         plan = {"preset": "zero3" if "gather" in wire else "zero1", "compute_dtype": "float32", "wire": dict(wire)}
-        made.append(Setup(name, "codec", plan, sources[len(made) % len(sources)], nodes=2, local=1))
+        made.append(SmallRun(name, "codec", plan, sources[len(made) % len(sources)], nodes=2, local=1))
     for name, keys in _SCHEDULES.items():
         plan = {"preset": "zero1", "compute_dtype": "float32", **keys}
         apart = "pp" in keys or "tp" in keys
         made.append(
-            Setup(
+            SmallRun(
                 name,
                 "schedule",
                 plan,

@@ -7,7 +7,7 @@ from typing import Final
 
 from thinwire.report import Sheet
 from thinwire_bench.chaos.incidents import INCIDENTS
-from thinwire_bench.chaos.trial import Incident, Verdict
+from thinwire_bench.chaos.trial import Incident, TrialVerdict
 
 __all__ = ["FAULTS", "campaign_sheets", "faultless"]
 
@@ -18,7 +18,7 @@ timeout, a command ends although it should not or without its sentence."""
 _TITLES: Final = ("lost", "unequal", "tracebacks", "hangs", "wrong ends")
 
 
-def campaign_sheets(verdicts: Sequence[Verdict]) -> list[Sheet]:
+def campaign_sheets(verdicts: Sequence[TrialVerdict]) -> list[Sheet]:
     """Incidents by kind, and by run. An unequal run counts for each of its incidents, as any may be the cause."""
     happened = [(verdict, one) for verdict in verdicts for one in verdict.incidents if one.step is not None]
     by_kind = [
@@ -26,12 +26,10 @@ def campaign_sheets(verdicts: Sequence[Verdict]) -> list[Sheet]:
         for kind in INCIDENTS
         if any(one.kind == kind for _, one in happened)
     ]
-    runs = sorted(
-        {(verdict.group, verdict.trial.removesuffix("-cabled")) for verdict in verdicts}, key=_order(verdicts)
-    )
+    runs = dict.fromkeys(verdict.trial.removesuffix("-cabled") for verdict in sorted(verdicts, key=_group))
     by_run = [
         [name, *_counts([(verdict, one) for verdict, one in happened if verdict.trial.removesuffix("-cabled") == name])]
-        for _, name in runs
+        for name in runs
     ]
     total = ["**all**", *_counts(happened)]
     return [
@@ -40,17 +38,16 @@ def campaign_sheets(verdicts: Sequence[Verdict]) -> list[Sheet]:
     ]
 
 
-def faultless(verdicts: Sequence[Verdict]) -> bool:
+def faultless(verdicts: Sequence[TrialVerdict]) -> bool:
     """Whether nothing happened that must not."""
     return all(verdict.equal and not any(one.faults for one in verdict.incidents) for verdict in verdicts)
 
 
-def _order(verdicts: Sequence[Verdict]) -> object:
-    places = {verdict.trial.removesuffix("-cabled"): place for place, verdict in reversed(list(enumerate(verdicts)))}
-    return lambda run: places[run[1]]
+def _group(verdict: TrialVerdict) -> int:
+    return ("preset", "codec", "schedule").index(verdict.group)
 
 
-def _counts(happened: Sequence[tuple[Verdict, Incident]]) -> list[str]:
+def _counts(happened: Sequence[tuple[TrialVerdict, Incident]]) -> list[str]:
     def count(fault: str) -> int:
         if fault == "unequal":
             return sum(not verdict.equal for verdict, _ in happened)

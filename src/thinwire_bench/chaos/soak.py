@@ -19,12 +19,12 @@ from typing import Any, Final
 from thinwire.errors import UsageError
 from thinwire.report import Sheet
 from thinwire.units import format_bytes
-from thinwire_bench.chaos.run import Run, environment, train_command
-from thinwire_bench.chaos.setups import Setup, make_corpus
+from thinwire_bench.chaos.run import DisturbedRun, environment, send, train_command
+from thinwire_bench.chaos.setups import SmallRun, make_corpus
 
 __all__ = ["KINDS", "Trend", "read_samples", "soak", "soak_sheet", "trends"]
 
-SETUP: Final = Setup("soak", "preset", {"preset": "thinwire", "compute_dtype": "float32"}, "text")
+SETUP: Final = SmallRun("soak", "preset", {"preset": "thinwire", "compute_dtype": "float32"}, "text")
 """What runs: four ranks on two logical nodes, codecs, checkpoints, validation."""
 
 KINDS: Final = ("memory", "descriptors", "threads", "processor")
@@ -98,7 +98,7 @@ def soak(hours: float, work: Path, samples: Path, *, interval: float, report: Ca
     recipe = work / "recipe.toml"
     recipe.write_text(SETUP.recipe(work / "corpus", timeout=600, steps=10**9), encoding="utf-8")
     command = [*train_command(recipe, SETUP.nodes, SETUP.local), *_CHECKPOINT]
-    run = Run(command, work / "run", work / "run.log", environment(work / "cache"))
+    run = DisturbedRun(command, work / "run", work / "run.log", environment(work / "cache"))
     run.start()
     began = time.monotonic()
     try:
@@ -111,7 +111,7 @@ def soak(hours: float, work: Path, samples: Path, *, interval: float, report: Ca
                     log.flush()
                 time.sleep(interval)
         report(f"{run.step:,} steps in {elapsed / 3600:.2f} hours; the run saves and ends")
-        run.signal([run.pid], signal.SIGINT)
+        send([run.pid], signal.SIGINT)
         if (ended := run.ended(_STOPPING)).status != 0:
             raise UsageError(f"the run did not end as asked (status {ended.status}): {ended.sentence}; see {run.log}")
     finally:
@@ -119,13 +119,13 @@ def soak(hours: float, work: Path, samples: Path, *, interval: float, report: Ca
             run.kill_all()
 
 
-def _sample(run: Run, elapsed: float) -> dict[str, Any]:
+def _sample(run: DisturbedRun, elapsed: float) -> dict[str, Any]:
     ours = {process: name for process, name in run.processes().items() if _keeps(run, process, name)}
     processes = {"launcher" if process == run.pid else name: _of_process(process) for process, name in ours.items()}
     return {"seconds": round(elapsed, 1), "step": run.step, "processes": {k: v for k, v in processes.items() if v}}
 
 
-def _keeps(run: Run, process: int, name: str) -> bool:
+def _keeps(run: DisturbedRun, process: int, name: str) -> bool:
     return process == run.pid or re.fullmatch(r"rank \d+", name) is not None
 
 

@@ -16,10 +16,10 @@ from thinwire.checkpoint.manifest import MANIFEST_NAME
 from thinwire.errors import UsageError
 from thinwire_bench.chaos.disk import Disk
 from thinwire_bench.chaos.incidents import CABLED, INCIDENTS, Scene, step_of_start
-from thinwire_bench.chaos.run import Run, environment, losses, train_command
-from thinwire_bench.chaos.setups import STEPS, Setup
+from thinwire_bench.chaos.run import DisturbedRun, environment, losses, train_command
+from thinwire_bench.chaos.setups import STEPS, SmallRun
 
-__all__ = ["Incident", "Settings", "Trial", "Verdict", "conduct"]
+__all__ = ["Incident", "CampaignSettings", "Trial", "TrialVerdict", "conduct"]
 
 _LAST: Final = STEPS - 8
 """The last step at which something happens: the run must not end by itself before."""
@@ -29,7 +29,7 @@ _CABLED_TIMEOUT: Final = 0.6
 
 
 @dataclass(frozen=True)
-class Settings:
+class CampaignSettings:
     """What holds for all trials of a campaign.
 
     Attributes:
@@ -61,7 +61,7 @@ class Trial:
         cabled: Whether it runs in a lab, under no launcher.
     """
 
-    setup: Setup
+    setup: SmallRun
     kinds: tuple[str, ...]
     seed: int
     cabled: bool = False
@@ -92,7 +92,7 @@ class Incident:
 
 
 @dataclass
-class Verdict:
+class TrialVerdict:
     """The outcome of a trial.
 
     Attributes:
@@ -117,7 +117,7 @@ class Verdict:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> Verdict:
+    def from_dict(cls, given: Mapping[str, Any]) -> TrialVerdict:
         """Undo :meth:`to_dict`."""
         incidents = [
             Incident(**{**one, "faults": [(kind, text) for kind, text in one["faults"]]}) for one in given["incidents"]
@@ -125,7 +125,7 @@ class Verdict:
         return cls(**{**given, "incidents": incidents})
 
 
-def conduct(trial: Trial, settings: Settings, report: Callable[[str], None]) -> Verdict:
+def conduct(trial: Trial, settings: CampaignSettings, report: Callable[[str], None]) -> TrialVerdict:
     """Disturb a run, and compare it.
 
     Args:
@@ -157,13 +157,13 @@ def conduct(trial: Trial, settings: Settings, report: Callable[[str], None]) -> 
         finally:
             if run.running:
                 run.kill_all()
-    verdict = Verdict(trial.name, trial.setup.group, incidents, not about, about, time.monotonic() - began)
+    verdict = TrialVerdict(trial.name, trial.setup.group, incidents, not about, about, time.monotonic() - began)
     if verdict.equal and not any(incident.faults for incident in incidents):
         shutil.rmtree(place, ignore_errors=True)
     return verdict
 
 
-def _run(trial: Trial, settings: Settings, place: Path, directory: Path) -> Run:
+def _run(trial: Trial, settings: CampaignSettings, place: Path, directory: Path) -> DisturbedRun:
     setup = trial.setup
     timeout = settings.timeout * (_CABLED_TIMEOUT if trial.cabled else 1)
     recipe = place / "recipe.toml"
@@ -173,10 +173,10 @@ def _run(trial: Trial, settings: Settings, place: Path, directory: Path) -> Run:
         hosts = [str(setup.nodes), str(setup.local), str(place / "ranks")]
         ranks = [sys.executable, "-m", "thinwire.cli.main", "train", str(recipe)]
         command = [sys.executable, "-m", "thinwire_bench.chaos.cabled", *hosts, *ranks]
-    return Run(command, directory, place / "run.log", environment(settings.work / "cache"))
+    return DisturbedRun(command, directory, place / "run.log", environment(settings.work / "cache"))
 
 
-def _undisturbed(setup: Setup, settings: Settings) -> Path:
+def _undisturbed(setup: SmallRun, settings: CampaignSettings) -> Path:
     """The directory of the run that nothing disturbs; trained once in a campaign."""
     place = settings.work / "undisturbed" / setup.name
     if not (place / "run" / "summary.json").is_file():

@@ -14,7 +14,7 @@ from thinwire.cli.options import expand_options
 from thinwire_bench.cli.shared import Page, insert_into, markdown, progress, show, words
 
 if TYPE_CHECKING:
-    from thinwire_bench.chaos.trial import Verdict
+    from thinwire_bench.chaos.trial import TrialVerdict
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ def chaos(options: ChaosOptions) -> None:
     raise typer.Exit(0 if faultless(verdicts) else 1)
 
 
-def _conducted(options: ChaosOptions) -> list[Verdict]:
+def _conducted(options: ChaosOptions) -> list[TrialVerdict]:
     from thinwire_bench.chaos.campaign import campaign, make_trials
     from thinwire_bench.chaos.disk import can_mount
-    from thinwire_bench.chaos.trial import Settings
+    from thinwire_bench.chaos.trial import CampaignSettings
 
     mounts, cables = can_mount(), _has_lab()
     if not mounts:
@@ -76,7 +76,7 @@ def _conducted(options: ChaosOptions) -> list[Verdict]:
     if not cables:
         progress("no link is cut: this user cannot make a lab (see thinwire doctor)")
     trials = make_trials(options.seed, mounts=mounts, cables=cables, chosen=_chosen(options.runs))
-    settings = Settings(options.work.resolve(), options.timeout, options.patience, mounts)
+    settings = CampaignSettings(options.work.resolve(), options.timeout, options.patience, mounts)
     options.log.parent.mkdir(parents=True, exist_ok=True)
     return campaign(trials, settings, options.log, seed=options.seed, minutes=options.minutes, report=progress)
 

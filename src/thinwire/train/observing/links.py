@@ -28,7 +28,7 @@ from thinwire.agreement import Typed
 from thinwire.collectives.group import Control
 from thinwire.units import format_bandwidth
 
-__all__ = ["Connection", "LinkMeter", "LinkPace", "connections", "meet"]
+__all__ = ["Connection", "LinkMeter", "LinkPace", "LinkWatch", "Places", "connections", "meet"]
 
 RECORDS: Final = 8
 """Records with traffic per judgement."""
@@ -129,6 +129,19 @@ def meet(ranks: Control, hosts: Sequence[str]) -> Places:
             names.append(f"{hosts[rank]} ({addresses[0]})")
         of |= dict.fromkeys(addresses, number)
     return Places(tuple(names), of[mine[0]] if mine else 0, of)
+
+
+class LinkWatch:
+    """The links of a job's hosts: a meter on every rank, and a judge on the one that keeps the records.
+
+    Args:
+        ranks: All ranks, which make this together, once they are connected.
+        hosts: Names of the ranks' hosts, by rank.
+    """
+
+    def __init__(self, ranks: Control, hosts: Sequence[str]) -> None:
+        places = meet(ranks, hosts)
+        self.meter, self.pace = LinkMeter(places), LinkPace(places.names)
 
 
 class LinkMeter:

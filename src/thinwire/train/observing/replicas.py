@@ -13,7 +13,7 @@ from thinwire.agreement import Typed
 from thinwire.collectives.group import control
 from thinwire.errors import ReplicaError, UsageError
 from thinwire.parallel.model import ParallelModel, ParallelOptimizer, TokenBatch
-from thinwire.sharding.replicas import Disagreement, Sums
+from thinwire.sharding.replicas import SUMS, Disagreement, Sums, compare, sums_of
 
 __all__ = ["ReplicaChecks"]
 
@@ -52,8 +52,8 @@ class ReplicaChecks:
             ReplicaError: On all ranks, if replicas differ; names the rank, the unit and the step.
             UsageError: On all ranks, if the plan has no replicas at all.
         """
-        first = self._model.replica_sums(self._optim)
-        differing, shared = self._model.compare_replicas(first)
+        first = _sums(self._optim)
+        differing, shared = _compared(self._optim, first)
         undecided = any(not one.decided for one in differing)
         counts = control().all_gather_typed((shared, undecided), _COUNTS)
         if not any(number for number, _ in counts):
@@ -71,7 +71,7 @@ class ReplicaChecks:
         """Compute the gradient again; the ranks by what they now have another sum of."""
         self._optim.zero_grad()
         self._model.step(batches)
-        again = self._model.replica_sums(self._optim)
+        again = _sums(self._optim)
         changed = [
             _label(key) for old, new in zip(first, again, strict=True) for key in old if old[key] != new.get(key)
         ]
@@ -96,6 +96,22 @@ class ReplicaChecks:
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self._hosts[rank]}"
+
+
+def _sums(optim: ParallelOptimizer) -> list[Sums]:
+    """The sums of each part of the model, whose gradients are those of a backward that is complete."""
+    return [sums_of(part.runtime, part.fragments) for part in optim.parts]
+
+
+def _compared(optim: ParallelOptimizer, sums: Sequence[Sums]) -> tuple[list[Disagreement], int]:
+    """What differs among the ranks that train the same parts, and how many things have a replica. Collective."""
+    differing: list[Disagreement] = []
+    shared = 0
+    for part, mine in zip(optim.parts, sums, strict=True):
+        everyone = control(part.runtime.part.data.ranks)
+        found, number = compare(everyone.all_gather_typed(mine, SUMS), everyone.ranks)
+        differing, shared = [*differing, *found], shared + number
+    return differing, shared
 
 
 _REMEDY: Final = (
