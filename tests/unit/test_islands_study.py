@@ -421,10 +421,8 @@ def test_two_arms_from_the_start_to_the_page(tmp_path: Path) -> None:
     rows = {one["system"]: one for one in json.loads((tmp_path / "results/times-4x1-200mbit.json").read_text())["rows"]}
     assert 0 < rows["torchft-diloco"]["internode_bytes"] < rows["exact"]["internode_bytes"] / 8
     assert rows[ALONE]["internode_bytes"] == 0
-    steps = {
-        one["system"]: one
-        for one in json.loads((tmp_path / "results/steps-llama-1m-2x1-200mbit.json").read_text())["rows"]
-    }
+    measured = json.loads((tmp_path / "results/steps-llama-1m-2x1-200mbit.json").read_text())
+    steps = {one["system"]: one for one in measured["rows"]}
     for preset in ("tw:islands", "tw:islands-4bit", "tw:islands-streaming"):
         assert 1.0 < steps[preset]["internode_bytes"] / steps[preset]["predicted_bytes"] < 1.05, preset
     assert [one["arm"] for one in json.loads(out.read_text())["reached"]] == ["exact", "torchft-diloco"]

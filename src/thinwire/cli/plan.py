@@ -228,7 +228,7 @@ def _check_budget(options: PlanOptions) -> None:
     """Refuse options under which no islands are planned."""
     from thinwire.errors import UsageError
 
-    given = {"--objective amsp": options.objective == "amsp", "--tp": options.tp, "--pp": options.pp}
+    given: dict[str, object] = {"--objective amsp": options.objective == "amsp", "--tp": options.tp, "--pp": options.pp}
     given |= {"--compare": options.compare, "--placement": options.placement}
     for name in (name for name, value in given.items() if value):
         raise UsageError(

@@ -23,6 +23,9 @@ _WAYS: Final = {"INT4 with error feedback": "islands-4bit", "INT4, streaming": "
 
 _EXACT: Final = "islands-32"
 
+_LEAST_POINTS: Final = 3
+"""A line through two points leaves nothing to estimate an error from."""
+
 _KEYS: Final = ("codec", "error_feedback", "fragments", "delay", "blend", "outer")
 """What makes a way to exchange."""
 
@@ -38,16 +41,17 @@ def fitted(study: LossStudy, curves: Sequence[Curve]) -> LossLaw:
         curves: Its finished runs.
 
     Raises:
-        UsageError: Arms that it needs have no finished run.
+        UsageError: Too few arms have finished runs.
     """
     excess = {outcome.arm: outcome.excess for outcome in outcomes(study.spec, curves) if outcome.mean is not None}
     plans = {run.arm: run.plan.islands for run in study.runs if run.loop is None and run.plan.islands is not None}
     exact = {arm: islands for arm, islands in plans.items() if islands.codec.is_none and excess.get(arm)}
-    missing = [arm for arm in (_EXACT, *_WAYS.values()) if not excess.get(arm)]
+    others = {name: arm for name, arm in _WAYS.items() if excess.get(arm)}
     points = [(islands.count, islands.every, statistics.fmean(excess[arm].values())) for arm, islands in exact.items()]
-    if missing or len(points) < 4:
+    if _EXACT not in exact or len(points) < _LEAST_POINTS:
         raise UsageError(
-            f"the loss law needs finished runs of {', '.join(missing) or 'four arms with exact exchanges'}"
+            f"the loss law needs finished runs of {_EXACT} and of {_LEAST_POINTS - 1} other arms with exact exchanges; "
+            f"there are {', '.join(exact) or 'none'}"
         )
     base, slope = _fit(points)
     run = study.runs[0]
@@ -60,7 +64,7 @@ def fitted(study: LossStudy, curves: Sequence[Curve]) -> LossLaw:
             "tokens": run.steps * of_step,
             "trunk": run.trunk_steps * of_step,
             "tokens_per_step": of_step,
-            "seeds": min(len(excess[arm]) for arm in (*exact, *_WAYS.values())),
+            "seeds": min(len(excess[arm]) for arm in (*exact, *others.values())),
             "islands": [min(point[0] for point in points), max(point[0] for point in points)],
             "every": [min(point[1] for point in points), max(point[1] for point in points)],
             "base": round(base, 4),
@@ -70,7 +74,7 @@ def fitted(study: LossStudy, curves: Sequence[Curve]) -> LossLaw:
                 {"name": "exact", "islands": _way(plans[_EXACT]), "percent": 0.0},
                 *(
                     {"name": name, "islands": _way(plans[arm]), "percent": round(_added(excess, arm), 4)}
-                    for name, arm in _WAYS.items()
+                    for name, arm in others.items()
                 ),
             ],
         },
