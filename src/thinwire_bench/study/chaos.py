@@ -28,7 +28,7 @@ from thinwire.lab import Lab, LabSpec
 from thinwire.report import Sheet
 from thinwire_bench.study.chaos_island import SLOWER
 
-__all__ = ["ChaosResult", "Fault", "Settings", "chaos", "sheets"]
+__all__ = ["ChaosResult", "Fault", "ChaosSettings", "chaos", "sheets"]
 
 KINDS: Final = ("kill", "cut", "stop", "slow")
 GOAL_THROUGHPUT: Final = 0.95
@@ -77,7 +77,7 @@ _STARTING: Final = 600.0
 
 
 @dataclass(frozen=True)
-class Settings:
+class ChaosSettings:
     """A chaos run.
 
     Attributes:
@@ -163,7 +163,7 @@ class Archipelago:
     """
 
     directory: Path
-    settings: Settings
+    settings: ChaosSettings
     faults: list[Fault] = field(default_factory=list)
     _stack: ExitStack = field(default_factory=ExitStack)
     _processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -301,7 +301,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def chaos(
-    settings: Settings, directory: Path, report: Callable[[str], None]
+    settings: ChaosSettings, directory: Path, report: Callable[[str], None]
 ) -> tuple[ChaosResult, ChaosResult, list[Fault]]:
     """Run islands with faults beside islands without any.
 
@@ -405,7 +405,7 @@ def _stalls(
                 yield later - earlier
 
 
-def sheets(settings: Settings, calm: ChaosResult, stormy: ChaosResult, faults: Sequence[Fault]) -> list[Sheet]:
+def sheets(settings: ChaosSettings, calm: ChaosResult, stormy: ChaosResult, faults: Sequence[Fault]) -> list[Sheet]:
     """The tables of a run."""
     share, loss = stormy.steps_per_second / calm.steps_per_second, stormy.val_loss / calm.val_loss - 1
 

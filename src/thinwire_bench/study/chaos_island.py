@@ -61,7 +61,7 @@ def main() -> None:
     run = resolve_run(recipe, RunDirectory(Path(options.out)), None, hardware("cpu"), resume=False, stream="none")
     group.init()
     trainer = make_trainer(replace(run), prepare(run.recipe.data), torch.device("cpu"))
-    trainer.enter_islands()
+    trainer.watch.enter(trainer.optimizer, recipe.cluster)
     with Path(options.log).open("a", buffering=1) as log:
         while trainer.position.step < recipe.train.steps:
             started = time.monotonic()
