@@ -106,7 +106,6 @@ class Trainer:
         position: The progress of the run.
         pace: Compares the speed of the ranks; ``None`` if they cannot be compared.
         watch: Follows the exchanges of elastic islands.
-        sampler: Number of this rank among those with data of their own, over all islands.
         ordered: The plan with its ranks in order, and the hosts in that order.
         num_parameters: Parameters of the whole model; tied ones count once.
         token_flops: FLOP per token, forward and backward.
@@ -130,7 +129,6 @@ class Trainer:
     position: Position
     pace: Pace | None
     watch: IslandWatch
-    sampler: int
     ordered: Ordered
     num_parameters: int
     token_flops: float
@@ -296,9 +294,8 @@ class Trainer:
                 f"{checkpoint.path} was trained on other tokens than data.* gives now (the text, the "
                 "tokenizer or validation_share changed); restore them, or start a new run with another --out"
             )
-        self.position = self.updates.position = self.watch.position = Position.of(
-            extra.get("position"), checkpoint.path
-        )
+        self.position = Position.of(extra.get("position"), checkpoint.path)
+        self.updates.position = self.watch.position = self.position
         saved, present = extra.get("loss_scale"), self.optimizer.loss_scale
         if type(saved) not in (NoneType, int, float):
             raise CheckpointError(f"{checkpoint.path}: corrupt: its loss scale is {saved!r:.80}")
@@ -339,7 +336,7 @@ class Trainer:
             position=position,
             micro_batch=plan.micro_batch,
             micro_batches=plan.micro_batches,
-            rank=self.sampler,
+            rank=self.watch.sampler,
             world=plan.data_ranks,
         )
 
@@ -456,8 +453,7 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         updates=_updates(run, parallel, optimizer, position),
         position=position,
         pace=Pace(hosts, islands=plan.job_islands) if _is_comparable(plan, device) else None,
-        watch=IslandWatch(parallel, position, plan.data_ranks * plan.micro_batch * plan.micro_batches),
-        sampler=parallel.grid.sampler + (recipe.cluster.island or 0) * plan.world,
+        watch=IslandWatch(parallel, position, recipe.cluster),
         ordered=ordered,
         num_parameters=num_parameters,
         token_flops=token_flops,

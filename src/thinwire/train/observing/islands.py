@@ -18,16 +18,23 @@ class IslandWatch:
     Args:
         model: The model.
         position: The progress of the run, which moves on to that of other islands.
-        samples_per_step: Sequences of a step over all islands.
+        cluster: Says which island this is, and where the lighthouse is.
+
+    Attributes:
+        sampler: Number of this rank among those with data of their own, over all islands.
     """
 
-    def __init__(self, model: ParallelModel, position: Position, samples_per_step: int) -> None:
-        self._model, self.position, self._samples = model.chunks[0], position, samples_per_step
-        self._elastic = model.plan.is_elastic
+    def __init__(self, model: ParallelModel, position: Position, cluster: ClusterRecipe) -> None:
+        plan = model.plan
+        self._model, self.position, self._cluster = model.chunks[0], position, cluster
+        self._samples = plan.data_ranks * plan.micro_batch * plan.micro_batches
+        self._elastic = plan.is_elastic
+        self.sampler = model.grid.sampler + (cluster.island or 0) * plan.world
         self._exchanges: list[dict[str, Any]] = []
 
-    def enter(self, optimizer: ParallelOptimizer, cluster: ClusterRecipe) -> None:
+    def enter(self, optimizer: ParallelOptimizer) -> None:
         """Begin to train with the other islands, from where they are."""
+        cluster = self._cluster
         assert cluster.island is not None, "resolve_run checks it"
         assert cluster.lighthouse is not None, "resolve_run checks it"
         api.enter_islands(self._model, optimizer.parts[0], island=cluster.island, lighthouse=cluster.lighthouse)
