@@ -107,23 +107,27 @@ class OtherIslands:
         return meeting
 
     def _ask(self, lighthouse: Lighthouse, own: Participant, deadline: float) -> Quorum:
-        settings = self._settings
-        while True:
-            meeting = lighthouse.meet(own, deadline)
-            there = len(meeting.members) + len(meeting.comers)
-            if own.entering and (other := meeting.members[0]).plan != own.plan:
+        settings, there = self._settings, 0
+        while time.monotonic() < deadline or not there:
+            try:
+                quorum = lighthouse.meet(own, deadline)
+            except CollectiveError:
+                if there:
+                    break
+                raise
+            if own.entering and (other := quorum.members[0]).plan != own.plan:
                 raise MismatchError(
                     f"island {self.island} has plan {own.plan}, and island {other.island} has {other.plan}: give all "
                     "islands the same plan"
                 )
+            there = len(quorum.members) + len(quorum.comers)
             if there >= settings.minimum:
-                return meeting
-            if time.monotonic() >= deadline:
-                raise CollectiveError(
-                    f"island {self.island}: only {there} of at least islands.minimum = {settings.minimum} islands were "
-                    f"there for islands.patience = {settings.patience:g} s; start the others, or lower islands.minimum"
-                )
+                return quorum
             time.sleep(_PAUSE)
+        raise CollectiveError(
+            f"island {self.island}: only {there} of at least islands.minimum = {settings.minimum} islands were there "
+            f"for islands.patience = {settings.patience:g} s; start the others, or lower islands.minimum"
+        )
 
     def is_member(self, meeting: Quorum) -> bool:
         """Whether this island is one of a meeting's members, rather than one that came."""
