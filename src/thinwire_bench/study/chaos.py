@@ -35,7 +35,9 @@ GOAL_THROUGHPUT: Final = 0.95
 GOAL_STALL: Final = 30.0
 
 _RECIPE: Final = """
-plan = {{ preset = "zero1", mesh = "1x1", compute_dtype = "float32" }}
+[plan]
+preset = "zero1"
+compute_dtype = "float32"
 [plan.islands]
 count = {islands}
 every = {every}
