@@ -74,7 +74,7 @@ device = "cpu"
 """
 
 _LIGHTHOUSE_PORT: Final = 29_510
-_STARTING: Final = 600.0
+_STARTING: Final = 1800.0
 """Seconds that all islands may take to meet for the first time."""
 
 
