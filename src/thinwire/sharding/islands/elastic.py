@@ -11,7 +11,6 @@ made by then, and goes on at the others' step.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import time
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from zlib_ng import zlib_ng
 
-from thinwire.errors import CollectiveError, UsageError
+from thinwire.errors import CollectiveError, UsageError, WireError
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.island_state import Fetched, packed_state, shared_state
 from thinwire.sharding.islands.others import OtherIslands
@@ -118,6 +117,7 @@ class ElasticExchanges(Exchanges):
         self._pace = Tempo()
         self._made = 0
         self._meets_at: int | None = None
+        self._problem = "nothing on this rank"
 
     def enter(self, membership: OtherIslands, optimizer: ShardedOptimizer | None) -> None:
         """Begin to train with the others that are there: the state becomes theirs, if they are ahead."""
@@ -130,7 +130,8 @@ class ElasticExchanges(Exchanges):
         """Whether the step under way ends with an exchange, or with a fetch in its place."""
         step = self._sharded.seeds.step + 1
         due = next(later for later in itertools.count(step) if self._due(later))
-        comes = due == step or self._entered().decide(wanted=self._pace.is_late(step, due))
+        others = self._entered()
+        comes = due == step or (self._pace.others is not None and others.decide(wanted=self._pace.is_late(step, due)))
         self._meets_at = due if comes else None
         return comes
 
@@ -195,8 +196,9 @@ class ElasticExchanges(Exchanges):
             if time.monotonic() >= deadline:
                 raise CollectiveError(
                     f"island {membership.island}: {attempts} attempts to exchange have failed within islands.patience "
-                    f"= {self._settings.patience:g} s; see whether the islands reach each other, and whether "
-                    f"islands.timeout = {self._settings.timeout:g} s is enough for a message"
+                    f"= {self._settings.patience:g} s, the last one with {self._problem!r}; see whether the islands "
+                    f"reach each other, and whether islands.timeout = {self._settings.timeout:g} s is enough for a "
+                    "message"
                 )
         islands, came = (tuple(p.island for p in group) for group in (meeting.members, meeting.comers))
         self._pace.others = meeting.cycle
@@ -230,8 +232,8 @@ class ElasticExchanges(Exchanges):
                 mean, moves = state.exchange(group, self._sharded.seeds.of_exchange(fragment))
                 moves.perform()
                 means.append(mean)
-        except (RuntimeError, OSError):  # torch's own errors of connections, and ours of messages
-            succeeded = False
+        except (RuntimeError, OSError, WireError) as error:  # torch's own errors of connections, and ours of messages
+            self._problem, succeeded = str(error).strip().partition("\n")[0][:200], False
         else:
             succeeded = True
         if not membership.confirm(axis, succeeded=succeeded, checksum=_crc(means)):
@@ -256,8 +258,10 @@ class ElasticExchanges(Exchanges):
     def _fetch(self, membership: OtherIslands, meeting: Quorum, deadline: float) -> bool:
         """Fetch the state of a member. Nothing changes unless all ranks have it."""
         fetched: Fetched | None = None
-        with contextlib.suppress(CollectiveError):
+        try:
             fetched = Fetched(membership.fetch(meeting, deadline), self.parts)
+        except CollectiveError as error:
+            self._problem = str(error)
         if not membership.agree(succeeded=fetched is not None):
             return False
         assert fetched is not None
