@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire import codecs
@@ -60,6 +60,7 @@ def test_error_feedback_sends_everything_in_time() -> None:
     assert float((total / 64 - x).norm() / x.norm()) < 0.2
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=1, max_size=64), st.integers(1, 5000))
 def test_any_bytes_decode(pattern: bytes, numel: int) -> None:
     codec = codecs.get("topk:1/32,int2")

@@ -28,7 +28,6 @@ from thinwire.parallel.tensor import cut_matrices, tensor_axis, vocabulary_paral
 from thinwire.sharding import api, snapshot
 from thinwire.sharding.build import build
 from thinwire.sharding.clip import scale_to_norm, spoil
-from thinwire.sharding.islands.elastic import Exchanged
 from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.memory.local import LocalPart
@@ -181,20 +180,6 @@ class ParallelModel:
         """Give all islands the same parameters; see :func:`thinwire.join_islands`."""
         for chunk in self.chunks:
             api.join_islands(chunk)
-
-    def enter_islands(self, optim: ParallelOptimizer, *, island: int, lighthouse: str) -> None:
-        """Begin to train with the islands that are there; see :func:`thinwire.enter_islands`."""
-        for chunk, part in zip(self.chunks, optim.parts, strict=True):
-            api.enter_islands(chunk, part, island=island, lighthouse=lighthouse)
-
-    @property
-    def num_steps(self) -> int:
-        """Steps made, or those of the island whose state this one has fetched."""
-        return api.num_steps(self.chunks[0])
-
-    def take_exchanges(self) -> list[Exchanged]:
-        """Exchanges of elastic islands since the last call; none under other plans."""
-        return api.take_exchanges(self.chunks[0])
 
     def progress(self, share: float) -> None:
         """Tell codecs the completed fraction of training; see :func:`thinwire.progress`."""

@@ -20,7 +20,7 @@ from thinwire.sharding.build import build
 from thinwire.sharding.clip import clip_grad_norm_
 from thinwire.sharding.hooks import as_forward
 from thinwire.sharding.islands.elastic import ElasticExchanges, Exchanged
-from thinwire.sharding.islands.membership import Membership
+from thinwire.sharding.islands.others import OtherIslands
 from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.modules.discover import Selection, ignore
@@ -260,11 +260,19 @@ def enter_islands(model: nn.Module, optim: ShardedOptimizer | None, *, island: i
         MismatchError: The others have another plan.
     """
     runtime = runtime_of(model)
-    if not runtime.plan.is_elastic:
-        raise UsageError("enter_islands(): the plan's islands are ranks of one job; set islands.elastic = true")
+    exchanges = runtime.exchanges
+    if not isinstance(exchanges, ElasticExchanges):
+        raise UsageError("enter_islands(): the plan has no islands.elastic = true, so all ranks are in one job")
     ranks = groups.control(runtime.part.data.ranks)
-    membership = Membership(runtime.plan, island, lighthouse, ranks, runtime.arena.device, runtime.meter)
-    return runtime.enter_islands(membership, optim)
+    others = OtherIslands(runtime.plan, island, lighthouse, ranks, runtime.arena.device, runtime.meter)
+    groups.before_shutdown(exchanges.close)
+    runtime.holds.refuse("enter_islands()")
+    runtime.join_spreads()
+    exchanges.hold()
+    exchanges.enter(others, optim)
+    if (step := exchanges.take_fetched()) is not None:
+        runtime.loaded(step, with_replicas=False)
+    return runtime.num_steps
 
 
 def num_steps(model: nn.Module) -> int:

@@ -28,18 +28,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence, Set
-from typing import TYPE_CHECKING
 
 from torch import nn
 
-from thinwire.collectives.group import before_shutdown, rollcall
+from thinwire.collectives.group import rollcall
 from thinwire.errors import CheckpointError, UsageError
 from thinwire.program import Axis, Event, Lane, Scope
 from thinwire.sharding.agreement import Agreement, Agreements
 from thinwire.sharding.holds import Holds
 from thinwire.sharding.islands.elastic import ElasticExchanges
 from thinwire.sharding.islands.exchanges import Exchanges
-from thinwire.sharding.islands.membership import Membership
 from thinwire.sharding.islands.outer_group import OuterGroup
 from thinwire.sharding.memory.audit import WriteAudit
 from thinwire.sharding.outside import Outside
@@ -50,9 +48,6 @@ from thinwire.sharding.reductions import Reductions
 from thinwire.sharding.schedule import Schedule
 from thinwire.sharding.sharded import ShardedModel
 from thinwire.sharding.spreads import Spreads
-
-if TYPE_CHECKING:
-    from thinwire.sharding.optim import ShardedOptimizer
 
 __all__ = ["Runtime", "attach", "detach", "runtime_of", "sent_bytes"]
 
@@ -245,26 +240,6 @@ class Runtime:
         self.spreads.write_back(sorted(written), differences=True)
         if written:
             self.spreads.start(exactly=True, only=written)
-
-    def enter_islands(self, membership: Membership, optimizer: ShardedOptimizer | None) -> int:
-        """Begin to train with other jobs, from the state that they have if they are ahead.
-
-        Args:
-            membership: This rank's part in the islands.
-            optimizer: The inner optimizer.
-
-        Returns:
-            Updates made.
-        """
-        assert isinstance(self.exchanges, ElasticExchanges)
-        before_shutdown(self.exchanges.close)
-        self.holds.refuse("enter_islands()")
-        self.join_spreads()
-        self.exchanges.hold()
-        self.exchanges.enter(membership, optimizer)
-        if (step := self.exchanges.take_fetched()) is not None:
-            self.loaded(step, with_replicas=False)
-        return self.num_steps
 
     def loaded(self, num_steps: int, *, with_replicas: bool) -> None:
         """Write back and spread all masters after they were loaded.

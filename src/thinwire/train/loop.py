@@ -67,7 +67,7 @@ def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: S
         notes = [trainer.ordered.sentence] if trainer.ordered.sentence else []
         notes += resume(trainer) if run.resume else []
         if run.plan.is_elastic:
-            trainer.enter_islands()
+            trainer.watch.enter(trainer.optimizer)
         trainer.prepare_data()
     leads = trainer.ranks.rank == 0
     start, steps = trainer.position.step, run.recipe.train.steps

@@ -25,7 +25,6 @@ from thinwire.collectives.streams import streams_of
 from thinwire.errors import CheckpointError, DataError
 from thinwire.network.order import Ordered, order_ranks
 from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
-from thinwire.sharding.islands.elastic import Exchanged
 from thinwire.sharding.lanes.late import read_later
 from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.snapshot import settle
@@ -42,6 +41,7 @@ from thinwire.train.launching.versions import versions
 from thinwire.train.models.build import draft
 from thinwire.train.models.common import IGNORED, cross_entropy
 from thinwire.train.models.flops import flops_per_token
+from thinwire.train.observing.islands import IslandWatch
 from thinwire.train.observing.links import LinkWatch
 from thinwire.train.observing.measure import pack, unpack
 from thinwire.train.observing.metrics import StepRecord, known_peak_tflops
@@ -109,6 +109,7 @@ class Trainer:
         pace: Compares the speed of the ranks; ``None`` if they cannot be compared.
         links: Compares the links of the hosts.
         checks: Compares what the ranks hold in common.
+        watch: Follows the exchanges of elastic islands.
         ordered: The plan with its ranks in order, and the hosts in that order.
         num_parameters: Parameters of the whole model; tied ones count once.
         token_flops: FLOP per token, forward and backward.
@@ -116,7 +117,6 @@ class Trainer:
         recent: Steps since the last record, and their time.
         total: Steps since this process started, and their time.
         waits: How often and how long all ranks together waited for their data, up to the last record.
-        exchanges: Exchanges of elastic islands since the last record.
     """
 
     run: ResolvedRun
@@ -134,6 +134,7 @@ class Trainer:
     pace: Pace | None
     links: LinkWatch
     checks: ReplicaChecks
+    watch: IslandWatch
     ordered: Ordered
     num_parameters: int
     token_flops: float
@@ -141,7 +142,6 @@ class Trainer:
     recent: StepTime = field(default_factory=StepTime)
     total: StepTime = field(default_factory=StepTime)
     waits: Waits = field(default_factory=Waits)
-    exchanges: list[Exchanged] = field(default_factory=list)
     _pending: PendingSave | None = None
 
     def __post_init__(self) -> None:
@@ -187,7 +187,7 @@ class Trainer:
         self._make_step()
         if self.position.step == self.run.recipe.train.steps:
             self.model.join_islands()
-        self.exchanges += self.model.take_exchanges()
+            self.watch.follow()
         train = self.run.recipe.train
         logged = self.validates or self.position.step % train.log_every == 0
         due = self.updates.take(keep_newest=self.model.decides_on_device and not (logged or self.saves))
@@ -208,14 +208,6 @@ class Trainer:
         if not together:  # the other islands have not heard of it
             stop = failure = 0.0
         return StepOutcome(self._record(due[-1], losses[-1], rest) if logged else None, stop > 0, failure > 0)
-
-    def enter_islands(self) -> None:
-        """Begin to train with the other islands, under a plan with elastic ones, from where they are."""
-        cluster = self.run.recipe.cluster
-        assert cluster.island is not None
-        assert cluster.lighthouse is not None
-        self.model.enter_islands(self.optimizer, island=cluster.island, lighthouse=cluster.lighthouse)
-        self._follow_islands()
 
     def prepare_data(self) -> None:
         """Make the batches of the next step, so that it need not wait for them."""
@@ -307,7 +299,8 @@ class Trainer:
                 f"{checkpoint.path} was trained on other tokens than data.* gives now (the text, the "
                 "tokenizer or validation_share changed); restore them, or start a new run with another --out"
             )
-        self.position = self.updates.position = Position.of(extra.get("position"), checkpoint.path)
+        self.position = Position.of(extra.get("position"), checkpoint.path)
+        self.updates.position = self.watch.position = self.position
         saved, present = extra.get("loss_scale"), self.optimizer.loss_scale
         if type(saved) not in (NoneType, int, float):
             raise CheckpointError(f"{checkpoint.path}: corrupt: its loss scale is {saved!r:.80}")
@@ -341,19 +334,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self.position.step += 1
         self.position.samples += self.samples_per_step
-        self._follow_islands()
-
-    def _follow_islands(self) -> None:
-        """Move on to the step of another island, if its state was fetched."""
-        if self.run.plan.is_elastic:
-            skipped = self.model.num_steps - self.position.step
-            self.position.step += skipped
-            self.position.samples += skipped * self.samples_per_step
-
-    @property
-    def _sampler(self) -> int:
-        """Number of this rank among those with data of their own, over all islands."""
-        return self.model.grid.sampler + (self.run.recipe.cluster.island or 0) * self.run.plan.world
+        self.watch.follow()
 
     def _batches(self, position: int) -> list[Batch]:
         plan = self.run.plan
@@ -362,7 +343,7 @@ class Trainer:
             position=position,
             micro_batch=plan.micro_batch,
             micro_batches=plan.micro_batches,
-            rank=self._sampler,
+            rank=self.watch.sampler,
             world=plan.data_ranks,
         )
 
@@ -419,12 +400,11 @@ class Trainer:
             codec=measured.codec,
             own=summarized(own),
             data_waits=waits._asdict(),
-            exchanges=[exchange._asdict() for exchange in self.exchanges],
+            exchanges=self.watch.take_exchanges(),
             slow=None if self.pace is None else self.pace.add(own),
             slow_link=self.links.pace.add([mean * self.ranks.size for mean in of_links], self.recent.seconds),
         )
         self.recent = StepTime()
-        self.exchanges = []
         return record
 
 
@@ -483,6 +463,7 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         pace=_pace(plan, hosts, device),
         links=LinkWatch(control(), hosts),
         checks=ReplicaChecks(parallel, optimizer, hosts, every=recipe.train.check_replicas),
+        watch=IslandWatch(parallel, position, recipe.cluster),
         ordered=ordered,
         num_parameters=num_parameters,
         token_flops=token_flops,

@@ -47,12 +47,12 @@ def islands_chaos(options: ChaosOptions) -> None:
         from thinwire.errors import UsageError
         from thinwire.extras import require
         from thinwire.units import parse_bandwidth
-        from thinwire_bench.study.chaos import Settings, chaos, sheets
+        from thinwire_bench.study.chaos import ChaosSettings, chaos, sheets
 
         require("islands", "thinwire bench islands-chaos")
         if options.work.exists():
             raise UsageError(f"--work {options.work} exists already; remove it, or name another directory")
-        settings = Settings(
+        settings = ChaosSettings(
             minutes=options.minutes,
             faults=options.faults,
             islands=options.islands,

@@ -28,14 +28,16 @@ from thinwire.lab import Lab, LabSpec
 from thinwire.report import Sheet
 from thinwire_bench.study.chaos_island import SLOWER
 
-__all__ = ["ChaosResult", "Fault", "Settings", "chaos", "sheets"]
+__all__ = ["ChaosResult", "Fault", "ChaosSettings", "chaos", "sheets"]
 
 KINDS: Final = ("kill", "cut", "stop", "slow")
 GOAL_THROUGHPUT: Final = 0.95
 GOAL_STALL: Final = 30.0
 
 _RECIPE: Final = """
-plan = {{ preset = "zero1", mesh = "1x1", compute_dtype = "float32" }}
+[plan]
+preset = "zero1"
+compute_dtype = "float32"
 [plan.islands]
 count = {islands}
 every = {every}
@@ -72,12 +74,12 @@ device = "cpu"
 """
 
 _LIGHTHOUSE_PORT: Final = 29_510
-_STARTING: Final = 600.0
+_STARTING: Final = 1800.0
 """Seconds that all islands may take to meet for the first time."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class ChaosSettings:
     """A chaos run.
 
     Attributes:
@@ -163,7 +165,7 @@ class Archipelago:
     """
 
     directory: Path
-    settings: Settings
+    settings: ChaosSettings
     faults: list[Fault] = field(default_factory=list)
     _stack: ExitStack = field(default_factory=ExitStack)
     _processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -301,7 +303,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def chaos(
-    settings: Settings, directory: Path, report: Callable[[str], None]
+    settings: ChaosSettings, directory: Path, report: Callable[[str], None]
 ) -> tuple[ChaosResult, ChaosResult, list[Fault]]:
     """Run islands with faults beside islands without any.
 
@@ -405,7 +407,7 @@ def _stalls(
                 yield later - earlier
 
 
-def sheets(settings: Settings, calm: ChaosResult, stormy: ChaosResult, faults: Sequence[Fault]) -> list[Sheet]:
+def sheets(settings: ChaosSettings, calm: ChaosResult, stormy: ChaosResult, faults: Sequence[Fault]) -> list[Sheet]:
     """The tables of a run."""
     share, loss = stormy.steps_per_second / calm.steps_per_second, stormy.val_loss / calm.val_loss - 1
 

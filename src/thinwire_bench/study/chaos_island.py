@@ -38,8 +38,12 @@ class Clock:
 
     def __init__(self, pace: float) -> None:
         self._pace, self._factor, self._next = pace, 1.0, time.monotonic()
-        for number, factor in ((signal.SIGUSR1, SLOWER), (signal.SIGUSR2, 1.0)):
-            signal.signal(number, lambda _number, _frame, factor=factor: setattr(self, "_factor", factor))
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, self._hear)
+
+    def _hear(self, number: int, frame: object) -> None:
+        del frame
+        self._factor = SLOWER if number == signal.SIGUSR1 else 1.0
 
     def wait(self, started: float) -> None:
         """Wait until a step that began at a moment of ``time.monotonic()`` has taken its time."""
@@ -60,8 +64,8 @@ def main() -> None:
     recipe = Recipe.read(options.recipe, settings)
     run = resolve_run(recipe, RunDirectory(Path(options.out)), None, hardware("cpu"), resume=False, stream="none")
     group.init()
-    trainer = make_trainer(replace(run), prepare(run.recipe.data), torch.device("cpu"))
-    trainer.enter_islands()
+    trainer = make_trainer(run, prepare(run.recipe.data), torch.device("cpu"))
+    trainer.watch.enter(trainer.optimizer)
     with Path(options.log).open("a", buffering=1) as log:
         while trainer.position.step < recipe.train.steps:
             started = time.monotonic()

@@ -14,22 +14,20 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from zlib_ng import zlib_ng
 
-from thinwire.agreement import Typed
-from thinwire.errors import CollectiveError, UsageError
+from thinwire.errors import CollectiveError, UsageError, WireError
 from thinwire.sharding.islands.exchanges import Exchanges
-from thinwire.sharding.islands.fragment_state import PartState
-from thinwire.sharding.islands.meeting import Meeting
-from thinwire.sharding.islands.membership import Membership
+from thinwire.sharding.islands.island_state import Fetched, packed_state, shared_state
+from thinwire.sharding.islands.others import OtherIslands
 from thinwire.sharding.islands.outer_group import OuterGroup
 from thinwire.sharding.islands.peers import PeerAxis
-from thinwire.sharding.islands.transfer import pack, unpack
-from thinwire.sharding.optimizers.state import make_state, state_of
+from thinwire.sharding.islands.quorum import Quorum
+from thinwire.sharding.optimizers.state import state_of
 from thinwire.sharding.sharded import ShardedModel
 
 if TYPE_CHECKING:
@@ -45,7 +43,7 @@ _LATE: Final = 1.1
 """The share of the others' time between two exchanges after which a slow island does not begin another step."""
 
 
-class Pace:
+class Tempo:
     """How fast an island is, compared with the others, since their last exchange.
 
     Attributes:
@@ -71,21 +69,6 @@ class Pace:
         if self.others is None or made <= 0 or self.cycle(step, due) < _SLOW * self.others:
             return False
         return elapsed * (made + 1) / made > _LATE * self.others
-
-
-class About(NamedTuple):
-    """What is not a tensor in a state.
-
-    Attributes:
-        step: Updates made.
-        numbers: State of the inner optimizer that is a plain number.
-    """
-
-    step: int
-    numbers: dict[str, float | int]
-
-
-_ABOUT: Final[Typed[About]] = Typed(About)
 
 
 class Exchanged(NamedTuple):
@@ -129,13 +112,14 @@ class ElasticExchanges(Exchanges):
         self.fetched: int | None = None
         self.log: list[Exchanged] = []
         self.optimizer: ShardedOptimizer | None = None
-        self._membership: Membership | None = None
+        self._membership: OtherIslands | None = None
         self._has_trained = False
-        self._pace = Pace()
+        self._pace = Tempo()
         self._made = 0
         self._meets_at: int | None = None
+        self._problem = "nothing on this rank"
 
-    def enter(self, membership: Membership, optimizer: ShardedOptimizer | None) -> None:
+    def enter(self, membership: OtherIslands, optimizer: ShardedOptimizer | None) -> None:
         """Begin to train with the others that are there: the state becomes theirs, if they are ahead."""
         self._membership, self.optimizer = membership, optimizer
         self._sharded.seeds.be_island(membership.island)
@@ -146,7 +130,8 @@ class ElasticExchanges(Exchanges):
         """Whether the step under way ends with an exchange, or with a fetch in its place."""
         step = self._sharded.seeds.step + 1
         due = next(later for later in itertools.count(step) if self._due(later))
-        comes = due == step or self._entered().decide(wanted=self._pace.is_late(step, due))
+        others = self._entered()
+        comes = due == step or (self._pace.others is not None and others.decide(wanted=self._pace.is_late(step, due)))
         self._meets_at = due if comes else None
         return comes
 
@@ -204,15 +189,16 @@ class ElasticExchanges(Exchanges):
             else:
                 succeeded = self._exchange(membership, meeting, due)
             if is_member:
-                state = functools.partial(self._packed_state, meeting, step) if succeeded else None
+                state = functools.partial(self._state_for, meeting, step) if succeeded else None
                 membership.publish(meeting, state)
             if succeeded:
                 break
             if time.monotonic() >= deadline:
                 raise CollectiveError(
                     f"island {membership.island}: {attempts} attempts to exchange have failed within islands.patience "
-                    f"= {self._settings.patience:g} s; see whether the islands reach each other, and whether "
-                    f"islands.timeout = {self._settings.timeout:g} s is enough for a message"
+                    f"= {self._settings.patience:g} s, the last one with {self._problem!r}; see whether the islands "
+                    f"reach each other, and whether islands.timeout = {self._settings.timeout:g} s is enough for a "
+                    "message"
                 )
         islands, came = (tuple(p.island for p in group) for group in (meeting.members, meeting.comers))
         self._pace.others = meeting.cycle
@@ -225,7 +211,7 @@ class ElasticExchanges(Exchanges):
         fragments = due if is_member else range(self._settings.fragments)
         return frozenset(unit for fragment in fragments for unit in self._units[fragment])
 
-    def _entered(self) -> Membership:
+    def _entered(self) -> OtherIslands:
         if self._membership is None:
             raise UsageError(
                 "the plan's islands are elastic, and this one has not entered: call thinwire.enter_islands(model, "
@@ -233,7 +219,7 @@ class ElasticExchanges(Exchanges):
             )
         return self._membership
 
-    def _exchange(self, membership: Membership, meeting: Meeting, due: Sequence[int]) -> bool:
+    def _exchange(self, membership: OtherIslands, meeting: Quorum, due: Sequence[int]) -> bool:
         """Exchange with the members of a meeting. If it fails, everything is as it was."""
         states = [(fragment, state) for fragment in due for state in self.parts[fragment]]
         before = [[None if lost is None else lost.clone() for lost in state.lost] for _, state in states]
@@ -246,8 +232,8 @@ class ElasticExchanges(Exchanges):
                 mean, moves = state.exchange(group, self._sharded.seeds.of_exchange(fragment))
                 moves.perform()
                 means.append(mean)
-        except (RuntimeError, OSError):  # torch's own errors of connections, and ours of messages
-            succeeded = False
+        except (RuntimeError, OSError, WireError) as error:  # torch's own errors of connections, and ours of messages
+            self._problem, succeeded = str(error).strip().partition("\n")[0][:200], False
         else:
             succeeded = True
         if not membership.confirm(axis, succeeded=succeeded, checksum=_crc(means)):
@@ -257,104 +243,33 @@ class ElasticExchanges(Exchanges):
             return False
         for (_, state), mean in zip(states, means, strict=True):
             state.step(mean)
-            self._write(state)
+            state.write()
         return True
 
-    def _write(self, state: PartState) -> None:
-        state.gather().perform()
-        state.finish(blends=False)
+    def _state_for(self, meeting: Quorum, step: int) -> bytes:
+        """The state after an exchange, for islands that came to it."""
+        fresh = any(comer.fresh for comer in meeting.comers)
+        return packed_state(self.parts, self.optimizer if fresh else None, step)
 
     def _checksum(self) -> int:
         """A number that two islands share exactly if they agree about all anchors and momenta."""
-        membership = self._entered()
-        states = [state for of_fragment in self.parts for state in of_fragment]
-        kept = [t for state in states for t in (state.anchor, state.momentum) if t is not None]
-        return membership.combined(_crc(kept))
+        return self._entered().combined(_crc(list(shared_state(self.parts).values())))
 
-    # -- the state that others fetch -----------------------------------------------------------------------------
-
-    def _state(self) -> dict[str, torch.Tensor]:
-        """What all islands share, as this rank keeps it."""
-        tensors = {}
-        for number, of_fragment in enumerate(self.parts):
-            for state in of_fragment:
-                prefix = f"{number}/{'encoded' if state.part.encoded else 'exact'}"
-                tensors[f"{prefix}/anchor"] = state.anchor
-                if state.momentum is not None:
-                    tensors[f"{prefix}/momentum"] = state.momentum
-        return tensors
-
-    def _packed_state(self, meeting: Meeting, step: int) -> bytes:
-        tensors, numbers = self._state(), {}
-        if any(comer.fresh for comer in meeting.comers):
-            for key, value in self._inner_state().items():
-                if isinstance(value, torch.Tensor):
-                    tensors[key] = value
-                else:
-                    numbers[key] = value
-        return pack(tensors, _ABOUT.encode(About(step, numbers)))
-
-    def _inner_state(self) -> dict[str, Any]:
-        fragments = () if self.optimizer is None else self.optimizer.fragments
-        return {
-            f"inner/{number}/{key}": value
-            for number, owned in enumerate(fragments)
-            for key, value in state_of(self.optimizer, owned).items()
-            if isinstance(value, torch.Tensor | float | int)
-        }
-
-    def _fetch(self, membership: Membership, meeting: Meeting, deadline: float) -> bool:
+    def _fetch(self, membership: OtherIslands, meeting: Quorum, deadline: float) -> bool:
         """Fetch the state of a member. Nothing changes unless all ranks have it."""
-        tensors: dict[str, torch.Tensor] = {}
-        about = About(0, {})
-        problem: CollectiveError | None = None
+        fetched: Fetched | None = None
         try:
-            tensors, told = unpack(membership.fetch(meeting, deadline))
-            about = _ABOUT.decode(told)
-            _check_alike(self._state(), tensors)
+            fetched = Fetched(membership.fetch(meeting, deadline), self.parts)
         except CollectiveError as error:
-            problem = error
-        if not membership.agree(succeeded=problem is None):
+            self._problem = str(error)
+        if not membership.agree(succeeded=fetched is not None):
             return False
+        assert fetched is not None
         if not self._has_trained:
-            self._load_inner(tensors, about.numbers)
-        for name, own in self._state().items():
-            own.copy_(tensors[name])
-        for of_fragment in self.parts:
-            for state in of_fragment:
-                state.lost = [None, None]
-                self._write(state)
-        self.fetched = about.step
+            self._has_trained = fetched.take_inner(self.optimizer)
+        fetched.take_shared(self.parts)
+        self.fetched = fetched.step
         return True
-
-    def _load_inner(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, float | int]) -> None:
-        """Take over the inner optimizer's state, if the other island has one."""
-        optimizer = self.optimizer
-        if optimizer is None or not any(name.startswith("inner/") for name in tensors):
-            return
-        make_state(optimizer)
-        _check_alike({k: v for k, v in self._inner_state().items() if isinstance(v, torch.Tensor)}, tensors)
-        for number, owned in enumerate(optimizer.fragments):
-            for key in state_of(optimizer, owned):
-                name = f"inner/{number}/{key}"
-                if name in tensors:
-                    optimizer.state[owned.value][key].copy_(tensors[name])
-                elif name in numbers:
-                    optimizer.state[owned.value][key] = numbers[name]
-        self._has_trained = True
-
-
-def _check_alike(own: Mapping[str, torch.Tensor], fetched: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a state of another model.
-
-    Raises:
-        CollectiveError: A tensor is missing or of another size; the error names it.
-    """
-    for name, tensor in own.items():
-        other = fetched.get(name)
-        if other is None or other.shape != tensor.shape or other.dtype != tensor.dtype:
-            what = "missing" if other is None else f"{list(other.shape)} of {other.dtype}"
-            raise CollectiveError(f"the fetched state is of another model: {name} is {what}, here {list(tensor.shape)}")
 
 
 def _crc(tensors: Sequence[torch.Tensor]) -> int:

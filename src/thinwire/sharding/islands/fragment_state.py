@@ -103,6 +103,11 @@ class PartState:
                 master.copy_(value)
             begin += master.numel()
 
+    def write(self) -> None:
+        """Write the anchor to the masters of all ranks that own them, at once."""
+        self.gather().perform()
+        self.finish(blends=False)
+
     def step(self, gradient: torch.Tensor) -> None:
         """One step of the outer optimizer, as torch's SGD makes it.
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 from thinwire.agreement import Typed
 from thinwire.errors import CollectiveError, UsageError
 from thinwire.extras import require
-from thinwire.sharding.islands.meeting import Meeting, Participant, sort_out
+from thinwire.sharding.islands.quorum import Participant, Quorum, sort_out
 
 __all__ = ["Lighthouse", "own_address", "serve"]
 
@@ -38,7 +38,7 @@ class Lighthouse:
 
     Args:
         address: ``HOST:PORT``.
-        name: Name of the island; see :class:`~thinwire.sharding.islands.meeting.Participant`.
+        name: Name of the island; see :class:`~thinwire.sharding.islands.quorum.Participant`.
 
     Raises:
         UsageError: torchft is not installed, or the address is not of this form.
@@ -54,7 +54,7 @@ class Lighthouse:
         self._beating = threading.Thread(target=self._beat, daemon=True, name="thinwire-heartbeat")
         self._client: Any = None
 
-    def meet(self, own: Participant, deadline: float) -> Meeting:
+    def meet(self, own: Participant, deadline: float) -> Quorum:
         """Ask who is there, and wait for the answer.
 
         Args:
@@ -108,7 +108,7 @@ class Lighthouse:
                 except (RuntimeError, TimeoutError, OSError):
                     client = None
 
-    def _meeting(self, quorum: Any) -> Meeting:
+    def _meeting(self, quorum: Any) -> Quorum:
         said = [_said(participant.data) for participant in quorum.participants]
         key = f"{quorum.quorum_id}-{quorum.created.seconds}-{quorum.created.nanos}"
         return sort_out(key, said)

@@ -88,7 +88,7 @@ class StateServer:
         """Serve a state from now on.
 
         Args:
-            key: Meeting after whose exchange the state is.
+            key: Quorum after whose exchange the state is.
             message: The state; empty if the exchange has failed.
             awaited: Number of islands that will fetch it from this rank.
         """

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Meeting", "Participant", "sort_out"]
+__all__ = ["Quorum", "Participant", "sort_out"]
 
 
 class Participant(NamedTuple):
@@ -43,7 +43,7 @@ class Participant(NamedTuple):
     connection: str
 
 
-class Meeting(NamedTuple):
+class Quorum(NamedTuple):
     """Islands that are there at the same moment.
 
     Attributes:
@@ -80,7 +80,7 @@ class Meeting(NamedTuple):
         return self.members[names.index(name) % len(self.members)]
 
 
-def sort_out(key: str, participants: Sequence[Participant]) -> Meeting:
+def sort_out(key: str, participants: Sequence[Participant]) -> Quorum:
     """Decide who exchanges and who fetches.
 
     Islands that have made the most updates are ahead. If some of them are at the end of an exchange's steps and others
@@ -98,4 +98,4 @@ def sort_out(key: str, participants: Sequence[Participant]) -> Meeting:
     groups = [tuple(group) for _, group in itertools.groupby(by_state, key=lambda p: p.checksum)]
     members = min(groups, key=lambda group: (-len(group), group[0].name))
     comers = sorted(p for p in participants if p not in members)
-    return Meeting(key, members, tuple(comers))
+    return Quorum(key, members, tuple(comers))

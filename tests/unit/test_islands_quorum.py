@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.errors import CollectiveError, SpecError
-from thinwire.sharding.islands.meeting import Participant, sort_out
+from thinwire.sharding.islands.quorum import Participant, sort_out
 from thinwire.sharding.islands.transfer import StateServer, fetch, pack, unpack
 from thinwire.spec import Plan
 
@@ -87,6 +87,7 @@ def test_a_state_travels_with_its_checksum() -> None:
         fetch(server.address, "key", 2.0, deadline=0.0)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_state_or_an_error(message: bytes) -> None:
     try:

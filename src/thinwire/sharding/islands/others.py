@@ -15,25 +15,25 @@ from thinwire.agreement import Typed
 from thinwire.collectives.group import Control, Meter
 from thinwire.errors import CollectiveError, MismatchError, UsageError
 from thinwire.sharding.islands.lighthouse import Lighthouse, own_address
-from thinwire.sharding.islands.meeting import Meeting, Participant
 from thinwire.sharding.islands.peers import PeerAxis, host_store, meet_peers
+from thinwire.sharding.islands.quorum import Participant, Quorum
 from thinwire.sharding.islands.transfer import StateServer, fetch
 from thinwire.spec import Plan
 
-__all__ = ["Membership"]
+__all__ = ["OtherIslands"]
 
 T = TypeVar("T")
 
 _TEXT: Final[Typed[str]] = Typed(str)
 _NUMBER: Final[Typed[int]] = Typed(int)
 _FLAG: Final[Typed[bool]] = Typed(bool)
-_MEETING: Final[Typed[Meeting | None]] = Typed(Meeting | None)
+_MEETING: Final[Typed[Quorum | None]] = Typed(Quorum | None)
 
 _PAUSE = 0.2
 """Seconds between two questions while too few islands are there."""
 
 
-class Membership:
+class OtherIslands:
     """A rank's part in the islands. All ranks of an island make one together, and call its methods together.
 
     Args:
@@ -76,7 +76,7 @@ class Membership:
         self._server = StateServer(host, self._settings.timeout)
         return self._server.address
 
-    def meet(self, step: int, checksum: int, *, entering: bool, fresh: bool, cycle: float, deadline: float) -> Meeting:
+    def meet(self, step: int, checksum: int, *, entering: bool, fresh: bool, cycle: float, deadline: float) -> Quorum:
         """Wait for the others at the end of an exchange's steps, or to enter.
 
         Args:
@@ -93,7 +93,7 @@ class Membership:
         """
         fingerprint = self._plan.fingerprint()
 
-        def ask() -> Meeting | None:
+        def ask() -> Quorum | None:
             if self._lighthouse is None:
                 return None
             own = Participant(
@@ -106,30 +106,34 @@ class Membership:
         assert meeting is not None
         return meeting
 
-    def _ask(self, lighthouse: Lighthouse, own: Participant, deadline: float) -> Meeting:
-        settings = self._settings
-        while True:
-            meeting = lighthouse.meet(own, deadline)
-            there = len(meeting.members) + len(meeting.comers)
-            if own.entering and (other := meeting.members[0]).plan != own.plan:
+    def _ask(self, lighthouse: Lighthouse, own: Participant, deadline: float) -> Quorum:
+        settings, there = self._settings, 0
+        while time.monotonic() < deadline or not there:
+            try:
+                quorum = lighthouse.meet(own, deadline)
+            except CollectiveError:
+                if there:
+                    break
+                raise
+            if own.entering and (other := quorum.members[0]).plan != own.plan:
                 raise MismatchError(
                     f"island {self.island} has plan {own.plan}, and island {other.island} has {other.plan}: give all "
                     "islands the same plan"
                 )
+            there = len(quorum.members) + len(quorum.comers)
             if there >= settings.minimum:
-                return meeting
-            if time.monotonic() >= deadline:
-                raise CollectiveError(
-                    f"island {self.island}: only {there} of at least islands.minimum = {settings.minimum} islands were "
-                    f"there for islands.patience = {settings.patience:g} s; start the others, or lower islands.minimum"
-                )
+                return quorum
             time.sleep(_PAUSE)
+        raise CollectiveError(
+            f"island {self.island}: only {there} of at least islands.minimum = {settings.minimum} islands were there "
+            f"for islands.patience = {settings.patience:g} s; start the others, or lower islands.minimum"
+        )
 
-    def is_member(self, meeting: Meeting) -> bool:
+    def is_member(self, meeting: Quorum) -> bool:
         """Whether this island is one of a meeting's members, rather than one that came."""
         return any(member.name == self.name for member in meeting.members)
 
-    def axis_of(self, meeting: Meeting) -> PeerAxis:
+    def axis_of(self, meeting: Quorum) -> PeerAxis:
         """The ranks of this rank's position in all members' islands, connected.
 
         Raises:
@@ -186,7 +190,7 @@ class Membership:
                 confirmed = False
         return self.agree(succeeded=confirmed)
 
-    def publish(self, meeting: Meeting, message: Callable[[], bytes] | None) -> None:
+    def publish(self, meeting: Quorum, message: Callable[[], bytes] | None) -> None:
         """Let those that came to a meeting fetch this rank's state.
 
         Args:
@@ -198,7 +202,7 @@ class Membership:
         if awaited:
             self._server.publish(meeting.key, b"" if message is None else message(), awaited)
 
-    def fetch(self, meeting: Meeting, deadline: float) -> bytes:
+    def fetch(self, meeting: Quorum, deadline: float) -> bytes:
         """The state of the rank of the same position in a member's island, after the meeting's exchange.
 
         Raises:
