@@ -55,6 +55,7 @@ SHORT = {
     r"bench (techniques|stages|kernels|backward)": "--rounds 1 --steps 1 --model llama-1m",
     r"bench units": "--blocks 4 --rounds 1 --steps 1",
     r"bench start": "--ranks 2 --rounds 1 --systems fsdp2,tw:zero3",
+    r"bench planning-time": "--cases 1 --rounds 1",
     r"bench overlap": "--rounds 1 --steps 1 --model llama-1m --ranks 2 --micro-batches 2",
     r"bench convergence --tokens": "--tokens 20000 --seeds 0 --set model.layers=2 --set model.hidden=64",
     r"bench islands (?!--parts)": "--arms exact,islands-32 --seeds 0 --tokens 16384 --rounds 1 --steps 1 "

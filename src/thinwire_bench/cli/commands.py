@@ -32,6 +32,7 @@ _COMMANDS: Final = {
     "checkpoint": Command("thinwire_bench.cli.checkpoint:checkpoint"),
     "data": Command("thinwire_bench.cli.data:data"),
     "planner": Command("thinwire_bench.cli.planner:planner"),
+    "planning-time": Command("thinwire_bench.cli.planning_time:planning_time"),
 }
 """In the order of the help."""
 
