@@ -234,26 +234,28 @@ class Drafts:
             if self.cut.pp > 1 and params.ranks > 1:  # every micro-batch would gather the parameters again
                 continue
             closer = secondaries(self.mesh, params)
-            if len(closer) > 1 and self._hopeless((params, params, optimizer), promising, limit):
+            # Without a secondary shard, and with G cut like OS, plans need the least memory.
+            within = self._fitting((params, optimizer, optimizer), None, promising)
+            if not within or (len(closer) > 1 and self._hopeless((params, params, optimizer), within, limit)):
                 self.considered += len(closer) * self._choices((params, params, optimizer)) * len(self.batches)
                 continue
             for secondary in closer:
                 # Cutting G like OS saves memory but never time: it is tried only if G cut like P does not always fit.
                 for grads in dict.fromkeys((params, optimizer)):
-                    group = self._group((params, grads, optimizer), secondary, promising)
+                    group = self._group((params, grads, optimizer), secondary, within)
                     if group is not None:
                         yield group
                     if group is not None and len(group.batches) == len(promising):
                         break
 
-    def _hopeless(self, chain: Chain, promising: Sequence[BatchChoice], limit: float) -> bool:
+    def _hopeless(self, chain: Chain, batches: Sequence[BatchChoice], limit: float) -> bool:
         """Whether plans with these factors take longer than the limit even if a secondary shard spares them all gathers
         of the backward."""
-        if limit == math.inf or not promising:
-            return not promising
+        if limit == math.inf:
+            return False
         traffic = self._groups_of(chain, None)._replace(secondary=GroupShape(1, 1))
         _, sent = self._traffic.choices(traffic, self._traffic.levels(traffic))
-        return bool(least_seconds(self._computation(promising, chain), sent).min() > limit)
+        return bool(least_seconds(self._computation(batches, chain), sent).min() > limit)
 
     def _groups_of(self, chain: Chain, secondary: Factor | None) -> Traffic:
         return Traffic.of(self.mesh, *chain, secondary, strided=self.job.cluster.links.spine is not None)

@@ -176,7 +176,7 @@ class TrafficSeconds:
         of_reductions = np.repeat(np.arange(len(reductions)), len(gathers) * len(spreads))
         of_gathers = np.tile(np.repeat(np.arange(len(gathers)), len(spreads)), len(reductions))
         of_spreads = np.tile(np.arange(len(spreads)), len(reductions) * len(gathers))
-        names = [
+        names: list[tuple[str, ...]] = [
             (str(gather), str(intra), str(inter), str(codec))
             for (intra, inter), gather, codec in itertools.product(itertools.product(intras, inters), gathers, spreads)
         ]
@@ -244,5 +244,5 @@ def _rows(busy: Sequence[Busy]) -> Array:
 
 def _together(operations: Sequence[Busy]) -> float:
     """The least seconds of operations of one lane, whose stages overlap: those of the longest, or of one resource."""
-    summed = [sum(each) for each in zip(*map(seconds_of, operations), strict=True)][:4]
-    return max(*(each.total for each in operations), *summed)
+    summed: list[float] = [sum(each) for each in zip(*map(seconds_of, operations), strict=True)][:4]
+    return max([*(each.total for each in operations), *summed])

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from thinwire.errors import UsageError
 from thinwire.report import Sheet
@@ -79,7 +79,7 @@ def time_planning(names: Sequence[str], rounds: int, report: Callable[[str], Non
     if unknown := [name for name in names if name not in CASES]:
         raise UsageError(f"{unknown[0]!r} is no case of bench planning-time: {', '.join(CASES)}")
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    answers = {}
+    answers: dict[str, dict[str, Any]] = {}
     for number in range(rounds):
         for name in names:
             report(f"round {number + 1}: {name}")
@@ -93,7 +93,7 @@ def time_planning(names: Sequence[str], rounds: int, report: Callable[[str], Non
     return times
 
 
-def _run(arguments: str) -> tuple[float, dict[str, dict[str, float]]]:
+def _run(arguments: str) -> tuple[float, dict[str, Any]]:
     """Processor seconds of a command, and what it prints."""
     core = min(os.sched_getaffinity(0))
     command = [sys.executable, "-m", "thinwire.cli.main", "plan", *arguments.split(), "--json"]
