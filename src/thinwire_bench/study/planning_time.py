@@ -21,7 +21,7 @@ _LARGE: Final = "--model llama-3-405b"
 
 
 @dataclass(frozen=True)
-class Case:
+class Question:
     """A question to the planner.
 
     Attributes:
@@ -33,13 +33,13 @@ class Case:
     goal: float
 
 
-CASES: Final[Mapping[str, Case]] = {
-    "7B on 4 x 8, codecs": Case(_SEVEN, 1.0),
-    "the same with --explain": Case(f"{_SEVEN} --explain", 3.0),
-    "7B on 4 x 8 at 25 Gbit/s, codecs": Case(f"{_SEVEN} --internode-gbps 25", 1.0),
-    "the same at 25 Gbit/s with --explain": Case(f"{_SEVEN} --internode-gbps 25 --explain", 3.0),
-    "405B on 8 x 8, nothing fits": Case(f"{_LARGE} --cluster h100-80g:8x8 --tokens-per-step 4M", 1.0),
-    "405B on a million GPUs": Case(f"{_LARGE} --cluster h100-80g:125000x8 --tokens-per-step 8192000000", 3.0),
+CASES: Final[Mapping[str, Question]] = {
+    "7B on 4 x 8, codecs": Question(_SEVEN, 1.0),
+    "the same with --explain": Question(f"{_SEVEN} --explain", 3.0),
+    "7B on 4 x 8 at 25 Gbit/s, codecs": Question(f"{_SEVEN} --internode-gbps 25", 1.0),
+    "the same at 25 Gbit/s with --explain": Question(f"{_SEVEN} --internode-gbps 25 --explain", 3.0),
+    "405B on 8 x 8, nothing fits": Question(f"{_LARGE} --cluster h100-80g:8x8 --tokens-per-step 4M", 1.0),
+    "405B on a million GPUs": Question(f"{_LARGE} --cluster h100-80g:125000x8 --tokens-per-step 8192000000", 3.0),
 }
 """The cases by name."""
 
