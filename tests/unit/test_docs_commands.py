@@ -56,6 +56,7 @@ SHORT = {
     r"bench units": "--blocks 4 --rounds 1 --steps 1",
     r"bench mutations": "--count 2000",
     r"bench start": "--ranks 2 --rounds 1 --systems fsdp2,tw:zero3",
+    r"bench planning-time": "--cases 1 --rounds 1",
     r"bench overlap": "--rounds 1 --steps 1 --model llama-1m --ranks 2 --micro-batches 2",
     r"bench convergence --tokens": "--tokens 20000 --seeds 0 --set model.layers=2 --set model.hidden=64",
     r"bench islands-chaos": "--minutes 0.5 --faults 1",

@@ -271,7 +271,7 @@ def _codecs(args: Any) -> CodecLevel:
     level = getattr(args, "codecs", "lossless")
     if level not in CODEC_LEVELS:
         raise UsageError(f"codecs={level!r} is no level of compression: {', '.join(CODEC_LEVELS)}")
-    return level  # type: ignore[no-any-return]
+    return level
 
 
 def _recomputes(arguments: Any) -> bool:

@@ -142,8 +142,9 @@ def _span(computing: Computation, busy: Array, sent: Array, exposed: Any = 0.0, 
     work = np.maximum(0.0, sent)
     codec, links, sending = work[..., 0], work[..., 1:4].max(axis=-1), work[..., 4]
     processor = busy + codec
-    least = np.maximum(processor + sending, _beside(computing.slowing, processor, links))
-    return np.maximum(least, exposed + _beside(computing.slowing, hidden, np.maximum(0.0, links - exposed)))
+    least: Array = np.maximum(processor + sending, _beside(computing.slowing, processor, links))
+    late: Array = exposed + _beside(computing.slowing, hidden, np.maximum(0.0, links - exposed))
+    return np.maximum(least, late)
 
 
 def _beside(slowing: float, computing: Any, transferring: Any) -> Array:
@@ -151,4 +152,6 @@ def _beside(slowing: float, computing: Any, transferring: Any) -> Array:
 
     Both go at ``1 / (1 + slowing)`` of their pace meanwhile, so the shorter one costs ``slowing`` of its seconds.
     """
-    return np.maximum(computing, transferring) + slowing * np.minimum(computing, transferring)
+    longer: Array = np.maximum(computing, transferring)
+    shorter: Array = np.minimum(computing, transferring)
+    return longer + slowing * shorter

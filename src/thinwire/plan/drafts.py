@@ -234,33 +234,32 @@ class Drafts:
             if self.cut.pp > 1 and params.ranks > 1:  # every micro-batch would gather the parameters again
                 continue
             closer = secondaries(self.mesh, params)
-            if len(closer) > 1 and self._hopeless((params, params, optimizer), promising, limit):
-                self.considered += len(closer) * self._choices((params, params, optimizer)) * len(self.batches)
+            # Without a secondary shard, and with G cut like OS, plans need the least memory.
+            within = self._fitting((params, optimizer, optimizer), None, promising)
+            if not within or (len(closer) > 1 and self._hopeless((params, params, optimizer), within, limit)):
+                levels = self._traffic.levels(self._groups_of((params, params, optimizer), None))
+                self.considered += len(closer) * math.prod(map(len, levels)) * len(self.batches)
                 continue
             for secondary in closer:
                 # Cutting G like OS saves memory but never time: it is tried only if G cut like P does not always fit.
                 for grads in dict.fromkeys((params, optimizer)):
-                    group = self._group((params, grads, optimizer), secondary, promising)
+                    group = self._group((params, grads, optimizer), secondary, within)
                     if group is not None:
                         yield group
                     if group is not None and len(group.batches) == len(promising):
                         break
 
-    def _hopeless(self, chain: Chain, promising: Sequence[BatchChoice], limit: float) -> bool:
+    def _hopeless(self, chain: Chain, batches: Sequence[BatchChoice], limit: float) -> bool:
         """Whether plans with these factors take longer than the limit even if a secondary shard spares them all gathers
         of the backward."""
-        if limit == math.inf or not promising:
-            return not promising
+        if limit == math.inf:
+            return False
         traffic = self._groups_of(chain, None)._replace(secondary=GroupShape(1, 1))
         _, sent = self._traffic.choices(traffic, self._traffic.levels(traffic))
-        return bool(least_seconds(self._computation(promising, chain), sent).min() > limit)
+        return bool(least_seconds(self._computation(batches, chain), sent).min() > limit)
 
     def _groups_of(self, chain: Chain, secondary: Factor | None) -> Traffic:
         return Traffic.of(self.mesh, *chain, secondary, strided=self.job.cluster.links.spine is not None)
-
-    def _choices(self, chain: Chain) -> int:
-        """Number of choices of codecs."""
-        return math.prod(map(len, self._traffic.levels(self._groups_of(chain, None))))
 
     def _group(self, chain: Chain, secondary: Factor | None, promising: Sequence[BatchChoice]) -> DraftGroup | None:
         """The plans with these factors; ``None`` if no batch fits."""
@@ -383,7 +382,7 @@ class Drafts:
                 plan = self._base.with_(
                     micro_batch=size, micro_batches=count, recompute=recompute, wire={"tp": tp, "pp": pp}
                 )
-                yield self._choice(batch, plan)
+                yield _batch_choice(self.job, self._parts, batch, plan)
 
     @cached_property
     def _sizes(self) -> list[BatchMemory]:
@@ -399,29 +398,6 @@ class Drafts:
         """The parts of the model that compute differently, with their numbers."""
         return alike(self.job.parts(self._base))
 
-    def _choice(self, batch: BatchMemory, plan: Plan) -> BatchChoice:
-        """A choice of the batch with its costs."""
-        rates, seq = axis_rates(self.job, plan), self.job.seq
-        parts: dict[str, tuple[float, float]] = {}
-        for _, part in self._parts:
-            forward, backward = pass_seconds(plan, [(1, part)], rates, seq)
-            again = forward if plan.recompute and part.kind == "block" else 0.0
-            known = parts.get(part.kind, (math.inf, math.inf))  # of several, the shortest
-            parts[part.kind] = min(known[0], forward), min(known[1], backward + again)
-        forward, backward = pass_seconds(plan, self._parts, rates, seq)
-        blocks = [(count, part) for count, part in self._parts if part.kind == "block"]
-        again = pass_seconds(plan, blocks, rates, seq)[0] if plan.recompute else 0.0
-        standing = 0.0
-        if plan.pp > 1:
-            message = stage_message(self.job, plan)
-            standing = idle_of(plan, forward, backward, message) + message_seconds(plan, message)
-        computing = plan.micro_batches * (forward + backward + again) + rates.step
-        return BatchChoice(
-            batch.micro_batch, batch.micro_batches, batch.recompute, batch.working,
-            (str(plan.wire.tp), str(plan.wire.pp)), computing, standing, forward, backward + again,
-            {"embedding": (0.0, 0.0), "head": (0.0, 0.0), "rest": (0.0, 0.0), **parts},
-        )  # fmt: skip
-
     def _working(self, micro_batch: int, micro_batches: int, *, recompute: bool) -> tuple[int, ...]:
         plan = self._base.with_(micro_batch=micro_batch, micro_batches=micro_batches, recompute=recompute)
         job = self.job
@@ -429,6 +405,32 @@ class Drafts:
             working_memory(job.model, plan, seq=job.seq, stage=stage, loss_chunk=job.loss_chunk) + job.overhead
             for stage in _demanding(self.job, self._base, micro_batches)
         )
+
+
+def _batch_choice(
+    job: TrainingJob, counted: Sequence[tuple[int, ModelPart]], batch: BatchMemory, plan: Plan
+) -> BatchChoice:
+    """A choice of the batch with its costs."""
+    rates, seq = axis_rates(job, plan), job.seq
+    parts: dict[str, tuple[float, float]] = {}
+    for _, part in counted:
+        forward, backward = pass_seconds(plan, [(1, part)], rates, seq)
+        again = forward if plan.recompute and part.kind == "block" else 0.0
+        known = parts.get(part.kind, (math.inf, math.inf))  # of several, the shortest
+        parts[part.kind] = min(known[0], forward), min(known[1], backward + again)
+    forward, backward = pass_seconds(plan, counted, rates, seq)
+    blocks = [(count, part) for count, part in counted if part.kind == "block"]
+    again = pass_seconds(plan, blocks, rates, seq)[0] if plan.recompute else 0.0
+    standing = 0.0
+    if plan.pp > 1:
+        message = stage_message(job, plan)
+        standing = idle_of(plan, forward, backward, message) + message_seconds(plan, message)
+    computing = plan.micro_batches * (forward + backward + again) + rates.step
+    return BatchChoice(
+        batch.micro_batch, batch.micro_batches, batch.recompute, batch.working,
+        (str(plan.wire.tp), str(plan.wire.pp)), computing, standing, forward, backward + again,
+        {"embedding": (0.0, 0.0), "head": (0.0, 0.0), "rest": (0.0, 0.0), **parts},
+    )  # fmt: skip
 
 
 def _needed(kept: tuple[int, ...], batch: BatchMemory) -> int:

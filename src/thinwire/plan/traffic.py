@@ -101,7 +101,7 @@ class UnitSizes:
 
 
 @dataclass(frozen=True)
-class _Reductions:
+class _ReductionSeconds:
     """Reductions with a choice of codecs.
 
     Attributes:
@@ -176,7 +176,7 @@ class TrafficSeconds:
         of_reductions = np.repeat(np.arange(len(reductions)), len(gathers) * len(spreads))
         of_gathers = np.tile(np.repeat(np.arange(len(gathers)), len(spreads)), len(reductions))
         of_spreads = np.tile(np.arange(len(spreads)), len(reductions) * len(gathers))
-        names = [
+        names: list[tuple[str, ...]] = [
             (str(gather), str(intra), str(inter), str(codec))
             for (intra, inter), gather, codec in itertools.product(itertools.product(intras, inters), gathers, spreads)
         ]
@@ -208,7 +208,7 @@ class TrafficSeconds:
             return 0.0
         return _together([self._pricer.gather(traffic.params, numel, codec) for numel in self._units.first])
 
-    def _priced(self, traffic: Traffic, intra: CodecSpec, inter: CodecSpec) -> _Reductions:
+    def _priced(self, traffic: Traffic, intra: CodecSpec, inter: CodecSpec) -> _ReductionSeconds:
         """Costs of reductions with a choice of codecs."""
         pricer, kinds = self._pricer, self._units.kinds
         shards = traffic.params.ranks if traffic.params else 1
@@ -224,7 +224,9 @@ class TrafficSeconds:
         last += pricer.sharded(traffic, of_last, intra, inter).total
         last += pricer.synced(traffic, of_last, intra, inter).total
         largest_bucket = pricer.sharded(traffic, max(buckets), intra, inter)
-        return _Reductions(pricer.scattered(traffic, kinds, intra, inter), shard, sync, one.plus(largest_bucket), last)
+        return _ReductionSeconds(
+            pricer.scattered(traffic, kinds, intra, inter), shard, sync, one.plus(largest_bucket), last
+        )
 
     def _units_of(self, shards: int) -> Mapping[int, int]:
         """Number of buckets by elements; the last bucket comes last."""
@@ -244,5 +246,5 @@ def _rows(busy: Sequence[Busy]) -> Array:
 
 def _together(operations: Sequence[Busy]) -> float:
     """The least seconds of operations of one lane, whose stages overlap: those of the longest, or of one resource."""
-    summed = [sum(each) for each in zip(*map(seconds_of, operations), strict=True)][:4]
-    return max(*(each.total for each in operations), *summed)
+    summed: list[float] = [sum(each) for each in zip(*map(seconds_of, operations), strict=True)][:4]
+    return max([*(each.total for each in operations), *summed])

@@ -36,6 +36,7 @@ _COMMANDS: Final = {
     "chaos": Command("thinwire_bench.cli.chaos:chaos"),
     "mutations": Command("thinwire_bench.cli.mutations:mutations"),
     "soak": Command("thinwire_bench.cli.soak:soak"),
+    "planning-time": Command("thinwire_bench.cli.planning_time:planning_time"),
 }
 """In the order of the help."""
 
