@@ -69,6 +69,12 @@ def cluster_of(text: str | None, measured: Profile | None, changes: ClusterChang
         raise UsageError(
             "--internode-gbps, --intranode-gbps and --spine-gbps change published figures; a --profile has its own"
         )
+    changed = [*(name for name, figure in changes.gbps.items() if figure), *(["memory"] if changes.memory else [])]
+    if cluster.groups and (changed or changes.price is not None):
+        raise UsageError(
+            f"{text} has groups of unlike nodes, and options such as --internode-gbps, --memory and --price set one "
+            "figure for all of them; change the groups in the file"
+        )
     links: dict[str, Any] = {}
     for key, figure in changes.gbps.items():
         if figure is not None:
@@ -86,7 +92,7 @@ def compute_dtype_of(cluster: ClusterSpec) -> Dtype:
 
 def rates_of(cluster: ClusterSpec, measured: Profile | None, shape: ModelSpec) -> Rates:
     """Measured rates where there is a profile, published ones otherwise."""
-    from thinwire.cost import NominalRates, ProfiledRates
+    from thinwire.cost import ProfiledRates, nominal_rates
 
     dtype = compute_dtype_of(cluster)
-    return NominalRates(cluster, dtype) if measured is None else ProfiledRates(measured, shape, dtype)
+    return nominal_rates(cluster, dtype) if measured is None else ProfiledRates(measured, shape, dtype)

@@ -17,6 +17,7 @@ from thinwire.cost.memory import (
     memory,
     working_memory,
 )
+from thinwire.cost.mixed import MixedRates, nominal_rates, views_of
 from thinwire.cost.operations import PricedStage, moves
 from thinwire.cost.peers import PEER_SYSTEMS, ZeroSettings, peer_memory
 from thinwire.cost.rates import ALONE, Beside, Efficiency, NominalRates, Rates, Work
@@ -37,6 +38,7 @@ __all__ = [
     "FlatCollectives",
     "ProfiledCollectives",
     "Memory",
+    "MixedRates",
     "PricedStage",
     "NominalRates",
     "ModelPart",
@@ -55,8 +57,10 @@ __all__ = [
     "largest_share",
     "memory",
     "moves",
+    "nominal_rates",
     "parts",
     "peer_memory",
     "units",
+    "views_of",
     "working_memory",
 ]

@@ -156,6 +156,7 @@ class NominalRates:
         cluster: The cluster.
         plan_dtype: Compute dtype; a cluster without a peak for ``bfloat16`` is given that of ``float16``.
         efficiency: Shares of the nominal rates that software reaches.
+        fabric: Network between nodes; the cluster's by default.
 
     Raises:
         SpecError: The cluster has no peak for the dtype.
@@ -164,10 +165,14 @@ class NominalRates:
     extrapolated = True
 
     def __init__(
-        self, cluster: ClusterSpec, plan_dtype: str = "bfloat16", efficiency: Efficiency | None = None
+        self,
+        cluster: ClusterSpec,
+        plan_dtype: str = "bfloat16",
+        efficiency: Efficiency | None = None,
+        fabric: Fabric | None = None,
     ) -> None:
         self._cluster, self._efficiency = cluster, efficiency or Efficiency()
-        self._fabric = Fabric(cluster)
+        self._dtype, self._fabric = plan_dtype, fabric or Fabric(cluster)
         peaks = cluster.peak_flops
         half = peaks.get("bfloat16", peaks.get("float16"))
         peak = half if plan_dtype in {"bfloat16", "float16"} else peaks.get(plan_dtype)
@@ -179,6 +184,10 @@ class NominalRates:
         self._memory = cluster.memory_bandwidth / 8 * self._efficiency.memory
         share = self._efficiency
         self._kernels = Kernels(peak, share.compute, self._memory, share.attention, share.passes)
+
+    def on(self, cluster: ClusterSpec) -> NominalRates:
+        """Rates of the same kind for another cluster."""
+        return NominalRates(cluster, self._dtype, self._efficiency)
 
     def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool, stride: int = 1) -> float:
         """The latency of ``ranks - 1`` rounds, plus the bytes over this rank's part of the links.

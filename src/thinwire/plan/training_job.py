@@ -110,9 +110,8 @@ class TrainingJob:
 
     @property
     def peak_flops(self) -> float:
-        """Peak FLOP/s of one accelerator in the compute dtype."""
-        peaks = self.cluster.peak_flops
-        return peaks.get(self.compute_dtype) or peaks.get("float16") or max(peaks.values())
+        """Peak FLOP/s of one accelerator in the compute dtype; of unlike nodes, the mean."""
+        return self.cluster.mean_peak(self.compute_dtype)
 
     # -- how the ranks may share the model ---------------------------------------------------------------------------
 

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field
 
 from thinwire.errors import SpecError
 from thinwire.spec.accelerators import ACCELERATORS
-from thinwire.spec.base import Bandwidth, Bytes, Count, Depth, Positive, Problem, Seconds, Spec, rule
-
-INSIDE_LATENCY = 3e-6
-"""Latency in seconds between two accelerators of a node: typical of NVLink under NCCL."""
-
-NIC_LATENCY = 10e-6
-"""Latency in seconds between two nodes: typical of RDMA under NCCL."""
-
-
-class Link(Spec):
-    """One class of link, in one direction. A transfer of n bytes takes ``latency + 8 n / bandwidth``."""
-
-    toml_inline: ClassVar[bool] = True
-
-    bandwidth: Bandwidth = Field(description='bits per second, or text such as "200gbit" or "25GB/s"')
-    latency: Seconds = Field(default=0.0, description='seconds, or text such as "5us"')
+from thinwire.spec.base import Bandwidth, Bytes, Count, Depth, Positive, Problem, Spec, rule
+from thinwire.spec.nodes import (
+    INSIDE_LATENCY,
+    MEMORY_BANDWIDTH,
+    NIC_LATENCY,
+    Failures,
+    Link,
+    NodeGroup,
+    Spot,
+    accelerator_problems,
+)
+from thinwire.spec.nodes_shorthand import expanded, in_proportion
 
 
 class Links(Spec):
@@ -39,12 +36,18 @@ class Links(Spec):
     nic: Link = Field(description="from a node to the network, all NICs of the node together")
     leaf: Link | None = Field(default=None, description="through a leaf switch, per node")
     spine: Link | None = Field(default=None, description="from one leaf switch to another, per node")
+    zone: Link | None = Field(default=None, description="from one zone to another, per node")
 
 
 class ClusterSpec(Spec):
-    """A cluster of equal nodes."""
+    """A cluster of equal nodes, or of several groups of nodes.
+
+    ``accelerator`` fills in published figures. With ``[[groups]]``, figures of the cluster are defaults of its groups;
+    ``nodes`` is their sum.
+    """
 
     name: str | None = Field(default=None, description="label")
+    accelerator: str | None = Field(default=None, description="name of the accelerator, for its published figures")
     nodes: Count = Field(description="number of nodes (N)")
     gpus_per_node: Count = Field(description="accelerators per node (R)")
     memory: Bytes = Field(description='memory of one accelerator, "80GiB" or bytes')
@@ -52,14 +55,43 @@ class ClusterSpec(Spec):
         description="peak FLOP/s of one accelerator by dtype, for example { bfloat16 = 312e12 }"
     )
     memory_bandwidth: Bandwidth = Field(
-        default=8e12, description='bits per second of one accelerator\'s memory, or text such as "2TB/s"'
+        default=MEMORY_BANDWIDTH, description='bits per second of one accelerator\'s memory, or text such as "2TB/s"'
     )
     links: Links = Field(description="bandwidth and latency by class of link")
     nodes_per_leaf: Count | None = Field(default=None, description="nodes below one leaf switch, in order")
     leaves: tuple[Depth, ...] | None = Field(
         default=None, description="number of the leaf switch above each node; instead of ``nodes_per_leaf``"
     )
-    price_per_gpu_hour: Positive | None = Field(default=None, description="price of one accelerator for an hour")
+    price_per_gpu_hour: Positive | None = Field(
+        default=None, description="price of one accelerator for an hour; of groups, the mean"
+    )
+    spot: Spot | None = Field(default=None, description="discount of nodes that may be taken away")
+    failures: Failures | None = Field(default=None, description="how often nodes fail, and what that costs")
+    kernels: str | None = Field(
+        default=None,
+        description="file with times of kernels, as `thinwire profile --kernels` writes it",
+    )
+    groups: tuple[NodeGroup, ...] = Field(default=(), description="groups of unlike nodes, in the order of the nodes")
+
+    @classmethod
+    def prepare(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Fills in figures of accelerators, and those of the slowest group."""
+        return expanded(data)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads a TOML file; paths in it are relative to it."""
+        cluster = super().load(path)
+
+        def found(file: str | None) -> str | None:
+            return None if file is None else str(Path(path).parent / file)
+
+        groups = tuple(group.with_(kernels=found(group.kernels)) for group in cluster.groups)
+        return cluster.with_(kernels=found(cluster.kernels), groups=groups)
+
+    def _merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        merged = super()._merged(changes)
+        return in_proportion(self, changes, merged) if self.groups and "groups" not in changes else merged
 
     @property
     def gpus(self) -> int:
@@ -128,6 +160,38 @@ class ClusterSpec(Spec):
             )
         return cls.preset(name, nodes=int(nodes), gpus_per_node=int(gpus), **overrides)
 
+    @rule("accelerator")
+    def _the_accelerator_is_known(self) -> Iterator[Problem]:
+        """``accelerator`` is one of the [names below](#accelerators)."""
+        yield from accelerator_problems(self.accelerator)
+
+    @rule("groups", "gpus_per_node")
+    def _nodes_have_as_many_accelerators(self) -> Iterator[Problem]:
+        """All groups have as many accelerators per node, because ranks form a grid."""
+        for number, group in enumerate(self.groups):
+            count = group.gpus_per_node
+            if count is not None and count != self.gpus_per_node:
+                yield Problem(
+                    f"groups.{number}.gpus_per_node",
+                    f"= {count} differs from {self.gpus_per_node} of other nodes: ranks form a grid; describe a larger "
+                    "node as several smaller ones",
+                )
+
+    @rule("groups", "links")
+    def _zones_are_joined(self) -> Iterator[Problem]:
+        """Groups in several zones need ``links.zone``."""
+        zones = list(dict.fromkeys(group.zone for group in self.groups))
+        if len(zones) > 1 and self.links.zone is None:
+            names = ", ".join(map(repr, zones))
+            yield Problem("links.zone", f"is missing: the groups are in the zones {names}, and nothing joins them")
+
+    @rule("groups", "peak_flops")
+    def _groups_compute_in_one_dtype(self) -> Iterator[Problem]:
+        """All groups have a peak for some dtype."""
+        if self.groups and not self.peak_flops:
+            dtypes = "; ".join(", ".join(group.peak_flops or {}) for group in self.groups)
+            yield Problem("groups", f"have no dtype in common in peak_flops: {dtypes}")
+
     @rule("links", "nodes_per_leaf", "leaves")
     def _a_spine_joins_leaves(self) -> Iterator[Problem]:
         """A spine link needs ``nodes_per_leaf`` or ``leaves``."""
@@ -152,6 +216,62 @@ class ClusterSpec(Spec):
         size = self.nodes_per_leaf or self.nodes
         return tuple(node // size for node in range(self.nodes))
 
+    @cached_property
+    def group_of_nodes(self) -> tuple[int, ...]:
+        """Number of the group of every node; zeros without groups."""
+        if not self.groups:
+            return (0,) * self.nodes
+        return tuple(number for number, group in enumerate(self.groups) for _ in range(group.nodes))
+
+    def mean_peak(self, dtype: str) -> float:
+        """Peak FLOP/s of one accelerator in a dtype, or in one that it has; of unlike nodes, the mean."""
+        peaks = [(group.nodes, group.peak_flops or self.peak_flops) for group in self.groups] or [(1, self.peak_flops)]
+        sums = ((nodes, own.get(dtype) or own.get("float16") or max(own.values())) for nodes, own in peaks)
+        return sum(nodes * peak for nodes, peak in sums) / sum(nodes for nodes, _ in peaks)
+
+    @property
+    def is_layered(self) -> bool:
+        """Whether the distance between the nodes of a group of ranks may matter."""
+        return self.links.spine is not None or bool(self.groups)
+
+    def seen_by(self, number: int) -> Self:
+        """A cluster of equal nodes, each like those of a group; the network between nodes is not part of it.
+
+        Args:
+            number: Number of the group.
+        """
+        group = self.groups[number]
+        keys = ("memory", "peak_flops", "memory_bandwidth", "kernels")
+        figures = {key: getattr(group, key) for key in keys if getattr(group, key) is not None}
+        links = {key: getattr(group, key) for key in ("inside", "nic") if getattr(group, key) is not None}
+        own = {name: getattr(self, name) for name in type(self).model_fields}
+        own |= {**figures, "name": group.label, "links": self.links.with_(**links), "groups": ()}
+        return self.parse({**own, "accelerator": None, "spot": None, "failures": None}, group.label)
+
+    def first(self, nodes: int) -> Self:
+        """The same cluster with only its first nodes, or with more if all are equal.
+
+        Args:
+            nodes: Number of nodes, from 1.
+
+        Raises:
+            SpecError: Unlike nodes or named leaves are fewer.
+        """
+        if (self.groups or self.leaves is not None) and nodes > self.nodes:
+            raise SpecError(
+                "nodes", [f"= {nodes}: the cluster describes {self.nodes} nodes one by one; describe as many"]
+            )
+        leaves = None if self.leaves is None else self.leaves[:nodes]
+        label = _resized(self.name, self.nodes, nodes)
+        if not self.groups:
+            return self.with_(nodes=nodes, leaves=leaves, name=label)
+        groups, left = [], nodes
+        for group in self.groups:
+            taken = min(left, group.nodes)
+            left -= taken
+            groups += [group.with_(nodes=taken)] if taken else []
+        return self.with_(nodes=nodes, leaves=leaves, groups=tuple(groups), name=label)
+
     def in_order(self, order: Sequence[int]) -> Self:
         """The same nodes in another order.
 
@@ -174,3 +294,8 @@ class ClusterSpec(Spec):
         leaf_of = self.leaf_of_nodes
         leaves = tuple(leaf_of[start + node] for start in range(0, self.nodes, size) for node in order)
         return self.with_(nodes_per_leaf=None, leaves=leaves)
+
+
+def _resized(name: str | None, before: int, after: int) -> str | None:
+    """A label such as ``a100-80g:4x8`` with another number of nodes."""
+    return name if name is None else name.replace(f":{before}x", f":{after}x")
