@@ -18,6 +18,7 @@ from thinwire.cli.plan_amsp import least_sum
 from thinwire.cli.plan_compare import compare_run
 from thinwire.cli.plan_job import ClusterChanges, cluster_of, compute_dtype_of, rates_of, ways_of
 from thinwire.cli.plan_objectives import objectives_json, show_objectives
+from thinwire.cli.plan_rent import NO_RENT, RentOptions, counts_of, show_rentals, show_sweep, with_rent
 from thinwire.cli.plan_tables import (
     explanation_json,
     introduce,
@@ -90,8 +91,11 @@ class PlanOptions:
         typer.Option(help="How lossy codecs may be; --objective amsp uses no codecs.", show_default="standard"),
     ] = None
     objective: Annotated[
-        Literal["time", "amsp"],
-        typer.Option(help="What to minimize. time: the overlapped step; amsp: AMSP's sum of communication."),
+        Literal["time", "cost", "amsp"],
+        typer.Option(
+            help="What to minimize. time: the overlapped step; cost: the price of a token, also by leaving groups of "
+            "nodes out; amsp: AMSP's sum of communication."
+        ),
     ] = "time"
     internode_gbps: InternodeGbps = None
     nodes_per_leaf: NodesPerLeaf = None
@@ -103,6 +107,7 @@ class PlanOptions:
         str | None, typer.Option(metavar="SIZE", help='Memory of a GPU, for example "80GiB".', show_default=False)
     ] = None
     price: Annotated[float | None, typer.Option(min=0.0001, help="Price of a GPU per hour.", show_default=False)] = None
+    rent: RentOptions = NO_RENT
     clip: Annotated[bool, typer.Option(help="Clip gradients by their norm.")] = True
     causal_mfu: Annotated[
         bool, typer.Option("--causal-mfu", help="Count only half of the attention in the MFU, as Megatron-LM now does.")
@@ -177,7 +182,7 @@ def plan(options: PlanOptions) -> None:
         result = _planned(options, wide_console(as_json=options.as_json))
         if options.as_json:
             print(json.dumps(result))
-        if not any(row["fits"] for row in result["plans"]):
+        if not (result.get("best") or any(row["fits"] for row in result["plans"])):
             raise typer.Exit(1)
 
 
@@ -197,6 +202,8 @@ def _check(options: PlanOptions) -> None:
         raise UsageError(
             f"--nodes-per-leaf {options.nodes_per_leaf} and --hosts {options.hosts} both say it: leave one out"
         )
+    if options.rent.plot is not None and options.rent.sweep is None:
+        raise UsageError(f"--plot {options.rent.plot} needs --sweep nodes=A..B: the numbers of nodes to draw")
     if options.refit is not None and options.compare is None:
         raise UsageError(f"--refit {options.refit} needs --compare RUN: the run that the profile should fit")
     if options.objective == "amsp" and options.codecs not in (None, "none"):
@@ -217,6 +224,8 @@ def _planned(options: PlanOptions, console: Console) -> dict[str, Any]:
 
     leaf_of = None if options.hosts is None else _leaves_of_hosts(options.hosts)
     job = _job(options, leaf_of)
+    if options.rent.sweep is not None or options.objective == "cost":
+        return _rented(job, options, console)
     if options.objective == "amsp":
         result = least_sum(job, options.top, options.out, console, explain=options.explain)
     else:
@@ -225,6 +234,32 @@ def _planned(options: PlanOptions, console: Console) -> dict[str, Any]:
         first = Plan.parse(result["plans"][0]["plan"])
         result["placement"] = _place(job, first, leaf_of, options.placement, console)
     return result
+
+
+def _rented(job: TrainingJob, options: PlanOptions, console: Console) -> dict[str, Any]:
+    """Show which nodes to rent, and write the plan for them."""
+    import thinwire.plan as planner
+
+    by_cost = options.objective == "cost"
+    if options.rent.sweep is None:
+        rows = planner.parts_of(job)
+    else:
+        rows = planner.sweep_nodes(job, counts_of(options.rent.sweep))
+    introduce(job, console)
+    with console.status("searching"):
+        found = list(rows)
+    result = show_sweep(job, found, options.rent, console, by_cost=by_cost)
+    chosen = next((row for row in result["sweep"] if (row["nodes"], row["label"]) == _named(result["best"])), None)
+    if options.out is not None and chosen is not None:
+        from thinwire.spec import Plan
+
+        Plan.parse(chosen["plan"]).save(options.out)
+        console.print(f"wrote the plan of {chosen['nodes']} nodes to {options.out}", markup=False)
+    return result
+
+
+def _named(best: Mapping[str, Any] | None) -> tuple[Any, Any]:
+    return (None, None) if best is None else (best["nodes"], best["label"])
 
 
 def _leaves_of_hosts(source: Path) -> dict[str, str]:
@@ -266,7 +301,7 @@ def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob
         raise UsageError(f"{missing} missing: thinwire plan --model llama-7b --tokens-per-step 4M --cluster ...")
     shape = ModelSpec.named(options.model, **({} if options.seq is None else {"seq": options.seq}))
     measured = None if options.profile is None else Profile.read(options.profile)
-    machine = cluster_of(options.cluster, measured, _changes(options, leaf_of))
+    machine = with_rent(cluster_of(options.cluster, measured, _changes(options, leaf_of)), options.rent)
     return TrainingJob(
         shape,
         machine,
@@ -326,6 +361,7 @@ def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[s
         show_explanation(explanation, searched.candidates[0], console)
         show_objectives(both, console)
     chosen = searched.candidates[0]
+    rent = show_rentals(job, planner.rentals(job, chosen), console)
     if options.out is not None:
         chosen.plan.save(options.out)
         console.print(f"wrote the first plan to {options.out}", markup=False)
@@ -344,6 +380,7 @@ def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[s
             "cuts": searched.cuts,
             "widened": widened,
         },
+        "rent": rent,
     }
 
 

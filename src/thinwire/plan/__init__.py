@@ -26,6 +26,7 @@ from thinwire.plan.placement import (
     slurm_hostfile,
 )
 from thinwire.plan.profiled import profiled_cluster
+from thinwire.plan.renting import Offer, Rental, SweptNodes, cheapest, offers, parts_of, rentals, sweep_nodes
 from thinwire.plan.rules import Cut
 from thinwire.plan.search import CLASSICS, Search, Searched, candidate, search
 from thinwire.plan.training_job import CODEC_LEVELS, CodecLevel, TrainingJob
@@ -42,11 +43,14 @@ __all__ = [
     "Explanation",
     "Flip",
     "TrainingJob",
+    "Offer",
     "Placed",
     "Quantity",
     "Remedy",
+    "Rental",
     "Search",
     "Searched",
+    "SweptNodes",
     "amsp_flips",
     "BothObjectives",
     "amsp_search",
@@ -54,6 +58,7 @@ __all__ = [
     "both_objectives",
     "binding",
     "candidate",
+    "cheapest",
     "compare",
     "critical_path",
     "explain",
@@ -61,14 +66,18 @@ __all__ = [
     "profiled_job",
     "search_fitting",
     "leaf_numbers",
+    "offers",
+    "parts_of",
     "place",
     "placed",
     "profiled_cluster",
     "rankfile",
     "refit",
     "remedies",
+    "rentals",
     "search",
     "shortage",
     "slurm_hostfile",
     "summary",
+    "sweep_nodes",
 ]
