@@ -15,7 +15,7 @@ from thinwire.program import Axis, Kind, Lane, Operation, Scope, UnitInfo, axis_
 from thinwire.program.stages import Stage
 from thinwire.spec import ClusterSpec, Fabric, Factor, Plan
 
-__all__ = ["KINDS", "Call", "Collectives", "FlatCollectives", "flat_moves"]
+__all__ = ["KINDS", "Call", "Calls", "Collectives", "FlatCollectives", "flat_moves"]
 
 Call = Literal["AG", "RS", "AR", "BC"]
 
@@ -41,6 +41,22 @@ class Collectives(Protocol):
             size: Bytes of the whole vector.
             mesh: Shape of the group.
         """
+        ...
+
+
+class Calls(Protocol):
+    """Seconds of library calls over a group, every group of the cluster at once; as :class:`FlatCollectives`."""
+
+    def seconds(self, kind: Call, size: float, mesh: Factor, stride: int = 1) -> float:
+        """Seconds of one call for a vector of ``size`` bytes."""
+        ...
+
+    def broadcasts(self, size: float, owners: int, mesh: Factor, stride: int = 1) -> float:
+        """Seconds of grouped broadcasts of a vector's parts from their owners."""
+        ...
+
+    def spine_load(self, mesh: Factor, stride: int) -> float:
+        """Busy time of the spine over busy time of a node's network cards."""
         ...
 
 
@@ -125,7 +141,7 @@ def flat_moves(
     operation: Operation,
     units: Sequence[UnitInfo],
     rates: Rates,
-    flat: FlatCollectives,
+    flat: Calls,
     *,
     whole_sync: bool,
     calls: int = 1,

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 __all__ = ["Goodput", "best_interval", "goodput", "useful_share", "young_interval"]
 
+_LARGEST_COST = 30.0
+"""Above it, the best interval is the mean time between failures to the last digit."""
+
 _LARGEST_EXPONENT = 600.0
 """Above it, an expected time is as good as infinite."""
 
@@ -69,7 +72,7 @@ def best_interval(mean_time: float, checkpoint: float) -> float:
         mean_time: Mean seconds between two failures of the job.
         checkpoint: Seconds for which a checkpoint holds training up, above 0.
     """
-    cost = min(checkpoint / mean_time, _LARGEST_EXPONENT)
+    cost = min(checkpoint / mean_time, _LARGEST_COST)
     low, high = 0.0, 1.0
     for _ in range(80):
         middle = (low + high) / 2
