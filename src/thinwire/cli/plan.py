@@ -16,10 +16,12 @@ from thinwire.cli.errors import explained
 from thinwire.cli.options import InternodeGbps, NodesPerLeaf, Seq, SpineGbps, expand_options
 from thinwire.cli.plan_amsp import least_sum
 from thinwire.cli.plan_compare import compare_run
+from thinwire.cli.plan_emit import NOTHING_EMITTED, EmitOptions, emit
 from thinwire.cli.plan_job import ClusterChanges, cluster_of, compute_dtype_of, rates_of, ways_of
 from thinwire.cli.plan_objectives import objectives_json, show_objectives
 from thinwire.cli.plan_rent import NO_RENT, RentOptions, counts_of, show_rentals, show_sweep, with_rent
 from thinwire.cli.plan_tables import (
+    basis_line,
     explanation_json,
     introduce,
     listed,
@@ -86,6 +88,14 @@ class PlanOptions:
             metavar="PROFILE.json", help="Times that thinwire profile measured on the cluster.", show_default=False
         ),
     ] = None
+    kernels: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="KERNELS.json",
+            help="Times of kernels that thinwire profile --kernels measured on such an accelerator.",
+            show_default=False,
+        ),
+    ] = None
     codecs: Annotated[
         Literal["none", "lossless", "standard", "aggressive"] | None,
         typer.Option(help="How lossy codecs may be; --objective amsp uses no codecs.", show_default="standard"),
@@ -108,6 +118,7 @@ class PlanOptions:
     ] = None
     price: Annotated[float | None, typer.Option(min=0.0001, help="Price of a GPU per hour.", show_default=False)] = None
     rent: RentOptions = NO_RENT
+    peer: EmitOptions = NOTHING_EMITTED
     clip: Annotated[bool, typer.Option(help="Clip gradients by their norm.")] = True
     causal_mfu: Annotated[
         bool, typer.Option("--causal-mfu", help="Count only half of the attention in the MFU, as Megatron-LM now does.")
@@ -202,6 +213,7 @@ def _check(options: PlanOptions) -> None:
         raise UsageError(
             f"--nodes-per-leaf {options.nodes_per_leaf} and --hosts {options.hosts} both say it: leave one out"
         )
+    _check_emission(options)
     if options.rent.plot is not None and options.rent.sweep is None:
         raise UsageError(f"--plot {options.rent.plot} needs --sweep nodes=A..B: the numbers of nodes to draw")
     if options.refit is not None and options.compare is None:
@@ -216,6 +228,19 @@ def _check(options: PlanOptions) -> None:
             "--tp and --pp have no meaning with --objective amsp, which knows data-parallel ranks only; leave them "
             "out, or --objective"
         )
+
+
+def _check_emission(options: PlanOptions) -> None:
+    from thinwire.convert.emit import FRAMEWORKS
+    from thinwire.errors import UsageError
+
+    framework, path = options.peer.emit, options.peer.emit_to
+    if framework is not None and framework not in FRAMEWORKS:
+        raise UsageError(f"--emit {framework}: there is no such framework; valid are {', '.join(FRAMEWORKS)}")
+    if path is not None and framework is None:
+        raise UsageError(f"--emit-to {path} needs --emit FRAMEWORK: one of {', '.join(FRAMEWORKS)}")
+    if framework is not None and (options.rent.sweep is not None or options.objective != "time"):
+        raise UsageError(f"--emit {framework} takes the plan of one cluster by --objective time; leave the others out")
 
 
 def _planned(options: PlanOptions, console: Console) -> dict[str, Any]:
@@ -328,7 +353,7 @@ def _changes(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> Cluster
     if leaf_of is not None:
         leaves = {"nodes_per_leaf": None, "leaves": leaf_numbers(leaf_of)}
     gbps = {"nic": options.internode_gbps, "inside": options.intranode_gbps, "spine": options.spine_gbps}
-    return ClusterChanges(gbps, leaves, options.memory, options.price)
+    return ClusterChanges(gbps, leaves, options.memory, options.price, options.kernels)
 
 
 def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[str, Any]:
@@ -353,6 +378,7 @@ def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[s
     if not searched.candidates:
         return _infeasible(job, rows, console)
     console.print(search_line(searched, job.tie), markup=False)
+    console.print(basis_line(job, searched.candidates[0]), markup=False)
     explanation = both = None
     if options.explain:
         with console.status("trying other circumstances"):
@@ -362,6 +388,7 @@ def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[s
         show_objectives(both, console)
     chosen = searched.candidates[0]
     rent = show_rentals(job, planner.rentals(job, chosen), console)
+    emitted = emit(job, chosen, options.peer, console)
     if options.out is not None:
         chosen.plan.save(options.out)
         console.print(f"wrote the first plan to {options.out}", markup=False)
@@ -381,6 +408,7 @@ def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[s
             "widened": widened,
         },
         "rent": rent,
+        "emit": emitted,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,12 +23,14 @@ class ClusterChanges:
         leaves: Keys of the cluster that say which nodes share a leaf switch.
         memory: Memory of a GPU as text, such as "80GiB".
         price: Price of a GPU per hour.
+        kernels: File with times of kernels.
     """
 
     gbps: Mapping[str, float | None]
     leaves: Mapping[str, Any]
     memory: str | None
     price: float | None
+    kernels: Path | None = None
 
 
 def ways_of(option: str, text: str | None) -> tuple[int, ...] | None:
@@ -80,7 +83,11 @@ def cluster_of(text: str | None, measured: Profile | None, changes: ClusterChang
         if figure is not None:
             link = getattr(cluster.links, key) or Link(bandwidth=1.0)
             links[key] = link.with_(bandwidth=figure * 1e9)
-    keys = {"links": links or None, "memory": changes.memory, "price_per_gpu_hour": changes.price}
+    kernels = None if changes.kernels is None else str(changes.kernels)
+    if kernels is not None and (measured is not None or cluster.groups):
+        why = "a --profile has its own times" if measured is not None else "each group has its own: name it in the file"
+        raise UsageError(f"--kernels {kernels} is for a cluster of equal nodes by published figures; {why}")
+    keys = {"links": links or None, "memory": changes.memory, "price_per_gpu_hour": changes.price, "kernels": kernels}
     return cluster.with_(**changes.leaves, **{key: value for key, value in keys.items() if value is not None})
 
 

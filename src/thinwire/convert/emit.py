@@ -128,14 +128,15 @@ def _fsdp2(emitted: Emitted) -> str:
         "    model: nn.Module,",
         "    optimizer: torch.optim.Optimizer,",
         "    batches: Iterable[torch.Tensor],",
-        "    loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda model, ids: model(ids, labels=ids).loss,",
+        "    loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None,",
         ") -> torch.Tensor:",
         '    """One optimizer step over MICRO_BATCHES micro-batches; returns the mean loss of this rank."""',
         "    assert isinstance(model, FSDPModule)",
         "    total = torch.zeros(())",
         "    for number, ids in enumerate(batches, start=1):",
         *(["        model.set_requires_all_reduce(number == MICRO_BATCHES)"] if emitted.replicas > 1 else []),
-        "        loss = loss_of(model, ids) / MICRO_BATCHES",
+        "        loss = model(ids, labels=ids).loss if loss_of is None else loss_of(model, ids)",
+        "        loss = loss / MICRO_BATCHES",
         "        loss.backward()",
         "        total = total.to(loss.device) + loss.detach()",
         *(
@@ -237,10 +238,11 @@ def _torchtitan(emitted: Emitted) -> str:
         },
         "activation_checkpoint": {"mode": "full" if plan.recompute else "none"},
     }
-    head = (
-        f"# {emitted.what}: torchtitan 0.2, written by thinwire plan.\n# Add [model], [optimizer] and your data set.\n\n"
-    )
-    return head + write_toml(table)
+    head = [
+        f"# {emitted.what}: torchtitan 0.2, written by thinwire plan.",
+        "# Add [model], [optimizer] and a data set.",
+    ]
+    return "\n".join([*head, "", write_toml(table)])
 
 
 def _megatron(emitted: Emitted) -> str:

@@ -20,7 +20,7 @@ from thinwire.cost.memory import (
 from thinwire.cost.mixed import MixedRates, nominal_rates, views_of
 from thinwire.cost.operations import PricedStage, moves
 from thinwire.cost.peers import PEER_SYSTEMS, ZeroSettings, peer_memory
-from thinwire.cost.rates import ALONE, Beside, Efficiency, NominalRates, Rates, Work
+from thinwire.cost.rates import ALONE, Basis, Beside, Efficiency, NominalRates, Rates, Work
 
 __all__ = [
     "ALONE",
@@ -31,6 +31,7 @@ __all__ = [
     "PEER_SYSTEMS",
     "AmspSums",
     "AmspTimes",
+    "Basis",
     "Beside",
     "Busy",
     "Efficiency",

@@ -15,7 +15,7 @@ from thinwire.program import Axis, Kind, Lane, Operation, Scope, UnitInfo, axis_
 from thinwire.program.stages import Stage
 from thinwire.spec import ClusterSpec, Fabric, Factor, Plan
 
-__all__ = ["KINDS", "Call", "Calls", "Collectives", "FlatCollectives", "flat_moves"]
+__all__ = ["KINDS", "Call", "GroupCalls", "Collectives", "FlatCollectives", "flat_moves"]
 
 Call = Literal["AG", "RS", "AR", "BC"]
 
@@ -44,7 +44,7 @@ class Collectives(Protocol):
         ...
 
 
-class Calls(Protocol):
+class GroupCalls(Protocol):
     """Seconds of library calls over a group, every group of the cluster at once; as :class:`FlatCollectives`."""
 
     def seconds(self, kind: Call, size: float, mesh: Factor, stride: int = 1) -> float:
@@ -141,7 +141,7 @@ def flat_moves(
     operation: Operation,
     units: Sequence[UnitInfo],
     rates: Rates,
-    flat: Calls,
+    flat: GroupCalls,
     *,
     whole_sync: bool,
     calls: int = 1,

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from thinwire.cost.anatomy import ModelPart
 from thinwire.cost.flat import KINDS, Call
-from thinwire.cost.rates import ALONE, Beside, Work, declared_seconds
+from thinwire.cost.rates import ALONE, Basis, Beside, Work, declared_seconds
 from thinwire.errors import SpecError
 from thinwire.program import Even, Kind, MessageSizes, Scope, hops
 from thinwire.spec import Factor, ModelSpec, Plan
@@ -112,7 +112,7 @@ class ProfiledRates:
 
     def __init__(self, profile: Profile, model: ModelSpec, dtype: str, quartile: Quartile = "seconds") -> None:
         self.profile, self.quartile, self._model, self._dtype = profile, quartile, model, dtype
-        self._outside = False
+        self._outside = self._scaled_parts = False
         self._collectives = _CollectiveTimes(profile, quartile)
         self._codecs = _lines(
             profile.codecs, lambda row: (row.codec, row.dtype, row.work), lambda row: row.numel, quartile
@@ -200,8 +200,16 @@ class ProfiledRates:
         if part.kind == "embedding":
             return seconds * plan.micro_batch * seq * self._model.hidden / (row.micro_batch * row.seq * row.hidden)
         flops = part.forward_flops(plan.micro_batch * seq, seq)
-        self._outside |= not math.isclose(flops, row.flops, rel_tol=0.02)
+        self._scaled_parts |= not math.isclose(flops, row.flops, rel_tol=0.02)
         return seconds * flops / row.flops
+
+    def computing_basis(self, part: ModelPart, plan: Plan, seq: int) -> Basis:
+        """Measured here, unless the part is scaled from one of another shape."""
+        if part.kind in ("embedding", "rest"):
+            return "measured here"
+        row = self._compute[part.kind if part.kind in self._compute else "block"]
+        flops = part.forward_flops(plan.micro_batch * seq, seq)
+        return "measured here" if math.isclose(flops, row.flops, rel_tol=0.02) else "extrapolated"
 
     def update(self, numel: int) -> float:
         """Proportional to the number of elements."""
@@ -238,6 +246,11 @@ class ProfiledRates:
     @property
     def extrapolated(self) -> bool:
         """Whether any answer so far lies outside the measured range."""
+        return self._scaled_parts or self.transfers_extrapolated
+
+    @property
+    def transfers_extrapolated(self) -> bool:
+        """Whether any transfer or codec so far lies outside the measured range."""
         return self._outside or self._collectives.substituted
 
 

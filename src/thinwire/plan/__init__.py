@@ -2,6 +2,7 @@
 
 from thinwire.plan.amsp import AmspPlan, amsp_flips, amsp_search
 from thinwire.plan.automatic import profiled_job, search_fitting
+from thinwire.plan.basis import RestsOn, rests_on
 from thinwire.plan.candidates import AxisSeconds, Candidate
 from thinwire.plan.compare import Quantity, RunComparison, compare, refit
 from thinwire.plan.explain import (
@@ -16,6 +17,7 @@ from thinwire.plan.explain import (
     summary,
 )
 from thinwire.plan.objectives import BothObjectives, UnderBoth, both_objectives
+from thinwire.plan.peers import PeerPlan, losses, nearest
 from thinwire.plan.placement import (
     Placed,
     hostfile,
@@ -44,10 +46,12 @@ __all__ = [
     "Flip",
     "TrainingJob",
     "Offer",
+    "PeerPlan",
     "Placed",
     "Quantity",
     "Remedy",
     "Rental",
+    "RestsOn",
     "Search",
     "Searched",
     "SweptNodes",
@@ -66,6 +70,8 @@ __all__ = [
     "profiled_job",
     "search_fitting",
     "leaf_numbers",
+    "losses",
+    "nearest",
     "offers",
     "parts_of",
     "place",
@@ -75,6 +81,7 @@ __all__ = [
     "refit",
     "remedies",
     "rentals",
+    "rests_on",
     "search",
     "shortage",
     "slurm_hostfile",

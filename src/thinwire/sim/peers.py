@@ -1,7 +1,7 @@
-"""Steps of other frameworks that run now, at the same rates as thinwire's own: what differs is what they send, and when.
+"""Steps of other frameworks, at the same rates as thinwire's own: what differs is what they send, and when.
 
 Each makes one library call over the whole group for a unit, where thinwire has two hops; it copies what it gathers and
-what it reduces; and it overlaps what its streams allow. On processors, PyTorch's FSDP and DeepSpeed wait for every call:
+what it reduces; and it overlaps what its streams allow. On processors, PyTorch's FSDP and DeepSpeed wait for each call:
 their overlap is that of CUDA's streams.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from thinwire.cost import PricedStage, ProfiledRates, Rates, flat_moves
-from thinwire.cost.flat import KINDS, Calls
+from thinwire.cost.flat import KINDS, GroupCalls
 from thinwire.program import Axis, Lane, Operation, Scope, UnitInfo
 from thinwire.program.stages import Stage
 from thinwire.sim.script import Workload
@@ -92,7 +92,7 @@ class MeasuredCalls:
         return self.seconds("AG", size, mesh, stride)
 
 
-def peer_step(framework: str, plan: Plan, workload: Workload, rates: Rates, calls: Calls) -> Simulated:
+def peer_step(framework: str, plan: Plan, workload: Workload, rates: Rates, calls: GroupCalls) -> Simulated:
     """Play a step of another framework.
 
     Args:
@@ -127,4 +127,3 @@ def _copied(operation: Operation, units: Sequence[UnitInfo]) -> float:
     if operation.lane in (Lane.GATHER, Lane.SPREAD):
         return whole
     return whole if operation.lane in (Lane.REDUCE, Lane.SYNC) and operation.axis is not Axis.REPLICA else 0.0
-
