@@ -1,4 +1,4 @@
-"""Seconds of a part's kernels from measured ones: the model of :mod:`thinwire.cost.kernels`, corrected by what was timed.
+"""Seconds of a part's kernels from measured ones: the model of :mod:`thinwire.cost.kernels`, corrected by them.
 
 A kernel of a shape that was measured takes the measured time. Between and beyond measured shapes, the model says how
 time grows with the shape, and the nearest measurements say by how much the model is off there.
@@ -20,7 +20,7 @@ from thinwire.spec.kernels import KernelRow, KernelTable
 __all__ = ["TabledKernels"]
 
 _NEAR: Final = math.log(2.0)
-"""Natural logarithm of the factor within which a measured shape counts as the same, in its size and in each dimension."""
+"""Natural logarithm of the factor within which each dimension of a measured shape counts as the same."""
 
 _NEEDED: Final = ("matmul", "elementwise")
 """Kernels that every model has."""
@@ -65,9 +65,7 @@ class TabledKernels(Kernels):
         if lacking:
             raise SpecError(
                 "kernels",
-                [
-                    f"the times of {table.device} lack {' and '.join(lacking)}; measure them with thinwire profile --kernels"
-                ],
+                [f"the times of {table.device} lack {' and '.join(lacking)}: use thinwire profile --kernels"],
             )
         self._correction = cache(self._corrected)
 
@@ -112,7 +110,7 @@ class TabledKernels(Kernels):
         return min(known, default=math.inf)
 
     def _corrected(self, kernel: str, shape: tuple[float, ...]) -> float:
-        """Measured over modelled seconds near a shape: the geometric mean, weighted by the inverse square of distance."""
+        """Measured over modelled seconds near a shape: the geometric mean, weighted by 1 over distance squared."""
         logs, total, weights = _logs(*shape), 0.0, 0.0
         for row in self._known.get(kernel, ()):
             square = sum((a - b) ** 2 for a, b in zip(logs, row.shape, strict=True))

@@ -46,7 +46,7 @@ def rests_on(job: TrainingJob, row: Candidate) -> RestsOn:
         for part in job.parts(row.plan)
         if part.matrices or part.attention_width
     ]
-    computation = min(bases, key=_WORST_FIRST.index, default="extrapolated")
+    computation: Basis = min(bases, key=_WORST_FIRST.index, default=_WORST_FIRST[0])
     return RestsOn(computation, _transfers(job, row))
 
 
