@@ -22,7 +22,7 @@ __all__ = ["profile_kernels", "shapes_of"]
 _BATCHES: Final = (1, 2, 4)
 """Micro-batches, in units of the one that was asked for, whose shapes are timed."""
 
-_ELEMENTS: Final = (1 << 16, 1 << 20, 1 << 24)
+_ELEMENTS: Final = (1 << 16, 1 << 19, 1 << 22)
 """Elements of kernels that memory bounds."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -93,6 +94,8 @@ class Lab:
             UsageError: the kernel lacks what it takes; names it. The links are not shaped then.
         """
         wanted = LinkShape(bandwidth, latency, loss)
+        if self.spec.host_bandwidths is not None and bandwidth != self.spec.bandwidth:
+            raise UsageError(f"bandwidth = {bandwidth}: the hosts of this lab have links of their own bandwidths")
         previous, self._shape = self._shape, LinkShape()
         try:
             self._apply(wanted, previous)
@@ -149,11 +152,14 @@ class Lab:
         A packet from host to host leaves through two shaped ends; only the first delays, and the switch's end of the
         first cable loses.
         """
-        packet = f"link set dev {network.DEVICE} gso_max_size {max_packet(wanted)}"
-        host = shape_lines(network.DEVICE, wanted, replaces=previous)
-        rate, previous_rate = LinkShape(wanted.bandwidth), LinkShape(previous.bandwidth)
+        rates = self.spec.host_bandwidths
+        previous_rate = LinkShape(previous.bandwidth)
         steps = []
         for node in range(self.spec.nodes):
+            own = wanted if rates is None else replace(wanted, bandwidth=self.spec.bandwidth_of(node))
+            rate = LinkShape(own.bandwidth)
+            packet = f"link set dev {network.DEVICE} gso_max_size {max_packet(own)}"
+            host = shape_lines(network.DEVICE, own, replaces=previous)
             steps += [Step("ip", [packet], node), Step("tc", host, node)]
             switch = network.host_name(node)
             steps.append(Step("tc", shape_lines(switch, rate, replaces=previous_rate)))
