@@ -26,7 +26,7 @@ import thinwire as tw
 from thinwire.train.models.llama import Llama, LlamaConfig
 dist.init_process_group("gloo")
 plan = tw.Plan.load(sys.argv[1])
-model = Llama(LlamaConfig(vocab=512, hidden=256, layers=1, heads=4, kv_heads=4, ffn=512))
+model = Llama(LlamaConfig(vocab=512, hidden=256, layers=1, heads=4, kv_heads=4, ffn=512, seq=32))
 model = tw.shard(model, plan)
 optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-3)
 times = []

@@ -13,7 +13,7 @@ from thinwire.cli.main import app
 from thinwire.cost import MixedRates, nominal_rates, views_of
 from thinwire.errors import SpecError
 from thinwire.plan import TrainingJob, candidate, search
-from thinwire.spec import ClusterSpec, Fabric, ModelSpec, Plan
+from thinwire.spec import ClusterSpec, Fabric, ModelSpec, Plan, first_nodes
 from thinwire.spec.reference import _UNLIKE as UNLIKE
 
 MODEL = ModelSpec.preset("llama-7b").with_(layers=4)
@@ -80,10 +80,10 @@ def test_changes_keep_the_proportion_of_groups() -> None:
     assert doubled.memory == machine.memory // 2
     with pytest.raises(SpecError, match="the groups have 4 nodes"):
         machine.with_(nodes=6)
-    assert machine.first(3).group_of_nodes == (0, 0, 1)
-    assert machine.first(2).peak_flops == machine.groups[0].peak_flops
+    assert first_nodes(machine, 3).group_of_nodes == (0, 0, 1)
+    assert first_nodes(machine, 2).peak_flops == machine.groups[0].peak_flops
     with pytest.raises(SpecError, match="describes 4 nodes"):
-        machine.first(5)
+        first_nodes(machine, 5)
 
 
 def test_a_collective_goes_at_the_slowest_member_of_its_group() -> None:

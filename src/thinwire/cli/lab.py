@@ -49,7 +49,7 @@ class LabOptions:
         str,
         typer.Option(
             metavar="RATE|none",
-            help='Bandwidth of each host\'s link in each direction, for example "10gbit"; of unlike hosts "1gbit,200mbit".',
+            help='Bandwidth of each host\'s link each way, "200mbit" or "10gbit"; of unlike hosts "1gbit,200mbit".',
         ),
     ]
     nodes: Annotated[int, typer.Option(metavar="N", help="Number of hosts.")] = 2

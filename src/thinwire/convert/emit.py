@@ -90,8 +90,13 @@ def fsdp2_call(emitted: Emitted, device: str = "cuda") -> str:
 
 
 def _fsdp2(emitted: Emitted) -> str:
+    """A module with a function that shards a model, and one that makes a step."""
+    return "\n".join([*_fsdp2_head(emitted), *_fsdp2_shard(emitted), "", "", *_fsdp2_step(emitted)]) + "\n"
+
+
+def _fsdp2_head(emitted: Emitted) -> list[str]:
     plan = emitted.plan
-    lines = [
+    return [
         f'"""{emitted.what}: {"HSDP" if emitted.replicas > 1 else "FSDP2"} of PyTorch, written by thinwire plan.',
         "",
         "    model = shard(model)",
@@ -113,17 +118,27 @@ def _fsdp2(emitted: Emitted) -> str:
         f"MICRO_BATCHES = {plan.micro_batches}",
         "",
         "",
+    ]
+
+
+def _fsdp2_shard(emitted: Emitted) -> list[str]:
+    recompute = emitted.plan.recompute
+    return [
         'def shard(model: nn.Module, device: str = "cuda") -> nn.Module:',
         '    """Shard a model whose parameters are fp32; its blocks are its longest list of modules."""',
         f"    mesh = init_device_mesh(device, {_mesh_shape(emitted)!r}, mesh_dim_names={_mesh_names(emitted)!r})",
         f"    policy = {_policy(emitted)}",
         "    blocks = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)",
-        "    for index, block in enumerate(blocks):",
-        *(["        blocks[index] = block = checkpoint_wrapper(block)"] if plan.recompute else []),
+        "    for index, block in enumerate(blocks):" if recompute else "    for block in blocks:",
+        *(["        blocks[index] = block = checkpoint_wrapper(block)"] if recompute else []),
         f"        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward={_resharding(emitted)!r})",
         "    return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)",
-        "",
-        "",
+    ]
+
+
+def _fsdp2_step(emitted: Emitted) -> list[str]:
+    replicated, clip = emitted.replicas > 1, emitted.clip
+    return [
         "def step(",
         "    model: nn.Module,",
         "    optimizer: torch.optim.Optimizer,",
@@ -133,26 +148,17 @@ def _fsdp2(emitted: Emitted) -> str:
         '    """One optimizer step over MICRO_BATCHES micro-batches; returns the mean loss of this rank."""',
         "    assert isinstance(model, FSDPModule)",
         "    total = torch.zeros(())",
-        "    for number, ids in enumerate(batches, start=1):",
-        *(["        model.set_requires_all_reduce(number == MICRO_BATCHES)"] if emitted.replicas > 1 else []),
+        "    for number, ids in enumerate(batches, start=1):" if replicated else "    for ids in batches:",
+        *(["        model.set_requires_all_reduce(number == MICRO_BATCHES)"] if replicated else []),
         "        loss = model(ids, labels=ids).loss if loss_of is None else loss_of(model, ids)",
         "        loss = loss / MICRO_BATCHES",
         "        loss.backward()",
         "        total = total.to(loss.device) + loss.detach()",
-        *(
-            [f"    torch.nn.utils.clip_grad_norm_(model.parameters(), {emitted.clip!r})"]
-            if emitted.clip is not None
-            else []
-        ),
+        *([] if clip is None else [f"    torch.nn.utils.clip_grad_norm_(model.parameters(), {clip!r})"]),
         "    optimizer.step()",
         "    optimizer.zero_grad()",
         "    return total",
     ]
-    if emitted.replicas == 1:
-        lines = [line.replace("for number, ids in enumerate(batches, start=1)", "for ids in batches") for line in lines]
-    if not plan.recompute:
-        lines = [line.replace("for index, block in enumerate(blocks)", "for block in blocks") for line in lines]
-    return "\n".join(lines) + "\n"
 
 
 _CHECKPOINT: Final = "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper"

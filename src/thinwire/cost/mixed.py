@@ -8,7 +8,7 @@ and the slowest of them is the step.
 from __future__ import annotations
 
 from thinwire.cost.rates import Efficiency, NominalRates, Rates
-from thinwire.spec import ClusterSpec, Fabric
+from thinwire.spec import ClusterSpec, Fabric, seen_by
 
 __all__ = ["MixedRates", "nominal_rates", "views_of"]
 
@@ -29,9 +29,9 @@ class MixedRates(NominalRates):
 
     def __init__(self, cluster: ClusterSpec, dtype: str = "bfloat16", efficiency: Efficiency | None = None) -> None:
         slowest = min(range(len(cluster.groups)), key=lambda number: _peak(cluster, number))
-        super().__init__(cluster.seen_by(slowest), dtype, efficiency, Fabric(cluster, slowest))
+        super().__init__(seen_by(cluster, slowest), dtype, efficiency, Fabric(cluster, slowest))
         self.views: tuple[NominalRates, ...] = tuple(
-            NominalRates(cluster.seen_by(number), dtype, efficiency, Fabric(cluster, number))
+            NominalRates(seen_by(cluster, number), dtype, efficiency, Fabric(cluster, number))
             for number in range(len(cluster.groups))
         )
 

@@ -193,7 +193,7 @@ class Drafts:
         """
         job, room = self.job, self.job.cluster.memory
         # a (+) b = max(a, b) + (gamma - 1) min(a, b) bounds computation and transfers that overlap from below.
-        slowing, strided = job.rates.least_slowing - 1, job.cluster.is_layered
+        slowing, strided = job.rates.least_slowing - 1, bool(job.cluster.links.spine or job.cluster.groups)
         promising = [batch for batch in self.batches if batch.computing + batch.standing <= limit]
         for params, optimizer in chain_ends(self.mesh):
             if self.cut.pp > 1 and params.ranks > 1:  # every micro-batch would gather the parameters again

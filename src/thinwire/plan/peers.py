@@ -10,7 +10,7 @@ from thinwire.cost import (
     GPU_LOSS_CHUNK,
     FlatCollectives,
     Memory,
-    NominalRates,
+    ProfiledRates,
     Rates,
     ZeroSettings,
     largest_memory,
@@ -164,9 +164,7 @@ def _seconds(job: TrainingJob, framework: str, plan: Plan) -> float:
 
 
 def _calls(job: TrainingJob, rates: Rates) -> GroupCalls:
-    if isinstance(rates, NominalRates):
-        return FlatCollectives(job.cluster)
-    return MeasuredCalls(rates, job.cluster.gpus_per_node)
+    return MeasuredCalls(rates) if isinstance(rates, ProfiledRates) else FlatCollectives(job.cluster)
 
 
 def _memory(job: TrainingJob, framework: str, plan: Plan) -> Memory:

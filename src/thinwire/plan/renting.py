@@ -13,7 +13,7 @@ from thinwire.plan.candidates import Candidate
 from thinwire.plan.explain import shortage
 from thinwire.plan.search import Searched, elsewhere, search
 from thinwire.plan.training_job import TrainingJob
-from thinwire.spec import ClusterSpec, Failures, NodeGroup, Spot
+from thinwire.spec import ClusterSpec, Failures, NodeGroup, Spot, first_nodes
 from thinwire.units import format_bytes
 
 __all__ = ["Offer", "Rental", "SweptNodes", "cheapest", "offers", "parts_of", "rental", "rentals", "sweep_nodes"]
@@ -121,7 +121,7 @@ def sweep_nodes(job: TrainingJob, counts: Iterable[int]) -> Iterator[SweptNodes]
         SpecError: The cluster has fewer nodes, and describes them one by one.
     """
     for count in counts:
-        yield _best_on(job, job.cluster.first(count), "")
+        yield _best_on(job, first_nodes(job.cluster, count), "")
 
 
 def parts_of(job: TrainingJob) -> Iterator[SweptNodes]:

@@ -13,7 +13,7 @@ from thinwire.errors import SpecError
 from thinwire.plan.rules import UNCUT, Cut, cut_problems, cuts, divided, powers_of_two
 from thinwire.program import UnitInfo
 from thinwire.sim import Workload
-from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
+from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan, mean_peak
 from thinwire.spec.pipeline import keeps_busy
 from thinwire.spec.plan import Dtype
 
@@ -111,7 +111,7 @@ class TrainingJob:
     @property
     def peak_flops(self) -> float:
         """Peak FLOP/s of one accelerator in the compute dtype; of unlike nodes, the mean."""
-        return self.cluster.mean_peak(self.compute_dtype)
+        return mean_peak(self.cluster, self.compute_dtype)
 
     # -- how the ranks may share the model ---------------------------------------------------------------------------
 

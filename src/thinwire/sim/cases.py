@@ -15,7 +15,7 @@ from thinwire.errors import SpecError
 from thinwire.program import Lane, node_order
 from thinwire.sim.engines import ENGINES, Engine
 from thinwire.sim.step import Simulated, Workload
-from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
+from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan, mean_peak
 from thinwire.spec.accelerators import ACCELERATORS
 from thinwire.spec.base import Count, Flag, Positive, Spec
 
@@ -136,7 +136,7 @@ class Answer:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation (MFU); attention is not halved for causality."""
-        return self.tflops * 1e12 / self.cluster.mean_peak(self.case.dtype)
+        return self.tflops * 1e12 / mean_peak(self.cluster, self.case.dtype)
 
     def to_dict(self) -> dict[str, Any]:
         """The answer as JSON values."""

@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 from thinwire.cost import PricedStage, ProfiledRates, Rates, flat_moves
 from thinwire.cost.flat import KINDS, GroupCalls
-from thinwire.program import Axis, Lane, Operation, Scope, UnitInfo
+from thinwire.program import Axis, Kind, Lane, Operation, Scope, UnitInfo
 from thinwire.program.stages import Stage
 from thinwire.sim.script import Workload
 from thinwire.sim.step import Simulated, simulate
@@ -54,15 +54,16 @@ class MeasuredCalls:
     """Library calls over a whole group at the rates of a profile.
 
     A ring over all ranks enters and leaves each node once. What crosses a node's link in it takes as long as the same
-    bytes of all ranks of the node together; the other rounds add the latency of a small message inside the node.
+    bytes of all ranks of the node together; the other rounds add the latency of a small message inside the node. gloo
+    reduces and scatters by an all-reduce, of which each rank keeps its share, and adds on the processor.
 
     Args:
         rates: Rates of the profiled cluster.
-        local: Ranks of a node.
     """
 
-    def __init__(self, rates: Rates, local: int) -> None:
-        self._rates, self._local = rates, local
+    def __init__(self, rates: ProfiledRates) -> None:
+        self._rates = rates
+        self._whole_sums = rates.profile.backend == "gloo"
 
     def spine_load(self, mesh: Factor, stride: int) -> float:
         """0: a profile does not measure the spine."""
@@ -75,16 +76,23 @@ class MeasuredCalls:
         ranks = mesh.ranks
         if ranks == 1 or not size:
             return 0.0
+        if self._whole_sums and kind in ("RS", "AR"):
+            return 2 * self._ring(Kind.ALL_GATHER, size, mesh) + self._rates.touch(size / 2)
         if kind == "AR":
-            return self.seconds("RS", size, mesh) + self.seconds("AG", size, mesh)
-        operator, sent = KINDS[kind], size * (ranks - 1) / ranks
+            return self._ring(Kind.REDUCE_SCATTER, size, mesh) + self._ring(Kind.ALL_GATHER, size, mesh)
+        return self._ring(KINDS[kind], size, mesh)
+
+    def _ring(self, operator: Kind, size: float, mesh: Factor) -> float:
+        ranks, sent = mesh.ranks, size * (mesh.ranks - 1) / mesh.ranks
         if mesh.nodes == 1:
             return self._rates.hop(operator, Scope.INSIDE, ranks, round(sent), encoded=False)
         # R / local groups cross each node's cards at the same time; the profile's rows have all R ranks send.
         across = self._rates.hop(operator, Scope.ACROSS, mesh.nodes, round(sent / mesh.local), encoded=False)
         if mesh.local == 1:
             return across
-        return across + (mesh.local - 1) * self._rates.hop(operator, Scope.INSIDE, mesh.local, 1, encoded=False)
+        # The ranks of a node pass everything on to each other at the same time.
+        inside = self._rates.hop(operator, Scope.INSIDE, mesh.local, round(sent), encoded=False)
+        return max(across, inside)
 
     def broadcasts(self, size: float, owners: int, mesh: Factor, stride: int = 1) -> float:
         """Seconds of grouped broadcasts, as long as an all-gather of the same vector."""

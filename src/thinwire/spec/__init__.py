@@ -9,6 +9,7 @@ from thinwire.spec.factor import Factor
 from thinwire.spec.io import apply_settings, read_toml, read_toml_file, write_toml
 from thinwire.spec.model import ModelSpec
 from thinwire.spec.nodes import Failures, Link, NodeGroup, Spot
+from thinwire.spec.parts_of_clusters import first_nodes, mean_peak, seen_by
 from thinwire.spec.plan import Overlap, Plan, Residence, UnitOverride, Wire
 
 __all__ = [
@@ -32,8 +33,11 @@ __all__ = [
     "UnitOverride",
     "Wire",
     "apply_settings",
+    "first_nodes",
+    "mean_peak",
     "read_toml",
     "read_toml_file",
     "rule",
+    "seen_by",
     "write_toml",
 ]

@@ -21,6 +21,7 @@ from thinwire.spec.nodes import (
     NodeGroup,
     Spot,
     accelerator_problems,
+    group_problems,
 )
 from thinwire.spec.nodes_shorthand import expanded, in_proportion
 
@@ -165,32 +166,11 @@ class ClusterSpec(Spec):
         """``accelerator`` is one of the [names below](#accelerators)."""
         yield from accelerator_problems(self.accelerator)
 
-    @rule("groups", "gpus_per_node")
-    def _nodes_have_as_many_accelerators(self) -> Iterator[Problem]:
-        """All groups have as many accelerators per node, because ranks form a grid."""
-        for number, group in enumerate(self.groups):
-            count = group.gpus_per_node
-            if count is not None and count != self.gpus_per_node:
-                yield Problem(
-                    f"groups.{number}.gpus_per_node",
-                    f"= {count} differs from {self.gpus_per_node} of other nodes: ranks form a grid; describe a larger "
-                    "node as several smaller ones",
-                )
-
-    @rule("groups", "links")
-    def _zones_are_joined(self) -> Iterator[Problem]:
-        """Groups in several zones need ``links.zone``."""
-        zones = list(dict.fromkeys(group.zone for group in self.groups))
-        if len(zones) > 1 and self.links.zone is None:
-            names = ", ".join(map(repr, zones))
-            yield Problem("links.zone", f"is missing: the groups are in the zones {names}, and nothing joins them")
-
-    @rule("groups", "peak_flops")
-    def _groups_compute_in_one_dtype(self) -> Iterator[Problem]:
-        """All groups have a peak for some dtype."""
-        if self.groups and not self.peak_flops:
-            dtypes = "; ".join(", ".join(group.peak_flops or {}) for group in self.groups)
-            yield Problem("groups", f"have no dtype in common in peak_flops: {dtypes}")
+    @rule("groups", "gpus_per_node", "links", "peak_flops")
+    def _groups_belong_together(self) -> Iterator[Problem]:
+        """Groups have as many accelerators per node, because ranks form a grid; a dtype that all of them compute in;
+        and ``links.zone`` if they are in several zones."""
+        yield from group_problems(self.groups, self.gpus_per_node, self.peak_flops, joined=self.links.zone is not None)
 
     @rule("links", "nodes_per_leaf", "leaves")
     def _a_spine_joins_leaves(self) -> Iterator[Problem]:
@@ -223,55 +203,6 @@ class ClusterSpec(Spec):
             return (0,) * self.nodes
         return tuple(number for number, group in enumerate(self.groups) for _ in range(group.nodes))
 
-    def mean_peak(self, dtype: str) -> float:
-        """Peak FLOP/s of one accelerator in a dtype, or in one that it has; of unlike nodes, the mean."""
-        peaks = [(group.nodes, group.peak_flops or self.peak_flops) for group in self.groups] or [(1, self.peak_flops)]
-        sums = ((nodes, own.get(dtype) or own.get("float16") or max(own.values())) for nodes, own in peaks)
-        return sum(nodes * peak for nodes, peak in sums) / sum(nodes for nodes, _ in peaks)
-
-    @property
-    def is_layered(self) -> bool:
-        """Whether the distance between the nodes of a group of ranks may matter."""
-        return self.links.spine is not None or bool(self.groups)
-
-    def seen_by(self, number: int) -> Self:
-        """A cluster of equal nodes, each like those of a group; the network between nodes is not part of it.
-
-        Args:
-            number: Number of the group.
-        """
-        group = self.groups[number]
-        keys = ("memory", "peak_flops", "memory_bandwidth", "kernels")
-        figures = {key: getattr(group, key) for key in keys if getattr(group, key) is not None}
-        links = {key: getattr(group, key) for key in ("inside", "nic") if getattr(group, key) is not None}
-        own = {name: getattr(self, name) for name in type(self).model_fields}
-        own |= {**figures, "name": group.label, "links": self.links.with_(**links), "groups": ()}
-        return self.parse({**own, "accelerator": None, "spot": None, "failures": None}, group.label)
-
-    def first(self, nodes: int) -> Self:
-        """The same cluster with only its first nodes, or with more if all are equal.
-
-        Args:
-            nodes: Number of nodes, from 1.
-
-        Raises:
-            SpecError: Unlike nodes or named leaves are fewer.
-        """
-        if (self.groups or self.leaves is not None) and nodes > self.nodes:
-            raise SpecError(
-                "nodes", [f"= {nodes}: the cluster describes {self.nodes} nodes one by one; describe as many"]
-            )
-        leaves = None if self.leaves is None else self.leaves[:nodes]
-        label = _resized(self.name, self.nodes, nodes)
-        if not self.groups:
-            return self.with_(nodes=nodes, leaves=leaves, name=label)
-        groups, left = [], nodes
-        for group in self.groups:
-            taken = min(left, group.nodes)
-            left -= taken
-            groups += [group.with_(nodes=taken)] if taken else []
-        return self.with_(nodes=nodes, leaves=leaves, groups=tuple(groups), name=label)
-
     def in_order(self, order: Sequence[int]) -> Self:
         """The same nodes in another order.
 
@@ -294,8 +225,3 @@ class ClusterSpec(Spec):
         leaf_of = self.leaf_of_nodes
         leaves = tuple(leaf_of[start + node] for start in range(0, self.nodes, size) for node in order)
         return self.with_(nodes_per_leaf=None, leaves=leaves)
-
-
-def _resized(name: str | None, before: int, after: int) -> str | None:
-    """A label such as ``a100-80g:4x8`` with another number of nodes."""
-    return name if name is None else name.replace(f":{before}x", f":{after}x")

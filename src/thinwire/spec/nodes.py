@@ -107,6 +107,33 @@ def accelerator_problems(name: str | None) -> Iterator[Problem]:
         yield Problem("accelerator", f"= {name!r} is unknown; valid are {', '.join(ACCELERATORS)}")
 
 
+def group_problems(
+    groups: Sequence[NodeGroup], gpus_per_node: int, peaks: Mapping[str, float], *, joined: bool
+) -> Iterator[Problem]:
+    """What keeps groups from being one cluster.
+
+    Args:
+        groups: The groups, complete.
+        gpus_per_node: Accelerators per node of the cluster.
+        peaks: Peak FLOP/s by the dtypes that all groups have.
+        joined: Whether a link joins zones.
+    """
+    for number, group in enumerate(groups):
+        if group.gpus_per_node not in (None, gpus_per_node):
+            yield Problem(
+                f"groups.{number}.gpus_per_node",
+                f"= {group.gpus_per_node} differs from {gpus_per_node} of other nodes: ranks form a grid; describe a "
+                "larger node as several smaller ones",
+            )
+    zones = list(dict.fromkeys(group.zone for group in groups))
+    if len(zones) > 1 and not joined:
+        names = ", ".join(map(repr, zones))
+        yield Problem("links.zone", f"is missing: the groups are in the zones {names}, and nothing joins them")
+    if groups and not peaks:
+        dtypes = "; ".join(", ".join(group.peak_flops or {}) for group in groups)
+        yield Problem("groups", f"have no dtype in common in peak_flops: {dtypes}")
+
+
 def machine_figures(name: object) -> dict[str, Any]:
     """Published figures of an accelerator in its usual machine, by key of a group; nothing for an unknown name."""
     kind = ACCELERATORS.get(name) if isinstance(name, str) else None
