@@ -16,9 +16,12 @@ from thinwire.cli.errors import explained
 from thinwire.cli.options import InternodeGbps, NodesPerLeaf, Seq, SpineGbps, expand_options
 from thinwire.cli.plan_amsp import least_sum
 from thinwire.cli.plan_compare import compare_run
+from thinwire.cli.plan_emit import NOTHING_EMITTED, EmitOptions, emit
 from thinwire.cli.plan_job import ClusterChanges, cluster_of, compute_dtype_of, rates_of, ways_of
 from thinwire.cli.plan_objectives import objectives_json, show_objectives
+from thinwire.cli.plan_rent import NO_RENT, RentOptions, counts_of, show_rentals, show_sweep, with_rent
 from thinwire.cli.plan_tables import (
+    basis_line,
     explanation_json,
     introduce,
     listed,
@@ -85,13 +88,24 @@ class PlanOptions:
             metavar="PROFILE.json", help="Times that thinwire profile measured on the cluster.", show_default=False
         ),
     ] = None
+    kernels: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="KERNELS.json",
+            help="Times of kernels that thinwire profile --kernels measured on such an accelerator.",
+            show_default=False,
+        ),
+    ] = None
     codecs: Annotated[
         Literal["none", "lossless", "standard", "aggressive"] | None,
         typer.Option(help="How lossy codecs may be; --objective amsp uses no codecs.", show_default="standard"),
     ] = None
     objective: Annotated[
-        Literal["time", "amsp"],
-        typer.Option(help="What to minimize. time: the overlapped step; amsp: AMSP's sum of communication."),
+        Literal["time", "cost", "amsp"],
+        typer.Option(
+            help="What to minimize. time: the overlapped step; cost: the price of a token, also by leaving groups of "
+            "nodes out; amsp: AMSP's sum of communication."
+        ),
     ] = "time"
     internode_gbps: InternodeGbps = None
     nodes_per_leaf: NodesPerLeaf = None
@@ -112,6 +126,8 @@ class PlanOptions:
             show_default=False,
         ),
     ] = None
+    rent: RentOptions = NO_RENT
+    peer: EmitOptions = NOTHING_EMITTED
     clip: Annotated[bool, typer.Option(help="Clip gradients by their norm.")] = True
     causal_mfu: Annotated[
         bool, typer.Option("--causal-mfu", help="Count only half of the attention in the MFU, as Megatron-LM now does.")
@@ -188,7 +204,7 @@ def plan(options: PlanOptions) -> None:
         result = _planned(options, wide_console(as_json=options.as_json))
         if options.as_json:
             print(json.dumps(result))
-        if not any(row["fits"] for row in result["plans"]):
+        if not (result.get("best") or any(row["fits"] for row in result["plans"])):
             raise typer.Exit(1)
 
 
@@ -208,6 +224,9 @@ def _check(options: PlanOptions) -> None:
         raise UsageError(
             f"--nodes-per-leaf {options.nodes_per_leaf} and --hosts {options.hosts} both say it: leave one out"
         )
+    _check_emission(options)
+    if options.rent.plot is not None and options.rent.sweep is None:
+        raise UsageError(f"--plot {options.rent.plot} needs --sweep nodes=A..B: the numbers of nodes to draw")
     if options.refit is not None and options.compare is None:
         raise UsageError(f"--refit {options.refit} needs --compare RUN: the run that the profile should fit")
     if options.objective == "amsp" and options.codecs not in (None, "none"):
@@ -237,12 +256,27 @@ def _check_budget(options: PlanOptions) -> None:
         )
 
 
+def _check_emission(options: PlanOptions) -> None:
+    from thinwire.convert.emit import FRAMEWORKS
+    from thinwire.errors import UsageError
+
+    framework, path = options.peer.emit, options.peer.emit_to
+    if framework is not None and framework not in FRAMEWORKS:
+        raise UsageError(f"--emit {framework}: there is no such framework; valid are {', '.join(FRAMEWORKS)}")
+    if path is not None and framework is None:
+        raise UsageError(f"--emit-to {path} needs --emit FRAMEWORK: one of {', '.join(FRAMEWORKS)}")
+    if framework is not None and (options.rent.sweep is not None or options.objective != "time"):
+        raise UsageError(f"--emit {framework} takes the plan of one cluster by --objective time; leave the others out")
+
+
 def _planned(options: PlanOptions, console: Console) -> dict[str, Any]:
     """Search for plans, show them, and return what ``--json`` prints."""
     from thinwire.spec import Plan
 
     leaf_of = None if options.hosts is None else _leaves_of_hosts(options.hosts)
     job = _job(options, leaf_of)
+    if options.rent.sweep is not None or options.objective == "cost":
+        return _rented(job, options, console)
     if options.objective == "amsp":
         result = least_sum(job, options.top, options.out, console, explain=options.explain)
     else:
@@ -251,6 +285,32 @@ def _planned(options: PlanOptions, console: Console) -> dict[str, Any]:
         first = Plan.parse(result["plans"][0]["plan"])
         result["placement"] = _place(job, first, leaf_of, options.placement, console)
     return result
+
+
+def _rented(job: TrainingJob, options: PlanOptions, console: Console) -> dict[str, Any]:
+    """Show which nodes to rent, and write the plan for them."""
+    import thinwire.plan as planner
+
+    by_cost = options.objective == "cost"
+    if options.rent.sweep is None:
+        rows = planner.parts_of(job)
+    else:
+        rows = planner.sweep_nodes(job, counts_of(options.rent.sweep))
+    introduce(job, console)
+    with console.status("searching"):
+        found = list(rows)
+    result = show_sweep(job, found, options.rent, console, by_cost=by_cost)
+    chosen = next((row for row in result["sweep"] if (row["nodes"], row["label"]) == _named(result["best"])), None)
+    if options.out is not None and chosen is not None:
+        from thinwire.spec import Plan
+
+        Plan.parse(chosen["plan"]).save(options.out)
+        console.print(f"wrote the plan of {chosen['nodes']} nodes to {options.out}", markup=False)
+    return result
+
+
+def _named(best: Mapping[str, Any] | None) -> tuple[Any, Any]:
+    return (None, None) if best is None else (best["nodes"], best["label"])
 
 
 def _leaves_of_hosts(source: Path) -> dict[str, str]:
@@ -292,7 +352,7 @@ def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob
         raise UsageError(f"{missing} missing: thinwire plan --model llama-7b --tokens-per-step 4M --cluster ...")
     shape = ModelSpec.named(options.model, **({} if options.seq is None else {"seq": options.seq}))
     measured = None if options.profile is None else Profile.read(options.profile)
-    machine = cluster_of(options.cluster, measured, _changes(options, leaf_of))
+    machine = with_rent(cluster_of(options.cluster, measured, _changes(options, leaf_of)), options.rent)
     return TrainingJob(
         shape,
         machine,
@@ -319,7 +379,7 @@ def _changes(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> Cluster
     if leaf_of is not None:
         leaves = {"nodes_per_leaf": None, "leaves": leaf_numbers(leaf_of)}
     gbps = {"nic": options.internode_gbps, "inside": options.intranode_gbps, "spine": options.spine_gbps}
-    return ClusterChanges(gbps, leaves, options.memory, options.price)
+    return ClusterChanges(gbps, leaves, options.memory, options.price, options.kernels)
 
 
 def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[str, Any]:
@@ -344,6 +404,7 @@ def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[s
     if not searched.candidates:
         return _infeasible(job, rows, console)
     console.print(search_line(searched, job.tie), markup=False)
+    console.print(basis_line(job, searched.candidates[0]), markup=False)
     explanation = both = None
     if options.explain:
         with console.status("trying other circumstances"):
@@ -355,6 +416,8 @@ def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[s
     written, islands = (
         (chosen.plan, None) if options.loss_budget is None else _with_islands(job, options, searched, console)
     )
+    rent = show_rentals(job, planner.rentals(job, chosen), console)
+    emitted = emit(job, chosen, options.peer, console)
     if options.out is not None:
         written.save(options.out)
         which = "the first plan" if written == chosen.plan else "the first plan with islands"
@@ -375,6 +438,8 @@ def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[s
             "cuts": searched.cuts,
             "widened": widened,
         },
+        "rent": rent,
+        "emit": emitted,
     }
 
 

@@ -32,7 +32,8 @@ def introduce(job: TrainingJob, console: Console) -> None:
         markup=False,
     )
     if isinstance(job.rates, NominalRates):
-        console.print("times follow from published figures, not from a profile of this cluster", markup=False)
+        kernels = " and from times of kernels" if job.rates.has_kernels else ""
+        console.print(f"times follow from published figures{kernels}, not from a profile of this cluster", markup=False)
     if job.compute_dtype == "float16":
         console.print(
             "the accelerator has a peak for float16 and none for bfloat16: plans compute in float16, with loss scaling",
@@ -122,6 +123,14 @@ def search_line(searched: Searched, tie: float) -> str:
     )
 
 
+def basis_line(job: TrainingJob, chosen: Candidate) -> str:
+    """What the first plan's prediction rests on."""
+    from thinwire.plan import rests_on
+
+    basis = rests_on(job, chosen)
+    return f"the first plan's step rests on computation {basis.computation} and transfers {basis.transfers}"
+
+
 def show_explanation(explanation: Explanation, chosen: Candidate, console: Console) -> None:
     """Print what bounds the chosen plan, and what would change the choice."""
     console.print(f"\nbound by {explanation.binding}", markup=False)
@@ -141,6 +150,9 @@ def show_explanation(explanation: Explanation, chosen: Candidate, console: Conso
 
 def row_json(job: TrainingJob, number: int, row: Candidate) -> dict[str, Any]:
     """A row of the table as JSON."""
+    from thinwire.plan import rests_on
+
+    basis = rests_on(job, row)
     return {
         "rank": number,
         "plan": row.plan.to_dict(),
@@ -154,6 +166,7 @@ def row_json(job: TrainingJob, number: int, row: Candidate) -> dict[str, Any]:
         "label": row.label,
         "cost_per_billion_tokens": row.cost_per_billion_tokens(job),
         "extrapolated": row.simulated.extrapolated,
+        "basis": {"step": basis.step, "computation": basis.computation, "transfers": basis.transfers},
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -92,7 +93,12 @@ class Lab:
             SpecError: a value is out of range.
             UsageError: the kernel lacks what it takes; names it. The links are not shaped then.
         """
-        self._reshape(LinkShape(bandwidth, latency, loss), range(self.spec.nodes))
+        wanted = LinkShape(bandwidth, latency, loss)
+        if self.spec.host_bandwidths is not None and bandwidth != self.spec.bandwidth:
+            raise UsageError(f"bandwidth = {bandwidth}: the hosts of this lab have links of their own bandwidths")
+        for node in range(self.spec.nodes):
+            own = bandwidth if self.spec.host_bandwidths is None else self.spec.bandwidth_of(node)
+            self._reshape(replace(wanted, bandwidth=own), node)
 
     def shape_link(self, node: int, bandwidth: float | None) -> None:
         """Change the bandwidth of one host's link, in both directions, while traffic flows.
@@ -107,13 +113,12 @@ class Lab:
         """
         self._check_node(node)
         shape = self._shapes[node]
-        self._reshape(LinkShape(bandwidth, shape.latency, shape.loss), [node])
+        self._reshape(LinkShape(bandwidth, shape.latency, shape.loss), node)
 
-    def _reshape(self, wanted: LinkShape, nodes: Sequence[int]) -> None:
+    def _reshape(self, wanted: LinkShape, node: int) -> None:
         try:
-            for node in nodes:
-                self._apply(wanted, self._shapes.pop(node, LinkShape()), node)
-                self._shapes[node] = wanted
+            self._apply(wanted, self._shapes.pop(node, LinkShape()), node)
+            self._shapes[node] = wanted
         except UsageError as error:
             self._shapes.clear()
             self._unshape()

@@ -259,7 +259,9 @@ class Drafts:
         return bool(least_seconds(self._computation(batches, chain), sent).min() > limit)
 
     def _groups_of(self, chain: Chain, secondary: Factor | None) -> Traffic:
-        return Traffic.of(self.mesh, *chain, secondary, strided=self.job.cluster.links.spine is not None)
+        cluster = self.job.cluster
+        strided = bool(cluster.links.spine or cluster.groups)
+        return Traffic.of(self.mesh, *chain, secondary, strided=strided)
 
     def _group(self, chain: Chain, secondary: Factor | None, promising: Sequence[BatchChoice]) -> DraftGroup | None:
         """The plans with these factors; ``None`` if no batch fits."""

@@ -184,7 +184,8 @@ def binding(job: TrainingJob, chosen: Candidate) -> str:
     waiting = sum(chosen.simulated.exposed.values()) / seconds
     computing = shares[Resource.COMPUTE] + shares[Resource.CODEC]
     busiest = max(_LINKS, key=lambda resource: shares[resource])
-    link = _LINKS[busiest]
+    zones = busiest is Resource.SPINE and job.cluster.links.spine is None
+    link = "the links between zones" if zones else _LINKS[busiest]
     room = job.cluster.memory - chosen.memory.total
     memory = f"{format_bytes(room)} of memory are left"
     axes = chosen.axes

@@ -81,8 +81,7 @@ def search(job: TrainingJob, *, top: int = 10, simulations: Simulations | None =
 
 def elsewhere(job: TrainingJob, cluster: ClusterSpec, **changes: Any) -> TrainingJob:
     """The job on another cluster, with further changes. Published rates follow the cluster; a profile is kept."""
-    nominal = isinstance(job.rates, NominalRates)
-    rates = NominalRates(cluster, job.compute_dtype) if nominal else job.rates
+    rates = job.rates.on(cluster) if isinstance(job.rates, NominalRates) else job.rates
     return replace(job, cluster=cluster, rates=rates, **changes)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from thinwire.cost import Memory, Pricer, Rates
+from thinwire.cost import Memory, Pricer, Rates, views_of
 from thinwire.cost.memory import largest_memory
 from thinwire.plan.candidates import AxisSeconds, Candidate
 from thinwire.plan.drafts import axis_rates, stage_message
@@ -29,7 +29,14 @@ class Simulations:
         self._pricers: dict[tuple[Rates, str], Pricer] = {}
 
     def candidate(self, job: TrainingJob, plan: Plan, label: str | None = None) -> Candidate:
-        """Predict the step time and the memory of one plan; arguments as of :func:`candidate`."""
+        """Predict the step time and the memory of one plan; arguments as of :func:`candidate`.
+
+        Of unlike nodes, the slowest decide.
+        """
+        views = (replace(job, rates=rates) for rates in views_of(job.rates))
+        return max((self._candidate(view, plan, label) for view in views), key=lambda seen: seen.seconds)
+
+    def _candidate(self, job: TrainingJob, plan: Plan, label: str | None) -> Candidate:
         workload, rates = job.workload(plan), axis_rates(job, plan)
         simulated = self._played(job, plan).step(plan.micro_batches)
         if plan.num_islands > 1:
