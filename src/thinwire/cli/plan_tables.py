@@ -10,6 +10,7 @@ from rich.console import Console
 if TYPE_CHECKING:
     from thinwire.plan import Candidate, Explanation, Searched, TrainingJob
     from thinwire.report import Sheet
+    from thinwire.spec import ModelSpec
 
 
 def listed(searched: Searched, top: int) -> list[Candidate]:
@@ -26,7 +27,7 @@ def introduce(job: TrainingJob, console: Console) -> None:
 
     cluster, model = job.cluster, job.model
     console.print(
-        f"{model.name or 'model'}: {model.parameters / 1e9:.2f} billion parameters, {job.seq:,} tokens a sequence, "
+        f"{model.name or 'model'}: {model.parameters / 1e9:.2f} billion parameters{_active(model)}, {job.seq:,} tokens a sequence, "
         f"{job.tokens_per_step:,} a step; {cluster.name or 'cluster'}: {cluster.gpus:,} GPUs of "
         f"{format_bytes(cluster.memory)}",
         markup=False,
@@ -38,6 +39,11 @@ def introduce(job: TrainingJob, console: Console) -> None:
             "the accelerator has a peak for float16 and none for bfloat16: plans compute in float16, with loss scaling",
             markup=False,
         )
+
+
+def _active(model: ModelSpec) -> str:
+    """How much of a mixture of experts computes a token, as a part of a sentence."""
+    return "" if model.experts is None else f" ({model.active_parameters / 1e9:.2f} billion of them active)"
 
 
 def plan_sheet(job: TrainingJob, rows: Sequence[Candidate]) -> Sheet:

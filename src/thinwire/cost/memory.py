@@ -434,12 +434,33 @@ def _feedback(plan: Plan, padded: int) -> int:
 
 def activation_bytes(model: ModelSpec, tokens: int, itemsize: int) -> int:
     """Bytes that one block keeps from its forward to its backward for ``tokens`` tokens."""
-    h, kv, ffn = model.hidden, model.kv_hidden, model.ffn
     # Input and output of both norms, rotated queries and keys, values, the attention output twice (plain and
     # flattened); then gate, up, silu(gate) and their product, or the input and output of GELU.
-    width = 7 * h + 2 * kv + (4 if model.kind == "llama" else 2) * ffn
-    softmax = 4 * model.heads  # one fp32 normaliser for each head
+    width = 4 * model.hidden + _attention_values(model)
+    of_values = 4 if model.kind == "llama" else 2
+    dense = of_values * model.ffn if model.expert_layers < model.layers else 0
+    width += max(dense, of_values * model.shared_ffn + _expert_values(model))
+    softmax = 4 * (model.heads + (model.experts or 0))  # one fp32 normaliser for each head, a chance for each expert
     return tokens * (itemsize * width + softmax)
+
+
+def _attention_values(model: ModelSpec) -> int:
+    """Values that attention keeps of a token."""
+    queries = model.heads * model.head_dim
+    if model.latent is None:
+        return 3 * queries + 2 * model.kv_hidden
+    latent = model.latent
+    # Compressed vectors before and after their norms; whole queries, keys and values.
+    compressed = 2 * ((latent.query_rank or 0) + latent.kv_rank)
+    return compressed + 2 * queries + 3 * model.heads * latent.value_dim
+
+
+def _expert_values(model: ModelSpec) -> int:
+    """Values that experts keep of a token: for each that it visits, its copy, gate and up, silu(gate), their product,
+    and what the expert makes of it."""
+    if model.experts is None:
+        return 0
+    return model.active_experts * (2 * model.hidden + 4 * model.expert_ffn)
 
 
 def kept_activations(

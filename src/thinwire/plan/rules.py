@@ -90,6 +90,10 @@ def cut_problems(model: ModelSpec, seq: int, cut: Cut) -> list[str]:
     stages = cut.pp * STAGES_OF_A_RANK[cut.schedule]
     if stages > model.layers:
         problems.append(f"pp = {cut.pp} ({cut.schedule}) makes {stages} stages of {model.layers} blocks")
+    if model.experts is not None and cut.ways > 1:
+        problems.append(
+            f"experts = {model.experts}: tp and pp do not divide mixtures of experts; use tp = 1 and pp = 1"
+        )
     if cut.pp > 1 and model.tied_embedding:
         problems.append(
             f"pp = {cut.pp} would put the embedding and the head on different ranks, but they share one weight"
