@@ -11,10 +11,12 @@ import datetime
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 
-__all__ = ["named_group"]
+__all__ = ["exchange_counts", "exchange_rows", "named_group"]
 
 _made: Counter[str] = Counter()
 
@@ -48,3 +50,33 @@ def named_group(
     assert isinstance(group, dist.ProcessGroup)
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
+
+
+def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Tell every rank how many rows it gets.
+
+    Args:
+        counts: One row of counts for each rank of the group, int64, ``(ranks, N)``.
+        group: The group.
+
+    Returns:
+        What each rank has counted for this one, ``(ranks, N)``.
+    """
+    result: torch.Tensor = all_to_all_single(counts, None, None, group)
+    return result.wait() if hasattr(result, "wait") else result
+
+
+def exchange_rows(rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """torch's all-to-all of rows, whose backward sends the gradients back.
+
+    Args:
+        rows: ``(sum(sent), D)``: rows for each rank of the group, one rank's after another's.
+        received: Number of rows from each rank.
+        sent: Number of rows for each rank.
+        group: The group.
+
+    Returns:
+        ``(sum(received), D)``.
+    """
+    result: torch.Tensor = all_to_all_single_autograd(rows.contiguous(), received, sent, group)
+    return result.wait() if hasattr(result, "wait") else result

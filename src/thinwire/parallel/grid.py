@@ -31,6 +31,7 @@ class Grid:
         placed: Position of this rank in the plan's mesh where a ``placement`` permutes the ranks of a job without
             tensor and pipeline parallelism.
         islands: Number of islands.
+        ep: Number of data-parallel ranks that share experts; they are neighbours.
     """
 
     pp: int
@@ -39,6 +40,7 @@ class Grid:
     rank: int
     placed: int | None = None
     islands: int = 1
+    ep: int = 1
 
     @classmethod
     def of(cls, plan: Plan, rank: int, size: int) -> Grid:
@@ -52,7 +54,7 @@ class Grid:
         Raises:
             SpecError: The job has another number of ranks than the plan.
         """
-        grid = cls(plan.pp, plan.world, plan.tp, rank, islands=plan.num_islands)
+        grid = cls(plan.pp, plan.world, plan.tp, rank, islands=plan.num_islands, ep=plan.ep)
         if grid.size != size:
             of_islands = "" if plan.islands is None else f" on each of {plan.num_islands} islands"
             raise SpecError(
@@ -78,8 +80,8 @@ class Grid:
 
     @property
     def is_data_parallel(self) -> bool:
-        """Whether each rank holds a whole replica of the model, without tensor and pipeline parallelism."""
-        return self.tp == self.pp == 1
+        """Whether each rank holds a whole replica of the model, without tensor, pipeline and expert parallelism."""
+        return self.tp == self.pp == self.ep == 1
 
     @property
     def island(self) -> int:
@@ -129,8 +131,21 @@ class Grid:
         )
 
     @property
+    def expert_ranks(self) -> tuple[int, ...]:
+        """Global ranks that share the experts of this rank's blocks."""
+        first = self.data // self.ep * self.ep
+        return self.data_ranks[first : first + self.ep]
+
+    @property
+    def expert_data_ranks(self) -> tuple[int, ...]:
+        """Global ranks that hold the same experts as this one, in the order of their positions in the mesh."""
+        return self.data_ranks[self.data % self.ep :: self.ep]
+
+    @property
     def model_ranks(self) -> tuple[int, ...]:
-        """Global ranks that together hold one replica of the model and process the same data."""
+        """Global ranks that together hold one replica of the model."""
+        if self.ep > 1:
+            return self.expert_ranks
         return tuple(
             self.island_ranks[0] + (stage * self.dp + self._column) * self.tp + tensor
             for stage in range(self.pp)
@@ -139,11 +154,32 @@ class Grid:
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """Global ranks with which this rank exchanges activations: those of its matrices and of its pipeline."""
+        """Global ranks with which this rank exchanges activations: those of its matrices, its pipeline, its experts."""
+        if self.ep > 1:
+            return self.expert_ranks
         here = self.island_ranks[0] + self.rank % (self.dp * self.tp)
         pipeline = range(here, self.island_ranks[0] + self.of_island, self.dp * self.tp)
         first = self.rank - self.tensor
         return tuple(sorted({*pipeline, *range(first, first + self.tp)}))
+
+    def expert_mesh(self, plan: Plan, device: torch.device, *, encoded: bool) -> DeviceMesh:
+        """Make torch's mesh of the ranks that share experts, with the axis ``ep``. All ranks make it together.
+
+        Args:
+            plan: Plan with the codec of ``ep``.
+            device: Device of the tensors.
+            encoded: See :meth:`mesh`.
+
+        Raises:
+            UsageError: The plan has a codec for ``ep`` that does not support the device.
+        """
+        group = groups.mesh_group(self.expert_ranks, "ep")
+        mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("ep",))
+        if encoded and (device.type == "cpu" or not plan.wire.ep.is_none):
+            axis = intercept.compress_axis(mesh, "ep", plan.wire.ep)
+            axis.configure(axis.codecs, nodes=max(1, self.ep // plan.mesh.local))
+            axis.time_waits()
+        return mesh
 
     def mesh(self, plan: Plan, device: torch.device, *, encoded: bool) -> DeviceMesh:
         """Make torch's mesh of this rank's island, with axes ``pp``, ``dp`` and ``tp``. All ranks make it together.

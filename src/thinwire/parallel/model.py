@@ -6,6 +6,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -23,8 +24,9 @@ from thinwire.errors import SpecError
 from thinwire.intercept import AxisTraffic, axis_traffic, step_scope
 from thinwire.network.order import order_ranks
 from thinwire.parallel.divisible import Divisible, blocks_of_stages, divisible
+from thinwire.parallel.experts import expert_modules, share_experts
 from thinwire.parallel.grid import Grid
-from thinwire.parallel.tensor import cut_matrices, tensor_axis, vocabulary_parallel_loss
+from thinwire.parallel.tensor import cast_parts, cut_matrices, tensor_axis, vocabulary_parallel_loss
 from thinwire.sharding import api, snapshot
 from thinwire.sharding.build import build
 from thinwire.sharding.clip import scale_to_norm, spoil
@@ -64,10 +66,12 @@ class ParallelModel:
     Attributes:
         plan: The plan.
         grid: Position of this rank.
-        chunks: Sharded parts of the model, one for each pipeline stage of this rank.
+        chunks: Sharded parts of the model: one for each pipeline stage of this rank; with ``ep``, the model without its
+            experts, and this rank's experts.
         decides_on_device: Whether the device can skip an update, so that the host need not read the norm before it goes
             on.
-        mesh: torch's mesh with axes ``pp``, ``dp`` and ``tp``; ``None`` if all ranks are data-parallel.
+        mesh: torch's mesh with axes ``pp``, ``dp`` and ``tp``, or with the axis ``ep``; ``None`` if all ranks are
+            data-parallel.
     """
 
     def __init__(
@@ -106,7 +110,8 @@ class ParallelModel:
                 return self._pipeline.step(*_on_device(batches, self._device), scale)
             total = torch.zeros((), device=self._device)
             tokens = zip(*(part.chunk(len(batches)) for part in _on_device(batches, self._device)), strict=True)
-            for ids, labels in api.micro_batches(self.chunks[0], list(tokens)):
+            runtimes = [runtime_of(chunk) for chunk in self.chunks]
+            for ids, labels in api.micro_batches_of(runtimes, list(tokens)):
                 loss = self._mean_loss(ids, labels) / len(batches)
                 (loss if scale is None else scale.scale(loss)).backward()
                 total += loss.detach()
@@ -224,7 +229,8 @@ class ParallelModel:
     def _mean_loss(self, ids: Tensor, labels: Tensor) -> Tensor:
         if self.grid.tp > 1:
             return self._loss(self.chunks[0](ids).logits, labels)
-        loss: Tensor = self.chunks[0](input_ids=ids, labels=labels).loss
+        # Experts are the last part, whose forward runs the others.
+        loss: Tensor = self.chunks[-1](input_ids=ids, labels=labels).loss
         return loss
 
     @contextlib.contextmanager
@@ -316,10 +322,13 @@ def _norm(runtimes: Sequence[Runtime], whole: groups.Control | None) -> Tensor:
     norms = [runtime.agree(measure=True).norm for runtime in runtimes]
     if whole is None and len(norms) == 1:
         return norms[0]
-    squared = float(torch.stack(norms).square().sum())
+    squares = [float(norm.square()) for norm in norms]
+    # A part that all of these ranks train together counts once.
+    common = sum(square for square, runtime in zip(squares, runtimes, strict=True) if not runtime.part.label)
+    apart = sum(squares) - common
     if whole is not None:
-        squared = whole.all_reduce_mean([squared])[0] * whole.size
-    return torch.tensor(squared, dtype=torch.float64).sqrt()
+        apart = whole.all_reduce_mean([apart])[0] * whole.size
+    return torch.tensor(common + apart, dtype=torch.float64).sqrt()
 
 
 def parallelize(
@@ -341,7 +350,8 @@ def parallelize(
     Args:
         model: fp32 model; for ``tp`` or ``pp`` above 1 a :class:`~thinwire.parallel.Divisible`, which is changed in
             place.
-        plan: Plan whose mesh times ``tp`` times ``pp`` has as many ranks as the job.
+        plan: Plan whose mesh times ``tp`` times ``pp`` has as many ranks as the job. With ``ep`` above 1, the model needs
+            experts: see :func:`thinwire.parallel.experts.expert_modules`.
         loss: Mean loss of logits ``(B, T, V)`` and labels; needed for ``pp`` above 1 without ``tp``.
         sequence_parallel: With ``tp``, also divide tokens between matrices, if the model supports it.
         encoded: Whether ``tp`` and ``pp`` send through their codecs (also through ``none``) and count bytes. Otherwise,
@@ -362,6 +372,9 @@ def parallelize(
     if grid.is_data_parallel:
         api.shard(model, plan, codec_backend=codec_backend, values=values, device=device)
         return ParallelModel(plan, grid, [model], None, None, _unknown_loss if loss is None else loss)
+    if grid.ep > 1:
+        starting = _Starting(encoded, codec_backend, values, device or next(model.parameters()).device)
+        return _with_experts(model, plan, grid, starting, loss)
     if not encoded and not (plan.wire.tp.is_none and plan.wire.pp.is_none):
         raise SpecError("plan", ["wire.tp and wire.pp need encoded = True, or set both to 'none'"])
     device = device or next(model.parameters()).device
@@ -397,6 +410,44 @@ def parallelize(
         shapes = Shapes(grid.tp if sequence else 1, anatomy.width, anatomy.vocabulary // grid.tp, dtype)
         pipeline = Pipeline(chunks, plan, mesh.get_group("pp"), device, shapes, mean_loss)
     return ParallelModel(plan, grid, chunks, mesh, pipeline, mean_loss)
+
+
+@dataclass(frozen=True)
+class _Starting:
+    """How the parts of a model start; see :func:`parallelize`."""
+
+    encoded: bool
+    codec_backend: str | None
+    values: InitialValues | None
+    device: torch.device
+
+    def build(self, model: nn.Module, plan: Plan, part: LocalPart, units: Sequence[str] | None = None) -> None:
+        """Shard a part."""
+        build(
+            model,
+            plan,
+            units,
+            sync_initial=True,
+            codec_backend=self.codec_backend,
+            part=part,
+            values=self.values,
+            device=self.device,
+        )
+
+
+def _with_experts(model: nn.Module, plan: Plan, grid: Grid, starting: _Starting, loss: Loss | None) -> ParallelModel:
+    """Share the experts of a model among neighbours, and shard them apart from the rest."""
+    if not starting.encoded and not plan.wire.ep.is_none:
+        raise SpecError("plan", ["wire.ep needs encoded = True, or set it to 'none'"])
+    experts = expert_modules(model, plan)
+    mesh = grid.expert_mesh(plan, starting.device, encoded=starting.encoded)
+    part = share_experts(model, experts, mesh)
+    masters = cast_parts(part, getattr(torch, plan.compute_dtype))
+    starting.build(model, plan, LocalPart(DataRanks.of(plan, grid.data_ranks, grid.data)))
+    alike = DataRanks(grid.expert_data_ranks, channel=1)
+    of_experts = LocalPart(alike, 1, grid.data % grid.ep, grid.ep, masters, is_inner=True)
+    starting.build(part, plan.for_experts(), of_experts, list(experts))
+    return ParallelModel(plan, grid, [model, part], mesh, None, _unknown_loss if loss is None else loss)
 
 
 def _loss_of(grid: Grid, axis: DeviceMesh, loss: Loss | None) -> Loss:

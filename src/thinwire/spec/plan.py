@@ -73,6 +73,9 @@ class Wire(Spec):
     spread: CodecSpec = Field(default=CodecSpec(), description="codec of updated parameters after a step")
     tp: CodecSpec = Field(default=CodecSpec(), description="codec of tensor-parallel collectives")
     pp: CodecSpec = Field(default=CodecSpec(), description="codec of messages between pipeline stages")
+    ep: CodecSpec = Field(
+        default=CodecSpec(), description="codec of tokens on their way to experts on other ranks and back"
+    )
     dp: CodecSpec | None = Field(
         default=None,
         description="short for reduce_intra and reduce_inter, which is how a plan keeps it; one written beside it "
@@ -291,6 +294,9 @@ class Plan(Spec):
     micro_batches: Count = Field(default=1, description="micro-batches of one step (M)")
     tp: Count = Field(default=1, description="tensor-parallel ranks, beside the mesh")
     pp: Count = Field(default=1, description="pipeline stages, beside the mesh")
+    ep: Count = Field(
+        default=1, description="neighbouring ranks of the mesh that share the experts of every block (expert-parallel)"
+    )
     schedule: Literal["1f1b", "interleaved"] = Field(default="1f1b", description="order of work in a pipeline")
     placement: tuple[Annotated[int, Field(strict=True)], ...] | None = Field(
         default=None,
@@ -433,6 +439,18 @@ class Plan(Spec):
         fitted = {name: _fitted(factor, self.mesh, mesh) for name, factor in factors.items() if factor is not None}
         return self.with_(mesh=mesh, placement=None, **fitted)
 
+    def for_experts(self) -> Self:
+        """The plan of the experts that a rank holds with ``ep``: on the mesh of the ranks that hold the same ones, with
+        factors fitted to it; the plan itself without ``ep``."""
+        if self.ep == 1:
+            return self
+        group = self.mesh.group(self.ep)
+        assert group is not None, "a rule of this type"
+        fitted = self.with_(ep=1).fitted(group.quotient(self.mesh))
+        # A secondary shard of a single rank would be a whole copy.
+        whole = fitted.secondary is not None and fitted.secondary.ranks == 1
+        return fitted.with_(secondary=None, secondary_reuse=False) if whole else fitted
+
     def with_exact_gradients(self) -> Self:
         """The same plan with gradients as they are: what holds after ``wire.schedule``."""
         exact = dict.fromkeys((*_DP, "scatter"), "none")
@@ -459,7 +477,7 @@ class Plan(Spec):
             parts.append(f"{self.micro_batches} micro-batches")
         if self.recompute:
             parts.append("recompute")
-        parts += [f"{axis} {ways}" for axis, ways in (("tp", self.tp), ("pp", self.pp)) if ways > 1]
+        parts += [f"{axis} {ways}" for axis, ways in (("tp", self.tp), ("pp", self.pp), ("ep", self.ep)) if ways > 1]
         if self.schedule != "1f1b":
             parts.append(self.schedule)
         if self.topology is not None:
@@ -530,6 +548,25 @@ class Plan(Spec):
                 "hosts of an island one after another",
             )
 
+    @rule("mesh", "ep", "tp", "pp")
+    def _experts_are_shared_by_neighbours(self) -> Iterator[Problem]:
+        """``ep`` divides the ranks of a node, or is a multiple of them that consists of nodes whose number divides the
+        nodes; it needs ``tp = 1`` and ``pp = 1``."""
+        if self.ep > 1 and (self.tp > 1 or self.pp > 1):
+            yield Problem("ep", f"= {self.ep} with tp = {self.tp} and pp = {self.pp}: experts need tp = 1 and pp = 1")
+        elif self.mesh.group(self.ep) is None:
+            yield Problem("ep", f"= {self.ep} does not divide mesh = {self.mesh}; valid are {_groups(self.mesh)}")
+
+    @rule("ep", "placement", "topology", "islands", "units", "wire")
+    def _experts_stand_alone(self) -> Iterator[Problem]:
+        """``ep`` excludes ``placement``, ``topology``, ``islands``, ``units`` and ``wire.exclude``."""
+        excluded = {
+            "placement": self.placement, "topology": self.topology, "islands": self.islands, "units": self.units,
+            "wire.exclude": self.wire.exclude,
+        }  # fmt: skip
+        for key in [key for key, value in excluded.items() if value] if self.ep > 1 else ():
+            yield Problem(key, f"does not work with ep = {self.ep}; leave it unset, or use ep = 1")
+
     @rule("tp", "overlap")
     def _input_gradients_need_whole_layers(self) -> Iterator[Problem]:
         """``overlap.input_gradient`` needs ``tp = 1``."""
@@ -599,6 +636,11 @@ def _fill_problem(name: str, factor: Factor, mesh: Factor) -> Problem:
         f"= {factor} crosses {factor.nodes} nodes without filling one: use local = {mesh.local} "
         "(all ranks of a node) or nodes = 1",
     )
+
+
+def _groups(mesh: Factor) -> str:
+    """The sizes of groups of neighbours that the mesh consists of."""
+    return ", ".join(str(ways) for ways in range(1, mesh.ranks + 1) if mesh.group(ways) is not None)
 
 
 def _divisors(factor: Factor) -> str:

@@ -19,7 +19,7 @@ from thinwire.spec.codec import CodecSpec
 
 __all__ = ["AXES", "POLICIES", "STUDIED", "HybridPolicy"]
 
-AXES = ("dp", "scatter", "gather", "spread", "tp", "pp")
+AXES = ("dp", "scatter", "gather", "spread", "tp", "pp", "ep")
 """The fields of :class:`HybridPolicy` that hold a codec."""
 
 POLICIES = {
@@ -66,6 +66,7 @@ class HybridPolicy:
         spread: Codec of the updated parameters that ZeRO-1 and ZeRO-2 send from optimizer shards after a step.
         tp: Codec of activations and their gradients in tensor parallelism (all-reduce, all-gather, reduce-scatter).
         pp: Codec of messages between pipeline stages, forward and backward.
+        ep: Codec of tokens on their way to experts on other ranks and back.
     """
 
     name: str
@@ -75,6 +76,7 @@ class HybridPolicy:
     spread: CodecSpec
     tp: CodecSpec
     pp: CodecSpec
+    ep: CodecSpec
 
     @classmethod
     def parse(cls, name: str) -> Self:
@@ -87,7 +89,7 @@ class HybridPolicy:
             SpecError: No policy has that name, or no codec accepts one of its numbers.
         """
         dense, scatter, gradients = _codecs(name)
-        return cls(name, dp=gradients, scatter=scatter, gather=dense, spread=dense, tp=dense, pp=dense)
+        return cls(name, dp=gradients, scatter=scatter, gather=dense, spread=dense, tp=dense, pp=dense, ep=dense)
 
     def codec(self, axis: str) -> CodecSpec:
         """The codec of one of :data:`AXES`.
@@ -112,6 +114,7 @@ class HybridPolicy:
             "spread": self.spread,
             "tp": self.tp,
             "pp": self.pp,
+            "ep": self.ep,
         }
         return codecs if self.scatter == self.dp else codecs | {"scatter": self.scatter}
 
