@@ -14,9 +14,13 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from torch.distributed._functional_collectives import (
+    all_gather_tensor_autograd,
+    all_to_all_single,
+    all_to_all_single_autograd,
+)
 
-__all__ = ["exchange_counts", "exchange_rows", "named_group"]
+__all__ = ["exchange_counts", "exchange_rows", "gather_along", "named_group"]
 
 _made: Counter[str] = Counter()
 
@@ -79,4 +83,19 @@ def exchange_rows(rows: torch.Tensor, received: list[int], sent: list[int], grou
         ``(sum(received), D)``.
     """
     result: torch.Tensor = all_to_all_single_autograd(rows.contiguous(), received, sent, group)
+    return result.wait() if hasattr(result, "wait") else result
+
+
+def gather_along(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """torch's all-gather, whose backward is a reduce-scatter.
+
+    Args:
+        tensor: This rank's part.
+        dim: Dimension along which the parts lie.
+        group: The ranks, in the order of their parts.
+
+    Returns:
+        The parts of all ranks, one after another.
+    """
+    result: torch.Tensor = all_gather_tensor_autograd(tensor.contiguous(), dim, group)
     return result.wait() if hasattr(result, "wait") else result

@@ -432,10 +432,7 @@ def _block_modules(model: ModelSpec, *, experts: bool) -> tuple[_Module, ...]:
     norms = ("input_layernorm", "post_attention_layernorm")
     of_attention = [name for name in linears if not name.startswith("mlp")]
     of_feed_forward = [name for name in linears if name.startswith("mlp")]
-    if model.kind == "llama":
-        order = [norms[0], *of_attention, norms[1], *of_feed_forward]
-    else:
-        order = [*norms, *linears]
+    order = [norms[0], *of_attention, norms[1], *of_feed_forward] if model.kind == "llama" else [*norms, *linears]
     split, whole = _kernel_values(model, experts=experts)
     modules = []
     vectors = latent_norms(model)

@@ -1,8 +1,8 @@
 """Expert parallelism: neighbouring data-parallel ranks share the experts of every block, and send each other tokens.
 
-Every rank of a group of ``ep`` ranks holds an equal part of the experts. It sends each of its tokens to the ranks of the
-experts that its router has chosen, by torch's all-to-all, computes what arrives with its own experts, and sends the
-results back (GShard, arXiv 2006.16668). No token is dropped.
+Every rank of a group of ``ep`` ranks holds an equal part of the experts. It sends each of its tokens to the ranks of
+the experts that its router has chosen, by torch's all-to-all, computes what arrives with its own experts, and sends
+the results back (GShard, arXiv 2006.16668). No token is dropped.
 
 Experts are a part of the model by themselves, sharded over the ranks that hold the same ones. All other parameters are
 data-parallel over all ranks. Gradients are means over all of them: those of an expert add up over the ranks of its
@@ -80,7 +80,7 @@ def expert_modules(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     }
     if not found:
         raise UsageError(
-            f"ep = {plan.ep}, but {type(model).__name__} has no module {NAME!r} that stacks the matrices of its experts: "
+            f"ep = {plan.ep}, but {type(model).__name__} has no module {NAME!r} that stacks the matrices of experts: "
             "thinwire's Llama with experts has, and Mixtral and Qwen3-MoE of transformers; use ep = 1"
         )
     counts = {int(module.num_experts) for module in found.values()}  # type: ignore[arg-type]

@@ -38,7 +38,9 @@ def expert_problems(config: Mapping[str, Any]) -> list[str]:
     if dense != list(range(len(dense))):
         problems.append(f"mlp_only_layers = {dense}: only the first blocks may be dense")
     if config.get("num_experts_per_tok", config.get("experts_per_token")) is None:
-        problems.append("has none of the keys num_experts_per_tok, experts_per_token, from which active_experts is read")
+        problems.append(
+            "has none of the keys num_experts_per_tok, experts_per_token, from which active_experts is read"
+        )
     return problems
 
 
@@ -54,7 +56,7 @@ def expert_shape(config: Mapping[str, Any]) -> dict[str, Any]:
     name = _number_of_experts(config)
     if name is None:
         return shape
-    width = config.get("moe_intermediate_size") or config.get("intermediate_size")
+    width = config["moe_intermediate_size"] if "moe_intermediate_size" in config else config.get("intermediate_size", 0)
     shape |= {
         "experts": config[name],
         "active_experts": config.get("num_experts_per_tok", config.get("experts_per_token")),

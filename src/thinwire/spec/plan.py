@@ -76,6 +76,9 @@ class Wire(Spec):
     ep: CodecSpec = Field(
         default=CodecSpec(), description="codec of tokens on their way to experts on other ranks and back"
     )
+    cp: CodecSpec = Field(
+        default=CodecSpec(), description="codec of keys and values that ranks gather, and of their gradients"
+    )
     dp: CodecSpec | None = Field(
         default=None,
         description="short for reduce_intra and reduce_inter, which is how a plan keeps it; one written beside it "
@@ -297,6 +300,9 @@ class Plan(Spec):
     ep: Count = Field(
         default=1, description="neighbouring ranks of the mesh that share the experts of every block (expert-parallel)"
     )
+    cp: Count = Field(
+        default=1, description="neighbouring ranks of the mesh that share every sequence (context-parallel)"
+    )
     schedule: Literal["1f1b", "interleaved"] = Field(default="1f1b", description="order of work in a pipeline")
     placement: tuple[Annotated[int, Field(strict=True)], ...] | None = Field(
         default=None,
@@ -333,8 +339,13 @@ class Plan(Spec):
 
     @property
     def data_ranks(self) -> int:
-        """The number of ranks with data of their own, over all islands."""
+        """The number of data-parallel ranks over all islands."""
         return self.world * self.num_islands
+
+    @property
+    def samplers(self) -> int:
+        """The number of ranks, or groups of ``cp`` ranks, with sequences of their own, over all islands."""
+        return self.data_ranks // self.cp
 
     @property
     def ranks(self) -> int:
@@ -446,7 +457,7 @@ class Plan(Spec):
             return self
         group = self.mesh.group(self.ep)
         assert group is not None, "a rule of this type"
-        fitted = self.with_(ep=1).fitted(group.quotient(self.mesh))
+        fitted = self.with_(ep=1, cp=1).fitted(group.quotient(self.mesh))
         # A secondary shard of a single rank would be a whole copy.
         whole = fitted.secondary is not None and fitted.secondary.ranks == 1
         return fitted.with_(secondary=None, secondary_reuse=False) if whole else fitted
@@ -477,7 +488,7 @@ class Plan(Spec):
             parts.append(f"{self.micro_batches} micro-batches")
         if self.recompute:
             parts.append("recompute")
-        parts += [f"{axis} {ways}" for axis, ways in (("tp", self.tp), ("pp", self.pp), ("ep", self.ep)) if ways > 1]
+        parts += [f"{axis} {ways}" for axis, ways in (("tp", self.tp), ("pp", self.pp), ("ep", self.ep), ("cp", self.cp)) if ways > 1]
         if self.schedule != "1f1b":
             parts.append(self.schedule)
         if self.topology is not None:
@@ -548,24 +559,27 @@ class Plan(Spec):
                 "hosts of an island one after another",
             )
 
-    @rule("mesh", "ep", "tp", "pp")
-    def _experts_are_shared_by_neighbours(self) -> Iterator[Problem]:
-        """``ep`` divides the ranks of a node, or is a multiple of them that consists of nodes whose number divides the
-        nodes; it needs ``tp = 1`` and ``pp = 1``."""
-        if self.ep > 1 and (self.tp > 1 or self.pp > 1):
-            yield Problem("ep", f"= {self.ep} with tp = {self.tp} and pp = {self.pp}: experts need tp = 1 and pp = 1")
-        elif self.mesh.group(self.ep) is None:
-            yield Problem("ep", f"= {self.ep} does not divide mesh = {self.mesh}; valid are {_groups(self.mesh)}")
+    @rule("mesh", "ep", "cp", "tp", "pp")
+    def _neighbours_share(self) -> Iterator[Problem]:
+        """``ep`` and ``cp`` divide the ranks of a node, or are the ranks of a number of nodes that divides the nodes;
+        they need ``tp = 1`` and ``pp = 1``."""
+        for axis, ways in (("ep", self.ep), ("cp", self.cp)):
+            if ways > 1 and (self.tp > 1 or self.pp > 1):
+                yield Problem(axis, f"= {ways} with tp = {self.tp} and pp = {self.pp}: it needs tp = 1 and pp = 1")
+            elif self.mesh.group(ways) is None:
+                yield Problem(axis, f"= {ways} does not divide mesh = {self.mesh}; valid are {_groups(self.mesh)}")
 
-    @rule("ep", "placement", "topology", "islands", "units", "wire")
-    def _experts_stand_alone(self) -> Iterator[Problem]:
-        """``ep`` excludes ``placement``, ``topology``, ``islands``, ``units`` and ``wire.exclude``."""
-        excluded = {
-            "placement": self.placement, "topology": self.topology, "islands": self.islands, "units": self.units,
-            "wire.exclude": self.wire.exclude,
+    @rule("ep", "cp", "placement", "topology", "islands", "units", "wire")
+    def _neighbours_stay(self) -> Iterator[Problem]:
+        """``ep`` and ``cp`` exclude ``placement``, ``topology`` and ``islands``; ``ep`` also ``units`` and
+        ``wire.exclude``."""
+        excluded: dict[str, object] = {
+            "placement": self.placement, "topology": self.topology, "islands": self.islands
         }  # fmt: skip
-        for key in [key for key, value in excluded.items() if value] if self.ep > 1 else ():
-            yield Problem(key, f"does not work with ep = {self.ep}; leave it unset, or use ep = 1")
+        of_experts = {"units": self.units, "wire.exclude": self.wire.exclude}
+        for axis, ways, keys in (("ep", self.ep, excluded | of_experts), ("cp", self.cp, excluded)):
+            for key in [key for key, value in keys.items() if value] if ways > 1 else ():
+                yield Problem(key, f"does not work with {axis} = {ways}; leave it unset, or use {axis} = 1")
 
     @rule("tp", "overlap")
     def _input_gradients_need_whole_layers(self) -> Iterator[Problem]:

@@ -1,8 +1,8 @@
 """Llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases; with experts, a Mixtral.
 
 Parameter names and layouts are those of Hugging Face's ``LlamaForCausalLM`` and ``MixtralForCausalLM`` without their
-``model.`` prefix, so weights move between the two by renaming. Shapes: B sequences, T tokens, D hidden, H heads, K key-value heads,
-C channels per head.
+``model.`` prefix, so weights move between the two by renaming. Shapes: B sequences, T tokens, D hidden, H heads, K
+key-value heads, C channels per head; N tokens, E experts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinwire.errors import UsageError
+from thinwire.parallel.context import Context
 from thinwire.train.models.common import (
     CausalOutput,
     RotaryTable,
@@ -74,6 +75,7 @@ class LlamaAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden, config.kv_heads * self.channels, bias=False)
         self.v_proj = nn.Linear(config.hidden, config.kv_heads * self.channels, bias=False)
         self.o_proj = nn.Linear(config.heads * self.channels, config.hidden, bias=False)
+        self.context: Context | None = None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Attend: ``(B, T, D)`` to ``(B, T, D)``."""
@@ -81,8 +83,12 @@ class LlamaAttention(nn.Module):
             projection(x).unflatten(-1, (-1, self.channels)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        queries, keys, mask = rotate(queries, cos, sin), rotate(keys, cos, sin), None
+        if self.context is not None:
+            keys, values = self.context.gather(keys), self.context.gather(values)
+            mask = self.context.mask(x.shape[1], x.device)
         mixed = F.scaled_dot_product_attention(
-            rotate(queries, cos, sin), rotate(keys, cos, sin), values, is_causal=True, enable_gqa=self.grouped
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped
         )
         output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(-2))
         return output
@@ -213,7 +219,15 @@ class Llama(Decoder):
         self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
         self.rotary = RotaryTable(config.hidden // config.heads, config.seq, config.rope_theta)
         init_weights(self, seed, config.layers, ("o_proj", "down_proj"))
+        self.context: Context | None = None
         self.tie()
+
+    def share_context(self, context: Context) -> None:
+        """Take a part of every sequence from now on, and gather keys and values of the others."""
+        self.context = context
+        for layer in self.layers:
+            assert isinstance(layer, LlamaBlock)
+            layer.self_attn.context = context
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalOutput | Tensor:
         """Predict the next tokens.
@@ -228,7 +242,12 @@ class Llama(Decoder):
         """
         first = self.embed_tokens is not None
         x = input_ids if self.embed_tokens is None else self.embed_tokens(input_ids)
-        cos, sin = self.rotary(input_ids.shape[1] * (1 if first else self.sequence_ways), x.dtype)
+        length = input_ids.shape[1]
+        if self.context is None:
+            cos, sin = self.rotary(length * (1 if first else self.sequence_ways), x.dtype)
+        else:
+            own = self.context.positions(length)
+            cos, sin = (table[own] for table in self.rotary(length * self.context.ways, x.dtype))
         for layer in self.layers:
             x = call_layer(layer, self.config.recompute, x, cos, sin)
         if self.norm is None or self.lm_head is None:
@@ -240,8 +259,8 @@ class Llama(Decoder):
         """Raise for a mixture of experts, which is not divided so."""
         if self.config.experts is not None:
             raise UsageError(
-                f"tp = {tp} and pp = {pp} do not divide a Llama with experts = {self.config.experts}; use ep, with tp = 1 "
-                "and pp = 1"
+                f"tp = {tp} and pp = {pp} do not divide a Llama with experts = {self.config.experts}; use ep, with "
+                "tp = 1 and pp = 1"
             )
 
     @property

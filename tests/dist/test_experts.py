@@ -1,0 +1,144 @@
+"""Expert parallelism: any number of ranks that share experts gives the same training as one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire as tw
+from thinwire.collectives.group import control
+from thinwire.errors import SpecError, UsageError
+from thinwire.parallel import ParallelModel, ParallelOptimizer
+from thinwire.sharding.runtime import runtime_of
+from thinwire.testing import run_ranks
+from thinwire.train.data.samples import Batch
+from thinwire.train.models.common import cross_entropy
+from thinwire.train.models.llama import Llama, LlamaConfig
+
+VOCABULARY, LENGTH, STEPS = 64, 16, 3
+LR, EPS, CLIP = 1e-2, 1e-1, 0.25
+PARAMETER_TOLERANCE = 1e-6
+"""Relative to a parameter's largest value, after three steps: the contract of unsharded and sharded training."""
+
+
+def build(kind: str = "own", experts: int = 4) -> nn.Module:
+    if kind == "own":
+        return Llama(
+            LlamaConfig(
+                vocab=VOCABULARY, hidden=32, layers=2, heads=4, kv_heads=2, ffn=48, seq=LENGTH, experts=experts,
+                active_experts=2,
+            )
+        )  # fmt: skip
+    import transformers
+
+    from thinwire.train.models.huggingface import HuggingFaceCausal
+
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
+        "num_key_value_heads": 2, "intermediate_size": 48, "moe_intermediate_size": 48, "num_local_experts": experts,
+        "num_experts": experts, "num_experts_per_tok": 2, "max_position_embeddings": LENGTH, "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **shape)
+    return HuggingFaceCausal(transformers.AutoModelForCausalLM.from_config(config))
+
+
+def plan_for(preset: str, nodes: int, local: int, ep: int, **fields: Any) -> tw.Plan:
+    changes = {"compute_dtype": "float32", "micro_batches": 2, **fields}
+    return tw.Plan.preset(preset, nodes=nodes, local=local, ep=ep, **changes)
+
+
+def batches(micro_batches: int, world: int, rank: int) -> list[list[Batch]]:
+    """This rank's micro-batches of every step."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, VOCABULARY, (STEPS, micro_batches * world, 2, LENGTH + 1), generator=generator)
+    return [[Batch(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in step] for step in tokens[:, rank::world]]
+
+
+Trained = tuple[list[float], list[float], dict[str, torch.Tensor]]
+
+
+def alone(kind: str, micro_batches: int, world: int) -> Trained:
+    """One process on all samples: losses, norms, parameters."""
+    model = build(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
+    losses, norms = [], []
+    for step in batches(micro_batches * world, 1, 0):  # every rank's samples
+        total = 0.0
+        for batch in step:
+            loss = model(batch.input_ids, batch.labels).loss / len(step)
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def start(kind: str, plan: tw.Plan) -> tuple[ParallelModel, ParallelOptimizer]:
+    model = tw.parallelize(build(kind), plan, loss=cross_entropy)
+    return model, model.optimizer(torch.optim.AdamW, lr=LR, eps=EPS)
+
+
+def train(
+    model: ParallelModel, optimizer: ParallelOptimizer, steps: list[list[Batch]]
+) -> tuple[list[float], list[float]]:
+    losses, norms = [], []
+    for step in steps:
+        loss = model.step(step)
+        losses.append(control().all_reduce_mean([float(loss)])[0])
+        norms.append(float(model.clip_grad_norm_(CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+def train_and_save(kind: str, plan: tw.Plan, path: Path) -> tuple[list[float], list[float], dict[str, int]]:
+    model, optimizer = start(kind, plan)
+    losses, norms = train(model, optimizer, batches(plan.micro_batches, plan.samplers, model.grid.sampler))
+    traffic = model.axis_traffic().values()
+    model.save(optimizer, path)
+    counted = {"sent": sum(of.sent for of in traffic), "plain": sum(of.plain for of in traffic)}
+    return losses, norms, counted
+
+
+def saved_parameters(path: Path) -> dict[str, torch.Tensor]:
+    from thinwire.sharding.snapshot import SavedModel
+
+    saved = SavedModel(path)
+    return {name: saved.read(name) for name in saved.shapes}
+
+
+def largest_error(parameters: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert parameters.keys() == expected.keys()
+    return max(float((parameters[name] - value).abs().max() / value.abs().max()) for name, value in expected.items())
+
+
+PLANS = {
+    "ddp ep 2 of 2": ("own", plan_for("ddp", 1, 2, 2)),
+    "zero1 ep 2 of 2x2": ("own", plan_for("zero1", 2, 2, 2)),
+    "zero3 ep 2 of 2x2": ("own", plan_for("zero3", 2, 2, 2, overlap={"gather": True})),
+    "zero3 recomputed ep 4": ("own", plan_for("zero3", 2, 2, 4, recompute=True)),
+    "ddp cp 2 of 2": ("own", plan_for("ddp", 1, 2, 1, cp=2)),
+    "zero3 cp 4 and ep 2 of 2x2": ("own", plan_for("zero3", 2, 2, 2, cp=4)),
+    "mixtral zero3 ep 2 of 4": ("mixtral", plan_for("zero3", 1, 4, 2)),
+    "qwen3_moe zero1 ep 2": ("qwen3_moe", plan_for("zero1", 1, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_training_equals_one_process(name: str, tmp_path: Path) -> None:
+    kind, plan = PLANS[name]
+    losses, norms, expected = alone(kind, plan.micro_batches, plan.samplers)
+    path = tmp_path / "saved"
+    for ranks_losses, ranks_norms, counted in run_ranks(plan.world, train_and_save, kind, plan, path, timeout=500):
+        assert ranks_losses == pytest.approx(losses, rel=1e-5)
+        assert ranks_norms == pytest.approx(norms, rel=1e-5)
+        assert counted["sent"] == counted["plain"] > 0
+    assert largest_error(saved_parameters(path), expected) < PARAMETER_TOLERANCE
