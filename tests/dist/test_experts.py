@@ -11,9 +11,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.collectives.group import control
-from thinwire.errors import SpecError, UsageError
 from thinwire.parallel import ParallelModel, ParallelOptimizer
-from thinwire.sharding.runtime import runtime_of
 from thinwire.testing import run_ranks
 from thinwire.train.data.samples import Batch
 from thinwire.train.models.common import cross_entropy

@@ -27,8 +27,8 @@ def introduce(job: TrainingJob, console: Console) -> None:
 
     cluster, model = job.cluster, job.model
     console.print(
-        f"{model.name or 'model'}: {model.parameters / 1e9:.2f} billion parameters{_active(model)}, "
-        f"{job.seq:,} tokens a sequence, {job.tokens_per_step:,} a step; {cluster.name or 'cluster'}: {cluster.gpus:,} GPUs of "
+        f"{model.name or 'model'}: {model.parameters / 1e9:.2f} billion parameters"
+        f"{_active(model)}, {job.seq:,} tokens a sequence, {job.tokens_per_step:,} a step; {cluster.name or 'cluster'}: {cluster.gpus:,} GPUs of "
         f"{format_bytes(cluster.memory)}",
         markup=False,
     )
@@ -84,6 +84,7 @@ def _cells(job: TrainingJob, number: int, row: Candidate, *, with_price: bool, w
     chosen = row.plan
     batch = f"{chosen.micro_batch} x {chosen.micro_batches}{' recompute' if chosen.recompute else ''}"
     axes = {"tp": row.axes.sums, "pp": row.axes.messages, "idle": row.axes.idle}
+    axes |= {"ep": row.axes.experts, "cp": row.axes.context}
     waiting = {**{str(lane): seconds for lane, seconds in row.simulated.exposed.items()}, **axes}
     shown = " ".join(f"{lane} {seconds:.3f}" for lane, seconds in waiting.items() if seconds >= 5e-4)
     cut = f"{chosen.tp} x {chosen.pp}{' interleaved' if chosen.schedule == 'interleaved' else ''}"
@@ -158,7 +159,13 @@ def row_json(job: TrainingJob, number: int, row: Candidate) -> dict[str, Any]:
         "tgs": row.tokens_per_gpu_second(job),
         "mfu": row.mfu(job),
         "exposed_seconds": {str(lane): seconds for lane, seconds in row.simulated.exposed.items()},
-        "axis_seconds": {"tp": row.axes.sums, "pp": row.axes.messages, "idle": row.axes.idle},
+        "axis_seconds": {
+            "tp": row.axes.sums,
+            "pp": row.axes.messages,
+            "idle": row.axes.idle,
+            "ep": row.axes.experts,
+            "cp": row.axes.context,
+        },
         "memory_bytes": {**row.memory.by_part(), "total": row.memory.total},
         "fits": row.fits,
         "label": row.label,

@@ -115,6 +115,11 @@ class ModelPart:
         return self.kind, bool(self.name), self.matrices, self.routed, self.attention_width, self.heads, values
 
     @property
+    def is_experts(self) -> bool:
+        """Whether the part is the experts of a block and nothing else."""
+        return self.routed is not None and self.name.endswith(EXPERTS)
+
+    @property
     def is_linear(self) -> bool:
         """Whether the part is one linear layer with its own weight."""
         return self.matrix_flops > 0 and all(tensor.name.rpartition(".")[0] == self.name for tensor in self.tensors)
@@ -150,9 +155,19 @@ def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
             f"plan {plan.name or plan.fingerprint()}",
             ["units: granularity of single blocks is executed, but neither planned nor simulated; leave it unset here"],
         )
+    own = parts(model, plan.granularity, plan.tp, plan.ep)
+    if plan.ep == 1:
+        return _units(own, plan, shard)
+    rest = iter(_units([part for part in own if not part.is_experts], plan, shard))
+    experts = iter(_units([part for part in own if part.is_experts], plan.for_experts(), shard))
+    return tuple(replace(next(experts), experts=True) if part.is_experts else next(rest) for part in own)
+
+
+def _units(own: Sequence[ModelPart], plan: Plan, shard: int) -> tuple[UnitInfo, ...]:
+    """The units of some parts, all of them under one plan."""
     if not (plan.units or plan.wire.exclude or plan.partition == "inter"):
-        return _even_units(parts(model, plan.granularity, plan.tp), plan)
-    cut = [(part, _kinds(part, plan)) for part in parts(model, plan.granularity, plan.tp)]
+        return _even_units(own, plan)
+    cut = [(part, _kinds(part, plan)) for part in own]
     buffers = _flat_buffers(plan, cut)
     shares = iter(_shares(plan, buffers, shard))
     lengths, sizes = iter(buffer.numel for buffer in buffers), iter(buffer.itemsize for buffer in buffers)
@@ -310,16 +325,27 @@ class _Module:
 
 
 @lru_cache(maxsize=256)
-def parts(model: ModelSpec, granularity: str, tp: int = 1) -> tuple[ModelPart, ...]:
+def parts(model: ModelSpec, granularity: str, tp: int = 1, ep: int = 1) -> tuple[ModelPart, ...]:
     """The model's parts in the runtime's order; the root comes first if it owns any parameter.
 
     Args:
         model: Dimensions of the model.
         granularity: ``"block"`` or ``"module"``, as in a plan.
         tp: Number of ranks that share matrices, heads and the vocabulary; the result is the share of one rank.
+        ep: Number of ranks that share experts, which then are parts by themselves.
     """
+    if ep > 1:
+        apart = _whole_parts(model, granularity, apart=True)
+        return tuple(_shared(part, ep) if part.is_experts else part for part in apart)
     whole = _whole_parts(model, granularity)
     return whole if tp == 1 else tuple(_sliced(part, tp) for part in whole)
+
+
+def _shared(part: ModelPart, ep: int) -> ModelPart:
+    """A rank's share of experts: it computes as many tokens as without sharing, with fewer experts."""
+    assert part.routed is not None
+    tensors = tuple(Tensor(tensor.name, tensor.numel // ep) for tensor in part.tensors)
+    return replace(part, tensors=tensors, routed=replace(part.routed, experts=part.routed.experts // ep))
 
 
 def _sliced(part: ModelPart, tp: int) -> ModelPart:
@@ -339,7 +365,7 @@ def _sliced(part: ModelPart, tp: int) -> ModelPart:
 
 
 @lru_cache(maxsize=64)
-def _whole_parts(model: ModelSpec, granularity: str) -> tuple[ModelPart, ...]:
+def _whole_parts(model: ModelSpec, granularity: str, *, apart: bool = False) -> tuple[ModelPart, ...]:
     names = _NAMES[model.kind]
     outside = itertools.count(model.layers + 1)  # numbers of blocks; only their equality counts
     embedding_tensors = _tensors(names.embedding, [("weight", model.embedding_parameters)])
@@ -350,7 +376,7 @@ def _whole_parts(model: ModelSpec, granularity: str) -> tuple[ModelPart, ...]:
     )
     logits = ((model.vocab, model.hidden),)
     head = ModelPart("lm_head", "head", next(outside), head_tensors, logits, split_values=_LOGIT_VALUES * model.vocab)
-    blocks = [part for layer in range(model.layers) for part in _block_parts(model, layer, granularity)]
+    blocks = [part for layer in range(model.layers) for part in _block_parts(model, layer, granularity, apart=apart)]
     if model.tied_embedding:
         alone: tuple[ModelPart, ...] = (norm,) if granularity == "module" else ()
     elif granularity == "module":
@@ -380,7 +406,7 @@ def _joined(name: str, kind: str, block: int, joined: Sequence[ModelPart]) -> Mo
     )
 
 
-def _block_parts(model: ModelSpec, layer: int, granularity: str) -> list[ModelPart]:
+def _block_parts(model: ModelSpec, layer: int, granularity: str, *, apart: bool) -> list[ModelPart]:
     path = f"layers.{layer}"
     modules = [
         ModelPart(
@@ -397,7 +423,10 @@ def _block_parts(model: ModelSpec, layer: int, granularity: str) -> list[ModelPa
         )
         for module in _block_modules(model, experts=model.experts is not None and layer >= model.dense_layers)
     ]
-    return modules if granularity == "module" else [_joined(path, "block", layer + 1, modules)]
+    if granularity == "module":
+        return modules
+    own = [part for part in modules if apart and part.is_experts]
+    return [_joined(path, "block", layer + 1, [part for part in modules if part not in own]), *own]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from thinwire.intercept import encoded
 
 __all__ = ["Pieces", "across_nodes", "all_to_all", "numels"]
 
+
 @dataclass(frozen=True)
 class Pieces:
     """The pieces that a rank sends to all ranks, or receives from them.

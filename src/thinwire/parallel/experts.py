@@ -83,7 +83,7 @@ def expert_modules(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
             f"ep = {plan.ep}, but {type(model).__name__} has no module {NAME!r} that stacks the matrices of experts: "
             "thinwire's Llama with experts has, and Mixtral and Qwen3-MoE of transformers; use ep = 1"
         )
-    counts = {int(module.num_experts) for module in found.values()}  # type: ignore[arg-type]
+    counts = {_number(module) for module in found.values()}
     uneven = sorted(count for count in counts if count % plan.ep)
     if uneven:
         raise SpecError(
@@ -93,8 +93,14 @@ def expert_modules(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     return found
 
 
+def _number(module: nn.Module) -> int:
+    """Number of experts that a module holds; 0 if it does not say."""
+    number: Any = getattr(module, "num_experts", 0)
+    return number if isinstance(number, int) else 0
+
+
 def _is_stacked(module: nn.Module) -> bool:
-    number = getattr(module, "num_experts", None)
+    number = _number(module)
     parameters = list(module.parameters())
     return bool(parameters) and all(p.ndim > 1 and p.shape[0] == number for p in parameters)
 
@@ -130,7 +136,7 @@ def _cut(module: nn.Module, mesh: DeviceMesh) -> None:
             mine = whole.detach().chunk(ways)[index].clone()
             cut = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
             parameters[name] = nn.Parameter(cut, requires_grad=whole.requires_grad)
-    module.num_experts = int(module.num_experts) // ways  # type: ignore[arg-type, assignment]
+    module.num_experts = _number(module) // ways  # type: ignore[assignment]
 
 
 class _Shared:
@@ -156,7 +162,7 @@ class _Shared:
         Returns:
             ``(N, D)``.
         """
-        mine: int = self._module.num_experts  # type: ignore[assignment]
+        mine = _number(self._module)
         chosen = top_k_index.flatten()
         order = chosen.argsort(stable=True)
         tokens = order // top_k_index.shape[1]
@@ -181,7 +187,8 @@ class _Shared:
         expert = numbers.repeat_interleave(counts.flatten(), output_size=rows.shape[0])
         with _local_parameters(self._module) as parameters:
             if not rows.shape[0]:  # the backward still has to take part in the exchange of the others
-                return _Nothing.apply(rows, *parameters)
+                nothing: Tensor = _Nothing.apply(rows, *parameters)
+                return nothing
             ones = torch.ones(rows.shape[0], 1, dtype=dtype, device=rows.device)
             made = self._forward(_scaled(rows, self._ways), expert.unsqueeze(1), ones)
         return _scaled(made, 1 / self._ways)
@@ -190,7 +197,8 @@ class _Shared:
 @contextlib.contextmanager
 def _local_parameters(module: nn.Module) -> Iterator[list[Tensor]]:
     """Context in which a module's parameters are plain tensors: this rank's parts of them."""
-    local = {name: p.to_local() for name, p in module._parameters.items() if isinstance(p, DTensor)}
+    parameters: dict[str, Any] = module._parameters
+    local: dict[str, Tensor] = {name: p.to_local() for name, p in parameters.items() if isinstance(p, DTensor)}
     module.__dict__.update(local)
     try:
         yield list(local.values())

@@ -246,7 +246,8 @@ class ParallelModel:
             loss: Tensor = self.chunks[-1](input_ids=ids, labels=labels).loss
             return loss
         ids, labels, share = self._context.part(ids, labels)
-        return self.chunks[-1](input_ids=ids, labels=labels).loss * share
+        mean: Tensor = self.chunks[-1](input_ids=ids, labels=labels).loss
+        return mean * share
 
     @contextlib.contextmanager
     def _exchanging(self) -> Iterator[None]:

@@ -28,6 +28,7 @@ from thinwire.sim.axes import (
     pass_seconds,
     sent_seconds,
 )
+from thinwire.sim.neighbours import neighbour_rates
 from thinwire.spec import CodecSpec, Factor, Plan
 from thinwire.spec.codec import encodable_dtypes
 from thinwire.spec.plan import cut_alike
@@ -124,9 +125,9 @@ class _Communication(NamedTuple):
 
 
 def axis_rates(job: TrainingJob, plan: Plan) -> Rates:
-    """The job's rates, including sums over the plan's tensor-parallel ranks."""
+    """The job's rates, including sums over the plan's tensor-parallel ranks, and exchanges with neighbours."""
     if plan.tp == 1:
-        return job.rates
+        return neighbour_rates(job.rates, plan, job.model)
     calls = HopCalls(job.rates)
     return TensorParallelRates(job.rates, calls, plan.tp, job.model.hidden, ITEMSIZE[plan.compute_dtype])
 

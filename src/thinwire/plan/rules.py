@@ -142,6 +142,7 @@ def knobs(plan: Plan) -> int:
     turned += [plan.granularity == "module", plan.overlap.input_gradient]
     turned += [plan.gather_bytes > 0 or plan.reduce_bytes > 0, plan.persist_bytes > 0 or plan.reuse_bytes > 0]
     turned += [plan.bucket_chunks > 1, plan.params.ranks > 1, plan.grads != plan.params, plan.optimizer != plan.params]
+    turned += [plan.ep > 1, plan.cp > 1]
     return sum(turned) + Cut.of(plan).knobs
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from thinwire.cost import NominalRates
 from thinwire.plan.candidates import Candidate
 from thinwire.plan.drafts import Drafts, PlanDraft, fits
+from thinwire.plan.experts import expert_candidates
 from thinwire.plan.rules import UNCUT, knobs
 from thinwire.plan.simulations import Simulations, candidate
 from thinwire.plan.training_job import TrainingJob
@@ -131,7 +132,7 @@ class Search:
         plainest = filter(self._fits, sorted(tying, key=lambda draft: (draft.knobs, draft.bound)))
         for draft in list(itertools.islice(plainest, top)):
             simulated[draft] = self._candidate(self.plan(draft))
-        ranked = _ranked(list(simulated.values()), self.job.tie)
+        ranked = _ranked([*simulated.values(), *self._sharing_experts()], self.job.tie)
         if ranked:
             ranked[0] = self._refined(ranked[0])
         return Searched(
@@ -144,6 +145,13 @@ class Search:
             complete=complete,
             simulations=self.simulations,
         )
+
+    def _sharing_experts(self) -> list[Candidate]:
+        """Plans whose ranks share experts, if the model has any and all ranks may be data-parallel."""
+        drafts = self._cuts.get(UNCUT)
+        if drafts is None or self.job.model.experts is None:
+            return []
+        return expert_candidates(self.job, self.simulations, drafts.bucket_bytes)
 
     def _promising(self) -> tuple[list[PlanDraft], dict[PlanDraft, Candidate]]:
         """All drafts sorted by their estimates, and the simulated best of every cut but the last.
@@ -200,7 +208,7 @@ class Search:
 
         Only the best plan is tried: what computation does not hide is again a part of a unit's reduction.
         """
-        if best.plan.tp > 1:
+        if best.plan.tp > 1 or best.plan.ep > 1:
             return best
         first = {"overlap": {"input_gradient": True}}
         earlier = (self._candidate(best.plan.with_(**first, granularity=size)) for size in ("block", "module"))

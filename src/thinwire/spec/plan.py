@@ -488,7 +488,8 @@ class Plan(Spec):
             parts.append(f"{self.micro_batches} micro-batches")
         if self.recompute:
             parts.append("recompute")
-        parts += [f"{axis} {ways}" for axis, ways in (("tp", self.tp), ("pp", self.pp), ("ep", self.ep), ("cp", self.cp)) if ways > 1]
+        axes = {"tp": self.tp, "pp": self.pp, "ep": self.ep, "cp": self.cp}
+        parts += [f"{axis} {ways}" for axis, ways in axes.items() if ways > 1]
         if self.schedule != "1f1b":
             parts.append(self.schedule)
         if self.topology is not None:

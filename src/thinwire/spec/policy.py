@@ -91,7 +91,8 @@ class HybridPolicy:
             SpecError: No policy has that name, or no codec accepts one of its numbers.
         """
         dense, scatter, gradients = _codecs(name)
-        return cls(name, dp=gradients, scatter=scatter, gather=dense, spread=dense, tp=dense, pp=dense, ep=dense, cp=dense)
+        every = dict.fromkeys(("gather", "spread", "tp", "pp", "ep", "cp"), dense)
+        return cls(name, dp=gradients, scatter=scatter, **every)
 
     def codec(self, axis: str) -> CodecSpec:
         """The codec of one of :data:`AXES`.

@@ -34,7 +34,7 @@ def matrix_elements(model: nn.Module) -> float:
     own: Any = getattr(model, "config", None)
     if getattr(own, "experts", None):
         stacked = sum(p.numel() for p in model.parameters() if p.ndim == STACKED)
-        return linear + stacked * own.active_experts / own.experts
+        return linear + stacked * float(own.active_experts) / int(own.experts)
     config: Any = getattr(getattr(model, "model", None), "config", None)
     num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     chosen = getattr(config, "num_experts_per_tok", None)
