@@ -27,9 +27,9 @@ def introduce(job: TrainingJob, console: Console) -> None:
 
     cluster, model = job.cluster, job.model
     console.print(
-        f"{model.name or 'model'}: {model.parameters / 1e9:.2f} billion parameters"
-        f"{_active(model)}, {job.seq:,} tokens a sequence, {job.tokens_per_step:,} a step; {cluster.name or 'cluster'}: {cluster.gpus:,} GPUs of "
-        f"{format_bytes(cluster.memory)}",
+        f"{model.name or 'model'}: {model.parameters / 1e9:.2f} billion parameters{_active(model)}, "
+        f"{job.seq:,} tokens a sequence, {job.tokens_per_step:,} a step; {cluster.name or 'cluster'}: "
+        f"{cluster.gpus:,} GPUs of {format_bytes(cluster.memory)}",
         markup=False,
     )
     if isinstance(job.rates, NominalRates):

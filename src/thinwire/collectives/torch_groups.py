@@ -10,15 +10,12 @@ from __future__ import annotations
 import datetime
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed._functional_collectives import (
-    all_gather_tensor_autograd,
-    all_to_all_single,
-    all_to_all_single_autograd,
-)
 
 __all__ = ["exchange_counts", "exchange_rows", "gather_along", "named_group"]
 
@@ -66,7 +63,7 @@ def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     Returns:
         What each rank has counted for this one, ``(ranks, N)``.
     """
-    result: torch.Tensor = all_to_all_single(counts, None, None, group)
+    result: torch.Tensor = functional.all_to_all_single(counts, None, None, group)
     return result.wait() if hasattr(result, "wait") else result
 
 
@@ -82,7 +79,7 @@ def exchange_rows(rows: torch.Tensor, received: list[int], sent: list[int], grou
     Returns:
         ``(sum(received), D)``.
     """
-    result: torch.Tensor = all_to_all_single_autograd(rows.contiguous(), received, sent, group)
+    result: torch.Tensor = functional.all_to_all_single_autograd(rows.contiguous(), received, sent, group)
     return result.wait() if hasattr(result, "wait") else result
 
 
@@ -97,5 +94,7 @@ def gather_along(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> to
     Returns:
         The parts of all ranks, one after another.
     """
-    result: torch.Tensor = all_gather_tensor_autograd(tensor.contiguous(), dim, group)
+    # torch 2.13 has another name for it.
+    call: Any = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
+    result: torch.Tensor = call(tensor.contiguous(), dim, group)
     return result.wait() if hasattr(result, "wait") else result

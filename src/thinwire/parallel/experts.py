@@ -73,6 +73,11 @@ def expert_modules(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
         UsageError: The model has no experts that can be shared.
         SpecError: Their number is no multiple of ``ep``.
     """
+    if not getattr(model, "shares_experts", True):
+        raise UsageError(
+            f"ep = {plan.ep} does not work with this model of transformers: experts of model_type = 'mixtral' and "
+            "'qwen3_moe' can be shared, and those of thinwire's Llama; use ep = 1"
+        )
     found = {
         name: module
         for name, module in model.named_modules()
@@ -198,7 +203,7 @@ class _Shared:
 def _local_parameters(module: nn.Module) -> Iterator[list[Tensor]]:
     """Context in which a module's parameters are plain tensors: this rank's parts of them."""
     parameters: dict[str, Any] = module._parameters
-    local: dict[str, Tensor] = {name: p.to_local() for name, p in parameters.items() if isinstance(p, DTensor)}
+    local: dict[str, Tensor] = {name: _Local.apply(p) for name, p in parameters.items() if isinstance(p, DTensor)}
     module.__dict__.update(local)
     try:
         yield list(local.values())
@@ -222,6 +227,22 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
         return grad_outputs[0] * ctx.factor, None
+
+
+class _Local(torch.autograd.Function):
+    """This rank's part of a DTensor, like its ``to_local()``, but no view: autograd refuses views of memory that was
+    written to since, as gathering parameters anew does."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements = parameter.device_mesh, parameter.placements
+        local = parameter._local_tensor
+        alias = local.new_empty(0)
+        return alias.set_(local.untyped_storage(), local.storage_offset(), local.shape, local.stride())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> DTensor:
+        return DTensor.from_local(grad_outputs[0], ctx.mesh, ctx.placements, run_check=False)
 
 
 class _Nothing(torch.autograd.Function):

@@ -275,6 +275,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "llama-3-8b": _llama(32, 4096, 32, 14336, 128256, kv_heads=8, seq=8192),
     "llama-3-70b": _llama(80, 8192, 64, 28672, 128256, kv_heads=8, seq=8192),
     "llama-3-405b": _llama(126, 16384, 128, 53248, 128256, kv_heads=8, seq=8192),
+    "mixtral-8x7b": _llama(32, 4096, 32, 14336, kv_heads=8, experts=8, active_experts=2, seq=4096),
     "internlm-7b": _llama(32, 4096, 32, 11008, 103168, seq=2048),
     "gpt-18b": _gpt(40, 6144, 32, 50257, seq=2048),
     "gpt-neox-20b": _gpt(44, 6144, 64, 50432, seq=2048),

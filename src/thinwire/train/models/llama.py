@@ -139,12 +139,13 @@ class LlamaExperts(nn.Module):
         order = experts.argsort(stable=True)
         tokens = order // chosen.shape[1]
         counts = torch.bincount(experts, minlength=self.num_experts).tolist()
-        # Unbound, because the gradient of a single expert taken out of the stack would have the size of the stack.
-        matrices = zip(self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True)
+        # Split, because the gradient of a single expert taken out of the stack would have the size of the stack; and
+        # unsafely, because gathering parameters anew writes to the memory of views that autograd guards.
+        matrices = zip(self.gate_up_proj.unsafe_split(1), self.down_proj.unsafe_split(1), strict=True)
         made = []
         for rows, (gate_up, down) in zip(x[tokens].split(counts), matrices, strict=True):
-            gate, up = F.linear(rows, gate_up).chunk(2, dim=-1)
-            made.append(F.linear(F.silu(gate) * up, down))
+            gate, up = F.linear(rows, gate_up[0]).chunk(2, dim=-1)
+            made.append(F.linear(F.silu(gate) * up, down[0]))
         weighted = torch.cat(made) * weights.flatten()[order].unsqueeze(-1)
         return torch.zeros_like(x).index_add(0, tokens, weighted.to(x.dtype))
 
