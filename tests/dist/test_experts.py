@@ -11,6 +11,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.collectives.group import control
+from thinwire.errors import SpecError, UsageError
 from thinwire.parallel import ParallelModel, ParallelOptimizer
 from thinwire.testing import run_ranks
 from thinwire.train.data.samples import Batch
@@ -51,10 +52,10 @@ def plan_for(preset: str, nodes: int, local: int, ep: int, **fields: Any) -> tw.
     return tw.Plan.preset(preset, nodes=nodes, local=local, ep=ep, **changes)
 
 
-def batches(micro_batches: int, world: int, rank: int) -> list[list[Batch]]:
+def batches(micro_batches: int, world: int, rank: int, sequences: int = 2) -> list[list[Batch]]:
     """This rank's micro-batches of every step."""
     generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(0, VOCABULARY, (STEPS, micro_batches * world, 2, LENGTH + 1), generator=generator)
+    tokens = torch.randint(0, VOCABULARY, (STEPS, micro_batches * world, sequences, LENGTH + 1), generator=generator)
     return [[Batch(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in step] for step in tokens[:, rank::world]]
 
 
@@ -140,3 +141,92 @@ def test_training_equals_one_process(name: str, tmp_path: Path) -> None:
         assert ranks_norms == pytest.approx(norms, rel=1e-5)
         assert counted["sent"] == counted["plain"] > 0
     assert largest_error(saved_parameters(path), expected) < PARAMETER_TOLERANCE
+
+
+def resume(plan: tw.Plan, path: Path) -> tuple[list[float], list[float]]:
+    """Load a checkpoint of two steps, and take the third."""
+    model, optimizer = start("own", plan)
+    model.load(optimizer, path)
+    return train(model, optimizer, batches(plan.micro_batches, plan.samplers, model.grid.sampler)[2:])
+
+
+def two_steps(plan: tw.Plan, path: Path) -> None:
+    model, optimizer = start("own", plan)
+    train(model, optimizer, batches(plan.micro_batches, plan.samplers, model.grid.sampler)[:2])
+    model.save(optimizer, path)
+
+
+def test_a_checkpoint_loads_where_other_numbers_of_ranks_share_experts(tmp_path: Path) -> None:
+    plans = [plan_for("zero1", 1, 4, 2), plan_for("zero3", 2, 2, 4), plan_for("zero1", 2, 2, 1)]
+    losses, norms, _ = alone("own", 2, 4)
+    run_ranks(4, two_steps, plans[0], tmp_path / "saved", timeout=500)
+    for plan in plans:
+        for resumed, resumed_norms in run_ranks(4, resume, plan, tmp_path / "saved", timeout=500):
+            assert resumed == pytest.approx(losses[2:], rel=1e-5)
+            assert resumed_norms == pytest.approx(norms[2:], rel=1e-5)
+
+
+def train_with_codec(plan: tw.Plan) -> tuple[list[float], int, int, set[str]]:
+    model, optimizer = start("own", plan)
+    losses, _ = train(model, optimizer, batches(plan.micro_batches, plan.samplers, model.grid.sampler, sequences=16))
+    traffic = next(iter(model.axis_traffic().values()))
+    return losses, traffic.sent, traffic.plain, {row.codec for row in traffic.rows if row.op != "all_to_all"}
+
+
+@pytest.mark.parametrize(("axis", "fields"), [("ep", {}), ("cp", {"cp": 2})])
+def test_codecs_of_neighbours_cost_little_and_save_much(axis: str, fields: dict[str, int]) -> None:
+    plan = plan_for("ddp", 1, 2, 2 if axis == "ep" else 1, **fields)
+    exact = run_ranks(2, train_with_codec, plan, timeout=500)
+    coded = run_ranks(2, train_with_codec, plan.with_(wire={axis: "int8:256"}), timeout=500)
+    for (losses, sent, plain, _), (rounded, fewer, as_before, _) in zip(exact, coded, strict=True):
+        assert rounded == pytest.approx(losses, rel=2e-3)
+        assert rounded != losses
+        assert sent == plain
+        assert as_before == pytest.approx(plain, rel=0.05)  # routers may choose otherwise
+        assert fewer < 0.35 * as_before
+
+
+def test_bytes_are_those_that_the_planner_prices() -> None:
+    from thinwire.cost import parts
+    from thinwire.sim.neighbours import exchanged_values
+    from thinwire.spec import ModelSpec
+
+    plan = plan_for("ddp", 1, 2, 2, micro_batch=16)
+    shape = ModelSpec(
+        layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=VOCABULARY, seq=LENGTH, experts=4, active_experts=2
+    )
+    sent = [sent for _, sent, _, _ in run_ranks(2, train_with_codec, plan, timeout=500)]
+    values = sum(exchanged_values(part, plan, LENGTH, shape.hidden) for part in parts(shape, "block", 1, 2))
+    counts = 2 * 8  # of two experts, as int64, in every forward of a block
+    a_micro_batch = 4 * 4 * values + 2 * counts  # two exchanges in the forward, two in the backward, fp32
+    assert sum(sent) / 2 == pytest.approx(STEPS * 2 * a_micro_batch, rel=0.1)  # chosen equally often, more or less
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        (plan_for("ddp", 1, 2, 2), "has no module 'experts' that stacks the matrices of experts"),
+        (plan_for("ddp", 1, 2, 1, cp=2), "cp = 2 does not work with GPT"),
+    ],
+)
+def test_models_that_cannot_are_refused(plan: tw.Plan, sentence: str) -> None:
+    run_ranks(2, refuse, plan, sentence, timeout=500)
+
+
+def refuse(plan: tw.Plan, sentence: str) -> None:
+    from thinwire.train.models.gpt import GPT, GPTConfig
+
+    model = GPT(GPTConfig(vocab=VOCABULARY, hidden=32, layers=2, heads=4, ffn=48, seq=LENGTH))
+    with pytest.raises(UsageError, match=sentence):
+        tw.parallelize(model, plan, loss=cross_entropy)
+
+
+def refuse_number() -> None:
+    with pytest.raises(SpecError, match="ep = 2 should divide the model's experts = 3"):
+        tw.parallelize(build(experts=3), plan_for("ddp", 1, 2, 2), loss=cross_entropy)
+    with pytest.raises(SpecError, match="ep = 2: thinwire.shard"):
+        tw.shard(build(), plan_for("ddp", 1, 2, 2))
+
+
+def test_numbers_that_do_not_divide_are_refused() -> None:
+    run_ranks(2, refuse_number, timeout=500)

@@ -143,8 +143,8 @@ def _model(shape: ModelSpec, seq: int, blocks: int) -> Llama | GPT:
     if shape.latent or shape.biases or shape.shared_ffn or shape.dense_layers or not own_heads:
         raise UsageError(
             f"{shape.name or 'the model'} cannot be timed: thinwire's own blocks have heads of hidden / heads, no "
-            "biases, and experts in all blocks or none; leave out --model (a small Llama is timed, from whose FLOP/s the "
-            "time of others follows)"
+            "biases, and experts in all blocks or none; leave out --model (a small Llama is timed, from whose FLOP/s "
+            "the time of others follows)"
         )
     if shape.kind == "llama":
         return Llama(
