@@ -224,7 +224,7 @@ def refuse(plan: tw.Plan, sentence: str) -> None:
 def refuse_number() -> None:
     with pytest.raises(SpecError, match="ep = 2 should divide the model's experts = 3"):
         tw.parallelize(build(experts=3), plan_for("ddp", 1, 2, 2), loss=cross_entropy)
-    with pytest.raises(SpecError, match="ep = 2: thinwire.shard"):
+    with pytest.raises(SpecError, match=r"ep = 2: thinwire\.shard"):
         tw.shard(build(), plan_for("ddp", 1, 2, 2))
 
 

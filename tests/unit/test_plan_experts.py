@@ -82,7 +82,7 @@ def test_exchanges_are_priced_by_what_leaves_a_rank() -> None:
     assert priced.axes.experts == pytest.approx(8 * blocks * passes * 2 * seconds, rel=0.01)
     (part,) = {part.work: part for part in parts(MIXTRAL, "block", 1, 8) if part.is_experts}.values()
     assert exchanged_values(part, one, 4096, MIXTRAL.hidden) * 2 == sent
-    across = candidate(job(), Plan.preset("zero1", nodes=8, local=8, ep=64, micro_batches=8))
+    across = candidate(job(), Plan.preset("zero1", nodes=32, local=2, ep=8, micro_batches=8))
     assert across.axes.experts > 2 * priced.axes.experts
     encoded = candidate(job(), across.plan.with_(wire={"ep": "int8:256"}))
     assert encoded.axes.experts < 0.7 * across.axes.experts
@@ -127,3 +127,11 @@ def test_the_planner_shares_experts_where_it_pays() -> None:
 def test_what_does_not_go_together_is_one_sentence(fields: dict[str, object], sentence: str) -> None:
     with pytest.raises(SpecError, match=sentence):
         Plan.preset("zero1", nodes=2, local=4, **fields)
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"), [(MIXTRAL, "experts = 8"), (ModelSpec.preset("llama-7b"), "experts = none")]
+)
+def test_experts_that_cannot_be_shared_so_have_no_price(model: ModelSpec, sentence: str) -> None:
+    with pytest.raises(SpecError, match=f"ep = 16 should divide the model's {sentence}"):
+        units(model, Plan.preset("zero1", nodes=8, local=8, ep=16))

@@ -333,8 +333,13 @@ def parts(model: ModelSpec, granularity: str, tp: int = 1, ep: int = 1) -> tuple
         granularity: ``"block"`` or ``"module"``, as in a plan.
         tp: Number of ranks that share matrices, heads and the vocabulary; the result is the share of one rank.
         ep: Number of ranks that share experts, which then are parts by themselves.
+
+    Raises:
+        SpecError: ``ep`` does not divide the number of experts.
     """
     if ep > 1:
+        if (model.experts or 1) % ep:
+            raise SpecError("plan", [f"ep = {ep} should divide the model's experts = {model.experts or 'none'}"])
         apart = _whole_parts(model, granularity, apart=True)
         return tuple(_shared(part, ep) if part.is_experts else part for part in apart)
     whole = _whole_parts(model, granularity)
