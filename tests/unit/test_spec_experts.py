@@ -52,6 +52,7 @@ def test_parts_have_the_parameters_and_the_flops_of_the_model(name: str, granula
     assert ModelSpec.from_toml(model.to_toml()) == model
 
 
+@pytest.mark.slow
 def test_parameters_are_those_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")

@@ -387,7 +387,9 @@ def _whole_parts(model: ModelSpec, granularity: str, *, apart: bool = False) -> 
     elif granularity == "module":
         alone = (embedding, norm, head)
     else:
-        alone = tuple(p for p in (embedding, head) if p.numel * LARGE_LEAF >= model.parameters)
+        # The runtime looks for large leaves in the part of the model that has no shared experts.
+        total = model.parameters - (model.expert_layers * model.expert_parameters if apart else 0)
+        alone = tuple(p for p in (embedding, head) if p.numel * LARGE_LEAF >= total)
     # The root owns what is too small to be a unit, and what two units share.
     rest = [part for part in (embedding, norm, head) if part not in alone]
     root = _joined("", "head" if head in rest else "rest", 0, rest)
