@@ -14,11 +14,11 @@ from thinwire.collectives.group import Subgroup
 from thinwire.errors import WireError
 from thinwire.intercept import encoded
 
-__all__ = ["Pieces", "across_nodes", "all_to_all", "numels"]
+__all__ = ["RankPieces", "across_nodes", "all_to_all", "numels"]
 
 
 @dataclass(frozen=True)
-class Pieces:
+class RankPieces:
     """The pieces that a rank sends to all ranks, or receives from them.
 
     Attributes:
@@ -63,8 +63,8 @@ def all_to_all(
     members: Subgroup,
     output: torch.Tensor,
     tensor: torch.Tensor,
-    received: Pieces,
-    sent: Pieces,
+    received: RankPieces,
+    sent: RankPieces,
     seed: Callable[[Codec], int | None],
 ) -> list[int]:
     """Send every rank its piece of a tensor, each encoded, and decode theirs. What a rank keeps is copied.
@@ -72,9 +72,9 @@ def all_to_all(
     Args:
         members: The ranks.
         output: Tensor to fill.
-        tensor: Pieces to send, one after another.
-        received: Pieces of the output.
-        sent: Pieces of the tensor.
+        tensor: RankPieces to send, one after another.
+        received: RankPieces of the output.
+        sent: RankPieces of the tensor.
         seed: A seed for a message of a codec.
 
     Returns:
@@ -106,7 +106,7 @@ def all_to_all(
     return lengths
 
 
-def _lengths(members: Subgroup, lengths: Sequence[int], received: Pieces) -> list[int]:
+def _lengths(members: Subgroup, lengths: Sequence[int], received: RankPieces) -> list[int]:
     """Exchange the lengths of messages; returns those of the messages to this rank."""
     mine, theirs = [torch.tensor([length]) for length in lengths], [torch.tensor([length]) for length in lengths]
     members.exchange(mine, theirs)

@@ -288,12 +288,12 @@ class CompressingGroup(PlainGroup):
         (output,), (tensor,) = _arrived([output]), _arrived([tensor])
         return self._run(body, [output], [tensor], waits=not getattr(rest[0] if rest else None, "asyncOp", True))
 
-    def _pieces(self, tensor: torch.Tensor, rows: Sequence[int] | None, chosen: Codec | None) -> exchange.Pieces:
+    def _pieces(self, tensor: torch.Tensor, rows: Sequence[int] | None, chosen: Codec | None) -> exchange.RankPieces:
         """The pieces of a tensor, and the codecs of those that other ranks have or get."""
         numels = exchange.numels(tensor, rows, len(self._ranks))
         codecs = [None if chosen is None else self._gate.choose("send", tensor, numel)[0] for numel in numels]
         codecs[self.rank()] = None
-        return exchange.Pieces(numels, tuple(codecs), tensor.dtype)
+        return exchange.RankPieces(numels, tuple(codecs), tensor.dtype)
 
     def _report_exchange(self, codec: str, plain: Sequence[int], sent: Sequence[int], why: str = "") -> None:
         """Count what other ranks get, in bytes by rank."""
