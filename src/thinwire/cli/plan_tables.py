@@ -10,6 +10,7 @@ from rich.console import Console
 if TYPE_CHECKING:
     from thinwire.plan import Candidate, Explanation, Searched, TrainingJob
     from thinwire.report import Sheet
+    from thinwire.spec import ModelSpec
 
 
 def listed(searched: Searched, top: int) -> list[Candidate]:
@@ -26,9 +27,9 @@ def introduce(job: TrainingJob, console: Console) -> None:
 
     cluster, model = job.cluster, job.model
     console.print(
-        f"{model.name or 'model'}: {model.parameters / 1e9:.2f} billion parameters, {job.seq:,} tokens a sequence, "
-        f"{job.tokens_per_step:,} a step; {cluster.name or 'cluster'}: {cluster.gpus:,} GPUs of "
-        f"{format_bytes(cluster.memory)}",
+        f"{model.name or 'model'}: {model.parameters / 1e9:.2f} billion parameters{_active(model)}, "
+        f"{job.seq:,} tokens a sequence, {job.tokens_per_step:,} a step; {cluster.name or 'cluster'}: "
+        f"{cluster.gpus:,} GPUs of {format_bytes(cluster.memory)}",
         markup=False,
     )
     if isinstance(job.rates, NominalRates):
@@ -39,6 +40,11 @@ def introduce(job: TrainingJob, console: Console) -> None:
             "the accelerator has a peak for float16 and none for bfloat16: plans compute in float16, with loss scaling",
             markup=False,
         )
+
+
+def _active(model: ModelSpec) -> str:
+    """How much of a mixture of experts computes a token, as a part of a sentence."""
+    return "" if model.experts is None else f" ({model.active_parameters / 1e9:.2f} billion of them active)"
 
 
 def plan_sheet(job: TrainingJob, rows: Sequence[Candidate]) -> Sheet:
@@ -79,6 +85,7 @@ def _cells(job: TrainingJob, number: int, row: Candidate, *, with_price: bool, w
     chosen = row.plan
     batch = f"{chosen.micro_batch} x {chosen.micro_batches}{' recompute' if chosen.recompute else ''}"
     axes = {"tp": row.axes.sums, "pp": row.axes.messages, "idle": row.axes.idle}
+    axes |= {"ep": row.axes.experts, "cp": row.axes.context}
     waiting = {**{str(lane): seconds for lane, seconds in row.simulated.exposed.items()}, **axes}
     shown = " ".join(f"{lane} {seconds:.3f}" for lane, seconds in waiting.items() if seconds >= 5e-4)
     cut = f"{chosen.tp} x {chosen.pp}{' interleaved' if chosen.schedule == 'interleaved' else ''}"
@@ -160,7 +167,13 @@ def row_json(job: TrainingJob, number: int, row: Candidate) -> dict[str, Any]:
         "tgs": row.tokens_per_gpu_second(job),
         "mfu": row.mfu(job),
         "exposed_seconds": {str(lane): seconds for lane, seconds in row.simulated.exposed.items()},
-        "axis_seconds": {"tp": row.axes.sums, "pp": row.axes.messages, "idle": row.axes.idle},
+        "axis_seconds": {
+            "tp": row.axes.sums,
+            "pp": row.axes.messages,
+            "idle": row.axes.idle,
+            "ep": row.axes.experts,
+            "cp": row.axes.context,
+        },
         "memory_bytes": {**row.memory.by_part(), "total": row.memory.total},
         "fits": row.fits,
         "label": row.label,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from thinwire.cost.anatomy import ModelPart
+from thinwire.cost.anatomy import ModelPart, Routed
 
 __all__ = ["Kernels"]
 
@@ -46,17 +46,20 @@ class Kernels:
         self._flops, self._memory, self._passes = peak * share, memory, passes
         self._fused = None if attention is None else peak * attention
         self._products = cache(self._matrix_products)
+        self._grouped = cache(self._expert_products)
 
     def forward(self, part: ModelPart, sequences: int, seq: int) -> float:
         """Seconds of the forward of ``sequences`` sequences of ``seq`` tokens."""
         tokens = sequences * seq
-        seconds = self._products(part.matrices, tokens)[0] + self.elementwise(self._values(part, tokens))
+        seconds = self._products(part.matrices, tokens)[0] + self._grouped(part.routed, tokens)[0]
+        seconds += self.elementwise(self._values(part, tokens))
         return seconds + self._attention(part, tokens, seq)[0]
 
     def backward(self, part: ModelPart, sequences: int, seq: int) -> float:
         """Seconds of the backward. Element-wise kernels read the gradient as well, which doubles what they move."""
         tokens = sequences * seq
-        seconds = self._products(part.matrices, tokens)[1] + 2 * self.elementwise(self._values(part, tokens))
+        seconds = self._products(part.matrices, tokens)[1] + self._grouped(part.routed, tokens)[1]
+        seconds += 2 * self.elementwise(self._values(part, tokens))
         return seconds + self._attention(part, tokens, seq)[1]
 
     def elementwise(self, values: float) -> float:
@@ -98,9 +101,22 @@ class Kernels:
             backward += self.product(tokens, columns, rows) + self.product(rows, columns, tokens)
         return forward, backward
 
-    def product(self, rows: int, columns: int, depth: int) -> float:
-        """Seconds of a product of ``rows x depth`` and ``depth x columns``."""
-        waves = rows * columns / _WAVE
+    def _expert_products(self, routed: Routed | None, tokens: int) -> tuple[float, float]:
+        """Seconds of the products with the experts that tokens visit, in the forward and in the backward. The products
+        of all experts are one kernel, in which each expert has the same number of tokens."""
+        if routed is None:
+            return 0.0, 0.0
+        rows_of_each = max(1, tokens * routed.active // routed.experts)
+        forward = backward = 0.0
+        for rows, columns in routed.matrices:
+            forward += self.product(rows_of_each, rows, columns, routed.experts)
+            backward += self.product(rows_of_each, columns, rows, routed.experts)
+            backward += self.product(rows, columns, rows_of_each, routed.experts)
+        return forward, backward
+
+    def product(self, rows: int, columns: int, depth: int, count: int = 1) -> float:
+        """Seconds of ``count`` products of ``rows x depth`` and ``depth x columns`` in one kernel."""
+        waves = count * rows * columns / _WAVE
         full = waves / (waves + 0.5) * depth / (depth + _PROLOGUE)
-        bound = (rows * depth + depth * columns + rows * columns) * _VALUE / self._memory
-        return max(2 * rows * columns * depth / (self._flops * full), bound)
+        bound = count * (rows * depth + depth * columns + rows * columns) * _VALUE / self._memory
+        return max(2 * count * rows * columns * depth / (self._flops * full), bound)

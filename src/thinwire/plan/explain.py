@@ -96,9 +96,11 @@ def critical_path(candidate: Candidate) -> dict[str, float]:
         "sums over tensor-parallel ranks": axes.sums,
         "pipeline filling and draining": axes.idle,
         "messages between stages": axes.messages,
+        "tokens on their way to experts and back": axes.experts,
+        "keys and values of other ranks": axes.context,
     }
     return {
-        "computation": simulated.computing - axes.sums,
+        "computation": simulated.computing - axes.inside,
         "computation slowed by codecs and transfers": max(0.0, slowed),
         **waiting,
         **{cause: seconds for cause, seconds in added.items() if seconds > 0},

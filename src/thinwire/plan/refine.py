@@ -97,7 +97,7 @@ class Refinement:
     def _under_input_gradients(self, best: Candidate) -> Candidate:
         """With reductions that start before the input gradient: those of the head alone, or of every linear layer,
         which are then units of their own."""
-        if best.plan.tp > 1:
+        if best.plan.tp > 1 or best.plan.ep > 1:
             return best
         first = {"overlap": {"input_gradient": True}}
         return self._faster(best, [best.plan.with_(**first, granularity=size) for size in ("block", "module")])

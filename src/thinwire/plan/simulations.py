@@ -10,6 +10,7 @@ from thinwire.plan.candidates import AxisSeconds, Candidate
 from thinwire.plan.drafts import axis_rates, stage_message
 from thinwire.plan.training_job import TrainingJob
 from thinwire.sim.axes import TensorParallelRates, idle_seconds, message_seconds
+from thinwire.sim.neighbours import NeighbourRates
 from thinwire.sim.step import PLAYED, Played, play, with_exchanges
 from thinwire.spec import ModelSpec, Plan
 
@@ -42,8 +43,12 @@ class Simulations:
         if plan.num_islands > 1:
             simulated = with_exchanges(plan, workload.units, rates, simulated)
         axes = AxisSeconds()
-        if isinstance(rates, TensorParallelRates):
-            passes = 3 if plan.recompute else 2
+        passes = 3 if plan.recompute else 2
+        if isinstance(rates, NeighbourRates):
+            each = [(rates.experts(part, plan, job.seq), rates.context(part, plan, job.seq)) for part in workload.parts]
+            times = plan.micro_batches * passes
+            axes = replace(axes, experts=times * sum(e for e, _ in each), context=times * sum(c for _, c in each))
+        elif isinstance(rates, TensorParallelRates):
             sums = sum(rates.summing(part, plan, job.seq) for part in workload.parts)
             axes = replace(axes, sums=plan.micro_batches * passes * sums)
         if plan.pp > 1:

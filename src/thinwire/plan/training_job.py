@@ -177,7 +177,7 @@ class TrainingJob:
 
     def parts(self, plan: Plan) -> tuple[ModelPart, ...]:
         """Parts of the model on a rank of the largest stage."""
-        return parts(_largest_stage(self.model, plan), plan.granularity, plan.tp)
+        return parts(_largest_stage(self.model, plan), plan.granularity, plan.tp, plan.ep)
 
     def units(self, plan: Plan) -> tuple[UnitInfo, ...]:
         """Sharding units on a rank of the largest stage."""

@@ -212,7 +212,7 @@ def _data(run: RunRecord) -> str:
 
 def _batch(run: RunRecord) -> str:
     plan, seq = run.plan, run.recipe.train.seq
-    samples = plan.data_ranks * plan.micro_batch * plan.micro_batches
+    samples = plan.samplers * plan.micro_batch * plan.micro_batches
     return (
         f"{samples} sequences of {seq} tokens a step: {_counted(plan.data_ranks, 'data-parallel rank')}, "
         f"{_counted(plan.micro_batches, 'micro-batch', 'es')} of {plan.micro_batch}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -171,7 +171,16 @@ def micro_batches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
         model: A sharded model.
         batches: Micro-batches of the step.
     """
-    runtime = runtime_of(model)
+    return micro_batches_of([runtime_of(model)], batches)
+
+
+def micro_batches_of(runtimes: Sequence[Runtime], batches: Iterable[Item]) -> Iterator[Item]:
+    """The same for the runtimes of a model's parts, which run together.
+
+    Args:
+        runtimes: Runtimes of the parts.
+        batches: Micro-batches of the step.
+    """
     iterator = iter(batches)
     try:
         upcoming = next(iterator)
@@ -185,11 +194,13 @@ def micro_batches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
                 upcoming = next(iterator)
             except StopIteration:
                 more = False
-            runtime.begin_micro_batch(number, last=not more)
+            for runtime in runtimes:
+                runtime.begin_micro_batch(number, last=not more)
             yield current
             number += 1
     finally:
-        runtime.begin_micro_batch(0, last=True)
+        for runtime in runtimes:
+            runtime.begin_micro_batch(0, last=True)
 
 
 def join(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:

@@ -254,7 +254,7 @@ def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
     attach(sharded.model, runtime)
     hooks.install(runtime)
     watch_optimizers()
-    if sharded.plan.recompute:
+    if sharded.plan.recompute and not sharded.part.is_inner:
         runtime.undo.append(recompute_activations(sharded.model, _recomputed(sharded.model, modules)))
     return runtime
 
@@ -285,7 +285,7 @@ def check_supported(plan: Plan, world: int, *, whole: bool = True) -> None:
         problems += [
             f"{axis} = {ways}: thinwire.shard(model, plan) knows data-parallel ranks only; use "
             "thinwire.parallelize(model, plan), or set it to 1"
-            for axis, ways in (("tp", plan.tp), ("pp", plan.pp))
+            for axis, ways in (("tp", plan.tp), ("pp", plan.pp), ("ep", plan.ep), ("cp", plan.cp))
             if ways != 1
         ]
     if plan.pp > 1 and plan.params.ranks > 1:

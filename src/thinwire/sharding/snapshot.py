@@ -272,7 +272,8 @@ def load(parts: Sequence[Trained], path: Path) -> dict[str, Json]:
         runtime_of(model).holds.refuse("load()")
     shapes = _union({name: shape for model, _ in parts for name, shape in _shapes(model).items()})
     manifest = _everywhere(lambda: _open(shapes, parts, path))
-    loading = [_Loading(model, optim, manifest, path) for model, optim in parts]
+    same_plan = manifest.values["plan"] == runtime_of(parts[0][0]).plan.to_toml()  # those of other parts follow from it
+    loading = [_Loading(model, optim, manifest, path, same_plan=same_plan) for model, optim in parts]
     vectors = _Vectors()
     try:
         # Check on all ranks before any rank reads, so that no rank waits for another that has failed.
@@ -349,12 +350,20 @@ class _Loading:
     """Loads one part. Nothing in the part changes until the checkpoint is known to hold everything it needs; from then
     on, the part is half loaded until the end."""
 
-    def __init__(self, model: nn.Module, optim: ShardedOptimizer | None, manifest: store.Manifest, path: Path) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: ShardedOptimizer | None,
+        manifest: store.Manifest,
+        path: Path,
+        *,
+        same_plan: bool,
+    ) -> None:
         self._model, self._optim, self._manifest, self._path = model, optim, manifest, path
         self._runtime = runtime = runtime_of(model)
         runtime.join_spreads()
         runtime.zero_grad()
-        self._same_plan = manifest.values["plan"] == runtime.plan.to_toml()
+        self._same_plan = same_plan
         self._with_held = runtime.plan.wire.spread_difference and self._same_plan
         self._new = make_state(optim) if optim is not None else []
         self._numbers: list[tuple[dict[str, Any], str, Json]] = []

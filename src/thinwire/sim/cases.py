@@ -121,7 +121,7 @@ class Answer:
     @property
     def tokens(self) -> int:
         """Tokens per step, over all accelerators."""
-        return self.plan.micro_batches * self.plan.micro_batch * self.model.seq * self.plan.data_ranks
+        return self.plan.micro_batches * self.plan.micro_batch * self.model.seq * self.plan.samplers
 
     @property
     def tgs(self) -> float:

@@ -56,6 +56,12 @@ _NO_FILES = ("bpe", *TOPOLOGY_SOURCES)
 """Values of these keys that name no file."""
 
 
+_DIMENSIONS = (
+    "preset", "layers", "hidden", "heads", "kv_heads", "ffn", "experts", "active_experts", "expert_ffn",
+)  # fmt: skip
+"""Keys of a model's shape."""
+
+
 class ModelRecipe(Spec):
     """The model: a Llama or GPT by dimensions or preset, or a Hugging Face model by path or configuration."""
 
@@ -68,6 +74,9 @@ class ModelRecipe(Spec):
     heads: Count | None = Field(default=None, description="attention heads; must divide hidden")
     kv_heads: Count | None = Field(default=None, description="key and value heads (llama); default: heads")
     ffn: Count | None = Field(default=None, description="width of the feed-forward network; default: depends on kind")
+    experts: Count | None = Field(default=None, description="experts of a block (llama); unset: one feed-forward")
+    active_experts: Count | None = Field(default=None, description="experts that each token visits; default: 1 (llama)")
+    expert_ffn: Count | None = Field(default=None, description="width of an expert (llama); default: ffn")
     vocab: Count | None = Field(default=None, description="rows of the embedding; default: the tokenizer's vocabulary")
     max_seq: Count | None = Field(default=None, description="longest sequence, in tokens; default: train.seq")
     tied_embedding: Flag = Field(default=False, description="whether embedding and head share one weight")
@@ -106,7 +115,7 @@ class ModelRecipe(Spec):
 
         Raises:
             SpecError: A dimension is missing or does not divide another, or ``ModelSpec`` cannot describe the
-                architecture (mixtures of experts).
+                architecture (an unknown family of mixtures of experts).
         """
         if self.kind == "huggingface":
             source = self.path if self.config is None else self.config
@@ -119,6 +128,9 @@ class ModelRecipe(Spec):
             "heads": self.heads,
             "kv_heads": self.kv_heads,
             "ffn": self.ffn,
+            "experts": self.experts,
+            "active_experts": self.active_experts,
+            "expert_ffn": self.expert_ffn,
             "vocab": self.vocab or vocab,
             "seq": self.max_seq or seq,
             "tied_embedding": self.tied_embedding,
@@ -131,7 +143,7 @@ class ModelRecipe(Spec):
             del given["kind"]
         return ModelSpec.preset(self.preset, **given)
 
-    @rule("kind", "preset", "layers", "hidden", "heads", "kv_heads", "ffn", "tied_embedding")
+    @rule(*_DIMENSIONS, "kind", "tied_embedding")
     def _dimensions_are_whole(self) -> Iterator[Problem]:
         if self.kind == "huggingface":
             return
@@ -169,10 +181,10 @@ class ModelRecipe(Spec):
         if self.kind != "huggingface" and given:
             yield Problem(given[0], f'is for kind = "huggingface" only; kind = "{self.kind}"')
 
-    @rule("kind", "preset", "layers", "hidden", "heads", "kv_heads", "ffn")
+    @rule(*_DIMENSIONS, "kind")
     def _huggingface_has_its_own_shape(self) -> Iterator[Problem]:
         if self.kind == "huggingface":
-            for name in ("preset", "layers", "hidden", "heads", "kv_heads", "ffn"):
+            for name in _DIMENSIONS:
                 if getattr(self, name) is not None:
                     yield Problem(
                         name, 'has no effect: a model of kind = "huggingface" has the shape that its config.json says'

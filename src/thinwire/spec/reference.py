@@ -266,7 +266,7 @@ def _rule_text(check: Any) -> str:
 
 def _policies() -> str:
     rows = ((f"`{name}`", *(f"`{codec}`" for codec in codecs)) for name, codecs in POLICIES.items())
-    return _table(("policy", "gather, spread, tp, pp", "scatter", "reduce_intra, reduce_inter"), rows)
+    return _table(("policy", "gather, spread, tp, pp, ep, cp", "scatter", "reduce_intra, reduce_inter"), rows)
 
 
 def _presets(mesh: Factor) -> str:

@@ -99,6 +99,10 @@ class PlanTemplate:
         """
         plan = self._with_batch(self._without_batch(mesh, auto_dtype))
         seq = self.recipe.train.seq
+        if seq % plan.cp:
+            raise SpecError(
+                "train", [f"seq = {seq} should be a multiple of plan.cp = {plan.cp}, whose ranks share sequences"]
+            )
         if seq % plan.tp:
             raise SpecError(
                 "train", [f"seq = {seq} should be a multiple of plan.tp = {plan.tp}, which cuts sequences, too"]
@@ -188,12 +192,12 @@ class PlanTemplate:
 
 def _with_global_batch(plan: Plan, global_batch: int) -> Plan:
     """The plan with ``global_batch`` sequences per step, in the largest micro-batches that fit."""
-    share, rest = divmod(global_batch, plan.data_ranks)
+    share, rest = divmod(global_batch, plan.samplers)
     if rest:
         raise SpecError(
             "train",
             [
-                f"global_batch = {global_batch} should be a multiple of the {plan.data_ranks} {_rank_kind(plan)} of "
+                f"global_batch = {global_batch} should be a multiple of the {plan.samplers} {_rank_kind(plan)} of "
                 "this run"
             ],
         )
@@ -216,6 +220,8 @@ def _with_global_batch(plan: Plan, global_batch: int) -> Plan:
 
 
 def _rank_kind(plan: Plan) -> str:
+    if plan.cp > 1:
+        return f"groups of cp = {plan.cp} ranks"
     return "ranks" if plan.ranks == plan.data_ranks else "data-parallel ranks"
 
 

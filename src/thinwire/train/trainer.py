@@ -151,7 +151,7 @@ class Trainer:
     def samples_per_step(self) -> int:
         """Sequences of one step over all ranks."""
         plan = self.run.plan
-        return plan.data_ranks * plan.micro_batch * plan.micro_batches
+        return plan.samplers * plan.micro_batch * plan.micro_batches
 
     @property
     def validates(self) -> bool:
@@ -225,7 +225,7 @@ class Trainer:
             number=self.run.recipe.train.validation_samples,
             micro_batch=self.run.plan.micro_batch,
             rank=self.model.grid.sampler,
-            world=self.run.plan.job_mesh.ranks,
+            world=self.run.plan.job_mesh.ranks // self.run.plan.cp,
         )
         self.model.train(False)
         for batch in batches:
@@ -344,7 +344,7 @@ class Trainer:
             micro_batch=plan.micro_batch,
             micro_batches=plan.micro_batches,
             rank=self.watch.sampler,
-            world=plan.data_ranks,
+            world=plan.samplers,
         )
 
     def _update_if_finite(self, update: Update) -> None:
