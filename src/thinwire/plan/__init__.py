@@ -17,7 +17,7 @@ from thinwire.plan.explain import (
     summary,
 )
 from thinwire.plan.objectives import BothObjectives, UnderBoth, both_objectives
-from thinwire.plan.peers import PeerPlan, losses, nearest
+from thinwire.plan.peers import PeerPlan, losses, nearest, predicted
 from thinwire.plan.placement import (
     Placed,
     hostfile,
@@ -77,6 +77,7 @@ __all__ = [
     "place",
     "placed",
     "profiled_cluster",
+    "predicted",
     "rankfile",
     "refit",
     "remedies",

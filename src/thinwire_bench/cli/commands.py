@@ -32,6 +32,7 @@ _COMMANDS: Final = {
     "checkpoint": Command("thinwire_bench.cli.checkpoint:checkpoint"),
     "data": Command("thinwire_bench.cli.data:data"),
     "planner": Command("thinwire_bench.cli.planner:planner"),
+    "emit": Command("thinwire_bench.cli.emit:emit"),
 }
 """In the order of the help."""
 
