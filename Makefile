@@ -20,8 +20,12 @@ ifneq ($(origin SECONDS),command line)
 SECONDS := 20
 endif
 
+# How long `make chaos` and `make soak` take.
+MINUTES ?= 30
+HOURS ?= 8
+
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-torch lint format asan docs structure wheels picture site check-launchers test-frameworks bench-peers gpu-check clean
+.PHONY: help install train test test-all test-torch lint format asan lock audit docs structure wheels picture site check-launchers test-frameworks bench-peers gpu-check chaos soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -89,6 +93,23 @@ asan: install ## fuzz the native codecs under the address and undefined behaviou
 	@fuzz=build/asan-$(notdir $(CXX))/csrc/thinwire_fuzz; if [[ "$(notdir $(CXX))" == clang* ]]; then \
 	  $$fuzz -max_total_time=$(SECONDS) -max_len=4096; else $$fuzz $(SECONDS); fi
 
+# uv resolves for every Python that thinwire supports, and knows the hashes of every file of a release. torch's CUDA
+# build takes one release of Triton only.
+lock: install ## write locked.txt: constraints.txt with hashes
+	@test -x build/lock/bin/uv || { $(BIN)/python -m venv build/lock && \
+	  build/lock/bin/python -m pip install --quiet --disable-pip-version-check uv; }
+	grep -v '^triton==' constraints.txt > build/lock/constraints.txt
+	printf 'scikit-build-core\nnanobind\ncmake\nninja\n' > build/lock/build.in
+	{ echo '# constraints.txt with the hashes of every file, for pip install --require-hashes; `make lock` writes it.'; \
+	  build/lock/bin/uv pip compile pyproject.toml build/lock/build.in --extra dev --extra docs --quiet \
+	  --constraint build/lock/constraints.txt --universal --python-version 3.11.7 --generate-hashes --no-header \
+	  --no-annotate --unsafe-package thinwire; } > build/lock/locked.txt
+	mv build/lock/locked.txt locked.txt
+
+audit: install ## look up the pinned packages in a copy of the OSV database: make audit OSV=all.zip
+	@test -n "$(OSV)" || { echo "name a copy of OSV's database of PyPI: make audit OSV=all.zip" >&2; exit 1; }
+	$(BIN)/python tools/audit.py "$(OSV)" constraints.txt locked.txt
+
 docs: install structure ## regenerate the pages docs/*-reference.md from the types, and the drawn structure
 	$(BIN)/python -m thinwire.spec.reference docs
 
@@ -125,6 +146,12 @@ gpu-check: install ## prove the GPU path on this machine's cards, part by part, 
 	  $(BIN)/python -m benchmarks.gpu render docs/results/gpu --page docs/gpu.md && exit $$status; \
 	else echo "gpu-check: skipped, PyTorch finds no CUDA device on this machine; rehearse it on CPU with" \
 	  "'$(BIN)/python -m benchmarks.gpu run --device cpu --results runs/gpu-rehearsal'"; fi
+
+chaos: install ## disturb small runs for MINUTES=30 and compare them; as root also full disks, losses of power and cut links
+	$(BIN)/thinwire bench chaos --minutes $(MINUTES)
+
+soak: install ## train for HOURS=8, and say whether memory, descriptors, threads or step times grow
+	$(BIN)/thinwire bench soak --hours $(HOURS)
 
 clean: ## remove caches and build output; keeps .venv and runs
 	rm -rf build dist docs/generated .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -54,6 +54,10 @@ class DataError(ThinwireError, ValueError):
     """Training data is missing, empty or malformed; the message names the path."""
 
 
+class ReplicaError(ThinwireError, RuntimeError):
+    """Ranks hold different bits of what must be equal: a processor, a memory chip or a link is faulty."""
+
+
 class NonFiniteError(ThinwireError, ArithmeticError):
     """A loss or gradient norm became NaN or infinite."""
 

@@ -15,6 +15,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "lightning": ("lightning",),
     "report": ("jinja2", "matplotlib"),
     "transformers": ("accelerate", "transformers"),
+    "islands": ("torchft",),
     "bench": ("jinja2", "matplotlib", "pyarrow", "tensorboard", "tokenizers"),
 }
 """Importable modules that each extra of ``pyproject.toml`` brings."""

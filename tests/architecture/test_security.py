@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,3 +128,19 @@ def test_the_search_finds_what_it_looks_for(line: str) -> None:
 @pytest.mark.parametrize("line", ["torch.load(path, weights_only=True)", "re.compile(text)", "np.load(path)"])
 def test_the_search_lets_others_pass(line: str) -> None:
     assert forbidden(line, "train/loop.py") == []
+
+
+def test_every_threat_names_tests_that_exist_or_says_that_it_has_none() -> None:
+    page = (ROOT / "docs/security.md").read_text()
+    table = [line for line in page.partition("## Who may attack")[2].splitlines() if line.startswith("| ")]
+    written = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    there = set(re.findall(r"^def (test_\w+)\(", written, re.MULTILINE))
+    header, *lines = table
+    assert header == "| attack | without keys | with keys | test |"
+    assert len(lines) > 9
+    tests = [line.rsplit("|", 2)[1].strip() for line in lines]
+    for line, named in zip(lines, tests, strict=True):
+        names = set(re.findall(r"`(test_\w+)`", named))
+        assert names <= there, line
+        assert names or named == "none", line
+    assert tests.count("none") <= 2

@@ -158,6 +158,47 @@ def test_a_failure_is_told_on_every_rank_once(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
 
 
+def check_a_hanging_disk(directory: str) -> list[str]:
+    """Rank 1's disk hangs: all ranks are told within the limit, training goes on, and what hangs appears never."""
+    model, optim = start()
+    path, told = Path(directory), []
+    train(model, optim, 0)
+    tw.async_save(model, optim, path / "before", limit=60).result()
+    with pytest.MonkeyPatch.context() as patched:
+        disk = HeldDisk(patched)
+        if group.control().rank == 0:
+            disk.released.set()
+        pending = tw.async_save(model, optim, path / "hangs", limit=3.0)
+        train(model, optim, 1, 2)
+        with pytest.raises(CheckpointError, match=r"hangs: not saved after 3 s, which is the limit"):
+            pending.result()
+        assert pending.failed
+        assert not pending.done()
+        for _ in range(2):
+            with pytest.raises(CheckpointError) as caught:
+                tw.async_save(model, optim, path / "refused", limit=60)
+            told.append(str(caught.value))
+        train(model, optim, 3)
+        disk.released.set()
+    while not pending.done():
+        time.sleep(0.01)
+    for thread in threading.enumerate():
+        if thread.name == "thinwire-checkpoint":
+            thread.join(30)
+    tw.async_save(model, optim, path / "after", limit=60).result()
+    return told
+
+
+def test_a_disk_that_hangs_fails_the_save_by_name_and_training_goes_on(tmp_path: Path) -> None:
+    hangs = f"{tmp_path}/hangs: cannot save: rank 1 still waits for the file system, after 3 s, which is the limit; "
+    refused = f"{tmp_path}/refused: cannot save: an earlier save still waits for the file system on rank 1"
+    for first, second in run_ranks(2, check_a_hanging_disk, str(tmp_path)):
+        assert first == hangs + "a network mount may not answer, or the disk is too slow"
+        assert second == refused
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["after", "before"]
+    verify(tmp_path / "after")
+
+
 def check_what_follows(directory: str) -> tuple[list[str], list[str]]:
     """Something that is done after a save fails: the log says so in a sentence, and the checkpoint is complete."""
     said, unheard = list[str](), list[str]()

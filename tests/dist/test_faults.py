@@ -12,11 +12,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.dist.test_train import THINWIRE, Runs, rank_process
 
+from thinwire.checkpoint.store import verify
 from thinwire.testing.ranks import free_port
 
 MANY = ("--set", "train.steps=100000", "--set", "checkpoint.every=1000")
@@ -223,6 +225,51 @@ def test_a_run_may_go_on_without_a_checkpoint(runs: Runs) -> None:
     assert len(runs.losses("goes-on")) == 40
 
 
+@contextlib.contextmanager
+def own_file_system(place: Path) -> Iterator[None]:
+    """A file system on a loop device, which can be frozen."""
+    image = place.with_suffix(".img")
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    place.mkdir(parents=True)
+    for command in (("mkfs.ext4", "-q", "-F", str(image)), ("mount", "-o", "loop", str(image), str(place))):
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("this user may not mount a file system")
+    try:
+        yield
+    finally:
+        subprocess.run(["fsfreeze", "--unfreeze", place], capture_output=True, check=False)
+        subprocess.run(["umount", "--lazy", place], check=True)
+
+
+@pytest.mark.slow
+def test_a_file_system_that_hangs_fails_a_save_by_name_and_training_goes_on(runs: Runs) -> None:
+    place = runs.directory / "hangs" / "checkpoints"
+    settings = ("checkpoint.every=10", "checkpoint.timeout=2s", "checkpoint.on_failure=continue", "train.steps=4000")
+    with own_file_system(place):
+        shutil.rmtree(place / "lost+found")
+        process = runs.start("hangs", *(word for setting in settings for word in ("--set", setting)))
+        runs.wait_for_step("hangs", 25, process)
+        subprocess.run(["fsfreeze", "--freeze", place], check=True)
+        frozen = len(runs.records("hangs"))
+        runs.wait_for_step("hangs", frozen + 60, process)
+        subprocess.run(["fsfreeze", "--unfreeze", place], check=True)
+        seen = {path.name for path in place.glob("step-*")}
+        deadline = time.monotonic() + 60
+        while {path.name for path in place.glob("step-*")} <= seen:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=90)
+        last = sorted(place.glob("step-*"))[-1]
+        assert verify(last).values["extra"]["position"]["step"] == len(runs.losses("hangs"))
+    assert process.returncode == 0, output + errors
+    named = re.findall(r"step-\d+: cannot save: (rank \d+) still waits for the file system, after 2 s", output)
+    assert named, output
+    assert output.count("training goes on") == output.count("cannot save")
+    assert "Traceback" not in output + errors
+
+
 @pytest.mark.slow
 def test_hosts_whose_clocks_differ_by_days_train_alike(runs: Runs) -> None:
     """Two ranks with separate wall clocks, which are set again when the run resumes."""
@@ -249,6 +296,36 @@ def test_hosts_whose_clocks_differ_by_days_train_alike(runs: Runs) -> None:
     train("apart", 20, -200_000, 500, more=("--resume",))
     assert len(runs.losses("apart")) == 20
     assert runs.losses("apart")[:10] == runs.losses("together")[:10]
+
+
+@pytest.mark.slow
+def test_a_clock_that_jumps_changes_no_number(runs: Runs) -> None:
+    """While a run trains, the time of day goes to and fro by up to eleven days."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    clock, jump = runs.directory / "jumping.so", runs.directory / "jump"
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", clock, Path(__file__).with_name("skewed_clock.c"), "-ldl"], check=True
+    )
+    jump.write_bytes(b"")
+    steps = ("--set", "train.steps=400", "--set", "checkpoint.every=50", "--set", "cluster.timeout=30s")
+    runs.run("steady", *steps)
+    runs.environment |= {"LD_PRELOAD": str(clock), "JUMP": str(jump)}
+    process = runs.start("jumps", *steps)
+    jumps = 0
+    while process.poll() is None:
+        os.truncate(jump, (0, 2_000_000, 999_000, 1_000_500)[jumps % 4])
+        jumps += 1
+        time.sleep(0.2)
+    output, errors = process.communicate()
+    del runs.environment["LD_PRELOAD"], runs.environment["JUMP"]
+    assert process.returncode == 0, output + errors
+    assert jumps > 4
+    times = [record["time"] for record in runs.records("jumps")]
+    assert max(times) - min(times) > 900_000
+    assert "failed after" not in output
+    assert "is slow" not in output
+    assert runs.losses("jumps") == runs.losses("steady")
 
 
 def kill_host(launcher: subprocess.Popen[str]) -> None:

@@ -185,6 +185,7 @@ def test_the_algorithm(islands: Fields) -> None:
         {"codec": "int8:256"},
         {"codec": "int4:256", "error_feedback": True},
         {"codec": "int4:256", "error_feedback": True, "feedback_gain": 0.5, "every": 4, "fragments": 2, "delay": 1},
+        {"codec": "topk:1/8,int2", "error_feedback": True},
         {"codec": "bf16"},
     ],
     ids=str,

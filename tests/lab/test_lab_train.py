@@ -124,3 +124,40 @@ def test_lost_packets_cost_time_and_change_no_number(directory: Path) -> None:
         (directory / "run").rename(directory / f"run-{loss}")
     assert len(losses[0.03]) == 20
     assert losses[0.03] == losses[0.0]
+
+
+@pytest.mark.slow
+def test_a_slow_link_is_named_within_twenty_steps(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """One of three hosts has a link of a quarter of the others' speed from some step on, then a good one again."""
+    run = directory / "run"
+    slowed = []
+
+    def disturb() -> None:
+        for number, bandwidth in ((25, 5e6), (60, 20e6)):
+            deadline = time.monotonic() + 200
+            while len(records(run)) < number and time.monotonic() < deadline:
+                time.sleep(0.02)
+            lab.shape_link(1, bandwidth)
+            slowed.append(len(records(run)))
+
+    with Lab(LabSpec(nodes=3, ranks=1, bandwidth=20e6)) as lab:
+        hand = threading.Thread(target=disturb)
+        hand.start()
+        outcome = train(
+            lab, directory, "--set", "train.steps=90", "--set", "cluster.timeout=60s", "--set", "train.global_batch=6",
+            "--set", "checkpoint.every=0",
+        )  # fmt: skip
+        hand.join()
+    assert outcome.status == 0
+    said = [(record["step"], record["slow_link"]) for record in records(run) if record["slow_link"]]
+    assert len(said) == 2, said
+    (named, sentence), (mended, again) = said
+    address = lab.spec and re.search(r"\(([\d.]+)\)", sentence)
+    assert address is not None
+    assert address[1].endswith(".2"), sentence
+    assert sentence.startswith("the link of ")
+    assert "is slow: data crosses it at" in sentence
+    assert slowed[0] < named <= slowed[0] + 20
+    assert again.endswith("is as fast as before again")
+    assert slowed[1] < mended <= slowed[1] + 20
+    assert sentence in capfd.readouterr().out

@@ -54,10 +54,12 @@ SHORT = {
     r"profile --topology": "--seq 256",
     r"bench (techniques|stages|kernels|backward)": "--rounds 1 --steps 1 --model llama-1m",
     r"bench units": "--blocks 4 --rounds 1 --steps 1",
+    r"bench mutations": "--count 2000",
     r"bench start": "--ranks 2 --rounds 1 --systems fsdp2,tw:zero3",
     r"bench planning-time": "--cases 1 --rounds 1",
     r"bench overlap": "--rounds 1 --steps 1 --model llama-1m --ranks 2 --micro-batches 2",
     r"bench convergence --tokens": "--tokens 20000 --seeds 0 --set model.layers=2 --set model.hidden=64",
+    r"bench islands-chaos": "--minutes 0.5 --faults 1",
     r"bench islands (?!--parts)": "--arms exact,islands-32 --seeds 0 --tokens 16384 --rounds 1 --steps 1 "
     "--bandwidth none --model llama-1m --results brief --work brief-runs",
     r"bench hybrid (?!--timed)": "--rounds 1 --steps 1 --model llama-1m --bandwidth none",
@@ -107,7 +109,8 @@ class Command(NamedTuple):
     def needs_lab(self) -> bool:
         return (
             re.search(
-                r"thinwire (lab|bench (?!checkpoint|codecs|convergence|data|reductions|spectra|start)) |memory_cap",
+                r"thinwire (lab|bench "
+                r"(?!chaos|checkpoint|codecs|convergence|data|mutations|reductions|soak|spectra|start)) |memory_cap",
                 self.line,
             )
             is not None

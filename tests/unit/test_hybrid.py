@@ -41,6 +41,8 @@ def test_every_dimension_has_the_codec_of_the_table(name: str, dense: str, scatt
         "spread": dense,
         "tp": dense,
         "pp": dense,
+        "ep": dense,
+        "cp": dense,
     }
     fields = {
         "gather": dense,

@@ -212,8 +212,8 @@ def test_huggingface_shapes_are_known_to_the_planner() -> None:
     shape = ModelRecipe(kind="huggingface", config=CONFIGS["llama"]).shape(vocab=97, seq=24)
     assert (shape.kind, shape.layers, shape.hidden, shape.heads, shape.kv_heads) == ("llama", 2, 32, 4, 2)
     assert (shape.ffn, shape.vocab, shape.seq) == (64, 97, 24)
-    with pytest.raises(SpecError, match="num_local_experts = 4: mixtures of experts are not modelled"):
-        ModelRecipe(kind="huggingface", config=CONFIGS["mixtral"]).shape(vocab=97, seq=24)
+    mixture = ModelRecipe(kind="huggingface", config=CONFIGS["mixtral"]).shape(vocab=97, seq=24)
+    assert (mixture.experts, mixture.active_experts, mixture.expert_ffn) == (4, 2, 64)
 
 
 def test_huggingface_flops_count_matrices() -> None:

@@ -112,4 +112,11 @@ def test_make_wheels_builds_and_tries_what_a_release_holds(tmp_path: Path) -> No
         assert b"Apache License" in opened.read(licence)
         metadata = opened.read(licence.partition("/")[0] + "/METADATA").decode()
     assert "License-Expression: Apache-2.0" in metadata
+    bill = next(name for name in names(wheel) if name.endswith(".dist-info/sboms/thinwire.cdx.json"))
+    with zipfile.ZipFile(wheel) as opened:
+        about = json.loads(opened.read(bill))
+    version = re.search(r"^Version: (.+)$", metadata, re.MULTILINE)
+    assert version is not None
+    assert about["metadata"]["component"]["purl"] == f"pkg:pypi/thinwire@{version[1]}"
+    assert re.fullmatch(r"pkg:pypi/nanobind@\d+\.\d+\.\d+", about["components"][0]["purl"])
     assert {"Provides-Extra: train", "Provides-Extra: report", "Provides-Extra: bench"} <= set(metadata.splitlines())

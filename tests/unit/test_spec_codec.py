@@ -104,7 +104,10 @@ def test_loss_and_length(text: str) -> None:
     ("text", "hint"),
     [
         ("", "valid are none"),
-        ("gzip", "valid are none, bf16, fp16, intN:BLOCK, intN:tensor, zfp:RATE, mpc, mpc:STRIDE and exp3; "),
+        (
+            "gzip",
+            "valid are none, bf16, fp16, intN:BLOCK, intN:tensor, zfp:RATE, mpc, mpc:STRIDE, exp3 and topk:1/N,",
+        ),
         ("INT8:256", "valid are none"),
         ("none:3", "valid are none"),
         ("int8", "int8:256"),

@@ -7,6 +7,10 @@ a control group of its own; they never meet the exchanges of the computing threa
 
 A rank writes one checkpoint at a time, and its copy has the size of what it saves. The memory of the copy is kept, as
 fresh memory costs several times the copy itself.
+
+A file system may hang: a network mount whose server is gone answers no call, and no error comes either. A save with a
+limit is given up then. All ranks agree on that, nothing of it appears later, and its thread is left behind in the call
+that does not return. As long as it stays there, further saves fail at once.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import copy
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -27,12 +32,18 @@ from thinwire.agreement import Typed, all_gather_typed, describe
 from thinwire.checkpoint import store
 from thinwire.checkpoint.manifest import Json
 from thinwire.checkpoint.storage import Chunk, ShardedVector
+from thinwire.errors import CheckpointError
 
 __all__ = ["BackgroundWriter", "PendingSave"]
 
 log = logging.getLogger("thinwire")
 
 _FLAG: Final[Typed[bool]] = Typed(bool)
+
+_TEXT: Final[Typed[str]] = Typed(str)
+
+_GRACE: Final = 1.0
+"""Seconds in which a thread that waits for other ranks ends once its exchange is aborted."""
 
 _ALIGNMENT: Final = 64
 """Bytes; a chunk begins at a multiple of it in the copy."""
@@ -48,11 +59,13 @@ class PendingSave(Future[None]):
 
     Attributes:
         path: Directory of the checkpoint.
+        limit: Seconds that it may take; ``None`` for as long as it takes.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, limit: float | None = None) -> None:
         super().__init__()
-        self.path = path
+        self.path, self.limit = path, limit
+        self._began = time.monotonic()
         self._asked = False
         self.set_running_or_notify_cancel()  # a save cannot be cancelled on one rank only
 
@@ -63,12 +76,19 @@ class PendingSave(Future[None]):
             timeout: Seconds to wait at most; ``None`` waits for as long as it takes.
 
         Raises:
-            CheckpointError: A rank has failed, and there is no such checkpoint.
+            CheckpointError: A rank has failed, and there is no such checkpoint. Or the save takes longer than its
+                limit; the next save or load then tells all ranks where it hangs.
             CollectiveError: A rank does not answer.
             TimeoutError: The checkpoint is not complete after ``timeout`` seconds.
         """
+        left = self.left
+        limited = left is not None and (timeout is None or left < timeout)
         try:
-            super().result(timeout)
+            super().result(left if limited else timeout)
+        except TimeoutError:
+            if self.done() or not limited:
+                raise
+            raise CheckpointError(f"{self.path}: not saved after {self.limit:g} s, which is the limit") from None
         finally:
             self._asked = self.done()
 
@@ -81,8 +101,13 @@ class PendingSave(Future[None]):
 
     @property
     def failed(self) -> bool:
-        """Whether the save has ended with an error."""
-        return self.done() and super().exception() is not None
+        """Whether the save has ended with an error, or takes longer than its limit."""
+        return super().exception() is not None if self.done() else self.left == 0
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until its limit; ``None`` if it has none."""
+        return None if self.limit is None else max(0.0, self._began + self.limit - time.monotonic())
 
     def unheard(self) -> BaseException | None:
         """The error of a save that has ended, if nobody has asked for it."""
@@ -95,10 +120,11 @@ class BackgroundWriter:
 
     Args:
         control: The ranks that save. Nothing else uses this group.
+        abort: Ends the exchanges of that group that are under way.
     """
 
-    def __init__(self, control: store.ControlGroup) -> None:
-        self._control = control
+    def __init__(self, control: store.ControlGroup, abort: Callable[[], None] = lambda: None) -> None:
+        self._control, self._abort = _Watched(control), abort
         self._memory = _HostMemory()
         self._thread: threading.Thread | None = None
         self._save: PendingSave | None = None
@@ -111,6 +137,8 @@ class BackgroundWriter:
         values: Mapping[str, Json],
         *,
         then: Callable[[], None] | None = None,
+        limit: float | None = None,
+        copies: bool = True,
     ) -> PendingSave:
         """Copy the vectors, and begin to write them. Waits for the save before. All ranks call this in the same order.
 
@@ -120,19 +148,21 @@ class BackgroundWriter:
             values: Free to change once this has returned.
             then: What the thread does once the checkpoint is complete. If it fails, the log says so: the checkpoint is
                 complete all the same.
+            limit: Seconds that the save may take before :meth:`settle` gives it up; ``None`` for as long as it takes.
+            copies: False if the caller waits for the save, so that the vectors need not be copied.
 
         Returns:
             The save.
         """
         self.join()
-        copies, wait = self._memory.copy(vectors)
+        taken, wait = (self._memory.copy if copies else _as_they_are)(vectors)
         kept = copy.deepcopy(dict(values))
-        save = self._save = PendingSave(Path(path))
+        save = self._save = PendingSave(Path(path), limit)
 
         def write() -> None:
             try:
                 wait()
-                store.write(path, copies, kept, control=self._control)
+                store.write(path, taken, kept, control=self._control, unless=self._control.check_wanted)
             except BaseException as error:  # whatever it is, somebody waits for the save to end
                 save.set_exception(error)
                 return
@@ -143,15 +173,27 @@ class BackgroundWriter:
             except Exception as error:
                 log.error("%s: saved, but what was to be done afterwards failed: %s", path, describe(error))
 
-        self._thread = threading.Thread(target=write, name="thinwire-checkpoint")
+        # The interpreter waits for a thread before it ends, unless it is a daemon; this one may never return.
+        self._thread = threading.Thread(target=write, name="thinwire-checkpoint", daemon=limit is not None)
         self._thread.start()
         return save
 
+    @property
+    def given_up(self) -> bool:
+        """Whether the last save took longer than its limit; the writer is then of no more use."""
+        return self._control.given_up
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the thread of a save that was given up still runs."""
+        return self.given_up and self._thread is not None and self._thread.is_alive()
+
     def join(self) -> None:
-        """Wait until no checkpoint is being written."""
+        """Wait until no checkpoint is being written, or the one that is takes longer than its limit."""
         if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+            self._thread.join(None if self._save is None else self._save.left)
+            if not self._thread.is_alive():
+                self._thread = None
 
     def settle(self, control: store.ControlGroup) -> None:
         """Wait until no checkpoint is being written, and raise the error of the last one if nobody asked for it.
@@ -161,16 +203,42 @@ class BackgroundWriter:
             control: The same ranks, for the exchanges of the calling thread.
 
         Raises:
-            CheckpointError: On all ranks.
+            CheckpointError: On all ranks, also if the save takes longer than its limit on one of them.
         """
         if self._save is None:
             return
         self.join()
+        self._give_up_together(control, self._save)
         error, self._save = self._save.unheard(), None
         # If a rank has asked, the program knows of the failure, even if the other ranks did not ask.
         unheard: list[bool] = all_gather_typed(control, error is not None, _FLAG)
         if error is not None and all(unheard):
             raise error
+
+    def _give_up_together(self, control: store.ControlGroup, save: PendingSave) -> None:
+        """If a rank is still busy after the limit, no rank completes the save."""
+        if save.limit is None:
+            return
+        states: list[str] = all_gather_typed(control, self._state(), _TEXT)
+        if not any(states):
+            return
+        self._control.given_up = True
+        self._abort()  # ranks that wait for one that hangs
+        if self._thread is not None:
+            self._thread.join(_GRACE)
+        self._save = None
+        busy = {rank: state for rank, state in enumerate(states) if state not in ("", _Watched.WAITING)} or {
+            rank: state for rank, state in enumerate(states) if state
+        }
+        who = "; ".join(f"rank {rank} {state}" for rank, state in busy.items())
+        raise CheckpointError(
+            f"{save.path}: cannot save: {who}, after {save.limit:g} s, which is the limit; a network mount may not "
+            "answer, or the disk is too slow"
+        )
+
+    def _state(self) -> str:
+        """What this rank's thread does; empty if it has ended."""
+        return "" if self._thread is None else self._control.state
 
     def _report(self) -> None:
         """Log the error of the last save if nobody asked for it."""
@@ -184,6 +252,40 @@ class BackgroundWriter:
         atexit.unregister(self._report)
         self._save = None
         self._memory = _HostMemory()
+
+
+@final
+class _Watched:
+    """A control group that knows whether its thread waits for other ranks, or for the file system.
+
+    Args:
+        control: The group.
+    """
+
+    WAITING: Final = "waits for other ranks"
+    WRITING: Final = "still waits for the file system"
+
+    def __init__(self, control: store.ControlGroup) -> None:
+        self._control = control
+        self.rank, self.size = control.rank, control.size
+        self.state, self.given_up = self.WRITING, False
+
+    def all_gather_bytes(self, message: bytes, /) -> list[bytes]:
+        """See :class:`thinwire.agreement.Ranks`."""
+        self.state = self.WAITING
+        try:
+            return self._control.all_gather_bytes(message)
+        finally:
+            self.state = self.WRITING
+
+    def check_wanted(self) -> None:
+        """Refuse to go on with a save that was given up.
+
+        Raises:
+            CheckpointError: It was.
+        """
+        if self.given_up:
+            raise CheckpointError("the save has been given up")
 
 
 class _HostMemory:
@@ -226,6 +328,18 @@ class _HostMemory:
                 event.synchronize()
 
         return copies, wait
+
+
+def _as_they_are(vectors: Mapping[str, ShardedVector]) -> tuple[Mapping[str, ShardedVector], Callable[[], None]]:
+    """The vectors themselves, and a function that waits until devices have computed them."""
+    devices = {chunk.tensor.device for vector in vectors.values() for chunk in vector.chunks if chunk.tensor.is_cuda}
+    events = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+    def wait() -> None:
+        for event in events:
+            event.synchronize()
+
+    return vectors, wait
 
 
 def _aligned(num_bytes: int) -> int:

@@ -22,7 +22,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, TypeVar, cast, final
 
 import torch
 
@@ -81,6 +81,7 @@ def write(
     values: Mapping[str, Json],
     *,
     control: ControlGroup,
+    unless: Callable[[], None] = lambda: None,
 ) -> None:
     """Save vectors and values as a checkpoint directory, completely or not at all. Collective.
 
@@ -98,6 +99,7 @@ def write(
             replicated chunk. A rank may omit a key that other ranks pass.
         values: JSON state by key. Ranks may pass different keys, but equal values for the same key.
         control: The ranks that save, with a timeout that suffices for the slowest rank's disk.
+        unless: Raises an error if the checkpoint should not get its name after all.
 
     Raises:
         CheckpointError: On every rank, if any rank fails, for example because the disk is full. Whatever was at
@@ -107,9 +109,7 @@ def write(
     parts = _together(control, doing, lambda: _describe(vectors, values), _CONTRIBUTION)
     numels, dtypes = _merge_vectors([part.vectors for part in parts], doing)
     merged_values = _merge_values([part.values for part in parts], doing)
-    first_number = sum(part.num_files for part in parts[: control.rank])
-
-    staging: Staging | None = None
+    first_number, staging = sum(part.num_files for part in parts[: control.rank]), cast("Staging | None", None)
 
     def stage() -> str | None:
         nonlocal staging
@@ -119,18 +119,18 @@ def write(
         staging.create()
         return staging.token
 
-    def write_files(token: str) -> list[WrittenFile]:
-        directory = Staging(Path(path).resolve(), token).directory
-        return _write_files(directory, vectors, first_number)
+    def write_files() -> list[WrittenFile]:
+        return _write_files(Staging(Path(path).resolve(), tokens[0] or "").directory, vectors, first_number)
 
     def publish() -> None:
         if staging is not None:
             _write_manifest(staging.directory, _compile(written, numels, dtypes, merged_values))
+            unless()
             staging.publish()
 
     try:
         tokens = _together(control, doing, stage, _TOKEN)
-        written = _together(control, doing, lambda: write_files(tokens[0] or ""), _WRITTEN)
+        written = _together(control, doing, write_files, _WRITTEN)
         _together(control, doing, publish, NOTHING)
     finally:
         if staging is not None:

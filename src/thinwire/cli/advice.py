@@ -83,7 +83,7 @@ def fitting(recipe: Recipe, plan: Plan, vocab: int, room: Room) -> tuple[Trainin
     job = TrainingJob(
         recipe.model.shape(vocab=vocab, seq=seq),
         cluster,
-        plan.data_ranks * plan.micro_batch * plan.micro_batches * seq,
+        plan.samplers * plan.micro_batch * plan.micro_batches * seq,
         seq,
         codecs="none" if plan.wire.is_none else "standard",
         compute_dtype=plan.compute_dtype,

@@ -49,7 +49,7 @@ class LabOptions:
         str,
         typer.Option(
             metavar="RATE|none",
-            help='Bandwidth of each host\'s link in each direction, for example "200mbit" or "10gbit".',
+            help='Bandwidth of each host\'s link each way, "200mbit" or "10gbit"; of unlike hosts "1gbit,200mbit".',
         ),
     ]
     nodes: Annotated[int, typer.Option(metavar="N", help="Number of hosts.")] = 2
@@ -147,13 +147,21 @@ def _spec(options: LabOptions) -> LabSpec:
     return LabSpec(
         nodes=options.nodes,
         ranks=options.ranks,
-        bandwidth=_read("bandwidth", options.bandwidth, _rate),
+        **_bandwidths(options.bandwidth),
         latency=read("latency", options.latency, parse_duration),
         loss=read("loss", options.loss, parse_share) or 0.0,
         leaf=options.leaf,
         spine_bandwidth=read("spine_bandwidth", options.spine_bandwidth, _rate),
         places=read("places", options.places, _numbers),
     )
+
+
+def _bandwidths(text: str) -> dict[str, Any]:
+    """The bandwidth of all links, or one for each host."""
+    if "," not in text:
+        return {"bandwidth": _read("bandwidth", text, _rate)}
+    rates = tuple(_read("bandwidth", word.strip(), parse_bandwidth) for word in text.split(","))
+    return {"host_bandwidths": rates}
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -204,16 +212,17 @@ def _share(num_bytes: int, seconds: float, bandwidth: float | None) -> float | N
 
 def _show(spec: LabSpec, outcome: Outcome, traffic: Sequence[LinkTraffic]) -> None:
     """Print the traffic of each link to stderr; stdout belongs to the command."""
-    limit = "unlimited" if spec.bandwidth is None else f"of {format_bandwidth(spec.bandwidth)}"
+    rates = spec.host_bandwidths or ((spec.bandwidth,) if spec.bandwidth is not None else ())
+    limit = f"of {', '.join(map(format_bandwidth, rates))}" if rates else "unlimited"
     table = Table(title=f"{format_duration(outcome.seconds)}, links {limit} each way", title_justify="left", box=None)
     table.add_column("host")
     for title in ("sent", "mean rate", "received", "mean rate"):
         table.add_column(title, justify="right")
-    for link in traffic:
+    for node, link in enumerate(traffic):
         cells = [
             cell
             for count in (link.sent_bytes, link.received_bytes)
-            for cell in (format_bytes(count), _rate_cell(count, outcome.seconds, spec.bandwidth))
+            for cell in (format_bytes(count), _rate_cell(count, outcome.seconds, spec.bandwidth_of(node)))
         ]
         table.add_row(link.host, *cells)
     console = Console(stderr=True, highlight=False)
@@ -234,10 +243,10 @@ def _summary(
     links = [
         asdict(link)
         | {
-            "sent_share": _share(link.sent_bytes, outcome.seconds, spec.bandwidth),
-            "received_share": _share(link.received_bytes, outcome.seconds, spec.bandwidth),
+            "sent_share": _share(link.sent_bytes, outcome.seconds, spec.bandwidth_of(node)),
+            "received_share": _share(link.received_bytes, outcome.seconds, spec.bandwidth_of(node)),
         }
-        for link in traffic
+        for node, link in enumerate(traffic)
     ]
     return {"command": list(command), "per": per.value, **asdict(spec), **asdict(outcome), "links": links}
 

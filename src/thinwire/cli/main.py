@@ -15,6 +15,7 @@ from thinwire.cli.lazy import APP_SETTINGS, Command, lazy_group
 
 _COMMANDS: Final = {
     "train": Command("thinwire.cli.train:train"),
+    "lighthouse": Command("thinwire.cli.lighthouse:lighthouse"),
     "plan": Command("thinwire.cli.plan:plan"),
     "memory": Command("thinwire.cli.memory:memory"),
     "sim": Command("thinwire.cli.sim:sim"),
@@ -22,6 +23,7 @@ _COMMANDS: Final = {
     "report": Command("thinwire.cli.report:report"),
     "convert": Command("thinwire.cli.convert:convert"),
     "export": Command("thinwire.cli.export:export"),
+    "keys": Command("thinwire.cli.keys:keys"),
     "doctor": Command("thinwire.cli.doctor:doctor"),
     # Everything after the name of the lab's own command belongs to that command.
     "lab": Command("thinwire.cli.lab:lab", context_settings={"allow_interspersed_args": False}),

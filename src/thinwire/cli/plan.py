@@ -16,9 +16,12 @@ from thinwire.cli.errors import explained
 from thinwire.cli.options import InternodeGbps, NodesPerLeaf, Seq, SpineGbps, expand_options
 from thinwire.cli.plan_amsp import least_sum
 from thinwire.cli.plan_compare import compare_run
+from thinwire.cli.plan_emit import NOTHING_EMITTED, EmitOptions, emit
 from thinwire.cli.plan_job import ClusterChanges, cluster_of, compute_dtype_of, rates_of, ways_of
 from thinwire.cli.plan_objectives import objectives_json, show_objectives
+from thinwire.cli.plan_rent import NO_RENT, RentOptions, counts_of, show_rentals, show_sweep, with_rent
 from thinwire.cli.plan_tables import (
+    basis_line,
     explanation_json,
     introduce,
     listed,
@@ -29,7 +32,7 @@ from thinwire.cli.plan_tables import (
 )
 
 if TYPE_CHECKING:
-    from thinwire.plan import Candidate, TrainingJob
+    from thinwire.plan import Candidate, Searched, TrainingJob
     from thinwire.spec import Plan
 
 
@@ -85,13 +88,24 @@ class PlanOptions:
             metavar="PROFILE.json", help="Times that thinwire profile measured on the cluster.", show_default=False
         ),
     ] = None
+    kernels: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="KERNELS.json",
+            help="Times of kernels that thinwire profile --kernels measured on such an accelerator.",
+            show_default=False,
+        ),
+    ] = None
     codecs: Annotated[
         Literal["none", "lossless", "standard", "aggressive"] | None,
         typer.Option(help="How lossy codecs may be; --objective amsp uses no codecs.", show_default="standard"),
     ] = None
     objective: Annotated[
-        Literal["time", "amsp"],
-        typer.Option(help="What to minimize. time: the overlapped step; amsp: AMSP's sum of communication."),
+        Literal["time", "cost", "amsp"],
+        typer.Option(
+            help="What to minimize. time: the overlapped step; cost: the price of a token, also by leaving groups of "
+            "nodes out; amsp: AMSP's sum of communication."
+        ),
     ] = "time"
     internode_gbps: InternodeGbps = None
     nodes_per_leaf: NodesPerLeaf = None
@@ -103,6 +117,17 @@ class PlanOptions:
         str | None, typer.Option(metavar="SIZE", help='Memory of a GPU, for example "80GiB".', show_default=False)
     ] = None
     price: Annotated[float | None, typer.Option(min=0.0001, help="Price of a GPU per hour.", show_default=False)] = None
+    loss_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PERCENT",
+            help="Also plan islands, which change training: with exchanges as rare as a loss so much higher allows, by "
+            "a fit to a study. Example: 2%.",
+            show_default=False,
+        ),
+    ] = None
+    rent: RentOptions = NO_RENT
+    peer: EmitOptions = NOTHING_EMITTED
     clip: Annotated[bool, typer.Option(help="Clip gradients by their norm.")] = True
     causal_mfu: Annotated[
         bool, typer.Option("--causal-mfu", help="Count only half of the attention in the MFU, as Megatron-LM now does.")
@@ -167,6 +192,8 @@ def plan(options: PlanOptions) -> None:
 
       thinwire plan --model model.toml --profile profile.json --tokens-per-step 64k --explain
 
+      thinwire plan --model llama-7b --cluster a100-80g:8x8 --internode-gbps 1 --tokens-per-step 4M --loss-budget 0.5%
+
       thinwire plan --compare runs/quickstart --profile profile.json --refit profile.json
     """
     with explained(as_json=options.as_json):
@@ -177,7 +204,7 @@ def plan(options: PlanOptions) -> None:
         result = _planned(options, wide_console(as_json=options.as_json))
         if options.as_json:
             print(json.dumps(result))
-        if not any(row["fits"] for row in result["plans"]):
+        if not (result.get("best") or any(row["fits"] for row in result["plans"])):
             raise typer.Exit(1)
 
 
@@ -197,6 +224,9 @@ def _check(options: PlanOptions) -> None:
         raise UsageError(
             f"--nodes-per-leaf {options.nodes_per_leaf} and --hosts {options.hosts} both say it: leave one out"
         )
+    _check_emission(options)
+    if options.rent.plot is not None and options.rent.sweep is None:
+        raise UsageError(f"--plot {options.rent.plot} needs --sweep nodes=A..B: the numbers of nodes to draw")
     if options.refit is not None and options.compare is None:
         raise UsageError(f"--refit {options.refit} needs --compare RUN: the run that the profile should fit")
     if options.objective == "amsp" and options.codecs not in (None, "none"):
@@ -204,11 +234,39 @@ def _check(options: PlanOptions) -> None:
             f"--codecs {options.codecs} has no meaning with --objective amsp, which compares plans without codecs as "
             "AMSP does; leave --codecs out, or --objective"
         )
+    if options.loss_budget is not None:
+        _check_budget(options)
     if options.objective == "amsp" and (options.tp, options.pp) != (None, None):
         raise UsageError(
             "--tp and --pp have no meaning with --objective amsp, which knows data-parallel ranks only; leave them "
             "out, or --objective"
         )
+
+
+def _check_budget(options: PlanOptions) -> None:
+    """Refuse options under which no islands are planned."""
+    from thinwire.errors import UsageError
+
+    given: dict[str, object] = {"--objective amsp": options.objective == "amsp", "--tp": options.tp, "--pp": options.pp}
+    given |= {"--compare": options.compare, "--placement": options.placement}
+    for name in (name for name, value in given.items() if value):
+        raise UsageError(
+            f"--loss-budget {options.loss_budget} has no meaning with {name}: it chooses islands of data-parallel "
+            "ranks by the time of a step; leave one of them out"
+        )
+
+
+def _check_emission(options: PlanOptions) -> None:
+    from thinwire.convert.emit import FRAMEWORKS
+    from thinwire.errors import UsageError
+
+    framework, path = options.peer.emit, options.peer.emit_to
+    if framework is not None and framework not in FRAMEWORKS:
+        raise UsageError(f"--emit {framework}: there is no such framework; valid are {', '.join(FRAMEWORKS)}")
+    if path is not None and framework is None:
+        raise UsageError(f"--emit-to {path} needs --emit FRAMEWORK: one of {', '.join(FRAMEWORKS)}")
+    if framework is not None and (options.rent.sweep is not None or options.objective != "time"):
+        raise UsageError(f"--emit {framework} takes the plan of one cluster by --objective time; leave the others out")
 
 
 def _planned(options: PlanOptions, console: Console) -> dict[str, Any]:
@@ -217,6 +275,8 @@ def _planned(options: PlanOptions, console: Console) -> dict[str, Any]:
 
     leaf_of = None if options.hosts is None else _leaves_of_hosts(options.hosts)
     job = _job(options, leaf_of)
+    if options.rent.sweep is not None or options.objective == "cost":
+        return _rented(job, options, console)
     if options.objective == "amsp":
         result = least_sum(job, options.top, options.out, console, explain=options.explain)
     else:
@@ -225,6 +285,32 @@ def _planned(options: PlanOptions, console: Console) -> dict[str, Any]:
         first = Plan.parse(result["plans"][0]["plan"])
         result["placement"] = _place(job, first, leaf_of, options.placement, console)
     return result
+
+
+def _rented(job: TrainingJob, options: PlanOptions, console: Console) -> dict[str, Any]:
+    """Show which nodes to rent, and write the plan for them."""
+    import thinwire.plan as planner
+
+    by_cost = options.objective == "cost"
+    if options.rent.sweep is None:
+        rows = planner.parts_of(job)
+    else:
+        rows = planner.sweep_nodes(job, counts_of(options.rent.sweep))
+    introduce(job, console)
+    with console.status("searching"):
+        found = list(rows)
+    result = show_sweep(job, found, options.rent, console, by_cost=by_cost)
+    chosen = next((row for row in result["sweep"] if (row["nodes"], row["label"]) == _named(result["best"])), None)
+    if options.out is not None and chosen is not None:
+        from thinwire.spec import Plan
+
+        Plan.parse(chosen["plan"]).save(options.out)
+        console.print(f"wrote the plan of {chosen['nodes']} nodes to {options.out}", markup=False)
+    return result
+
+
+def _named(best: Mapping[str, Any] | None) -> tuple[Any, Any]:
+    return (None, None) if best is None else (best["nodes"], best["label"])
 
 
 def _leaves_of_hosts(source: Path) -> dict[str, str]:
@@ -266,7 +352,7 @@ def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob
         raise UsageError(f"{missing} missing: thinwire plan --model llama-7b --tokens-per-step 4M --cluster ...")
     shape = ModelSpec.named(options.model, **({} if options.seq is None else {"seq": options.seq}))
     measured = None if options.profile is None else Profile.read(options.profile)
-    machine = cluster_of(options.cluster, measured, _changes(options, leaf_of))
+    machine = with_rent(cluster_of(options.cluster, measured, _changes(options, leaf_of)), options.rent)
     return TrainingJob(
         shape,
         machine,
@@ -293,7 +379,7 @@ def _changes(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> Cluster
     if leaf_of is not None:
         leaves = {"nodes_per_leaf": None, "leaves": leaf_numbers(leaf_of)}
     gbps = {"nic": options.internode_gbps, "inside": options.intranode_gbps, "spine": options.spine_gbps}
-    return ClusterChanges(gbps, leaves, options.memory, options.price)
+    return ClusterChanges(gbps, leaves, options.memory, options.price, options.kernels)
 
 
 def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[str, Any]:
@@ -318,6 +404,7 @@ def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[s
     if not searched.candidates:
         return _infeasible(job, rows, console)
     console.print(search_line(searched, job.tie), markup=False)
+    console.print(basis_line(job, searched.candidates[0]), markup=False)
     explanation = both = None
     if options.explain:
         with console.status("trying other circumstances"):
@@ -326,10 +413,16 @@ def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[s
         show_explanation(explanation, searched.candidates[0], console)
         show_objectives(both, console)
     chosen = searched.candidates[0]
+    written, islands = (
+        (chosen.plan, None) if options.loss_budget is None else _with_islands(job, options, searched, console)
+    )
+    rent = show_rentals(job, planner.rentals(job, chosen), console)
+    emitted = emit(job, chosen, options.peer, console)
     if options.out is not None:
-        chosen.plan.save(options.out)
-        console.print(f"wrote the first plan to {options.out}", markup=False)
-    return {
+        written.save(options.out)
+        which = "the first plan" if written == chosen.plan else "the first plan with islands"
+        console.print(f"wrote {which} to {options.out}", markup=False)
+    return ({} if islands is None else {"islands": islands}) | {
         "plans": [row_json(job, number, row) for number, row in enumerate(rows, start=1)],
         "explain": (
             {**explanation_json(explanation), "objectives": objectives_json(job, both)}
@@ -345,7 +438,23 @@ def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[s
             "cuts": searched.cuts,
             "widened": widened,
         },
+        "rent": rent,
+        "emit": emitted,
     }
+
+
+def _with_islands(
+    job: TrainingJob, options: PlanOptions, searched: Searched, console: Console
+) -> tuple[Plan, dict[str, Any]]:
+    """Show plans with islands within the budget; the plan to write, and what ``--json`` prints."""
+    import thinwire.plan as planner
+    from thinwire.cli.plan_islands import faster, islands_json, show_islands
+
+    budget, law, best = planner.parse_budget(options.loss_budget or ""), planner.LossLaw.known(), searched.candidates[0]
+    plans = planner.island_plans(job, budget, law, searched.simulations)
+    show_islands(job, plans, best, law, budget, console)
+    chosen = faster(job, plans, best)
+    return best.plan if chosen is None else chosen.candidate.plan, islands_json(job, plans, best, law, budget)
 
 
 def _infeasible(job: TrainingJob, rows: Sequence[Candidate], console: Console) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,12 +23,14 @@ class ClusterChanges:
         leaves: Keys of the cluster that say which nodes share a leaf switch.
         memory: Memory of a GPU as text, such as "80GiB".
         price: Price of a GPU per hour.
+        kernels: File with times of kernels.
     """
 
     gbps: Mapping[str, float | None]
     leaves: Mapping[str, Any]
     memory: str | None
     price: float | None
+    kernels: Path | None = None
 
 
 def ways_of(option: str, text: str | None) -> tuple[int, ...] | None:
@@ -69,12 +72,22 @@ def cluster_of(text: str | None, measured: Profile | None, changes: ClusterChang
         raise UsageError(
             "--internode-gbps, --intranode-gbps and --spine-gbps change published figures; a --profile has its own"
         )
+    changed = [*(name for name, figure in changes.gbps.items() if figure), *(["memory"] if changes.memory else [])]
+    if cluster.groups and (changed or changes.price is not None):
+        raise UsageError(
+            f"{text} has groups of unlike nodes, and options such as --internode-gbps, --memory and --price set one "
+            "figure for all of them; change the groups in the file"
+        )
     links: dict[str, Any] = {}
     for key, figure in changes.gbps.items():
         if figure is not None:
             link = getattr(cluster.links, key) or Link(bandwidth=1.0)
             links[key] = link.with_(bandwidth=figure * 1e9)
-    keys = {"links": links or None, "memory": changes.memory, "price_per_gpu_hour": changes.price}
+    kernels = None if changes.kernels is None else str(changes.kernels)
+    if kernels is not None and (measured is not None or cluster.groups):
+        why = "a --profile has its own times" if measured is not None else "each group has its own: name it in the file"
+        raise UsageError(f"--kernels {kernels} is for a cluster of equal nodes by published figures; {why}")
+    keys = {"links": links or None, "memory": changes.memory, "price_per_gpu_hour": changes.price, "kernels": kernels}
     return cluster.with_(**changes.leaves, **{key: value for key, value in keys.items() if value is not None})
 
 
@@ -86,7 +99,7 @@ def compute_dtype_of(cluster: ClusterSpec) -> Dtype:
 
 def rates_of(cluster: ClusterSpec, measured: Profile | None, shape: ModelSpec) -> Rates:
     """Measured rates where there is a profile, published ones otherwise."""
-    from thinwire.cost import NominalRates, ProfiledRates
+    from thinwire.cost import ProfiledRates, nominal_rates
 
     dtype = compute_dtype_of(cluster)
-    return NominalRates(cluster, dtype) if measured is None else ProfiledRates(measured, shape, dtype)
+    return nominal_rates(cluster, dtype) if measured is None else ProfiledRates(measured, shape, dtype)

@@ -10,6 +10,7 @@ from rich.console import Console
 if TYPE_CHECKING:
     from thinwire.plan import Candidate, Explanation, Searched, TrainingJob
     from thinwire.report import Sheet
+    from thinwire.spec import ModelSpec
 
 
 def listed(searched: Searched, top: int) -> list[Candidate]:
@@ -26,18 +27,24 @@ def introduce(job: TrainingJob, console: Console) -> None:
 
     cluster, model = job.cluster, job.model
     console.print(
-        f"{model.name or 'model'}: {model.parameters / 1e9:.2f} billion parameters, {job.seq:,} tokens a sequence, "
-        f"{job.tokens_per_step:,} a step; {cluster.name or 'cluster'}: {cluster.gpus:,} GPUs of "
-        f"{format_bytes(cluster.memory)}",
+        f"{model.name or 'model'}: {model.parameters / 1e9:.2f} billion parameters{_active(model)}, "
+        f"{job.seq:,} tokens a sequence, {job.tokens_per_step:,} a step; {cluster.name or 'cluster'}: "
+        f"{cluster.gpus:,} GPUs of {format_bytes(cluster.memory)}",
         markup=False,
     )
     if isinstance(job.rates, NominalRates):
-        console.print("times follow from published figures, not from a profile of this cluster", markup=False)
+        kernels = " and from times of kernels" if job.rates.has_kernels else ""
+        console.print(f"times follow from published figures{kernels}, not from a profile of this cluster", markup=False)
     if job.compute_dtype == "float16":
         console.print(
             "the accelerator has a peak for float16 and none for bfloat16: plans compute in float16, with loss scaling",
             markup=False,
         )
+
+
+def _active(model: ModelSpec) -> str:
+    """How much of a mixture of experts computes a token, as a part of a sentence."""
+    return "" if model.experts is None else f" ({model.active_parameters / 1e9:.2f} billion of them active)"
 
 
 def plan_sheet(job: TrainingJob, rows: Sequence[Candidate]) -> Sheet:
@@ -78,6 +85,7 @@ def _cells(job: TrainingJob, number: int, row: Candidate, *, with_price: bool, w
     chosen = row.plan
     batch = f"{chosen.micro_batch} x {chosen.micro_batches}{' recompute' if chosen.recompute else ''}"
     axes = {"tp": row.axes.sums, "pp": row.axes.messages, "idle": row.axes.idle}
+    axes |= {"ep": row.axes.experts, "cp": row.axes.context}
     waiting = {**{str(lane): seconds for lane, seconds in row.simulated.exposed.items()}, **axes}
     shown = " ".join(f"{lane} {seconds:.3f}" for lane, seconds in waiting.items() if seconds >= 5e-4)
     cut = f"{chosen.tp} x {chosen.pp}{' interleaved' if chosen.schedule == 'interleaved' else ''}"
@@ -122,6 +130,14 @@ def search_line(searched: Searched, tie: float) -> str:
     )
 
 
+def basis_line(job: TrainingJob, chosen: Candidate) -> str:
+    """What the first plan's prediction rests on."""
+    from thinwire.plan import rests_on
+
+    basis = rests_on(job, chosen)
+    return f"the first plan's step rests on computation {basis.computation} and transfers {basis.transfers}"
+
+
 def show_explanation(explanation: Explanation, chosen: Candidate, console: Console) -> None:
     """Print what bounds the chosen plan, and what would change the choice."""
     console.print(f"\nbound by {explanation.binding}", markup=False)
@@ -141,6 +157,9 @@ def show_explanation(explanation: Explanation, chosen: Candidate, console: Conso
 
 def row_json(job: TrainingJob, number: int, row: Candidate) -> dict[str, Any]:
     """A row of the table as JSON."""
+    from thinwire.plan import rests_on
+
+    basis = rests_on(job, row)
     return {
         "rank": number,
         "plan": row.plan.to_dict(),
@@ -148,12 +167,19 @@ def row_json(job: TrainingJob, number: int, row: Candidate) -> dict[str, Any]:
         "tgs": row.tokens_per_gpu_second(job),
         "mfu": row.mfu(job),
         "exposed_seconds": {str(lane): seconds for lane, seconds in row.simulated.exposed.items()},
-        "axis_seconds": {"tp": row.axes.sums, "pp": row.axes.messages, "idle": row.axes.idle},
+        "axis_seconds": {
+            "tp": row.axes.sums,
+            "pp": row.axes.messages,
+            "idle": row.axes.idle,
+            "ep": row.axes.experts,
+            "cp": row.axes.context,
+        },
         "memory_bytes": {**row.memory.by_part(), "total": row.memory.total},
         "fits": row.fits,
         "label": row.label,
         "cost_per_billion_tokens": row.cost_per_billion_tokens(job),
         "extrapolated": row.simulated.extrapolated,
+        "basis": {"step": basis.step, "computation": basis.computation, "transfers": basis.transfers},
     }
 
 

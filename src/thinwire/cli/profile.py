@@ -40,6 +40,14 @@ class ProfileOptions:
             show_default=False,
         ),
     ] = None
+    kernels: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="KERNELS.json",
+            help="Instead of a profile: time the model's kernels in this process, for thinwire plan --kernels.",
+            show_default=False,
+        ),
+    ] = None
     budget: Annotated[
         str,
         typer.Option(
@@ -87,12 +95,17 @@ def profile(options: ProfileOptions) -> None:
       thinwire lab --nodes 2 --ranks 2 --bandwidth 200mbit -- thinwire profile --out profile.json --budget 40s
 
       srun --ntasks-per-node 8 thinwire profile --topology hosts --plot hosts.png
+
+      thinwire profile --kernels h100.json --model llama-7b --seq 4096 --budget 60s
     """
     with explained(as_json=options.as_json):
         from thinwire.collectives import group
         from thinwire.errors import UsageError
         from thinwire.train.environment import started
 
+        if options.kernels is not None:
+            _time_kernels(options, options.kernels)
+            return
         ranks = started()
         if ranks is None:
             raise UsageError(
@@ -109,6 +122,28 @@ def profile(options: ProfileOptions) -> None:
             group.shutdown()
         if ranks.rank == 0:
             _show(measured, measurement.out, options.plot, as_json=options.as_json)
+
+
+def _time_kernels(options: ProfileOptions, out: Path) -> None:
+    from thinwire.cli.profile_kernels import profile_kernels
+    from thinwire.errors import UsageError
+    from thinwire.spec import ModelSpec
+    from thinwire.train.environment import rank_device
+    from thinwire.units import parse_duration
+
+    others = {"--out": options.out, "--topology": options.topology, "--plot": options.plot}
+    if given := [name for name, value in others.items() if value is not None]:
+        raise UsageError(f"--kernels {out} and {given[0]} {others[given[0]]} are two measurements: make one at a time")
+    shape = ModelSpec.named(options.model, seq=options.seq) if options.model else _small(options.seq)
+    profile_kernels(
+        shape,
+        out,
+        rank_device(options.device, 0),
+        micro_batch=options.micro_batch,
+        dtype=options.dtype,
+        seconds=parse_duration(options.budget),
+        as_json=options.as_json,
+    )
 
 
 def _find_topology(options: ProfileOptions, out: Path, ranks: Started) -> None:

@@ -32,7 +32,11 @@ class SimOptions:
     ] = None
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="GPU:NODESxGPUS", help="Cluster, for example a800-80g:128x8.", show_default=False),
+        typer.Option(
+            metavar="GPU:NODESxGPUS|FILE",
+            help="Cluster: a800-80g:128x8, or a TOML file.",
+            show_default=False,
+        ),
     ] = None
     plan: Annotated[
         str,
@@ -184,15 +188,11 @@ def _fields(options: SimOptions, model: str, cluster: str) -> dict[str, Any]:
 
 
 def _cluster_fields(cluster: str) -> dict[str, Any]:
-    from thinwire.errors import UsageError
     from thinwire.spec import ClusterSpec
 
-    machine = ClusterSpec.named(cluster)
     if cluster.endswith(".toml"):
-        raise UsageError(
-            f"--cluster {cluster} is a file, but the simulator only knows published accelerators; name one of them and "
-            "the number of nodes and GPUs, as in a800-80g:128x8"
-        )
+        return {"cluster": cluster}
+    machine = ClusterSpec.named(cluster)
     return {"gpu": cluster.partition(":")[0], "gpus": machine.gpus, "gpus_per_node": machine.gpus_per_node}
 
 

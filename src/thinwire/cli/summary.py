@@ -13,7 +13,7 @@ from thinwire.units import format_bytes, format_duration
 if TYPE_CHECKING:  # the module loads pydantic, which `thinwire --help` does not need
     from thinwire.train.directory import RunDirectory
 
-_AXES = ("tp", "pp")
+_AXES = ("tp", "pp", "ep", "cp")
 """Axes besides the data-parallel one."""
 
 

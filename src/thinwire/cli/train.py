@@ -91,6 +91,21 @@ class TrainOptions:
             "--elastic", help="Begin or continue with the ranks there are: same kind of plan, same global batch."
         ),
     ] = False
+    island: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="K",
+            help="With elastic islands: number of the island that this job is, from 0.",
+            show_default=False,
+        ),
+    ] = None
+    lighthouse: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="With elastic islands: where thinwire lighthouse runs.", show_default=False
+        ),
+    ] = None
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON to stdout; progress goes to stderr.")
     ] = False
@@ -149,8 +164,9 @@ def _recipe(options: TrainOptions) -> Recipe:
     from thinwire.spec.recipe import Recipe
 
     overrides = [*(options.settings or ())]
-    mesh = (("nodes", options.nodes), ("nproc", options.nproc))
-    overrides += [f"cluster.{key}={value}" for key, value in mesh if value]
+    cluster = {"nodes": options.nodes, "nproc": options.nproc, "island": options.island}
+    overrides += [f"cluster.{key}={value}" for key, value in cluster.items() if value is not None]
+    overrides += [] if options.lighthouse is None else [f"cluster.lighthouse={json.dumps(options.lighthouse)}"]
     overrides += ["cluster.elastic=true"] if options.elastic else []
     if options.trace_steps is not None:
         overrides.append(f"train.trace_steps={json.dumps(options.trace_steps)}")

@@ -29,14 +29,20 @@ __all__ = ["GlooLinks", "close_connections", "make_device"]
 MAX_TAG = 1 << 31
 
 
-def make_device() -> dist.ProcessGroupGloo.Device:
-    """Make a device on the interface that ``GLOO_SOCKET_IFNAME`` names, or on that of this host's name."""
+def make_device(address: str = "") -> dist.ProcessGroupGloo.Device:
+    """Make a device.
+
+    Args:
+        address: Where it listens; by default on the interface that ``GLOO_SOCKET_IFNAME`` names, or on that of this
+            host's name.
+    """
     interface, before = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], _threads()
-    device = (
-        dist.ProcessGroupGloo.create_device(interface=interface)
-        if interface
-        else dist.ProcessGroupGloo.create_default_device()
-    )
+    if address:
+        device = dist.ProcessGroupGloo.create_device(hostname=address)
+    elif interface:
+        device = dist.ProcessGroupGloo.create_device(interface=interface)
+    else:
+        device = dist.ProcessGroupGloo.create_default_device()
     for thread in _threads() - before:
         _displace_nothing(thread)
     return device

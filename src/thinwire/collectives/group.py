@@ -26,6 +26,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from thinwire.agreement import Typed, agree, all_gather_typed
 from thinwire.collectives.connections import Connections, StagedLinks
+from thinwire.collectives.gateway.keys import KEYS, Keys
+from thinwire.collectives.gateway.shelter import BACKEND, Shelter
 from thinwire.collectives.gloo import GlooLinks, close_connections, make_device
 from thinwire.collectives.memory import release_memory
 from thinwire.collectives.nccl import MakeBackend, Membership, NcclLinks, backend_maker
@@ -75,7 +77,10 @@ _LONGEST_MESSAGE: Final = 1 << 30
 
 
 def init(
-    backend: str | None = None, timeout: datetime.timedelta = DEFAULT_TIMEOUT, device: torch.device | None = None
+    backend: str | None = None,
+    timeout: datetime.timedelta = DEFAULT_TIMEOUT,
+    device: torch.device | None = None,
+    keys: str | os.PathLike[str] | None = None,
 ) -> None:
     """Join the job described by torchrun's environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``).
 
@@ -86,27 +91,61 @@ def init(
             own, else gloo.
         timeout: Limit of every collective, in every group made later.
         device: Device of this rank's tensors; default: the current CUDA device, or the CPU if there is none.
+        keys: Directory of the job's keys; default: that of ``THINWIRE_KEYS``. With keys, everything between hosts is
+            encrypted, and comes from ranks that have the same keys.
 
     Raises:
-        UsageError: Rank 0 cannot listen at its address, the ranks do not find each other in time, or some have a GPU
-            and others have none.
+        UsageError: Rank 0 cannot listen at its address, the ranks do not find each other in time, some have a GPU
+            and others have none, or what is asked for cannot be protected by keys.
     """
     global _timeout, _joined_here
     _timeout = timeout
+    keys = keys or os.environ.get(KEYS)
     _joined_here = not dist.is_initialized()
     if not _joined_here:
+        if keys and _shelter is None:
+            raise UsageError(
+                f"{KEYS} or cluster.keys = {keys} comes too late: torch.distributed is initialised already, without "
+                "keys; call thinwire.collectives.group.init() instead of init_process_group(), or unset it"
+            )
         return
     rank, world, store = 0, 1, cast(dist.Store, dist.HashStore())
     if "RANK" in os.environ:
         place = Rendezvous.of()
-        rank, world, store = place.rank, place.world, place.store(timeout)
+        rank, world, store = place.rank, place.world, _store_at(place, timeout, keys)
     if backend is None:
         if device is None:
             device = torch.device("cuda", _local_gpu()) if torch.cuda.is_available() else torch.device("cpu")
         backend = agree_on_transport(store, rank, world, gpu_of(device), timeout)
     elif backend == "nccl":
         backend = NCCL
+    if _shelter is not None:
+        backend = _sheltered(backend)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+_shelter: Shelter | None = None
+
+
+def _store_at(place: Rendezvous, timeout: datetime.timedelta, keys: str | os.PathLike[str] | None) -> dist.Store:
+    """The job's store, behind keys if there are any and the job has several hosts."""
+    global _shelter
+    if not keys:
+        return place.store(timeout)
+    found = Keys.read(os.fspath(keys))
+    if place.on_one_host:
+        return place.store(timeout)  # on the loopback interface, like gloo
+    _shelter = Shelter(place, found, timeout)
+    return _shelter.store
+
+
+def _sheltered(backend: str) -> str:
+    if backend != "gloo":
+        raise UsageError(
+            f"cluster.keys protects gloo, but the ranks' GPUs use {backend}: NCCL neither authenticates nor encrypts; "
+            "leave cluster.keys out and use a VPN or a private network between the hosts"
+        )
+    return BACKEND
 
 
 def _local_gpu() -> int:
@@ -134,7 +173,7 @@ def shutdown() -> None:
     After an error, or while one is handled (as in a ``finally``), pending operations are aborted: other ranks may never
     make the calls that they wait for.
     """
-    global _device, _num_jobs, _rollcall, _has_failed
+    global _device, _num_jobs, _rollcall, _has_failed, _shelter
     in_error = _has_failed or sys.exc_info()[0] is not None
     _has_failed = False
     _rollcall.close()
@@ -159,6 +198,9 @@ def shutdown() -> None:
     if is_initialized():
         _num_jobs += 1
         dist.destroy_process_group()
+    if _shelter is not None:
+        _shelter.close()
+        _shelter = None
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
@@ -206,7 +248,7 @@ class Control:
         self._place = MeetingPlace(_rollcall, self.ranks, purpose) if watched else None
         if self.size > 1:
             name = f"thinwire/{_num_jobs}/{purpose}"
-            self.process_group = named_group(name, self.ranks, _timeout, "gloo")
+            self.process_group = named_group(name, self.ranks, _timeout, "gloo" if _shelter is None else BACKEND)
 
     def all_gather_typed(self, value: T, typed: Typed[T]) -> list[T]:
         """The values of all ranks, by rank."""
@@ -564,7 +606,9 @@ def connect(membership: Membership, make: MakeBackend | None) -> Connections:
     if make is not None:
         return NcclLinks(make(membership), membership.index)
     if _device is None:
-        _device = make_device()  # all connections share one, because each device has a thread that polls
+        _device = make_device(
+            "" if _shelter is None else _shelter.address
+        )  # all connections share one, because each device has a thread that polls
     size = len(membership.ranks)
     links = GlooLinks(membership.store, membership.index, size, _device, membership.timeout)
     return links if membership.device.type == "cpu" else StagedLinks(links, membership.index)

@@ -48,6 +48,7 @@ class Rendezvous:
         host: Name or address of the store's host, which is rank 0's host.
         port: Port of the store.
         at_launcher: Whether torchrun hosts the store, in a process of its own, instead of rank 0.
+        on_one_host: Whether all ranks are on this host.
     """
 
     rank: int
@@ -55,6 +56,7 @@ class Rendezvous:
     host: str
     port: int
     at_launcher: bool = False
+    on_one_host: bool = False
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> Rendezvous:
@@ -73,6 +75,7 @@ class Rendezvous:
                 environment["MASTER_ADDR"],
                 int(environment["MASTER_PORT"]),
                 environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+                environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"],
             )
         except (KeyError, ValueError) as error:
             raise UsageError(
@@ -104,15 +107,25 @@ class Rendezvous:
             UsageError: The port is not available, or not all ranks connect in time.
         """
         if self.at_launcher:
-            return self._part_of(self._connect(timeout), timeout)
-        return self._host(timeout) if self.rank == 0 else self._connect(timeout)
+            return self._part_of(self.connect_at(self.host, self.port, timeout), timeout)
+        return self._host(timeout) if self.rank == 0 else self.connect_at(self.host, self.port, timeout)
 
-    def _connect(self, timeout: datetime.timedelta) -> dist.Store:
+    def connect_at(self, host: str, port: int, timeout: datetime.timedelta) -> dist.Store:
+        """Connect to the store.
+
+        Args:
+            host: Where this process reaches it.
+            port: Its port there.
+            timeout: How long to wait, here and in operations on the store.
+
+        Raises:
+            UsageError: Nobody answers in time.
+        """
         outcomes: list[dist.Store | RuntimeError] = []
 
         def connect() -> None:
             try:
-                outcomes.append(dist.TCPStore(self.host, self.port, self.world, is_master=False, timeout=timeout))
+                outcomes.append(dist.TCPStore(host, port, self.world, is_master=False, timeout=timeout))
             except RuntimeError as error:
                 outcomes.append(error)
 
@@ -122,11 +135,11 @@ class Rendezvous:
         connecting.join(timeout.total_seconds() + 1.0)
         if outcomes and isinstance(outcomes[0], dist.Store):
             return outcomes[0]
-        host = "torchrun's store" if self.at_launcher else "rank 0"
+        server = "torchrun's store" if self.at_launcher else "rank 0"
         raise UsageError(
-            f"rank {self.rank} has not reached {host} at {self._where} within {timeout.total_seconds():.0f} s: nobody "
-            f"or another program answers there; see whether {host} runs on that host and a firewall leaves the port "
-            "open"
+            f"rank {self.rank} has not reached {server} at {self._where} within {timeout.total_seconds():.0f} s: "
+            f"nobody or another program answers there; see whether {server} runs there and a firewall leaves the "
+            "port open"
         )
 
     def _part_of(self, store: dist.Store, timeout: datetime.timedelta) -> dist.Store:
@@ -184,10 +197,24 @@ class Rendezvous:
                 f"rank 0 cannot listen on {self._where}: {os.strerror(error.errno or 0)}; choose another port, or an "
                 "address of this host, for all ranks"
             ) from error
+        return self.host_at(listener, self.host, timeout)
+
+    def host_at(self, listener: socket.socket, host: str, timeout: datetime.timedelta) -> dist.Store:
+        """Host the store, and wait until all ranks have connected.
+
+        Args:
+            listener: Socket on which the store listens; the store owns it from then on.
+            host: Name or address of this host by which this process reaches it.
+            timeout: How long to wait, here and in operations on the store.
+
+        Raises:
+            UsageError: Not all ranks connect in time.
+        """
+        port = listener.getsockname()[1]
         try:
             return dist.TCPStore(
-                self.host,
-                self.port,
+                host,
+                port,
                 self.world,
                 is_master=True,
                 timeout=timeout,

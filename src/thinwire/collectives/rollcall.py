@@ -244,7 +244,7 @@ class RollCall:
             before = reports
             self._closed.wait(INTERVAL)
         self._asking = False
-        store.delete_key(_key(me))
+        store.set(_key(me), "")  # not deleted: not every store can
 
     def _report(self, beat: int) -> Report:
         under_way = list(self.under_way.values())
@@ -338,6 +338,6 @@ def _key(rank: int) -> str:
 def _reports(store: dist.Store) -> dict[int, Report]:
     reports = {}
     for rank in range(dist.get_world_size()):
-        if store.check([_key(rank)]):
-            reports[rank] = Report.from_json(store.get(_key(rank)).decode())
+        if store.check([_key(rank)]) and (report := store.get(_key(rank)).decode()):
+            reports[rank] = Report.from_json(report)
     return reports

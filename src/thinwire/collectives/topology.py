@@ -51,7 +51,7 @@ class DataRanks:
             rank: Index of this rank among them.
             channel: See the class.
         """
-        if plan.islands is None or len(ranks) != plan.data_ranks:
+        if plan.job_islands == 1 or len(ranks) != plan.data_ranks:
             return cls(tuple(ranks), channel)
         islands = tuple(tuple(ranks[i : i + plan.world]) for i in range(0, len(ranks), plan.world))
         island = rank // plan.world

@@ -10,11 +10,14 @@ from __future__ import annotations
 import datetime
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["named_group"]
+__all__ = ["exchange_counts", "exchange_rows", "gather_along", "named_group"]
 
 _made: Counter[str] = Counter()
 
@@ -48,3 +51,50 @@ def named_group(
     assert isinstance(group, dist.ProcessGroup)
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
+
+
+def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Tell every rank how many rows it gets.
+
+    Args:
+        counts: One row of counts for each rank of the group, int64, ``(ranks, N)``.
+        group: The group.
+
+    Returns:
+        What each rank has counted for this one, ``(ranks, N)``.
+    """
+    result: torch.Tensor = functional.all_to_all_single(counts, None, None, group)
+    return result.wait() if hasattr(result, "wait") else result
+
+
+def exchange_rows(rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """torch's all-to-all of rows, whose backward sends the gradients back.
+
+    Args:
+        rows: ``(sum(sent), D)``: rows for each rank of the group, one rank's after another's.
+        received: Number of rows from each rank.
+        sent: Number of rows for each rank.
+        group: The group.
+
+    Returns:
+        ``(sum(received), D)``.
+    """
+    result: torch.Tensor = functional.all_to_all_single_autograd(rows.contiguous(), received, sent, group)
+    return result.wait() if hasattr(result, "wait") else result
+
+
+def gather_along(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """torch's all-gather, whose backward is a reduce-scatter.
+
+    Args:
+        tensor: This rank's part.
+        dim: Dimension along which the parts lie.
+        group: The ranks, in the order of their parts.
+
+    Returns:
+        The parts of all ranks, one after another.
+    """
+    # torch 2.13 has another name for it.
+    call: Any = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
+    result: torch.Tensor = call(tensor.contiguous(), dim, group)
+    return result.wait() if hasattr(result, "wait") else result

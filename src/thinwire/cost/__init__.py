@@ -17,9 +17,10 @@ from thinwire.cost.memory import (
     memory,
     working_memory,
 )
+from thinwire.cost.mixed import MixedRates, nominal_rates, views_of
 from thinwire.cost.operations import PricedStage, moves
 from thinwire.cost.peers import PEER_SYSTEMS, ZeroSettings, peer_memory
-from thinwire.cost.rates import ALONE, Beside, Efficiency, NominalRates, Rates, Work
+from thinwire.cost.rates import ALONE, Basis, Beside, Efficiency, NominalRates, Rates, Work
 
 __all__ = [
     "ALONE",
@@ -30,6 +31,7 @@ __all__ = [
     "PEER_SYSTEMS",
     "AmspSums",
     "AmspTimes",
+    "Basis",
     "Beside",
     "Busy",
     "Efficiency",
@@ -38,6 +40,7 @@ __all__ = [
     "GroupShape",
     "ProfiledCollectives",
     "Memory",
+    "MixedRates",
     "PricedStage",
     "NominalRates",
     "ModelPart",
@@ -56,8 +59,10 @@ __all__ = [
     "largest_share",
     "memory",
     "moves",
+    "nominal_rates",
     "parts",
     "peer_memory",
     "units",
+    "views_of",
     "working_memory",
 ]

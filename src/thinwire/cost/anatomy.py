@@ -1,7 +1,7 @@
 """The parts of a model as the runtime cuts it: units, their tensors and their FLOPs.
 
-Names, shapes and order are those of the built-in Llama and GPT. Units, padding and dealt shares therefore equal the
-runtime's; a test compares them.
+Names, shapes and order are those of the built-in Llama, its mixture of experts, and GPT. Units, padding and dealt
+shares therefore equal the runtime's; a test compares them. Of other mixtures of experts, only sizes are alike.
 """
 
 from __future__ import annotations
@@ -28,8 +28,12 @@ from thinwire.program import (
 from thinwire.program.shares import LARGE_LEAF
 from thinwire.program.wire import ITEMSIZE, is_excluded
 from thinwire.spec import ModelSpec, Plan
+from thinwire.spec.block_shapes import attention_width, latent_norms
 
-__all__ = ["ModelPart", "Tensor", "alike", "largest_share", "parts", "units"]
+__all__ = ["EXPERTS", "ModelPart", "Routed", "Tensor", "alike", "largest_share", "parts", "units"]
+
+EXPERTS = "mlp.experts"
+"""Name of a block's experts below the block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,21 @@ class Tensor:
 
     name: str
     numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """The experts of a part.
+
+    Attributes:
+        matrices: Rows and columns of one expert's matrices.
+        experts: Number of experts that the tokens are spread over.
+        active: Number of experts that a token visits.
+    """
+
+    matrices: tuple[tuple[int, int], ...]
+    experts: int
+    active: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +79,7 @@ class ModelPart:
         split_values: Values of one token that the forward reads or writes outside of matrix products and attention,
             and of which a tensor-parallel rank has its part: activation functions, rotations, logits.
         whole_values: The same of which every tensor-parallel rank has all: norms and residual additions.
+        routed: Experts, of which a token visits a few; ``None`` without.
         matrix_flops: FLOPs of one token's forward through its matrices.
         numel: Number of elements of all its parameters.
         aligned: Whether its parameters need no padding between each other.
@@ -74,13 +94,17 @@ class ModelPart:
     heads: int = 0
     split_values: int = 0
     whole_values: int = 0
+    routed: Routed | None = None
 
     matrix_flops: int = field(init=False)
     numel: int = field(init=False)
     aligned: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "matrix_flops", sum(2 * rows * columns for rows, columns in self.matrices))
+        flops = sum(2 * rows * columns for rows, columns in self.matrices)
+        if self.routed is not None:
+            flops += self.routed.active * sum(2 * rows * columns for rows, columns in self.routed.matrices)
+        object.__setattr__(self, "matrix_flops", flops)
         object.__setattr__(self, "numel", sum(tensor.numel for tensor in self.tensors))
         object.__setattr__(self, "aligned", all(tensor.numel % ALIGNMENT_BYTES == 0 for tensor in self.tensors))
 
@@ -88,7 +112,12 @@ class ModelPart:
     def work(self) -> object:
         """What the seconds of its computation depend on; equal for equal blocks."""
         values = self.split_values, self.whole_values, self.matrix_flops, self.numel
-        return self.kind, bool(self.name), self.matrices, self.attention_width, self.heads, values
+        return self.kind, bool(self.name), self.matrices, self.routed, self.attention_width, self.heads, values
+
+    @property
+    def is_experts(self) -> bool:
+        """Whether the part is the experts of a block and nothing else."""
+        return self.routed is not None and self.name.endswith(EXPERTS)
 
     @property
     def is_linear(self) -> bool:
@@ -126,9 +155,19 @@ def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
             f"plan {plan.name or plan.fingerprint()}",
             ["units: granularity of single blocks is executed, but neither planned nor simulated; leave it unset here"],
         )
+    own = parts(model, plan.granularity, plan.tp, plan.ep)
+    if plan.ep == 1:
+        return _units(own, plan, shard)
+    rest = iter(_units([part for part in own if not part.is_experts], plan, shard))
+    experts = iter(_units([part for part in own if part.is_experts], plan.for_experts(), shard))
+    return tuple(replace(next(experts), experts=True) if part.is_experts else next(rest) for part in own)
+
+
+def _units(own: Sequence[ModelPart], plan: Plan, shard: int) -> tuple[UnitInfo, ...]:
+    """The units of some parts, all of them under one plan."""
     if not (plan.units or plan.wire.exclude or plan.partition == "inter"):
-        return _even_units(parts(model, plan.granularity, plan.tp), plan)
-    cut = [(part, _kinds(part, plan)) for part in parts(model, plan.granularity, plan.tp)]
+        return _even_units(own, plan)
+    cut = [(part, _kinds(part, plan)) for part in own]
     buffers = _flat_buffers(plan, cut)
     shares = iter(_shares(plan, buffers, shard))
     lengths, sizes = iter(buffer.numel for buffer in buffers), iter(buffer.itemsize for buffer in buffers)
@@ -282,19 +321,36 @@ class _Module:
     heads: int = 0
     split_values: int = 0
     whole_values: int = 0
+    routed: Routed | None = None
 
 
 @lru_cache(maxsize=256)
-def parts(model: ModelSpec, granularity: str, tp: int = 1) -> tuple[ModelPart, ...]:
+def parts(model: ModelSpec, granularity: str, tp: int = 1, ep: int = 1) -> tuple[ModelPart, ...]:
     """The model's parts in the runtime's order; the root comes first if it owns any parameter.
 
     Args:
         model: Dimensions of the model.
         granularity: ``"block"`` or ``"module"``, as in a plan.
         tp: Number of ranks that share matrices, heads and the vocabulary; the result is the share of one rank.
+        ep: Number of ranks that share experts, which then are parts by themselves.
+
+    Raises:
+        SpecError: ``ep`` does not divide the number of experts.
     """
+    if ep > 1:
+        if (model.experts or 1) % ep:
+            raise SpecError("plan", [f"ep = {ep} should divide the model's experts = {model.experts or 'none'}"])
+        apart = _whole_parts(model, granularity, apart=True)
+        return tuple(_shared(part, ep) if part.is_experts else part for part in apart)
     whole = _whole_parts(model, granularity)
     return whole if tp == 1 else tuple(_sliced(part, tp) for part in whole)
+
+
+def _shared(part: ModelPart, ep: int) -> ModelPart:
+    """A rank's share of experts: it computes as many tokens as without sharing, with fewer experts."""
+    assert part.routed is not None
+    tensors = tuple(Tensor(tensor.name, tensor.numel // ep) for tensor in part.tensors)
+    return replace(part, tensors=tensors, routed=replace(part.routed, experts=part.routed.experts // ep))
 
 
 def _sliced(part: ModelPart, tp: int) -> ModelPart:
@@ -314,7 +370,7 @@ def _sliced(part: ModelPart, tp: int) -> ModelPart:
 
 
 @lru_cache(maxsize=64)
-def _whole_parts(model: ModelSpec, granularity: str) -> tuple[ModelPart, ...]:
+def _whole_parts(model: ModelSpec, granularity: str, *, apart: bool = False) -> tuple[ModelPart, ...]:
     names = _NAMES[model.kind]
     outside = itertools.count(model.layers + 1)  # numbers of blocks; only their equality counts
     embedding_tensors = _tensors(names.embedding, [("weight", model.embedding_parameters)])
@@ -325,13 +381,15 @@ def _whole_parts(model: ModelSpec, granularity: str) -> tuple[ModelPart, ...]:
     )
     logits = ((model.vocab, model.hidden),)
     head = ModelPart("lm_head", "head", next(outside), head_tensors, logits, split_values=_LOGIT_VALUES * model.vocab)
-    blocks = [part for layer in range(model.layers) for part in _block_parts(model, layer, granularity)]
+    blocks = [part for layer in range(model.layers) for part in _block_parts(model, layer, granularity, apart=apart)]
     if model.tied_embedding:
         alone: tuple[ModelPart, ...] = (norm,) if granularity == "module" else ()
     elif granularity == "module":
         alone = (embedding, norm, head)
     else:
-        alone = tuple(p for p in (embedding, head) if p.numel * LARGE_LEAF >= model.parameters)
+        # The runtime looks for large leaves in the part of the model that has no shared experts.
+        total = model.parameters - (model.expert_layers * model.expert_parameters if apart else 0)
+        alone = tuple(p for p in (embedding, head) if p.numel * LARGE_LEAF >= total)
     # The root owns what is too small to be a unit, and what two units share.
     rest = [part for part in (embedding, norm, head) if part not in alone]
     root = _joined("", "head" if head in rest else "rest", 0, rest)
@@ -351,10 +409,11 @@ def _joined(name: str, kind: str, block: int, joined: Sequence[ModelPart]) -> Mo
         sum(part.heads for part in joined),
         sum(part.split_values for part in joined),
         sum(part.whole_values for part in joined),
+        next((part.routed for part in joined if part.routed is not None), None),
     )
 
 
-def _block_parts(model: ModelSpec, layer: int, granularity: str) -> list[ModelPart]:
+def _block_parts(model: ModelSpec, layer: int, granularity: str, *, apart: bool) -> list[ModelPart]:
     path = f"layers.{layer}"
     modules = [
         ModelPart(
@@ -367,10 +426,14 @@ def _block_parts(model: ModelSpec, layer: int, granularity: str) -> list[ModelPa
             module.heads,
             module.split_values,
             module.whole_values,
+            module.routed,
         )
-        for module in _block_modules(model)
+        for module in _block_modules(model, experts=model.experts is not None and layer >= model.dense_layers)
     ]
-    return modules if granularity == "module" else [_joined(path, "block", layer + 1, modules)]
+    if granularity == "module":
+        return modules
+    own = [part for part in modules if apart and part.is_experts]
+    return [_joined(path, "block", layer + 1, [part for part in modules if part not in own]), *own]
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,43 +462,59 @@ def _linear(rows: int, columns: int, *, bias: bool) -> tuple[tuple[str, int], ..
     return (*weight, ("bias", rows)) if bias else weight
 
 
-def _block_modules(model: ModelSpec) -> tuple[_Module, ...]:
-    h, kv, ffn = model.hidden, model.kv_hidden, model.ffn
-    norm = _norm(model)
-    if model.kind == "llama":
-        linears = {
-            "self_attn.q_proj": (h, h), "self_attn.k_proj": (kv, h), "self_attn.v_proj": (kv, h),
-            "self_attn.o_proj": (h, h),
-            "mlp.gate_proj": (ffn, h), "mlp.up_proj": (ffn, h), "mlp.down_proj": (h, ffn),
-        }  # fmt: skip
-        order = ["input_layernorm", *list(linears)[:4], "post_attention_layernorm", *list(linears)[4:]]
-        attends = "self_attn.o_proj"
-    else:
-        linears = {
-            "attention.query_key_value": (h + 2 * kv, h), "attention.dense": (h, h),
-            "mlp.dense_h_to_4h": (ffn, h), "mlp.dense_4h_to_h": (h, ffn),
-        }  # fmt: skip
-        order = ["input_layernorm", "post_attention_layernorm", *linears]
-        attends = "attention.dense"
-    split, whole = _kernel_values(model)
+@lru_cache(maxsize=64)
+def _block_modules(model: ModelSpec, *, experts: bool) -> tuple[_Module, ...]:
+    linears = model.matrices(experts=experts)
+    norms = ("input_layernorm", "post_attention_layernorm")
+    of_attention = [name for name in linears if not name.startswith("mlp")]
+    of_feed_forward = [name for name in linears if name.startswith("mlp")]
+    order = [norms[0], *of_attention, norms[1], *of_feed_forward] if model.kind == "llama" else [*norms, *linears]
+    split, whole = _kernel_values(model, experts=experts)
     modules = []
+    vectors = latent_norms(model)
     for name in order:
         matrices = (linears[name],) if name in linears else ()
-        parameters = _linear(*linears[name], bias=model.kind == "gpt") if name in linears else norm
-        attention = (h, model.heads) if name == attends else (0, 0)
+        bias = model.kind == "gpt" or (model.biases and (name in of_attention or name == "mlp.gate"))
+        parameters = _linear(*linears[name], bias=bias) if name in linears else _norm(model)
+        attention = (attention_width(model), model.heads) if name == of_attention[-1] else (0, 0)
         modules.append(_Module(name, parameters, matrices, *attention, split.get(name, 0), whole.get(name, 0)))
+        if name in vectors:
+            normalised, width = vectors[name]
+            modules.append(_Module(normalised, (("weight", width),), whole_values=2 * width))
+        if name == "mlp.gate":
+            modules.append(_experts(model))
     return tuple(modules)
 
 
-def _kernel_values(model: ModelSpec) -> tuple[dict[str, int], dict[str, int]]:
+def _experts(model: ModelSpec) -> _Module:
+    """All experts of a block, as tensors that hold the matrices of one kind of all experts."""
+    assert model.experts is not None
+    h, width, active = model.hidden, model.expert_ffn, model.active_experts
+    parameters = [("gate_up_proj", model.experts * 2 * width * h), ("down_proj", model.experts * h * width)]
+    if model.biases:
+        parameters += [("gate_up_proj_bias", model.experts * 2 * width), ("down_proj_bias", model.experts * h)]
+    # A token is copied for each expert and back, weighted and added up; SiLU and gate as in a feed-forward.
+    values = active * (4 * h + 3 * width) + 4 * h
+    routed = Routed(((2 * width, h), (h, width)), model.experts, active)
+    return _Module(EXPERTS, tuple(parameters), split_values=values, routed=routed)
+
+
+def _kernel_values(model: ModelSpec, *, experts: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Values of a token that kernels between the matrix products read and write in the forward, by module: those that
     tensor parallelism splits, and those that it does not. A norm reads and writes the stream once; a residual addition
     reads two and writes one; a rotation reads and writes its vector."""
-    h, kv, ffn = model.hidden, model.kv_hidden, model.ffn
+    h, queries, kv = model.hidden, model.heads * model.head_dim, model.kv_hidden
     norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), 2 * h)
-    if model.kind == "llama":
-        # SiLU and the product with the gate: two values in, one out.
-        split = {"self_attn.q_proj": 2 * h, "self_attn.k_proj": 2 * kv, "mlp.down_proj": 3 * ffn}
-        return split, {**norms, "self_attn.o_proj": 3 * h, "mlp.down_proj": 3 * h}
-    # GELU, and dropout before each residual addition, which adds a read and a write (Korthikanti et al. 2022).
-    return {"mlp.dense_h_to_4h": 2 * ffn}, {**norms, "attention.dense": 5 * h, "mlp.dense_4h_to_h": 5 * h}
+    if model.kind != "llama":
+        # GELU, and dropout before each residual addition, which adds a read and a write (Korthikanti et al. 2022).
+        return {"mlp.dense_h_to_4h": 2 * model.ffn}, {**norms, "attention.dense": 5 * h, "mlp.dense_4h_to_h": 5 * h}
+    if model.latent is None:
+        split = {"self_attn.q_proj": 2 * queries, "self_attn.k_proj": 2 * kv}
+    else:  # only a part of the queries is rotated, and one key for all heads
+        split = {"self_attn.kv_b_proj": 2 * (model.heads + 1) * model.latent.rotary}
+    # SiLU and the product with the gate: two values in, one out.
+    if not experts:
+        return split | {"mlp.down_proj": 3 * model.ffn}, {**norms, "self_attn.o_proj": 3 * h, "mlp.down_proj": 3 * h}
+    if model.shared_ffn:
+        split["mlp.shared_expert.down_proj"] = 3 * model.shared_ffn
+    return split, {**norms, "self_attn.o_proj": 3 * h, "mlp.gate": 3 * h}

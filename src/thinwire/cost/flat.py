@@ -15,7 +15,7 @@ from thinwire.program import Axis, Kind, Lane, Operation, Scope, UnitInfo, axis_
 from thinwire.program.stages import Stage
 from thinwire.spec import ClusterSpec, Fabric, Factor, Plan
 
-__all__ = ["KINDS", "Call", "Collectives", "FlatCollectives", "flat_moves"]
+__all__ = ["KINDS", "Call", "GroupCalls", "Collectives", "FlatCollectives", "flat_moves"]
 
 Call = Literal["AG", "RS", "AR", "BC"]
 
@@ -44,6 +44,22 @@ class Collectives(Protocol):
         ...
 
 
+class GroupCalls(Protocol):
+    """Seconds of library calls over a group, every group of the cluster at once; as :class:`FlatCollectives`."""
+
+    def seconds(self, kind: Call, size: float, mesh: Factor, stride: int = 1) -> float:
+        """Seconds of one call for a vector of ``size`` bytes."""
+        ...
+
+    def broadcasts(self, size: float, owners: int, mesh: Factor, stride: int = 1) -> float:
+        """Seconds of grouped broadcasts of a vector's parts from their owners."""
+        ...
+
+    def spine_load(self, mesh: Factor, stride: int) -> float:
+        """Busy time of the spine over busy time of a node's network cards."""
+        ...
+
+
 class FlatCollectives:
     """Ring collectives over a sub-mesh, every group of the cluster at once.
 
@@ -52,11 +68,21 @@ class FlatCollectives:
         efficiency: Share of the links' nominal rates that software reaches.
         contention: Whether groups that cross nodes at the same time share a node's network cards. AMSP's model
             ignores this contention.
+        group: Of a cluster of unlike nodes, the number of the group of a member; ``None``: the slowest.
     """
 
-    def __init__(self, cluster: ClusterSpec, efficiency: Efficiency | None = None, *, contention: bool = True) -> None:
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        efficiency: Efficiency | None = None,
+        *,
+        contention: bool = True,
+        group: int | None = None,
+    ) -> None:
         self._cluster, self._efficiency, self._contention = cluster, efficiency or Efficiency(), contention
-        self._fabric = Fabric(cluster)
+        self._fabric = Fabric(cluster, group)
+        inside = None if group is None else cluster.groups[group].inside
+        self._inside = inside or cluster.links.inside
 
     def spine_load(self, mesh: Factor, stride: int) -> float:
         """Busy time of the spine over busy time of a node's network cards; 0 if the group does not cross the spine."""
@@ -77,7 +103,7 @@ class FlatCollectives:
         links, share, route = self._cluster.links, self._efficiency, self._fabric.route(mesh.nodes, stride)
         inside = links.inside.bandwidth * share.inside
         if mesh.nodes == 1:
-            bandwidth, latency = inside, (ranks - 1) * links.inside.latency
+            bandwidth, latency = self._inside.bandwidth * share.inside, (ranks - 1) * self._inside.latency
         else:
             # R / local groups cross each node's cards at the same time (NIC contention).
             sharing = self._cluster.gpus_per_node / mesh.local if self._contention else 1
@@ -115,7 +141,7 @@ def flat_moves(
     operation: Operation,
     units: Sequence[UnitInfo],
     rates: Rates,
-    flat: FlatCollectives,
+    flat: GroupCalls,
     *,
     whole_sync: bool,
     calls: int = 1,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from thinwire.cost.anatomy import ModelPart
+from thinwire.cost.anatomy import ModelPart, Routed
 
 __all__ = ["Kernels"]
 
@@ -46,44 +46,77 @@ class Kernels:
         self._flops, self._memory, self._passes = peak * share, memory, passes
         self._fused = None if attention is None else peak * attention
         self._products = cache(self._matrix_products)
+        self._grouped = cache(self._expert_products)
 
     def forward(self, part: ModelPart, sequences: int, seq: int) -> float:
         """Seconds of the forward of ``sequences`` sequences of ``seq`` tokens."""
         tokens = sequences * seq
-        seconds = self._products(part.matrices, tokens)[0] + self._elementwise(part, tokens)
-        return seconds + self._attention(part, tokens, seq)
+        seconds = self._products(part.matrices, tokens)[0] + self._grouped(part.routed, tokens)[0]
+        seconds += self.elementwise(self._values(part, tokens))
+        return seconds + self._attention(part, tokens, seq)[0]
 
     def backward(self, part: ModelPart, sequences: int, seq: int) -> float:
         """Seconds of the backward. Element-wise kernels read the gradient as well, which doubles what they move."""
         tokens = sequences * seq
-        factor = 2.0 if self._fused is None else _FUSED_BACKWARD
-        seconds = self._products(part.matrices, tokens)[1] + 2 * self._elementwise(part, tokens)
-        return seconds + factor * self._attention(part, tokens, seq)
+        seconds = self._products(part.matrices, tokens)[1] + self._grouped(part.routed, tokens)[1]
+        seconds += 2 * self.elementwise(self._values(part, tokens))
+        return seconds + self._attention(part, tokens, seq)[1]
 
-    def _elementwise(self, part: ModelPart, tokens: int) -> float:
-        return self._passes * tokens * (part.split_values + part.whole_values) * _VALUE / self._memory
+    def elementwise(self, values: float) -> float:
+        """Seconds of kernels that read or write ``values`` values and are bound by memory."""
+        return self._passes * values * _VALUE / self._memory
 
-    def _attention(self, part: ModelPart, tokens: int, seq: int) -> float:
-        """Seconds of the forward of attention."""
+    @staticmethod
+    def _values(part: ModelPart, tokens: int) -> float:
+        return tokens * (part.split_values + part.whole_values)
+
+    def _attention(self, part: ModelPart, tokens: int, seq: int) -> tuple[float, float]:
+        """Seconds of attention in the forward and in the backward."""
         if not part.attention_width:
-            return 0.0
-        flops = 4 * tokens * seq * part.attention_width
+            return 0.0, 0.0
+        return self.attention(tokens, seq, part.attention_width, part.heads)
+
+    def attention(self, tokens: int, seq: int, width: int, heads: int) -> tuple[float, float]:
+        """Seconds of the forward and of the backward of attention.
+
+        Args:
+            tokens: Number of tokens of all sequences.
+            seq: Tokens per sequence.
+            width: Width of all heads together.
+            heads: Number of heads.
+        """
+        flops = 4 * tokens * seq * width
         if self._fused is not None:
-            return flops / 2 / self._fused  # it skips the masked half
-        scores = self._passes * tokens * seq * part.heads * _SCORE_VALUES * _VALUE
-        return flops / self._flops + scores / self._memory
+            forward = flops / 2 / self._fused  # it skips the masked half
+            return forward, _FUSED_BACKWARD * forward
+        scores = self._passes * tokens * seq * heads * _SCORE_VALUES * _VALUE
+        forward = flops / self._flops + scores / self._memory
+        return forward, 2 * forward
 
     def _matrix_products(self, matrices: tuple[tuple[int, int], ...], tokens: int) -> tuple[float, float]:
         """Seconds of the products with these matrices in the forward and in the backward."""
         forward = backward = 0.0
         for rows, columns in matrices:
-            forward += self._product(tokens, rows, columns)
-            backward += self._product(tokens, columns, rows) + self._product(rows, columns, tokens)
+            forward += self.product(tokens, rows, columns)
+            backward += self.product(tokens, columns, rows) + self.product(rows, columns, tokens)
         return forward, backward
 
-    def _product(self, rows: int, columns: int, depth: int) -> float:
-        """Seconds of a product of ``rows x depth`` and ``depth x columns``."""
-        waves = rows * columns / _WAVE
+    def _expert_products(self, routed: Routed | None, tokens: int) -> tuple[float, float]:
+        """Seconds of the products with the experts that tokens visit, in the forward and in the backward. The products
+        of all experts are one kernel, in which each expert has the same number of tokens."""
+        if routed is None:
+            return 0.0, 0.0
+        rows_of_each = max(1, tokens * routed.active // routed.experts)
+        forward = backward = 0.0
+        for rows, columns in routed.matrices:
+            forward += self.product(rows_of_each, rows, columns, routed.experts)
+            backward += self.product(rows_of_each, columns, rows, routed.experts)
+            backward += self.product(rows, columns, rows_of_each, routed.experts)
+        return forward, backward
+
+    def product(self, rows: int, columns: int, depth: int, count: int = 1) -> float:
+        """Seconds of ``count`` products of ``rows x depth`` and ``depth x columns`` in one kernel."""
+        waves = count * rows * columns / _WAVE
         full = waves / (waves + 0.5) * depth / (depth + _PROLOGUE)
-        bound = (rows * depth + depth * columns + rows * columns) * _VALUE / self._memory
-        return max(2 * rows * columns * depth / (self._flops * full), bound)
+        bound = count * (rows * depth + depth * columns + rows * columns) * _VALUE / self._memory
+        return max(2 * count * rows * columns * depth / (self._flops * full), bound)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
 from thinwire.cost.anatomy import ModelPart
 from thinwire.cost.flat import KINDS, Call
-from thinwire.cost.rates import ALONE, Beside, Work, declared_seconds
+from thinwire.cost.rates import ALONE, Basis, Beside, Work, declared_seconds
 from thinwire.errors import SpecError
 from thinwire.program import Even, Kind, MessageSizes, Scope, hops
 from thinwire.spec import Factor, ModelSpec, Plan
@@ -106,13 +106,16 @@ class ProfiledRates:
         dtype: Compute dtype.
         quartile: Which measured seconds to use: medians (``"seconds"``), or lower or upper quartiles.
 
+    Attributes:
+        transfers_extrapolated: Whether any transfer or codec so far lies outside the measured range.
+
     Raises:
         SpecError: The profile lacks a part of the model that every plan computes.
     """
 
     def __init__(self, profile: Profile, model: ModelSpec, dtype: str, quartile: Quartile = "seconds") -> None:
         self.profile, self.quartile, self._model, self._dtype = profile, quartile, model, dtype
-        self._outside = False
+        self.transfers_extrapolated = self._scaled_parts = False
         self._collectives = _CollectiveTimes(profile, quartile)
         self._codecs = _lines(
             profile.codecs, lambda row: (row.codec, row.dtype, row.work), lambda row: row.numel, quartile
@@ -128,7 +131,8 @@ class ProfiledRates:
         """
         del stride
         neighbour = self._collectives.nearest(_measured_name(kind, encoded=encoded), scope, ranks)
-        self._outside |= neighbour.ranks != ranks or not neighbour.line.covers(sent)
+        outside = neighbour.ranks != ranks or not neighbour.line.covers(sent)
+        self.transfers_extrapolated |= outside or self._collectives.substituted
         seconds = neighbour.line.at(sent)
         # Each link carries the same bytes in a group of another size; latency grows with the number of rounds.
         return (
@@ -154,9 +158,9 @@ class ProfiledRates:
             # A profile measures one dtype of two bytes, and codecs widen values of either before anything else.
             line = self._codecs.get((name, "bfloat16", way))
         if line is None:
-            self._outside = True
+            self.transfers_extrapolated = True
             if work.codec.plugin is not None:
-                return self._plugin_seconds(work, way, values)
+                return _plugin_seconds(self._codecs, work, way, values)
             family = [
                 line
                 for (name, _, known), line in self._codecs.items()
@@ -169,20 +173,8 @@ class ProfiledRates:
                     [f"it has no codec, and the plan uses {work.codec}; measure again with a larger --budget"],
                 )
             return max(line.at(values) for line in family)
-        self._outside |= values > 4 * line.sizes[-1]
+        self.transfers_extrapolated |= values > 4 * line.sizes[-1]
         return line.at(values)
-
-    def _plugin_seconds(self, work: Work, way: str, values: float) -> float:
-        """As the slowest measured codec of the same name, or at the speed that the package declares: built-in codecs
-        say nothing about it."""
-        same_name = [
-            line
-            for (name, _, known), line in self._codecs.items()
-            if known == way and str(name).partition(":")[0] == work.codec.family
-        ]
-        if not same_name:
-            return declared_seconds(work.codec, work.dtype, values)
-        return max(line.at(values) for line in same_name)
 
     def forward(self, part: ModelPart, plan: Plan, seq: int) -> float:
         """As measured for a part of this shape; parts of other shapes are scaled by their FLOPs."""
@@ -200,8 +192,16 @@ class ProfiledRates:
         if part.kind == "embedding":
             return seconds * plan.micro_batch * seq * self._model.hidden / (row.micro_batch * row.seq * row.hidden)
         flops = part.forward_flops(plan.micro_batch * seq, seq)
-        self._outside |= not math.isclose(flops, row.flops, rel_tol=0.02)
+        self._scaled_parts |= not math.isclose(flops, row.flops, rel_tol=0.02)
         return seconds * flops / row.flops
+
+    def computing_basis(self, part: ModelPart, plan: Plan, seq: int) -> Basis:
+        """Measured here, unless the part is scaled from one of another shape."""
+        if part.kind in ("embedding", "rest"):
+            return "measured here"
+        row = self._compute[part.kind if part.kind in self._compute else "block"]
+        flops = part.forward_flops(plan.micro_batch * seq, seq)
+        return "measured here" if math.isclose(flops, row.flops, rel_tol=0.02) else "extrapolated"
 
     def update(self, numel: int) -> float:
         """Proportional to the number of elements."""
@@ -238,7 +238,20 @@ class ProfiledRates:
     @property
     def extrapolated(self) -> bool:
         """Whether any answer so far lies outside the measured range."""
-        return self._outside or self._collectives.substituted
+        return self._scaled_parts or self.transfers_extrapolated or self._collectives.substituted
+
+
+def _plugin_seconds(codecs: Mapping[_Key, _Line], work: Work, way: str, values: float) -> float:
+    """As the slowest measured codec of the same name, or at the speed that the package declares: built-in codecs say
+    nothing about it."""
+    same_name = [
+        line
+        for (name, _, known), line in codecs.items()
+        if known == way and str(name).partition(":")[0] == work.codec.family
+    ]
+    if not same_name:
+        return declared_seconds(work.codec, work.dtype, values)
+    return max(line.at(values) for line in same_name)
 
 
 class ProfiledCollectives:

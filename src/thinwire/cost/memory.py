@@ -11,7 +11,7 @@ counts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from thinwire.cost.anatomy import ModelPart, parts
@@ -184,6 +184,10 @@ def memory(
         stage: The rank's share of thinwire's own pipeline or tensor parallelism. The default describes any system: as
             many micro-batches in flight as on the first rank, the logits of the last, and no buffers for messages.
     """
+    if own := [unit for unit in units if unit.experts]:
+        rest = [unit for unit in units if not unit.experts]
+        whole = memory(model, plan, rest, seq=seq, overhead=overhead, loss_chunk=loss_chunk, stage=stage)
+        return _with_experts(whole, plan.for_experts(), own, _exchange_bytes(model, plan, seq))
     share = _largest_share(units) if share is None else share
     padded = sum(buffer.numel for unit in units for buffer in unit.buffers)
     grads = _gradient_shards(plan, padded, share) if states is None else padded // plan.grads.ranks
@@ -201,6 +205,28 @@ def memory(
         logits=logit_bytes(model, *_tokens(plan, seq), loss_chunk) if stage is None or stage.last else 0,
         overhead=overhead,
     )
+
+
+def _with_experts(rest: Memory, plan: Plan, units: Sequence[UnitInfo], exchanges: int) -> Memory:
+    """The memory of a model with that of its experts, which are sharded by a plan of their own."""
+    share, states = _largest_share(units), States.of(plan)
+    padded = sum(buffer.numel for unit in units for buffer in unit.buffers)
+    return replace(
+        rest,
+        params=rest.params + states.params * padded // plan.params.ranks,
+        grads=rest.grads + states.grads * _gradient_shards(plan, padded, share),
+        optimizer=rest.optimizer + states.optimizer * share,
+        secondary=rest.secondary + (states.params * padded // plan.secondary.ranks if plan.secondary else 0),
+        gathered=rest.gathered + _gathered(plan, units),
+        buffers=rest.buffers + _buffers(plan, units) + exchanges,
+        feedback=rest.feedback + _feedback(plan, padded),
+    )
+
+
+def _exchange_bytes(model: ModelSpec, plan: Plan, seq: int) -> int:
+    """Bytes of the rows that a rank sends to experts, which nobody needs any more once they have arrived."""
+    tokens, itemsize = _tokens(plan, seq)
+    return tokens * model.active_experts * model.hidden * itemsize
 
 
 def working_memory(
@@ -287,7 +313,7 @@ def held_units(model: ModelSpec, plan: Plan, stage: PipelineShare) -> list[UnitI
         plan: The plan.
         stage: The rank's share of the pipeline.
     """
-    cut = parts(model, plan.granularity, plan.tp)
+    cut = parts(model, plan.granularity, plan.tp, plan.ep)
     return [
         unit
         for part, unit in zip(cut, units_of(model, plan), strict=True)
@@ -434,12 +460,33 @@ def _feedback(plan: Plan, padded: int) -> int:
 
 def activation_bytes(model: ModelSpec, tokens: int, itemsize: int) -> int:
     """Bytes that one block keeps from its forward to its backward for ``tokens`` tokens."""
-    h, kv, ffn = model.hidden, model.kv_hidden, model.ffn
     # Input and output of both norms, rotated queries and keys, values, the attention output twice (plain and
     # flattened); then gate, up, silu(gate) and their product, or the input and output of GELU.
-    width = 7 * h + 2 * kv + (4 if model.kind == "llama" else 2) * ffn
-    softmax = 4 * model.heads  # one fp32 normaliser for each head
+    width = 4 * model.hidden + _attention_values(model)
+    of_values = 4 if model.kind == "llama" else 2
+    dense = of_values * model.ffn if model.expert_layers < model.layers else 0
+    width += max(dense, of_values * model.shared_ffn + _expert_values(model))
+    softmax = 4 * (model.heads + (model.experts or 0))  # one fp32 normaliser for each head, a chance for each expert
     return tokens * (itemsize * width + softmax)
+
+
+def _attention_values(model: ModelSpec) -> int:
+    """Values that attention keeps of a token."""
+    queries = model.heads * model.head_dim
+    if model.latent is None:
+        return 3 * queries + 2 * model.kv_hidden
+    latent = model.latent
+    # Compressed vectors before and after their norms; whole queries, keys and values.
+    compressed = 2 * ((latent.query_rank or 0) + latent.kv_rank)
+    return compressed + 2 * queries + 3 * model.heads * latent.value_dim
+
+
+def _expert_values(model: ModelSpec) -> int:
+    """Values that experts keep of a token: for each that it visits, its copy, gate and up, silu(gate), their product,
+    and what the expert makes of it."""
+    if model.experts is None:
+        return 0
+    return model.active_experts * (2 * model.hidden + 4 * model.expert_ffn)
 
 
 def kept_activations(
@@ -454,7 +501,7 @@ def kept_activations(
         seq: Tokens per sequence.
         loss_chunk: Most logits of which the loss has fp32 copies at once.
     """
-    tokens, itemsize = -(-plan.micro_batch * seq // plan.tp), ITEMSIZE[plan.compute_dtype]
+    tokens, itemsize = _tokens(plan, seq)
     inputs = tokens * model.hidden * itemsize
     block = inputs if plan.recompute else activation_bytes(model, tokens, itemsize)
     blocks = sum(part.kind == "block" for part in parts)
@@ -472,12 +519,13 @@ def _tokens(plan: Plan, seq: int) -> tuple[int, int]:
     """Tokens of a micro-batch on one tensor-parallel rank, and bytes per value."""
     # Tensor-parallel ranks split the sequence wherever they do not split heads and channels (Korthikanti et al.,
     # section 4.2).
-    return -(-plan.micro_batch * seq // plan.tp), ITEMSIZE[plan.compute_dtype]
+    return -(-plan.micro_batch * seq // (plan.tp * plan.cp)), ITEMSIZE[plan.compute_dtype]
 
 
 def _activations(model: ModelSpec, plan: Plan, seq: int, stage: PipelineShare | None) -> int:
     tokens, itemsize = _tokens(plan, seq)
     block = activation_bytes(model, tokens, itemsize)
+    block += 2 * (plan.cp - 1) * tokens * model.kv_hidden * itemsize  # gathered keys and values
     inputs = tokens * model.hidden * itemsize
     if stage is None:
         kept, ends = model.layers * min(plan.pp, plan.micro_batches), 3 * inputs

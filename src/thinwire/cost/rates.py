@@ -6,18 +6,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from thinwire.cost.anatomy import ModelPart
+from thinwire.cost.kernel_table import TabledKernels
 from thinwire.cost.kernels import Kernels
 from thinwire.errors import SpecError
 from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import ClusterSpec, CodecSpec, Fabric, Link, Plan, Route
 from thinwire.spec.codec import typical_ratio
+from thinwire.spec.kernels import KernelTable, this_host
 
 __all__ = [
     "ALONE",
+    "Basis",
     "Beside",
     "Efficiency",
     "NominalRates",
@@ -28,6 +31,10 @@ __all__ = [
     "largest_bytes_per_value",
     "wire_bytes_per_value",
 ]
+
+
+Basis = Literal["measured here", "measured elsewhere", "extrapolated"]
+"""What a prediction rests on: measurements of this cluster, of others with the same accelerator, or neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +122,10 @@ class Rates(Protocol):
         """Factor by which computation takes longer next to the transfer that disturbs it least."""
         ...
 
+    def computing_basis(self, part: ModelPart, plan: Plan, seq: int) -> Basis:
+        """What the seconds of the forward and the backward of a part rest on."""
+        ...
+
     @property
     def extrapolated(self) -> bool:
         """Whether any answer so far lies outside the measured range."""
@@ -156,6 +167,7 @@ class NominalRates:
         cluster: The cluster.
         plan_dtype: Compute dtype; a cluster without a peak for ``bfloat16`` is given that of ``float16``.
         efficiency: Shares of the nominal rates that software reaches.
+        fabric: Network between nodes; the cluster's by default.
 
     Raises:
         SpecError: The cluster has no peak for the dtype.
@@ -164,10 +176,14 @@ class NominalRates:
     extrapolated = True
 
     def __init__(
-        self, cluster: ClusterSpec, plan_dtype: str = "bfloat16", efficiency: Efficiency | None = None
+        self,
+        cluster: ClusterSpec,
+        plan_dtype: str = "bfloat16",
+        efficiency: Efficiency | None = None,
+        fabric: Fabric | None = None,
     ) -> None:
         self._cluster, self._efficiency = cluster, efficiency or Efficiency()
-        self._fabric = Fabric(cluster)
+        self._dtype, self._fabric = plan_dtype, fabric or Fabric(cluster)
         peaks = cluster.peak_flops
         half = peaks.get("bfloat16", peaks.get("float16"))
         peak = half if plan_dtype in {"bfloat16", "float16"} else peaks.get(plan_dtype)
@@ -179,6 +195,13 @@ class NominalRates:
         self._memory = cluster.memory_bandwidth / 8 * self._efficiency.memory
         share = self._efficiency
         self._kernels = Kernels(peak, share.compute, self._memory, share.attention, share.passes)
+        self._table: TabledKernels | None = None
+        if cluster.kernels is not None:
+            self._kernels = self._table = TabledKernels(KernelTable.read(cluster.kernels), peak, self._memory)
+
+    def on(self, cluster: ClusterSpec) -> NominalRates:
+        """Rates of the same kind for another cluster."""
+        return NominalRates(cluster, self._dtype, self._efficiency)
 
     def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool, stride: int = 1) -> float:
         """The latency of ``ranks - 1`` rounds, plus the bytes over this rank's part of the links.
@@ -221,12 +244,27 @@ class NominalRates:
         return self._kernels.backward(part, plan.micro_batch, seq)
 
     def update(self, numel: int) -> float:
-        """Bound by memory bandwidth."""
+        """As measured; bound by memory bandwidth if it was not."""
+        if self._table is not None and (measured := self._table.per_element("update", numel)) is not None:
+            return measured
         return numel * self._efficiency.update_bytes / self._memory
 
     def touch(self, numel: float) -> float:
-        """Bound by memory bandwidth: fp32 on one side, bf16 on the other."""
+        """As measured; bound by memory bandwidth if it was not: fp32 on one side, bf16 on the other."""
+        if self._table is not None and (measured := self._table.per_element("copy", numel)) is not None:
+            return measured
         return 6 * numel / self._memory
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether times of kernels were measured."""
+        return self._table is not None
+
+    def computing_basis(self, part: ModelPart, plan: Plan, seq: int) -> Basis:
+        """What the seconds of a part rest on."""
+        if self._table is None or not self._table.covers(part, plan.micro_batch, seq):
+            return "extrapolated"
+        return "measured here" if self._table.table.host == this_host() else "measured elsewhere"
 
     @property
     def step(self) -> float:

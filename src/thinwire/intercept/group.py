@@ -24,7 +24,7 @@ from thinwire.collectives.group import before_shutdown
 from thinwire.collectives.nccl import Membership
 from thinwire.collectives.streams import streams_of
 from thinwire.errors import UsageError, WireError
-from thinwire.intercept import encoded
+from thinwire.intercept import encoded, exchange
 from thinwire.intercept.channels import Channels
 from thinwire.intercept.gate import MIN_NUMEL, AxisCodecs, EncodingGate, Operation, check_length, scale_of
 from thinwire.intercept.members import MembersAxis
@@ -38,6 +38,9 @@ __all__ = ["CompressingGroup", "all_groups"]
 
 MESSAGE_TAG, LENGTH_TAG = 1 << 28, 1 << 29
 """Added to the user's tag, so that an encoded message is never taken for a plain one."""
+
+_MANY = 1 << 40
+"""Times that a tensor counts where its number of values must not matter."""
 
 _DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
 _groups: weakref.WeakSet[CompressingGroup] = weakref.WeakSet()
@@ -256,6 +259,48 @@ class CompressingGroup(PlainGroup):
         """An older name of :meth:`reduce_scatter_single_coalesced`."""
         return self.reduce_scatter_single_coalesced(*args)
 
+    # -------------------------------------------------------------------------------------------- all-to-alls
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        received: Sequence[int] | None = None,
+        sent: Sequence[int] | None = None,
+        *rest: Any,
+    ) -> dist.Work:
+        """See :func:`torch.distributed.all_to_all_single`. Each rank's piece is encoded by itself, as a message that is
+        sent; what a rank keeps is not encoded."""
+        # Pieces have different sizes, of which no rank knows all: whether any may be encoded must not depend on them.
+        chosen, why = self._choose("send", tensor, times=_MANY)
+        to_ranks, from_ranks = self._pieces(tensor, sent, chosen), self._pieces(output, received, chosen)
+        plain = [numel * tensor.itemsize for numel in to_ranks.numels]
+        if chosen is None:
+            call = self._inner_call("all_to_all_single")
+            self._report_exchange("none", plain, plain, why)
+            return self._noted(self._counted(call, output, tensor, received or [], sent or [], *rest), tensor.device)
+
+        def body() -> None:
+            members = self._joined_members(output.device, 1).inside
+            lengths = exchange.all_to_all(members, output, tensor, from_ranks, to_ranks, self._seed)
+            self._report_exchange(str(chosen.spec), plain, lengths)
+
+        (output,), (tensor,) = _arrived([output]), _arrived([tensor])
+        return self._run(body, [output], [tensor], waits=not getattr(rest[0] if rest else None, "asyncOp", True))
+
+    def _pieces(self, tensor: torch.Tensor, rows: Sequence[int] | None, chosen: Codec | None) -> exchange.RankPieces:
+        """The pieces of a tensor, and the codecs of those that other ranks have or get."""
+        numels = exchange.numels(tensor, rows, len(self._ranks))
+        codecs = [None if chosen is None else self._gate.choose("send", tensor, numel)[0] for numel in numels]
+        codecs[self.rank()] = None
+        return exchange.RankPieces(numels, tuple(codecs), tensor.dtype)
+
+    def _report_exchange(self, codec: str, plain: Sequence[int], sent: Sequence[int], why: str = "") -> None:
+        """Count what other ranks get, in bytes by rank."""
+        mine = self.rank()
+        across = exchange.across_nodes(sent, mine, self._gate.nodes)
+        self._report("all_to_all", codec, sum(plain) - plain[mine], sum(sent) - sent[mine], across=across, why=why)
+
     # ------------------------------------------------------------------------------------------ point-to-point
 
     def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
@@ -399,7 +444,7 @@ class CompressingGroup(PlainGroup):
         """Perform an encoded operation: on a stream of the group; or without streams on its thread, or on this one if
         the caller waits for it anyway."""
         seed, device = self._seed(task.codec), task.results[0].device
-        nodes, streams = self._gate.nodes, streams_of(device)
+        nodes = self._gate.nodes
 
         def body() -> None:
             axis = self._joined_members(device, nodes)
@@ -409,18 +454,26 @@ class CompressingGroup(PlainGroup):
             plain = self._plain_bytes(task.operation, task.nbytes)
             self._report(task.operation, str(task.codec.spec), plain, inside + across, across=across)
 
+        return self._run(body, task.results, task.inputs, waits=not opts.asyncOp)
+
+    def _run(
+        self, body: Callable[[], None], results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, waits: bool
+    ) -> dist.Work:
+        """Run the body of an operation; ``waits``: whether the caller waits for it anyway."""
+        device = results[0].device
+        streams = streams_of(device)
         if streams is not None:
             if device not in self._queues:
                 self._queues[device] = StreamQueue(streams, device)
-            with contextlib.nullcontext() if opts.asyncOp else self._waiting(device):
-                work = self._queues[device].perform(body, task.results, task.inputs, wait=not opts.asyncOp)
+            with self._waiting(device) if waits else contextlib.nullcontext():
+                work = self._queues[device].perform(body, results, inputs, wait=waits)
             return self._noted(work, device)
-        promise = Promise(task.results)
-        if opts.asyncOp:
-            self._courier.perform(body, promise, wait=False)
-        else:
+        promise = Promise(results)
+        if waits:
             with self._waiting(device):
                 self._courier.perform(body, promise, wait=True)
+        else:
+            self._courier.perform(body, promise, wait=False)
         return self._noted(promise, device)
 
     def _joined_members(self, device: torch.device, nodes: int) -> MembersAxis:

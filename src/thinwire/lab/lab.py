@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,7 +32,7 @@ class Lab:
         self.spec = spec
         self.hosts: tuple[Host, ...] = ()
         self._namespaces: Namespaces | None = None
-        self._shape = LinkShape()
+        self._shapes: dict[int, LinkShape] = {}
         self._start: Mapping[str, LinkTraffic] = {}
 
     def __enter__(self) -> Self:
@@ -93,13 +94,40 @@ class Lab:
             UsageError: the kernel lacks what it takes; names it. The links are not shaped then.
         """
         wanted = LinkShape(bandwidth, latency, loss)
-        previous, self._shape = self._shape, LinkShape()
+        if self.spec.host_bandwidths is not None and bandwidth != self.spec.bandwidth:
+            raise UsageError(f"bandwidth = {bandwidth}: the hosts of this lab have links of their own bandwidths")
+        for node in range(self.spec.nodes):
+            own = bandwidth if self.spec.host_bandwidths is None else self.spec.bandwidth_of(node)
+            self._reshape(replace(wanted, bandwidth=own), node)
+
+    def shape_link(self, node: int, bandwidth: float | None) -> None:
+        """Change the bandwidth of one host's link, in both directions, while traffic flows.
+
+        Args:
+            node: Index of the host.
+            bandwidth: Bandwidth in bits per second; None sets no limit.
+
+        Raises:
+            SpecError: the bandwidth is out of range.
+            UsageError: there is no such host, or the kernel lacks what it takes.
+        """
+        self._check_node(node)
+        shape = self._shapes[node]
+        self._reshape(LinkShape(bandwidth, shape.latency, shape.loss), node)
+
+    def _reshape(self, wanted: LinkShape, node: int) -> None:
         try:
-            self._apply(wanted, previous)
+            self._apply(wanted, self._shapes.pop(node, LinkShape()), node)
+            self._shapes[node] = wanted
         except UsageError as error:
+            self._shapes.clear()
             self._unshape()
-            raise UsageError(f"bandwidth = {bandwidth}, latency = {latency}, loss = {loss}: {error}") from error
-        self._shape = wanted
+            values = f"bandwidth = {wanted.bandwidth}, latency = {wanted.latency}, loss = {wanted.loss}"
+            raise UsageError(f"{values}: {error}") from error
+
+    def _check_node(self, node: int) -> None:
+        if not 0 <= node < self.spec.nodes:
+            raise UsageError(f"node = {node}: valid are 0 to {self.spec.nodes - 1}")
 
     def link(self, node: int, *, up: bool) -> None:
         """Pull the cable of a host out of the switch, or put it back. The host's own ranks still reach each other.
@@ -111,8 +139,7 @@ class Lab:
         Raises:
             UsageError: there is no such host.
         """
-        if not 0 <= node < self.spec.nodes:
-            raise UsageError(f"node = {node}: valid are 0 to {self.spec.nodes - 1}")
+        self._check_node(node)
         line = f"link set dev {network.host_name(node)} {'up' if up else 'down'}"
         self.namespaces.perform([Step("ip", [line])])
 
@@ -143,8 +170,8 @@ class Lab:
         self.shape(spec.bandwidth, spec.latency, spec.loss)
         self._start = self._count()
 
-    def _apply(self, wanted: LinkShape, previous: LinkShape) -> None:
-        """Shape what leaves hosts and, at the switch's end of each cable, what comes to them.
+    def _apply(self, wanted: LinkShape, previous: LinkShape, node: int) -> None:
+        """Shape what leaves a host and, at the switch's end of its cable, what comes to it.
 
         A packet from host to host leaves through two shaped ends; only the first delays, and the switch's end of the
         first cable loses.
@@ -152,12 +179,10 @@ class Lab:
         packet = f"link set dev {network.DEVICE} gso_max_size {max_packet(wanted)}"
         host = shape_lines(network.DEVICE, wanted, replaces=previous)
         rate, previous_rate = LinkShape(wanted.bandwidth), LinkShape(previous.bandwidth)
-        steps = []
-        for node in range(self.spec.nodes):
-            steps += [Step("ip", [packet], node), Step("tc", host, node)]
-            switch = network.host_name(node)
-            steps.append(Step("tc", shape_lines(switch, rate, replaces=previous_rate)))
-            steps.append(Step("tc", loss_lines(switch, wanted.loss, replaces=previous.loss)))
+        switch = network.host_name(node)
+        steps = [Step("ip", [packet], node), Step("tc", host, node)]
+        steps.append(Step("tc", shape_lines(switch, rate, replaces=previous_rate)))
+        steps.append(Step("tc", loss_lines(switch, wanted.loss, replaces=previous.loss)))
         self.namespaces.perform(steps)
 
     def _unshape(self) -> None:

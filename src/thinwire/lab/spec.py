@@ -60,6 +60,8 @@ class LabSpec:
         leaf: Hosts below each leaf switch; None puts all hosts below one switch.
         spine_bandwidth: of the link from a leaf to the spine, in each direction, bits per second; with ``leaf``
             alone, half of ``bandwidth``.
+        host_bandwidths: of each host's own link, instead of ``bandwidth``, which is then the least of them; None gives
+            all hosts the same.
         places: of every host below the switches: host ``i`` stands at ``places[i]``, where the first ``leaf`` places
             are below the first leaf; None is in order. What a scheduler may do to a job.
 
@@ -75,8 +77,11 @@ class LabSpec:
     leaf: int | None = None
     spine_bandwidth: float | None = None
     places: tuple[int, ...] | None = None
+    host_bandwidths: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
+        if self.host_bandwidths:
+            object.__setattr__(self, "bandwidth", min(self.host_bandwidths))
         problems = [*self._problems()]
         if problems:
             raise SpecError("lab", problems)
@@ -92,6 +97,11 @@ class LabSpec:
             _ = self.shape
         except SpecError as error:
             yield from error.problems
+        if self.host_bandwidths is not None:
+            if len(self.host_bandwidths) != self.nodes:
+                yield f"bandwidth names {len(self.host_bandwidths)} links, and there are {self.nodes} hosts"
+            for value in self.host_bandwidths:
+                yield from bandwidth_problems("bandwidth", value)
         if self.leaf is not None and not 1 <= self.leaf < self.nodes:
             yield f"leaf = {self.leaf!r}: valid are 1 to nodes - 1 = {self.nodes - 1} hosts below each leaf switch"
         if self.places is not None and sorted(self.places) != list(range(self.nodes)):
@@ -107,6 +117,14 @@ class LabSpec:
     def shape(self) -> LinkShape:
         """The shape of every host's link."""
         return LinkShape(self.bandwidth, self.latency, self.loss)
+
+    def bandwidth_of(self, node: int) -> float | None:
+        """Bits per second of a host's link; None sets no limit.
+
+        Args:
+            node: Index of the host.
+        """
+        return self.bandwidth if self.host_bandwidths is None else self.host_bandwidths[node]
 
     @property
     def num_leaves(self) -> int:

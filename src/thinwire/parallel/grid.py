@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +32,8 @@ class Grid:
         placed: Position of this rank in the plan's mesh where a ``placement`` permutes the ranks of a job without
             tensor and pipeline parallelism.
         islands: Number of islands.
+        ep: Number of data-parallel ranks that share experts; they are neighbours.
+        cp: Number of data-parallel ranks that share sequences; they are neighbours.
     """
 
     pp: int
@@ -39,6 +42,8 @@ class Grid:
     rank: int
     placed: int | None = None
     islands: int = 1
+    ep: int = 1
+    cp: int = 1
 
     @classmethod
     def of(cls, plan: Plan, rank: int, size: int) -> Grid:
@@ -52,9 +57,9 @@ class Grid:
         Raises:
             SpecError: The job has another number of ranks than the plan.
         """
-        grid = cls(plan.pp, plan.world, plan.tp, rank, islands=plan.num_islands)
+        grid = cls(plan.pp, plan.world, plan.tp, rank, islands=plan.job_islands, ep=plan.ep, cp=plan.cp)
         if grid.size != size:
-            of_islands = "" if plan.islands is None else f" on each of {plan.num_islands} islands"
+            of_islands = "" if plan.job_islands == 1 else f" on each of {plan.job_islands} islands"
             raise SpecError(
                 f"plan {plan.name or plan.fingerprint()}",
                 [
@@ -78,8 +83,8 @@ class Grid:
 
     @property
     def is_data_parallel(self) -> bool:
-        """Whether each rank holds a whole replica of the model, without tensor and pipeline parallelism."""
-        return self.tp == self.pp == 1
+        """Whether each rank trains a whole replica of the model on sequences of its own."""
+        return self.tp == self.pp == self.ep == self.cp == 1
 
     @property
     def island(self) -> int:
@@ -95,8 +100,8 @@ class Grid:
     @property
     def sampler(self) -> int:
         """Number of this rank among those with data of their own, over all islands; ranks that hold one replica
-        together share it."""
-        return self.island * self.dp + self.data
+        together, or share sequences, share it."""
+        return (self.island * self.dp + self.data) // self.cp
 
     @property
     def stage(self) -> int:
@@ -129,8 +134,29 @@ class Grid:
         )
 
     @property
+    def expert_ranks(self) -> tuple[int, ...]:
+        """Global ranks that share the experts of this rank's blocks."""
+        return self._group(self.ep)
+
+    @property
+    def context_ranks(self) -> tuple[int, ...]:
+        """Global ranks that share this rank's sequences, in the order of their parts."""
+        return self._group(self.cp)
+
+    def _group(self, ways: int) -> tuple[int, ...]:
+        first = self.data // ways * ways
+        return self.data_ranks[first : first + ways]
+
+    @property
+    def expert_data_ranks(self) -> tuple[int, ...]:
+        """Global ranks that hold the same experts as this one, in the order of their positions in the mesh."""
+        return self.data_ranks[self.data % self.ep :: self.ep]
+
+    @property
     def model_ranks(self) -> tuple[int, ...]:
-        """Global ranks that together hold one replica of the model and process the same data."""
+        """Global ranks that together hold one replica of the model."""
+        if self.ep > 1:
+            return self.expert_ranks
         return tuple(
             self.island_ranks[0] + (stage * self.dp + self._column) * self.tp + tensor
             for stage in range(self.pp)
@@ -139,11 +165,36 @@ class Grid:
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """Global ranks with which this rank exchanges activations: those of its matrices and of its pipeline."""
+        """Global ranks with which this rank exchanges activations: those of its matrices, its pipeline, its experts."""
+        if self.ep > 1 or self.cp > 1:
+            return max(self.expert_ranks, self.context_ranks, key=len)
         here = self.island_ranks[0] + self.rank % (self.dp * self.tp)
         pipeline = range(here, self.island_ranks[0] + self.of_island, self.dp * self.tp)
         first = self.rank - self.tensor
         return tuple(sorted({*pipeline, *range(first, first + self.tp)}))
+
+    def neighbour_mesh(
+        self, axis: Literal["ep", "cp"], plan: Plan, device: torch.device, *, encoded: bool
+    ) -> DeviceMesh:
+        """Make torch's mesh of the ranks that share experts or sequences, with one axis. All ranks make it together.
+
+        Args:
+            axis: Name of the axis.
+            plan: Plan with the codec of the axis.
+            device: Device of the tensors.
+            encoded: See :meth:`mesh`.
+
+        Raises:
+            UsageError: The plan has a codec for the axis that does not support the device.
+        """
+        ranks = self.expert_ranks if axis == "ep" else self.context_ranks
+        codec = plan.wire.ep if axis == "ep" else plan.wire.cp
+        mesh = DeviceMesh.from_group(groups.mesh_group(ranks, axis), device.type, mesh_dim_names=(axis,))
+        if encoded and (device.type == "cpu" or not codec.is_none):
+            group = intercept.compress_axis(mesh, axis, codec)
+            group.configure(group.codecs, nodes=max(1, len(ranks) // plan.mesh.local))
+            group.time_waits()
+        return mesh
 
     def mesh(self, plan: Plan, device: torch.device, *, encoded: bool) -> DeviceMesh:
         """Make torch's mesh of this rank's island, with axes ``pp``, ``dp`` and ``tp``. All ranks make it together.

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -22,9 +23,11 @@ from thinwire.collectives.topology import DataRanks
 from thinwire.errors import SpecError
 from thinwire.intercept import AxisTraffic, axis_traffic, step_scope
 from thinwire.network.order import order_ranks
+from thinwire.parallel.context import Context, share_context
 from thinwire.parallel.divisible import Divisible, blocks_of_stages, divisible
+from thinwire.parallel.experts import expert_modules, share_experts
 from thinwire.parallel.grid import Grid
-from thinwire.parallel.tensor import cut_matrices, tensor_axis, vocabulary_parallel_loss
+from thinwire.parallel.tensor import cast_parts, cut_matrices, tensor_axis, vocabulary_parallel_loss
 from thinwire.sharding import api, snapshot
 from thinwire.sharding.build import build
 from thinwire.sharding.clip import scale_to_norm, spoil
@@ -64,7 +67,8 @@ class ParallelModel:
     Attributes:
         plan: The plan.
         grid: Position of this rank.
-        chunks: Sharded parts of the model, one for each pipeline stage of this rank.
+        chunks: Sharded parts of the model: one for each pipeline stage of this rank; with ``ep``, the model without its
+            experts, and this rank's experts.
         decides_on_device: Whether the device can skip an update, so that the host need not read the norm before it goes
             on.
         mesh: torch's mesh with axes ``pp``, ``dp`` and ``tp``; ``None`` if all ranks are data-parallel.
@@ -81,10 +85,22 @@ class ParallelModel:
     ) -> None:
         self.plan, self.grid, self.chunks, self.mesh = plan, grid, tuple(chunks), mesh
         self._pipeline, self._loss = pipeline, loss
-        self._whole = None if grid.is_data_parallel else groups.control(grid.model_ranks)
+        apart = grid.tp * grid.pp * grid.ep > 1
+        self._whole = groups.control(grid.model_ranks) if apart else None
         self._device = next(self.chunks[0].parameters()).device
         self._loss_scale: LossScale | None = None
+        self._meshes: tuple[DeviceMesh, ...] = () if mesh is None else (mesh,)
+        self._context: Context | None = None
         self.decides_on_device = len(chunks) == 1 and runtime_of(chunks[0]).sharded.world is not None
+
+    def share(self, meshes: Sequence[DeviceMesh], context: Context | None) -> None:
+        """Share experts or sequences with neighbours from now on.
+
+        Args:
+            meshes: Meshes of these neighbours.
+            context: Those that share sequences; ``None`` if none do.
+        """
+        self._meshes, self._context = (*self._meshes, *meshes), context
 
     @property
     def knows_loss(self) -> bool:
@@ -100,13 +116,14 @@ class ParallelModel:
         Returns:
             Mean loss, fp32, on the device; zero if this rank does not know it.
         """
-        with self._exchanging(), step_scope() if self.mesh is not None else contextlib.nullcontext():
+        with self._exchanging(), step_scope() if self._meshes else contextlib.nullcontext():
             scale = self._loss_scale
             if self._pipeline is not None:
                 return self._pipeline.step(*_on_device(batches, self._device), scale)
             total = torch.zeros((), device=self._device)
             tokens = zip(*(part.chunk(len(batches)) for part in _on_device(batches, self._device)), strict=True)
-            for ids, labels in api.micro_batches(self.chunks[0], list(tokens)):
+            runtimes = [runtime_of(chunk) for chunk in self.chunks]
+            for ids, labels in api.micro_batches_of(runtimes, list(tokens)):
                 loss = self._mean_loss(ids, labels) / len(batches)
                 (loss if scale is None else scale.scale(loss)).backward()
                 total += loss.detach()
@@ -199,6 +216,8 @@ class ParallelModel:
         *,
         extra: Mapping[str, Any] | None = None,
         then: Callable[[], None] | None = None,
+        limit: float | None = None,
+        copies: bool = True,
     ) -> PendingSave:
         """Write a checkpoint of the whole model in the background; see :func:`thinwire.async_save`.
 
@@ -207,30 +226,37 @@ class ParallelModel:
             path: See there.
             extra: See there.
             then: What the writing thread of this rank does once the checkpoint is complete.
+            limit: See there.
+            copies: False if the caller waits for the save, so that nothing need be copied.
 
         Returns:
             A future.
         """
-        return snapshot.start_saving(_trained(self, optim), Path(path), extra, then)
+        return snapshot.start_saving(_trained(self, optim), Path(path), extra, then, limit=limit, copies=copies)
 
     def load(self, optim: ParallelOptimizer | None, path: str | Path) -> dict[str, Any]:
         """Read a checkpoint written under any plan and on any grid; see :func:`thinwire.load`."""
         return snapshot.load(_trained(self, optim), Path(path))
 
     def axis_traffic(self) -> dict[str, AxisTraffic]:
-        """Traffic of this rank on the axes ``tp`` and ``pp`` since the last call."""
-        return {} if self.mesh is None else axis_traffic(self.mesh, reset=True)
+        """Traffic of this rank on the axes ``tp``, ``pp``, ``ep`` and ``cp`` since the last call."""
+        return {axis: sent for mesh in self._meshes for axis, sent in axis_traffic(mesh, reset=True).items()}
 
     def _mean_loss(self, ids: Tensor, labels: Tensor) -> Tensor:
         if self.grid.tp > 1:
             return self._loss(self.chunks[0](ids).logits, labels)
-        loss: Tensor = self.chunks[0](input_ids=ids, labels=labels).loss
-        return loss
+        # Experts are the last part, whose forward runs the others.
+        if self._context is None:
+            loss: Tensor = self.chunks[-1](input_ids=ids, labels=labels).loss
+            return loss
+        ids, labels, share = self._context.part(ids, labels)
+        mean: Tensor = self.chunks[-1](input_ids=ids, labels=labels).loss
+        return mean * share
 
     @contextlib.contextmanager
     def _exchanging(self) -> Iterator[None]:
         """Context of exchanges of activations: explains errors of the transport, and computes losses by vocabulary."""
-        if self.mesh is None:
+        if not self._meshes:
             yield
             return
         by_vocabulary = loss_parallel() if self.grid.tp > 1 else contextlib.nullcontext()
@@ -316,10 +342,13 @@ def _norm(runtimes: Sequence[Runtime], whole: groups.Control | None) -> Tensor:
     norms = [runtime.agree(measure=True).norm for runtime in runtimes]
     if whole is None and len(norms) == 1:
         return norms[0]
-    squared = float(torch.stack(norms).square().sum())
+    squares = [float(norm.square()) for norm in norms]
+    # A part that all of these ranks train together counts once.
+    common = sum(square for square, runtime in zip(squares, runtimes, strict=True) if not runtime.part.label)
+    apart = sum(squares) - common
     if whole is not None:
-        squared = whole.all_reduce_mean([squared])[0] * whole.size
-    return torch.tensor(squared, dtype=torch.float64).sqrt()
+        apart = whole.all_reduce_mean([apart])[0] * whole.size
+    return torch.tensor(common + apart, dtype=torch.float64).sqrt()
 
 
 def parallelize(
@@ -341,7 +370,9 @@ def parallelize(
     Args:
         model: fp32 model; for ``tp`` or ``pp`` above 1 a :class:`~thinwire.parallel.Divisible`, which is changed in
             place.
-        plan: Plan whose mesh times ``tp`` times ``pp`` has as many ranks as the job.
+        plan: Plan whose mesh times ``tp`` times ``pp`` has as many ranks as the job. With ``ep`` above 1, the model
+            needs experts; see :func:`thinwire.parallel.experts.expert_modules`. With ``cp`` above 1, it has to be a
+            :class:`~thinwire.parallel.context.SharesContext`.
         loss: Mean loss of logits ``(B, T, V)`` and labels; needed for ``pp`` above 1 without ``tp``.
         sequence_parallel: With ``tp``, also divide tokens between matrices, if the model supports it.
         encoded: Whether ``tp`` and ``pp`` send through their codecs (also through ``none``) and count bytes. Otherwise,
@@ -362,6 +393,9 @@ def parallelize(
     if grid.is_data_parallel:
         api.shard(model, plan, codec_backend=codec_backend, values=values, device=device)
         return ParallelModel(plan, grid, [model], None, None, _unknown_loss if loss is None else loss)
+    if grid.ep > 1 or grid.cp > 1:
+        starting = _Starting(encoded, codec_backend, values, device or next(model.parameters()).device)
+        return _with_neighbours(model, plan, grid, starting, loss)
     if not encoded and not (plan.wire.tp.is_none and plan.wire.pp.is_none):
         raise SpecError("plan", ["wire.tp and wire.pp need encoded = True, or set both to 'none'"])
     device = device or next(model.parameters()).device
@@ -397,6 +431,58 @@ def parallelize(
         shapes = Shapes(grid.tp if sequence else 1, anatomy.width, anatomy.vocabulary // grid.tp, dtype)
         pipeline = Pipeline(chunks, plan, mesh.get_group("pp"), device, shapes, mean_loss)
     return ParallelModel(plan, grid, chunks, mesh, pipeline, mean_loss)
+
+
+@dataclass(frozen=True)
+class _Starting:
+    """How the parts of a model start; see :func:`parallelize`."""
+
+    encoded: bool
+    codec_backend: str | None
+    values: InitialValues | None
+    device: torch.device
+
+    def dtype(self, plan: Plan) -> torch.dtype:
+        """The compute dtype of a plan."""
+        dtype: torch.dtype = getattr(torch, plan.compute_dtype)
+        return dtype
+
+    def build(self, model: nn.Module, plan: Plan, part: LocalPart, units: Sequence[str] | None = None) -> None:
+        """Shard a part."""
+        build(
+            model,
+            plan,
+            units,
+            sync_initial=True,
+            codec_backend=self.codec_backend,
+            part=part,
+            values=self.values,
+            device=self.device,
+        )
+
+
+def _with_neighbours(model: nn.Module, plan: Plan, grid: Grid, starting: _Starting, loss: Loss | None) -> ParallelModel:
+    """Share the experts of a model, or sequences, among neighbours. Experts are sharded apart from the rest."""
+    for axis, codec in (("ep", plan.wire.ep), ("cp", plan.wire.cp)):
+        if not starting.encoded and not codec.is_none:
+            raise SpecError("plan", [f"wire.{axis} needs encoded = True, or set it to 'none'"])
+    experts = expert_modules(model, plan) if plan.ep > 1 else {}
+    parts, meshes, context = [model], [], None
+    if plan.cp > 1:
+        meshes.append(grid.neighbour_mesh("cp", plan, starting.device, encoded=starting.encoded))
+        context = share_context(model, plan, meshes[-1].get_group())
+    if experts:
+        meshes.append(grid.neighbour_mesh("ep", plan, starting.device, encoded=starting.encoded))
+        parts.append(share_experts(model, experts, meshes[-1]))
+    masters = {name: master for part in parts[1:] for name, master in cast_parts(part, starting.dtype(plan)).items()}
+    starting.build(model, plan, LocalPart(DataRanks.of(plan, grid.data_ranks, grid.data)))
+    for part in parts[1:]:
+        alike = DataRanks(grid.expert_data_ranks, channel=1)
+        of_experts = LocalPart(alike, 1, grid.data % grid.ep, grid.ep, masters, is_inner=True)
+        starting.build(part, plan.for_experts(), of_experts, list(experts))
+    made = ParallelModel(plan, grid, parts, None, None, _unknown_loss if loss is None else loss)
+    made.share(meshes, context)
+    return made
 
 
 def _loss_of(grid: Grid, axis: DeviceMesh, loss: Loss | None) -> Loss:

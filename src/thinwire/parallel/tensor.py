@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from thinwire.intercept import exact_scope
 from thinwire.parallel.divisible import Divisible
 
-__all__ = ["cut_matrices", "tensor_axis", "vocabulary_parallel_loss"]
+__all__ = ["cast_parts", "cut_matrices", "tensor_axis", "vocabulary_parallel_loss"]
 
 _axis_numbers = itertools.count(1)
 
@@ -54,6 +54,19 @@ def cut_matrices(
     parallelize_module(model, mesh, anatomy.tensor_parallel_styles(sequence=sequence))
     anatomy.sequence_ways = mesh.size() if sequence else 1
     anatomy.tie()
+    return cast_parts(model, dtype)
+
+
+def cast_parts(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Cast this rank's slices of parameters to the compute dtype.
+
+    Args:
+        model: Model whose parameters are DTensors.
+        dtype: Compute dtype.
+
+    Returns:
+        The fp32 values of those slices that the cast has changed, by name.
+    """
     masters = {
         name: (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach()
         for name, parameter in model.named_parameters()

@@ -23,6 +23,7 @@ from thinwire.sim.axes import (
     pass_seconds,
     sent_seconds,
 )
+from thinwire.sim.neighbours import neighbour_rates
 from thinwire.spec import Plan
 
 __all__ = ["BatchChoice", "BatchMemory", "Batches", "axis_rates", "demanding", "stage_message"]
@@ -73,9 +74,9 @@ class BatchChoice(BatchMemory):
 
 
 def axis_rates(job: TrainingJob, plan: Plan) -> Rates:
-    """The job's rates, including sums over the plan's tensor-parallel ranks."""
+    """The job's rates, including sums over the plan's tensor-parallel ranks, and exchanges with neighbours."""
     if plan.tp == 1:
-        return job.rates
+        return neighbour_rates(job.rates, plan, job.model)
     calls = HopCalls(job.rates)
     return TensorParallelRates(job.rates, calls, plan.tp, job.model.hidden, ITEMSIZE[plan.compute_dtype])
 

@@ -14,17 +14,26 @@ __all__ = ["AxisSeconds", "Candidate"]
 
 @dataclass(frozen=True, slots=True)
 class AxisSeconds:
-    """Seconds that tensor and pipeline parallelism add to a step; computation hides none of them.
+    """Seconds that tensor, pipeline, expert and context parallelism add to a step; computation hides none of them.
 
     Attributes:
         sums: Seconds of sums over tensor-parallel ranks, which are part of computation.
         idle: Seconds during which ranks idle while the pipeline fills and drains.
         messages: Seconds of waiting for messages between stages.
+        experts: Seconds of exchanging tokens with the experts of other ranks, which are part of computation.
+        context: Seconds of gathering keys and values, and of reducing their gradients, which are part of computation.
     """
 
     sums: float = 0.0
     idle: float = 0.0
     messages: float = 0.0
+    experts: float = 0.0
+    context: float = 0.0
+
+    @property
+    def inside(self) -> float:
+        """Seconds that are part of computation."""
+        return self.sums + self.experts + self.context
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def _job(run: RunRecord, profile: Profile) -> TrainingJob:
     return TrainingJob(
         model,
         profiled_cluster(profile),
-        plan.data_ranks * plan.micro_batch * plan.micro_batches * seq,
+        plan.samplers * plan.micro_batch * plan.micro_batches * seq,
         seq,
         micro_batch=plan.micro_batch,
         compute_dtype=plan.compute_dtype,

@@ -193,7 +193,8 @@ class Drafts:
         return bool(least_seconds(self._computation(batches, chain), sent).min() > limit)
 
     def _groups_of(self, chain: Chain, secondary: Factor | None) -> Traffic:
-        return Traffic.of(self.mesh, *chain, secondary, strided=self.job.cluster.links.spine is not None)
+        strided = bool(self.job.cluster.links.spine or self.job.cluster.groups)
+        return Traffic.of(self.mesh, *chain, secondary, strided=strided)
 
     def _group(self, chain: Chain, secondary: Factor | None, promising: Sequence[BatchChoice]) -> DraftGroup | None:
         """The plans with these factors; ``None`` if no batch fits."""

@@ -96,9 +96,11 @@ def critical_path(candidate: Candidate) -> dict[str, float]:
         "sums over tensor-parallel ranks": axes.sums,
         "pipeline filling and draining": axes.idle,
         "messages between stages": axes.messages,
+        "tokens on their way to experts and back": axes.experts,
+        "keys and values of other ranks": axes.context,
     }
     return {
-        "computation": simulated.computing - axes.sums,
+        "computation": simulated.computing - axes.inside,
         "computation slowed by codecs and transfers": max(0.0, slowed),
         **waiting,
         **{cause: seconds for cause, seconds in added.items() if seconds > 0},
@@ -184,7 +186,8 @@ def binding(job: TrainingJob, chosen: Candidate) -> str:
     waiting = sum(chosen.simulated.exposed.values()) / seconds
     computing = shares[Resource.COMPUTE] + shares[Resource.CODEC]
     busiest = max(_LINKS, key=lambda resource: shares[resource])
-    link = _LINKS[busiest]
+    zones = busiest is Resource.SPINE and job.cluster.links.spine is None
+    link = "the links between zones" if zones else _LINKS[busiest]
     room = job.cluster.memory - chosen.memory.total
     memory = f"{format_bytes(room)} of memory are left"
     axes = chosen.axes

@@ -97,7 +97,7 @@ class Refinement:
     def _under_input_gradients(self, best: Candidate) -> Candidate:
         """With reductions that start before the input gradient: those of the head alone, or of every linear layer,
         which are then units of their own."""
-        if best.plan.tp > 1:
+        if best.plan.tp > 1 or best.plan.ep > 1:
             return best
         first = {"overlap": {"input_gradient": True}}
         return self._faster(best, [best.plan.with_(**first, granularity=size) for size in ("block", "module")])
@@ -138,7 +138,7 @@ class Refinement:
         """With whole tensors dealt to the ranks that share the optimizer states."""
         plan = best.plan
         owners = plan.optimizer.ranks // plan.params.ranks
-        if not 1 < owners <= _MOST_OWNERS or not self._waits(best, Lane.SPREAD, Lane.REDUCE):
+        if plan.ep > 1 or not 1 < owners <= _MOST_OWNERS or not self._waits(best, Lane.SPREAD, Lane.REDUCE):
             return best
         return self._faster(best, [plan.with_(partition="inter")])
 

@@ -90,6 +90,10 @@ def cut_problems(model: ModelSpec, seq: int, cut: Cut) -> list[str]:
     stages = cut.pp * STAGES_OF_A_RANK[cut.schedule]
     if stages > model.layers:
         problems.append(f"pp = {cut.pp} ({cut.schedule}) makes {stages} stages of {model.layers} blocks")
+    if model.experts is not None and cut.ways > 1:
+        problems.append(
+            f"experts = {model.experts}: tp and pp do not divide mixtures of experts; use tp = 1 and pp = 1"
+        )
     if cut.pp > 1 and model.tied_embedding:
         problems.append(
             f"pp = {cut.pp} would put the embedding and the head on different ranks, but they share one weight"
@@ -141,6 +145,7 @@ def knobs(plan: Plan) -> int:
     turned += [plan.granularity == "module", plan.overlap.input_gradient]
     turned += [plan.gather_bytes > 0 or plan.reduce_bytes > 0, plan.persist_bytes > 0 or plan.reuse_bytes > 0]
     turned += [plan.bucket_chunks > 1, plan.params.ranks > 1, plan.grads != plan.params, plan.optimizer != plan.params]
+    turned += [plan.ep > 1, plan.cp > 1]
     return sum(turned) + Cut.of(plan).knobs
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from thinwire.cost import NominalRates
 from thinwire.plan.candidates import Candidate
 from thinwire.plan.drafts import DraftGroup, Drafts, PlanDraft, fits
+from thinwire.plan.experts import expert_candidates
 from thinwire.plan.promising import Promising
 from thinwire.plan.refine import Refinement
 from thinwire.plan.rules import UNCUT, Cut, knobs
@@ -81,8 +82,7 @@ def search(job: TrainingJob, *, top: int = 10, simulations: Simulations | None =
 
 def elsewhere(job: TrainingJob, cluster: ClusterSpec, **changes: Any) -> TrainingJob:
     """The job on another cluster, with further changes. Published rates follow the cluster; a profile is kept."""
-    nominal = isinstance(job.rates, NominalRates)
-    rates = NominalRates(cluster, job.compute_dtype) if nominal else job.rates
+    rates = job.rates.on(cluster) if isinstance(job.rates, NominalRates) else job.rates
     return replace(job, cluster=cluster, rates=rates, **changes)
 
 
@@ -123,7 +123,7 @@ class Search:
         tying = (draft for draft in promising.plainest(best * (1 + self.job.tie)) if draft not in simulated)
         for draft in list(itertools.islice(filter(self._fits, tying), top)):
             simulated[draft] = self._candidate(self.plan(draft))
-        ranked = _ranked(list(simulated.values()), self.job.tie)
+        ranked = _ranked([*simulated.values(), *self._sharing_experts()], self.job.tie)
         if ranked:
             ranked[0] = Refinement(self.job, self.simulations).of(ranked[0])
         return Searched(
@@ -137,6 +137,13 @@ class Search:
             gap=max(0.0, 1 - min(least, best) / ranked[0].seconds) if ranked else 0.0,
             simulations=self.simulations,
         )
+
+    def _sharing_experts(self) -> list[Candidate]:
+        """Plans whose ranks share experts, if the model has any and all ranks may be data-parallel."""
+        drafts = self._cuts.get(UNCUT)
+        if drafts is None or self.job.model.experts is None:
+            return []
+        return expert_candidates(self.job, self.simulations, drafts.bucket_bytes)
 
     def _promising(self) -> tuple[Promising, dict[PlanDraft, Candidate]]:
         """All drafts, and the simulated best of every cut but the last.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from thinwire.cost import Memory, Pricer, Rates
+from thinwire.cost import Memory, Pricer, Rates, views_of
 from thinwire.cost.memory import largest_memory
 from thinwire.plan.batches import axis_rates, stage_message
 from thinwire.plan.candidates import AxisSeconds, Candidate
 from thinwire.plan.training_job import TrainingJob
 from thinwire.sim.axes import TensorParallelRates, idle_seconds, message_seconds
+from thinwire.sim.neighbours import NeighbourRates
 from thinwire.sim.step import PLAYED, Played, play, with_exchanges
 from thinwire.spec import ModelSpec, Plan
 
@@ -29,14 +30,25 @@ class Simulations:
         self._pricers: dict[tuple[Rates, str], Pricer] = {}
 
     def candidate(self, job: TrainingJob, plan: Plan, label: str | None = None) -> Candidate:
-        """Predict the step time and the memory of one plan; arguments as of :func:`candidate`."""
+        """Predict the step time and the memory of one plan; arguments as of :func:`candidate`.
+
+        Of unlike nodes, the slowest decide.
+        """
+        views = (replace(job, rates=rates) for rates in views_of(job.rates))
+        return max((self._candidate(view, plan, label) for view in views), key=lambda seen: seen.seconds)
+
+    def _candidate(self, job: TrainingJob, plan: Plan, label: str | None) -> Candidate:
         workload, rates = job.workload(plan), axis_rates(job, plan)
         simulated = self._played(job, plan).step(plan.micro_batches)
         if plan.num_islands > 1:
             simulated = with_exchanges(plan, workload.units, rates, simulated)
         axes = AxisSeconds()
-        if isinstance(rates, TensorParallelRates):
-            passes = 3 if plan.recompute else 2
+        passes = 3 if plan.recompute else 2
+        if isinstance(rates, NeighbourRates):
+            each = [(rates.experts(part, plan, job.seq), rates.context(part, plan, job.seq)) for part in workload.parts]
+            times = plan.micro_batches * passes
+            axes = replace(axes, experts=times * sum(e for e, _ in each), context=times * sum(c for _, c in each))
+        elif isinstance(rates, TensorParallelRates):
             sums = sum(rates.summing(part, plan, job.seq) for part in workload.parts)
             axes = replace(axes, sums=plan.micro_batches * passes * sums)
         if plan.pp > 1:

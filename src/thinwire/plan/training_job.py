@@ -13,7 +13,7 @@ from thinwire.errors import SpecError
 from thinwire.plan.rules import UNCUT, Cut, cut_problems, cuts, divided, powers_of_two
 from thinwire.program import UnitInfo
 from thinwire.sim import Workload
-from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
+from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan, mean_peak
 from thinwire.spec.pipeline import keeps_busy
 from thinwire.spec.plan import Dtype
 
@@ -116,9 +116,8 @@ class TrainingJob:
 
     @property
     def peak_flops(self) -> float:
-        """Peak FLOP/s of one accelerator in the compute dtype."""
-        peaks = self.cluster.peak_flops
-        return peaks.get(self.compute_dtype) or peaks.get("float16") or max(peaks.values())
+        """Peak FLOP/s of one accelerator in the compute dtype; of unlike nodes, the mean."""
+        return mean_peak(self.cluster, self.compute_dtype)
 
     # -- how the ranks may share the model ---------------------------------------------------------------------------
 
@@ -178,7 +177,7 @@ class TrainingJob:
 
     def parts(self, plan: Plan) -> tuple[ModelPart, ...]:
         """Parts of the model on a rank of the largest stage."""
-        return parts(_largest_stage(self.model, plan), plan.granularity, plan.tp)
+        return parts(_largest_stage(self.model, plan), plan.granularity, plan.tp, plan.ep)
 
     def units(self, plan: Plan) -> tuple[UnitInfo, ...]:
         """Sharding units on a rank of the largest stage."""

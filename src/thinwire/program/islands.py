@@ -44,7 +44,7 @@ def due_fragments(plan: Plan, step: int, share: float = 0.0) -> tuple[int, ...]:
         share: Share of training that was done before the step.
     """
     islands = plan.islands
-    if islands is None or islands.count == 1:
+    if islands is None or (islands.count == 1 and not islands.elastic):
         return ()
     every, number = islands.every_at(share), islands.fragments
     moment = (step - 1) % every + 1

@@ -15,6 +15,7 @@ from itertools import chain
 
 from thinwire.program.batches import buckets, reduction_batches, spread_batches
 from thinwire.program.draft import Call, Draft
+from thinwire.program.experts import beside
 from thinwire.program.gathers import Gathers, check_live, play_forward, retention
 from thinwire.program.islands import add_exchange
 from thinwire.program.mesh import Axis, Kind, MessageSizes
@@ -74,7 +75,8 @@ def lower(
 
     Args:
         plan: The plan.
-        units: The units, in the runtime's numbering.
+        units: The units, in the runtime's numbering. If some hold experts that ranks share, these have a program of
+            their own beside that of the others, in default order.
         micro_batches: Forward and backward passes per step (``M``).
         trace: Observed order of units; default: :func:`default_trace`.
         position: Position in the mesh of the rank whose bytes are counted; ranks differ only if shares have unequal
@@ -89,6 +91,13 @@ def lower(
     Raises:
         SpecError: ``live_bytes`` is less than a unit needs.
     """
+    if plan.ep > 1 and any(unit.experts for unit in units):
+        rest, experts = ([unit for unit in units if unit.experts is flag] for flag in (False, True))
+        return beside(
+            lower(plan, rest, micro_batches=micro_batches, clip=clip),
+            lower(plan.for_experts(), experts, micro_batches=micro_batches, clip=clip),
+            units,
+        )
     check_live(plan, units)
     trace = trace or default_trace(units, recompute=plan.recompute)
     draft = Draft(plan, position)

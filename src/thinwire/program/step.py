@@ -108,6 +108,7 @@ class UnitInfo:
         keeps_gathered: Whether the unit stays gathered from its forward to its backward, if the plan overrides this
             for the unit; ``None`` follows the plan's ``keep_gathered``.
         weight_first: Whether the backward computes the gradients of the unit's parameters before that of its input.
+        experts: Whether the unit holds experts that neighbouring ranks share.
     """
 
     name: str
@@ -116,6 +117,7 @@ class UnitInfo:
     block: int
     keeps_gathered: bool | None = None
     weight_first: bool = False
+    experts: bool = False
 
     @property
     def trainable(self) -> bool:

@@ -209,6 +209,8 @@ def _why_unused(plan: Plan) -> dict[str, str]:
         "spread": "" if to_owners else "optimizer states are sharded like parameters: no spread",
         "tp": "" if plan.tp > 1 else "there is no tensor parallelism",
         "pp": "" if plan.pp > 1 else "there is no pipeline",
+        "cp": "" if plan.cp > 1 else "there is no context parallelism",
+        "ep": "" if plan.ep > 1 else "there is no expert parallelism",
     }
 
 

@@ -257,7 +257,7 @@ def _anatomy_caption(run: RunRecord, numbers: Mapping[str, Any], totals: Sequenc
     exposed = numbers["exposed_seconds"]
     share = numbers["exposed_share"] or 0.0
     parts = ", ".join(f"{kind} {format_duration(seconds)}" for kind, seconds in exposed.items())
-    cut = [axis for axis in ("tp", "pp") if getattr(run.plan, axis) > 1 and axis not in exposed]
+    cut = [axis for axis in ("tp", "pp", "ep", "cp") if getattr(run.plan, axis) > 1 and axis not in exposed]
     uncounted = f" Exchanges of {' and '.join(cut)} are part of the rest." if cut else ""
     cut_off = sum(total > top for total in totals)
     most = format_duration(max(totals) / 1e3)

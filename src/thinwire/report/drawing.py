@@ -66,6 +66,8 @@ KIND_HUES: Final = {
     "control": "grey",
     "tp": "teal",
     "pp": "brown",
+    "ep": "blue",
+    "cp": "purple",
 }
 WIDE: Final = 11.0
 """Inches of a figure that takes the whole width of a page."""

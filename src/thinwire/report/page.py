@@ -212,7 +212,7 @@ def _data(run: RunRecord) -> str:
 
 def _batch(run: RunRecord) -> str:
     plan, seq = run.plan, run.recipe.train.seq
-    samples = plan.data_ranks * plan.micro_batch * plan.micro_batches
+    samples = plan.samplers * plan.micro_batch * plan.micro_batches
     return (
         f"{samples} sequences of {seq} tokens a step: {_counted(plan.data_ranks, 'data-parallel rank')}, "
         f"{_counted(plan.micro_batches, 'micro-batch', 'es')} of {plan.micro_batch}"
@@ -266,7 +266,8 @@ def _notes(subject: Subject, numbers: Mapping[str, Any], trace: Path | None) -> 
     if run.unreadable:
         lines = _counted(run.unreadable, "line")
         notes.append(f"Left out: {lines} of metrics.jsonl that cannot be read, as a crash leaves them.")
-    notes += [f"Step {record['step']}: {record['slow']}" for record in run.records if record.get("slow")][:10]
+    slow = [(record["step"], record.get(key)) for record in run.records for key in ("slow", "slow_link")]
+    notes += [f"Step {step}: {sentence}" for step, sentence in slow if sentence][:10]
     if run.records and numbers["final_val_loss"] is None:
         notes.append("The run has not validated, so it has no validation loss.")
     if run.records and numbers["mfu"] is None:

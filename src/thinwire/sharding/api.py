@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,8 @@ from thinwire.sharding import snapshot
 from thinwire.sharding.build import build
 from thinwire.sharding.clip import clip_grad_norm_
 from thinwire.sharding.hooks import as_forward
+from thinwire.sharding.islands.elastic import ElasticExchanges, Exchanged
+from thinwire.sharding.islands.others import OtherIslands
 from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.modules.discover import Selection, ignore
@@ -32,6 +34,7 @@ from thinwire.spec import Plan
 __all__ = [
     "async_save",
     "clip_grad_norm_",
+    "enter_islands",
     "exposed",
     "full_parameters",
     "full_state_dict",
@@ -40,6 +43,7 @@ __all__ = [
     "join_islands",
     "load",
     "micro_batches",
+    "num_steps",
     "optimizer",
     "progress",
     "register_forward_method",
@@ -167,7 +171,16 @@ def micro_batches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
         model: A sharded model.
         batches: Micro-batches of the step.
     """
-    runtime = runtime_of(model)
+    return micro_batches_of([runtime_of(model)], batches)
+
+
+def micro_batches_of(runtimes: Sequence[Runtime], batches: Iterable[Item]) -> Iterator[Item]:
+    """The same for the runtimes of a model's parts, which run together.
+
+    Args:
+        runtimes: Runtimes of the parts.
+        batches: Micro-batches of the step.
+    """
     iterator = iter(batches)
     try:
         upcoming = next(iterator)
@@ -181,11 +194,13 @@ def micro_batches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
                 upcoming = next(iterator)
             except StopIteration:
                 more = False
-            runtime.begin_micro_batch(number, last=not more)
+            for runtime in runtimes:
+                runtime.begin_micro_batch(number, last=not more)
             yield current
             number += 1
     finally:
-        runtime.begin_micro_batch(0, last=True)
+        for runtime in runtimes:
+            runtime.begin_micro_batch(0, last=True)
 
 
 def join(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
@@ -233,6 +248,55 @@ def join_islands(model: nn.Module) -> None:
     runtime_of(model).join_islands()
 
 
+def enter_islands(model: nn.Module, optim: ShardedOptimizer | None, *, island: int, lighthouse: str) -> int:
+    """Begin to train with the islands that are there, under a plan with ``islands.elastic``. Collective over the ranks
+    of this island.
+
+    If other islands are ahead, the model, the outer momentum and the number of steps become theirs, and so does the
+    inner optimizer's state if it is new. So may every later exchange for which this island comes too late:
+    :func:`num_steps` says where training stands.
+
+    Args:
+        model: A sharded model.
+        optim: Optimizer of the model.
+        island: Number of this island, from 0; of several jobs with the same number, each counts.
+        lighthouse: ``HOST:PORT`` of ``thinwire lighthouse``.
+
+    Returns:
+        Updates made.
+
+    Raises:
+        UsageError: The plan's islands are not elastic, or the number or the address cannot be used.
+        CollectiveError: The lighthouse does not answer, or too few islands are there, for ``islands.patience``.
+        MismatchError: The others have another plan.
+    """
+    runtime = runtime_of(model)
+    exchanges = runtime.exchanges
+    if not isinstance(exchanges, ElasticExchanges):
+        raise UsageError("enter_islands(): the plan has no islands.elastic = true, so all ranks are in one job")
+    ranks = groups.control(runtime.part.data.ranks)
+    others = OtherIslands(runtime.plan, island, lighthouse, ranks, runtime.arena.device, runtime.meter)
+    groups.before_shutdown(exchanges.close)
+    runtime.holds.refuse("enter_islands()")
+    runtime.join_spreads()
+    exchanges.hold()
+    exchanges.enter(others, optim)
+    if (step := exchanges.take_fetched()) is not None:
+        runtime.loaded(step, with_replicas=False)
+    return runtime.num_steps
+
+
+def num_steps(model: nn.Module) -> int:
+    """Optimizer steps that a sharded model has made, or that an island had made whose state it has fetched."""
+    return runtime_of(model).num_steps
+
+
+def take_exchanges(model: nn.Module) -> list[Exchanged]:
+    """How the exchanges of an elastic island since the last call went; none under other plans."""
+    exchanges = runtime_of(model).exchanges
+    return exchanges.take_log() if isinstance(exchanges, ElasticExchanges) else []
+
+
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state dict of the unsharded model on every rank: fp32 masters and buffers, as plain CPU tensors. Extra
     states of modules are returned as they are.
@@ -264,7 +328,12 @@ def save(
 
 
 def async_save(
-    model: nn.Module, optim: ShardedOptimizer | None, path: str | Path, *, extra: Mapping[str, Any] | None = None
+    model: nn.Module,
+    optim: ShardedOptimizer | None,
+    path: str | Path,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    limit: float | None = None,
 ) -> PendingSave:
     """Write a checkpoint as :func:`save` does, but in the background: training goes on after a copy to host memory.
 
@@ -278,6 +347,9 @@ def async_save(
         optim: Optimizer of the model, or ``None`` to save only parameters.
         path: Directory of the checkpoint; an existing checkpoint is replaced once the new one is complete.
         extra: Further JSON values to save, such as the position in the data; equal on every rank.
+        limit: Seconds that the save may take, for file systems that may hang. A save that takes longer on any rank
+            fails on all: ``failed`` of the future turns true, the next save or load raises the error, and the
+            checkpoint does not appear later. Without a limit, ranks wait for as long as it takes.
 
     Returns:
         A ``concurrent.futures.Future``. Its ``result()`` waits until the checkpoint is complete on disk, and raises a
@@ -287,7 +359,7 @@ def async_save(
     Raises:
         CheckpointError: The save before has failed, and no rank has asked for its result. Raised on every rank.
     """
-    return snapshot.start_saving([(model, optim)], Path(path), extra)
+    return snapshot.start_saving([(model, optim)], Path(path), extra, limit=limit)
 
 
 def load(model: nn.Module, optim: ShardedOptimizer | None, path: str | Path) -> dict[str, Any]:

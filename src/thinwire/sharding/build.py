@@ -62,10 +62,10 @@ _GROUPS = (
 
 def _outer_groups(plan: Plan) -> list[tuple[Axis, Lane]]:
     """Groups for exchanges with other islands, of which ranks that own the same shares each make a part."""
-    if plan.num_islands == 1:
+    if plan.num_islands == 1 and not plan.is_elastic:
         return []
     replicas = [] if plan.optimizer == plan.mesh else [(Axis.REPLICA, Lane.OUTER)]
-    return [(Axis.ISLANDS, Lane.OUTER), *replicas]
+    return [*([] if plan.is_elastic else [(Axis.ISLANDS, Lane.OUTER)]), *replicas]
 
 
 @dataclass
@@ -254,7 +254,7 @@ def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
     attach(sharded.model, runtime)
     hooks.install(runtime)
     watch_optimizers()
-    if sharded.plan.recompute:
+    if sharded.plan.recompute and not sharded.part.is_inner:
         runtime.undo.append(recompute_activations(sharded.model, _recomputed(sharded.model, modules)))
     return runtime
 
@@ -274,10 +274,10 @@ def check_supported(plan: Plan, world: int, *, whole: bool = True) -> None:
         SpecError: The plan is not supported; the error names every key, its value and the valid values.
     """
     problems = []
-    if plan.data_ranks != world:
-        of_islands = "" if plan.islands is None else f" on each of islands.count = {plan.num_islands} islands"
+    if plan.job_mesh.ranks != world:
+        of_islands = "" if plan.job_islands == 1 else f" on each of islands.count = {plan.num_islands} islands"
         problems.append(
-            f"mesh = {plan.mesh} has {plan.world} ranks{of_islands}, the job has {world}; start {plan.data_ranks} "
+            f"mesh = {plan.mesh} has {plan.world} ranks{of_islands}, the job has {world}; start {plan.job_mesh.ranks} "
             "ranks, or make the plan for this mesh: Plan.preset(name, nodes=..., local=...)"
         )
     problems += codec_problems(plan)
@@ -285,7 +285,7 @@ def check_supported(plan: Plan, world: int, *, whole: bool = True) -> None:
         problems += [
             f"{axis} = {ways}: thinwire.shard(model, plan) knows data-parallel ranks only; use "
             "thinwire.parallelize(model, plan), or set it to 1"
-            for axis, ways in (("tp", plan.tp), ("pp", plan.pp))
+            for axis, ways in (("tp", plan.tp), ("pp", plan.pp), ("ep", plan.ep), ("cp", plan.cp))
             if ways != 1
         ]
     if plan.pp > 1 and plan.params.ranks > 1:

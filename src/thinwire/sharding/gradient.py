@@ -17,7 +17,7 @@ first.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import torch
@@ -84,6 +84,8 @@ class _Copies:
         self._layout, self._joins = layout, joins
         self._grads: dict[int, torch.Tensor] = {}
         self._whole: list[torch.Tensor] = []  # the gradients of all parameters, if they came together
+        self._target: torch.Tensor | None = None
+        self._targets: list[torch.Tensor] = []  # all places in that buffer
         self._paddings: dict[torch.dtype, list[torch.Tensor | None]] = {}  # by dtype and slot, the zeros behind it
 
     def put(self, index: int, grad: torch.Tensor) -> None:
@@ -94,22 +96,23 @@ class _Copies:
         """Copy the gradients of all parameters, in order, later."""
         self._whole = grads
 
-    def perform(self, target: torch.Tensor, *, add: bool) -> bool:
+    def perform(self, target: torch.Tensor, *, add: bool, stays: bool) -> None:
         """Copy the gradients to their places in a buffer, or add them to what is there.
 
-        Returns:
-            Whether the whole buffer was written.
+        Args:
+            target: The buffer.
+            add: Whether to add.
+            stays: Whether the next gradients go to the same buffer.
         """
-        joined = self.joined()
-        if joined is not None:
-            target.add_(joined) if add else target.copy_(joined)
-            return True
-        grads = dict(enumerate(self._whole)) if self._whole else self._grads
+        grads, whole = self._grads, self._whole
+        if len(grads) == len(self._layout.slots):
+            grads, whole = {}, [grads[index] for index in range(len(grads))]
         self.clear()
-        if grads:
-            places = [_place(target, self._layout.slots[index]) for index in grads]
-            (torch._foreach_add_ if add else torch._foreach_copy_)(places, list(grads.values()))
-        return False
+        copy = torch._foreach_add_ if add else torch._foreach_copy_
+        if whole:
+            copy(self._places(target, stays=stays), whole)
+        elif grads:
+            copy([_place(target, self._layout.slots[index]) for index in grads], list(grads.values()))
 
     def joined(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """All gradients as one new vector, padding included.
@@ -129,6 +132,15 @@ class _Copies:
             return None
         self.clear()
         return torch._C._nn.flatten_dense_tensors(self._with_paddings(whole))
+
+    def _places(self, target: torch.Tensor, *, stays: bool) -> list[torch.Tensor]:
+        """The places of all gradients in a buffer; those in one that stays are made once."""
+        if target is self._target:
+            return self._targets
+        places = [_place(target, slot) for slot in self._layout.slots]
+        if stays:
+            self._target, self._targets = target, places
+        return places
 
     def clear(self) -> None:
         """Drop the gradients."""
@@ -231,11 +243,11 @@ class UnitGradient:
         """Whether any parameter has delivered its gradient since the last reduction."""
         return bool(self._seen)
 
-    def collect_all(self, grads: Mapping[int, torch.Tensor], *, last: bool, late: bool) -> None:
+    def collect_all(self, grads: Sequence[torch.Tensor], *, last: bool, late: bool) -> None:
         """Take the gradients of all parameters; see :meth:`collect`.
 
         Args:
-            grads: Gradients of the whole unit, by number of the trained parameter.
+            grads: Gradients of the whole unit's trained parameters, in order.
             last: Whether this is the step's last micro-batch.
             late: Whether the unit's turn in this backward is over.
         """
@@ -244,7 +256,7 @@ class UnitGradient:
                 self.collect(index, grads[slot], last=last, late=late)
             return
         self._begin(last=last, late=late)
-        self._copies.put_all([grads[slot] for slot in self._slots])
+        self._copies.put_all(list(grads[self._slots.start : self._slots.stop]))
         self._seen.update(range(len(self._slots)))
 
     def collect(self, index: int, grad: torch.Tensor, *, last: bool, late: bool) -> None:
@@ -265,7 +277,7 @@ class UnitGradient:
             return
         target, accumulates = self._target()
         if self._copies is not None:
-            self._copies.perform(target, add=accumulates)
+            self._copies.perform(target, add=accumulates, stays=self._into_local)
         place = _place(target, self.layout.slots[index])
         if accumulates or index in seen:
             _add(place, grad)
@@ -287,8 +299,9 @@ class UnitGradient:
                 self._seen.clear()
                 return joined
         target, accumulates = self._target()
-        is_whole = self._copies is not None and self._copies.perform(target, add=accumulates)
-        if not accumulates and not is_whole:
+        if self._copies is not None:
+            self._copies.perform(target, add=accumulates, stays=self._into_local)
+        if not accumulates:
             _zero_missing(target, self.layout, self._seen)
         if self._into_local:
             self.local.empty = False

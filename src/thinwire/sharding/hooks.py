@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, Final, TypeVar, cast
@@ -11,16 +10,14 @@ from typing import Any, Final, TypeVar, cast
 import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
-from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from thinwire.errors import UsageError
-from thinwire.sharding.memory.local import local_gradient
+from thinwire.sharding.deliveries import NOT_COMPILED, Deliveries
 from thinwire.sharding.modules.inputs import cast_inputs, gradient_sources, tensors_in
 from thinwire.sharding.modules.linears import compute_weight_gradient_first
 from thinwire.sharding.modules.norms import compute_beside_statistics, keeps_statistics
-from thinwire.sharding.passes import Pass
 from thinwire.sharding.reads import refuse_copy, watch_reads
 from thinwire.sharding.runtime import Runtime, runtime_of
 from thinwire.sharding.shares.tensor import ShareTensor
@@ -86,14 +83,12 @@ def as_forward(model: nn.Module, method: Callable[..., Any]) -> Callable[..., An
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
-_NOT_COMPILED: Final = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
-
 
 def _outside_compile(hook: Hook) -> Hook:
     """Keep a hook, and everything that it calls, out of compiled graphs, which must not trace the re-pointing of
     storages. The wrapper of ``torch.compiler.disable`` does the same and adds half a microsecond to every call."""
     code = cast(FunctionType, hook)
-    set_code_exec_strategy(code.__code__, _NOT_COMPILED)
+    set_code_exec_strategy(code.__code__, NOT_COMPILED)
     code._torchdynamo_disable = True  # type: ignore[attr-defined]
     return hook
 
@@ -181,50 +176,10 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
         undo.append(compute_weight_gradient_first(unit.module, _InputGradientOf(runtime, index)))
     undo.append(unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True).remove)
     undo.append(unit.module.register_forward_hook(post_forward).remove)
-    trained = [p for buffer in unit.buffers if buffer.layout.trainable for p in buffer.parameters]
-    for slot, parameter in enumerate(trained):
-        undo.append(parameter.register_post_accumulate_grad_hook(_gradient_hook(runtime, index, slot)).remove)
-
-
-def _gradient_hook(runtime: Runtime, index: int, slot: int) -> Callable[[torch.Tensor], None]:
-    # The garbage collector cannot see this kind of hook, so a strong reference would keep the model alive forever.
-    alive = weakref.ref(runtime.passes.backward)
-    home, state, together = runtime.lanes.home, runtime.passes.state, runtime.passes.backward.together[index]
-    count = runtime.units[index].info.parameters
-    # Whether they may wait for each other without memory that they do not take otherwise.
-    waits = all(part.waits for part in runtime.reducer.gradients.get(index, ()))
-
-    # Ten of these run for a block: what is done for each gradient is here, the rest once for the unit.
-    @_outside_compile
-    def hook(parameter: torch.Tensor) -> None:
-        grad = parameter.grad
-        if grad is None:
-            return
-        parameter.grad = None
-        if type(grad) is not torch.Tensor or grad.requires_grad or grad.layout is not torch.strided:
-            grad = _plain(parameter, grad)
-        if not waits or slot in together or (home.exists and home.is_elsewhere()):
-            apart(grad)
-            return
-        if state.present is not Pass.BACKWARD and (backward := alive()) is not None:
-            backward.begin()
-        together[slot] = grad
-        if len(together) == count and (backward := alive()) is not None:
-            backward.all_gradients(index)
-
-    def apart(grad: torch.Tensor) -> None:
-        if (backward := alive()) is not None:
-            with home.visit() as is_away:
-                # The runtime drops what it is given when it likes.
-                backward.gradient(index, slot, grad.clone() if is_away else grad)
-
-    return hook
-
-
-def _plain(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """A gradient as a dense tensor of this rank; a backward with create_graph delivers one that requires a gradient."""
-    grad = local_gradient(parameter, grad.detach())
-    return grad if grad.layout is torch.strided else grad.to_dense()
+    if unit.info.trainable:
+        deliveries = Deliveries(runtime, index)
+        passes.backward.deliveries.append(deliveries)
+        undo.append(deliveries.remove)
 
 
 class _InputGradientOf:

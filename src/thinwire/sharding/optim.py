@@ -248,7 +248,7 @@ def build_optimizer(
     cut = plan.optimizer.ranks > 1 and not (plan.partition == "inter" and plan.params.ranks == 1)
     if plan.world > 1:
         refuse_unlike_ranks(optimizer_class, options, device, cut=plan.optimizer.ranks > 1)
-    if cut or plan.tp > 1:
+    if cut or runtime.part.tensor_ranks > 1:
         refuse_per_tensor(optimizer_class, options, device)
     groups = _group(runtime, fragments, list(param_groups or []))
 

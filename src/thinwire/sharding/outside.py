@@ -342,6 +342,8 @@ class ModelParameter:
         if self.trained is None:
             return None
         runtime, trained = self.outside.runtime, self.trained
+        if runtime.passes.backward.may_be_unreported:
+            runtime.passes.backward.take_unreported()
         if trained.part.absent and not self.outside.has_added():
             return None
         if not trained.part.unsynced:

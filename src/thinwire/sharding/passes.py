@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
 
 import torch
 from torch.autograd import Variable
@@ -20,7 +20,7 @@ from thinwire.sharding.schedule import Schedule
 from thinwire.sharding.sharded import ShardedModel
 from thinwire.sharding.unit import Unit, start_gathers
 
-__all__ = ["BackwardPass", "Pass", "PassState", "Passes"]
+__all__ = ["BackwardPass", "Delivery", "Pass", "PassState", "Passes"]
 
 
 class Pass(enum.Enum):
@@ -54,6 +54,7 @@ class PassState:
 
     def __init__(self, num_units: int) -> None:
         self.inside = False
+        self._opened: list[Unit] = []
         self.present = Pass.IDLE
         self.before = Pass.IDLE
         self.at: Moment = (Phase.STEP, -1)
@@ -64,10 +65,36 @@ class PassState:
     def enter(self, present: Pass) -> None:
         """Change the pass that the model is in."""
         self.present, self.inside = present, present is not Pass.IDLE
+        if not self.inside:
+            for unit in self._opened:
+                unit.is_open = False
+            self._opened.clear()
+
+    def open(self, unit: Unit) -> None:
+        """Let modules read a ready unit's parameters without asking further, until the pass ends."""
+        if self.inside and not unit.is_open:
+            unit.is_open = True
+            self._opened.append(unit)
 
     def end_step(self) -> None:
         """Forget the passes of a step that was taken."""
         self.had_backward = self.waits_for_backward = False
+
+
+class Delivery(ABC):
+    """What takes the gradients of one unit's trained parameters from autograd."""
+
+    @abstractmethod
+    def has_left(self) -> bool:
+        """Whether autograd has left gradients in place."""
+
+    @abstractmethod
+    def end_backward(self) -> None:
+        """Deliver what waits for other gradients of the unit, and what autograd has left."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop what waits for other gradients of the unit, and what autograd has left."""
 
 
 class BackwardPass:
@@ -86,8 +113,9 @@ class BackwardPass:
             training, which the caller has not reported yet.
         gradients_count: Whether this rank's gradients count. If not, the rank has run out of data, and its gradients
             are zero.
-        together: For each unit, gradients that wait for the rest of the unit in this backward, by number of the trained
-            parameter. ``None`` stands for a parameter whose gradients do not wait, because one has come twice.
+        deliveries: What takes the gradients of each trained unit from autograd.
+        may_be_unreported: Whether a backward may have ended of which no event was reported, because it has reached only
+            parameters without hooks: a forward has recorded a graph, and no backward has ended since.
         after_last: Called after a step's last backward.
     """
 
@@ -107,7 +135,8 @@ class BackwardPass:
         self._open_calls = [0] * len(self._units)
         self.encodes_gradients: bool | None = True if self._plan.wire.schedule == 1.0 else None
         self.gradients_count = True
-        self.together: tuple[dict[int, torch.Tensor | None], ...] = tuple({} for _ in self._units)
+        self.deliveries: list[Delivery] = []
+        self.may_be_unreported = False
         self._needed, self._grads_ready = (_moments(p, self._units) for p in (Phase.PRE_BACKWARD, Phase.GRADS_READY))
         self.after_last: Callable[[], None] = _nothing
 
@@ -124,35 +153,21 @@ class BackwardPass:
         self.need(index)
         self._state.began[index] = self._lanes.mark() if self._lanes.recorder.timeline is not None else None
 
-    def all_gradients(self, index: int) -> None:
-        """Take the gradients of all trained parameters of a unit, which have waited for each other."""
-        grads = cast(dict[int, torch.Tensor], self.together[index])
+    def all_gradients(self, index: int, grads: Sequence[torch.Tensor]) -> None:
+        """Take the gradients of all trained parameters of a unit, in order."""
         self._agreements.used.note_all(index)
         if not self.gradients_count:
-            grads = {slot: torch.zeros_like(grad) for slot, grad in grads.items()}
+            grads = [torch.zeros_like(grad) for grad in grads]
         self._reducer.collect_all(index, grads)
-        self.together[index].clear()
         self._gradients_ready(index)
 
     def gradient(self, index: int, slot: int, grad: torch.Tensor) -> None:
         """Take the gradient of the unit's trained parameter number ``slot``, in the parameter's shape, by itself."""
-        if self._state.present is not Pass.BACKWARD:
-            self.begin()
-        if self.together[index]:
-            self._take_apart(index)
-        if self._collect(index, slot, grad):
+        if self.collect(index, slot, grad):
             self._gradients_ready(index)
 
-    def _take_apart(self, index: int) -> None:
-        """Take the gradients that wait for the rest of their unit, and let none of this unit wait from now on."""
-        together = self.together[index]
-        for slot in range(self._units[index].info.parameters):
-            grad, together[slot] = together.get(slot), None
-            if grad is not None:
-                self._collect(index, slot, grad)
-
-    def _collect(self, index: int, slot: int, grad: torch.Tensor) -> bool:
-        """Take a gradient by itself; returns whether its unit is now complete."""
+    def collect(self, index: int, slot: int, grad: torch.Tensor) -> bool:
+        """Take a gradient by itself, without handling the unit's last; returns whether its unit is now complete."""
         self._agreements.used.note(index, slot)
         return self._reducer.collect(index, slot, grad if self.gradients_count else torch.zeros_like(grad))
 
@@ -191,8 +206,7 @@ class BackwardPass:
             return
         self._state.enter(self._state.before)
         self._agreements.used.undo_backward()
-        for waiting in self.together:
-            waiting.clear()
+        self.drop_waiting()
         self._reducer.abort()
         self._schedule.abandon_micro_batch()
         self._open_calls = [0] * len(self._units)
@@ -203,6 +217,22 @@ class BackwardPass:
         """Handle the first event of a backward; later calls in the same backward do nothing."""
         if self._state.present is Pass.BACKWARD:
             return
+        self._begin()
+        Variable._execution_engine.queue_callback(self._end_backward)
+
+    def take_unreported(self) -> None:
+        """Take the gradients of a backward of which no event was reported."""
+        self.may_be_unreported = False
+        if any(unit.has_left() for unit in self.deliveries):
+            self._begin()
+            self._end_backward()
+
+    def drop_waiting(self) -> None:
+        """Drop the gradients that wait for others of their unit."""
+        for unit in self.deliveries:
+            unit.forget()
+
+    def _begin(self) -> None:
         if self.encodes_gradients is None:
             raise UsageError(
                 f"wire.schedule = {self._plan.wire.schedule} needs to know how far training is: call "
@@ -215,15 +245,13 @@ class BackwardPass:
             self._units[index].need(from_secondary=True)
         self._agreements.begin_backward()
         self._reducer.begin(self._schedule.turns(), last=self._schedule.last)
-        Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
+        self.may_be_unreported = False
         self._state.enter(self._state.before)
         self._state.at = Phase.BACKWARD_END, -1
-        for index, waiting in enumerate(self.together):
-            if waiting:
-                self._take_apart(index)
-                waiting.clear()
+        for unit in self.deliveries:
+            unit.end_backward()
         self._reducer.end()
         carried = self._schedule.retained().carried
         self._schedule.end_backward()
@@ -291,6 +319,7 @@ class Passes:
         """Handle the end of a step's micro-batches, which may have failed."""
         self.state.at = Phase.STEP, -1
         self.backward.forget_failed()
+        self.backward.take_unreported()
 
     def refuse_missing_backward(self) -> None:
         """Refuse a step whose forward recorded a graph, if no backward has reached a parameter.
@@ -323,7 +352,9 @@ class Passes:
             self.state.enter(Pass.IDLE)
         elif not recomputing():
             self.state.before = Pass.IDLE  # a backward inside this forward has failed
-        if not torch.is_grad_enabled() and not recomputing():
+        if torch.is_grad_enabled():
+            self.backward.may_be_unreported = True
+        elif not recomputing():
             self._holds.release_reads(free=True)
 
     def pre_forward(self, index: int) -> None:

@@ -42,6 +42,15 @@ class _Entry(NamedTuple):
     share: ShardedParameter | None
 
 
+class _Closed:
+    """Stands for the unit of a module whose parameters belong to several."""
+
+    is_open = False
+
+
+_CLOSED = _Closed()
+
+
 class _Table(dict[str, Any]):
     """A module's parameters by name. It stores the tensors that modules compute with.
 
@@ -55,10 +64,10 @@ class _Table(dict[str, Any]):
         super().__init__(table)
         self._entries, self._passes, self._state = entries, passes, passes.state
         units = list({entry.unit.index: entry.unit for entry in entries.values()}.values())
-        self._unit = units[0] if len(units) == 1 else None
+        self._unit = units[0] if len(units) == 1 else _CLOSED
 
     def __getitem__(self, name: str) -> Any:
-        if self._state.inside and (unit := self._unit) is not None and unit.ready:
+        if self._unit.is_open:
             return _stored(self, name)  # nearly every read of a pass
         stored = _stored(self, name)
         entry = self._entries.get(name)
@@ -71,6 +80,8 @@ class _Table(dict[str, Any]):
             return share
         if not unit.ready:
             _read(self._passes, unit.index)
+        elif unit is self._unit:
+            self._state.open(unit)
         return stored
 
     def get(self, name: str, default: Any = None) -> Any:

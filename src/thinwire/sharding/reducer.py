@@ -110,8 +110,8 @@ class Reducer:
         part.unsynced = True
         return part.complete and _complete(parts)
 
-    def collect_all(self, unit: int, grads: Mapping[int, torch.Tensor]) -> None:
-        """Take the gradients of all trained parameters of a unit, by their numbers."""
+    def collect_all(self, unit: int, grads: Sequence[torch.Tensor]) -> None:
+        """Take the gradients of all trained parameters of a unit, in order."""
         if late := unit in self._reduced:
             self.join()  # as for a single gradient
         for part in self.gradients[unit]:

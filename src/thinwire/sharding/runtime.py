@@ -36,6 +36,7 @@ from thinwire.errors import CheckpointError, UsageError
 from thinwire.program import Axis, Event, Lane, Scope
 from thinwire.sharding.agreement import Agreement, Agreements
 from thinwire.sharding.holds import Holds
+from thinwire.sharding.islands.elastic import ElasticExchanges
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.outer_group import OuterGroup
 from thinwire.sharding.memory.audit import WriteAudit
@@ -168,6 +169,7 @@ class Runtime:
     def zero_grad(self) -> None:
         """Forget every gradient."""
         self.passes.backward.forget_failed()
+        self.passes.backward.drop_waiting()
         self.reducer.join()
         for part in self.reducer.parts:
             part.reset()
@@ -204,6 +206,9 @@ class Runtime:
             if self.exchanges.writes():
                 self.spreads.join()  # they may read the masters
             written = self.exchanges.end_step()
+            if (step := self.exchanges.take_fetched()) is not None:
+                self.loaded(step, with_replicas=False)
+                return
             self.spreads.write_back(sorted(written))
             if written:
                 only = written if not updated else None if only is None else only | written
@@ -229,6 +234,9 @@ class Runtime:
         self.holds.refuse("join_islands()")
         self.join_spreads()
         written = self.exchanges.settle()
+        if (step := self.exchanges.take_fetched()) is not None:
+            self.loaded(step, with_replicas=False)
+            return
         self.spreads.write_back(sorted(written), differences=True)
         if written:
             self.spreads.start(exactly=True, only=written)
@@ -254,6 +262,8 @@ class Runtime:
 
 def _exchanges(sharded: ShardedModel) -> Exchanges | None:
     """The exchanges with other islands, if there are others."""
+    if sharded.plan.is_elastic:
+        return ElasticExchanges(sharded)
     axis = sharded.axes.get((Axis.ISLANDS, Lane.OUTER))
     return None if axis is None else Exchanges(sharded, OuterGroup(axis, sharded.codecs.outer))
 

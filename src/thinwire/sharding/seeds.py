@@ -27,12 +27,16 @@ class Seeds:
 
     def __init__(self, plan: Plan, position: int, island: int = 0) -> None:
         self.step = 0
-        self._position = position
-        self._job_position = island * plan.world + position
+        self._position, self._world = position, plan.world
+        self.be_island(island)
         shard = axis_index(plan, Axis.PARAMS, position)
         share = axis_index(plan, Axis.SHARD, position)
         self._owner = {Lane.GATHER: shard, Lane.SPREAD: share * plan.params.ranks + shard}
         self._last = (-1, 0)
+
+    def be_island(self, number: int) -> None:
+        """Make the seeds of this island's messages those of an island with this number."""
+        self._job_position = number * self._world + self._position
 
     def of_unit(self, lane: Lane, unit: int) -> int:
         """The seed of a unit's parameters. It stays the same within a step: forward and backward see equal values."""

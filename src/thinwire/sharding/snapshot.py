@@ -48,6 +48,7 @@ from thinwire.sharding.loss_scale import checked_state
 from thinwire.sharding.memory.local import Slice
 from thinwire.sharding.modules.discover import is_ignored
 from thinwire.sharding.optim import ShardedOptimizer, rescale_lost
+from thinwire.sharding.optimizers.state import make_state, state_of
 from thinwire.sharding.runtime import Runtime, runtime_of
 from thinwire.sharding.stored_values import check_groups, check_values
 
@@ -69,6 +70,11 @@ Trained = tuple[nn.Module, ShardedOptimizer | None]
 _writer: BackgroundWriter | None = None
 """Writes this process's checkpoints in the background; ``None`` before the first one of a job."""
 
+_given_up: list[BackgroundWriter] = []
+"""Writers whose last save took longer than its limit. Their groups may have timed out, so each needs a successor."""
+
+_FLAG: Final[Typed[bool]] = Typed(bool)
+
 
 def save(parts: Sequence[Trained], path: Path, extra: Mapping[str, Json] | None) -> None:
     """Write a checkpoint of everything that the ranks of the job train; see :func:`thinwire.save`.
@@ -84,7 +90,13 @@ def save(parts: Sequence[Trained], path: Path, extra: Mapping[str, Json] | None)
 
 
 def start_saving(
-    parts: Sequence[Trained], path: Path, extra: Mapping[str, Json] | None, then: Callable[[], None] | None = None
+    parts: Sequence[Trained],
+    path: Path,
+    extra: Mapping[str, Json] | None,
+    then: Callable[[], None] | None = None,
+    *,
+    limit: float | None = None,
+    copies: bool = True,
 ) -> PendingSave:
     """Begin to write a checkpoint in the background; see :func:`thinwire.async_save`.
 
@@ -93,27 +105,52 @@ def start_saving(
         path: Directory of the checkpoint.
         extra: Further JSON values to save.
         then: What the writing thread of this rank does once the checkpoint is complete.
+        limit: Seconds that the save may take; see :func:`thinwire.async_save`.
+        copies: False if the caller waits for the save, so that nothing need be copied.
 
     Returns:
         The save.
+
+    Raises:
+        CheckpointError: The save before has failed, or one that was given up still hangs. Raised on every rank.
     """
     global _writer
     settle()
+    if _given_up:
+        _refuse_beside_hanging(path)
     vectors, values = _collect(parts, extra)
     if _writer is None:
-        _writer = BackgroundWriter(control_beside("checkpoint"))
+        purpose = f"checkpoint-{len(_given_up)}" if _given_up else "checkpoint"
+        beside = control_beside(purpose)
+        _writer = BackgroundWriter(beside, beside.close)
         before_shutdown(_close_writer)
-    return _writer.start(path, vectors, values, then=then)
+    return _writer.start(path, vectors, values, then=then, limit=limit, copies=copies)
+
+
+def _refuse_beside_hanging(path: Path) -> None:
+    """Refuse to begin a save while an earlier one hangs on any rank: memory for another copy would be lost, too."""
+    hangs: list[bool] = control().all_gather_typed(any(writer.hangs for writer in _given_up), _FLAG)
+    if any(hangs):
+        ranks = ", ".join(str(rank) for rank, hanging in enumerate(hangs) if hanging)
+        raise CheckpointError(f"{path}: cannot save: an earlier save still waits for the file system on rank {ranks}")
 
 
 def settle() -> None:
     """Wait until no checkpoint is being written in the background. Collective.
 
     Raises:
-        CheckpointError: The last one failed, and nobody has asked for its result. Raised on every rank.
+        CheckpointError: The last one failed, and nobody has asked for its result, or it takes longer than its limit.
+            Raised on every rank.
     """
-    if _writer is not None:
+    global _writer
+    if _writer is None:
+        return
+    try:
         _writer.settle(control())
+    finally:
+        if _writer.given_up:
+            _given_up.append(_writer)
+            _writer = None
 
 
 def wait_for_writer() -> None:
@@ -124,6 +161,7 @@ def wait_for_writer() -> None:
 
 def _close_writer() -> None:
     global _writer
+    _given_up.clear()
     if _writer is not None:
         _writer.close()
         _writer = None
@@ -179,7 +217,7 @@ def _save_part(model: nn.Module, optim: ShardedOptimizer | None, vectors: _Vecto
         add("model" if exchanges is None else own_masters(island), slot.name, "", slot.numel, offset, value)
         if runtime.plan.wire.spread_difference:
             add(own_key("held", island), slot.name, "", slot.numel, offset, owned.held if first_replica else None)
-        for key, entry in _state_of(optim, owned).items():
+        for key, entry in state_of(optim, owned).items():
             if isinstance(entry, torch.Tensor) and entry.dim() > 0:
                 as_long = entry.numel() == owned.value.numel()
                 numel, begin = (slot.numel, offset) if as_long else (entry.numel(), 0)
@@ -193,7 +231,7 @@ def _save_part(model: nn.Module, optim: ShardedOptimizer | None, vectors: _Vecto
     if exchanges is not None:
         _save_lost("outer/lost", runtime, lost_of(exchanges), vectors, values, everywhere=True)
         values[_of_part("outer", runtime)] = turns_of(exchanges)
-        values["islands"] = runtime.plan.num_islands
+        values["islands"] = runtime.plan.job_islands
     if optim is not None:
         if optim.loss_scale is not None:
             values[own_key("loss_scale", island)] = optim.loss_scale.state()
@@ -234,7 +272,8 @@ def load(parts: Sequence[Trained], path: Path) -> dict[str, Json]:
         runtime_of(model).holds.refuse("load()")
     shapes = _union({name: shape for model, _ in parts for name, shape in _shapes(model).items()})
     manifest = _everywhere(lambda: _open(shapes, parts, path))
-    loading = [_Loading(model, optim, manifest, path) for model, optim in parts]
+    same_plan = manifest.values["plan"] == runtime_of(parts[0][0]).plan.to_toml()  # those of other parts follow from it
+    loading = [_Loading(model, optim, manifest, path, same_plan=same_plan) for model, optim in parts]
     vectors = _Vectors()
     try:
         # Check on all ranks before any rank reads, so that no rank waits for another that has failed.
@@ -311,19 +350,27 @@ class _Loading:
     """Loads one part. Nothing in the part changes until the checkpoint is known to hold everything it needs; from then
     on, the part is half loaded until the end."""
 
-    def __init__(self, model: nn.Module, optim: ShardedOptimizer | None, manifest: store.Manifest, path: Path) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: ShardedOptimizer | None,
+        manifest: store.Manifest,
+        path: Path,
+        *,
+        same_plan: bool,
+    ) -> None:
         self._model, self._optim, self._manifest, self._path = model, optim, manifest, path
         self._runtime = runtime = runtime_of(model)
         runtime.join_spreads()
         runtime.zero_grad()
-        self._same_plan = manifest.values["plan"] == runtime.plan.to_toml()
+        self._same_plan = same_plan
         self._with_held = runtime.plan.wire.spread_difference and self._same_plan
-        self._new = _make_state(optim) if optim is not None else []
+        self._new = make_state(optim) if optim is not None else []
         self._numbers: list[tuple[dict[str, Any], str, Json]] = []
         self._copies: list[Callable[[], object]] = []
         self._lost: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
         # Islands go on by themselves if there are as many as before; otherwise all start from what they agreed on.
-        self._same_islands = manifest.values.get("islands", 1) == runtime.plan.num_islands
+        self._same_islands = manifest.values.get("islands", 1) == runtime.plan.job_islands
         self._island = runtime.part.data.island if self._same_islands else 0
         self._loss_scale: Mapping[str, Json] | None = None
 
@@ -521,7 +568,7 @@ def _want_state(
         if name not in stepped:
             optim.state.pop(owned.value, None)
             continue
-        for key, entry in _state_of(optim, owned).items():
+        for key, entry in state_of(optim, owned).items():
             full = f"{name}/{key}"
             if full not in stored:
                 raise CheckpointError(
@@ -732,37 +779,6 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, value
-
-
-def _state_of(optim: ShardedOptimizer | None, owned: OwnedFragment) -> dict[str, Any]:
-    if optim is None:
-        return {}
-    return {key: value for key, value in optim.state.get(owned.value, {}).items() if value is not None}
-
-
-@torch.no_grad()
-def _make_state(optim: ShardedOptimizer) -> list[OwnedFragment]:
-    """Let the optimizer allocate missing state, with a step on zero gradients and a learning rate of zero.
-
-    Returns:
-        Fragments that had no state before.
-    """
-    made = [owned for owned in optim.fragments if not _state_of(optim, owned)]
-    rates = [group.get("lr") for group in optim.param_groups]
-    for owned in optim.fragments:
-        owned.value.grad = None
-    for owned in made:
-        owned.value.grad = torch.zeros_like(owned.value)
-    for group in optim.param_groups:
-        if "lr" in group:
-            group["lr"] = 0.0
-    optim.inner.step()
-    for group, rate in zip(optim.param_groups, rates, strict=True):
-        if "lr" in group:
-            group["lr"] = rate
-    for owned in made:
-        owned.value.grad = None
-    return made
 
 
 def _restore_groups(optim: ShardedOptimizer, saved: list[dict[str, Json]]) -> None:

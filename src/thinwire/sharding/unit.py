@@ -50,8 +50,9 @@ class Unit:
 
     Attributes:
         state: State of the parameters.
-        ready: Whether the parameters are whole and up to date. A plain attribute, because every read of a parameter
-            asks for it.
+        ready: Whether the parameters are whole and up to date.
+        is_open: Whether modules may read the parameters without asking further: the unit is ready, inside a pass. A
+            plain attribute, because every read of a parameter asks for it.
         secondary_valid: Whether the secondary shard has the current values.
         computes_with_copies: Whether modules compute with copies of the masters: P is sharded, or masters are separate.
         num_updates: Number of times that torch's version counters were raised for new values.
@@ -66,6 +67,7 @@ class Unit:
         self.sharded = link.params.size > 1
         self.state = State.SHARDED if self.sharded else State.GATHERED
         self.ready = not self.sharded
+        self.is_open = False
         self.secondary_valid = False
         self.computes_with_copies = self.sharded or any(buffer.master is not None for buffer in buffers)
         self.num_updates = 0
@@ -139,7 +141,7 @@ class Unit:
         for buffer in self.buffers:
             buffer.show(whole=False)
             buffer.release()
-        self.state, self.ready = State.SHARDED, False
+        self.state, self.ready, self.is_open = State.SHARDED, False, False
         if (journal := self._link.lanes.journal) is not None:
             journal.freed(self.index)
         return True
@@ -160,7 +162,7 @@ class Unit:
     def expect_spread(self, ticket: Ticket) -> None:
         """Take the ticket of a spread of one or more of the buffers; the next gather waits for it."""
         self._spreads.append(ticket)
-        self.ready = False
+        self.ready = self.is_open = False
 
     def join_spread(self) -> None:
         """Wait until the parameters that the last step updated have arrived."""

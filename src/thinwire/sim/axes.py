@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from thinwire.cost import ModelPart, Rates, Work, alike
+from thinwire.cost import Basis, ModelPart, Rates, Work, alike
 from thinwire.cost.rates import Beside, wire_bytes_per_value
 from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
@@ -183,6 +183,10 @@ class TensorParallelRates:
         return self.rates.backward(part, plan, seq) + self.summing(part, plan, seq)
 
     # Everything else is unchanged by tensor parallelism.
+
+    def computing_basis(self, part: ModelPart, plan: Plan, seq: int) -> Basis:
+        """What the seconds of a part rest on."""
+        return self.rates.computing_basis(part, plan, seq)
 
     def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool, stride: int = 1) -> float:
         """As without."""

@@ -15,7 +15,7 @@ from thinwire.errors import SpecError
 from thinwire.program import Lane, node_order
 from thinwire.sim.engines import ENGINES, Engine
 from thinwire.sim.step import Simulated, Workload
-from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
+from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan, mean_peak
 from thinwire.spec.accelerators import ACCELERATORS
 from thinwire.spec.base import Count, Flag, Positive, Spec
 
@@ -41,8 +41,9 @@ class Case(Spec):
 
     id: str = Field(default="", description="label, repeated in the answer")
     model: str = Field(description="preset, TOML file or Hugging Face config.json")
-    gpu: str = Field(description=f"accelerator: {', '.join(ACCELERATORS)}")
-    gpus: Count = Field(description="accelerators of the whole cluster")
+    gpu: str = Field(default="", description=f"accelerator: {', '.join(ACCELERATORS)}")
+    gpus: Count = Field(default=1, description="accelerators of the whole cluster")
+    cluster: str | None = Field(default=None, description="TOML file of a cluster; instead of gpu and gpus")
     gpus_per_node: Count | None = Field(
         default=None, description="of each node; unset: the accelerator's usual machine"
     )
@@ -120,12 +121,12 @@ class Answer:
     @property
     def tokens(self) -> int:
         """Tokens per step, over all accelerators."""
-        return self.plan.micro_batches * self.plan.micro_batch * self.model.seq * self.plan.data_ranks
+        return self.plan.micro_batches * self.plan.micro_batch * self.model.seq * self.plan.samplers
 
     @property
     def tgs(self) -> float:
         """Tokens per second and accelerator."""
-        return self.tokens / self.case.gpus / self.simulated.seconds
+        return self.tokens / self.cluster.gpus / self.simulated.seconds
 
     @property
     def tflops(self) -> float:
@@ -135,8 +136,7 @@ class Answer:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation (MFU); attention is not halved for causality."""
-        peaks = self.cluster.peak_flops
-        return self.tflops * 1e12 / (peaks.get(self.case.dtype) or peaks.get("float16") or max(peaks.values()))
+        return self.tflops * 1e12 / mean_peak(self.cluster, self.case.dtype)
 
     def to_dict(self) -> dict[str, Any]:
         """The answer as JSON values."""
@@ -187,7 +187,7 @@ def answer(case: Case, *, trace: bool = False, slowed: Slowed = NOT_SLOWED) -> A
         SpecError: The fields of the case contradict each other.
     """
     cluster, model = _cluster(case), _model(case)
-    engine = _engine(case).on(case.gpu, cluster.gpus_per_node)
+    engine = _engine(case).on(_gpu(case, cluster), cluster.gpus_per_node)
     plan = _plan(case, engine, cluster, model)
     cluster = cluster.in_order(node_order(plan))
     # The stage with the most work: it has as many blocks as any other, and the head.
@@ -201,7 +201,8 @@ def answer(case: Case, *, trace: bool = False, slowed: Slowed = NOT_SLOWED) -> A
     # The last stage holds the head; the first one holds the embedding.
     held = [unit for part, unit in zip(cut, infos, strict=True) if plan.pp == 1 or part.kind != "embedding"]
     needed = engine.memory(stage, plan, held, seq=model.seq)
-    return Answer(case, model, cluster, plan, simulated, needed, engine.extrapolates(case.gpu, case.gpus))
+    outside = engine.extrapolates(_gpu(case, cluster), cluster.gpus)
+    return Answer(case, model, cluster, plan, simulated, needed, outside)
 
 
 def _engine(case: Case) -> Engine:
@@ -214,10 +215,19 @@ def _what(case: Case) -> str:
     return f"case {case.id}" if case.id else "the case"
 
 
+def _gpu(case: Case, cluster: ClusterSpec) -> str:
+    """The name of the accelerators, where all have one."""
+    return case.gpu or cluster.accelerator or ""
+
+
 def _cluster(case: Case) -> ClusterSpec:
+    if case.cluster is not None:
+        return _loaded(case, case.cluster)
     kind = ACCELERATORS.get(case.gpu)
     if kind is None:
         raise SpecError(_what(case), [f"gpu = {case.gpu!r} is unknown; valid are {', '.join(ACCELERATORS)}"])
+    if "gpus" not in case.model_fields_set:
+        raise SpecError(_what(case), ["gpus is missing: accelerators of the whole cluster"])
     local = min(case.gpus, case.gpus_per_node or kind.gpus_per_node)
     if case.gpus % local:
         raise SpecError(_what(case), [f"gpus = {case.gpus} is not a multiple of gpus_per_node = {local}"])
@@ -225,6 +235,18 @@ def _cluster(case: Case) -> ClusterSpec:
     links = {name: {"bandwidth": gbps * 1e9} for name, gbps in given.items() if gbps is not None}
     changes: dict[str, Any] = {} if case.nodes_per_leaf is None else {"nodes_per_leaf": case.nodes_per_leaf}
     return ClusterSpec.preset(case.gpu, nodes=case.gpus // local, gpus_per_node=local, links=links, **changes)
+
+
+def _loaded(case: Case, path: str) -> ClusterSpec:
+    """The cluster of a file, which says all about links and nodes."""
+    twice = ("gpu", "gpus", "gpus_per_node", "internode_gbps", "nodes_per_leaf", "spine_gbps")
+    given = [key for key in twice if getattr(case, key) != Case.model_fields[key].default]
+    if given:
+        raise SpecError(
+            _what(case),
+            [f"cluster = {path!r} and {', '.join(given)} describe the same; change the file"],
+        )
+    return ClusterSpec.load(path)
 
 
 def _model(case: Case) -> ModelSpec:

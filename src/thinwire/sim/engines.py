@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from thinwire.cost import (
     AMSP_STATES,
@@ -39,6 +39,14 @@ __all__ = ["ENGINES", "Engine"]
 
 ALL = ("gather", "reduce", "sync", "spread")
 """Transfers that can overlap computation."""
+
+
+class _Asked(NamedTuple):
+    """What a step is asked for: micro-batches, the width of the residual stream, and whether to keep spans."""
+
+    micro_batches: int
+    hidden: int
+    trace: bool
 
 
 @dataclass(frozen=True)
@@ -156,7 +164,19 @@ class Engine:
             micro_batches: Micro-batches per step.
             hidden: Width of the residual stream.
             trace: Whether to keep the spans.
+
+        Returns:
+            The step; of unlike nodes, as the slowest of them see it.
         """
+        groups: Sequence[int | None] = range(len(cluster.groups)) or (None,)
+        steps = (self._step(plan, workload, cluster, group, _Asked(micro_batches, hidden, trace)) for group in groups)
+        return max(steps, key=lambda step: step.seconds)
+
+    def _step(
+        self, plan: Plan, workload: Workload, cluster: ClusterSpec, group: int | None, asked: _Asked
+    ) -> Simulated:
+        """The step as nodes of a group see it."""
+        hidden = asked.hidden
         if self.whole_sync:
             plan = _without_scatter(plan)
         if self.latency is not None:
@@ -167,8 +187,8 @@ class Engine:
         if self.cards is not None:
             doublings = max(0.0, math.log2(cluster.links.nic.bandwidth / _CARD))
             efficiency = replace(efficiency, nic=self.cards[0] * self.cards[1] ** doublings)
-        flat = FlatCollectives(cluster, efficiency)
-        rates: Rates = self._rates(plan, cluster, efficiency)
+        flat = FlatCollectives(cluster, efficiency, group=group)
+        rates: Rates = self._rates(plan, cluster, efficiency, group)
         if plan.tp > 1:
             rates = TensorParallelRates(rates, flat, plan.tp, hidden, ITEMSIZE[plan.compute_dtype])
         large = [_large_tensors(part) for part in workload.parts]
@@ -194,8 +214,8 @@ class Engine:
             plan,
             workload,
             rates,
-            micro_batches=micro_batches,
-            trace=trace,
+            micro_batches=asked.micro_batches,
+            trace=asked.trace,
             pricing=pricing if self.flat else None,
             room=self._room(plan, workload.parts),
         )
@@ -206,9 +226,9 @@ class Engine:
         idle = idle_seconds(plan, workload, rates, message)
         return replace(played, seconds=played.seconds + idle)
 
-    def _rates(self, plan: Plan, cluster: ClusterSpec, efficiency: Efficiency) -> NominalRates:
+    def _rates(self, plan: Plan, cluster: ClusterSpec, efficiency: Efficiency, group: int | None) -> NominalRates:
         multiplied = "bfloat16" if self.messages else plan.compute_dtype
-        return EngineRates(cluster, multiplied, efficiency, self.codecs)
+        return EngineRates(cluster, multiplied, efficiency, self.codecs, group)
 
     def _copied(self, plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> float:
         """Bytes that the accelerator copies for an operation."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from thinwire.cost import Efficiency, NominalRates, Work
 from thinwire.program.wire import ITEMSIZE
-from thinwire.spec import ClusterSpec
+from thinwire.spec import ClusterSpec, Fabric, seen_by
 
 __all__ = ["EngineRates"]
 
@@ -20,10 +20,19 @@ class EngineRates(NominalRates):
         efficiency: Shares of the nominal rates that the engine reaches.
         codecs: Bytes per second that codecs read when they encode and write when they decode, by family. All other
             codecs are bound by memory bandwidth.
+        group: Of a cluster of unlike nodes, the number of the group whose nodes compute.
     """
 
-    def __init__(self, cluster: ClusterSpec, dtype: str, efficiency: Efficiency, codecs: Mapping[str, float]) -> None:
-        super().__init__(cluster, dtype, efficiency)
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        dtype: str,
+        efficiency: Efficiency,
+        codecs: Mapping[str, float],
+        group: int | None = None,
+    ) -> None:
+        seen = cluster if group is None else seen_by(cluster, group)
+        super().__init__(seen, dtype, efficiency, Fabric(cluster, group))
         self._codecs = codecs
 
     def codec(self, work: Work) -> float:

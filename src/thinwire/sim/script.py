@@ -231,7 +231,13 @@ def repeated(plan: Plan, workload: Workload) -> Repeated | None:
         workload: The work of the whole model.
     """
     by_bytes = (plan.gather_bytes, plan.reduce_bytes, plan.spread_bytes, plan.gathers_by_bytes)
-    if any(by_bytes) or plan.partition == "inter" or not plan.overlap.spread or plan.wire.spread_difference:
+    if (
+        plan.ep > 1
+        or any(by_bytes)
+        or plan.partition == "inter"
+        or not plan.overlap.spread
+        or plan.wire.spread_difference
+    ):
         return None
     first, length, size = _equal_blocks(workload)
     period = _period(plan, workload.units[first : first + size])
@@ -579,6 +585,8 @@ def _memoised_moves(plan: Plan, program: StepProgram, pricing: Pricing) -> list[
             key += (op.start.phase,)
         if op.lane in (Lane.GATHER, Lane.REDUCE):  # a share of an operation may have no units
             key += (len(op.units),)
+        if op.units:
+            key += (program.units[op.units[0]].experts,)
         if op.kind is Kind.BROADCAST:  # the sizes of its pieces depend on the units
             key += op.units
         if key not in known:

@@ -190,9 +190,11 @@ def _script(
 ) -> Script:
     """The script of a step, of fewer blocks if those that are left out repeat others."""
 
+    of_experts = plan.for_experts()
+
     def thinwire(plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> list[PricedStage]:
-        del units
-        return moves(plan, operation, rates)
+        shared = bool(operation.units) and units[operation.units[0]].experts
+        return moves(of_experts if shared else plan, operation, rates)
 
     whole = trace or pricing is not None or room != UNLIMITED
     fewer = None if whole else repeated(plan, workload)

@@ -1,13 +1,15 @@
 """What the user says: frozen, validated specifications, TOML in and out. Never imports torch."""
 
 from thinwire.spec.base import Problem, Spec, rule
-from thinwire.spec.cluster import ClusterSpec, Link, Links
+from thinwire.spec.cluster import ClusterSpec, Links
 from thinwire.spec.codec import CodecSpec
 from thinwire.spec.codec_plugin import CodecPlugin
 from thinwire.spec.fabric import Fabric, Route
 from thinwire.spec.factor import Factor
 from thinwire.spec.io import apply_settings, read_toml, read_toml_file, write_toml
 from thinwire.spec.model import ModelSpec
+from thinwire.spec.nodes import Failures, Link, NodeGroup, Spot
+from thinwire.spec.parts_of_clusters import first_nodes, mean_peak, seen_by
 from thinwire.spec.plan import Overlap, Plan, Residence, UnitOverride, Wire
 
 __all__ = [
@@ -16,20 +18,26 @@ __all__ = [
     "CodecSpec",
     "Fabric",
     "Factor",
+    "Failures",
     "Link",
     "Links",
     "ModelSpec",
+    "NodeGroup",
     "Overlap",
     "Plan",
     "Problem",
     "Residence",
     "Route",
     "Spec",
+    "Spot",
     "UnitOverride",
     "Wire",
     "apply_settings",
+    "first_nodes",
+    "mean_peak",
     "read_toml",
     "read_toml_file",
     "rule",
+    "seen_by",
     "write_toml",
 ]

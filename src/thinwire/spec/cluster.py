@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field
 
 from thinwire.errors import SpecError
 from thinwire.spec.accelerators import ACCELERATORS
-from thinwire.spec.base import Bandwidth, Bytes, Count, Depth, Positive, Problem, Seconds, Spec, rule
-
-INSIDE_LATENCY = 3e-6
-"""Latency in seconds between two accelerators of a node: typical of NVLink under NCCL."""
-
-NIC_LATENCY = 10e-6
-"""Latency in seconds between two nodes: typical of RDMA under NCCL."""
-
-
-class Link(Spec):
-    """One class of link, in one direction. A transfer of n bytes takes ``latency + 8 n / bandwidth``."""
-
-    toml_inline: ClassVar[bool] = True
-
-    bandwidth: Bandwidth = Field(description='bits per second, or text such as "200gbit" or "25GB/s"')
-    latency: Seconds = Field(default=0.0, description='seconds, or text such as "5us"')
+from thinwire.spec.base import Bandwidth, Bytes, Count, Depth, Positive, Problem, Spec, rule
+from thinwire.spec.nodes import (
+    INSIDE_LATENCY,
+    MEMORY_BANDWIDTH,
+    NIC_LATENCY,
+    Failures,
+    Link,
+    NodeGroup,
+    Spot,
+    accelerator_problems,
+    group_problems,
+)
+from thinwire.spec.nodes_shorthand import expanded, in_proportion
 
 
 class Links(Spec):
@@ -39,12 +37,18 @@ class Links(Spec):
     nic: Link = Field(description="from a node to the network, all NICs of the node together")
     leaf: Link | None = Field(default=None, description="through a leaf switch, per node")
     spine: Link | None = Field(default=None, description="from one leaf switch to another, per node")
+    zone: Link | None = Field(default=None, description="from one zone to another, per node")
 
 
 class ClusterSpec(Spec):
-    """A cluster of equal nodes."""
+    """A cluster of equal nodes, or of several groups of nodes.
+
+    ``accelerator`` fills in published figures. With ``[[groups]]``, figures of the cluster are defaults of its groups;
+    ``nodes`` is their sum.
+    """
 
     name: str | None = Field(default=None, description="label")
+    accelerator: str | None = Field(default=None, description="name of the accelerator, for its published figures")
     nodes: Count = Field(description="number of nodes (N)")
     gpus_per_node: Count = Field(description="accelerators per node (R)")
     memory: Bytes = Field(description='memory of one accelerator, "80GiB" or bytes')
@@ -52,14 +56,43 @@ class ClusterSpec(Spec):
         description="peak FLOP/s of one accelerator by dtype, for example { bfloat16 = 312e12 }"
     )
     memory_bandwidth: Bandwidth = Field(
-        default=8e12, description='bits per second of one accelerator\'s memory, or text such as "2TB/s"'
+        default=MEMORY_BANDWIDTH, description='bits per second of one accelerator\'s memory, or text such as "2TB/s"'
     )
     links: Links = Field(description="bandwidth and latency by class of link")
     nodes_per_leaf: Count | None = Field(default=None, description="nodes below one leaf switch, in order")
     leaves: tuple[Depth, ...] | None = Field(
         default=None, description="number of the leaf switch above each node; instead of ``nodes_per_leaf``"
     )
-    price_per_gpu_hour: Positive | None = Field(default=None, description="price of one accelerator for an hour")
+    price_per_gpu_hour: Positive | None = Field(
+        default=None, description="price of one accelerator for an hour; of groups, the mean"
+    )
+    spot: Spot | None = Field(default=None, description="discount of nodes that may be taken away")
+    failures: Failures | None = Field(default=None, description="how often nodes fail, and what that costs")
+    kernels: str | None = Field(
+        default=None,
+        description="file with times of kernels, as `thinwire profile --kernels` writes it",
+    )
+    groups: tuple[NodeGroup, ...] = Field(default=(), description="groups of unlike nodes, in the order of the nodes")
+
+    @classmethod
+    def prepare(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Fills in figures of accelerators, and those of the slowest group."""
+        return expanded(data)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads a TOML file; paths in it are relative to it."""
+        cluster = super().load(path)
+
+        def found(file: str | None) -> str | None:
+            return None if file is None else str(Path(path).parent / file)
+
+        groups = tuple(group.with_(kernels=found(group.kernels)) for group in cluster.groups)
+        return cluster.with_(kernels=found(cluster.kernels), groups=groups)
+
+    def _merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        merged = super()._merged(changes)
+        return in_proportion(self, changes, merged) if self.groups and "groups" not in changes else merged
 
     @property
     def gpus(self) -> int:
@@ -128,6 +161,17 @@ class ClusterSpec(Spec):
             )
         return cls.preset(name, nodes=int(nodes), gpus_per_node=int(gpus), **overrides)
 
+    @rule("accelerator")
+    def _the_accelerator_is_known(self) -> Iterator[Problem]:
+        """``accelerator`` is one of the [names below](#accelerators)."""
+        yield from accelerator_problems(self.accelerator)
+
+    @rule("groups", "gpus_per_node", "links", "peak_flops")
+    def _groups_belong_together(self) -> Iterator[Problem]:
+        """Groups have as many accelerators per node, because ranks form a grid; a dtype that all of them compute in;
+        and ``links.zone`` if they are in several zones."""
+        yield from group_problems(self.groups, self.gpus_per_node, self.peak_flops, joined=self.links.zone is not None)
+
     @rule("links", "nodes_per_leaf", "leaves")
     def _a_spine_joins_leaves(self) -> Iterator[Problem]:
         """A spine link needs ``nodes_per_leaf`` or ``leaves``."""
@@ -151,6 +195,13 @@ class ClusterSpec(Spec):
             return self.leaves
         size = self.nodes_per_leaf or self.nodes
         return tuple(node // size for node in range(self.nodes))
+
+    @cached_property
+    def group_of_nodes(self) -> tuple[int, ...]:
+        """Number of the group of every node; zeros without groups."""
+        if not self.groups:
+            return (0,) * self.nodes
+        return tuple(number for number, group in enumerate(self.groups) for _ in range(group.nodes))
 
     def in_order(self, order: Sequence[int]) -> Self:
         """The same nodes in another order.

@@ -16,6 +16,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from thinwire.errors import SpecError
 from thinwire.spec.codec_plugin import CodecPlugin, clash_of, installed_plugins, plugin_of
+from thinwire.spec.topk import TOPK
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -228,11 +229,17 @@ FAMILIES: Final[Mapping[str, Family]] = {
 }
 """The built-in codecs. Planner, profile, reference pages, backends and tests take their lists from here."""
 
-NOTATION = tuple(row for family in FAMILIES.values() for row in family.notation)
+BUNDLED: Final[Mapping[str, CodecPlugin]] = {TOPK.name: TOPK}
+"""Codecs of thinwire with one implementation for all devices, declared like those of other packages."""
+
+NOTATION = (
+    *(row for family in FAMILIES.values() for row in family.notation),
+    ("topk:1/N,int2", "of 4096 values, the 4096/N largest, with two bits each; for exchanges with error feedback"),
+)
 """Names of the built-in codecs, and what they mean."""
 
 _WITHOUT_OPTIONS = [notation for notation, _ in NOTATION if "," not in notation]
-VALID = f"{', '.join(_WITHOUT_OPTIONS[:-1])} and {_WITHOUT_OPTIONS[-1]}"
+VALID = f"{', '.join(_WITHOUT_OPTIONS)} and topk:1/N,int2"
 """Names of the built-in codecs without options, for messages."""
 
 _OF_FIXED_LENGTH = [
@@ -308,7 +315,7 @@ class CodecSpec:
     @property
     def plugin(self) -> CodecPlugin | None:
         """The codec of another package that this names; ``None`` for a built-in codec."""
-        return None if self.family in FAMILIES else plugin_of(self.family)
+        return None if self.family in FAMILIES else _plugin_of(self.family)
 
     def check_dtype(self, dtype: object) -> None:
         """Raise :class:`SpecError` unless tensors of this dtype can be encoded."""
@@ -421,9 +428,20 @@ def _parse(text: str) -> Mapping[str, Any]:
     return parsed
 
 
+def _plugin_of(name: str) -> CodecPlugin | None:
+    """The codec of this name that is no family.
+
+    Raises:
+        SpecError: Another package registers a codec under a name of ours, or is not in order.
+    """
+    if name in BUNDLED and (packages := clash_of(name)):
+        raise _bad(name, f"{packages} registers a codec under the built-in name {name!r}; uninstall it")
+    return BUNDLED.get(name) or plugin_of(name)
+
+
 def _parse_plugin(text: str) -> dict[str, Any]:
     name, colon, parameters = text.partition(":")
-    plugin = plugin_of(name)
+    plugin = _plugin_of(name)
     if plugin is None:
         plugins = [f"{name} of {package}" for name, package in installed_plugins().items()]
         raise _bad(

@@ -44,6 +44,20 @@ class Factor(Spec):
             raise SpecError("factor", [f"{self} does not divide {other}"])
         return Factor(local=other.local // self.local, nodes=other.nodes // self.nodes)
 
+    def group(self, ways: int) -> Factor | None:
+        """The factor of ``ways`` neighbouring ranks: a part of a node, or several whole nodes.
+
+        Args:
+            ways: number of ranks.
+
+        Returns:
+            The factor; ``None`` if this mesh does not consist of such groups.
+        """
+        if self.local % ways == 0:
+            return Factor(local=ways)
+        nodes, rest = divmod(ways, self.local)
+        return None if rest or self.nodes % nodes else Factor(local=self.local, nodes=nodes)
+
     def fills_node(self, mesh: Factor) -> bool:
         """Whether it uses every rank of a node before it crosses to the next (rule 2)."""
         return self.nodes == 1 or self.local == mesh.local

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import SpecError
+from thinwire.spec.huggingface_experts import expert_problems, expert_shape
 
 __all__ = ["huggingface_shape"]
 
@@ -21,6 +22,7 @@ _KEYS = {
 _OPTIONAL = {
     "kv_heads": ("num_key_value_heads",),
     "ffn": ("intermediate_size", "n_inner", "ffn_dim"),
+    "head_dim": ("head_dim",),
     "seq": ("max_position_embeddings", "n_positions", "n_ctx"),
     "tied_embedding": ("tie_word_embeddings",),
 }
@@ -28,7 +30,6 @@ _TWO_MATRICES = ("gpt2", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "phi
 """Families whose feed-forward is two matrices with biases; all others have SwiGLU's three."""
 
 _TIED_BY_DEFAULT = ("gpt2", "gpt_bigcode", "opt", "bloom", "roberta", "bert", "gemma", "gemma2")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def huggingface_shape(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -39,37 +40,35 @@ def huggingface_shape(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         SpecError: The file cannot be read, lacks a size, or describes an architecture that ``ModelSpec`` cannot
-            (mixtures of experts, or heads with a total width other than the hidden width).
+            (mixtures of experts of another family than those in ``thinwire.spec.huggingface_experts``).
     """
     if isinstance(source, Mapping):
         config, what, name = source, "model.config", "model"
     else:
         file = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
-        config, what, name = _read(file), str(file), file.resolve().parent.name
+        config, what, name = _read(file), str(file), _name(file.resolve())
     config = config.get("text_config", config)  # a vision-language model nests its language model
     problems = [
         f"has none of the keys {', '.join(names)}, from which {key} is read"
         for key, names in _KEYS.items()
         if _first(config, names) is None
     ]
-    if experts := next((name for name in _EXPERTS if (config.get(name) or 0) > 1), None):
-        problems.append(f"{experts} = {config[experts]}: mixtures of experts are not modelled; give a dense model")
+    problems += expert_problems(config)
     if problems:
         raise SpecError(what, problems)
     family = str(config.get("model_type", "llama"))
     shape = {key: _first(config, names) for key, names in (_KEYS | _OPTIONAL).items()}
-    head_dim = config.get("head_dim")
-    if head_dim and head_dim * shape["heads"] != shape["hidden"]:
-        raise SpecError(
-            what,
-            [f"head_dim = {head_dim} times {shape['heads']} heads is not hidden_size = {shape['hidden']}, which is "
-             "not modelled; describe the nearest shape in a TOML file"],
-        )  # fmt: skip
+    shape |= expert_shape(config)
     if shape["tied_embedding"] is None:
         shape["tied_embedding"] = family in _TIED_BY_DEFAULT
     shape["kind"] = "gpt" if family in _TWO_MATRICES else "llama"
     shape["name"] = str(config.get("_name_or_path") or name)
     return {key: value for key, value in shape.items() if value is not None}
+
+
+def _name(file: Path) -> str:
+    """The name of a model: of its directory, or of a file that is not named as all are."""
+    return file.parent.name if file.name == "config.json" else file.stem
 
 
 def _read(file: Path) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from thinwire.errors import SpecError
-from thinwire.spec.base import Count, Depth, Flag, Positive, Problem, Share, Spec, rule
+from thinwire.spec.base import Count, Depth, Flag, Positive, Problem, Seconds, Share, Spec, rule
 from thinwire.spec.codec import CodecSpec
 
 __all__ = ["Islands", "OuterOptimizer", "Stretch"]
@@ -65,6 +65,22 @@ class Islands(Spec):
     feedback_gain: Annotated[float, Field(strict=True, gt=0, le=1)] = Field(
         default=1.0, description="share of what was rounded away that comes back with the next exchange"
     )
+    elastic: Flag = Field(
+        default=False,
+        description="each island is a job of its own, which may vanish and come back, and `thinwire lighthouse` knows "
+        "who is there; count is then the most there may be",
+    )
+    minimum: Count = Field(
+        default=1, description="elastic: fewest islands that exchange; with fewer, an island waits, for its patience"
+    )
+    timeout: Seconds = Field(
+        default=20.0,
+        description="elastic: longest wait for a message of an exchange; then the exchange starts anew, without the "
+        "islands that are gone",
+    )
+    patience: Seconds = Field(
+        default=600.0, description="elastic: longest that an island tries to exchange before it gives up with an error"
+    )
 
     def describe(self) -> str:
         """One phrase for people."""
@@ -79,6 +95,8 @@ class Islands(Spec):
         parts.append("exact" if self.codec.is_none else f"codec {self.codec}")
         if self.error_feedback:
             parts.append("error feedback")
+        if self.elastic:
+            parts.append("elastic")
         return ", ".join(parts)
 
     def every_at(self, share: float) -> int:
@@ -136,6 +154,26 @@ class Islands(Spec):
             yield Problem(
                 "blend",
                 f"= {self.blend:g} with delay = 0, where no island has a newer value: set it to 0, or set delay",
+            )
+
+    @rule("elastic", "delay")
+    def _elastic_waits(self) -> Iterator[Problem]:
+        """``elastic`` needs ``delay = 0``."""
+        if self.elastic and self.delay:
+            yield Problem(
+                "delay",
+                f"= {self.delay} with elastic = true: an exchange that may have to start anew is not left under way; "
+                "set delay to 0, or elastic to false",
+            )
+
+    @rule("elastic", "minimum", "count")
+    def _minimum_is_reachable(self) -> Iterator[Problem]:
+        """``minimum`` is at most ``count``, and 1 without ``elastic``."""
+        if self.minimum > self.count:
+            yield Problem("minimum", f"= {self.minimum} with count = {self.count}: set it to at most {self.count}")
+        elif self.minimum > 1 and not self.elastic:
+            yield Problem(
+                "minimum", f"= {self.minimum} with elastic = false, where all islands are there: leave it out"
             )
 
     @rule("codec")

@@ -1,4 +1,4 @@
-"""The shape of a transformer, its number of parameters and its FLOPs per token."""
+"""The shape of a transformer, dense or a mixture of experts, its number of parameters and its FLOPs per token."""
 
 from __future__ import annotations
 
@@ -9,14 +9,25 @@ from typing import Any, Literal
 from pydantic import Field
 
 from thinwire.errors import SpecError
-from thinwire.spec.base import Count, Flag, Problem, Spec, rule
+from thinwire.spec.base import Count, Depth, Flag, Problem, Spec, rule
+from thinwire.spec.block_shapes import (
+    Latent,
+    Matrices,
+    attention,
+    attention_vectors,
+    attention_width,
+    feed_forward,
+    feed_forward_vectors,
+    numel,
+)
 from thinwire.spec.huggingface import huggingface_shape
 
 _FILLED_IN: Any = None  # placeholder default: prepare() replaces it with a number before validation
 
 
 class ModelSpec(Spec):
-    """The dimensions of a decoder-only transformer. ``kv_heads`` and ``ffn`` have defaults that depend on the rest."""
+    """The dimensions of a decoder-only transformer. ``kv_heads``, ``head_dim`` and ``ffn`` have defaults that depend on
+    the rest. With ``experts``, a router sends every token to ``active_experts`` of the experts of a block."""
 
     name: str | None = Field(default=None, description="label, for example the preset's name")
     kind: Literal["llama", "gpt"] = Field(
@@ -25,11 +36,25 @@ class ModelSpec(Spec):
     )
     layers: Count = Field(description="transformer blocks (L)")
     hidden: Count = Field(description="width of the residual stream (h)")
-    heads: Count = Field(description="attention heads; must divide hidden")
+    heads: Count = Field(description="attention heads")
     kv_heads: Count = Field(default=_FILLED_IN, description="key and value heads; must divide heads; default: heads")
+    head_dim: Count = Field(
+        default=_FILLED_IN, description="width of a head's queries and keys; default: hidden / heads, a whole number"
+    )
     ffn: Count = Field(
         default=_FILLED_IN,
         description="width of the feed-forward network; default: 8/3 hidden (llama), 4 hidden (gpt)",
+    )
+    experts: Count | None = Field(default=None, description="experts of a block (llama); unset: one feed-forward")
+    active_experts: Count = Field(default=1, description="experts that each token visits")
+    expert_ffn: Count = Field(default=_FILLED_IN, description="width of an expert; default: ffn")
+    shared_ffn: Depth = Field(default=0, description="width of the expert that every token visits besides; 0: none")
+    dense_layers: Depth = Field(default=0, description="first blocks that have a feed-forward of ffn, without experts")
+    latent: Latent | None = Field(
+        default=None, description="compressed queries, keys and values, as in DeepSeek-V3 (MLA); unset: none"
+    )
+    biases: Flag = Field(
+        default=False, description="whether a llama's attention, routers and experts have biases, as in gpt-oss"
     )
     vocab: Count = Field(description="tokens in the vocabulary (V)")
     seq: Count = Field(default=4096, description="tokens per sequence (s)")
@@ -37,18 +62,18 @@ class ModelSpec(Spec):
 
     @classmethod
     def prepare(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Fill in ``kv_heads`` and ``ffn`` where they are unset."""
+        """Fill in ``kv_heads``, ``head_dim``, ``ffn`` and ``expert_ffn`` where they are unset."""
         filled = dict(data)
-        if filled.get("kv_heads") is None and isinstance(heads := filled.get("heads"), int):
+        heads, hidden = filled.get("heads"), filled.get("hidden")
+        if filled.get("kv_heads") is None and isinstance(heads, int):
             filled["kv_heads"] = heads
-        if filled.get("ffn") is None and isinstance(hidden := filled.get("hidden"), int):
+        if filled.get("head_dim") is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+            filled["head_dim"] = max(1, hidden // heads)
+        if filled.get("ffn") is None and isinstance(hidden, int):
             filled["ffn"] = 4 * hidden if filled.get("kind") == "gpt" else max(1, round(8 * hidden / 3))
+        if filled.get("expert_ffn") is None and isinstance(filled.get("ffn"), int):
+            filled["expert_ffn"] = filled["ffn"]
         return filled
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.hidden // self.heads
 
     @property
     def kv_hidden(self) -> int:
@@ -66,28 +91,58 @@ class ModelSpec(Spec):
         return 0 if self.tied_embedding else self.vocab * self.hidden
 
     @property
-    def layer_parameters(self) -> int:
-        """Parameters in one block: matrices, norms and biases."""
-        vectors = 2 * self.hidden
-        if self.kind == "gpt":
-            attention_biases = 2 * self.hidden + 2 * self.kv_hidden
-            vectors = 2 * vectors + attention_biases + self.ffn + self.hidden
-        return self._layer_matrices + vectors
+    def expert_layers(self) -> int:
+        """Blocks with experts."""
+        return 0 if self.experts is None else self.layers - self.dense_layers
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all experts of one block, without the router and the expert that every token visits."""
+        return (self.experts or 0) * self._expert
 
     @property
     def parameters(self) -> int:
         """Parameters in the whole model."""
-        final_norm = self.hidden * (2 if self.kind == "gpt" else 1)
-        return self.embedding_parameters + self.layers * self.layer_parameters + final_norm + self.head_parameters
+        return self._parameters(self.expert_parameters)
 
     @property
-    def _layer_matrices(self) -> int:
-        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_hidden
-        feed_forward = (3 if self.kind == "llama" else 2) * self.hidden * self.ffn
-        return attention + feed_forward
+    def active_parameters(self) -> int:
+        """Parameters with which one token is computed, the embedding included."""
+        return self._parameters(self.active_experts * self._expert)
+
+    def matrices(self, *, experts: bool) -> Matrices:
+        """Rows and columns of a block's matrices outside of its routed experts, by name.
+
+        Args:
+            experts: Whether the block has experts; then a router and what every token visits take the place of the
+                feed-forward.
+        """
+        made = attention(self)
+        if not experts:
+            return made | feed_forward(self.kind, self.hidden, self.ffn)
+        assert self.experts is not None
+        made["mlp.gate"] = (self.experts, self.hidden)
+        return made | feed_forward(self.kind, self.hidden, self.shared_ffn, "mlp.shared_expert")
+
+    @property
+    def _expert(self) -> int:
+        """Parameters of one expert."""
+        matrices = feed_forward(self.kind, self.hidden, self.expert_ffn)
+        return numel(matrices) + (sum(rows for rows, _ in matrices.values()) if self.biases else 0)
+
+    def _parameters(self, routed: int) -> int:
+        """Parameters of a model that has ``routed`` parameters of experts in each of the blocks with experts."""
+        final_norm = self.hidden * (2 if self.kind == "gpt" else 1)
+        whole = self.embedding_parameters + final_norm + self.head_parameters
+        for count, experts in ((self.layers - self.expert_layers, False), (self.expert_layers, True)):
+            if count:
+                vectors = attention_vectors(self) + feed_forward_vectors(self, experts=experts)
+                whole += count * (numel(self.matrices(experts=experts)) + vectors + (routed if experts else 0))
+        return whole
 
     def flops_per_token(self, seq: int | None = None, *, causal: bool = False) -> int:
-        """FLOPs of forward and backward for one token, without recomputation.
+        """FLOPs of forward and backward for one token, without recomputation. Of the experts, those that a token
+        visits count.
 
         ``3 * (L * (2 * matrix parameters per block + 4 s h) + 2 h V)``. With a SwiGLU of width 8h/3 this is
         ``3 L (24 h^2 + 4 s h) + 6 h V``, the count of AMSP and Megatron-LM (2021).
@@ -96,10 +151,14 @@ class ModelSpec(Spec):
             seq: Tokens per sequence; default: the model's ``seq``.
             causal: Whether to halve the attention term because half of it is masked, as current Megatron-LM does.
         """
-        attention = 4 * (seq or self.seq) * self.hidden
+        scores = 4 * (seq or self.seq) * attention_width(self)
         if causal:
-            attention //= 2
-        forward = self.layers * (2 * self._layer_matrices + attention) + 2 * self.hidden * self.vocab
+            scores //= 2
+        forward = self.layers * scores + 2 * self.hidden * self.vocab
+        routed = self.active_experts * numel(feed_forward(self.kind, self.hidden, self.expert_ffn))
+        for count, experts in ((self.layers - self.expert_layers, False), (self.expert_layers, True)):
+            if count:
+                forward += 2 * count * (numel(self.matrices(experts=experts)) + (routed if experts else 0))
         return 3 * forward
 
     @classmethod
@@ -144,17 +203,55 @@ class ModelSpec(Spec):
             return cls.load(path).with_(**overrides)
         return cls.parse({**huggingface_shape(path), **overrides}, text)
 
-    @rule("hidden", "heads")
+    @rule("hidden", "heads", "head_dim")
     def _heads_divide_hidden(self) -> Iterator[Problem]:
-        """``heads`` divides ``hidden``."""
-        if self.hidden % self.heads:
-            yield Problem("heads", f"= {self.heads} should divide hidden = {self.hidden}")
+        """``heads`` divides ``hidden``, unless ``head_dim`` is set."""
+        if self.hidden % self.heads and self.head_dim == max(1, self.hidden // self.heads):
+            yield Problem("heads", f"= {self.heads} should divide hidden = {self.hidden}, or set head_dim")
 
     @rule("heads", "kv_heads")
     def _kv_heads_divide_heads(self) -> Iterator[Problem]:
         """``kv_heads`` divides ``heads``."""
         if self.heads % self.kv_heads:
             yield Problem("kv_heads", f"= {self.kv_heads} should divide heads = {self.heads}")
+
+    @rule("kind", "experts", "active_experts")
+    def _experts_suffice(self) -> Iterator[Problem]:
+        """``experts`` needs ``kind = "llama"`` and is at least 2; ``active_experts`` is at most ``experts``."""
+        if self.experts is None:
+            if self.active_experts > 1:
+                yield Problem("active_experts", f"= {self.active_experts} needs experts, the number to choose from")
+            return
+        if self.kind != "llama":
+            yield Problem("experts", f'= {self.experts} with kind = "{self.kind}": only kind = "llama" has experts')
+        if self.experts < 2:
+            yield Problem("experts", f"= {self.experts}: a mixture needs at least 2; leave it unset for a dense model")
+        elif self.active_experts > self.experts:
+            yield Problem(
+                "active_experts",
+                f"= {self.active_experts} is more than experts = {self.experts}: a token visits each at most once",
+            )
+
+    @rule("layers", "experts", "shared_ffn", "dense_layers")
+    def _blocks_have_experts(self) -> Iterator[Problem]:
+        """``shared_ffn`` and ``dense_layers`` need ``experts``; ``dense_layers`` is less than ``layers``."""
+        for key in ("shared_ffn", "dense_layers"):
+            if self.experts is None and getattr(self, key):
+                yield Problem(key, f"= {getattr(self, key)} needs experts; leave it unset for a dense model")
+        if self.experts is not None and self.dense_layers >= self.layers:
+            yield Problem(
+                "dense_layers",
+                f"= {self.dense_layers} leaves no block of layers = {self.layers} with experts; use fewer",
+            )
+
+    @rule("kind", "head_dim", "latent", "biases")
+    def _latent_is_of_llama(self) -> Iterator[Problem]:
+        """``latent`` and ``biases`` need ``kind = "llama"``; ``latent.rotary`` is at most ``head_dim``."""
+        for key in ("latent", "biases"):
+            if getattr(self, key) and self.kind != "llama":
+                yield Problem(key, f'is for kind = "llama" only; kind = "{self.kind}"')
+        if self.latent is not None and self.latent.rotary >= self.head_dim:
+            yield Problem("latent.rotary", f"= {self.latent.rotary} should be less than head_dim = {self.head_dim}")
 
 
 def _llama(layers: int, hidden: int, heads: int, ffn: int, vocab: int = 32000, **rest: Any) -> dict[str, Any]:
@@ -178,6 +275,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "llama-3-8b": _llama(32, 4096, 32, 14336, 128256, kv_heads=8, seq=8192),
     "llama-3-70b": _llama(80, 8192, 64, 28672, 128256, kv_heads=8, seq=8192),
     "llama-3-405b": _llama(126, 16384, 128, 53248, 128256, kv_heads=8, seq=8192),
+    "mixtral-8x7b": _llama(32, 4096, 32, 14336, kv_heads=8, experts=8, active_experts=2, seq=4096),
     "internlm-7b": _llama(32, 4096, 32, 11008, 103168, seq=2048),
     "gpt-18b": _gpt(40, 6144, 32, 50257, seq=2048),
     "gpt-neox-20b": _gpt(44, 6144, 64, 50432, seq=2048),

@@ -73,6 +73,12 @@ class Wire(Spec):
     spread: CodecSpec = Field(default=CodecSpec(), description="codec of updated parameters after a step")
     tp: CodecSpec = Field(default=CodecSpec(), description="codec of tensor-parallel collectives")
     pp: CodecSpec = Field(default=CodecSpec(), description="codec of messages between pipeline stages")
+    ep: CodecSpec = Field(
+        default=CodecSpec(), description="codec of tokens on their way to experts on other ranks and back"
+    )
+    cp: CodecSpec = Field(
+        default=CodecSpec(), description="codec of keys and values that ranks gather, and of their gradients"
+    )
     dp: CodecSpec | None = Field(
         default=None,
         description="short for reduce_intra and reduce_inter, which is how a plan keeps it; one written beside it "
@@ -291,6 +297,12 @@ class Plan(Spec):
     micro_batches: Count = Field(default=1, description="micro-batches of one step (M)")
     tp: Count = Field(default=1, description="tensor-parallel ranks, beside the mesh")
     pp: Count = Field(default=1, description="pipeline stages, beside the mesh")
+    ep: Count = Field(
+        default=1, description="neighbouring ranks of the mesh that share the experts of every block (expert-parallel)"
+    )
+    cp: Count = Field(
+        default=1, description="neighbouring ranks of the mesh that share every sequence (context-parallel)"
+    )
     schedule: Literal["1f1b", "interleaved"] = Field(default="1f1b", description="order of work in a pipeline")
     placement: tuple[Annotated[int, Field(strict=True)], ...] | None = Field(
         default=None,
@@ -321,19 +333,34 @@ class Plan(Spec):
         return 1 if self.islands is None else self.islands.count
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether each island is a job of its own, which may vanish and come back."""
+        return self.islands is not None and self.islands.elastic
+
+    @property
+    def job_islands(self) -> int:
+        """The number of islands that are ranks of one job."""
+        return 1 if self.is_elastic else self.num_islands
+
+    @property
     def job_mesh(self) -> Factor:
-        """The data-parallel ranks of all islands: ranks of a node times nodes."""
-        return Factor(local=self.mesh.local, nodes=self.mesh.nodes * self.num_islands)
+        """The data-parallel ranks of a job: ranks of a node times nodes."""
+        return Factor(local=self.mesh.local, nodes=self.mesh.nodes * self.job_islands)
 
     @property
     def data_ranks(self) -> int:
-        """The number of ranks with data of their own, over all islands."""
+        """The number of data-parallel ranks over all islands."""
         return self.world * self.num_islands
 
     @property
+    def samplers(self) -> int:
+        """The number of ranks, or groups of ``cp`` ranks, with sequences of their own, over all islands."""
+        return self.data_ranks // self.cp
+
+    @property
     def ranks(self) -> int:
-        """All ranks of the job, the data-parallel ones of each stage, tensor-parallel rank and island."""
-        return self.data_ranks * self.tp * self.pp
+        """All ranks of a job, the data-parallel ones of each stage, tensor-parallel rank and island of it."""
+        return self.job_mesh.ranks * self.tp * self.pp
 
     def override(self, name: str) -> UnitOverride:
         """The exceptions that hold for a unit: of each key, the last of ``units`` that matches and sets it.
@@ -416,6 +443,8 @@ class Plan(Spec):
             SpecError: the ranks are not those of a number of whole islands.
         """
         if self.islands is not None:
+            if self.is_elastic and mesh.ranks == self.world:
+                return self
             if mesh.ranks % self.world:
                 raise SpecError(
                     "plan",
@@ -432,6 +461,18 @@ class Plan(Spec):
         factors = {name: getattr(self, name) for name in names}
         fitted = {name: _fitted(factor, self.mesh, mesh) for name, factor in factors.items() if factor is not None}
         return self.with_(mesh=mesh, placement=None, **fitted)
+
+    def for_experts(self) -> Self:
+        """The plan of the experts that a rank holds with ``ep``: on the mesh of the ranks that hold the same ones, with
+        factors fitted to it; the plan itself without ``ep``."""
+        if self.ep == 1:
+            return self
+        group = self.mesh.group(self.ep)
+        assert group is not None, "a rule of this type"
+        fitted = self.with_(ep=1, cp=1).fitted(group.quotient(self.mesh))
+        # A secondary shard of a single rank would be a whole copy.
+        whole = fitted.secondary is not None and fitted.secondary.ranks == 1
+        return fitted.with_(secondary=None, secondary_reuse=False) if whole else fitted
 
     def with_exact_gradients(self) -> Self:
         """The same plan with gradients as they are: what holds after ``wire.schedule``."""
@@ -459,7 +500,8 @@ class Plan(Spec):
             parts.append(f"{self.micro_batches} micro-batches")
         if self.recompute:
             parts.append("recompute")
-        parts += [f"{axis} {ways}" for axis, ways in (("tp", self.tp), ("pp", self.pp)) if ways > 1]
+        axes = {"tp": self.tp, "pp": self.pp, "ep": self.ep, "cp": self.cp}
+        parts += [f"{axis} {ways}" for axis, ways in axes.items() if ways > 1]
         if self.schedule != "1f1b":
             parts.append(self.schedule)
         if self.topology is not None:
@@ -530,6 +572,38 @@ class Plan(Spec):
                 "hosts of an island one after another",
             )
 
+    @rule("islands", "tp", "pp")
+    def _elastic_islands_are_data_parallel(self) -> Iterator[Problem]:
+        """``islands.elastic`` needs ``tp = 1`` and ``pp = 1``."""
+        if self.is_elastic and (self.tp > 1 or self.pp > 1):
+            yield Problem(
+                "islands",
+                f"elastic = true with tp = {self.tp} and pp = {self.pp}: an island that comes back fetches the state "
+                "of data-parallel ranks only; use tp = 1 and pp = 1, or elastic = false",
+            )
+
+    @rule("mesh", "ep", "cp", "tp", "pp")
+    def _neighbours_share(self) -> Iterator[Problem]:
+        """``ep`` and ``cp`` divide the ranks of a node, or are the ranks of a number of nodes that divides the nodes;
+        they need ``tp = 1`` and ``pp = 1``."""
+        for axis, ways in (("ep", self.ep), ("cp", self.cp)):
+            if ways > 1 and (self.tp > 1 or self.pp > 1):
+                yield Problem(axis, f"= {ways} with tp = {self.tp} and pp = {self.pp}: it needs tp = 1 and pp = 1")
+            elif self.mesh.group(ways) is None:
+                yield Problem(axis, f"= {ways} does not divide mesh = {self.mesh}; valid are {_groups(self.mesh)}")
+
+    @rule("ep", "cp", "placement", "topology", "islands", "units", "wire")
+    def _neighbours_stay(self) -> Iterator[Problem]:
+        """``ep`` and ``cp`` exclude ``placement``, ``topology`` and ``islands``; ``ep`` also ``units`` and
+        ``wire.exclude``."""
+        excluded: dict[str, object] = {
+            "placement": self.placement, "topology": self.topology, "islands": self.islands
+        }  # fmt: skip
+        of_experts = {"units": self.units, "wire.exclude": self.wire.exclude}
+        for axis, ways, keys in (("ep", self.ep, excluded | of_experts), ("cp", self.cp, excluded)):
+            for key in [key for key, value in keys.items() if value] if ways > 1 else ():
+                yield Problem(key, f"does not work with {axis} = {ways}; leave it unset, or use {axis} = 1")
+
     @rule("tp", "overlap")
     def _input_gradients_need_whole_layers(self) -> Iterator[Problem]:
         """``overlap.input_gradient`` needs ``tp = 1``."""
@@ -599,6 +673,11 @@ def _fill_problem(name: str, factor: Factor, mesh: Factor) -> Problem:
         f"= {factor} crosses {factor.nodes} nodes without filling one: use local = {mesh.local} "
         "(all ranks of a node) or nodes = 1",
     )
+
+
+def _groups(mesh: Factor) -> str:
+    """The sizes of groups of neighbours that the mesh consists of."""
+    return ", ".join(str(ways) for ways in range(1, mesh.ranks + 1) if mesh.group(ways) is not None)
 
 
 def _divisors(factor: Factor) -> str:

@@ -48,11 +48,18 @@ _FILES = (
     ("model", "config"),
     ("plan", "file"),
     ("plan", "topology"),
+    ("cluster", "keys"),
 )
 """Section and key of every recipe value that is a path or a list of paths."""
 
 _NO_FILES = ("bpe", *TOPOLOGY_SOURCES)
 """Values of these keys that name no file."""
+
+
+_DIMENSIONS = (
+    "preset", "layers", "hidden", "heads", "kv_heads", "ffn", "experts", "active_experts", "expert_ffn",
+)  # fmt: skip
+"""Keys of a model's shape."""
 
 
 class ModelRecipe(Spec):
@@ -67,6 +74,9 @@ class ModelRecipe(Spec):
     heads: Count | None = Field(default=None, description="attention heads; must divide hidden")
     kv_heads: Count | None = Field(default=None, description="key and value heads (llama); default: heads")
     ffn: Count | None = Field(default=None, description="width of the feed-forward network; default: depends on kind")
+    experts: Count | None = Field(default=None, description="experts of a block (llama); unset: one feed-forward")
+    active_experts: Count | None = Field(default=None, description="experts that each token visits; default: 1 (llama)")
+    expert_ffn: Count | None = Field(default=None, description="width of an expert (llama); default: ffn")
     vocab: Count | None = Field(default=None, description="rows of the embedding; default: the tokenizer's vocabulary")
     max_seq: Count | None = Field(default=None, description="longest sequence, in tokens; default: train.seq")
     tied_embedding: Flag = Field(default=False, description="whether embedding and head share one weight")
@@ -105,7 +115,7 @@ class ModelRecipe(Spec):
 
         Raises:
             SpecError: A dimension is missing or does not divide another, or ``ModelSpec`` cannot describe the
-                architecture (mixtures of experts).
+                architecture (an unknown family of mixtures of experts).
         """
         if self.kind == "huggingface":
             source = self.path if self.config is None else self.config
@@ -118,6 +128,9 @@ class ModelRecipe(Spec):
             "heads": self.heads,
             "kv_heads": self.kv_heads,
             "ffn": self.ffn,
+            "experts": self.experts,
+            "active_experts": self.active_experts,
+            "expert_ffn": self.expert_ffn,
             "vocab": self.vocab or vocab,
             "seq": self.max_seq or seq,
             "tied_embedding": self.tied_embedding,
@@ -130,7 +143,7 @@ class ModelRecipe(Spec):
             del given["kind"]
         return ModelSpec.preset(self.preset, **given)
 
-    @rule("kind", "preset", "layers", "hidden", "heads", "kv_heads", "ffn", "tied_embedding")
+    @rule(*_DIMENSIONS, "kind", "tied_embedding")
     def _dimensions_are_whole(self) -> Iterator[Problem]:
         if self.kind == "huggingface":
             return
@@ -168,10 +181,10 @@ class ModelRecipe(Spec):
         if self.kind != "huggingface" and given:
             yield Problem(given[0], f'is for kind = "huggingface" only; kind = "{self.kind}"')
 
-    @rule("kind", "preset", "layers", "hidden", "heads", "kv_heads", "ffn")
+    @rule(*_DIMENSIONS, "kind")
     def _huggingface_has_its_own_shape(self) -> Iterator[Problem]:
         if self.kind == "huggingface":
-            for name in ("preset", "layers", "hidden", "heads", "kv_heads", "ffn"):
+            for name in _DIMENSIONS:
                 if getattr(self, name) is not None:
                     yield Problem(
                         name, 'has no effect: a model of kind = "huggingface" has the shape that its config.json says'
@@ -256,6 +269,10 @@ class TrainRecipe(Spec):
         default="stop",
         description="action on a NaN or infinite loss or gradient: end the run, or skip the update",
     )
+    check_replicas: Depth = Field(
+        default=0,
+        description="steps between comparisons of what ranks hold in common, to the last bit; 0: none",
+    )
     peak_tflops: Positive | None = Field(
         default=None,
         description="peak TFLOP/s of one device, used for MFU; default: the published peak of a known GPU; without a "
@@ -337,6 +354,11 @@ class CheckpointRecipe(Spec):
         description="whether training goes on while a checkpoint is written, from a copy of the state in host memory; "
         "false: training waits, without a copy",
     )
+    timeout: Seconds = Field(
+        default=3600.0,
+        description='longest time that a checkpoint may take, for example "10min"; a file system that hangs then fails '
+        "the checkpoint",
+    )
     on_failure: Literal["stop", "continue"] = Field(
         default="stop",
         description="action if a checkpoint cannot be written: end the run, or warn and try again at the next "
@@ -361,6 +383,18 @@ class ClusterRecipe(Spec):
         default=False,
         description="whether a run may continue with a different number of ranks; the kind of plan and the global "
         "batch stay the same",
+    )
+    keys: str | None = Field(
+        default=None,
+        description="directory of keys made by thinwire keys, the same on every host: what ranks of different hosts "
+        "exchange over gloo is encrypted, and nobody without the keys can join; default: $THINWIRE_KEYS",
+    )
+    island: Depth | None = Field(
+        default=None, description="plans with islands.elastic: number of the island that this job is, from 0"
+    )
+    lighthouse: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="plans with islands.elastic: HOST:PORT where `thinwire lighthouse` listens",
     )
 
 

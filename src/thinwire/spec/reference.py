@@ -20,12 +20,13 @@ from pydantic.fields import FieldInfo
 from thinwire import units
 from thinwire.spec.accelerators import ACCELERATORS
 from thinwire.spec.base import Spec, nested, rules
-from thinwire.spec.cluster import ClusterSpec, Link, Links
+from thinwire.spec.cluster import ClusterSpec, Links
 from thinwire.spec.codec import NOTATION, CodecSpec
 from thinwire.spec.factor import Factor
 from thinwire.spec.io import Inline, write_toml
 from thinwire.spec.islands import Islands, OuterOptimizer, Stretch
 from thinwire.spec.model import ModelSpec
+from thinwire.spec.nodes import Failures, Link, NodeGroup, Spot
 from thinwire.spec.plan import Overlap, Plan, Residence, UnitOverride, Wire
 from thinwire.spec.policy import POLICIES
 from thinwire.spec.presets import PRESETS
@@ -60,6 +61,34 @@ spread = false                          # wait for the updated parameters before
 [wire]
 reduce_inter = "int4:256"               # gradients cross nodes as 4-bit integers
 error_feedback = true
+"""
+
+_UNLIKE = """\
+name = "two generations"
+
+[links]
+zone = { bandwidth = "10gbit", latency = "2ms" }      # for each node of a zone
+
+[failures]
+mtbf = "2000h"                                        # of one node
+restart = "8min"
+checkpoint = "20s"
+
+[[groups]]
+name = "new"
+nodes = 2
+accelerator = "h100-80g"                              # published figures
+zone = "east"
+price_per_gpu_hour = 4.0
+
+[[groups]]
+name = "old"
+nodes = 2
+accelerator = "a100-80g"
+nic = { bandwidth = "400gbit", latency = "10us" }     # other than published
+zone = "west"
+price_per_gpu_hour = 1.5
+spot = { discount = 0.6, interruptions_per_hour = 0.02, replacement = "5min" }
 """
 
 
@@ -137,8 +166,13 @@ def cluster_reference() -> str:
         "## Models by name",
         _models(),
         _titled("## Cluster", ClusterSpec),
+        "This file describes two generations of nodes in two zones:",
+        f"```toml\n{_UNLIKE}```",
         _titled("## [links]", Links),
         _titled("## Link", Link, 'In TOML, write `{ bandwidth = "200gbit", latency = "5us" }`.'),
+        _titled("## [[groups]]", NodeGroup),
+        _titled("## [spot]", Spot),
+        _titled("## [failures]", Failures),
         "## Rules",
         _rules(ModelSpec, ClusterSpec),
         "## Accelerators",
@@ -232,7 +266,7 @@ def _rule_text(check: Any) -> str:
 
 def _policies() -> str:
     rows = ((f"`{name}`", *(f"`{codec}`" for codec in codecs)) for name, codecs in POLICIES.items())
-    return _table(("policy", "gather, spread, tp, pp", "scatter", "reduce_intra, reduce_inter"), rows)
+    return _table(("policy", "gather, spread, tp, pp, ep, cp", "scatter", "reduce_intra, reduce_inter"), rows)
 
 
 def _presets(mesh: Factor) -> str:

@@ -54,11 +54,14 @@ class PlanTemplate:
         keys = self.recipe.plan
         if self.file is not None:
             named, count = self.file.mesh, self.file.num_islands
+            elastic = self.file.is_elastic
         elif "mesh" in keys:
-            named, count = Factor.parse(keys["mesh"], "plan.mesh"), 1
+            named, count, elastic = Factor.parse(keys["mesh"], "plan.mesh"), 1, False
         else:
             return None
         islands = keys.get("islands")
+        if (islands.get("elastic", elastic) if isinstance(islands, Mapping) else elastic) is True:
+            return named
         asked = islands.get("count", count) if isinstance(islands, Mapping) else count
         return Factor(local=named.local, nodes=named.nodes * (asked if isinstance(asked, int) and asked > 0 else 1))
 
@@ -96,6 +99,10 @@ class PlanTemplate:
         """
         plan = self._with_batch(self._without_batch(mesh, auto_dtype))
         seq = self.recipe.train.seq
+        if seq % plan.cp:
+            raise SpecError(
+                "train", [f"seq = {seq} should be a multiple of plan.cp = {plan.cp}, whose ranks share sequences"]
+            )
         if seq % plan.tp:
             raise SpecError(
                 "train", [f"seq = {seq} should be a multiple of plan.tp = {plan.tp}, which cuts sequences, too"]
@@ -148,9 +155,9 @@ class PlanTemplate:
             plan = Plan.preset(preset, nodes=mesh.nodes, local=mesh.local, **keys)
         else:
             plan = Plan.parse({"mesh": mesh, **keys}, "plan")
-        fits = plan.mesh == mesh if plan.islands is None else plan.data_ranks == mesh.ranks
+        fits = plan.mesh == mesh if plan.islands is None else plan.job_mesh.ranks == mesh.ranks
         if not fits:
-            of_islands = "" if plan.islands is None else f" on each of {plan.num_islands} islands"
+            of_islands = "" if plan.job_islands == 1 else f" on each of {plan.job_islands} islands"
             raise SpecError(
                 "plan",
                 [
@@ -185,12 +192,12 @@ class PlanTemplate:
 
 def _with_global_batch(plan: Plan, global_batch: int) -> Plan:
     """The plan with ``global_batch`` sequences per step, in the largest micro-batches that fit."""
-    share, rest = divmod(global_batch, plan.data_ranks)
+    share, rest = divmod(global_batch, plan.samplers)
     if rest:
         raise SpecError(
             "train",
             [
-                f"global_batch = {global_batch} should be a multiple of the {plan.data_ranks} {_rank_kind(plan)} of "
+                f"global_batch = {global_batch} should be a multiple of the {plan.samplers} {_rank_kind(plan)} of "
                 "this run"
             ],
         )
@@ -213,6 +220,8 @@ def _with_global_batch(plan: Plan, global_batch: int) -> Plan:
 
 
 def _rank_kind(plan: Plan) -> str:
+    if plan.cp > 1:
+        return f"groups of cp = {plan.cp} ranks"
     return "ranks" if plan.ranks == plan.data_ranks else "data-parallel ranks"
 
 

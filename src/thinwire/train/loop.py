@@ -66,6 +66,8 @@ def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: S
         trainer = make_trainer(run, dataset, device)
         notes = [trainer.ordered.sentence] if trainer.ordered.sentence else []
         notes += resume(trainer) if run.resume else []
+        if run.plan.is_elastic:
+            trainer.watch.enter(trainer.optimizer)
         trainer.prepare_data()
     leads = trainer.ranks.rank == 0
     start, steps = trainer.position.step, run.recipe.train.steps
@@ -168,8 +170,9 @@ def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress
             if log is not None:
                 log.write(record)
             progress.step(record)
-            if record.slow is not None:
-                progress.note(record.slow)
+            for slow in (record.slow, record.slow_link):
+                if slow is not None:
+                    progress.note(slow)
         if save_failed:
             _settle(trainer, progress)
         if trainer.saves or stopping:

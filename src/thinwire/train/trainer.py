@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,9 +41,12 @@ from thinwire.train.launching.versions import versions
 from thinwire.train.models.build import draft
 from thinwire.train.models.common import IGNORED, cross_entropy
 from thinwire.train.models.flops import flops_per_token
+from thinwire.train.observing.islands import IslandWatch
+from thinwire.train.observing.links import LinkWatch
 from thinwire.train.observing.measure import pack, unpack
 from thinwire.train.observing.metrics import StepRecord, known_peak_tflops
 from thinwire.train.observing.pace import Pace, summarized
+from thinwire.train.observing.replicas import ReplicaChecks
 from thinwire.train.position import Position
 from thinwire.train.schedule import learning_rate_share
 from thinwire.train.updates import QueuedUpdate, Update, Updates
@@ -104,6 +107,9 @@ class Trainer:
         updates: The updates of the run.
         position: The progress of the run.
         pace: Compares the speed of the ranks; ``None`` if they cannot be compared.
+        links: Compares the links of the hosts.
+        checks: Compares what the ranks hold in common.
+        watch: Follows the exchanges of elastic islands.
         ordered: The plan with its ranks in order, and the hosts in that order.
         num_parameters: Parameters of the whole model; tied ones count once.
         token_flops: FLOP per token, forward and backward.
@@ -126,6 +132,9 @@ class Trainer:
     updates: Updates
     position: Position
     pace: Pace | None
+    links: LinkWatch
+    checks: ReplicaChecks
+    watch: IslandWatch
     ordered: Ordered
     num_parameters: int
     token_flops: float
@@ -142,7 +151,7 @@ class Trainer:
     def samples_per_step(self) -> int:
         """Sequences of one step over all ranks."""
         plan = self.run.plan
-        return plan.data_ranks * plan.micro_batch * plan.micro_batches
+        return plan.samplers * plan.micro_batch * plan.micro_batches
 
     @property
     def validates(self) -> bool:
@@ -178,6 +187,7 @@ class Trainer:
         self._make_step()
         if self.position.step == self.run.recipe.train.steps:
             self.model.join_islands()
+            self.watch.follow()
         train = self.run.recipe.train
         logged = self.validates or self.position.step % train.log_every == 0
         due = self.updates.take(keep_newest=self.model.decides_on_device and not (logged or self.saves))
@@ -189,9 +199,9 @@ class Trainer:
         if logged:
             rank, device, node_ranks = self.ranks.rank, self.device, self.run.node_ranks
             words = pack(self.model, rank, world, device, node_ranks, self.recent.seconds)
-            words += self._ahead.take_waits()
+            words = [*self.links.meter.take(), *words, *self._ahead.take_waits()]
         failed = self._pending is not None and self._pending.failed
-        together = logged or self.saves or self.run.plan.islands is None
+        together = logged or self.saves or self.run.plan.job_islands == 1
         losses, (stop, failure, *rest) = self.updates.exchange(
             due, [float(wants_stop), float(failed), *words], None if together else self.island
         )
@@ -215,7 +225,7 @@ class Trainer:
             number=self.run.recipe.train.validation_samples,
             micro_batch=self.run.plan.micro_batch,
             rank=self.model.grid.sampler,
-            world=self.run.plan.data_ranks,
+            world=self.run.plan.job_mesh.ranks // self.run.plan.cp,
         )
         self.model.train(False)
         for batch in batches:
@@ -252,14 +262,13 @@ class Trainer:
         extra: dict[str, Any] = {"position": position, "dataset": self.dataset.fingerprint, "versions": versions()}
         if scale is not None:
             extra["loss_scale"] = scaled
-        keep = self.run.recipe.checkpoint.keep
-        clean_up = functools.partial(delete_old, directory, keep) if self.ranks.rank == 0 else None
-        if not waits:
-            self._pending = self.model.async_save(self.optimizer, path, extra=extra, then=clean_up)
-            return path
-        self.model.save(self.optimizer, path, extra=extra)
-        if clean_up is not None:
-            clean_up()
+        settings = self.run.recipe.checkpoint
+        clean_up = functools.partial(delete_old, directory, settings.keep) if self.ranks.rank == 0 else None
+        self._pending = self.model.async_save(
+            self.optimizer, path, extra=extra, then=clean_up, limit=settings.timeout, copies=not waits
+        )
+        if waits:
+            self.settle()
         return path
 
     def settle(self) -> None:
@@ -290,7 +299,8 @@ class Trainer:
                 f"{checkpoint.path} was trained on other tokens than data.* gives now (the text, the "
                 "tokenizer or validation_share changed); restore them, or start a new run with another --out"
             )
-        self.position = self.updates.position = Position.of(extra.get("position"), checkpoint.path)
+        self.position = Position.of(extra.get("position"), checkpoint.path)
+        self.updates.position = self.watch.position = self.position
         saved, present = extra.get("loss_scale"), self.optimizer.loss_scale
         if type(saved) not in (NoneType, int, float):
             raise CheckpointError(f"{checkpoint.path}: corrupt: its loss scale is {saved!r:.80}")
@@ -310,6 +320,8 @@ class Trainer:
         batches = self._ahead.take(taken, taken + self.samples_per_step)
         with self.updates.at_floor():
             loss = self.model.step(batches)
+        if self.checks.due(self.position.step + 1):
+            self.checks.compare(self.position.step + 1, batches)
         norm = self.model.clip_grad_norm_(self.run.recipe.optimizer.clip or math.inf)
         applied = None if scale is None else scale.applied_value
         later = functools.partial(read_later, streams=streams_of(self.device))
@@ -322,6 +334,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self.position.step += 1
         self.position.samples += self.samples_per_step
+        self.watch.follow()
 
     def _batches(self, position: int) -> list[Batch]:
         plan = self.run.plan
@@ -330,8 +343,8 @@ class Trainer:
             position=position,
             micro_batch=plan.micro_batch,
             micro_batches=plan.micro_batches,
-            rank=self.model.grid.sampler,
-            world=plan.data_ranks,
+            rank=self.watch.sampler,
+            world=plan.samplers,
         )
 
     def _update_if_finite(self, update: Update) -> None:
@@ -356,6 +369,7 @@ class Trainer:
         return rate
 
     def _record(self, update: Update, loss: float, means: list[float]) -> StepRecord:
+        of_links, means = means[: self.links.meter.size], means[self.links.meter.size :]
         *means, waited, wait_seconds = means
         waits = Waits(round(waited * self.ranks.size), wait_seconds * self.ranks.size)
         self.waits = Waits(self.waits.steps + waits.steps, self.waits.seconds + waits.seconds)
@@ -386,7 +400,9 @@ class Trainer:
             codec=measured.codec,
             own=summarized(own),
             data_waits=waits._asdict(),
+            exchanges=self.watch.take_exchanges(),
             slow=None if self.pace is None else self.pace.add(own),
+            slow_link=self.links.pace.add([mean * self.ranks.size for mean in of_links], self.recent.seconds),
         )
         self.recent = StepTime()
         return record
@@ -409,8 +425,7 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
     """
     recipe, seq = run.recipe, run.recipe.train.seq
     hosts = agree(control(), recipe, dataset.fingerprint)
-    ordered = order_ranks(run.plan, control(), device)
-    plan = ordered.plan
+    plan = (ordered := order_ranks(run.plan, control(), device)).plan
     train = Samples(dataset.train, seq, recipe.train.seed)
     validation = Samples(dataset.validation, seq, 0)
     # Recomputation is done by the shards, whatever the model: parameters are gathered once for it and the gradients.
@@ -445,7 +460,10 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         island=control(parallel.grid.island_ranks),
         updates=_updates(run, parallel, optimizer, position),
         position=position,
-        pace=Pace(hosts, islands=plan.num_islands) if _is_comparable(plan, device) else None,
+        pace=_pace(plan, hosts, device),
+        links=LinkWatch(control(), hosts),
+        checks=ReplicaChecks(parallel, optimizer, hosts, every=recipe.train.check_replicas),
+        watch=IslandWatch(parallel, position, recipe.cluster),
         ordered=ordered,
         num_parameters=num_parameters,
         token_flops=token_flops,
@@ -475,14 +493,15 @@ def _loss_scale(settings: LossScaleRecipe) -> LossScale:
     )
 
 
-def _is_comparable(plan: Plan, device: torch.device) -> bool:
-    """Whether a rank that takes longer than the others is slow.
+def _pace(plan: Plan, hosts: Sequence[str], device: torch.device) -> Pace | None:
+    """What compares the ranks; ``None`` where one that takes longer than the others need not be slow.
 
     Pipeline stages have different work, the time that tensor-parallel ranks wait for each other is measured on CPUs
     only, and the scheduler decides which of the ranks that share cores falls behind.
     """
     waits_are_known = plan.tp == 1 or device.type == "cpu"
-    return plan.pp == 1 and waits_are_known and not shares_cores(device)
+    is_comparable = plan.pp == 1 and waits_are_known and not shares_cores(device)
+    return Pace(hosts, islands=plan.job_islands) if is_comparable else None
 
 
 def undecayed_names(model: nn.Module) -> list[str]:

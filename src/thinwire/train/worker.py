@@ -59,7 +59,8 @@ def train(run: ResolvedRun, *, launched: bool) -> Result:
         torch.cuda.set_device(device)
     dataset = prepare(recipe.data)
     torch.set_num_threads(threads_per_rank())
-    group.init(timeout=datetime.timedelta(seconds=recipe.cluster.timeout), device=device)
+    cluster = recipe.cluster
+    group.init(timeout=datetime.timedelta(seconds=cluster.timeout), device=device, keys=cluster.keys)
     try:
         # Rank 0 decides: it has opened the directory, and other ranks may already see files that it has written.
         run = dataclasses.replace(run, resume=group.control().all_gather_typed(run.resume, Typed[bool](bool))[0])

@@ -20,6 +20,7 @@ _COMMANDS: Final = {
     "codecs": Command("thinwire_bench.cli.codecs:codecs"),
     "convergence": Command("thinwire_bench.cli.convergence:convergence"),
     "islands": Command("thinwire_bench.cli.islands:islands"),
+    "islands-chaos": Command("thinwire_bench.cli.islands_chaos:islands_chaos"),
     "reductions": Command("thinwire_bench.cli.reductions:reductions"),
     "spectra": Command("thinwire_bench.cli.spectra:spectra"),
     "hybrid": Command("thinwire_bench.cli.hybrid:hybrid"),
@@ -32,6 +33,9 @@ _COMMANDS: Final = {
     "checkpoint": Command("thinwire_bench.cli.checkpoint:checkpoint"),
     "data": Command("thinwire_bench.cli.data:data"),
     "planner": Command("thinwire_bench.cli.planner:planner"),
+    "chaos": Command("thinwire_bench.cli.chaos:chaos"),
+    "mutations": Command("thinwire_bench.cli.mutations:mutations"),
+    "soak": Command("thinwire_bench.cli.soak:soak"),
     "planning-time": Command("thinwire_bench.cli.planning_time:planning_time"),
 }
 """In the order of the help."""

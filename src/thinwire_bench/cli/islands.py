@@ -90,6 +90,12 @@ class IslandsOptions:
     timeout: Timeout = 900.0
     json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT.json", help="Write the tables.")] = None
     plot: Annotated[Path | None, typer.Option(metavar="OUT.png", help="Draw losses over bytes and over time.")] = None
+    law: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OUT.json", help="Write the loss law of thinwire plan, fitted to the runs that are there."
+        ),
+    ] = None
     page: Page = None
 
 
@@ -196,22 +202,24 @@ def _step_rows(results: Path, options: IslandsOptions, *, measures: bool) -> lis
 def _rows(
     path: Path, systems: Sequence[SystemSpec], ranks: Factor, tokens: int, options: IslandsOptions, *, measures: bool
 ) -> list[SystemRow]:
-    """Rows of a file, measured first if there is none."""
+    """Rows of the files of all links, ``path`` with the link in its name; measured first where there is none."""
     from thinwire_bench.peers.catalog import check_packages
     from thinwire_bench.study.islands_times import TimeFile
     from thinwire_bench.systems.interleave import Session
 
-    links = words(options.bandwidth)
-    file = TimeFile(path, systems, links)
-    rows = file.read()
-    if rows or not measures:
-        return rows
-    check_packages([system.label for system in systems])
-    session = Session(ranks.nodes, ranks.local, options.rounds, options.steps, options.timeout, progress)
-    rows = measured(systems, settings_of(links), session, tokens=tokens)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_results(path, {**file.content(rows), "rounds": options.rounds, "steps": options.steps, "tokens": tokens})
-    return rows
+    found = []
+    for link in words(options.bandwidth):
+        file = TimeFile(path.with_stem(f"{path.stem}-{link}"), systems)
+        rows = file.read()
+        if not rows and measures:
+            check_packages([system.label for system in systems])
+            session = Session(ranks.nodes, ranks.local, options.rounds, options.steps, options.timeout, progress)
+            rows = measured(systems, settings_of([link]), session, tokens=tokens)
+            about = {"rounds": options.rounds, "steps": options.steps, "tokens": tokens}
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_results(file.path, {**file.content(rows), **about})
+        found += rows
+    return found
 
 
 def _report(
@@ -238,6 +246,10 @@ def _report(
     if options.json_path is not None:
         content = {**plain_losses(study.spec, ends), **plain(when, target)}
         options.json_path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if options.law is not None:
+        from thinwire_bench.study.islands_law import fitted
+
+        options.law.write_text(json.dumps(fitted(study, curves).to_dict(), indent=1) + "\n", encoding="utf-8")
     if options.plot is not None and all_times:
         from thinwire_bench.study.islands_chart import draw
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -57,11 +57,26 @@ class StudySpec(Spec):
     tokens: Count = Field(description="of a run; whole steps, rounded up")
     seeds: tuple[Depth, ...] = Field(min_length=1, description="each arm runs once with each")
     baseline: str = Field(description="the arm that the others are compared with")
+    trunk: Annotated[float, Field(strict=True, ge=0, lt=1)] = Field(
+        default=0.0,
+        description="share of the steps that all arms of a seed have in common, rounded down: the others start from "
+        "the baseline's checkpoint",
+    )
+    trunk_seed: Depth | None = Field(
+        default=None,
+        description="seed of the one trunk that the runs of all seeds start from: they differ in their samples, not in "
+        "their first weights; unset: a trunk for each seed",
+    )
     target_percent: Positive | None = Field(
         default=None, description="the loss whose time is compared, so far above the baseline's mean"
     )
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)] = Field(description="arms to compare")
     goals: tuple[LossGoal, ...] = Field(default=(), description="losses that arms should reach")
+
+    @rule("trunk", "trunk_seed")
+    def _trunk_has_a_run(self) -> Iterator[Problem]:
+        if self.trunk_seed is not None and self.trunk == 0:
+            yield Problem("trunk_seed", f"= {self.trunk_seed} has no trunk: set trunk to its share of the steps")
 
     @rule("arms", "baseline", "goals", "seeds")
     def _names_are_arms(self) -> Iterator[Problem]:
@@ -88,6 +103,8 @@ class StudyRun:
         recipe: The recipe of the run; a preset is not resolved in it.
         plan: The resolved plan of the recipe.
         loop: What trains it; None for ``thinwire train``.
+        trunk: The run whose first steps it has in common; None for one that starts from the beginning.
+        trunk_steps: How many steps these are.
     """
 
     arm: str
@@ -95,6 +112,8 @@ class StudyRun:
     recipe: Recipe
     plan: Plan
     loop: Loop | None = None
+    trunk: StudyRun | None = None
+    trunk_steps: int = 0
 
     @property
     def name(self) -> str:
@@ -103,7 +122,7 @@ class StudyRun:
 
     @property
     def steps(self) -> int:
-        """Optimizer updates."""
+        """Optimizer updates, those of its trunk among them."""
         return self.recipe.train.steps
 
 
@@ -141,8 +160,25 @@ class LossStudy:
         if base.train.global_batch is None:
             raise SpecError(str(recipe_path), ["train.global_batch is not set; a study needs it to count tokens"])
         steps = -(-spec.tokens // (base.train.global_batch * base.train.seq))
+        trunk = int(spec.trunk * steps)
         runs = [_run(base, arm, seed, steps) for seed in spec.seeds for arm in spec.arms]
-        return cls(spec, runs)
+        if not trunk:
+            return cls(spec, runs)
+        baseline = next(arm for arm in spec.arms if arm.name == spec.baseline)
+        seeds = {seed: seed if spec.trunk_seed is None else spec.trunk_seed for seed in spec.seeds}
+        trunks = {seed: _keeping(_run(base, baseline, of, steps), trunk) for seed, of in seeds.items()}
+        return cls(spec, [_from_trunk(run, trunks[run.seed]) for run in runs])
+
+
+def _from_trunk(run: StudyRun, trunk: StudyRun) -> StudyRun:
+    """A run of a study with trunks: a run of the baseline keeps a checkpoint, and the others start from it."""
+    return trunk if run.name == trunk.name else replace(run, trunk=trunk, trunk_steps=trunk.trunk_steps)
+
+
+def _keeping(run: StudyRun, steps: int) -> StudyRun:
+    """A run that keeps all checkpoints, and makes one after as many steps."""
+    kept = run.recipe.checkpoint.with_(every=steps, keep=run.steps)
+    return replace(run, recipe=run.recipe.with_(checkpoint=kept), trunk_steps=steps)
 
 
 def _run(base: Recipe, arm: Arm, seed: int, steps: int) -> StudyRun:

@@ -18,7 +18,7 @@ from thinwire.errors import UsageError
 from thinwire.spec.recipe import DataRecipe
 from thinwire.train.data.packing import prepare
 from thinwire.train.data.samples import Batch, Samples
-from thinwire.train.models.llama import Llama, LlamaBlock, LlamaConfig
+from thinwire.train.models.llama import Llama, LlamaBlock, LlamaConfig, LlamaMLP
 from thinwire.train.schedule import learning_rate_share
 
 __all__ = ["KINDS", "Crossing", "CrossingKind", "Moment", "Training", "observe", "train"]
@@ -225,6 +225,7 @@ def _activations(model: Llama) -> Iterator[list[Crossing]]:
     blocks = [layer for layer in model.layers if isinstance(layer, LlamaBlock)]
     for block in blocks:
         take_output(block.self_attn.o_proj, "forward sums", "o_proj")
+        assert isinstance(block.mlp, LlamaMLP), "a dense model"
         take_output(block.mlp.down_proj, "forward sums", "down_proj")
         take_gradient(block.input_layernorm, "backward sums", "self_attn")
         take_gradient(block.post_attention_layernorm, "backward sums", "mlp")

@@ -35,6 +35,8 @@ class Curve:
         diverged: Whether the run ended because its loss or gradients were no longer finite.
         records: Metrics of every step.
         loop: What trained it; None for ``thinwire train``.
+        trunk_steps: Steps that it has in common with the baseline's run of its seed; of others, records begin after it.
+        trunk_seed: The seed of that run; None for the run itself, and without a trunk.
     """
 
     arm: str
@@ -46,15 +48,18 @@ class Curve:
     diverged: bool
     records: Sequence[Mapping[str, Any]]
     loop: Mapping[str, Any] | None = None
+    trunk_steps: int = 0
+    trunk_seed: int | None = None
 
     @property
     def made_of(self) -> dict[str, Any]:
-        """Recipe, plan and loop; keys that came to be since the run have their defaults."""
+        """Recipe, plan, loop and trunk; keys that came to be since the run have their defaults."""
         try:
             loop = None if self.loop is None else Loop.parse(self.loop)
-            return _made_of(Recipe.parse(self.recipe), Plan.parse(self.plan), loop)
+            return _made_of(Recipe.parse(self.recipe), Plan.parse(self.plan), loop, (self.trunk_steps, self.trunk_seed))
         except SpecError:  # a key or a value that is no more
-            return {"recipe": self.recipe, "plan": self.plan, "loop": self.loop}
+            trunk = [self.trunk_steps, self.trunk_seed]
+            return {"recipe": self.recipe, "plan": self.plan, "loop": self.loop, "trunk": trunk}
 
     @property
     def final_loss(self) -> float | None:
@@ -91,6 +96,8 @@ class Curve:
             diverged=not finished,
             records=records,
             loop=None if run.loop is None else run.loop.to_dict(),
+            trunk_steps=run.trunk_steps,
+            trunk_seed=None if run.trunk is None else run.trunk.seed,
         )
 
     @classmethod
@@ -165,13 +172,14 @@ class Curves:
 
 
 def made_of(run: StudyRun) -> dict[str, Any]:
-    """Recipe, plan and loop of a run, as its curve has them."""
-    return _made_of(run.recipe, run.plan, run.loop)
+    """Recipe, plan, loop and trunk of a run, as its curve has them."""
+    return _made_of(run.recipe, run.plan, run.loop, (run.trunk_steps, None if run.trunk is None else run.trunk.seed))
 
 
-def _made_of(recipe: Recipe, plan: Plan, loop: Loop | None) -> dict[str, Any]:
-    """Recipe, plan and loop of a run, with the plan resolved."""
+def _made_of(recipe: Recipe, plan: Plan, loop: Loop | None, trunk: tuple[int, int | None]) -> dict[str, Any]:
+    """Recipe, plan, loop and trunk of a run, with the plan resolved."""
     return {
+        "trunk": list(trunk),
         "loop": None if loop is None else loop.to_dict(),
         "recipe": {key: value for key, value in recipe.to_dict().items() if key != "plan"},
         "plan": {key: value for key, value in plan.to_dict().items() if key != "name"},

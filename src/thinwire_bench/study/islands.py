@@ -161,7 +161,7 @@ def target_loss(spec: StudySpec, curves: Sequence[Curve]) -> float | None:
 
 
 def reached_steps(curve: Curve, target: float) -> float | None:
-    """Steps after which a run has reached a loss, on straight lines between its validations.
+    """Steps after the trunk until a run has reached a loss, on straight lines between its validations.
 
     Args:
         curve: A finished run.
@@ -172,9 +172,10 @@ def reached_steps(curve: Curve, target: float) -> float | None:
     """
     before: tuple[int, float] | None = None
     for record in curve.records:
-        if record["val_loss"] is None:
+        step = int(record["step"]) - curve.trunk_steps
+        if record["val_loss"] is None or step <= 0:
             continue
-        step, loss = int(record["step"]), float(record["val_loss"])
+        loss = float(record["val_loss"])
         if loss <= target:
             if before is None:
                 return float(step)

@@ -104,10 +104,11 @@ def _styles(spec: StudySpec) -> dict[str, tuple[str, str]]:
 
 
 def _losses(curves: Sequence[Curve], arm: str) -> dict[int, list[float]]:
-    """Validation losses of an arm by step, one for each seed that has finished."""
+    """Validation losses of an arm by step after the trunk, one for each seed that has finished."""
     points: dict[int, list[float]] = {}
     for curve in curves:
         for record in curve.records if curve.arm == arm else ():
-            if record["val_loss"] is not None:
-                points.setdefault(record["step"], []).append(record["val_loss"])
+            step = record["step"] - curve.trunk_steps
+            if record["val_loss"] is not None and step > 0:
+                points.setdefault(step, []).append(record["val_loss"])
     return points

@@ -21,49 +21,36 @@ class TimeFile:
     Args:
         path: The JSON file; it need not exist.
         systems: Systems of the run.
-        links: Bandwidths of its links, as the user wrote them.
     """
 
-    def __init__(self, path: Path, systems: Sequence[SystemSpec], links: Sequence[str]) -> None:
+    def __init__(self, path: Path, systems: Sequence[SystemSpec]) -> None:
         self.path = path
-        self._about = {
-            "systems": {system.label: _plain(asdict(system)) for system in systems},
-            "links": list(links),
-        }
+        self._systems = {system.label: _plain(asdict(system)) for system in systems}
 
     def read(self) -> list[SystemRow]:
-        """The rows; none where nothing was measured.
+        """The rows of the systems that were measured; none where nothing was.
 
         Raises:
-            UsageError: The file holds the rows of other systems or links, or none at all.
+            UsageError: The file holds the rows of other systems with the same labels, or none at all.
         """
         if not self.path.is_file():
             return []
         try:
             table = json.loads(self.path.read_text(encoding="utf-8"))
-            about = {key: table[key] for key in self._about}
+            systems = dict(table["systems"])
             rows = [SystemRow(**{**row, "kind": SystemKind(row["kind"])}) for row in table["rows"]]
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{self.path} holds no times of a study ({error!r}); delete it to measure them") from error
-        if differing := _differing(about, self._about):
+        if differing := [name for name, made in self._systems.items() if systems.get(name, made) != made]:
             raise UsageError(
-                f"{self.path} was measured with other {differing} than this study's; delete it to measure again, or "
-                "choose another --results"
+                f"{self.path} was measured with other systems ({', '.join(differing)}) than this study's; delete it to "
+                "measure again, or choose another --results"
             )
-        return rows
+        return [row for row in rows if row.system in self._systems]
 
     def content(self, rows: Sequence[SystemRow]) -> dict[str, Any]:
         """The rows as the file has them."""
-        return {"rows": [row.plain() for row in rows], **self._about}
-
-
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """What differs, in words; empty if nothing does."""
-    if one["links"] != other["links"]:
-        return "links"
-    systems, others = one["systems"], other["systems"]
-    names = [name for name in {**systems, **others} if systems.get(name) != others.get(name)]
-    return f"systems ({', '.join(names)})" if names else ""
+        return {"rows": [row.plain() for row in rows], "systems": self._systems}
 
 
 def _plain(table: Mapping[str, Any]) -> Any:

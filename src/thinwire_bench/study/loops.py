@@ -24,6 +24,7 @@ from thinwire.collectives.group import control
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.testing import RankPool
+from thinwire.train.checkpoint import newest
 from thinwire.train.data.packing import prepare
 from thinwire.train.data.samples import Batch, Samples, step_batches, validation_batches
 from thinwire.train.directory import RunDirectory, write_json
@@ -39,6 +40,7 @@ from thinwire_bench.peers.interface import Place
 from thinwire_bench.peers.pytorch import Autocast, bf16_replica, powersgd_replica
 from thinwire_bench.peers.torchft_islands import OuterSettings, join
 from thinwire_bench.study.loop import LOOP_FILE, Loop
+from thinwire_bench.study.trunk import branch
 
 __all__ = ["train"]
 
@@ -47,7 +49,7 @@ _PATIENCE: Final = 24 * 3600.0
 
 
 def train(recipe: Recipe, loop: Loop, directory: RunDirectory) -> None:
-    """Train on ranks of this machine, from the beginning.
+    """Train on ranks of this machine, from the beginning, or from the trunk whose checkpoint is in the directory.
 
     Args:
         recipe: The recipe.
@@ -104,6 +106,7 @@ class _RankRun:
         system: What trains.
         samples: Samples to train on.
         held_out: Samples to validate with.
+        first: Steps of its trunk.
     """
 
     recipe: Recipe
@@ -113,6 +116,7 @@ class _RankRun:
     system: RankSystem
     samples: Samples
     held_out: Samples
+    first: int = 0
 
     @classmethod
     def start(cls, recipe: Recipe, loop: Loop, directory: RunDirectory) -> _RankRun:
@@ -120,14 +124,17 @@ class _RankRun:
         plan, data = resolve_plan(recipe, None), prepare(recipe.data)
         seq, seed = recipe.train.seq, recipe.train.seed
         whole = build(recipe.model, vocab=data.vocab, seq=seq, seed=seed, recompute=False)
-        trained = _SYSTEMS[loop.system](whole, recipe, plan, loop)
+        trunk = newest(directory.checkpoints)
+        trained = _SYSTEMS[loop.system](whole, recipe, plan, loop, None if trunk is None else trunk.path)
         samples, held_out = Samples(data.train, seq, seed), Samples(data.validation, seq, 0)
-        return cls(recipe, plan, directory, data.fingerprint, trained, samples, held_out)
+        first = 0 if trunk is None else trunk.step
+        return cls(recipe, plan, directory, data.fingerprint, trained, samples, held_out, first)
 
     def train(self, log: IO[str]) -> bool:
         """Train to the last step; False where the loss was no longer finite."""
-        train, skipped_in_a_row, position = self.recipe.train, 0, 0
-        for step in range(1, train.steps + 1):
+        train, skipped_in_a_row = self.recipe.train, 0
+        position = self.first * self._at_once * self.plan.micro_batches
+        for step in range(self.first + 1, train.steps + 1):
             rate = self._set_learning_rate(step - 1)
             loss, norm = self._step(position)
             position += self._at_once * self.plan.micro_batches
@@ -201,45 +208,49 @@ class _RankRun:
         return settings.lr * share
 
 
-def _plan(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop) -> RankSystem:
+def _plan(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop, trunk: Path | None) -> RankSystem:
     """thinwire's plan."""
     groups, options = _groups(model, loop), _options(recipe, loop)
     sharded = tw.shard(model, plan)
     optimizer = tw.optimizer(sharded, _KINDS[loop.inner], param_groups=groups, **options)
+    if trunk is not None:
+        tw.load(sharded, optimizer if loop.inner == "adamw" else None, trunk)
     return RankSystem(
         sharded, optimizer, lambda norm: float(tw.clip_grad_norm_(sharded, norm)), partial(tw.micro_batches, sharded)
     )
 
 
-def _ddp(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop) -> RankSystem:
+def _ddp(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop, trunk: Path | None) -> RankSystem:
     """DDP with gradients in bf16."""
-    return _replicated(bf16_replica(model), recipe, loop)
+    return _replicated(bf16_replica(model), recipe, loop, trunk)
 
 
-def _powersgd(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop) -> RankSystem:
+def _powersgd(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop, trunk: Path | None) -> RankSystem:
     """DDP with PowerSGD."""
-    return _replicated(powersgd_replica(model), recipe, loop)
+    return _replicated(powersgd_replica(model), recipe, loop, trunk)
 
 
-def _torchft(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop) -> RankSystem:
+def _torchft(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop, trunk: Path | None) -> RankSystem:
     """Islands of torchft, one for each rank."""
     island = model if plan.compute_dtype == "float32" else Autocast(model)
     settings = OuterSettings(
         loop.system, loop.every, loop.fragments, loop.delay, loop.blend, loop.outer_lr, loop.outer_momentum
     )
-    trained = _whole(island, model, recipe, loop)
+    trained = _whole(island, model, recipe, loop, trunk)
     join(model, trained.optimizer, settings, Place(control().rank, control().size, 1))
     return trained
 
 
-_SYSTEMS: Final[Mapping[str, Callable[[nn.Module, Recipe, Plan, Loop], RankSystem]]] = {
+_SYSTEMS: Final[Mapping[str, Callable[[nn.Module, Recipe, Plan, Loop, Path | None], RankSystem]]] = {
     "plan": _plan, "ddp": _ddp, "powersgd": _powersgd, "diloco": _torchft, "local-sgd": _torchft,
 }  # fmt: skip
 
 _KINDS: Final[Mapping[str, Any]] = {"adamw": torch.optim.AdamW, "muon": MuonWithAdamW}
 
 
-def _replicated(replica: nn.parallel.DistributedDataParallel, recipe: Recipe, loop: Loop) -> RankSystem:
+def _replicated(
+    replica: nn.parallel.DistributedDataParallel, recipe: Recipe, loop: Loop, trunk: Path | None
+) -> RankSystem:
     """A replica, which adds up gradients over ranks in the last micro-batch."""
 
     def micro_batches(batches: Sequence[Batch]) -> Iterator[Batch]:
@@ -247,14 +258,16 @@ def _replicated(replica: nn.parallel.DistributedDataParallel, recipe: Recipe, lo
             yield from batches[:-1]
         yield batches[-1]
 
-    return _whole(replica, replica.module.model, recipe, loop)._replace(micro_batches=micro_batches)
+    return _whole(replica, replica.module.model, recipe, loop, trunk)._replace(micro_batches=micro_batches)
 
 
-def _whole(wrapped: nn.Module, model: nn.Module, recipe: Recipe, loop: Loop) -> RankSystem:
+def _whole(wrapped: nn.Module, model: nn.Module, recipe: Recipe, loop: Loop, trunk: Path | None) -> RankSystem:
     """A model whose parameters are whole on every rank."""
     parameters = dict(model.named_parameters())
     groups = [{**group, "params": [parameters[name] for name in group["params"]]} for group in _groups(model, loop)]
     optimizer = _KINDS[loop.inner](groups, **_options(recipe, loop))
+    if trunk is not None:
+        branch(model, optimizer, trunk)
 
     def clip(norm: float) -> float:
         return float(nn.utils.clip_grad_norm_(model.parameters(), norm, foreach=True))

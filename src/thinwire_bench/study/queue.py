@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from thinwire.errors import ThinwireError, UsageError
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
+from thinwire.train.checkpoint import checkpoint_path
 from thinwire.train.directory import RunDirectory, write_atomically, write_json
+from thinwire.train.launching.versions import versions
 from thinwire.train.observing.metrics import read as read_metrics
 from thinwire_bench.study.arms import LossStudy, StudyRun
 from thinwire_bench.study.curves import Curve, Curves
@@ -82,6 +85,8 @@ class Queue:
                 progress.update(task, completed=step)
                 progress.update(study, completed=before + step)
 
+            if not self._branches(run, directory):
+                return False
             status = self._train(run, directory, advance)
             progress.remove_task(task)
             curve = Curve.from_directory(run, directory)
@@ -92,6 +97,26 @@ class Queue:
         curve.save(self.curves.path(run))
         loss = curve.final_loss
         self.console.print(f"{run.name}: {'diverged' if loss is None else f'validation loss {loss:.4f}'}")
+        return True
+
+    def _branches(self, run: StudyRun, directory: RunDirectory) -> bool:
+        """Put the checkpoint of its trunk where a run continues; False where the trunk was interrupted."""
+        if run.trunk is None or directory.recipe.is_file():
+            return True
+        trunk = RunDirectory(self.work / run.trunk.name)
+        source = checkpoint_path(trunk.checkpoints, run.trunk_steps)
+        if not source.is_dir():
+            self._train(run.trunk, trunk, lambda step: None)
+        if self._stopping:
+            return False
+        if not source.is_dir():
+            raise StudyError(
+                f"{run.name} starts from {source}, which {run.trunk.name} has not left; see {self._log(run.trunk)}"
+            )
+        shutil.copytree(source, checkpoint_path(directory.checkpoints, run.trunk_steps), dirs_exist_ok=True)
+        if run.loop is not None:
+            write_json(directory.path / LOOP_FILE, run.loop.to_dict())
+        directory.open(run.recipe, run.plan, versions())
         return True
 
     def _train(self, run: StudyRun, directory: RunDirectory, advance: Callable[[int], None]) -> int:

@@ -102,6 +102,10 @@ class Exchanges:
                 self.alike_since[fragment] = step
         return frozenset(unit for units in written for unit in units)
 
+    def take_fetched(self) -> int | None:
+        """Updates made in a state that was fetched from another island since the last call; ``None`` without any."""
+        return None
+
     def wait(self) -> None:
         """Wait until the exchanges under way have ended; their results are written when they are due."""
         for pending in self.pending.values():

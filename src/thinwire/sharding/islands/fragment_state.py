@@ -64,11 +64,17 @@ class PartState:
 
     def start(self, group: OuterGroup, seed: int) -> Moves:
         """Exchange the change since the last outer step, and make the next one."""
-        change = torch.sub(self.anchor, self._packed()[self._piece])
+        mean, moves = self.exchange(group, seed)
+        return moves.then(lambda: self.step(mean))
+
+    def exchange(self, group: OuterGroup, seed: int) -> tuple[torch.Tensor, Moves]:
+        """The mean change of all islands since the last outer step, fp32, and the moves that fill it."""
+        change = group.padded(torch.sub(self.anchor, self._packed()[self._piece]))
         mean = torch.empty_like(change)
         encoded = self.part.encoded and not self._settings.codec.is_none
-        moves = group.mean(change, mean, encoded=encoded, lost=self._residuals(group, encoded), seed=seed)
-        return moves.then(lambda: self._step(mean))
+        lost = self._residuals(group, encoded, change.numel())
+        moves = group.mean(change, mean, encoded=encoded, lost=lost, seed=seed)
+        return mean[: self.anchor.numel()], moves
 
     def gather(self) -> Moves:
         """Gather the values of the outer step inside the island; nothing, if no other rank of it owns the shares."""
@@ -97,8 +103,17 @@ class PartState:
                 master.copy_(value)
             begin += master.numel()
 
-    def _step(self, gradient: torch.Tensor) -> None:
-        """One step of the outer optimizer, as torch's SGD makes it."""
+    def write(self) -> None:
+        """Write the anchor to the masters of all ranks that own them, at once."""
+        self.gather().perform()
+        self.finish(blends=False)
+
+    def step(self, gradient: torch.Tensor) -> None:
+        """One step of the outer optimizer, as torch's SGD makes it.
+
+        Args:
+            gradient: The mean change, which is overwritten.
+        """
         outer, momentum = self._settings.outer, self.momentum
         if momentum is not None:
             momentum.mul_(outer.momentum).add_(gradient)
@@ -114,16 +129,26 @@ class PartState:
             begin += master.numel()
         return vector
 
-    def _residuals(self, group: OuterGroup, encoded: bool) -> tuple[Residual | None, Residual | None]:
+    def _residuals(self, group: OuterGroup, encoded: bool, numel: int) -> tuple[Residual | None, Residual | None]:
         if not encoded or not self._settings.error_feedback:
             return None, None
-        for index, numel in enumerate(group.feedback_numels(self.anchor.numel())):
-            lost = self.lost[index]
-            if numel and (lost is None or lost.numel() != numel):
-                self.lost[index] = torch.zeros(numel, device=self.anchor.device)
+        own, of_mean = group.feedback_numels(numel)
+        self.lost = [_sized(self.lost[0], own, self.anchor), _sized(self.lost[1], of_mean, self.anchor, keeps=False)]
         gain = self._settings.feedback_gain
         first, second = (None if lost is None else Residual(lost, gain) for lost in self.lost)
         return first, second
+
+
+def _sized(lost: torch.Tensor | None, numel: int, like: torch.Tensor, *, keeps: bool = True) -> torch.Tensor | None:
+    """Rounding errors for another number of islands: those of a rank's own message stay where they are, up to padding;
+    those of its piece of the mean belong to other elements then, and are given up."""
+    if not numel or (lost is not None and lost.numel() == numel):
+        return lost
+    sized = torch.zeros(numel, device=like.device)
+    if lost is not None and keeps:
+        kept = min(numel, lost.numel())
+        sized[:kept].copy_(lost[:kept])
+    return sized
 
 
 def _masters(buffer: FlatBuffer, runs: Sequence[Run]) -> Iterator[torch.Tensor]:

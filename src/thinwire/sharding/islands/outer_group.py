@@ -9,6 +9,7 @@ from thinwire.collectives.messages import Residual
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.reduce_scatter import EXACT, HopCodecs
 from thinwire.collectives.topology import AxisGroup
+from thinwire.program.islands import ALIGNED
 
 __all__ = ["OuterGroup"]
 
@@ -30,6 +31,10 @@ class OuterGroup:
     def size(self) -> int:
         """Number of islands that take part."""
         return self._axis.size
+
+    def padded(self, vector: torch.Tensor) -> torch.Tensor:
+        """A vector with zeros behind it, so that the islands can cut it into equal, aligned pieces."""
+        return torch.nn.functional.pad(vector, (0, -vector.numel() % (ALIGNED * self.size)))
 
     def feedback_numels(self, numel: int) -> tuple[int, int]:
         """Number of rounding errors that an encoded vector of ``numel`` elements leaves on this rank: of its own

@@ -33,14 +33,15 @@ class Slice:
 
 @dataclass(frozen=True)
 class LocalPart:
-    """The part of a model that a rank trains under tensor or pipeline parallelism.
+    """The part of a model that a rank trains under tensor, pipeline or expert parallelism.
 
     Attributes:
         data: Ranks that train the same part.
-        stage: Number of the pipeline stage; 0 without a pipeline.
-        tensor: Index of this rank among the tensor-parallel ranks.
-        tensor_ranks: Number of tensor-parallel ranks.
+        stage: Number of the pipeline stage; 0 without a pipeline. Experts that ranks share are stage 1.
+        tensor: Index of this rank among the tensor-parallel ranks, or among those that share experts.
+        tensor_ranks: Number of these ranks.
         masters: Initial fp32 masters of parameters that already have a narrower dtype, by name.
+        is_inner: Whether another part calls this one's modules and, with recomputation, runs them again.
     """
 
     data: DataRanks
@@ -48,6 +49,7 @@ class LocalPart:
     tensor: int = 0
     tensor_ranks: int = 1
     masters: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    is_inner: bool = False
 
     @property
     def label(self) -> str:

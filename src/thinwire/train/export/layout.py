@@ -94,6 +94,11 @@ def layout_of_ours(model: Llama | GPT) -> Layout:
         UsageError: No architecture of ``transformers`` computes the same.
     """
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    if isinstance(model, Llama) and model.config.experts is not None:
+        raise UsageError(
+            f"a Llama with experts = {model.config.experts} is not exported yet; train a Mixtral of transformers, with "
+            'model.kind = "huggingface", to export one'
+        )
     if isinstance(model, Llama):
         return Layout(_llama_config(model.config), _renamed(shapes, "model.", "lm_head"), shapes)
     config = model.config

@@ -71,7 +71,7 @@ def continued(template: PlanTemplate, directory: RunDirectory, ranks: Started | 
 
 def global_batch(plan: Plan) -> int:
     """The number of sequences of a step under a plan, over all ranks."""
-    return plan.data_ranks * plan.micro_batch * plan.micro_batches
+    return plan.samplers * plan.micro_batch * plan.micro_batches
 
 
 def _batch_before(directory: RunDirectory, before: Plan | None) -> int | None:

@@ -9,6 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Self
 
+from thinwire.errors import SpecError
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.spec.template import PlanTemplate
@@ -86,6 +87,7 @@ def resolve_run(
     else:
         mesh = resolve_mesh(template, ranks, found.num_gpus)
         plan = template.resolve(mesh, auto_dtype=found.fast_dtype)
+    _check_island(recipe, plan)
     return ResolvedRun(
         recipe=template.recipe,
         plan=plan,
@@ -96,3 +98,23 @@ def resolve_run(
         notes=notes,
         replaced=template.replaced(mesh),
     )
+
+
+def _check_island(recipe: Recipe, plan: Plan) -> None:
+    """Refuse an elastic island that knows neither its number nor the others, and a number that has no use."""
+    cluster = recipe.cluster
+    given = {"island": cluster.island, "lighthouse": cluster.lighthouse}
+    if plan.is_elastic and None in given.values():
+        missing = " and ".join(name for name, value in given.items() if value is None)
+        raise SpecError(
+            "cluster",
+            [
+                f"{missing} is missing, with islands.elastic = true: start this job with --island K --lighthouse "
+                "HOST:PORT, as `thinwire lighthouse` prints it"
+            ],
+        )
+    useless = [f"{name} = {value!r}" for name, value in given.items() if value is not None]
+    if not plan.is_elastic and useless:
+        raise SpecError(
+            "cluster", [f"{' and '.join(useless)} has no use without islands.elastic = true in the plan; leave it out"]
+        )

@@ -95,6 +95,9 @@ def _llama(shape: ModelSpec, recipe: ModelRecipe, recompute: bool) -> Decoder:
         rope_theta=recipe.rope_theta,
         norm_eps=recipe.norm_eps,
         recompute=recompute,
+        experts=shape.experts,
+        active_experts=shape.active_experts,
+        expert_ffn=shape.expert_ffn,
     )
     return Llama(config)
 

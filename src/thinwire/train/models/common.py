@@ -160,6 +160,10 @@ def call_layer(layer: Callable[..., Tensor], recompute: bool, *inputs: Any) -> T
     return output
 
 
+STACKED: Final = 3
+"""Dimensions of a parameter that stacks the matrices of all experts."""
+
+
 @dataclass(frozen=True)
 class Draw:
     """A weight with random initial values.
@@ -184,7 +188,8 @@ def draws(model: nn.Module, num_layers: int, residual_outputs: tuple[str, ...]) 
     Args:
         model: Model on any device.
         num_layers: Number of blocks, L.
-        residual_outputs: Last components of the names of linear layers that write to the residual stream.
+        residual_outputs: Last components of the names of linear layers, and of stacks of experts, that write to the
+            residual stream.
 
     Returns:
         The weights, in the order in which they are drawn.
@@ -195,6 +200,10 @@ def draws(model: nn.Module, num_layers: int, residual_outputs: tuple[str, ...]) 
             weight: Tensor = module.weight
             is_output = name.rsplit(".", 1)[-1] in residual_outputs
             drawn.append(Draw(f"{name}.weight", weight, 0.02 / math.sqrt(2 * num_layers) if is_output else 0.02))
+        for own, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == STACKED:
+                std = 0.02 / math.sqrt(2 * num_layers) if own in residual_outputs else 0.02
+                drawn.append(Draw(f"{name}.{own}", parameter, std))
     return drawn
 
 

@@ -30,6 +30,9 @@ of their blocks, which stages in the middle must not do."""
 FAMILIES: Final = (*STAGED, "gemma2", "phi", "cohere")
 """``model_type`` of the models that tests split by ``tp``."""
 
+EXPERTS: Final = ("mixtral", "qwen3_moe")
+"""``model_type`` of the mixtures of experts that tests share by ``ep``."""
+
 _HEAD_DIM: Final = 2
 """Dimension of the heads in normalised queries and keys, ``(B, T, heads, width)``."""
 
@@ -69,6 +72,11 @@ class Division:
         """Sizes that the number of tensor-parallel ranks must divide, by name."""
         names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
         return {name: int(getattr(self._config, name)) for name in names}
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether the model is of a family whose experts ranks can share."""
+        return self._config.model_type in EXPERTS
 
     @property
     def width(self) -> int:

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from thinwire.train.models.common import STACKED
+
 
 def matrix_elements(model: nn.Module) -> float:
     """Number of elements in all matrices that one token is multiplied with.
@@ -29,6 +31,10 @@ def matrix_elements(model: nn.Module) -> float:
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
             weight: Any = module.weight
             linear += weight.numel()
+    own: Any = getattr(model, "config", None)
+    if getattr(own, "experts", None):
+        stacked = sum(p.numel() for p in model.parameters() if p.ndim == STACKED)
+        return linear + stacked * float(own.active_experts) / int(own.experts)
     config: Any = getattr(getattr(model, "model", None), "config", None)
     num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     chosen = getattr(config, "num_experts_per_tok", None)

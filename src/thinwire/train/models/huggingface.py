@@ -100,6 +100,11 @@ class HuggingFaceCausal(nn.Module):
         """Whether the head shares the embedding's weight."""
         return self.division.is_tied
 
+    @property
+    def shares_experts(self) -> bool:
+        """Whether expert parallelism has been tested with the model's family."""
+        return self.division.shares_experts
+
     def check_divisible(self, *, tp: int, pp: int) -> None:
         """Raise unless the model can be split like this."""
         self.division.check(tp=tp, pp=pp)

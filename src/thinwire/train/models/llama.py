@@ -1,8 +1,8 @@
-"""Llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases.
+"""Llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases; with experts, a Mixtral.
 
-Parameter names and layouts are those of Hugging Face's ``LlamaForCausalLM`` without its ``model.`` prefix, so
-weights move between the two by renaming. Shapes: B sequences, T tokens, D hidden, H heads, K key-value heads,
-C channels per head.
+Parameter names and layouts are those of Hugging Face's ``LlamaForCausalLM`` and ``MixtralForCausalLM`` without their
+``model.`` prefix, so weights move between the two by renaming. Shapes: B sequences, T tokens, D hidden, H heads, K
+key-value heads, C channels per head; N tokens, E experts.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thinwire.errors import UsageError
+from thinwire.parallel.context import Context
 from thinwire.train.models.common import (
     CausalOutput,
     RotaryTable,
@@ -40,6 +43,9 @@ class LlamaConfig:
         rope_theta: base of the rotary frequencies.
         norm_eps: of RMSNorm.
         recompute: whether backward recomputes each block.
+        experts: E, experts of a block; ``None`` for a dense model.
+        active_experts: experts that each token visits.
+        expert_ffn: width of an expert; default: ``ffn``.
     """
 
     vocab: int
@@ -53,6 +59,9 @@ class LlamaConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     recompute: bool = False
+    experts: int | None = None
+    active_experts: int = 1
+    expert_ffn: int | None = None
 
 
 class LlamaAttention(nn.Module):
@@ -66,6 +75,7 @@ class LlamaAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden, config.kv_heads * self.channels, bias=False)
         self.v_proj = nn.Linear(config.hidden, config.kv_heads * self.channels, bias=False)
         self.o_proj = nn.Linear(config.heads * self.channels, config.hidden, bias=False)
+        self.context: Context | None = None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Attend: ``(B, T, D)`` to ``(B, T, D)``."""
@@ -73,8 +83,12 @@ class LlamaAttention(nn.Module):
             projection(x).unflatten(-1, (-1, self.channels)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        queries, keys, mask = rotate(queries, cos, sin), rotate(keys, cos, sin), None
+        if self.context is not None:
+            keys, values = self.context.gather(keys), self.context.gather(values)
+            mask = self.context.mask(x.shape[1], x.device)
         mixed = F.scaled_dot_product_attention(
-            rotate(queries, cos, sin), rotate(keys, cos, sin), values, is_causal=True, enable_gqa=self.grouped
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped
         )
         output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(-2))
         return output
@@ -95,6 +109,67 @@ class LlamaMLP(nn.Module):
         return output
 
 
+class LlamaExperts(nn.Module):
+    """The SwiGLU networks of all experts of a block, stacked.
+
+    Attributes:
+        num_experts: E, or with expert parallelism, this rank's part of them.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        assert config.experts is not None
+        width = config.expert_ffn or config.ffn
+        self.num_experts = config.experts
+        self.gate_up_proj = nn.Parameter(torch.zeros(config.experts, 2 * width, config.hidden))
+        self.down_proj = nn.Parameter(torch.zeros(config.experts, config.hidden, width))
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Transform each token by its experts.
+
+        Args:
+            x: ``(N, D)``.
+            chosen: Numbers of the experts of each token, int64, ``(N, K)``.
+            weights: Their weights, ``(N, K)``.
+
+        Returns:
+            Weighted sums of what the experts make of the tokens, ``(N, D)``.
+        """
+        experts = chosen.flatten()
+        order = experts.argsort(stable=True)
+        tokens = order // chosen.shape[1]
+        counts = torch.bincount(experts, minlength=self.num_experts).tolist()
+        # Split, because the gradient of a single expert taken out of the stack would have the size of the stack; and
+        # unsafely, because gathering parameters anew writes to the memory of views that autograd guards.
+        matrices = zip(self.gate_up_proj.unsafe_split(1), self.down_proj.unsafe_split(1), strict=True)
+        made = []
+        for rows, (gate_up, down) in zip(x[tokens].split(counts), matrices, strict=True):
+            gate, up = F.linear(rows, gate_up[0]).chunk(2, dim=-1)
+            made.append(F.linear(F.silu(gate) * up, down[0]))
+        weighted = torch.cat(made) * weights.flatten()[order].unsqueeze(-1)
+        return torch.zeros_like(x).index_add(0, tokens, weighted.to(x.dtype))
+
+
+class LlamaMixture(nn.Module):
+    """Experts, of which a router chooses a few for each token, as in Mixtral (arXiv 2401.04088, section 2.1)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        assert config.experts is not None
+        self.active = config.active_experts
+        self.gate = nn.Linear(config.hidden, config.experts, bias=False)
+        self.experts = LlamaExperts(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform: ``(B, T, D)`` to ``(B, T, D)``."""
+        tokens = x.flatten(0, -2)
+        chances = self.gate(tokens).float().softmax(dim=-1)
+        weights, chosen = chances.topk(self.active, dim=-1)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        output: Tensor = self.experts(tokens, chosen, weights.to(x.dtype))
+        return output.view_as(x)
+
+
 class LlamaBlock(nn.Module):
     """One transformer block, normalised before each half."""
 
@@ -103,7 +178,7 @@ class LlamaBlock(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.self_attn = LlamaAttention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        self.mlp = LlamaMLP(config)
+        self.mlp = LlamaMLP(config) if config.experts is None else LlamaMixture(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Transform: ``(B, T, D)`` to ``(B, T, D)``."""
@@ -145,7 +220,15 @@ class Llama(Decoder):
         self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
         self.rotary = RotaryTable(config.hidden // config.heads, config.seq, config.rope_theta)
         init_weights(self, seed, config.layers, ("o_proj", "down_proj"))
+        self.context: Context | None = None
         self.tie()
+
+    def share_context(self, context: Context) -> None:
+        """Take a part of every sequence from now on, and gather keys and values of the others."""
+        self.context = context
+        for layer in self.layers:
+            assert isinstance(layer, LlamaBlock)
+            layer.self_attn.context = context
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalOutput | Tensor:
         """Predict the next tokens.
@@ -160,13 +243,26 @@ class Llama(Decoder):
         """
         first = self.embed_tokens is not None
         x = input_ids if self.embed_tokens is None else self.embed_tokens(input_ids)
-        cos, sin = self.rotary(input_ids.shape[1] * (1 if first else self.sequence_ways), x.dtype)
+        length = input_ids.shape[1]
+        if self.context is None:
+            cos, sin = self.rotary(length * (1 if first else self.sequence_ways), x.dtype)
+        else:
+            own = self.context.positions(length)
+            cos, sin = (table[own] for table in self.rotary(length * self.context.ways, x.dtype))
         for layer in self.layers:
             x = call_layer(layer, self.config.recompute, x, cos, sin)
         if self.norm is None or self.lm_head is None:
             return x
         logits = self.lm_head(self.norm(x))
         return CausalOutput(logits, None if labels is None else cross_entropy(logits, labels))
+
+    def check_divisible(self, *, tp: int, pp: int) -> None:
+        """Raise for a mixture of experts, which is not divided so."""
+        if self.config.experts is not None:
+            raise UsageError(
+                f"tp = {tp} and pp = {pp} do not divide a Llama with experts = {self.config.experts}; use ep, with "
+                "tp = 1 and pp = 1"
+            )
 
     @property
     def tensor_parallel_sizes(self) -> Mapping[str, int]:

@@ -20,7 +20,7 @@ from thinwire.train.observing.metrics import KINDS
 
 _PER_KIND: Final = 4
 _PER_AXIS: Final = 3
-_AXES: Final = ("tp", "pp")
+_AXES: Final = ("tp", "pp", "ep", "cp")
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class StepMeasurements:
     """Measurements over all ranks.
 
     Attributes:
-        sent: Bytes sent by all ranks, by kind, then ``inside`` and ``across`` nodes; ``tp`` and ``pp`` if any.
-        exposed: Seconds that computation waited, by kind, mean over ranks; ``tp`` and ``pp`` where they are timed.
+        sent: Bytes sent by all ranks, by kind, then ``inside`` and ``across`` nodes; with those of other axes.
+        exposed: Seconds that computation waited, by kind, mean over ranks; and of axes that are timed.
         codec: Seconds that codecs took, by kind, mean over ranks.
         memory: Bytes by rank: ``rss``, and on GPUs ``cuda`` (peak allocated).
         own: Seconds that each rank spent on its own work, by rank.
@@ -71,7 +71,9 @@ def pack(
     stood_still = sum(waited for _, _, waited, _ in totals.values())
     for axis in _AXES:
         count = float(axes[axis].sent) if axis in axes else 0.0
-        across = count * share_across(model.grid, len(model.chunks), node_ranks) if axis == "pp" else 0.0
+        across = float(axes[axis].across) if axis in axes else 0.0
+        if axis == "pp":
+            across = count * share_across(model.grid, len(model.chunks), node_ranks)
         seconds_of_axis = (axes[axis].waited or 0.0) if axis in axes else 0.0
         stood_still += seconds_of_axis
         words += [count - across, across, seconds_of_axis]

@@ -77,7 +77,12 @@ class StepRecord:
             ``slowest`` with its ``rank``.
         data_waits: Number of ``steps`` since the last record that waited for their data, and the ``seconds`` that they
             waited, summed over all ranks.
+        exchanges: Exchanges of elastic islands since the last record: ``step``, the updates ``made`` for it, the
+            numbers of the ``islands`` that exchanged and of those that ``came`` and fetched, the ``source`` from which
+            this island has fetched, a ``checksum`` of what all of them then have, ``attempts``, and ``seconds`` until
+            the parameters were new.
         slow: Sentence about a rank that has become slow or has caught up; usually ``None``.
+        slow_link: Sentence about a link between hosts that has become slow or is fast again; usually ``None``.
         memory_by_rank: `memory` of every rank; ``None`` in most records, because its size grows with the ranks.
         time: Time of the record on rank 0, in seconds since 1970.
     """
@@ -102,7 +107,9 @@ class StepRecord:
     codec: Mapping[str, float] = field(default_factory=dict)
     own: Mapping[str, float] = field(default_factory=dict)
     data_waits: Mapping[str, float] = field(default_factory=dict)
+    exchanges: Sequence[Mapping[str, Any]] = ()
     slow: str | None = None
+    slow_link: str | None = None
     memory_by_rank: Mapping[str, Sequence[int]] | None = None
     time: float = field(default_factory=time.time)
 

@@ -134,12 +134,24 @@ def _make(
 
 
 def _model(shape: ModelSpec, seq: int, blocks: int) -> Llama | GPT:
-    """Some blocks of it, with embedding and head."""
+    """Some blocks of it, with embedding and head.
+
+    Raises:
+        UsageError: The built-in models have no such blocks.
+    """
+    own_heads = shape.head_dim * shape.heads == shape.hidden
+    if shape.latent or shape.biases or shape.shared_ffn or shape.dense_layers or not own_heads:
+        raise UsageError(
+            f"{shape.name or 'the model'} cannot be timed: thinwire's own blocks have heads of hidden / heads, no "
+            "biases, and experts in all blocks or none; leave out --model (a small Llama is timed, from whose FLOP/s "
+            "the time of others follows)"
+        )
     if shape.kind == "llama":
         return Llama(
             LlamaConfig(
                 vocab=shape.vocab, hidden=shape.hidden, layers=blocks, heads=shape.heads, kv_heads=shape.kv_heads,
-                ffn=shape.ffn, seq=seq,
+                ffn=shape.ffn, seq=seq, experts=shape.experts, active_experts=shape.active_experts,
+                expert_ffn=shape.expert_ffn,
             )
         )  # fmt: skip
     return GPT(

@@ -194,7 +194,7 @@ def _failure(rank: int, ended: RankExit) -> Failure:
 
 
 def _end(processes: list[BaseProcess]) -> None:
-    """End the ranks that still run: ask first, and kill those that do not obey."""
+    """End the ranks that still run: ask first, and kill those that do not obey. Waits for none of them for ever."""
     for process in _running(processes):
         process.terminate()
     deadline = time.monotonic() + _SHUTDOWN
@@ -202,6 +202,9 @@ def _end(processes: list[BaseProcess]) -> None:
         process.join(max(0.0, deadline - time.monotonic()))
     for process in _running(processes):
         process.kill()
+    deadline = time.monotonic() + _SHUTDOWN
     for process in processes:
-        process.join()
-        process.close()
+        # A process in a call of a file system that hangs ends once the call returns, which may be never.
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.exitcode is not None:
+            process.close()

@@ -1,0 +1,143 @@
+"""A rank's side of its gateway: starts the process and asks it to forward."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, Final
+
+from thinwire.collectives.gateway.keys import Keys
+from thinwire.errors import CollectiveError, UsageError
+
+__all__ = ["Gateway", "GatewayRefusedError"]
+
+_PROGRAM: Final = Path(__file__).with_name("process.py")  # not imported: it brings asyncio
+
+
+class GatewayRefusedError(UsageError):
+    """The gateway of another rank does not let this one in."""
+
+
+class Gateway:
+    """The gateway of this rank, a process that ends with it.
+
+    Args:
+        keys: Keys of the job.
+        job: Name of the job, which all of its ranks know.
+
+    Raises:
+        UsageError: The keys cannot be used.
+    """
+
+    def __init__(self, keys: Keys, job: str) -> None:
+        self._keys = keys
+        self._lock = threading.Lock()
+        # A session of its own: signals of the terminal are meant for the rank.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_PROGRAM)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        answer = self._ask("start", certificate=str(keys.certificate), key=str(keys.key), job=job)
+        if "error" in answer:
+            self.close()
+            raise UsageError(
+                f"cluster.keys = {keys.directory} cannot be used ({answer['error']}); make new ones: thinwire keys DIR"
+            )
+
+    def open(self, address: str, port: int, *, inside: str, store: int = 0) -> int:
+        """Listen for the gateways of other ranks.
+
+        Args:
+            address: Address to listen at.
+            port: Port; 0 for any.
+            inside: Loopback address of this rank, whose ports may be asked for.
+            store: Port of the job's store on 127.0.0.1; 0 if another rank hosts it.
+
+        Returns:
+            The port.
+
+        Raises:
+            OSError: It cannot listen there.
+        """
+        answer = self._ask("open", address=address, port=port, inside=inside, store=store)
+        if "error" in answer:
+            raise OSError(0, answer["error"])
+        return int(answer["port"])
+
+    def reach(self, host: str, port: int, patience: float) -> str:
+        """Wait until another rank's gateway answers.
+
+        Args:
+            host: Name or address of its host.
+            port: Its port.
+            patience: Seconds to wait.
+
+        Returns:
+            The address by which this host reaches it.
+
+        Raises:
+            GatewayRefusedError: It has other keys, or belongs to another job.
+            TimeoutError: It does not answer.
+        """
+        answer = self._ask("reach", host=host, port=port, patience=patience)
+        if "refused" in answer:
+            raise GatewayRefusedError(_REFUSALS[answer["refused"]])
+        if "error" in answer:
+            raise TimeoutError(answer["error"])
+        return str(answer["address"])
+
+    def listen(self, at: str, host: str, port: int, target: int) -> int:
+        """Forward this rank's connections to a port of another rank.
+
+        Args:
+            at: Loopback address to listen at.
+            host: Address of the other rank's gateway.
+            port: Its port.
+            target: Port of the other rank; 0 for the job's store.
+
+        Returns:
+            The port to connect to.
+
+        Raises:
+            CollectiveError: The gateway cannot listen.
+        """
+        answer = self._ask("listen", at=at, host=host, port=port, target=target)
+        if "error" in answer:
+            raise CollectiveError(f"this rank's gateway cannot listen at {at}: {answer['error']}")
+        return int(answer["port"])
+
+    def close(self) -> None:
+        """Let the process end, after its last bytes."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+        self._process.wait()
+
+    def _ask(self, action: str, **arguments: Any) -> dict[str, Any]:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        with self._lock:
+            try:
+                stdin.write(json.dumps({"do": action, **arguments}).encode() + b"\n")
+                stdin.flush()
+                line = stdout.readline()
+            except (OSError, ValueError) as error:
+                raise CollectiveError(f"this rank's gateway has ended: {error}") from error
+        if not line:
+            raise CollectiveError(f"this rank's gateway has ended with status {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+_REFUSALS: Final = {
+    "keys": "the keys there are others, or have expired; copy one directory made by `thinwire keys` to all hosts",
+    "program": "another program, or a rank without keys, answers there; give all ranks the same cluster.keys",
+    "job": "a rank of another job answers there; choose another port",
+    "port": "a rank answers there that is not rank 0; see whether all ranks got the same address",
+}

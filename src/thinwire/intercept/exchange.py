@@ -1,0 +1,130 @@
+"""All-to-alls of which every piece is encoded by itself."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.codecs import Codec
+from thinwire.collectives.group import Subgroup
+from thinwire.errors import WireError
+from thinwire.intercept import encoded
+
+__all__ = ["RankPieces", "across_nodes", "all_to_all", "numels"]
+
+
+@dataclass(frozen=True)
+class RankPieces:
+    """The pieces that a rank sends to all ranks, or receives from them.
+
+    Attributes:
+        numels: Number of values of each piece, by rank.
+        codecs: Codec of each piece; ``None`` if it is not encoded.
+        dtype: Dtype of the values.
+    """
+
+    numels: tuple[int, ...]
+    codecs: tuple[Codec | None, ...]
+    dtype: torch.dtype
+
+    @property
+    def most_bytes(self) -> list[int]:
+        """Upper bound of each message's bytes, which all messages of fixed length have."""
+        return [
+            numel * self.dtype.itemsize if codec is None else codec.max_wire_bytes(numel, self.dtype)
+            for numel, codec in zip(self.numels, self.codecs, strict=True)
+        ]
+
+    @property
+    def vary(self) -> bool:
+        """Whether the length of a message depends on its values."""
+        return any(codec is not None and codec.spec.is_variable_length for codec in self.codecs)
+
+
+def numels(tensor: torch.Tensor, rows: Sequence[int] | None, ranks: int) -> tuple[int, ...]:
+    """Number of values of each rank's piece of a tensor.
+
+    Args:
+        tensor: The tensor; pieces consist of rows, which lie along its first dimension.
+        rows: Rows of each piece; ``None`` or empty for equal pieces.
+        ranks: Number of ranks.
+    """
+    if not rows:
+        return (tensor.numel() // ranks,) * ranks
+    of_a_row = math.prod(tensor.shape[1:])
+    return tuple(count * of_a_row for count in rows)
+
+
+def all_to_all(
+    members: Subgroup,
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    received: RankPieces,
+    sent: RankPieces,
+    seed: Callable[[Codec], int | None],
+) -> list[int]:
+    """Send every rank its piece of a tensor, each encoded, and decode theirs. What a rank keeps is copied.
+
+    Args:
+        members: The ranks.
+        output: Tensor to fill.
+        tensor: RankPieces to send, one after another.
+        received: RankPieces of the output.
+        sent: RankPieces of the tensor.
+        seed: A seed for a message of a codec.
+
+    Returns:
+        Bytes of the message to each rank.
+
+    Raises:
+        WireError: A message is damaged.
+    """
+    mine = members.index
+    pieces = encoded.flat(tensor).split(sent.numels)
+    messages = [
+        piece.view(torch.uint8) if codec is None else codec.encode(piece, seed=seed(codec))
+        for piece, codec in zip(pieces, sent.codecs, strict=True)
+    ]
+    lengths = [message.numel() for message in messages]
+    expected = _lengths(members, lengths, received) if received.vary or sent.vary else received.most_bytes
+    room = [torch.empty(length, dtype=torch.uint8, device=tensor.device) for length in expected]
+    members.exchange(messages, room)
+    room[mine] = messages[mine]
+    in_place = output.is_contiguous()
+    target = encoded.flat(output) if in_place else torch.empty(output.numel(), dtype=output.dtype, device=output.device)
+    for message, piece, codec in zip(room, target.split(received.numels), received.codecs, strict=True):
+        if codec is not None:
+            codec.decode(message, piece.numel(), piece.dtype, out=piece)
+        else:
+            piece.view(torch.uint8).copy_(message)
+    if not in_place:
+        encoded.deliver(target, output)
+    return lengths
+
+
+def _lengths(members: Subgroup, lengths: Sequence[int], received: RankPieces) -> list[int]:
+    """Exchange the lengths of messages; returns those of the messages to this rank."""
+    mine, theirs = [torch.tensor([length]) for length in lengths], [torch.tensor([length]) for length in lengths]
+    members.exchange(mine, theirs)
+    expected = [int(length) for length in theirs]
+    for length, most, codec in zip(expected, received.most_bytes, received.codecs, strict=True):
+        if not 0 <= length <= most or (codec is None and length != most):
+            raise WireError(f"an all-to-all's message has {length} bytes, and at most {most} were expected")
+    return expected
+
+
+def across_nodes(counts: Sequence[int], index: int, nodes: int) -> int:
+    """The sum of what a rank sends to those of other nodes.
+
+    Args:
+        counts: What it sends to each rank.
+        index: Its own place among them.
+        nodes: Number of nodes, of equally many consecutive ranks.
+    """
+    local = len(counts) // nodes
+    node = index // local
+    return sum(itertools.chain(counts[: node * local], counts[(node + 1) * local :]))

@@ -1,0 +1,107 @@
+"""How far islands end above synchronous training: a fit to the study of docs/islands-study.md, and where it ends."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from pydantic import Field
+
+from thinwire.errors import SpecError
+from thinwire.spec.base import Count, Positive, Spec
+
+__all__ = ["LAW_FILE", "ExchangeWay", "LossLaw", "parse_budget"]
+
+LAW_FILE = "loss_law.json"
+"""The law in the package, which ``thinwire bench islands --law`` writes."""
+
+
+class ExchangeWay(Spec):
+    """A way to exchange, as an arm of the study used it."""
+
+    name: str = Field(description="for tables")
+    islands: dict[str, Any] = Field(description="keys of a plan's islands table, without count and every")
+    percent: float = Field(description="loss above that of the exact exchange with as many islands and steps")
+
+
+class LossLaw(Spec):
+    """Percent of validation loss above synchronous training at equal tokens, over islands and inner steps.
+
+    The law is ``(1 - 1/K) (base + slope log2 H)`` for K islands that exchange exactly every H steps, by least squares,
+    and what another way to exchange added with four islands and 32 steps.
+    """
+
+    parameters: Count = Field(description="of the study's model")
+    tokens: Count = Field(description="of a run, those of the trunk among them")
+    trunk: int = Field(description="tokens of synchronous training before the islands part")
+    tokens_per_step: Count = Field(description="of all islands")
+    seeds: Count = Field(description="fewest of an arm")
+    islands: tuple[Count, Count] = Field(description="fewest and most islands of the study")
+    every: tuple[Count, Count] = Field(description="fewest and most inner steps of the study")
+    base: float = Field(description="percent, see the law")
+    slope: float = Field(description="percent for every doubling of H, see the law")
+    left_out: Positive = Field(
+        description="root mean square error in percent for a combination of K and H that the fit has not seen"
+    )
+    ways: tuple[ExchangeWay, ...] = Field(min_length=1, description="ways to exchange; the first is exact")
+
+    @classmethod
+    def known(cls) -> LossLaw:
+        """The law in the package."""
+        return _known()
+
+    def covers(self, count: int, every: int) -> bool:
+        """Whether the study had as many islands and steps, or fewer and more."""
+        return self.islands[0] <= count <= self.islands[1] and self.every[0] <= every <= self.every[1]
+
+    def percent(self, count: int, every: int, way: ExchangeWay) -> float:
+        """Loss above synchronous training.
+
+        Args:
+            count: Islands.
+            every: Inner steps from one exchange of a parameter to the next.
+            way: How they exchange.
+
+        Returns:
+            Percent of the validation loss; below 0 where islands ended lower.
+
+        Raises:
+            SpecError: The study had no such islands.
+        """
+        if not self.covers(count, every):
+            raise SpecError(
+                "islands",
+                [
+                    f"count = {count}, every = {every} is outside the study behind the loss law, which had "
+                    f"{self.islands[0]} to {self.islands[1]} islands and every = {self.every[0]} to {self.every[1]}"
+                ],
+            )
+        return (1 - 1 / count) * (self.base + self.slope * math.log2(every)) + way.percent
+
+
+@cache
+def _known() -> LossLaw:
+    text = (files("thinwire.plan") / LAW_FILE).read_text(encoding="utf-8")
+    return LossLaw.parse(json.loads(text), LAW_FILE)
+
+
+def parse_budget(text: str) -> float:
+    """Percent of a loss that a user would give for speed.
+
+    Args:
+        text: For example ``0.5%``.
+
+    Raises:
+        SpecError: It is no such text.
+    """
+    number, sign, rest = text.strip().partition("%")
+    try:
+        percent = float(number)
+    except ValueError:
+        percent = math.nan
+    if not sign or rest or not 0 < percent < 100:
+        raise SpecError("--loss-budget", [f"{text!r} is no share of the loss: give percent above 0, such as 0.5%"])
+    return percent

@@ -1,0 +1,196 @@
+"""The nearest configuration of another framework: of what it can do, what fits and is predicted to be fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from thinwire.cost import (
+    GPU_LOSS_CHUNK,
+    FlatCollectives,
+    Memory,
+    ProfiledRates,
+    Rates,
+    ZeroSettings,
+    largest_memory,
+    peer_memory,
+    views_of,
+)
+from thinwire.cost.flat import GroupCalls
+from thinwire.errors import UsageError
+from thinwire.plan.batches import axis_rates, stage_message
+from thinwire.plan.candidates import Candidate
+from thinwire.plan.rules import UNCUT, Cut, divided, factors
+from thinwire.plan.training_job import TrainingJob
+from thinwire.sim.axes import idle_seconds, message_seconds
+from thinwire.sim.peers import MeasuredCalls, peer_step
+from thinwire.spec import Factor, Plan
+from thinwire.units import format_bytes
+
+__all__ = ["PeerPlan", "configurations", "losses", "nearest", "predicted"]
+
+
+@dataclass(frozen=True)
+class PeerPlan:
+    """A configuration of another framework with its predicted step and memory.
+
+    Attributes:
+        framework: Name of the framework.
+        plan: What it shards, as a plan.
+        seconds: Seconds of a step.
+        memory: Bytes on a rank.
+        fits: Whether they fit into an accelerator's memory.
+    """
+
+    framework: str
+    plan: Plan
+    seconds: float
+    memory: Memory
+    fits: bool
+
+
+def nearest(job: TrainingJob, framework: str, ours: Plan) -> PeerPlan:
+    """The configuration of a framework that fits and has the shortest predicted step.
+
+    Args:
+        job: The job.
+        framework: Name of the framework.
+        ours: The plan that was chosen; the framework takes over its way of cutting the model, if it can.
+
+    Raises:
+        UsageError: No configuration of the framework fits into memory, or none divides the batch.
+    """
+    found = [predicted(job, framework, plan) for plan in configurations(job, framework, ours)]
+    if not found:
+        raise UsageError(
+            f"--emit {framework}: it has no configuration for {job.cluster.gpus} GPUs and {job.tokens_per_step:,} "
+            "tokens per step; change --tokens-per-step or the number of nodes"
+        )
+    fitting = [peer for peer in found if peer.fits]
+    if not fitting:
+        least = min(found, key=lambda peer: peer.memory.total)
+        lacking = format_bytes(least.memory.total - job.cluster.memory)
+        raise UsageError(
+            f"--emit {framework}: no configuration of it fits; the smallest ({least.plan.describe()}) lacks {lacking} "
+            "on every GPU; use more nodes, or a framework that shards more"
+        )
+    return min(fitting, key=lambda peer: peer.seconds)
+
+
+def configurations(job: TrainingJob, framework: str, ours: Plan) -> Iterator[Plan]:
+    """What a framework can do for a job, as plans without codecs."""
+    for cut in _cuts(job, framework, ours):
+        mesh = divided(job.mesh, cut)
+        if mesh is None:
+            continue
+        for sharding in _shardings(framework, mesh):
+            for micro_batch, micro_batches in job.batches(cut):
+                for recompute in job.recomputes:
+                    yield Plan(
+                        name=framework,
+                        mesh=mesh,
+                        **sharding,
+                        tp=cut.tp,
+                        pp=cut.pp,
+                        schedule=cut.schedule,
+                        compute_dtype=job.compute_dtype,
+                        bucket_bytes=ours.bucket_bytes,
+                        micro_batch=micro_batch,
+                        micro_batches=micro_batches,
+                        recompute=recompute,
+                    )
+
+
+def predicted(job: TrainingJob, framework: str, plan: Plan) -> PeerPlan:
+    """The predicted step and memory of a framework's configuration."""
+    seconds = max(_seconds(replace(job, rates=rates), framework, plan) for rates in views_of(job.rates))
+    needed = _memory(job, framework, plan)
+    return PeerPlan(framework, plan, seconds, needed, needed.total <= job.cluster.memory)
+
+
+def losses(ours: Candidate, peer: PeerPlan) -> list[str]:
+    """What a framework's configuration leaves out of the plan that was chosen, in words."""
+    mine, theirs = ours.plan, peer.plan
+    missing = []
+    codecs = [f"{name} {codec}" for name, codec in mine.wire.codecs().items() if not codec.is_none]
+    if codecs:
+        missing.append(f"codecs ({', '.join(codecs)})")
+    named = {"P": "params", "G": "grads", "OS": "optimizer", "secondary": "secondary"}
+    differing = {label: (getattr(mine, key), getattr(theirs, key)) for label, key in named.items()}
+    differing["tp x pp"] = f"{mine.tp} x {mine.pp}", f"{theirs.tp} x {theirs.pp}"
+    missing += [
+        f"{label} {own or 'none'} (it has {its or 'none'})" for label, (own, its) in differing.items() if own != its
+    ]
+    return [*missing, "collectives in two hops"]
+
+
+def _cuts(job: TrainingJob, framework: str, ours: Plan) -> list[Cut]:
+    cut = Cut.of(ours)
+    able = {"torchtitan": True, "megatron-fsdp": cut.pp == 1}.get(framework, False)
+    cuts = [cut] if able and cut != UNCUT else []
+    return [*cuts, UNCUT] if job.allows(UNCUT) else cuts
+
+
+def _shardings(framework: str, mesh: Factor) -> Iterator[dict[str, Any]]:
+    """Factors of P, G and OS that a framework can have on a mesh."""
+    one, node = Factor(), Factor(local=mesh.local)
+    inner = [group for group in factors(mesh) if 1 < group.ranks < mesh.ranks]
+    if framework in ("fsdp2", "torchtitan", "megatron-fsdp"):
+        yield {"params": mesh, "grads": mesh, "optimizer": mesh}
+        yield {"params": one, "grads": mesh, "optimizer": mesh}
+    if framework == "fsdp2" and 1 < node.ranks < mesh.ranks:
+        yield {"params": mesh, "grads": mesh, "optimizer": mesh, "secondary": node}
+    if framework in ("hsdp", "torchtitan", "megatron-fsdp"):
+        for group in inner:
+            yield {"params": group, "grads": group, "optimizer": group}
+    if framework == "megatron-fsdp":
+        yield {"params": one, "grads": one, "optimizer": mesh}
+    if framework == "deepspeed":
+        yield {"params": one, "grads": one, "optimizer": mesh}
+        yield {"params": one, "grads": mesh, "optimizer": mesh}
+        yield {"params": mesh, "grads": mesh, "optimizer": mesh}
+        if 1 < node.ranks < mesh.ranks:
+            yield {"params": mesh, "grads": mesh, "optimizer": mesh, "secondary": node}
+
+
+def _seconds(job: TrainingJob, framework: str, plan: Plan) -> float:
+    rates, workload = axis_rates(job, plan), job.workload(plan)
+    step = peer_step(framework, plan, workload, rates, _calls(job, job.rates))
+    if plan.pp == 1:
+        return step.seconds
+    message = stage_message(job, plan)
+    return step.seconds + idle_seconds(plan, workload, rates, message) + message_seconds(plan, message)
+
+
+def _calls(job: TrainingJob, rates: Rates) -> GroupCalls:
+    return MeasuredCalls(rates) if isinstance(rates, ProfiledRates) else FlatCollectives(job.cluster)
+
+
+def _memory(job: TrainingJob, framework: str, plan: Plan) -> Memory:
+    """Bytes on a rank; cut models are taken to need what thinwire needs for the same sharding."""
+    model = job.model.with_(seq=job.seq)
+    if Cut.of(plan) != UNCUT:
+        return largest_memory(model, plan, seq=job.seq, overhead=job.overhead, loss_chunk=job.loss_chunk)
+    numel = model.parameters
+    # Replicas do not matter: a rank holds what it would in one group.
+    group = plan.with_(mesh=plan.optimizer, params=plan.params, grads=plan.grads)
+    elements = plan.bucket_bytes // 2
+    zero = ZeroSettings(reduce_bucket=elements, live=1_000_000_000, prefetch=elements)
+    system = _formula(framework, plan)
+    on_gloo = job.loss_chunk != GPU_LOSS_CHUNK
+    needed = peer_memory(
+        system, model, group, overhead=job.overhead, zero=zero, loss_chunk=job.loss_chunk, gloo=on_gloo
+    )
+    if plan.secondary is not None:
+        needed = replace(needed, gathered=needed.gathered + 2 * numel // plan.secondary.ranks)
+    if system == "fsdp2" and plan.params.ranks == 1:
+        needed = replace(needed, gathered=max(needed.gathered, 2 * numel))
+    return needed
+
+
+def _formula(framework: str, plan: Plan) -> str:
+    """Which formula of :func:`thinwire.cost.peer_memory` holds."""
+    if framework == "deepspeed" or (framework == "megatron-fsdp" and plan.params.ranks == 1):
+        return "zero3" if plan.params.ranks > 1 else "zero2" if plan.grads.ranks > 1 else "zero1"
+    return "fsdp2"

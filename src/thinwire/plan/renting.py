@@ -1,0 +1,198 @@
+"""What a cluster costs for the tokens that it trains: prices, spot nodes, failures, and how many nodes to rent."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from thinwire.cost.goodput import Goodput, goodput
+from thinwire.errors import SpecError, UsageError
+from thinwire.plan.candidates import Candidate
+from thinwire.plan.explain import shortage
+from thinwire.plan.search import Searched, elsewhere, search
+from thinwire.plan.training_job import TrainingJob
+from thinwire.spec import ClusterSpec, Failures, NodeGroup, Spot, first_nodes
+from thinwire.units import format_bytes
+
+__all__ = ["Offer", "Rental", "SweptNodes", "cheapest", "offers", "parts_of", "rental", "rentals", "sweep_nodes"]
+
+_MOST_GROUPS = 5
+"""Groups of nodes of which every selection is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One way to rent the nodes of a cluster.
+
+    Attributes:
+        spot: Labels of the groups that are rented as spot nodes.
+        per_hour: Price of all nodes for an hour; ``None`` if prices are unknown.
+        goodput: The useful part of the time.
+    """
+
+    spot: tuple[str, ...]
+    per_hour: float | None
+    goodput: Goodput
+
+    @property
+    def label(self) -> str:
+        """``on demand``, or which nodes are spot nodes."""
+        return f"spot: {', '.join(self.spot)}" if self.spot else "on demand"
+
+
+@dataclass(frozen=True, slots=True)
+class Rental:
+    """A plan on nodes that are rented in one way.
+
+    Attributes:
+        candidate: The plan with its predicted step.
+        offer: How the nodes are rented.
+        tokens_per_second: Tokens in a second, failures included.
+        per_billion: Price of 10^9 tokens, failures included; ``None`` if prices are unknown.
+    """
+
+    candidate: Candidate
+    offer: Offer
+    tokens_per_second: float
+    per_billion: float | None
+
+
+@dataclass(frozen=True)
+class SweptNodes:
+    """One number of nodes, or one selection of groups, with the best plan for it.
+
+    Attributes:
+        nodes: Number of nodes.
+        label: Name of the selection of groups; empty where the number says it all.
+        job: The job on these nodes; ``None`` if it cannot be trained there.
+        searched: What the search found.
+        rental: The best plan, rented in the cheapest way; ``None`` if there is none.
+        reason: Why there is none.
+    """
+
+    nodes: int
+    label: str
+    job: TrainingJob | None
+    searched: Searched | None
+    rental: Rental | None
+    reason: str = ""
+
+
+def offers(cluster: ClusterSpec) -> list[Offer]:
+    """Every way to rent the nodes: all on demand first, then every selection of groups as spot nodes."""
+    groups = _groups(cluster)
+    able = [number for number, group in enumerate(groups) if group.spot is not None]
+    if len(able) > _MOST_GROUPS:
+        choices: Iterable[tuple[int, ...]] = [(), tuple(able)]
+    else:
+        choices = itertools.chain.from_iterable(itertools.combinations(able, n) for n in range(len(able) + 1))
+    failures = cluster.failures or Failures()
+    return [_offer(groups, cluster.gpus_per_node, frozenset(spot), failures) for spot in choices]
+
+
+def rental(job: TrainingJob, candidate: Candidate, offer: Offer) -> Rental:
+    """A plan on nodes that are rented in one way."""
+    rate = job.tokens_per_step / candidate.seconds * offer.goodput.share
+    price = None if offer.per_hour is None else math.inf if not rate else offer.per_hour / 3600 / rate * 1e9
+    return Rental(candidate, offer, rate, price)
+
+
+def rentals(job: TrainingJob, candidate: Candidate) -> list[Rental]:
+    """A plan on the job's nodes, rented in every way; see :func:`offers`."""
+    return [rental(job, candidate, offer) for offer in offers(job.cluster)]
+
+
+def cheapest(options: Sequence[Rental]) -> Rental:
+    """The rental with the lowest price per token; the first one if prices are unknown."""
+    priced = [option for option in options if option.per_billion is not None]
+    return min(priced, key=lambda option: option.per_billion or 0.0) if priced else options[0]
+
+
+def sweep_nodes(job: TrainingJob, counts: Iterable[int]) -> Iterator[SweptNodes]:
+    """The best plan for every number of nodes: the first ones of the job's cluster.
+
+    Args:
+        job: The job; its cluster has at least as many nodes if they are unlike.
+        counts: Numbers of nodes.
+
+    Raises:
+        SpecError: The cluster has fewer nodes, and describes them one by one.
+    """
+    for count in counts:
+        yield _best_on(job, first_nodes(job.cluster, count), "")
+
+
+def parts_of(job: TrainingJob) -> Iterator[SweptNodes]:
+    """The best plan for the whole cluster and for every selection of its groups, if it has any.
+
+    Raises:
+        UsageError: A price is missing.
+    """
+    groups = _groups(job.cluster)
+    unpriced = [group.label for group in groups if group.price_per_gpu_hour is None]
+    if unpriced:
+        where = f" of the groups {', '.join(unpriced)}" if job.cluster.groups else ""
+        raise UsageError(
+            f"--objective cost needs the price of a GPU{where}: price_per_gpu_hour in the cluster's file, or --price"
+        )
+    yield _best_on(job, job.cluster, "all" if job.cluster.groups else "")
+    if len(groups) > _MOST_GROUPS:
+        sizes: Sequence[int] = (len(groups) - 1,)
+    else:
+        sizes = range(len(groups) - 1, 0, -1)
+    for chosen in itertools.chain.from_iterable(itertools.combinations(groups, size) for size in sizes):
+        cluster = job.cluster.with_(groups=chosen, leaves=None)
+        yield _best_on(job, cluster, " + ".join(group.label for group in chosen))
+
+
+def _best_on(job: TrainingJob, cluster: ClusterSpec, label: str) -> SweptNodes:
+    try:
+        smaller = elsewhere(job, cluster)
+    except SpecError as error:
+        return SweptNodes(cluster.nodes, label, None, None, None, "; ".join(error.problems))
+    searched = search(smaller, top=1)
+    if not searched.candidates and (job.tp, job.pp) == ((1,), (1,)):
+        wider = replace(smaller, tp=None, pp=None)
+        smaller, searched = wider, search(wider, top=1)
+    if not searched.candidates:
+        _, lacking = shortage(smaller)
+        why = f"does not fit: every plan lacks at least {format_bytes(lacking)} on a GPU"
+        return SweptNodes(cluster.nodes, label, smaller, searched, None, why)
+    chosen = cheapest(rentals(smaller, searched.candidates[0]))
+    return SweptNodes(cluster.nodes, label, smaller, searched, chosen)
+
+
+def _groups(cluster: ClusterSpec) -> tuple[NodeGroup, ...]:
+    """The groups of a cluster; equal nodes are one."""
+    if cluster.groups:
+        return cluster.groups
+    price, spot = cluster.price_per_gpu_hour, cluster.spot
+    return (NodeGroup(name="all nodes", nodes=cluster.nodes, price_per_gpu_hour=price, spot=spot),)
+
+
+def _offer(groups: Sequence[NodeGroup], gpus: int, spot: frozenset[int], failures: Failures) -> Offer:
+    rates, prices, losses = [], [], []
+    for number, group in enumerate(groups):
+        leased = group.spot if number in spot else None
+        fails = 0.0 if failures.mtbf is None else group.nodes / failures.mtbf
+        taken = 0.0 if leased is None else group.nodes * leased.interruptions_per_hour / 3600
+        rates += [fails + taken]
+        losses += [fails * failures.restart + taken * (failures.restart + _wait(leased))]
+        price = group.price_per_gpu_hour
+        prices += [None if price is None else price * gpus * group.nodes * (1 - (leased.discount if leased else 0.0))]
+    rate = sum(rates)
+    restart = sum(losses) / rate if rate else 0.0
+    mean_time = 1 / rate if rate else math.inf
+    share = goodput(mean_time, failures.checkpoint, restart, failures.interval)
+    known = [price for price in prices if price is not None]
+    return Offer(
+        tuple(group.label for number, group in enumerate(groups) if number in spot),
+        sum(known) if len(known) == len(prices) else None,
+        share,
+    )
+
+
+def _wait(spot: Spot | None) -> float:
+    return 0.0 if spot is None else spot.replacement

@@ -1,0 +1,279 @@
+"""Exchanges with islands that are jobs of their own, and may vanish and come back.
+
+At the end of an exchange's steps, an island asks the lighthouse who is there. Those that agree about the newest state
+exchange; a result counts only once all of them have confirmed that they have it, bit by bit. If anything fails before,
+all of them ask again, with the changes that they had. Islands that are behind, or have just started, fetch the state
+that the others then have, and go on from there.
+
+An island that is slower than the others does not keep them waiting: it comes to an exchange with the steps that it has
+made by then, and goes on at the others' step.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+from zlib_ng import zlib_ng
+
+from thinwire.errors import CollectiveError, UsageError, WireError
+from thinwire.sharding.islands.exchanges import Exchanges
+from thinwire.sharding.islands.island_state import Fetched, packed_state, shared_state
+from thinwire.sharding.islands.others import OtherIslands
+from thinwire.sharding.islands.outer_group import OuterGroup
+from thinwire.sharding.islands.peers import PeerAxis
+from thinwire.sharding.islands.quorum import Quorum
+from thinwire.sharding.optimizers.state import state_of
+from thinwire.sharding.sharded import ShardedModel
+
+if TYPE_CHECKING:
+    from thinwire.sharding.optim import ShardedOptimizer
+
+__all__ = ["ElasticExchanges", "Exchanged"]
+
+
+_SLOW: Final = 1.5
+"""How many times as long as the others' the steps of a slow island take."""
+
+_LATE: Final = 1.1
+"""The share of the others' time between two exchanges after which a slow island does not begin another step."""
+
+
+class Tempo:
+    """How fast an island is, compared with the others, since their last exchange.
+
+    Attributes:
+        others: Seconds that the others usually take for the steps of an exchange; ``None`` if there are none.
+    """
+
+    def __init__(self) -> None:
+        self.others: float | None = None
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """Count from now on, from this step."""
+        self._since, self._first = time.monotonic(), step
+
+    def cycle(self, step: int, due: int) -> float:
+        """Seconds that all steps until an exchange take at the pace until now; 0 before the first."""
+        made = step - self._first
+        return (time.monotonic() - self._since) / made * (due - self._first) if made > 0 else 0.0
+
+    def is_late(self, step: int, due: int) -> bool:
+        """Whether another step would keep the others waiting at the exchange that is due."""
+        elapsed, made = time.monotonic() - self._since, step - self._first
+        if self.others is None or made <= 0 or self.cycle(step, due) < _SLOW * self.others:
+            return False
+        return elapsed * (made + 1) / made > _LATE * self.others
+
+
+class Exchanged(NamedTuple):
+    """How an exchange went.
+
+    Attributes:
+        step: Updates made, after it.
+        made: Updates that this island has made since the exchange before; fewer than usual if it is slow.
+        islands: Islands that exchanged, or that held the state which this one has fetched.
+        came: Islands that fetched instead.
+        source: Island from which this one has fetched; ``None`` if it took part.
+        checksum: Of the anchors and the outer momentum that all of them then have.
+        attempts: Meetings that it took.
+        seconds: Time from the end of the inner steps to the new parameters.
+    """
+
+    step: int
+    made: int
+    islands: tuple[int, ...]
+    came: tuple[int, ...]
+    source: int | None
+    checksum: int
+    attempts: int
+    seconds: float
+
+
+class ElasticExchanges(Exchanges):
+    """The exchanges of one model with those of other jobs.
+
+    Args:
+        sharded: The model.
+
+    Attributes:
+        fetched: Updates made in the state that was fetched last, until :meth:`take_fetched`.
+        log: Exchanges since :meth:`take_log` was called.
+        optimizer: The inner optimizer, whose state is handed to new islands.
+    """
+
+    def __init__(self, sharded: ShardedModel) -> None:
+        super().__init__(sharded, OuterGroup(PeerAxis(None, 0, 1, sharded.meter), sharded.codecs.outer))
+        self.fetched: int | None = None
+        self.log: list[Exchanged] = []
+        self.optimizer: ShardedOptimizer | None = None
+        self._membership: OtherIslands | None = None
+        self._has_trained = False
+        self._pace = Tempo()
+        self._made = 0
+        self._meets_at: int | None = None
+        self._problem = "nothing on this rank"
+
+    def enter(self, membership: OtherIslands, optimizer: ShardedOptimizer | None) -> None:
+        """Begin to train with the others that are there: the state becomes theirs, if they are ahead."""
+        self._membership, self.optimizer = membership, optimizer
+        self._sharded.seeds.be_island(membership.island)
+        self._has_trained = optimizer is not None and any(state_of(optimizer, owned) for owned in optimizer.fragments)
+        self._together(self._sharded.seeds.step, (), entering=True)
+
+    def writes(self) -> bool:
+        """Whether the step under way ends with an exchange, or with a fetch in its place."""
+        step = self._sharded.seeds.step + 1
+        due = next(later for later in itertools.count(step) if self._due(later))
+        others = self._entered()
+        comes = due == step or (self._pace.others is not None and others.decide(wanted=self._pace.is_late(step, due)))
+        self._meets_at = due if comes else None
+        return comes
+
+    def end_step(self) -> frozenset[int]:
+        """See :meth:`Exchanges.end_step`; if the island fetched a state, all units have new masters."""
+        self._has_trained = True
+        self._made += 1
+        at, self._meets_at = self._meets_at, None
+        if at is None:
+            return frozenset()
+        written = self._together(at, self._due(at))
+        self._sharded.seeds.step = at - 1  # a slow island goes on at the others' step
+        return written
+
+    def settle(self) -> frozenset[int]:
+        """Exchange everything that was not exchanged after the last step with the islands that are there."""
+        step = self._sharded.seeds.step
+        due = tuple(f for f in range(self._settings.fragments) if self.alike_since.get(f) != step)
+        return self._together(step, due) if due else frozenset()
+
+    def take_fetched(self) -> int | None:
+        """Updates made in a state that was fetched since the last call; ``None`` if there is none."""
+        fetched, self.fetched = self.fetched, None
+        return fetched
+
+    def take_log(self) -> list[Exchanged]:
+        """Exchanges since the last call."""
+        taken, self.log = self.log, []
+        return taken
+
+    def close(self) -> None:
+        """Leave the islands."""
+        if self._membership is not None:
+            self._membership.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _together(self, step: int, due: Sequence[int], *, entering: bool = False) -> frozenset[int]:
+        """Meet the others until an exchange or a fetch has succeeded; returns the units with new masters."""
+        membership, started = self._entered(), time.monotonic()
+        made, self._made = self._made, 0
+        cycle = 0.0 if entering else self._pace.cycle(self._sharded.seeds.step + 1, step)
+        deadline, attempts, checksum = started + self._settings.patience, 0, self._checksum()
+        while True:
+            meeting = membership.meet(
+                step, checksum, entering=entering, fresh=not self._has_trained, cycle=cycle, deadline=deadline
+            )
+            attempts += 1
+            is_member, source = membership.is_member(meeting), None
+            if not is_member:
+                source = meeting.source_of(membership.name).island
+                succeeded = self._fetch(membership, meeting, deadline)
+            elif entering:
+                succeeded = True
+            else:
+                succeeded = self._exchange(membership, meeting, due)
+            if is_member:
+                state = functools.partial(self._state_for, meeting, step) if succeeded else None
+                membership.publish(meeting, state)
+            if succeeded:
+                break
+            if time.monotonic() >= deadline:
+                raise CollectiveError(
+                    f"island {membership.island}: {attempts} attempts to exchange have failed within islands.patience "
+                    f"= {self._settings.patience:g} s, the last one with {self._problem!r}; see whether the islands "
+                    f"reach each other, and whether islands.timeout = {self._settings.timeout:g} s is enough for a "
+                    "message"
+                )
+        islands, came = (tuple(p.island for p in group) for group in (meeting.members, meeting.comers))
+        self._pace.others = meeting.cycle
+        now = step if is_member else self.fetched
+        assert now is not None
+        checksum = checksum if entering and is_member else self._checksum()
+        self._pace.begin(now)
+        self.log.append(Exchanged(now, made, islands, came, source, checksum, attempts, time.monotonic() - started))
+        self.alike_since |= dict.fromkeys(due if is_member else range(self._settings.fragments), now)
+        fragments = due if is_member else range(self._settings.fragments)
+        return frozenset(unit for fragment in fragments for unit in self._units[fragment])
+
+    def _entered(self) -> OtherIslands:
+        if self._membership is None:
+            raise UsageError(
+                "the plan's islands are elastic, and this one has not entered: call thinwire.enter_islands(model, "
+                "optimizer, island=..., lighthouse=...) before the first step"
+            )
+        return self._membership
+
+    def _exchange(self, membership: OtherIslands, meeting: Quorum, due: Sequence[int]) -> bool:
+        """Exchange with the members of a meeting. If it fails, everything is as it was."""
+        states = [(fragment, state) for fragment in due for state in self.parts[fragment]]
+        before = [[None if lost is None else lost.clone() for lost in state.lost] for _, state in states]
+        axis: PeerAxis | None = None
+        means: list[torch.Tensor] = []
+        try:
+            axis = membership.axis_of(meeting)
+            group = OuterGroup(axis, self._sharded.codecs.outer)
+            for fragment, state in states:
+                mean, moves = state.exchange(group, self._sharded.seeds.of_exchange(fragment))
+                moves.perform()
+                means.append(mean)
+        except (RuntimeError, OSError, WireError) as error:  # torch's own errors of connections, and ours of messages
+            self._problem, succeeded = str(error).strip().partition("\n")[0][:200], False
+        else:
+            succeeded = True
+        if not membership.confirm(axis, succeeded=succeeded, checksum=_crc(means)):
+            for (_, state), lost in zip(states, before, strict=True):
+                state.lost = lost
+            membership.disconnect()
+            return False
+        for (_, state), mean in zip(states, means, strict=True):
+            state.step(mean)
+            state.write()
+        return True
+
+    def _state_for(self, meeting: Quorum, step: int) -> bytes:
+        """The state after an exchange, for islands that came to it."""
+        fresh = any(comer.fresh for comer in meeting.comers)
+        return packed_state(self.parts, self.optimizer if fresh else None, step)
+
+    def _checksum(self) -> int:
+        """A number that two islands share exactly if they agree about all anchors and momenta."""
+        return self._entered().combined(_crc(list(shared_state(self.parts).values())))
+
+    def _fetch(self, membership: OtherIslands, meeting: Quorum, deadline: float) -> bool:
+        """Fetch the state of a member. Nothing changes unless all ranks have it."""
+        fetched: Fetched | None = None
+        try:
+            fetched = Fetched(membership.fetch(meeting, deadline), self.parts)
+        except CollectiveError as error:
+            self._problem = str(error)
+        if not membership.agree(succeeded=fetched is not None):
+            return False
+        assert fetched is not None
+        if not self._has_trained:
+            self._has_trained = fetched.take_inner(self.optimizer)
+        fetched.take_shared(self.parts)
+        self.fetched = fetched.step
+        return True
+
+
+def _crc(tensors: Sequence[torch.Tensor]) -> int:
+    checksum = 0
+    for tensor in tensors:
+        checksum = zlib_ng.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy(), checksum)
+    return checksum

@@ -1,0 +1,140 @@
+"""The state of an island as a message: what islands share, and for a new one the inner optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from thinwire.agreement import Typed
+from thinwire.errors import CollectiveError
+from thinwire.sharding.islands.fragment_state import PartState
+from thinwire.sharding.islands.transfer import pack, unpack
+from thinwire.sharding.optimizers.state import make_state, state_of
+
+if TYPE_CHECKING:
+    from thinwire.sharding.optim import ShardedOptimizer
+
+__all__ = ["Fetched", "packed_state", "shared_state"]
+
+Parts = Sequence[Sequence[PartState]]
+
+
+class About(NamedTuple):
+    """What is not a tensor in a state.
+
+    Attributes:
+        step: Updates made.
+        numbers: State of the inner optimizer that is a plain number.
+    """
+
+    step: int
+    numbers: dict[str, float | int]
+
+
+_ABOUT: Final[Typed[About]] = Typed(About)
+
+
+def shared_state(parts: Parts) -> dict[str, torch.Tensor]:
+    """What all islands share, as this rank keeps it: anchors and outer momenta, by name.
+
+    Args:
+        parts: State of each fragment's vectors.
+    """
+    tensors = {}
+    for number, of_fragment in enumerate(parts):
+        for state in of_fragment:
+            prefix = f"{number}/{'encoded' if state.part.encoded else 'exact'}"
+            tensors[f"{prefix}/anchor"] = state.anchor
+            if state.momentum is not None:
+                tensors[f"{prefix}/momentum"] = state.momentum
+    return tensors
+
+
+def packed_state(parts: Parts, optimizer: ShardedOptimizer | None, step: int) -> bytes:
+    """The state of this rank as a message.
+
+    Args:
+        parts: State of each fragment's vectors.
+        optimizer: The inner optimizer; ``None`` leaves its state out.
+        step: Updates made.
+    """
+    tensors, numbers = shared_state(parts), {}
+    for key, value in _inner_state(optimizer).items():
+        if isinstance(value, torch.Tensor):
+            tensors[key] = value
+        else:
+            numbers[key] = value
+    return pack(tensors, _ABOUT.encode(About(step, numbers)))
+
+
+class Fetched:
+    """A state that another island has sent, and that fits the model.
+
+    Args:
+        message: What :func:`packed_state` made there.
+        parts: State of each fragment's vectors here.
+
+    Attributes:
+        step: Updates made.
+
+    Raises:
+        CollectiveError: It is no state, or one of another model.
+    """
+
+    def __init__(self, message: bytes, parts: Parts) -> None:
+        self._tensors, about = unpack(message)
+        self.step, self._numbers = _ABOUT.decode(about)
+        _check_alike(shared_state(parts), self._tensors)
+
+    def take_shared(self, parts: Parts) -> None:
+        """Take over what islands share, and write it to the masters."""
+        for name, own in shared_state(parts).items():
+            own.copy_(self._tensors[name])
+        for state in (state for of_fragment in parts for state in of_fragment):
+            state.lost = [None, None]
+            state.write()
+
+    def take_inner(self, optimizer: ShardedOptimizer | None) -> bool:
+        """Take over the inner optimizer's state; returns whether there is one.
+
+        Raises:
+            CollectiveError: It is that of another optimizer.
+        """
+        if optimizer is None or not any(name.startswith("inner/") for name in self._tensors):
+            return False
+        make_state(optimizer)
+        own = {key: value for key, value in _inner_state(optimizer).items() if isinstance(value, torch.Tensor)}
+        _check_alike(own, self._tensors)
+        for number, owned in enumerate(optimizer.fragments):
+            for key in state_of(optimizer, owned):
+                name = f"inner/{number}/{key}"
+                if name in own:
+                    own[name].copy_(self._tensors[name])
+                elif name in self._numbers:
+                    optimizer.state[owned.value][key] = self._numbers[name]
+        return True
+
+
+def _inner_state(optimizer: ShardedOptimizer | None) -> dict[str, Any]:
+    fragments = () if optimizer is None else optimizer.fragments
+    return {
+        f"inner/{number}/{key}": value
+        for number, owned in enumerate(fragments)
+        for key, value in state_of(optimizer, owned).items()
+        if isinstance(value, torch.Tensor | float | int)
+    }
+
+
+def _check_alike(own: Mapping[str, torch.Tensor], fetched: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a state of another model.
+
+    Raises:
+        CollectiveError: A tensor is missing or of another size; the error names it.
+    """
+    for name, tensor in own.items():
+        other = fetched.get(name)
+        if other is None or other.shape != tensor.shape or other.dtype != tensor.dtype:
+            what = "missing" if other is None else f"{list(other.shape)} of {other.dtype}"
+            raise CollectiveError(f"the fetched state is of another model: {name} is {what}, here {list(tensor.shape)}")

@@ -1,0 +1,180 @@
+"""Asks torchft's lighthouse which islands are there, and keeps telling it that this one is.
+
+The lighthouse forms quorums; it is torchft's, with none of our own logic in it. It answers as soon as all islands of
+the last quorum that are alive have asked, and after its waiting time without those that have not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+from thinwire.agreement import Typed
+from thinwire.errors import CollectiveError, UsageError
+from thinwire.extras import require
+from thinwire.sharding.islands.quorum import Participant, Quorum, sort_out
+
+__all__ = ["Lighthouse", "own_address", "serve"]
+
+_BEAT = 0.3
+"""Seconds between two signs of life."""
+
+_CONNECTING = datetime.timedelta(seconds=3)
+
+_PAUSE = 0.2
+"""Seconds between two attempts to reach a lighthouse that does not answer."""
+
+_SAID: Final[Typed[Participant]] = Typed(Participant)
+
+
+class Lighthouse:
+    """A lighthouse, as one island sees it.
+
+    Args:
+        address: ``HOST:PORT``.
+        name: Name of the island; see :class:`~thinwire.sharding.islands.quorum.Participant`.
+
+    Raises:
+        UsageError: torchft is not installed, or the address is not of this form.
+    """
+
+    def __init__(self, address: str, name: str) -> None:
+        require("islands", "islands.elastic")
+        os.environ.setdefault("RUST_LOG", "error")  # its library writes a line for every request otherwise
+        self.address, self._name = address, name
+        self._url = f"http://{address.removeprefix('http://')}"
+        split_address(address)
+        self._ended = threading.Event()
+        self._beating = threading.Thread(target=self._beat, daemon=True, name="thinwire-heartbeat")
+        self._client: Any = None
+
+    def meet(self, own: Participant, deadline: float) -> Quorum:
+        """Ask who is there, and wait for the answer.
+
+        Args:
+            own: What this island says of itself.
+            deadline: Moment of ``time.monotonic()`` at which it gives up.
+
+        Raises:
+            CollectiveError: No answer has come by then.
+        """
+        if not self._beating.is_alive():
+            self._beating.start()
+        problem = "it did not answer"
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                self._client = self._client or self._connect()
+                quorum = self._client.quorum(
+                    self._name,
+                    datetime.timedelta(seconds=left),
+                    address="",
+                    store_address=own.store,
+                    step=own.step,
+                    world_size=len(own.states),
+                    shrink_only=False,
+                    data={"said": _SAID.encode(own).decode()},
+                )
+                return self._meeting(quorum)
+            except (RuntimeError, TimeoutError, OSError) as error:
+                problem, self._client = str(error).splitlines()[0], None
+                time.sleep(_PAUSE)
+        raise CollectiveError(
+            f"island {own.island}: no quorum of islands at the lighthouse {self.address} in time: {problem:.200}; see "
+            "whether `thinwire lighthouse` runs there and this host reaches it, or set islands.patience higher"
+        )
+
+    def close(self) -> None:
+        """Give no more signs of life."""
+        self._ended.set()
+
+    def _connect(self) -> Any:
+        from torchft.coordination import LighthouseClient
+
+        return LighthouseClient(self._url, _CONNECTING)
+
+    def _beat(self) -> None:
+        client: Any = None
+        while not self._ended.wait(_BEAT):
+            with contextlib.suppress(RuntimeError, TimeoutError, OSError):
+                client = client or self._connect()
+                try:
+                    client.heartbeat(self._name, datetime.timedelta(seconds=2))
+                except (RuntimeError, TimeoutError, OSError):
+                    client = None
+
+    def _meeting(self, quorum: Any) -> Quorum:
+        said = [_said(participant.data) for participant in quorum.participants]
+        key = f"{quorum.quorum_id}-{quorum.created.seconds}-{quorum.created.nanos}"
+        return sort_out(key, said)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT``.
+
+    Raises:
+        UsageError: It is not of this form.
+    """
+    host, _, port = address.removeprefix("http://").rpartition(":")
+    if not host or not port.isdecimal():
+        raise UsageError(f"lighthouse = {address!r} is no address: expected HOST:PORT, as `thinwire lighthouse` prints")
+    return host.strip("[]"), int(port)
+
+
+def own_address(lighthouse: str) -> str:
+    """The address of this host on the way to the lighthouse, at which other islands reach it.
+
+    Raises:
+        UsageError: There is no way to the lighthouse's host.
+    """
+    host, port = split_address(lighthouse)
+    try:
+        kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise UsageError(f"lighthouse = {lighthouse!r}: there is no way to this host ({error})") from error
+
+
+def _said(data: Mapping[Any, Any] | None) -> Participant:
+    """What a participant said. Other programs may talk to the lighthouse, too.
+
+    Raises:
+        CollectiveError: It is none of ours.
+    """
+    said = (data or {}).get("said")
+    if not isinstance(said, str):
+        raise CollectiveError("the lighthouse knows a participant that is no island of thinwire: give each job its own")
+    return _SAID.decode(said.encode())
+
+
+def serve(host: str, port: int, *, wait: float, silence: float) -> Any:
+    """Start torchft's lighthouse in this process.
+
+    Args:
+        host: Address to listen at.
+        port: Port; 0 for a free one.
+        wait: Longest wait for islands that are late, in seconds.
+        silence: Seconds without a sign of life after which an island is gone.
+
+    Returns:
+        The server, with ``address()`` and ``shutdown()``.
+    """
+    require("islands", "thinwire lighthouse")
+    os.environ.setdefault("RUST_LOG", "error")
+    from torchft.coordination import LighthouseServer
+
+    bound = f"[{host}]" if ":" in host else host
+    return LighthouseServer(
+        bind=f"{bound}:{port}",
+        min_replicas=1,
+        join_timeout_ms=round(1e3 * wait),
+        quorum_tick_ms=50,
+        heartbeat_timeout_ms=round(1e3 * silence),
+    )

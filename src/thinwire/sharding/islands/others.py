@@ -1,0 +1,227 @@
+"""What a rank of an elastic island needs of the others: who is there, connections to them, and their state."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from zlib_ng import zlib_ng
+
+from thinwire.agreement import Typed
+from thinwire.collectives.group import Control, Meter
+from thinwire.errors import CollectiveError, MismatchError, UsageError
+from thinwire.sharding.islands.lighthouse import Lighthouse, own_address
+from thinwire.sharding.islands.peers import PeerAxis, host_store, meet_peers
+from thinwire.sharding.islands.quorum import Participant, Quorum
+from thinwire.sharding.islands.transfer import StateServer, fetch
+from thinwire.spec import Plan
+
+__all__ = ["OtherIslands"]
+
+T = TypeVar("T")
+
+_TEXT: Final[Typed[str]] = Typed(str)
+_NUMBER: Final[Typed[int]] = Typed(int)
+_FLAG: Final[Typed[bool]] = Typed(bool)
+_MEETING: Final[Typed[Quorum | None]] = Typed(Quorum | None)
+
+_PAUSE = 0.2
+"""Seconds between two questions while too few islands are there."""
+
+
+class OtherIslands:
+    """A rank's part in the islands. All ranks of an island make one together, and call its methods together.
+
+    Args:
+        plan: The plan, with elastic islands.
+        island: Number of this island.
+        lighthouse: ``HOST:PORT`` of the lighthouse.
+        ranks: All ranks of this island.
+        device: Device of the model.
+        meter: Counts the bytes.
+
+    Raises:
+        UsageError: On every rank, if the number, the address or the installation cannot be used.
+    """
+
+    def __init__(
+        self, plan: Plan, island: int, lighthouse: str, ranks: Control, device: torch.device, meter: Meter
+    ) -> None:
+        assert plan.islands is not None
+        self._plan, self._settings, self.island, self._ranks = plan, plan.islands, island, ranks
+        self._device, self._meter = device, meter
+        self.name = f"{island:05d}-{uuid.uuid4().hex}"
+        self._lighthouse: Lighthouse | None = None
+        self._store: tuple[dist.Store | None, str] = None, ""
+        self._axis: PeerAxis | None = None
+        self._connected: tuple[str, tuple[str, ...]] = "", ()
+        addresses = self._everywhere(lambda: self._open(lighthouse), _TEXT)
+        self._states = tuple(addresses)
+
+    def _open(self, lighthouse: str) -> str:
+        """Serve this rank's state; the first rank also reaches out for the other islands."""
+        count = self._settings.count
+        if not 0 <= self.island < count:
+            raise UsageError(
+                f"island = {self.island}: the plan has islands.count = {count}; valid are 0 to {count - 1}"
+            )
+        host = own_address(lighthouse)
+        if self._ranks.rank == 0:
+            self._lighthouse = Lighthouse(lighthouse, self.name)
+            self._store = host_store(host)
+        self._server = StateServer(host, self._settings.timeout)
+        return self._server.address
+
+    def meet(self, step: int, checksum: int, *, entering: bool, fresh: bool, cycle: float, deadline: float) -> Quorum:
+        """Wait for the others at the end of an exchange's steps, or to enter.
+
+        Args:
+            step: Updates made.
+            checksum: Of what this island believes all agreed on last.
+            entering: Whether it enters.
+            fresh: Whether it lacks the state of an inner optimizer.
+            cycle: Seconds that the steps of an exchange take at its pace; 0 if it made none.
+            deadline: Moment of ``time.monotonic()`` at which it gives up.
+
+        Raises:
+            CollectiveError: On every rank, if the lighthouse does not answer, or too few islands are there until then.
+            MismatchError: On every rank, if the island would enter with another plan.
+        """
+        fingerprint = self._plan.fingerprint()
+
+        def ask() -> Quorum | None:
+            if self._lighthouse is None:
+                return None
+            own = Participant(
+                self.name, self.island, step, entering, fresh, checksum, fingerprint, self._store[1], self._states,
+                cycle, self._connected[0],
+            )  # fmt: skip
+            return self._ask(self._lighthouse, own, deadline)
+
+        meeting = self._everywhere(ask, _MEETING)[0]
+        assert meeting is not None
+        return meeting
+
+    def _ask(self, lighthouse: Lighthouse, own: Participant, deadline: float) -> Quorum:
+        settings, there = self._settings, 0
+        while time.monotonic() < deadline or not there:
+            try:
+                quorum = lighthouse.meet(own, deadline)
+            except CollectiveError:
+                if there:
+                    break
+                raise
+            if own.entering and (other := quorum.members[0]).plan != own.plan:
+                raise MismatchError(
+                    f"island {self.island} has plan {own.plan}, and island {other.island} has {other.plan}: give all "
+                    "islands the same plan"
+                )
+            there = len(quorum.members) + len(quorum.comers)
+            if there >= settings.minimum:
+                return quorum
+            time.sleep(_PAUSE)
+        raise CollectiveError(
+            f"island {self.island}: only {there} of at least islands.minimum = {settings.minimum} islands were there "
+            f"for islands.patience = {settings.patience:g} s; start the others, or lower islands.minimum"
+        )
+
+    def is_member(self, meeting: Quorum) -> bool:
+        """Whether this island is one of a meeting's members, rather than one that came."""
+        return any(member.name == self.name for member in meeting.members)
+
+    def axis_of(self, meeting: Quorum) -> PeerAxis:
+        """The ranks of this rank's position in all members' islands, connected.
+
+        Raises:
+            RuntimeError: Torch's own: a member did not come.
+        """
+        names = tuple(member.name for member in meeting.members)
+        if self._axis is None or self._connected != (meeting.connection, names):
+            self.disconnect()
+            self._axis = meet_peers(
+                meeting.members[0].store,
+                f"{meeting.key}/{self._ranks.rank}",
+                names.index(self.name),
+                len(names),
+                self._settings.timeout,
+                self._device,
+                self._meter,
+            )
+            self._connected = meeting.key, names
+        return self._axis
+
+    def disconnect(self) -> None:
+        """Give up the connections; pending exchanges of the other islands fail at once."""
+        if self._axis is not None:
+            self._axis.abort()
+        self._axis, self._connected = None, ("", ())
+
+    def decide(self, *, wanted: bool) -> bool:
+        """What the first rank of this island wants."""
+        return self._ranks.all_gather_typed(wanted, _FLAG)[0]
+
+    def combined(self, checksum: int) -> int:
+        """One checksum of those of all ranks of this island."""
+        return zlib_ng.crc32(repr(self._ranks.all_gather_typed(checksum, _NUMBER)).encode())
+
+    def agree(self, *, succeeded: bool) -> bool:
+        """Whether all ranks of this island have succeeded."""
+        return self._ranks.all_reduce_mean([float(succeeded)])[0] == 1.0
+
+    def confirm(self, axis: PeerAxis | None, *, succeeded: bool, checksum: int) -> bool:
+        """Whether all ranks of all members have succeeded, with the same result; the last word before a result counts.
+
+        Args:
+            axis: The members; ``None`` if they could not be connected.
+            succeeded: Whether this rank has.
+            checksum: Of this rank's result, below 2^63.
+        """
+        everyone = self.agree(succeeded=succeeded)
+        confirmed = False
+        if axis is not None:
+            try:
+                others = axis.gather_numbers([int(everyone), checksum])
+                confirmed = all(other == [1, checksum] for other in others)
+            except RuntimeError:
+                confirmed = False
+        return self.agree(succeeded=confirmed)
+
+    def publish(self, meeting: Quorum, message: Callable[[], bytes] | None) -> None:
+        """Let those that came to a meeting fetch this rank's state.
+
+        Args:
+            meeting: The meeting.
+            message: Makes the state, for islands that fetch it from this one; ``None`` if the exchange has failed.
+        """
+        sources = [meeting.source_of(comer.name).name for comer in meeting.comers]
+        awaited = sources.count(self.name)
+        if awaited:
+            self._server.publish(meeting.key, b"" if message is None else message(), awaited)
+
+    def fetch(self, meeting: Quorum, deadline: float) -> bytes:
+        """The state of the rank of the same position in a member's island, after the meeting's exchange.
+
+        Raises:
+            CollectiveError: It does not come.
+        """
+        source = meeting.source_of(self.name)
+        if len(source.states) != self._ranks.size:
+            raise CollectiveError(f"island {source.island} has {len(source.states)} ranks, this one {self._ranks.size}")
+        return fetch(source.states[self._ranks.rank], meeting.key, self._settings.timeout, deadline)
+
+    def close(self) -> None:
+        """Leave the islands."""
+        if self._lighthouse is not None:
+            self._lighthouse.close()
+        self._server.close()
+        self.disconnect()
+
+    def _everywhere(self, action: Callable[[], T], typed: Typed[T]) -> list[T]:
+        def first(problems: Mapping[int, str]) -> CollectiveError:
+            return CollectiveError(next(iter(problems.values())))
+
+        return self._ranks.agree(action, first, typed, raises_own=True)

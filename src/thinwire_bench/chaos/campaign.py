@@ -1,0 +1,133 @@
+"""A campaign: many trials by one seed, with a log from which it goes on."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Final
+
+from thinwire.errors import UsageError
+from thinwire_bench.chaos.incidents import CABLED, INCIDENTS, MOUNTED
+from thinwire_bench.chaos.setups import make_corpus, setups
+from thinwire_bench.chaos.trial import CampaignSettings, Trial, TrialVerdict, conduct
+
+__all__ = ["campaign", "make_trials", "read_log"]
+
+_QUICK: Final = (
+    "a rank is killed", "two ranks are killed", "a rank is paused", "all are paused",
+)  # fmt: skip
+"""Kinds of seconds, as the launcher goes on: most of a run's incidents are of these."""
+
+_QUICK_ONES: Final = 10
+_SLOW_ONES: Final = 3
+"""Incidents of a run, quick and slow ones."""
+
+_CUTS: Final = (CABLED[0], CABLED[1], CABLED[0])
+"""Incidents of a run in a lab, in some order."""
+
+
+def make_trials(seed: int, *, mounts: bool, cables: bool, chosen: Collection[str] | None = None) -> list[Trial]:
+    """The trials of a campaign. Every kind of incident comes in its turn; the seed decides to whom and when.
+
+    Args:
+        seed: Of everything that is drawn.
+        mounts: Whether file systems can be mounted; otherwise disks stay as they are.
+        cables: Whether there are labs; otherwise no link is cut.
+        chosen: Names of runs to keep; all by default. What happens to a run does not depend on it.
+    """
+    chance = random.Random(seed)
+    quick = _Deck(_QUICK, chance)
+    slow = _Deck(
+        [kind for kind in INCIDENTS if kind not in (*CABLED, *_QUICK) and (mounts or kind not in MOUNTED)], chance
+    )
+    trials = []
+    for setup in setups():
+        drawn = [*(quick.draw() for _ in range(_QUICK_ONES)), *(slow.draw() for _ in range(_SLOW_ONES))]
+        chance.shuffle(drawn)
+        trials.append(Trial(setup, tuple(drawn), chance.randrange(2**32)))
+        cut = Trial(setup, tuple(chance.sample(_CUTS, len(_CUTS))), chance.randrange(2**32), cabled=True)
+        trials += [cut] if setup.group == "preset" else []
+    kept = [trial for trial in trials if chosen is None or trial.setup.name in chosen]
+    # Links are cut last: a lab takes its time.
+    return sorted((trial for trial in kept if cables or not trial.cabled), key=lambda trial: trial.cabled)
+
+
+class _Deck:
+    """Draws every kind once before one comes again.
+
+    Args:
+        kinds: The kinds.
+        chance: Decides the order.
+    """
+
+    def __init__(self, kinds: Sequence[str], chance: random.Random) -> None:
+        self._kinds, self._chance = kinds, chance
+        self._left: list[str] = []
+
+    def draw(self) -> str:
+        """The next one."""
+        self._left = self._left or self._chance.sample(self._kinds, len(self._kinds))
+        return self._left.pop()
+
+
+def campaign(
+    trials: Sequence[Trial],
+    settings: CampaignSettings,
+    log: Path,
+    *,
+    seed: int,
+    minutes: float,
+    report: Callable[[str], None],
+) -> list[TrialVerdict]:
+    """Conduct the trials that the log lacks, until time is over.
+
+    Args:
+        trials: All trials of the campaign.
+        settings: Of the campaign.
+        log: One JSON object a line: the seed, then verdicts.
+        seed: The campaign's; a log of another is refused.
+        minutes: No trial begins after that.
+        report: Called with lines on what happens.
+
+    Returns:
+        All verdicts so far.
+    """
+    verdicts = read_log(log, seed)
+    done = {verdict.trial for verdict in verdicts}
+    make_corpus(settings.corpus)
+    began = time.monotonic()
+    for trial in trials:
+        if trial.name in done:
+            continue
+        if time.monotonic() - began > 60 * minutes:
+            report(f"{len(verdicts)} of {len(trials)} trials after {minutes:g} minutes; the same command continues")
+            break
+        report(f"{trial.name}: {trial.setup.source}, {', '.join(trial.kinds)}")
+        verdict = conduct(trial, settings, report)
+        verdicts.append(verdict)
+        if not log.exists():
+            log.write_text(json.dumps({"seed": seed}) + "\n", encoding="utf-8")
+        with log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(verdict.to_dict()) + "\n")
+        report(f"{trial.name}: {'equal' if verdict.equal else f'UNEQUAL: {verdict.about}'}, {verdict.seconds:.0f} s")
+    return verdicts
+
+
+def read_log(log: Path, seed: int | None = None) -> list[TrialVerdict]:
+    """The verdicts of a log; none if there is no file.
+
+    Raises:
+        UsageError: It is no such log, or one of another seed.
+    """
+    if not log.is_file():
+        return []
+    try:
+        head, *lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+        if seed is not None and head["seed"] != seed:
+            raise UsageError(f"{log} belongs to seed {head['seed']}, not {seed}; choose another --log")
+        return [TrialVerdict.from_dict(line) for line in lines]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{log} is no log of a campaign: {error}; choose another --log") from error

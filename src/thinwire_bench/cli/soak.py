@@ -1,0 +1,51 @@
+"""``thinwire bench soak``: a run of hours, and whether anything of it grows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from thinwire.cli.errors import explained
+from thinwire.cli.options import expand_options
+from thinwire_bench.cli.shared import Page, insert_into, markdown, progress, show
+
+
+@dataclass(frozen=True)
+class SoakOptions:
+    """The options of ``thinwire bench soak``."""
+
+    hours: Annotated[float, typer.Option(min=0.001, help="How long to train.")] = 8.0
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two samples.")] = 10.0
+    work: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the run; a new one.")] = Path("runs/soak")
+    log: Annotated[Path, typer.Option(metavar="LOG.jsonl", help="Where the samples go.")] = Path("runs/soak.jsonl")
+    read: Annotated[bool, typer.Option("--read", help="Train nothing: read the log of an earlier soak.")] = False
+    page: Page = None
+
+
+@expand_options
+def soak(options: SoakOptions) -> None:
+    """Train for hours, and say with what confidence memory, descriptors, threads and step times stay as they are.
+
+    [bold]Examples[/bold]
+
+      thinwire bench soak --hours 8
+
+      thinwire bench soak --read --log docs/results/soak.jsonl --page docs/faults.md
+    """
+    with explained():
+        from thinwire.errors import UsageError
+        from thinwire_bench.chaos.soak import read_samples, soak_sheet
+        from thinwire_bench.chaos.soak import soak as train_long
+
+        if not options.read:
+            if options.work.exists() and any(options.work.iterdir()):
+                raise UsageError(f"--work {options.work} is not empty; delete it, or choose another")
+            options.log.parent.mkdir(parents=True, exist_ok=True)
+            train_long(options.hours, options.work.resolve(), options.log, interval=options.interval, report=progress)
+        sheet = soak_sheet(read_samples(options.log))
+        show([sheet])
+        if options.page is not None:
+            insert_into(options.page, markdown([sheet]), "thinwire bench soak --page")

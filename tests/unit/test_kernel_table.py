@@ -1,0 +1,98 @@
+"""Times of kernels: measured on this machine, read back, and used by the planner."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from thinwire.cli.main import app
+from thinwire.cost import NominalRates, parts
+from thinwire.cost.kernel_table import TabledKernels
+from thinwire.cost.kernels import Kernels
+from thinwire.errors import SpecError
+from thinwire.plan import TrainingJob, candidate, rests_on
+from thinwire.spec import ClusterSpec, ModelSpec, Plan
+from thinwire.spec.kernels import KernelRow, KernelTable, this_host
+
+SMALL = ModelSpec(name="tiny", layers=2, hidden=64, heads=4, ffn=128, vocab=256, seq=32)
+
+
+def row(kernel: str, rows: int, columns: int = 1, depth: int = 1, *, seconds: float, heads: int = 0) -> KernelRow:
+    size = {"rows": rows, "columns": columns, "depth": depth, "heads": heads}
+    return KernelRow(kernel=kernel, seconds=seconds, low=seconds, high=seconds, **size)
+
+
+def table(*rows: KernelRow, host: str = "") -> KernelTable:
+    every = (*rows, row("elementwise", 1 << 20, seconds=1e-4))
+    return KernelTable(device="a test", host=host, torch="2", dtype="bfloat16", rows=every)
+
+
+def test_a_measured_shape_takes_the_measured_time() -> None:
+    kernels = TabledKernels(table(row("matmul", 512, 1024, 256, seconds=0.5)), 1e12, 1e11)
+    assert kernels.product(512, 1024, 256) == pytest.approx(0.5)
+    plain = Kernels(1e12, 0.8, 1e11, 0.35)
+    # One measurement scales the model; between two, the nearer one weighs more.
+    assert kernels.product(4096, 1024, 256) / plain.product(4096, 1024, 256) == pytest.approx(
+        0.5 / plain.product(512, 1024, 256)
+    )
+    both = table(row("matmul", 512, 1024, 256, seconds=0.5), row("matmul", 8192, 1024, 256, seconds=0.5))
+    near, far = (
+        TabledKernels(both, 1e12, 1e11).product(rows, 1024, 256) / plain.product(rows, 1024, 256)
+        for rows in (700, 6000)
+    )
+    assert near > far
+
+
+def test_a_table_without_products_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="the times of a test lack matmul"):
+        TabledKernels(table(), 1e12, 1e11)
+    path = tmp_path / "kernels.json"
+    path.write_text("[]")
+    with pytest.raises(SpecError, match="should be a JSON object"):
+        KernelTable.read(path)
+    path.write_text('{"device": "x", "torch": "2", "dtype": "bfloat16", "rows": [{"kernel": "matmul", "rows": -1}]}')
+    with pytest.raises(SpecError, match="rows\\.0\\.rows = -1: it should be greater"):
+        KernelTable.read(path)
+
+
+def test_predictions_say_what_they_rest_on(tmp_path: Path) -> None:
+    tokens = SMALL.seq
+    shapes = {matrix for part in parts(SMALL, "block", 1) for matrix in part.matrices}
+    rows = [row("matmul", tokens, out, width, seconds=1e-3) for out, width in shapes]
+    rows.append(row("attention", tokens, SMALL.hidden, SMALL.seq, seconds=1e-3, heads=4))
+    plan = Plan.preset("zero3", nodes=2, local=2)
+    for host, batch, expected in [
+        (this_host(), 1, "measured here"),
+        ("elsewhere", 1, "measured elsewhere"),
+        ("elsewhere", 8, "extrapolated"),
+    ]:
+        table(*rows, host=host).write(tmp_path / "kernels.json")
+        machine = ClusterSpec.preset("a100-80g", nodes=2, gpus_per_node=2, kernels=str(tmp_path / "kernels.json"))
+        job = TrainingJob(SMALL, machine, 4 * batch * tokens, tokens, rates=NominalRates(machine))
+        chosen = candidate(job, plan.with_(micro_batch=batch))
+        basis = rests_on(job, chosen)
+        assert (basis.computation, basis.transfers, basis.step) == (expected, "extrapolated", "extrapolated")
+    nothing = TrainingJob(SMALL, machine.with_(kernels=None), 4 * tokens, tokens, rates=job.rates.on(machine))
+    # A step of eight small products a block: each takes a thousandth of a second, whatever the peak.
+    assert candidate(nothing, plan).simulated.computing > 2 * 7 * 1e-3
+
+
+def test_the_command_measures_what_the_planner_reads(tmp_path: Path) -> None:
+    model, out, cluster = tmp_path / "tiny.toml", tmp_path / "kernels.json", tmp_path / "cluster.toml"
+    SMALL.with_(layers=1).save(model)
+    measure = ["profile", "--kernels", str(out), "--model", str(model), "--seq", "32", "--budget", "0.1s"]
+    outcome = CliRunner().invoke(app, [*measure, "--device", "cpu"])
+    assert outcome.exit_code == 0, outcome.output
+    kinds = {known.kernel for known in KernelTable.read(out).rows}
+    assert kinds == {"matmul", "attention", "attention_backward", "elementwise", "update", "copy"}
+    cluster.write_text(f'accelerator = "a100-80g"\nnodes = 2\ngpus_per_node = 2\nkernels = "{out.name}"\n')
+    words = ["plan", "--model", str(model), "--cluster", str(cluster), "--tokens-per-step", "128", "--seq", "32"]
+    planned = CliRunner().invoke(app, [*words, "--codecs", "none", "--top", "1", "--json"])
+    assert planned.exit_code == 0, planned.output
+    basis = json.loads(planned.stdout)["plans"][0]["basis"]
+    assert basis == {"step": "extrapolated", "computation": "measured here", "transfers": "extrapolated"}
+    refused = CliRunner().invoke(app, [*measure, "--out", "profile.json"])
+    assert "are two measurements: make one at a time" in " ".join(refused.output.split())
