@@ -45,7 +45,9 @@ def test_a_job_that_loses_a_node_is_queued_again_and_goes_on(tmp_path: Path) -> 
         nodes.start("node02")
         _wait(lambda: (runs.directory / "job/summary.json").exists(), environment, tmp_path)
     assert "resumed from" in (tmp_path / "job.log").read_text()
-    runs.run("whole", *steps, "--nodes", "2", "--nproc", "1")
+    whole = runs.start("whole", *steps, "--nodes", "2", "--nproc", "1")
+    output, errors = whole.communicate(timeout=600)
+    assert whole.returncode == 0, output + errors
     assert runs.losses("job") == runs.losses("whole")
 
 

@@ -69,9 +69,9 @@ class TabledKernels(Kernels):
             )
         self._correction = cache(self._corrected)
 
-    def product(self, rows: int, columns: int, depth: int) -> float:
-        """Seconds of a product of ``rows x depth`` and ``depth x columns``."""
-        return super().product(rows, columns, depth) * self._correction("matmul", (rows, columns, depth))
+    def product(self, rows: int, columns: int, depth: int, count: int = 1) -> float:
+        """Seconds of ``count`` products of ``rows x depth`` and ``depth x columns``, corrected as a single one is."""
+        return super().product(rows, columns, depth, count) * self._correction("matmul", (rows, columns, depth))
 
     def elementwise(self, values: float) -> float:
         """Seconds of kernels that read or write ``values`` values and are bound by memory."""
@@ -93,7 +93,12 @@ class TabledKernels(Kernels):
         return numel * self._correction(kernel, (numel, 1, 1))
 
     def covers(self, part: ModelPart, sequences: int, seq: int) -> bool:
-        """Whether shapes within a factor of two of all matrix products and of attention were measured."""
+        """Whether shapes within a factor of two of all matrix products and of attention were measured.
+
+        Products of all experts in one kernel are not among the measurements.
+        """
+        if part.routed is not None:
+            return False
         tokens = sequences * seq
         shapes = [("matmul", (tokens, rows, columns)) for rows, columns in part.matrices]
         if part.attention_width:

@@ -19,7 +19,7 @@ from thinwire.plan.explain import (
 from thinwire.plan.island_plans import IslandPlan, island_plans
 from thinwire.plan.loss_law import LAW_FILE, ExchangeWay, LossLaw, parse_budget
 from thinwire.plan.objectives import BothObjectives, UnderBoth, both_objectives
-from thinwire.plan.peers import PeerPlan, losses, nearest
+from thinwire.plan.peers import PeerPlan, losses, nearest, predicted
 from thinwire.plan.placement import (
     Placed,
     hostfile,
@@ -88,6 +88,7 @@ __all__ = [
     "place",
     "placed",
     "profiled_cluster",
+    "predicted",
     "rankfile",
     "refit",
     "remedies",

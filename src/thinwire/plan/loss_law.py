@@ -30,8 +30,8 @@ class ExchangeWay(Spec):
 class LossLaw(Spec):
     """Percent of validation loss above synchronous training at equal tokens, over islands and inner steps.
 
-    The law is ``(1 - 1/K) (base + slope log2 H)`` for K islands that exchange exactly every H steps, by least squares,
-    and what another way to exchange added with four islands and 32 steps.
+    The law is ``(1 - 1/K) (base + slope log2 H)`` for K islands that exchange exactly every H steps, by least squares
+    over runs, and what another way to exchange added with four islands and 32 steps.
     """
 
     parameters: Count = Field(description="of the study's model")
@@ -43,9 +43,7 @@ class LossLaw(Spec):
     every: tuple[Count, Count] = Field(description="fewest and most inner steps of the study")
     base: float = Field(description="percent, see the law")
     slope: float = Field(description="percent for every doubling of H, see the law")
-    left_out: Positive = Field(
-        description="root mean square error in percent for a combination of K and H that the fit has not seen"
-    )
+    left_out: Positive = Field(description="root mean square error in percent for a run that the fit has not seen")
     ways: tuple[ExchangeWay, ...] = Field(min_length=1, description="ways to exchange; the first is exact")
 
     @classmethod

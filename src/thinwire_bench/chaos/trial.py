@@ -184,7 +184,12 @@ def _undisturbed(setup: SmallRun, settings: CampaignSettings) -> Path:
         place.mkdir(parents=True)
         run = _run(Trial(setup, (), 0), settings, place, place / "run")
         run.start()
-        if (ended := run.ended(20 * settings.patience)).status != 0:
+        try:
+            ended = run.ended(20 * settings.patience)
+        finally:
+            if run.running:
+                run.kill_all()
+        if ended.status != 0:
             raise UsageError(f"{setup.name} fails without any incident: {ended.sentence}; see {run.log}")
     return place / "run"
 

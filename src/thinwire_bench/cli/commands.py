@@ -37,6 +37,7 @@ _COMMANDS: Final = {
     "mutations": Command("thinwire_bench.cli.mutations:mutations"),
     "soak": Command("thinwire_bench.cli.soak:soak"),
     "planning-time": Command("thinwire_bench.cli.planning_time:planning_time"),
+    "emit": Command("thinwire_bench.cli.emit:emit"),
 }
 """In the order of the help."""
 

@@ -23,14 +23,14 @@ _WAYS: Final = {"INT4 with error feedback": "islands-4bit", "INT4, streaming": "
 
 _EXACT: Final = "islands-32"
 
-_LEAST_POINTS: Final = 3
-"""A line through two points leaves nothing to estimate an error from."""
+_LEAST_POINTS: Final = 4
+"""Three fit a line with something left over, and each run has to be left out once."""
 
 _KEYS: Final = ("codec", "error_feedback", "fragments", "delay", "blend", "outer")
 """What makes a way to exchange."""
 
 Point = tuple[int, int, float]
-"""Islands, inner steps, percent above the baseline."""
+"""A run: islands, inner steps, percent above the baseline's run with its seed."""
 
 
 def fitted(study: LossStudy, curves: Sequence[Curve]) -> LossLaw:
@@ -47,11 +47,11 @@ def fitted(study: LossStudy, curves: Sequence[Curve]) -> LossLaw:
     plans = {run.arm: run.plan.islands for run in study.runs if run.loop is None and run.plan.islands is not None}
     exact = {arm: islands for arm, islands in plans.items() if islands.codec.is_none and excess.get(arm)}
     others = {name: arm for name, arm in _WAYS.items() if excess.get(arm)}
-    points = [(islands.count, islands.every, statistics.fmean(excess[arm].values())) for arm, islands in exact.items()]
-    if _EXACT not in exact or len(points) < _LEAST_POINTS:
+    points = [(plan.count, plan.every, percent) for arm, plan in exact.items() for percent in excess[arm].values()]
+    if _EXACT not in exact or len(exact) < 2 or len(points) < _LEAST_POINTS:
         raise UsageError(
-            f"the loss law needs finished runs of {_EXACT} and of {_LEAST_POINTS - 1} other arms with exact exchanges; "
-            f"there are {', '.join(exact) or 'none'}"
+            f"the loss law needs {_LEAST_POINTS} finished runs of {_EXACT} and of other arms with exact exchanges; "
+            f"there are {len(points)}, of {', '.join(exact) or 'none'}"
         )
     base, slope = _fit(points)
     run = study.runs[0]
@@ -92,7 +92,7 @@ def _fit(points: Sequence[Point]) -> tuple[float, float]:
 
 
 def _left_out(points: Sequence[Point]) -> float:
-    """Root mean square error for each point by a fit to the others."""
+    """Root mean square error for each run by a fit to the others."""
     errors = []
     for index, (count, every, percent) in enumerate(points):
         base, slope = _fit([*points[:index], *points[index + 1 :]])

@@ -124,9 +124,18 @@ def _known_losses(arm_outcomes: Sequence[ArmOutcome]) -> dict[str, dict[int, flo
 
 def missing_note(arm_outcomes: Sequence[ArmOutcome]) -> str | None:
     """A sentence that names the runs that are not there; None where the study is complete."""
-    names = [f"{outcome.arm} with seed {seed}" for outcome in arm_outcomes for seed in outcome.missing]
+    lacking = [outcome for outcome in arm_outcomes if outcome.missing]
     total = sum(len(outcome.losses) + len(outcome.missing) for outcome in arm_outcomes)
-    return f"{len(names)} of {total} runs are missing: {', '.join(names)}" if names else None
+    number = sum(len(outcome.missing) for outcome in lacking)
+    return f"{number} of {total} runs are missing: {'; '.join(map(_lacks, lacking))}" if lacking else None
+
+
+def _lacks(outcome: ArmOutcome) -> str:
+    """The missing runs of an arm."""
+    seeds = ", ".join(map(str, outcome.missing))
+    if len(outcome.missing) == 1:
+        return f"{outcome.arm} with seed {seeds}"
+    return f"{outcome.arm} with seeds {seeds}" if outcome.losses else f"all of {outcome.arm}"
 
 
 def plain(spec: StudySpec, arm_outcomes: Sequence[ArmOutcome]) -> dict[str, Any]:

@@ -52,23 +52,37 @@ class Tempo:
 
     def __init__(self) -> None:
         self.others: float | None = None
-        self.begin(0)
+        self.begin(0, time.monotonic(), behind=False)
 
-    def begin(self, step: int) -> None:
-        """Count from now on, from this step."""
-        self._since, self._first = time.monotonic(), step
+    def begin(self, step: int, met: float, *, behind: bool) -> None:
+        """Count from now on.
+
+        Args:
+            step: Updates made.
+            met: Moment of ``time.monotonic()`` at which the islands met, from which the others count.
+            behind: Whether this island has fetched since, so that it begins its steps later than they.
+        """
+        self._met, self._began, self._first, self._behind = met, time.monotonic(), step, behind
 
     def cycle(self, step: int, due: int) -> float:
-        """Seconds that all steps until an exchange take at the pace until now; 0 before the first."""
-        made = step - self._first
-        return (time.monotonic() - self._since) / made * (due - self._first) if made > 0 else 0.0
+        """Seconds from meeting to meeting at the pace until now; 0 before the first step."""
+        if step <= self._first:
+            return 0.0
+        return self._began - self._met + self._step(step) * (due - self._first)
 
     def is_late(self, step: int, due: int) -> bool:
-        """Whether another step would keep the others waiting at the exchange that is due."""
-        elapsed, made = time.monotonic() - self._since, step - self._first
-        if self.others is None or made <= 0 or self.cycle(step, due) < _SLOW * self.others:
+        """Whether another step would keep the others waiting at the exchange that is due: an island that is behind
+        comes with them, and a slow one a little later at most."""
+        if self.others is None or step <= self._first:
             return False
-        return elapsed * (made + 1) / made > _LATE * self.others
+        if not self._behind and self.cycle(step, due) < _SLOW * self.others:
+            return False
+        comes = time.monotonic() - self._met + self._step(step)
+        return comes > (self.others if self._behind else _LATE * self.others)
+
+    def _step(self, step: int) -> float:
+        """Seconds of a step."""
+        return (time.monotonic() - self._began) / (step - self._first)
 
 
 class Exchanged(NamedTuple):
@@ -179,7 +193,7 @@ class ElasticExchanges(Exchanges):
             meeting = membership.meet(
                 step, checksum, entering=entering, fresh=not self._has_trained, cycle=cycle, deadline=deadline
             )
-            attempts += 1
+            attempts, met = attempts + 1, time.monotonic()
             is_member, source = membership.is_member(meeting), None
             if not is_member:
                 source = meeting.source_of(membership.name).island
@@ -201,11 +215,11 @@ class ElasticExchanges(Exchanges):
                     "message"
                 )
         islands, came = (tuple(p.island for p in group) for group in (meeting.members, meeting.comers))
-        self._pace.others = meeting.cycle
+        self._pace.others = None if is_member and len(meeting.members) == 1 else meeting.cycle
         now = step if is_member else self.fetched
         assert now is not None
         checksum = checksum if entering and is_member else self._checksum()
-        self._pace.begin(now)
+        self._pace.begin(now, met, behind=not is_member)
         self.log.append(Exchanged(now, made, islands, came, source, checksum, attempts, time.monotonic() - started))
         self.alike_since |= dict.fromkeys(due if is_member else range(self._settings.fragments), now)
         fragments = due if is_member else range(self._settings.fragments)

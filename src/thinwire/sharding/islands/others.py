@@ -54,7 +54,7 @@ class OtherIslands:
         assert plan.islands is not None
         self._plan, self._settings, self.island, self._ranks = plan, plan.islands, island, ranks
         self._device, self._meter = device, meter
-        self.name = f"{island:05d}-{uuid.uuid4().hex}"
+        self.name = ranks.all_gather_typed(f"{island:05d}-{uuid.uuid4().hex}", _TEXT)[0]
         self._lighthouse: Lighthouse | None = None
         self._store: tuple[dist.Store | None, str] = None, ""
         self._axis: PeerAxis | None = None

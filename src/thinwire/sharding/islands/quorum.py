@@ -64,9 +64,9 @@ class Quorum(NamedTuple):
 
     @property
     def cycle(self) -> float | None:
-        """Seconds that the members usually take for the steps of an exchange; ``None`` with a single member."""
+        """Seconds that the members usually take for the steps of an exchange; ``None`` if they have made none."""
         cycles = [member.cycle for member in self.members if member.cycle]
-        return statistics.median_low(cycles) if len(cycles) > 1 else None
+        return statistics.median_low(cycles) if cycles else None
 
     @property
     def connection(self) -> str | None:
