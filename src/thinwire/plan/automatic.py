@@ -120,12 +120,17 @@ def choose(job: TrainingJob, template: Plan, asked: str, *, free: Freedom) -> Ch
         free: What the search may choose.
 
     Raises:
-        UsageError: The run's plan has islands; or no plan fits, and the message lists remedies.
+        UsageError: The run's plan has islands or shares sequences; or no plan fits, and the message lists remedies.
     """
     if template.islands is not None:
         raise UsageError(
             f"{asked} chooses among plans whose ranks step together, and the run's plan has islands = "
             f"{template.num_islands}; leave the islands out, or name a plan"
+        )
+    if template.cp > 1:
+        raise UsageError(
+            f"{asked} chooses among plans whose ranks have sequences of their own, and the run's plan has cp = "
+            f"{template.cp}; leave cp out, or name a plan"
         )
     job, searched = _widened(job, template, asked, free)
     plan = with_kept(searched.candidates[0].plan, template)

@@ -7,7 +7,6 @@ computed at once.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,28 +15,19 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from thinwire.cost import GroupShape, ModelPart, NominalRates, Pricer, Rates, Traffic, alike, working_memory
-from thinwire.cost.memory import PipelineShare, States, always_held, demanding_stages, held_units, stage_model, stages
+from thinwire.cost import GroupShape, NominalRates, Pricer, Traffic
+from thinwire.cost.memory import States, always_held, held_units, stage_model
+from thinwire.plan.batches import BatchChoice, Batches, BatchMemory, demanding
 from thinwire.plan.bounds import Array, Computation, least_seconds
 from thinwire.plan.rules import Chain, Cut, chain_ends, secondaries
-from thinwire.plan.traffic import WIRE, TrafficSeconds, UnitSizes, codec_choices
+from thinwire.plan.traffic import WIRE, TrafficSeconds, UnitSizes
 from thinwire.plan.training_job import TrainingJob
 from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
-from thinwire.sim.axes import (
-    HopCalls,
-    StageLink,
-    TensorParallelRates,
-    idle_of,
-    message_seconds,
-    pass_seconds,
-    sent_seconds,
-)
-from thinwire.sim.neighbours import neighbour_rates
 from thinwire.spec import Factor, Plan
 from thinwire.spec.plan import cut_alike
 
-__all__ = ["BatchChoice", "DraftGroup", "Drafts", "PlanDraft", "axis_rates", "fits", "stage_message"]
+__all__ = ["DraftGroup", "Drafts", "PlanDraft", "fits"]
 
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 4 << 20, 256 << 20
 
@@ -69,50 +59,6 @@ class PlanDraft:
 
 KeptBytes = Mapping[bool, tuple[int, ...]]
 """Bytes of each stage that may need the most memory, for steps of one micro-batch (``False``) and of several."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchMemory:
-    """A choice of the batch with the memory that it takes.
-
-    Attributes:
-        micro_batch: Sequences per micro-batch.
-        micro_batches: Micro-batches per step.
-        recompute: Whether blocks are recomputed in the backward.
-        working: Bytes that depend on the batch, plus the overhead, for each stage that may need the most memory.
-    """
-
-    micro_batch: int
-    micro_batches: int
-    recompute: bool
-    working: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class BatchChoice(BatchMemory):
-    """A choice of the batch and of the codecs of activations, with its costs.
-
-    Attributes:
-        codecs: Codecs of tp and pp.
-        computing: Seconds of all forwards and backwards of a step, including sums over tensor-parallel ranks, and its
-            fixed seconds.
-        standing: Seconds during which a pipeline rank idles or waits for messages.
-        forward: Seconds of a forward.
-        backward: Seconds of a backward, with what it recomputes.
-        parts: Seconds of the backward of each kind of part, with what it recomputes, and of its forward.
-    """
-
-    codecs: tuple[str, str]
-    computing: float
-    standing: float
-    forward: float
-    backward: float
-    parts: Mapping[str, tuple[float, float]]
-
-    @property
-    def knobs(self) -> int:
-        """Number of knobs that the choice turns."""
-        return self.recompute + sum(codec != "none" for codec in self.codecs)
 
 
 @dataclass(frozen=True)
@@ -153,21 +99,6 @@ class DraftGroup:
         )
 
 
-def axis_rates(job: TrainingJob, plan: Plan) -> Rates:
-    """The job's rates, including sums over the plan's tensor-parallel ranks, and exchanges with neighbours."""
-    if plan.tp == 1:
-        return neighbour_rates(job.rates, plan, job.model)
-    calls = HopCalls(job.rates)
-    return TensorParallelRates(job.rates, calls, plan.tp, job.model.hidden, ITEMSIZE[plan.compute_dtype])
-
-
-def stage_message(job: TrainingJob, plan: Plan) -> float:
-    """Seconds of sending a micro-batch to the next stage; every tensor-parallel rank sends its share of the tokens."""
-    calls, crosses = HopCalls(job.rates), job.cluster.nodes > 1
-    link = StageLink(job.model.hidden, crosses, sharers=plan.tp, gathered=False)
-    return sent_seconds(plan, job.seq, job.rates, calls, link)
-
-
 class Drafts:
     """All plans of one cut.
 
@@ -199,23 +130,24 @@ class Drafts:
         self._kinds = self._units.kinds
         self._parameters = sum(kind.count * kind.numel for kind in self._kinds)
         self._stages = [held_units(stage_model(job.model, stage.blocks), self._base, stage)
-                        for stage in _demanding(self.job, self._base, 1)]  # fmt: skip
+                        for stage in demanding(self.job, self._base, 1)]  # fmt: skip
         # Padding depends on the world size alone, so all plans have the same units, and cut them evenly.
         self._numels = [sum(buffer.numel for unit in held for buffer in unit.buffers) for held in self._stages]
         self._held: dict[tuple[Factor, Factor], tuple[int, ...]] = {}
         self._pricer = pricer
+        self._batches = Batches(job, cut, self._base)
         self._traffic = TrafficSeconds(job, pricer, self._units, self.bucket_bytes)
         self.considered = self.fitting = 0
 
-    @cached_property
-    def batches(self) -> list[BatchChoice]:
+    @property
+    def batches(self) -> Sequence[BatchChoice]:
         """Every choice of the batch, with its costs."""
-        return list(self._all_batches())
+        return self._batches.choices
 
     @property
     def least(self) -> float:
         """Seconds of the batch that computes and idles least, whether it fits into memory or not."""
-        return min((batch.computing + batch.standing for batch in self.batches), default=math.inf)
+        return self._batches.least
 
     def drafts(self) -> Iterator[PlanDraft]:
         """Every valid plan that fits into memory without codecs."""
@@ -239,7 +171,8 @@ class Drafts:
             within = self._fitting((params, optimizer, optimizer), None, promising)
             if not within or (len(closer) > 1 and self._hopeless((params, params, optimizer), within, limit)):
                 levels = self._traffic.levels(self._groups_of((params, params, optimizer), None))
-                self.considered += len(closer) * math.prod(map(len, levels)) * len(self.batches)
+                every = len(closer) * len({params, optimizer}) * math.prod(map(len, levels))
+                self.considered += every * len(self.batches)
                 continue
             for secondary in closer:
                 # Cutting G like OS saves memory but never time: it is tried only if G cut like P does not always fit.
@@ -260,8 +193,7 @@ class Drafts:
         return bool(least_seconds(self._computation(batches, chain), sent).min() > limit)
 
     def _groups_of(self, chain: Chain, secondary: Factor | None) -> Traffic:
-        cluster = self.job.cluster
-        strided = bool(cluster.links.spine or cluster.groups)
+        strided = bool(self.job.cluster.links.spine or self.job.cluster.groups)
         return Traffic.of(self.mesh, *chain, secondary, strided=strided)
 
     def _group(self, chain: Chain, secondary: Factor | None, promising: Sequence[BatchChoice]) -> DraftGroup | None:
@@ -338,7 +270,7 @@ class Drafts:
     def smallest(self) -> tuple[int, PlanDraft]:
         """The bytes of the plan that needs the least memory, and the plan; among several, the one with the least
         sharding."""
-        batch = min(self._sizes, key=lambda batch: max(batch.working))
+        batch = min(self._batches.sizes, key=lambda batch: max(batch.working))
         chains = [
             (params, optimizer, optimizer)
             for params, optimizer in chain_ends(self.mesh)
@@ -374,75 +306,10 @@ class Drafts:
         """A lower bound of :meth:`states`: model states alone, with one micro-batch."""
         return _state_bytes(self._base, self._numels, chain, secondary, several=False)
 
-    # -- batches -----------------------------------------------------------------------------------------------------
-
-    def _all_batches(self) -> Iterator[BatchChoice]:
-        level = codec_choices(self.job)
-        axes = [level[axis] if ways > 1 else ("none",) for axis, ways in (("tp", self.cut.tp), ("pp", self.cut.pp))]
-        for batch in self._sizes:
-            size, count, recompute = batch.micro_batch, batch.micro_batches, batch.recompute
-            for tp, pp in itertools.product(*axes):
-                plan = self._base.with_(
-                    micro_batch=size, micro_batches=count, recompute=recompute, wire={"tp": tp, "pp": pp}
-                )
-                yield _batch_choice(self.job, self._parts, batch, plan)
-
-    @cached_property
-    def _sizes(self) -> list[BatchMemory]:
-        """Every size of a micro-batch, with and without recomputation, with its memory."""
-        return [
-            BatchMemory(size, count, recompute, self._working(size, count, recompute=recompute))
-            for size, count in self.job.batches(self.cut)
-            for recompute in self.job.recomputes
-        ]
-
-    @cached_property
-    def _parts(self) -> list[tuple[int, ModelPart]]:
-        """The parts of the model that compute differently, with their numbers."""
-        return alike(self.job.parts(self._base))
-
-    def _working(self, micro_batch: int, micro_batches: int, *, recompute: bool) -> tuple[int, ...]:
-        plan = self._base.with_(micro_batch=micro_batch, micro_batches=micro_batches, recompute=recompute)
-        job = self.job
-        return tuple(
-            working_memory(job.model, plan, seq=job.seq, stage=stage, loss_chunk=job.loss_chunk) + job.overhead
-            for stage in _demanding(self.job, self._base, micro_batches)
-        )
-
-
-def _batch_choice(
-    job: TrainingJob, counted: Sequence[tuple[int, ModelPart]], batch: BatchMemory, plan: Plan
-) -> BatchChoice:
-    """A choice of the batch with its costs."""
-    rates, seq = axis_rates(job, plan), job.seq
-    parts: dict[str, tuple[float, float]] = {}
-    for _, part in counted:
-        forward, backward = pass_seconds(plan, [(1, part)], rates, seq)
-        again = forward if plan.recompute and part.kind == "block" else 0.0
-        known = parts.get(part.kind, (math.inf, math.inf))  # of several, the shortest
-        parts[part.kind] = min(known[0], forward), min(known[1], backward + again)
-    forward, backward = pass_seconds(plan, counted, rates, seq)
-    blocks = [(count, part) for count, part in counted if part.kind == "block"]
-    again = pass_seconds(plan, blocks, rates, seq)[0] if plan.recompute else 0.0
-    standing = 0.0
-    if plan.pp > 1:
-        message = stage_message(job, plan)
-        standing = idle_of(plan, forward, backward, message) + message_seconds(plan, message)
-    computing = plan.micro_batches * (forward + backward + again) + rates.step
-    return BatchChoice(
-        batch.micro_batch, batch.micro_batches, batch.recompute, batch.working,
-        (str(plan.wire.tp), str(plan.wire.pp)), computing, standing, forward, backward + again,
-        {"embedding": (0.0, 0.0), "head": (0.0, 0.0), "rest": (0.0, 0.0), **parts},
-    )  # fmt: skip
-
 
 def _needed(kept: tuple[int, ...], batch: BatchMemory) -> int:
     """Bytes on the rank of the stage that needs the most."""
     return max(always + working for always, working in zip(kept, batch.working, strict=True))
-
-
-def _demanding(job: TrainingJob, base: Plan, micro_batches: int) -> list[PipelineShare]:
-    return demanding_stages(stages(job.model.layers, base.with_(micro_batches=micro_batches)))
 
 
 def _state_bytes(

@@ -19,8 +19,8 @@ from thinwire.cost import (
 )
 from thinwire.cost.flat import GroupCalls
 from thinwire.errors import UsageError
+from thinwire.plan.batches import axis_rates, stage_message
 from thinwire.plan.candidates import Candidate
-from thinwire.plan.drafts import axis_rates, stage_message
 from thinwire.plan.rules import UNCUT, Cut, divided, factors
 from thinwire.plan.training_job import TrainingJob
 from thinwire.sim.axes import idle_seconds, message_seconds

@@ -138,7 +138,7 @@ class Refinement:
         """With whole tensors dealt to the ranks that share the optimizer states."""
         plan = best.plan
         owners = plan.optimizer.ranks // plan.params.ranks
-        if not 1 < owners <= _MOST_OWNERS or not self._waits(best, Lane.SPREAD, Lane.REDUCE):
+        if plan.ep > 1 or not 1 < owners <= _MOST_OWNERS or not self._waits(best, Lane.SPREAD, Lane.REDUCE):
             return best
         return self._faster(best, [plan.with_(partition="inter")])
 

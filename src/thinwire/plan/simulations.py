@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from thinwire.cost import Memory, Pricer, Rates, views_of
 from thinwire.cost.memory import largest_memory
+from thinwire.plan.batches import axis_rates, stage_message
 from thinwire.plan.candidates import AxisSeconds, Candidate
-from thinwire.plan.drafts import axis_rates, stage_message
 from thinwire.plan.training_job import TrainingJob
 from thinwire.sim.axes import TensorParallelRates, idle_seconds, message_seconds
 from thinwire.sim.neighbours import NeighbourRates

@@ -1,0 +1,175 @@
+"""Choices of the batch: micro-batch, recomputation and codecs of activations, with their time and memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from thinwire.cost import ModelPart, Rates, alike, working_memory
+from thinwire.cost.memory import PipelineShare, demanding_stages, stages
+from thinwire.plan.rules import Cut
+from thinwire.plan.traffic import codec_choices
+from thinwire.plan.training_job import TrainingJob
+from thinwire.program.wire import ITEMSIZE
+from thinwire.sim.axes import (
+    HopCalls,
+    StageLink,
+    TensorParallelRates,
+    idle_of,
+    message_seconds,
+    pass_seconds,
+    sent_seconds,
+)
+from thinwire.sim.neighbours import neighbour_rates
+from thinwire.spec import Plan
+
+__all__ = ["BatchChoice", "BatchMemory", "Batches", "axis_rates", "demanding", "stage_message"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMemory:
+    """A choice of the batch with the memory that it takes.
+
+    Attributes:
+        micro_batch: Sequences per micro-batch.
+        micro_batches: Micro-batches per step.
+        recompute: Whether blocks are recomputed in the backward.
+        working: Bytes that depend on the batch, plus the overhead, for each stage that may need the most memory.
+    """
+
+    micro_batch: int
+    micro_batches: int
+    recompute: bool
+    working: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchChoice(BatchMemory):
+    """A choice of the batch and of the codecs of activations, with its costs.
+
+    Attributes:
+        codecs: Codecs of tp and pp.
+        computing: Seconds of all forwards and backwards of a step, including sums over tensor-parallel ranks, and its
+            fixed seconds.
+        standing: Seconds during which a pipeline rank idles or waits for messages.
+        forward: Seconds of a forward.
+        backward: Seconds of a backward, with what it recomputes.
+        parts: Seconds of the backward of each kind of part, with what it recomputes, and of its forward.
+    """
+
+    codecs: tuple[str, str]
+    computing: float
+    standing: float
+    forward: float
+    backward: float
+    parts: Mapping[str, tuple[float, float]]
+
+    @property
+    def knobs(self) -> int:
+        """Number of knobs that the choice turns."""
+        return self.recompute + sum(codec != "none" for codec in self.codecs)
+
+
+def axis_rates(job: TrainingJob, plan: Plan) -> Rates:
+    """The job's rates, including sums over the plan's tensor-parallel ranks, and exchanges with neighbours."""
+    if plan.tp == 1:
+        return neighbour_rates(job.rates, plan, job.model)
+    calls = HopCalls(job.rates)
+    return TensorParallelRates(job.rates, calls, plan.tp, job.model.hidden, ITEMSIZE[plan.compute_dtype])
+
+
+def stage_message(job: TrainingJob, plan: Plan) -> float:
+    """Seconds of sending a micro-batch to the next stage; every tensor-parallel rank sends its share of the tokens."""
+    calls, crosses = HopCalls(job.rates), job.cluster.nodes > 1
+    link = StageLink(job.model.hidden, crosses, sharers=plan.tp, gathered=False)
+    return sent_seconds(plan, job.seq, job.rates, calls, link)
+
+
+class Batches:
+    """The choices of the batch for one cut of the model.
+
+    Args:
+        job: The job.
+        cut: Tensor and pipeline parallelism.
+        base: A plan of the cut.
+    """
+
+    def __init__(self, job: TrainingJob, cut: Cut, base: Plan) -> None:
+        self._job, self._cut, self._base = job, cut, base
+
+    @cached_property
+    def choices(self) -> Sequence[BatchChoice]:
+        """Every choice of the batch and of the codecs of activations, with its costs."""
+        return list(self._all())
+
+    @property
+    def least(self) -> float:
+        """Seconds of the batch that computes and idles least, whether it fits into memory or not."""
+        return min((batch.computing + batch.standing for batch in self.choices), default=math.inf)
+
+    def _all(self) -> Iterator[BatchChoice]:
+        level = codec_choices(self._job)
+        axes = [level[axis] if ways > 1 else ("none",) for axis, ways in (("tp", self._cut.tp), ("pp", self._cut.pp))]
+        for batch in self.sizes:
+            size, count, recompute = batch.micro_batch, batch.micro_batches, batch.recompute
+            for tp, pp in itertools.product(*axes):
+                plan = self._base.with_(
+                    micro_batch=size, micro_batches=count, recompute=recompute, wire={"tp": tp, "pp": pp}
+                )
+                yield _batch_choice(self._job, self._parts, batch, plan)
+
+    @cached_property
+    def sizes(self) -> list[BatchMemory]:
+        """Every size of a micro-batch, with and without recomputation, with its memory."""
+        return [
+            BatchMemory(size, count, recompute, self._working(size, count, recompute=recompute))
+            for size, count in self._job.batches(self._cut)
+            for recompute in self._job.recomputes
+        ]
+
+    @cached_property
+    def _parts(self) -> list[tuple[int, ModelPart]]:
+        """The parts of the model that compute differently, with their numbers."""
+        return alike(self._job.parts(self._base))
+
+    def _working(self, micro_batch: int, micro_batches: int, *, recompute: bool) -> tuple[int, ...]:
+        plan = self._base.with_(micro_batch=micro_batch, micro_batches=micro_batches, recompute=recompute)
+        job = self._job
+        return tuple(
+            working_memory(job.model, plan, seq=job.seq, stage=stage, loss_chunk=job.loss_chunk) + job.overhead
+            for stage in demanding(self._job, self._base, micro_batches)
+        )
+
+
+def _batch_choice(
+    job: TrainingJob, counted: Sequence[tuple[int, ModelPart]], batch: BatchMemory, plan: Plan
+) -> BatchChoice:
+    """A choice of the batch with its costs."""
+    rates, seq = axis_rates(job, plan), job.seq
+    parts: dict[str, tuple[float, float]] = {}
+    for _, part in counted:
+        forward, backward = pass_seconds(plan, [(1, part)], rates, seq)
+        again = forward if plan.recompute and part.kind == "block" else 0.0
+        known = parts.get(part.kind, (math.inf, math.inf))  # of several, the shortest
+        parts[part.kind] = min(known[0], forward), min(known[1], backward + again)
+    forward, backward = pass_seconds(plan, counted, rates, seq)
+    blocks = [(count, part) for count, part in counted if part.kind == "block"]
+    again = pass_seconds(plan, blocks, rates, seq)[0] if plan.recompute else 0.0
+    standing = 0.0
+    if plan.pp > 1:
+        message = stage_message(job, plan)
+        standing = idle_of(plan, forward, backward, message) + message_seconds(plan, message)
+    computing = plan.micro_batches * (forward + backward + again) + rates.step
+    return BatchChoice(
+        batch.micro_batch, batch.micro_batches, batch.recompute, batch.working,
+        (str(plan.wire.tp), str(plan.wire.pp)), computing, standing, forward, backward + again,
+        {"embedding": (0.0, 0.0), "head": (0.0, 0.0), "rest": (0.0, 0.0), **parts},
+    )  # fmt: skip
+
+
+def demanding(job: TrainingJob, base: Plan, micro_batches: int) -> list[PipelineShare]:
+    """The stages that may need the most memory."""
+    return demanding_stages(stages(job.model.layers, base.with_(micro_batches=micro_batches)))
