@@ -206,7 +206,8 @@ class BackwardPass:
             return
         self._state.enter(self._state.before)
         self._agreements.used.undo_backward()
-        self.drop_waiting()
+        for unit in self.deliveries:
+            unit.forget()
         self._reducer.abort()
         self._schedule.abandon_micro_batch()
         self._open_calls = [0] * len(self._units)
@@ -226,11 +227,6 @@ class BackwardPass:
         if any(unit.has_left() for unit in self.deliveries):
             self._begin()
             self._end_backward()
-
-    def drop_waiting(self) -> None:
-        """Drop the gradients that wait for others of their unit."""
-        for unit in self.deliveries:
-            unit.forget()
 
     def _begin(self) -> None:
         if self.encodes_gradients is None:
