@@ -168,7 +168,8 @@ class Deliveries(Delivery):
             if self._waiting:
                 self._stop_waiting()
             # The runtime drops what it is given when it likes.
-            self._backward.gradient(self._index, slot, grad.clone() if is_away else grad)
+            if self._backward.collect(self._index, slot, grad.clone() if is_away else grad):
+                self._backward.gradients_ready(self._index)
 
     def _stop_waiting(self) -> None:
         """Deliver the gradients that wait for the rest of the unit, and let none wait until the backward ends."""

@@ -177,9 +177,13 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     undo.append(unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True).remove)
     undo.append(unit.module.register_forward_hook(post_forward).remove)
     if unit.info.trainable:
-        deliveries = Deliveries(runtime, index)
-        passes.backward.deliveries.append(deliveries)
-        undo.append(deliveries.remove)
+        _hook_gradients(runtime, index)
+
+
+def _hook_gradients(runtime: Runtime, index: int) -> None:
+    deliveries = Deliveries(runtime, index)
+    runtime.passes.backward.deliveries.append(deliveries)
+    runtime.undo.append(deliveries.remove)
 
 
 class _InputGradientOf:

@@ -159,19 +159,15 @@ class BackwardPass:
         if not self.gradients_count:
             grads = [torch.zeros_like(grad) for grad in grads]
         self._reducer.collect_all(index, grads)
-        self._gradients_ready(index)
-
-    def gradient(self, index: int, slot: int, grad: torch.Tensor) -> None:
-        """Take the gradient of the unit's trained parameter number ``slot``, in the parameter's shape, by itself."""
-        if self.collect(index, slot, grad):
-            self._gradients_ready(index)
+        self.gradients_ready(index)
 
     def collect(self, index: int, slot: int, grad: torch.Tensor) -> bool:
-        """Take a gradient by itself, without handling the unit's last; returns whether its unit is now complete."""
+        """Take the gradient of the unit's trained parameter number ``slot`` by itself, in the parameter's shape; returns
+        whether the unit is now complete."""
         self._agreements.used.note(index, slot)
         return self._reducer.collect(index, slot, grad if self.gradients_count else torch.zeros_like(grad))
 
-    def _gradients_ready(self, index: int) -> None:
+    def gradients_ready(self, index: int) -> None:
         """Handle the last gradient of a unit."""
         moment = self._grads_ready[index]
         self._state.at = moment
@@ -206,7 +202,8 @@ class BackwardPass:
             return
         self._state.enter(self._state.before)
         self._agreements.used.undo_backward()
-        self.drop_waiting()
+        for unit in self.deliveries:
+            unit.forget()
         self._reducer.abort()
         self._schedule.abandon_micro_batch()
         self._open_calls = [0] * len(self._units)
@@ -226,11 +223,6 @@ class BackwardPass:
         if any(unit.has_left() for unit in self.deliveries):
             self._begin()
             self._end_backward()
-
-    def drop_waiting(self) -> None:
-        """Drop the gradients that wait for others of their unit."""
-        for unit in self.deliveries:
-            unit.forget()
 
     def _begin(self) -> None:
         if self.encodes_gradients is None:

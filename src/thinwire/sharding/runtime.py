@@ -169,7 +169,8 @@ class Runtime:
     def zero_grad(self) -> None:
         """Forget every gradient."""
         self.passes.backward.forget_failed()
-        self.passes.backward.drop_waiting()
+        for unit in self.passes.backward.deliveries:
+            unit.forget()
         self.reducer.join()
         for part in self.reducer.parts:
             part.reset()
