@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -79,6 +80,13 @@ class Tempo:
             return False
         comes = time.monotonic() - self._met + self._step(step)
         return comes > (self.others if self._behind else _LATE * self.others)
+
+    def expected(self) -> float:
+        """Moment at which the others meet next, or have just begun to."""
+        if self.others is None:
+            return self._met
+        meetings = math.ceil((time.monotonic() - self._met) / self.others - 0.5)
+        return self._met + max(1, meetings) * self.others
 
     def _step(self, step: int) -> float:
         """Seconds of a step."""
@@ -191,7 +199,13 @@ class ElasticExchanges(Exchanges):
         deadline, attempts, checksum = started + self._settings.patience, 0, self._checksum()
         while True:
             meeting = membership.meet(
-                step, checksum, entering=entering, fresh=not self._has_trained, cycle=cycle, deadline=deadline
+                step,
+                checksum,
+                entering=entering,
+                fresh=not self._has_trained,
+                cycle=cycle,
+                expected=math.inf if entering else self._pace.expected(),
+                deadline=deadline,
             )
             attempts, met = attempts + 1, time.monotonic()
             is_member, source = membership.is_member(meeting), None

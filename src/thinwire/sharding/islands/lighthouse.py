@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from thinwire.agreement import Typed
@@ -24,6 +24,9 @@ __all__ = ["Lighthouse", "own_address", "serve"]
 
 _BEAT = 0.3
 """Seconds between two signs of life."""
+
+_BRIEFLY = 0.1
+"""Seconds that a repeated request may take."""
 
 _CONNECTING = datetime.timedelta(seconds=3)
 
@@ -54,12 +57,16 @@ class Lighthouse:
         self._beating = threading.Thread(target=self._beat, daemon=True, name="thinwire-heartbeat")
         self._client: Any = None
 
-    def meet(self, own: Participant, deadline: float) -> Quorum:
+    def meet(self, own: Participant, deadline: float, expected: float) -> Quorum:
         """Ask who is there, and wait for the answer.
+
+        The lighthouse waits for late islands from the moment at which the first one has asked. An island that comes
+        long before the others therefore asks anew until they are expected: otherwise, they would not be waited for.
 
         Args:
             own: What this island says of itself.
             deadline: Moment of ``time.monotonic()`` at which it gives up.
+            expected: Moment at which the others are expected.
 
         Raises:
             CollectiveError: No answer has come by then.
@@ -70,17 +77,8 @@ class Lighthouse:
         while (left := deadline - time.monotonic()) > 0:
             try:
                 self._client = self._client or self._connect()
-                quorum = self._client.quorum(
-                    self._name,
-                    datetime.timedelta(seconds=left),
-                    address="",
-                    store_address=own.store,
-                    step=own.step,
-                    world_size=len(own.states),
-                    shrink_only=False,
-                    data={"said": _SAID.encode(own).decode()},
-                )
-                return self._meeting(quorum)
+                with self._asking_anew(own, expected):
+                    return self._meeting(_ask(self._client, own, left))
             except (RuntimeError, TimeoutError, OSError) as error:
                 problem, self._client = str(error).splitlines()[0], None
                 time.sleep(_PAUSE)
@@ -88,6 +86,27 @@ class Lighthouse:
             f"island {own.island}: no quorum of islands at the lighthouse {self.address} in time: {problem:.200}; see "
             "whether `thinwire lighthouse` runs there and this host reaches it, or set islands.patience higher"
         )
+
+    @contextlib.contextmanager
+    def _asking_anew(self, own: Participant, expected: float) -> Iterator[None]:
+        """Context in which a thread repeats the request until the others are expected."""
+        answered = threading.Event()
+
+        def repeat() -> None:
+            client: Any = None
+            while not answered.wait(_BEAT) and time.monotonic() < expected:
+                # The answer comes to the first request; this one only says that the island has come just now.
+                with contextlib.suppress(RuntimeError, TimeoutError, OSError):
+                    client = client or self._connect()
+                    _ask(client, own, _BRIEFLY)
+
+        repeating = threading.Thread(target=repeat, daemon=True, name="thinwire-asking")
+        repeating.start()
+        try:
+            yield
+        finally:
+            answered.set()
+            repeating.join()
 
     def close(self) -> None:
         """Give no more signs of life."""
@@ -112,6 +131,20 @@ class Lighthouse:
         said = [_said(participant.data) for participant in quorum.participants]
         key = f"{quorum.quorum_id}-{quorum.created.seconds}-{quorum.created.nanos}"
         return sort_out(key, said)
+
+
+def _ask(client: Any, own: Participant, timeout: float) -> Any:
+    """A quorum of torchft's lighthouse."""
+    return client.quorum(
+        own.name,
+        datetime.timedelta(seconds=timeout),
+        address="",
+        store_address=own.store,
+        step=own.step,
+        world_size=len(own.states),
+        shrink_only=False,
+        data={"said": _SAID.encode(own).decode()},
+    )
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -76,7 +76,9 @@ class OtherIslands:
         self._server = StateServer(host, self._settings.timeout)
         return self._server.address
 
-    def meet(self, step: int, checksum: int, *, entering: bool, fresh: bool, cycle: float, deadline: float) -> Quorum:
+    def meet(
+        self, step: int, checksum: int, *, entering: bool, fresh: bool, cycle: float, expected: float, deadline: float
+    ) -> Quorum:
         """Wait for the others at the end of an exchange's steps, or to enter.
 
         Args:
@@ -85,6 +87,7 @@ class OtherIslands:
             entering: Whether it enters.
             fresh: Whether it lacks the state of an inner optimizer.
             cycle: Seconds that the steps of an exchange take at its pace; 0 if it made none.
+            expected: Moment of ``time.monotonic()`` at which the others are expected.
             deadline: Moment of ``time.monotonic()`` at which it gives up.
 
         Raises:
@@ -100,17 +103,17 @@ class OtherIslands:
                 self.name, self.island, step, entering, fresh, checksum, fingerprint, self._store[1], self._states,
                 cycle, self._connected[0],
             )  # fmt: skip
-            return self._ask(self._lighthouse, own, deadline)
+            return self._ask(self._lighthouse, own, deadline, expected)
 
         meeting = self._everywhere(ask, _MEETING)[0]
         assert meeting is not None
         return meeting
 
-    def _ask(self, lighthouse: Lighthouse, own: Participant, deadline: float) -> Quorum:
+    def _ask(self, lighthouse: Lighthouse, own: Participant, deadline: float, expected: float) -> Quorum:
         settings, there = self._settings, 0
         while time.monotonic() < deadline or not there:
             try:
-                quorum = lighthouse.meet(own, deadline)
+                quorum = lighthouse.meet(own, deadline, expected)
             except CollectiveError:
                 if there:
                     break
