@@ -108,10 +108,13 @@ def samples(grows: float) -> list[dict[str, Any]]:
 
 def test_growth_beyond_noise_is_told_from_noise(tmp_path: Path) -> None:
     steady = {trend.name: trend for trend in trends(samples(0))}
-    assert not any(trend.grows for trend in steady.values())
+    assert {trend.verdict for trend in steady.values()} == {"steady"}
     assert steady["memory of rank 0"].error > 0
     growing = {trend.name: trend for trend in trends(samples(20e6))}["memory of rank 0"]
-    assert growing.grows
+    assert growing.verdict == "grows"
+    little = {trend.name: trend for trend in trends(samples(2e6))}["memory of rank 0"]
+    assert little.verdict == "grows by less than 1 %"
+    assert {trend.name: trend for trend in trends(samples(-20e6))}["memory of rank 0"].verdict == "shrinks"
     assert growing.slope == pytest.approx(20e6, abs=2 * growing.error)
     assert steady["time of a step"].mean == pytest.approx(0.1)
     file = tmp_path / "soak.jsonl"
