@@ -60,6 +60,7 @@ def test_mutations_leave_the_original_alone() -> None:
     changed = {json.dumps(mutated(body, random.Random(seed)), default=str) for seed in range(50)}
     assert json.dumps(body) == before
     assert len(changed) > 30
+    assert any(mutated({"x": 1}, random.Random(seed)) == {} for seed in range(50))
 
 
 def verdict(name: str, *faults: str, equal: bool = True) -> TrialVerdict:
