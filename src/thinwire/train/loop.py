@@ -176,6 +176,8 @@ def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress
         if save_failed:
             _settle(trainer, progress)
         if trainer.saves or stopping:
+            if log is not None:
+                log.sync()
             _save(trainer, progress, last=stopping or position.step == steps)
         if stopping and position.step < steps:
             cause = next((text for text in trainer.ranks.all_gather_typed(reason, _TEXT) if text), "stop")

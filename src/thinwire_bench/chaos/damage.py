@@ -63,6 +63,8 @@ def mutated(body: dict[str, Any], chance: random.Random) -> dict[str, Any]:
     """
     body = copy.deepcopy(body)
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
+        if not body:
+            break
         path = _some_place(body, chance)
         parent: Any = body
         for step in path[:-1]:
@@ -86,7 +88,7 @@ def _change(parent: Any, key: Any, chance: random.Random) -> None:
 def _some_place(body: dict[str, Any], chance: random.Random) -> tuple[Any, ...]:
     """The way to a part. Half of all changes are to values, which only their users can judge."""
     inside = [path for path in _places(body) if path[0] == "values" or chance.random() < 0.3]
-    return chance.choice(inside or [(next(iter(body)),)] if body else [("x",)])
+    return chance.choice(inside or [(next(iter(body)),)])
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -42,6 +42,7 @@ class Scene:
         faults: Kind and description of what should not have happened.
         detail: What exactly was done.
         floor: Step of a checkpoint that was complete before the incident, and must be there afterwards.
+        judged: Number of starts that have been compared with it.
     """
 
     run: DisturbedRun
@@ -52,6 +53,7 @@ class Scene:
     faults: list[tuple[str, str]] = field(default_factory=list)
     detail: str = ""
     floor: int = 0
+    judged: int = 0
 
     @property
     def longest(self) -> float:
@@ -59,9 +61,18 @@ class Scene:
         return 2 * self.timeout + self.patience
 
     def note_complete(self) -> None:
-        """Take note of the newest checkpoint: it is there to stay."""
+        """Take note of the newest checkpoint: it is there to stay. Starts of before need not have known it."""
+        self.check_nothing_lost()
         known = self.run.checkpoints()
         self.floor = max([self.floor, *(int(path.name.removeprefix("step-")) for path in known[-1:])])
+
+    def check_nothing_lost(self) -> None:
+        """Note starts that went on from before a checkpoint that was complete by then."""
+        for number in range(self.judged, self.run.starts):
+            step = step_of_start(self.run, number)
+            if step is not None and step < self.floor:
+                self.faults.append(("lost", f"step {self.floor} was saved, and the run goes on from step {step}"))
+        self.judged = self.run.starts
 
     def ended(self, statuses: set[int], about: str) -> CommandEnd:
         """Wait for the end of the command, which must be in one sentence and with one of the statuses."""

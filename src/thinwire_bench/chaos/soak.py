@@ -76,9 +76,14 @@ class Trend:
     hours: float
 
     @property
-    def grows(self) -> bool:
-        """Whether it certainly grows, by more than a hundredth of its mean within the soak."""
-        return self.slope > self.error and self.slope * self.hours > _GROWTH * self.mean
+    def verdict(self) -> str:
+        """``steady`` if its change may be chance; ``grows`` if it is certain, and a hundredth of the mean within the
+        soak; otherwise which way it changes a little."""
+        if abs(self.slope) <= self.error:
+            return "steady"
+        if self.slope < 0:
+            return "shrinks"
+        return "grows" if self.slope * self.hours > _GROWTH * self.mean else "grows by less than 1 %"
 
 
 def soak(hours: float, work: Path, samples: Path, *, interval: float, report: Callable[[str], None]) -> None:
@@ -226,4 +231,4 @@ def _cells(trend: Trend) -> list[str]:
         return f"{'-' if value < 0 else '+'}{shown(abs(value))}"
 
     interval = f"{signed(trend.slope - trend.error)} to {signed(trend.slope + trend.error)}"
-    return [trend.name, "grows" if trend.grows else "steady", shown(trend.mean), signed(trend.slope), interval]
+    return [trend.name, trend.verdict, shown(trend.mean), signed(trend.slope), interval]

@@ -15,7 +15,7 @@ from typing import Any, Final
 from thinwire.checkpoint.manifest import MANIFEST_NAME
 from thinwire.errors import UsageError
 from thinwire_bench.chaos.disk import Disk
-from thinwire_bench.chaos.incidents import CABLED, INCIDENTS, Scene, step_of_start
+from thinwire_bench.chaos.incidents import CABLED, INCIDENTS, Scene
 from thinwire_bench.chaos.run import DisturbedRun, environment, losses, train_command
 from thinwire_bench.chaos.setups import STEPS, SmallRun
 
@@ -216,10 +216,10 @@ def _strike(scene: Scene, kind: str, at: int, report: Callable[[str], None]) -> 
     # A checkpoint that has just appeared is not yet on the device: the rename is synced after the name shows.
     if kind not in CABLED and "power" in kind:
         time.sleep(0.5)
-    starts, began = run.starts, time.monotonic()
+    began = time.monotonic()
     INCIDENTS[kind](scene)
     incident.seconds, incident.detail = time.monotonic() - began, scene.detail
-    _check_nothing_lost(scene, starts)
+    scene.check_nothing_lost()
     report(f"step {incident.step}: {kind} ({scene.detail or 'as it is'}), {incident.seconds:.1f} s {_wrong(incident)}")
     return incident
 
@@ -237,18 +237,10 @@ def _go_on(scene: Scene, at: int) -> None:
         if not scene.trains_again(starts, "started again") and not scene.faults:
             scene.ended({0}, "started again")
             return
-    _check_nothing_lost(scene, run.starts - 1)
+    scene.check_nothing_lost()
     if not run.wait_for(lambda: run.step >= at, 20 * scene.patience) and run.running:
         scene.faults.append(("hang", f"step {at} is not reached"))
         run.kill_all()
-
-
-def _check_nothing_lost(scene: Scene, starts: int) -> None:
-    """Whether the starts from a number on went on from a step at least that of a checkpoint that was complete."""
-    for number in range(max(0, starts), scene.run.starts):
-        step = step_of_start(scene.run, number)
-        if step is not None and step < scene.floor:
-            scene.faults.append(("lost", f"step {scene.floor} was saved, and the run goes on from step {step}"))
 
 
 def _finish(scene: Scene, incidents: Sequence[Incident]) -> str:
@@ -263,7 +255,7 @@ def _finish(scene: Scene, incidents: Sequence[Incident]) -> str:
     with contextlib.suppress(OSError):
         for log in [*(scene.run.directory / "logs").glob("*.log"), *scene.run.log.with_name("ranks").glob("*.log")]:
             scene.look_for_tracebacks(log.read_text(errors="replace"))
-    _check_nothing_lost(scene, scene.run.starts - 1)
+    scene.check_nothing_lost()
     if ended.status != 0:
         scene.faults.append(("hang" if ended.status is None else "end", f"the run does not complete: {ended.sentence}"))
     return "; ".join(text for _, text in last[before:])

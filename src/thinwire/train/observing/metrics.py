@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
 
+from thinwire.checkpoint.durable import sync_directory
 from thinwire.train.directory import write_atomically, writing
 
 KINDS: Final = ("gather", "reduce", "sync", "spread", "control", "outer")
@@ -138,6 +140,7 @@ class MetricsLog:
         self._path = path
         with writing(path):
             self._file: IO[str] = path.open("a")
+            sync_directory(path.parent)
         self._events: Any = None
         if tensorboard is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -160,6 +163,15 @@ class MetricsLog:
             if self._events is not None:
                 for name, value in _scalars(table):
                     self._events.add_scalar(name, value, record.step)
+
+    def sync(self) -> None:
+        """Write all records to disk. A run that goes on from a checkpoint after a loss of power does not repeat them.
+
+        Raises:
+            UsageError: They cannot be written.
+        """
+        with writing(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Flush and close both files. Errors are ignored here, because :meth:`write` has reported them."""
