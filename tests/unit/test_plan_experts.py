@@ -16,6 +16,7 @@ from thinwire.plan.simulations import candidate
 from thinwire.program import Lane, Phase, Scope, lower
 from thinwire.sim.neighbours import exchanged_values
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
+from thinwire.spec.block_shapes import expert_parameters
 
 CONFIGS = Path(__file__).parent / "configs"
 MIXTRAL = ModelSpec.named(str(CONFIGS / "mixtral-8x7b.json"))
@@ -32,8 +33,8 @@ def job(cluster: str = "h100-80g:8x8", tokens: int = 2 << 20) -> TrainingJob:
 def test_a_rank_holds_its_share_of_the_experts_and_computes_as_much(ep: int, granularity: str) -> None:
     whole, own = parts(SMALL, granularity), parts(SMALL, granularity, 1, ep)
     experts = sum(part.numel for part in own if part.is_experts)
-    assert experts == SMALL.layers * SMALL.expert_parameters // ep
-    assert sum(part.numel for part in own) - experts == SMALL.parameters - SMALL.layers * SMALL.expert_parameters
+    assert experts == SMALL.layers * expert_parameters(SMALL) // ep
+    assert sum(part.numel for part in own) - experts == SMALL.parameters - SMALL.layers * expert_parameters(SMALL)
     assert sum(p.forward_flops(1, 32) for p in own) == sum(p.forward_flops(1, 32) for p in whole)
 
 
@@ -65,7 +66,7 @@ def test_shared_experts_take_less_memory() -> None:
         plan = Plan.preset("zero1", nodes=8, local=8, ep=ep)
         return largest_memory(MIXTRAL, plan, seq=4096, overhead=0).params
 
-    experts = MIXTRAL.layers * MIXTRAL.expert_parameters
+    experts = MIXTRAL.layers * expert_parameters(MIXTRAL)
     for ep in (2, 4, 8):
         expected = 2 * (MIXTRAL.parameters - experts + experts // ep)
         assert needed(ep) == pytest.approx(expected, rel=1e-3)

@@ -132,7 +132,9 @@ class Search:
         plainest = filter(self._fits, sorted(tying, key=lambda draft: (draft.knobs, draft.bound)))
         for draft in list(itertools.islice(plainest, top)):
             simulated[draft] = self._candidate(self.plan(draft))
-        ranked = _ranked([*simulated.values(), *self._sharing_experts()], self.job.tie)
+        ranked = _ranked(
+            [*simulated.values(), *_sharing_experts(self.job, self._cuts.get(UNCUT), self.simulations)], self.job.tie
+        )
         if ranked:
             ranked[0] = self._refined(ranked[0])
         return Searched(
@@ -145,13 +147,6 @@ class Search:
             complete=complete,
             simulations=self.simulations,
         )
-
-    def _sharing_experts(self) -> list[Candidate]:
-        """Plans whose ranks share experts, if the model has any and all ranks may be data-parallel."""
-        drafts = self._cuts.get(UNCUT)
-        if drafts is None or self.job.model.experts is None:
-            return []
-        return expert_candidates(self.job, self.simulations, drafts.bucket_bytes)
 
     def _promising(self) -> tuple[list[PlanDraft], dict[PlanDraft, Candidate]]:
         """All drafts sorted by their estimates, and the simulated best of every cut but the last.
@@ -290,6 +285,14 @@ class Search:
         """
         _, draft = min((drafts.smallest() for drafts in self._cuts.values()), key=lambda found: found[0])
         return self._candidate(self.plan(draft))
+
+
+def _sharing_experts(job: TrainingJob, drafts: Drafts | None, simulations: Simulations) -> list[Candidate]:
+    """Plans whose ranks share experts, if the model has any; ``drafts`` are those without tensor and pipeline
+    parallelism, if they are allowed."""
+    if drafts is None or job.model.experts is None:
+        return []
+    return expert_candidates(job, simulations, drafts.bucket_bytes)
 
 
 def _faster(tie: float, best: Candidate, others: Iterable[Candidate]) -> Candidate:
