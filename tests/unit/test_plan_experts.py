@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from thinwire.cli.main import app
 from thinwire.cost import NominalRates, parts, units
 from thinwire.cost.memory import largest_memory
 from thinwire.errors import SpecError
@@ -136,3 +138,13 @@ def test_what_does_not_go_together_is_one_sentence(fields: dict[str, object], se
 def test_experts_that_cannot_be_shared_so_have_no_price(model: ModelSpec, sentence: str) -> None:
     with pytest.raises(SpecError, match=f"ep = 16 should divide the model's {sentence}"):
         units(model, Plan.preset("zero1", nodes=8, local=8, ep=16))
+
+
+@pytest.mark.parametrize("axis", ["ep", "cp"])
+def test_what_is_not_simulated_is_refused(axis: str, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    Plan.preset("zero1", nodes=1, local=8, **{axis: 2}).save(plan)
+    command = ["sim", "--model", "mixtral-8x7b", "--cluster", "h100-80g:1x8", "--plan", str(plan)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code != 0
+    assert f"{axis} = 2: thinwire sim plays plans without it; use {axis} = 1" in str(result.exception or result.output)
