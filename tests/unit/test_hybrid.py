@@ -52,6 +52,8 @@ def test_every_dimension_has_the_codec_of_the_table(name: str, dense: str, scatt
         "spread": dense,
         "tp": dense,
         "pp": dense,
+        "ep": dense,
+        "cp": dense,
     }
     if scatter == gradients:
         del fields["scatter"]
@@ -127,8 +129,8 @@ def test_other_names_are_refused(name: str, hint: str) -> None:
 
 
 def test_an_unknown_dimension_is_refused() -> None:
-    with pytest.raises(SpecError, match="valid are dp, scatter, gather, spread, tp, pp"):
-        HybridPolicy.parse("hybrid").codec("ep")
+    with pytest.raises(SpecError, match="valid are dp, scatter, gather, spread, tp, pp, ep, cp"):
+        HybridPolicy.parse("hybrid").codec("sp")
 
 
 @pytest.mark.parametrize("name", STUDIED)

@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from thinwire.cli.main import app
 from thinwire.cost import NominalRates, parts, units
 from thinwire.cost.memory import largest_memory
 from thinwire.errors import SpecError
@@ -16,6 +18,7 @@ from thinwire.plan.simulations import candidate
 from thinwire.program import Lane, Phase, Scope, lower
 from thinwire.sim.neighbours import exchanged_values
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
+from thinwire.spec.block_shapes import expert_parameters
 
 CONFIGS = Path(__file__).parent / "configs"
 MIXTRAL = ModelSpec.named(str(CONFIGS / "mixtral-8x7b.json"))
@@ -32,8 +35,8 @@ def job(cluster: str = "h100-80g:8x8", tokens: int = 2 << 20) -> TrainingJob:
 def test_a_rank_holds_its_share_of_the_experts_and_computes_as_much(ep: int, granularity: str) -> None:
     whole, own = parts(SMALL, granularity), parts(SMALL, granularity, 1, ep)
     experts = sum(part.numel for part in own if part.is_experts)
-    assert experts == SMALL.layers * SMALL.expert_parameters // ep
-    assert sum(part.numel for part in own) - experts == SMALL.parameters - SMALL.layers * SMALL.expert_parameters
+    assert experts == SMALL.layers * expert_parameters(SMALL) // ep
+    assert sum(part.numel for part in own) - experts == SMALL.parameters - SMALL.layers * expert_parameters(SMALL)
     assert sum(p.forward_flops(1, 32) for p in own) == sum(p.forward_flops(1, 32) for p in whole)
 
 
@@ -65,7 +68,7 @@ def test_shared_experts_take_less_memory() -> None:
         plan = Plan.preset("zero1", nodes=8, local=8, ep=ep)
         return largest_memory(MIXTRAL, plan, seq=4096, overhead=0).params
 
-    experts = MIXTRAL.layers * MIXTRAL.expert_parameters
+    experts = MIXTRAL.layers * expert_parameters(MIXTRAL)
     for ep in (2, 4, 8):
         expected = 2 * (MIXTRAL.parameters - experts + experts // ep)
         assert needed(ep) == pytest.approx(expected, rel=1e-3)
@@ -135,3 +138,13 @@ def test_what_does_not_go_together_is_one_sentence(fields: dict[str, object], se
 def test_experts_that_cannot_be_shared_so_have_no_price(model: ModelSpec, sentence: str) -> None:
     with pytest.raises(SpecError, match=f"ep = 16 should divide the model's {sentence}"):
         units(model, Plan.preset("zero1", nodes=8, local=8, ep=16))
+
+
+@pytest.mark.parametrize("axis", ["ep", "cp"])
+def test_what_is_not_simulated_is_refused(axis: str, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    Plan.preset("zero1", nodes=1, local=8, **{axis: 2}).save(plan)
+    command = ["sim", "--model", "mixtral-8x7b", "--cluster", "h100-80g:1x8", "--plan", str(plan)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code != 0
+    assert f"{axis} = 2: thinwire sim plays plans without it; use {axis} = 1" in " ".join(result.output.split())

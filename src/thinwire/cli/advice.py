@@ -66,8 +66,10 @@ def fitting(recipe: Recipe, plan: Plan, vocab: int, room: Room) -> tuple[Trainin
     import thinwire.plan as planner
     from thinwire.cost import NominalRates
     from thinwire.plan import TrainingJob
+    from thinwire.plan.training_job import refuse_context
     from thinwire.spec import ClusterSpec
 
+    refuse_context(plan)
     cluster = ClusterSpec.parse(
         {
             "nodes": plan.mesh.nodes * plan.pp,

@@ -198,12 +198,16 @@ def _cluster_fields(cluster: str) -> dict[str, Any]:
 
 def _plan_fields(plan: str, model: str, seq: int | None) -> dict[str, Any]:
     """What a preset or a plan file determines about a case."""
+    from thinwire.errors import SpecError
     from thinwire.sim.cases import OVERLAPS, PLAN_KEYS
     from thinwire.spec import ModelSpec, Plan
 
     if plan.startswith("preset:"):
         return {"plan": plan.removeprefix("preset:")}
     loaded = Plan.load(plan)
+    for axis, ways in (("ep", loaded.ep), ("cp", loaded.cp)):
+        if ways > 1:
+            raise SpecError(plan, [f"{axis} = {ways}: thinwire sim plays plans without it; use {axis} = 1"])
     table = loaded.to_dict()
     return {
         "plan": {key: table[key] for key in PLAN_KEYS if key in table},

@@ -28,7 +28,7 @@ from thinwire.program import (
 from thinwire.program.shares import LARGE_LEAF
 from thinwire.program.wire import ITEMSIZE, is_excluded
 from thinwire.spec import ModelSpec, Plan
-from thinwire.spec.block_shapes import attention_width, latent_norms
+from thinwire.spec.block_shapes import attention_width, block_matrices, expert_layers, expert_parameters, latent_norms
 
 __all__ = ["EXPERTS", "ModelPart", "Routed", "Tensor", "alike", "largest_share", "parts", "units"]
 
@@ -388,7 +388,7 @@ def _whole_parts(model: ModelSpec, granularity: str, *, apart: bool = False) -> 
         alone = (embedding, norm, head)
     else:
         # The runtime looks for large leaves in the part of the model that has no shared experts.
-        total = model.parameters - (model.expert_layers * model.expert_parameters if apart else 0)
+        total = model.parameters - (expert_layers(model) * expert_parameters(model) if apart else 0)
         alone = tuple(p for p in (embedding, head) if p.numel * LARGE_LEAF >= total)
     # The root owns what is too small to be a unit, and what two units share.
     rest = [part for part in (embedding, norm, head) if part not in alone]
@@ -464,7 +464,7 @@ def _linear(rows: int, columns: int, *, bias: bool) -> tuple[tuple[str, int], ..
 
 @lru_cache(maxsize=64)
 def _block_modules(model: ModelSpec, *, experts: bool) -> tuple[_Module, ...]:
-    linears = model.matrices(experts=experts)
+    linears = block_matrices(model, experts=experts)
     norms = ("input_layernorm", "post_attention_layernorm")
     of_attention = [name for name in linears if not name.startswith("mlp")]
     of_feed_forward = [name for name in linears if name.startswith("mlp")]

@@ -30,6 +30,7 @@ from thinwire.program import (
 )
 from thinwire.program.wire import ITEMSIZE, reduction_codecs
 from thinwire.spec import ModelSpec, Plan
+from thinwire.spec.block_shapes import expert_layers
 from thinwire.spec.pipeline import STAGES_OF_A_RANK
 
 __all__ = [
@@ -464,7 +465,7 @@ def activation_bytes(model: ModelSpec, tokens: int, itemsize: int) -> int:
     # flattened); then gate, up, silu(gate) and their product, or the input and output of GELU.
     width = 4 * model.hidden + _attention_values(model)
     of_values = 4 if model.kind == "llama" else 2
-    dense = of_values * model.ffn if model.expert_layers < model.layers else 0
+    dense = of_values * model.ffn if expert_layers(model) < model.layers else 0
     width += max(dense, of_values * model.shared_ffn + _expert_values(model))
     softmax = 4 * (model.heads + (model.experts or 0))  # one fp32 normaliser for each head, a chance for each expert
     return tokens * (itemsize * width + softmax)

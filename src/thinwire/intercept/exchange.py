@@ -72,9 +72,9 @@ def all_to_all(
     Args:
         members: The ranks.
         output: Tensor to fill.
-        tensor: RankPieces to send, one after another.
-        received: RankPieces of the output.
-        sent: RankPieces of the tensor.
+        tensor: Pieces to send, one after another.
+        received: Pieces of the output.
+        sent: Pieces of the tensor.
         seed: A seed for a message of a codec.
 
     Returns:

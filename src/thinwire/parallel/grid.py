@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,7 +12,7 @@ from thinwire.collectives import group as groups
 from thinwire.errors import SpecError
 from thinwire.spec import Plan
 
-__all__ = ["Grid"]
+__all__ = ["Grid", "neighbours_of"]
 
 
 @dataclass(frozen=True)
@@ -134,29 +133,10 @@ class Grid:
         )
 
     @property
-    def expert_ranks(self) -> tuple[int, ...]:
-        """Global ranks that share the experts of this rank's blocks."""
-        return self._group(self.ep)
-
-    @property
-    def context_ranks(self) -> tuple[int, ...]:
-        """Global ranks that share this rank's sequences, in the order of their parts."""
-        return self._group(self.cp)
-
-    def _group(self, ways: int) -> tuple[int, ...]:
-        first = self.data // ways * ways
-        return self.data_ranks[first : first + ways]
-
-    @property
-    def expert_data_ranks(self) -> tuple[int, ...]:
-        """Global ranks that hold the same experts as this one, in the order of their positions in the mesh."""
-        return self.data_ranks[self.data % self.ep :: self.ep]
-
-    @property
     def model_ranks(self) -> tuple[int, ...]:
         """Global ranks that together hold one replica of the model."""
         if self.ep > 1:
-            return self.expert_ranks
+            return neighbours_of(self, self.ep)
         return tuple(
             self.island_ranks[0] + (stage * self.dp + self._column) * self.tp + tensor
             for stage in range(self.pp)
@@ -167,34 +147,11 @@ class Grid:
     def neighbours(self) -> tuple[int, ...]:
         """Global ranks with which this rank exchanges activations: those of its matrices, its pipeline, its experts."""
         if self.ep > 1 or self.cp > 1:
-            return max(self.expert_ranks, self.context_ranks, key=len)
+            return neighbours_of(self, max(self.ep, self.cp))
         here = self.island_ranks[0] + self.rank % (self.dp * self.tp)
         pipeline = range(here, self.island_ranks[0] + self.of_island, self.dp * self.tp)
         first = self.rank - self.tensor
         return tuple(sorted({*pipeline, *range(first, first + self.tp)}))
-
-    def neighbour_mesh(
-        self, axis: Literal["ep", "cp"], plan: Plan, device: torch.device, *, encoded: bool
-    ) -> DeviceMesh:
-        """Make torch's mesh of the ranks that share experts or sequences, with one axis. All ranks make it together.
-
-        Args:
-            axis: Name of the axis.
-            plan: Plan with the codec of the axis.
-            device: Device of the tensors.
-            encoded: See :meth:`mesh`.
-
-        Raises:
-            UsageError: The plan has a codec for the axis that does not support the device.
-        """
-        ranks = self.expert_ranks if axis == "ep" else self.context_ranks
-        codec = plan.wire.ep if axis == "ep" else plan.wire.cp
-        mesh = DeviceMesh.from_group(groups.mesh_group(ranks, axis), device.type, mesh_dim_names=(axis,))
-        if encoded and (device.type == "cpu" or not codec.is_none):
-            group = intercept.compress_axis(mesh, axis, codec)
-            group.configure(group.codecs, nodes=max(1, len(ranks) // plan.mesh.local))
-            group.time_waits()
-        return mesh
 
     def mesh(self, plan: Plan, device: torch.device, *, encoded: bool) -> DeviceMesh:
         """Make torch's mesh of this rank's island, with axes ``pp``, ``dp`` and ``tp``. All ranks make it together.
@@ -220,3 +177,9 @@ class Grid:
             if ways > 1 and encoded and (device.type == "cpu" or not codec.is_none):
                 intercept.compress_axis(mesh, axis, codec).time_waits()
         return mesh
+
+
+def neighbours_of(grid: Grid, ways: int) -> tuple[int, ...]:
+    """Global ranks of the group of ``ways`` neighbouring data-parallel ranks that a rank belongs to, in order."""
+    first = grid.data // ways * ways
+    return grid.data_ranks[first : first + ways]

@@ -27,6 +27,7 @@ from thinwire.parallel.context import Context, share_context
 from thinwire.parallel.divisible import Divisible, blocks_of_stages, divisible
 from thinwire.parallel.experts import expert_modules, share_experts
 from thinwire.parallel.grid import Grid
+from thinwire.parallel.neighbours import alike, neighbour_mesh
 from thinwire.parallel.tensor import cast_parts, cut_matrices, tensor_axis, vocabulary_parallel_loss
 from thinwire.sharding import api, snapshot
 from thinwire.sharding.build import build
@@ -92,15 +93,6 @@ class ParallelModel:
         self._meshes: tuple[DeviceMesh, ...] = () if mesh is None else (mesh,)
         self._context: Context | None = None
         self.decides_on_device = len(chunks) == 1 and runtime_of(chunks[0]).sharded.world is not None
-
-    def share(self, meshes: Sequence[DeviceMesh], context: Context | None) -> None:
-        """Share experts or sequences with neighbours from now on.
-
-        Args:
-            meshes: Meshes of these neighbours.
-            context: Those that share sequences; ``None`` if none do.
-        """
-        self._meshes, self._context = (*self._meshes, *meshes), context
 
     @property
     def knows_loss(self) -> bool:
@@ -343,8 +335,9 @@ def _norm(runtimes: Sequence[Runtime], whole: groups.Control | None) -> Tensor:
     if whole is None and len(norms) == 1:
         return norms[0]
     squares = [float(norm.square()) for norm in norms]
-    # A part that all of these ranks train together counts once.
-    common = sum(square for square, runtime in zip(squares, runtimes, strict=True) if not runtime.part.label)
+    # Beside experts, the rest of the model is the same on all of these ranks, and counts once.
+    inner = [runtime.part.is_inner for runtime in runtimes]
+    common = sum(square for square, of_experts in zip(squares, inner, strict=True) if any(inner) and not of_experts)
     apart = sum(squares) - common
     if whole is not None:
         apart = whole.all_reduce_mean([apart])[0] * whole.size
@@ -469,19 +462,20 @@ def _with_neighbours(model: nn.Module, plan: Plan, grid: Grid, starting: _Starti
     experts = expert_modules(model, plan) if plan.ep > 1 else {}
     parts, meshes, context = [model], [], None
     if plan.cp > 1:
-        meshes.append(grid.neighbour_mesh("cp", plan, starting.device, encoded=starting.encoded))
+        meshes.append(neighbour_mesh(grid, "cp", plan, starting.device, encoded=starting.encoded))
         context = share_context(model, plan, meshes[-1].get_group())
     if experts:
-        meshes.append(grid.neighbour_mesh("ep", plan, starting.device, encoded=starting.encoded))
+        meshes.append(neighbour_mesh(grid, "ep", plan, starting.device, encoded=starting.encoded))
         parts.append(share_experts(model, experts, meshes[-1]))
     masters = {name: master for part in parts[1:] for name, master in cast_parts(part, starting.dtype(plan)).items()}
     starting.build(model, plan, LocalPart(DataRanks.of(plan, grid.data_ranks, grid.data)))
     for part in parts[1:]:
-        alike = DataRanks(grid.expert_data_ranks, channel=1)
-        of_experts = LocalPart(alike, 1, grid.data % grid.ep, grid.ep, masters, is_inner=True)
+        of_experts = LocalPart(
+            DataRanks(alike(grid), channel=1), 1, grid.data % grid.ep, grid.ep, masters, is_inner=True
+        )
         starting.build(part, plan.for_experts(), of_experts, list(experts))
     made = ParallelModel(plan, grid, parts, None, None, _unknown_loss if loss is None else loss)
-    made.share(meshes, context)
+    made._meshes, made._context = tuple(meshes), context
     return made
 
 

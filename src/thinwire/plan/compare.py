@@ -14,7 +14,7 @@ from thinwire.errors import DataError
 from thinwire.plan.candidates import Candidate
 from thinwire.plan.profiled import profiled_cluster
 from thinwire.plan.search import candidate
-from thinwire.plan.training_job import TrainingJob
+from thinwire.plan.training_job import TrainingJob, refuse_context
 from thinwire.program import Lane, Scope, lower
 from thinwire.record import WARM_UP, Record, RunRecord, began, read_run, steady
 from thinwire.spec import Plan
@@ -115,6 +115,7 @@ def _measured(run: RunRecord) -> Rows:
 
 def _job(run: RunRecord, profile: Profile) -> TrainingJob:
     plan, seq = run.plan, run.recipe.train.seq
+    refuse_context(plan)
     model = run.recipe.model.shape(vocab=_vocab(run.path), seq=seq)
     return TrainingJob(
         model,
@@ -151,7 +152,7 @@ def _times(priced: Candidate, rows: Rows) -> list[Quantity]:
     quantities = [Quantity("step", "s", priced.seconds, _median(rows, lambda record, _: record["step_seconds"]))]
     waiting = {str(lane): priced.simulated.exposed[lane] for lane in Lane}
     # While the pipeline fills and drains, a stage waits for messages too: the run cannot tell the two apart.
-    waiting |= {"tp": priced.axes.sums, "pp": priced.axes.messages + priced.axes.idle}
+    waiting |= {"tp": priced.axes.sums, "pp": priced.axes.messages + priced.axes.idle, "ep": priced.axes.experts}
     for kind, predicted in waiting.items():
 
         def waited(record: Record, steps: int, kind: str = kind) -> float:

@@ -123,7 +123,9 @@ class Search:
         tying = (draft for draft in promising.plainest(best * (1 + self.job.tie)) if draft not in simulated)
         for draft in list(itertools.islice(filter(self._fits, tying), top)):
             simulated[draft] = self._candidate(self.plan(draft))
-        ranked = _ranked([*simulated.values(), *self._sharing_experts()], self.job.tie)
+        ranked = _ranked(
+            [*simulated.values(), *_sharing_experts(self.job, self._cuts.get(UNCUT), self.simulations)], self.job.tie
+        )
         if ranked:
             ranked[0] = Refinement(self.job, self.simulations).of(ranked[0])
         return Searched(
@@ -137,13 +139,6 @@ class Search:
             gap=max(0.0, 1 - min(least, best) / ranked[0].seconds) if ranked else 0.0,
             simulations=self.simulations,
         )
-
-    def _sharing_experts(self) -> list[Candidate]:
-        """Plans whose ranks share experts, if the model has any and all ranks may be data-parallel."""
-        drafts = self._cuts.get(UNCUT)
-        if drafts is None or self.job.model.experts is None:
-            return []
-        return expert_candidates(self.job, self.simulations, drafts.bucket_bytes)
 
     def _promising(self) -> tuple[Promising, dict[PlanDraft, Candidate]]:
         """All drafts, and the simulated best of every cut but the last.
@@ -220,6 +215,14 @@ class Search:
         """
         _, draft = min((drafts.smallest() for drafts in self._cuts.values()), key=lambda found: found[0])
         return self._candidate(self.plan(draft))
+
+
+def _sharing_experts(job: TrainingJob, drafts: Drafts | None, simulations: Simulations) -> list[Candidate]:
+    """Plans whose ranks share experts, if the model has any; ``drafts`` are those without tensor and pipeline
+    parallelism, if they are allowed."""
+    if drafts is None or job.model.experts is None:
+        return []
+    return expert_candidates(job, simulations, drafts.bucket_bytes)
 
 
 _TRIED = 8

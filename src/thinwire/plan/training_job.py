@@ -17,7 +17,7 @@ from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan, mean_peak
 from thinwire.spec.pipeline import keeps_busy
 from thinwire.spec.plan import Dtype
 
-__all__ = ["CODEC_LEVELS", "CodecLevel", "TrainingJob"]
+__all__ = ["CODEC_LEVELS", "CodecLevel", "TrainingJob", "refuse_context"]
 
 CodecLevel = Literal["none", "lossless", "standard", "aggressive"]
 
@@ -200,6 +200,19 @@ def _largest_stage(model: ModelSpec, plan: Plan) -> ModelSpec:
 def _candidate_cuts(job: TrainingJob, tp: tuple[int, ...] | None, pp: tuple[int, ...] | None) -> Iterator[Cut]:
     """Cuts to try, whether the runtime supports them or not."""
     return cuts(tp or powers_of_two(job.cluster.gpus_per_node), pp or powers_of_two(job.model.layers))
+
+
+def refuse_context(plan: Plan) -> None:
+    """Raise for a plan whose ranks share sequences: jobs count sequences by rank.
+
+    Args:
+        plan: The plan of a job.
+
+    Raises:
+        SpecError: It has ``cp`` above 1.
+    """
+    if plan.cp > 1:
+        raise SpecError("plan", [f"cp = {plan.cp}: the planner makes and compares plans without it; use cp = 1"])
 
 
 # -- why a job cannot be trained -------------------------------------------------------------------------------------

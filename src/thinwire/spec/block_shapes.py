@@ -9,8 +9,8 @@ from pydantic import Field
 from thinwire.spec.base import Count, Spec
 
 __all__ = [
-    "Latent", "Matrices", "attention", "attention_vectors", "attention_width", "feed_forward",
-    "feed_forward_vectors", "latent_norms", "numel",
+    "Latent", "Matrices", "active_matrices", "attention_width", "block_matrices", "block_parameters",
+    "expert_layers", "expert_parameters", "latent_norms",
 ]  # fmt: skip
 
 Matrices = dict[str, tuple[int, int]]
@@ -44,7 +44,17 @@ class _Shape(Protocol):
     @property
     def ffn(self) -> int: ...
     @property
+    def layers(self) -> int: ...
+    @property
     def experts(self) -> int | None: ...
+    @property
+    def active_experts(self) -> int: ...
+    @property
+    def expert_ffn(self) -> int: ...
+    @property
+    def shared_ffn(self) -> int: ...
+    @property
+    def dense_layers(self) -> int: ...
     @property
     def latent(self) -> Latent | None: ...
     @property
@@ -115,6 +125,64 @@ def feed_forward_vectors(model: _Shape, *, experts: bool) -> int:
     if experts:
         return (model.experts or 0) if model.biases else 0
     return model.ffn + model.hidden if model.kind == "gpt" else 0
+
+
+def expert_layers(model: _Shape) -> int:
+    """Number of blocks with experts."""
+    return 0 if model.experts is None else model.layers - model.dense_layers
+
+
+def expert_parameters(model: _Shape) -> int:
+    """Parameters of all experts of one block, without the router and the expert that every token visits."""
+    return (model.experts or 0) * _expert(model)
+
+
+def block_matrices(model: _Shape, *, experts: bool) -> Matrices:
+    """The matrices of a block outside of its routed experts, by name.
+
+    Args:
+        model: The model.
+        experts: Whether the block has experts; then a router and what every token visits take the place of the
+            feed-forward.
+    """
+    made = attention(model)
+    if not experts:
+        return made | feed_forward(model.kind, model.hidden, model.ffn)
+    assert model.experts is not None
+    made["mlp.gate"] = (model.experts, model.hidden)
+    return made | feed_forward(model.kind, model.hidden, model.shared_ffn, "mlp.shared_expert")
+
+
+def block_parameters(model: _Shape, routed: int) -> int:
+    """Parameters of all blocks, of whose experts ``routed`` count."""
+    total = 0
+    for count, experts in _kinds(model):
+        vectors = attention_vectors(model) + feed_forward_vectors(model, experts=experts)
+        of_experts = routed * _expert(model) if experts else 0
+        total += count * (numel(block_matrices(model, experts=experts)) + vectors + of_experts)
+    return total
+
+
+def active_matrices(model: _Shape) -> int:
+    """Elements of all matrices of all blocks with which one token is multiplied."""
+    routed = model.active_experts * numel(feed_forward(model.kind, model.hidden, model.expert_ffn))
+    return sum(
+        count * (numel(block_matrices(model, experts=experts)) + (routed if experts else 0))
+        for count, experts in _kinds(model)
+    )
+
+
+def _kinds(model: _Shape) -> list[tuple[int, bool]]:
+    """Numbers of blocks without and with experts."""
+    with_experts = expert_layers(model)
+    kinds = [(model.layers - with_experts, False), (with_experts, True)]
+    return [(count, experts) for count, experts in kinds if count]
+
+
+def _expert(model: _Shape) -> int:
+    """Parameters of one expert."""
+    matrices = feed_forward(model.kind, model.hidden, model.expert_ffn)
+    return numel(matrices) + (sum(rows for rows, _ in matrices.values()) if model.biases else 0)
 
 
 def numel(matrices: Matrices) -> int:

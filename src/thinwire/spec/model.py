@@ -10,16 +10,7 @@ from pydantic import Field
 
 from thinwire.errors import SpecError
 from thinwire.spec.base import Count, Depth, Flag, Problem, Spec, rule
-from thinwire.spec.block_shapes import (
-    Latent,
-    Matrices,
-    attention,
-    attention_vectors,
-    attention_width,
-    feed_forward,
-    feed_forward_vectors,
-    numel,
-)
+from thinwire.spec.block_shapes import Latent, active_matrices, attention_width, block_parameters
 from thinwire.spec.huggingface import huggingface_shape
 
 _FILLED_IN: Any = None  # placeholder default: prepare() replaces it with a number before validation
@@ -91,54 +82,14 @@ class ModelSpec(Spec):
         return 0 if self.tied_embedding else self.vocab * self.hidden
 
     @property
-    def expert_layers(self) -> int:
-        """Blocks with experts."""
-        return 0 if self.experts is None else self.layers - self.dense_layers
-
-    @property
-    def expert_parameters(self) -> int:
-        """Parameters of all experts of one block, without the router and the expert that every token visits."""
-        return (self.experts or 0) * self._expert
-
-    @property
     def parameters(self) -> int:
         """Parameters in the whole model."""
-        return self._parameters(self.expert_parameters)
+        return _outside_blocks(self) + block_parameters(self, self.experts or 0)
 
     @property
     def active_parameters(self) -> int:
         """Parameters with which one token is computed, the embedding included."""
-        return self._parameters(self.active_experts * self._expert)
-
-    def matrices(self, *, experts: bool) -> Matrices:
-        """Rows and columns of a block's matrices outside of its routed experts, by name.
-
-        Args:
-            experts: Whether the block has experts; then a router and what every token visits take the place of the
-                feed-forward.
-        """
-        made = attention(self)
-        if not experts:
-            return made | feed_forward(self.kind, self.hidden, self.ffn)
-        assert self.experts is not None
-        made["mlp.gate"] = (self.experts, self.hidden)
-        return made | feed_forward(self.kind, self.hidden, self.shared_ffn, "mlp.shared_expert")
-
-    @property
-    def _expert(self) -> int:
-        """Parameters of one expert."""
-        matrices = feed_forward(self.kind, self.hidden, self.expert_ffn)
-        return numel(matrices) + (sum(rows for rows, _ in matrices.values()) if self.biases else 0)
-
-    def _parameters(self, routed: int) -> int:
-        """Parameters of a model that has ``routed`` parameters of experts in each of the blocks with experts."""
-        final_norm = self.hidden * (2 if self.kind == "gpt" else 1)
-        whole = self.embedding_parameters + final_norm + self.head_parameters
-        for count, experts in ((self.layers - self.expert_layers, False), (self.expert_layers, True)):
-            if count:
-                vectors = attention_vectors(self) + feed_forward_vectors(self, experts=experts)
-                whole += count * (numel(self.matrices(experts=experts)) + vectors + (routed if experts else 0))
-        return whole
+        return _outside_blocks(self) + block_parameters(self, self.active_experts)
 
     def flops_per_token(self, seq: int | None = None, *, causal: bool = False) -> int:
         """FLOPs of forward and backward for one token, without recomputation. Of the experts, those that a token
@@ -154,11 +105,7 @@ class ModelSpec(Spec):
         scores = 4 * (seq or self.seq) * attention_width(self)
         if causal:
             scores //= 2
-        forward = self.layers * scores + 2 * self.hidden * self.vocab
-        routed = self.active_experts * numel(feed_forward(self.kind, self.hidden, self.expert_ffn))
-        for count, experts in ((self.layers - self.expert_layers, False), (self.expert_layers, True)):
-            if count:
-                forward += 2 * count * (numel(self.matrices(experts=experts)) + (routed if experts else 0))
+        forward = self.layers * scores + 2 * self.hidden * self.vocab + 2 * active_matrices(self)
         return 3 * forward
 
     @classmethod
@@ -252,6 +199,11 @@ class ModelSpec(Spec):
                 yield Problem(key, f'is for kind = "llama" only; kind = "{self.kind}"')
         if self.latent is not None and self.latent.rotary >= self.head_dim:
             yield Problem("latent.rotary", f"= {self.latent.rotary} should be less than head_dim = {self.head_dim}")
+
+
+def _outside_blocks(model: ModelSpec) -> int:
+    """Parameters of embedding, head and final norm."""
+    return model.embedding_parameters + model.head_parameters + model.hidden * (2 if model.kind == "gpt" else 1)
 
 
 def _llama(layers: int, hidden: int, heads: int, ffn: int, vocab: int = 32000, **rest: Any) -> dict[str, Any]:
