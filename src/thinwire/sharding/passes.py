@@ -162,7 +162,7 @@ class BackwardPass:
         self.gradients_ready(index)
 
     def collect(self, index: int, slot: int, grad: torch.Tensor) -> bool:
-        """Take the gradient of the unit's trained parameter number ``slot`` by itself, in the shape of the parameter; returns
+        """Take the gradient of a unit's trained parameter number ``slot``, in the parameter's shape, by itself; returns
         whether the unit is now complete."""
         self._agreements.used.note(index, slot)
         return self._reducer.collect(index, slot, grad if self.gradients_count else torch.zeros_like(grad))
