@@ -41,7 +41,7 @@ def sentences(job: TrainingJob, plans: Sequence[IslandPlan], best: Candidate, la
         "Islands change what is trained: between two exchanges, each follows its own gradients. All other plans "
         "compute the same step.",
         f"The losses are a fit to a study with {law.parameters:,} parameters and {law.tokens:,} tokens, {law.trunk:,} "
-        f"of them trained together first, on {law.islands[0]} to {law.islands[1]} islands and every = {law.every[0]} "
+        f"of them trained together first, on {law.of_islands} islands and every = {law.every[0]} "
         f"to {law.every[1]}; its error for a run it has not seen is {law.left_out:.2f}%, which the budget "
         f"includes. For your model of {job.model.parameters:,} parameters, this extrapolates: measure it.",
     ]

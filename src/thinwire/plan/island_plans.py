@@ -87,7 +87,7 @@ def _counts(job: TrainingJob, law: LossLaw) -> list[int]:
         raise SpecError(
             "--loss-budget",
             [
-                f"{nodes} nodes cannot be divided into {fewest} to {most} islands of whole nodes, which is what the "
+                f"{nodes} nodes cannot be divided into {law.of_islands} islands of whole nodes, which is what the "
                 "study behind the loss law had: change the number of nodes, or leave the option out"
             ],
         )

@@ -51,6 +51,11 @@ class LossLaw(Spec):
         """The law in the package."""
         return _known()
 
+    @property
+    def of_islands(self) -> str:
+        """How many islands the study had."""
+        return _range(self.islands)
+
     def covers(self, count: int, every: int) -> bool:
         """Whether the study had as many islands and steps, or fewer and more."""
         return self.islands[0] <= count <= self.islands[1] and self.every[0] <= every <= self.every[1]
@@ -74,10 +79,15 @@ class LossLaw(Spec):
                 "islands",
                 [
                     f"count = {count}, every = {every} is outside the study behind the loss law, which had "
-                    f"{self.islands[0]} to {self.islands[1]} islands and every = {self.every[0]} to {self.every[1]}"
+                    f"{self.of_islands} islands and every = {_range(self.every)}"
                 ],
             )
         return (1 - 1 / count) * (self.base + self.slope * math.log2(every)) + way.percent
+
+
+def _range(bounds: tuple[int, int]) -> str:
+    low, high = bounds
+    return str(low) if low == high else f"{low} to {high}"
 
 
 @cache
