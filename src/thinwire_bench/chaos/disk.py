@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Final
 
+from thinwire.checkpoint.durable import sync_directory
 from thinwire.errors import UsageError
 
 __all__ = ["Disk", "can_mount"]
@@ -74,8 +75,9 @@ class Disk:
                     break  # what is left is too little for the file system's own records
 
     def free(self) -> None:
-        """Make room again."""
+        """Make room again, durably: a loss of power would bring the filler back."""
         (self.path / _FILLER).unlink(missing_ok=True)
+        sync_directory(self.path)
 
     def photograph(self) -> None:
         """Copy the blocks of the device as they are at one moment, without what the system has not written yet.
