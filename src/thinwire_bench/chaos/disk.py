@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Final
 
+from thinwire.checkpoint.durable import sync_directory
 from thinwire.errors import UsageError
 
 __all__ = ["Disk", "can_mount"]
@@ -17,6 +19,8 @@ __all__ = ["Disk", "can_mount"]
 _BYTES: Final = 96 << 20
 _TRIES: Final = 200
 """Attempts at a copy of the device during which nothing was written to it."""
+
+_UNIT: Final = 4096
 
 _FILLER: Final = "filler"
 
@@ -61,13 +65,19 @@ class Disk:
         Args:
             leave: Bytes that stay free, about.
         """
-        free = shutil.disk_usage(self.path).free
         with (self.path / _FILLER).open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, max(1, free - leave))
+            while (free := shutil.disk_usage(self.path).free) > leave:
+                try:
+                    os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), max(_UNIT, (free - leave) // 2))
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    break  # what is left is too little for the file system's own records
 
     def free(self) -> None:
-        """Make room again."""
+        """Make room again, durably: a loss of power would bring the filler back."""
         (self.path / _FILLER).unlink(missing_ok=True)
+        sync_directory(self.path)
 
     def photograph(self) -> None:
         """Copy the blocks of the device as they are at one moment, without what the system has not written yet.
