@@ -14,7 +14,7 @@ from thinwire_bench.cli.shared import JsonPath, Page, insert_into, markdown, pro
 
 
 @dataclass(frozen=True)
-class ChaosOptions:
+class IslandsChaosOptions:
     """The options of ``thinwire bench islands-chaos``."""
 
     minutes: Annotated[float, typer.Option(min=0.5, help="Minutes that the steps take without faults.")] = 30.0
@@ -34,7 +34,7 @@ class ChaosOptions:
 
 
 @expand_options
-def islands_chaos(options: ChaosOptions) -> None:
+def islands_chaos(options: IslandsChaosOptions) -> None:
     """Kill, cut off, stop and slow down elastic islands in the lab, beside the same islands without faults.
 
     [bold]Examples[/bold]
