@@ -187,7 +187,8 @@ def test_closed_form_sums_are_what_the_simulator_adds_up(name: str) -> None:
         (Resource.ACROSS, total.across),
         (Resource.CODEC, total.codec),
     ):
-        assert seconds == pytest.approx(simulated.busy[resource], rel=1e-4)
+        # The exchanges of all ranks at the end of a step, which are latency, are no part of the sums.
+        assert seconds == pytest.approx(simulated.busy[resource], rel=1e-4, abs=5e-5)
 
 
 def test_moves_of_an_operation_send_what_its_hops_say() -> None:

@@ -27,8 +27,10 @@ from thinwire.plan import (
     search,
     shortage,
 )
+from thinwire.plan.refine import Refinement
 from thinwire.plan.rules import chain_ends, factors, knobs, secondaries
 from thinwire.plan.search import RESOLUTION
+from thinwire.plan.simulations import Simulations
 from thinwire.plan.traffic import codec_choices
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
 
@@ -295,7 +297,7 @@ def test_units_stay_gathered_where_memory_is_left() -> None:
     links = {"nic": {"bandwidth": "25gbit", "latency": "20us"}}
     large = job("a800-80g:4x8", ModelSpec.preset("llama-7b"), 4, codecs="none", machine={"links": links})
     freed = candidate(large, Plan.preset("zero3", nodes=4, local=8, micro_batches=4, recompute=True))
-    kept = Search(large)._retaining(freed)
+    kept = Refinement(large, Simulations())._retaining(freed)
     assert kept.fits
     assert kept.plan.reuse_bytes > 0
     assert kept.plan.live_bytes is not None
