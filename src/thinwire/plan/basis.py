@@ -44,7 +44,7 @@ def rests_on(job: TrainingJob, row: Candidate) -> RestsOn:
         rates.computing_basis(part, row.plan, job.seq)
         for rates in views_of(job.rates)
         for part in job.parts(row.plan)
-        if part.matrices or part.attention_width
+        if part.matrices or part.attention_width or part.routed
     ]
     computation: Basis = min(bases, key=_WORST_FIRST.index, default=_WORST_FIRST[0])
     return RestsOn(computation, _transfers(job, row))

@@ -118,6 +118,7 @@ def losses(ours: Candidate, peer: PeerPlan) -> list[str]:
         missing.append(f"codecs ({', '.join(codecs)})")
     named = {"P": "params", "G": "grads", "OS": "optimizer", "secondary": "secondary"}
     differing = {label: (getattr(mine, key), getattr(theirs, key)) for label, key in named.items()}
+    differing["ep"] = f"{mine.ep}", f"{theirs.ep}"
     differing["tp x pp"] = f"{mine.tp} x {mine.pp}", f"{theirs.tp} x {theirs.pp}"
     missing += [
         f"{label} {own or 'none'} (it has {its or 'none'})" for label, (own, its) in differing.items() if own != its
