@@ -7,6 +7,7 @@ import itertools
 from typing import Any, Literal
 
 import pytest
+from tests.sums import closed_form
 
 from thinwire.cost import (
     AMSP_STATES,
@@ -16,16 +17,13 @@ from thinwire.cost import (
     Memory,
     NominalRates,
     Pricer,
-    Traffic,
-    UnitKind,
     memory,
     moves,
     parts,
     units,
 )
 from thinwire.errors import SpecError
-from thinwire.program import Axis, Kind, Scope, UnitInfo, axis_index, default_trace, lower
-from thinwire.program.batches import buckets
+from thinwire.program import Axis, Kind, Scope, UnitInfo, axis_index, control_bytes, lower
 from thinwire.sim import Resource, Workload, simulate
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
 from thinwire.train.models.gpt import GPT, GPTConfig
@@ -169,26 +167,14 @@ def test_closed_form_sums_are_what_the_simulator_adds_up(name: str) -> None:
     rates = NominalRates(CLUSTER)
     infos = units(model, chosen)
     simulated = simulate(chosen, Workload(parts(model, "block"), infos, 4096), rates, micro_batches=2)
-    kept = default_trace(infos).tail
-    kinds = [UnitKind(1, sum(b.numel for b in unit.buffers), index in kept) for index, unit in enumerate(infos)]
     pricer = Pricer(rates, "bfloat16", "bfloat16")
-    wire = chosen.wire
-    traffic = Traffic.of(chosen.mesh, chosen.params, chosen.grads, chosen.optimizer, chosen.secondary)
-    codecs = wire.reduce_intra, wire.reduce_inter
-    total = pricer.spread(traffic, kinds, wire.spread).plus(pricer.scattered(traffic, kinds, *codecs), 2)
-    for gathers in pricer.gathers(traffic, kinds, wire.gather):
-        total = total.plus(gathers, 2)
-    for bucket in buckets(chosen, infos, default_trace(infos).reduction_order):
-        numel = sum(infos[unit].buffers[0].numel // chosen.params.ranks for unit in bucket)
-        total = total.plus(pricer.sharded(traffic, numel, *codecs), 2 if traffic.every_micro_batch else 1)
-        total = total.plus(pricer.synced(traffic, numel, *codecs))
-    for resource, seconds in (
-        (Resource.INSIDE, total.inside),
-        (Resource.ACROSS, total.across),
-        (Resource.CODEC, total.codec),
-    ):
-        # The exchanges of all ranks at the end of a step, which are latency, are no part of the sums.
-        assert seconds == pytest.approx(simulated.busy[resource], rel=1e-4, abs=5e-5)
+    total, control = closed_form(pricer, chosen, infos), pricer.control(chosen.mesh, control_bytes(infos))
+    busy = simulated.busy
+    assert total.codec == pytest.approx(busy[Resource.CODEC], rel=1e-4)
+    moved = busy[Resource.INSIDE] + busy[Resource.ACROSS]
+    assert total.inside + total.across + control == pytest.approx(moved, rel=1e-6)
+    for resource, seconds in ((Resource.INSIDE, total.inside), (Resource.ACROSS, total.across)):
+        assert seconds == pytest.approx(busy[resource], rel=1e-4, abs=control)
 
 
 def test_moves_of_an_operation_send_what_its_hops_say() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.sums import closed_form
 
-from thinwire.cost import Efficiency, FlatCollectives, NominalRates, Pricer, Traffic, UnitKind, parts, units
+from thinwire.cost import Efficiency, FlatCollectives, NominalRates, Pricer, parts, units
 from thinwire.errors import SpecError
-from thinwire.program import Kind, Scope, default_trace
-from thinwire.program.batches import buckets
+from thinwire.program import Kind, Scope
 from thinwire.sim import Case, Resource, Workload, answer, simulate
 from thinwire.sim.clock import FluidClock
 from thinwire.spec import ClusterSpec, Fabric, Factor, ModelSpec, Plan
@@ -130,21 +130,10 @@ def workload(plan: Plan) -> Workload:
 @pytest.mark.parametrize("name", ["zero1", "zero3", "mics", "zeropp"])
 def test_closed_form_sums_are_what_the_simulator_adds_up(name: str) -> None:
     chosen = Plan.preset(name, nodes=32, local=4, bucket_bytes=8 << 20)
-    rates, wire = NominalRates(cluster()), chosen.wire
+    rates = NominalRates(cluster())
     step = simulate(chosen, workload(chosen), rates, micro_batches=2)
     infos = units(MODEL, chosen)
-    kept = default_trace(infos).tail
-    kinds = [UnitKind(1, sum(b.numel for b in unit.buffers), index in kept) for index, unit in enumerate(infos)]
-    pricer = Pricer(rates, "bfloat16", "bfloat16")
-    traffic = Traffic.of(chosen.mesh, chosen.params, chosen.grads, chosen.optimizer, chosen.secondary)
-    codecs = wire.reduce_intra, wire.reduce_inter
-    total = pricer.spread(traffic, kinds, wire.spread).plus(pricer.scattered(traffic, kinds, *codecs), 2)
-    for gathers in pricer.gathers(traffic, kinds, wire.gather):
-        total = total.plus(gathers, 2)
-    for bucket in buckets(chosen, infos, default_trace(infos).reduction_order):
-        numel = sum(infos[unit].buffers[0].numel // chosen.params.ranks for unit in bucket)
-        total = total.plus(pricer.sharded(traffic, numel, *codecs), 2 if traffic.every_micro_batch else 1)
-        total = total.plus(pricer.synced(traffic, numel, *codecs))
+    total = closed_form(Pricer(rates, "bfloat16", "bfloat16"), chosen, infos)
     assert total.spine == pytest.approx(step.busy[Resource.SPINE], rel=0.05, abs=1e-3)
     assert total.across == pytest.approx(step.busy[Resource.ACROSS], rel=0.05, abs=1e-3)
     assert step.seconds >= max(total.transferring * 0.95, *step.busy.values())
