@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from thinwire.errors import UsageError
+from thinwire.spec.codec import BUNDLED, FAMILIES, OPTIONS, CodecSpec
+from thinwire.spec.plan import Plan
 from thinwire.spec.presets import PRESETS
 from thinwire.spec.recipe import Recipe
 from thinwire_bench.chaos.campaign import make_trials, next_trial, read_log
@@ -21,7 +23,7 @@ from thinwire_bench.chaos.damage import mutated
 from thinwire_bench.chaos.disk import can_mount
 from thinwire_bench.chaos.incidents import CABLED, INCIDENTS, MOUNTED
 from thinwire_bench.chaos.run import CommandEnd, losses
-from thinwire_bench.chaos.setups import SOURCES, make_corpus, setups
+from thinwire_bench.chaos.setups import SOURCES, SmallRun, make_corpus, setups
 from thinwire_bench.chaos.sheets import campaign_sheets, faultless
 from thinwire_bench.chaos.soak import read_samples, soak_sheet, trends
 from thinwire_bench.chaos.trial import Incident, Trial, TrialVerdict
@@ -142,6 +144,22 @@ def test_every_setup_is_a_recipe_and_every_source_is_read(tmp_path: Path) -> Non
         file = tmp_path / f"{setup.name}.toml"
         file.write_text(setup.recipe(tmp_path, timeout=5))
         assert Recipe.read(file, []).data.source == setup.source
+
+
+def plan_of(setup: SmallRun) -> Plan:
+    keys = dict(setup.plan)
+    return Plan.preset(keys.pop("preset"), nodes=setup.nodes, local=setup.local, **keys)
+
+
+def test_every_codec_and_schedule_is_that_of_some_setup() -> None:
+    plans = [plan_of(setup) for setup in setups()]
+    codecs = [codec for plan in plans for _, codec in plan.wire if isinstance(codec, CodecSpec)]
+    codecs += [plan.islands.codec for plan in plans if plan.islands is not None]
+    assert {codec.family for codec in codecs} == {*FAMILIES, *BUNDLED}
+    assert {option for codec in codecs for option in codec.options} == set(OPTIONS)
+    assert {plan.schedule for plan in plans if plan.pp > 1} == set(get_args(Plan.model_fields["schedule"].annotation))
+    for axis in ("tp", "pp", "cp", "ep"):
+        assert any(getattr(plan, axis) > 1 for plan in plans), axis
 
 
 def test_losses_are_compared_as_text(tmp_path: Path) -> None:
