@@ -91,6 +91,32 @@ def devices_of(image: Path) -> list[str]:
     return found
 
 
+RUN = """
+import pathlib, sys, time
+from thinwire_bench.chaos.run import DisturbedRun
+place = pathlib.Path(sys.argv[1])
+run = DisturbedRun([sys.executable, "-c", "import time; time.sleep(600)"], place / "run", place / "log", {})
+run.start()
+print(run.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_run_ends_with_a_campaign_that_is_killed(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", RUN, tmp_path], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout as answers:
+        run = Path("/proc", answers.readline().strip(), "stat")
+        assert run.read_text().rpartition(")")[2].split()[0] in "SRD"
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 20
+    while run.exists() and run.read_text().rpartition(")")[2].split()[0] not in "ZX" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not run.exists() or run.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
 @pytest.mark.skipif(not can_mount(), reason="takes root, loop devices and mkfs.ext4")
 def test_a_disk_goes_with_a_process_that_is_killed(tmp_path: Path) -> None:
     image = tmp_path / "disk.img"

@@ -27,9 +27,9 @@ def campaign_sheets(verdicts: Sequence[TrialVerdict]) -> list[Sheet]:
     happened = [(verdict, one) for verdict in verdicts for one in verdict.incidents if one.step is not None]
     runs = dict.fromkeys(verdict.run for verdict in sorted(verdicts, key=_group))
     return [
-        _sheet("incident", INCIDENTS, happened, lambda _, one: one.kind),
-        _sheet("run", runs, happened, lambda verdict, _: verdict.run),
-        _sheet("source of data", SOURCES, happened, lambda verdict, _: verdict.source),
+        _sheet("kind", "incident", INCIDENTS, happened, lambda _, one: one.kind),
+        _sheet("run", "run", runs, happened, lambda verdict, _: verdict.run),
+        _sheet("source of data", "source", SOURCES, happened, lambda verdict, _: verdict.source),
     ]
 
 
@@ -43,7 +43,8 @@ def _group(verdict: TrialVerdict) -> int:
 
 
 def _sheet(
-    title: str,
+    by: str,
+    column: str,
     names: Iterable[str],
     happened: Sequence[tuple[TrialVerdict, Incident]],
     name_of: Callable[[TrialVerdict, Incident], str],
@@ -51,8 +52,7 @@ def _sheet(
     """A row for each name under which something happened, and one for all."""
     under = {name: [pair for pair in happened if name_of(*pair) == name] for name in names}
     rows = [[name, *_counts(pairs)] for name, pairs in under.items() if pairs]
-    by = "kind" if title == "incident" else title
-    return Sheet(f"Incidents by {by}", (title, "number", *_TITLES), 1, [*rows, ["**all**", *_counts(happened)]])
+    return Sheet(f"Incidents by {by}", (column, "number", *_TITLES), 1, [*rows, ["**all**", *_counts(happened)]])
 
 
 def _counts(happened: Sequence[tuple[TrialVerdict, Incident]]) -> list[str]:
