@@ -47,7 +47,7 @@ def islands_chaos(options: IslandsChaosOptions) -> None:
         from thinwire.errors import UsageError
         from thinwire.extras import require
         from thinwire.units import parse_bandwidth
-        from thinwire_bench.study.chaos import ChaosSettings, chaos, sheets
+        from thinwire_bench.study.islands_chaos import ChaosSettings, chaos, sheets
 
         require("islands", "thinwire bench islands-chaos")
         if options.work.exists():
