@@ -68,7 +68,7 @@ def test_the_study_has_what_it_must_compare(study: LossStudy) -> None:
         "exact", "qwZ", "hpZ+qwZ", "qgZ", "zeropp", "zeropp-half", "basic", "thinwire",
         "thinwire-whole", "thinwire-no-feedback",
     ]  # fmt: skip
-    assert len(study.runs) == 30
+    assert len(study.runs) == 50
     assert [run.seed for run in study.runs[:10]] == [0] * 10
     assert study.runs[0].steps * 32 * 128 >= 3_000_000 > (study.runs[0].steps - 1) * 32 * 128
     plans = {run.arm: run.plan for run in study.runs}
