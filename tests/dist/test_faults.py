@@ -257,10 +257,10 @@ def test_a_run_may_go_on_without_a_checkpoint(runs: Runs) -> None:
 @contextlib.contextmanager
 def own_file_system(place: Path) -> Iterator[None]:
     """A file system on a loop device, which can be frozen."""
+    place.mkdir(parents=True)
     image = place.with_suffix(".img")
     with image.open("wb") as file:
         file.truncate(64 << 20)
-    place.mkdir(parents=True)
     for command in (("mkfs.ext4", "-q", "-F", str(image)), ("mount", "-o", "loop", str(image), str(place))):
         if subprocess.run(command, capture_output=True, check=False).returncode:
             pytest.skip("this user may not mount a file system")
