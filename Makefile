@@ -93,15 +93,16 @@ asan: install ## fuzz the native codecs under the address and undefined behaviou
 	@fuzz=build/asan-$(notdir $(CXX))/csrc/thinwire_fuzz; if [[ "$(notdir $(CXX))" == clang* ]]; then \
 	  $$fuzz -max_total_time=$(SECONDS) -max_len=4096; else $$fuzz $(SECONDS); fi
 
-# uv resolves for every Python that thinwire supports, and knows the hashes of every file of a release. constraints.txt
-# pins the one release of Triton that torch's CUDA build takes; the CPU build takes none, and kernels take any from 3.4.
+# uv resolves for every Python that thinwire supports, and knows the hashes of every file of a release. torch's CUDA
+# build takes one release of Triton only.
 lock: install ## write locked.txt: constraints.txt with hashes
 	@test -x build/lock/bin/uv || { $(BIN)/python -m venv build/lock && \
 	  build/lock/bin/python -m pip install --quiet --disable-pip-version-check uv; }
+	grep -v '^triton==' constraints.txt > build/lock/constraints.txt
 	printf 'scikit-build-core\nnanobind\ncmake\nninja\n' > build/lock/build.in
 	{ echo '# constraints.txt with the hashes of every file, for pip install --require-hashes; `make lock` writes it.'; \
 	  build/lock/bin/uv pip compile pyproject.toml build/lock/build.in --extra dev --extra docs --quiet \
-	  --constraint constraints.txt --universal --python-version 3.11.7 --generate-hashes --no-header \
+	  --constraint build/lock/constraints.txt --universal --python-version 3.11.7 --generate-hashes --no-header \
 	  --no-annotate --unsafe-package thinwire; } > build/lock/locked.txt
 	mv build/lock/locked.txt locked.txt
 
