@@ -301,16 +301,33 @@ Lanes upper_words(Lanes a, Lanes b) {
     return _mm512_unpackhi_epi16(a, b);
 }
 
-// The first 128 bits of every part, then the second ones, and so on.
-template <int kParts>
-void store_in_turn(void* to, const Lanes (&parts)[kParts]) {
-    auto* at = static_cast<__m128i*>(to);
-    for (int i = 0; i < kParts; ++i) {
-        _mm_storeu_si128(at + i, _mm512_castsi512_si128(parts[i]));
-        _mm_storeu_si128(at + kParts + i, _mm512_extracti32x4_epi32(parts[i], 1));
-        _mm_storeu_si128(at + 2 * kParts + i, _mm512_extracti32x4_epi32(parts[i], 2));
-        _mm_storeu_si128(at + 3 * kParts + i, _mm512_extracti32x4_epi32(parts[i], 3));
-    }
+// The lower or the upper half of both, 128 bits in turn.
+Lanes lower_quarters(Lanes a, Lanes b) {
+    return _mm512_permutex2var_epi64(a, _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), b);
+}
+
+Lanes upper_quarters(Lanes a, Lanes b) {
+    return _mm512_permutex2var_epi64(a, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), b);
+}
+
+// The first 128 bits of every part, then the second ones, and so on. Whole vectors are stored: CPUs write whole lines
+// faster.
+void store_in_turn(void* to, const Lanes (&parts)[2]) {
+    auto* at = static_cast<Lanes*>(to);
+    store_lanes(at, lower_quarters(parts[0], parts[1]));
+    store_lanes(at + 1, upper_quarters(parts[0], parts[1]));
+}
+
+void store_in_turn(void* to, const Lanes (&parts)[4]) {
+    auto* at = static_cast<Lanes*>(to);
+    const Lanes first = lower_quarters(parts[0], parts[1]);
+    const Lanes second = lower_quarters(parts[2], parts[3]);
+    const Lanes third = upper_quarters(parts[0], parts[1]);
+    const Lanes fourth = upper_quarters(parts[2], parts[3]);
+    store_lanes(at, _mm512_shuffle_i64x2(first, second, 0x44));
+    store_lanes(at + 1, _mm512_shuffle_i64x2(first, second, 0xee));
+    store_lanes(at + 2, _mm512_shuffle_i64x2(third, fourth, 0x44));
+    store_lanes(at + 3, _mm512_shuffle_i64x2(third, fourth, 0xee));
 }
 
 }  // namespace

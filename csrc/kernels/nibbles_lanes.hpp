@@ -19,7 +19,8 @@ void unpack_nibbles(const std::uint8_t* in, std::int64_t numel, std::int8_t* cod
         const Lanes pairs = load_lanes(in + done / 2);
         const Lanes even = looked_up(table, low_nibbles(pairs));
         const Lanes odd = looked_up(table, high_nibbles(pairs));
-        store_in_turn<2>(codes + done, {lower_bytes(even, odd), upper_bytes(even, odd)});
+        const Lanes parts[2] = {lower_bytes(even, odd), upper_bytes(even, odd)};
+        store_in_turn(codes + done, parts);
     }
 }
 
@@ -45,9 +46,9 @@ void look_up_nibbles(const std::uint8_t* in, std::int64_t numel, const std::uint
         const Lanes first_odd = lower_bytes(odd_low, odd_high);
         const Lanes last_even = upper_bytes(even_low, even_high);
         const Lanes last_odd = upper_bytes(odd_low, odd_high);
-        store_in_turn<4>(static_cast<char*>(out) + 2 * done,
-                         {lower_words(first_even, first_odd), upper_words(first_even, first_odd),
-                          lower_words(last_even, last_odd), upper_words(last_even, last_odd)});
+        const Lanes parts[4] = {lower_words(first_even, first_odd), upper_words(first_even, first_odd),
+                                lower_words(last_even, last_odd), upper_words(last_even, last_odd)};
+        store_in_turn(static_cast<char*>(out) + 2 * done, parts);
     }
 }
 

@@ -63,7 +63,9 @@ public:
             const std::int64_t end = (row + 1) * block();
             for (std::int64_t done = row * block(); done < end; done += kChunk) {
                 const char* values = values_ + done * Source::kBytes;
-                prefetch_chunk<Source>(values + 8 * block() * Source::kBytes);
+                if (row % 2 == 0) {
+                    prefetch_ahead(done);
+                }
                 const Words words = rounded(Source::load(values), factor);
                 _mm512_store_si512(fine_ + done, _mm512_slli_epi16(words.even, 5));
                 _mm512_store_si512(fine_ + done + kChunk / 2, _mm512_slli_epi16(words.odd, 5));
@@ -120,6 +122,12 @@ private:
         return kBlock != 0 ? kBlock : any_block_;
     }
 
+    // Asks for the values eight blocks on: half of the rows while values are rounded, half while gains are tried. A
+    // processor has room for a dozen lines under way, and waits if all come at once.
+    void prefetch_ahead(std::int64_t at) const {
+        prefetch_chunk<Source>(values_ + (at + 8 * block()) * Source::kBytes);
+    }
+
     __m128 middle_gains() const {
         __m512i sum_of[4];
         __m512i squares_of[4];
@@ -160,6 +168,9 @@ private:
             }
             const std::int8_t* coarse = coarse_ + row * block();
             for (std::int64_t at = 0; at < block(); at += kChunk) {
+                if (row % 2 != 0) {
+                    prefetch_ahead(row * block() + at);
+                }
                 const __m512i value = _mm512_load_si512(coarse + at);
                 const __m512i magnitude = _mm512_abs_epi8(value);
                 for (int i = 0; i < 3; ++i) {

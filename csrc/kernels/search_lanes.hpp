@@ -37,7 +37,9 @@ public:
                 row, kWidth,
                 [&](std::int64_t at) __attribute__((always_inline)) {
                     const char* values = values_ + at * Source::kBytes;
-                    prefetch<Source>(values + 8 * block() * Source::kBytes);
+                    if (row == 0) {
+                        prefetch_ahead(at);
+                    }
                     const Parts x = Source::load(values);
                     const Lanes first = rounded_words(x.part[0], x.part[1], factor);
                     const Lanes second = rounded_words(x.part[2], x.part[3], factor);
@@ -113,6 +115,12 @@ private:
         return kBlock != 0 ? kBlock : any_block_;
     }
 
+    // Asks for the values eight blocks on. One row is asked for while values are rounded, two while gains are tried and
+    // one while codes are written: a processor has room for a dozen lines under way, and waits if all come at once.
+    void prefetch_ahead(std::int64_t at) const {
+        prefetch<Source>(values_ + (at + 8 * block()) * Source::kBytes);
+    }
+
     // Words for all_numbers, each twice.
     static void store_words(std::int32_t (&to)[4], Ints4 words) {
         const Ints4 twice = words | (words << 16);
@@ -164,6 +172,9 @@ private:
                     const Lanes second = load_lanes(coarse_ + at + kWidth / 2);
                     const Lanes magnitude = load_lanes(magnitude_ + at);
                     const Lanes limit = load_lanes(limit_ + at);
+                    if (row == 1 || row == 2) {
+                        prefetch_ahead(at);
+                    }
                     for (int i = 0; i < 3; ++i) {
                         const Lanes codes =
                             bytes_of(rounded_products(first, gain[i]), rounded_products(second, gain[i]));
@@ -197,6 +208,10 @@ private:
             for_runs<kCodesRun>(
                 row, 2 * kWidth,
                 [&](std::int64_t at) __attribute__((always_inline)) {
+                    if (row == 3) {
+                        prefetch_ahead(at);
+                        prefetch_ahead(at + kWidth);
+                    }
                     const Lanes first = codes(fine_ + at, gain);
                     const Lanes second = codes(fine_ + at + kWidth, gain);
                     add_codes(magnitude_ + at, first, num_in_run, den_in_run);
