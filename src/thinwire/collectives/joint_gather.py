@@ -71,7 +71,6 @@ def joint_gather(group: AxisGroup, parts: Sequence[Part], *, codec: Codec | None
 
 def _exact(group: AxisGroup, parts: Sequence[Part]) -> Moves:
     """Bytes are gathered, so that parts may differ in dtype. All are packed in one call, and unpacked in another."""
-    parts = [part for part in parts if part.own.numel()]
     sizes = [part.own.nbytes for part in parts]
     table, _ = _table(group, sizes, parts[0].whole.device)
 

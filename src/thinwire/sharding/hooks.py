@@ -95,9 +95,7 @@ def _outside_compile(hook: Hook) -> Hook:
 
 
 def _hook_forward(runtime: Runtime) -> None:
-    from_any_stream = runtime.lanes.home.visited_by
-
-    passes = runtime.passes
+    from_any_stream, passes = runtime.lanes.home.visited_by, runtime.passes
 
     @_outside_compile
     @from_any_stream

@@ -21,10 +21,10 @@ from thinwire.sharding.schedule import Schedule
 from thinwire.sharding.sharded import ShardedModel
 from thinwire.sharding.unit import Unit, start_gathers
 
+__all__ = ["BackwardPass", "Delivery", "Pass", "PassState", "Passes"]
+
 _MOST_TAKEN: Final = 1 << 17
 """Most elements of gradients that wait to be given to the reducer."""
-
-__all__ = ["BackwardPass", "Delivery", "Pass", "PassState", "Passes"]
 
 
 class Pass(enum.Enum):
@@ -104,7 +104,7 @@ class Delivery(ABC):
         """Drop what waits for other gradients of the unit, and what autograd has left."""
 
 
-class _Taken:
+class _TakenGradients:
     """Gradients of small units that were taken from autograd, until they are given to the reducer together: its code
     then runs for several units at once, while it is in the processor's cache.
 
@@ -179,7 +179,7 @@ class BackwardPass:
         self.encodes_gradients: bool | None = True if self._plan.wire.schedule == 1.0 else None
         self.gradients_count = True
         self.deliveries: list[Delivery] = []
-        self._taken = _Taken(reducer, agreements.used)
+        self._taken = _TakenGradients(reducer, agreements.used)
         self.may_be_unreported = False
         self._needed, self._grads_ready = (_moments(p, self._units) for p in (Phase.PRE_BACKWARD, Phase.GRADS_READY))
         self.after_last: Callable[[], None] = _nothing
