@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -20,9 +21,9 @@ from thinwire.program.shares import ALIGNMENT_BYTES
 __all__ = ["Part", "joint_gather"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Part:
-    """One of the vectors of a joint gather.
+    """One of the vectors of a joint gather. Parts without a seed can be made once, and so are the views of their bytes.
 
     Attributes:
         whole: The vector, contiguous, 1-D, of any dtype; with a codec, a floating-point one. Its length is a multiple
@@ -34,6 +35,16 @@ class Part:
     whole: torch.Tensor
     own: torch.Tensor
     seed: int | None = None
+
+    @cached_property
+    def own_bytes(self) -> torch.Tensor:
+        """This rank's piece, uint8."""
+        return self.own.view(torch.uint8)
+
+    @cached_property
+    def rows_of_bytes(self) -> torch.Tensor:
+        """The vector with a row for each member, uint8."""
+        return self.whole.view(torch.uint8).view(-1, self.own.nbytes)
 
 
 def joint_gather(group: AxisGroup, parts: Sequence[Part], *, codec: Codec | None = None) -> Moves:
@@ -59,16 +70,15 @@ def joint_gather(group: AxisGroup, parts: Sequence[Part], *, codec: Codec | None
 
 
 def _exact(group: AxisGroup, parts: Sequence[Part]) -> Moves:
-    """Bytes are gathered, so that parts may differ in dtype."""
-    table, spans = _table(group, [part.own.nbytes for part in parts], parts[0].whole.device)
+    """Bytes are gathered, so that parts may differ in dtype. All are packed in one call, and unpacked in another."""
+    sizes = [part.own.nbytes for part in parts]
+    table, _ = _table(group, sizes, parts[0].whole.device)
 
     def pack() -> None:
-        for part, span in zip(parts, spans, strict=True):
-            table[group.index, span].copy_(part.own.view(torch.uint8))
+        torch.cat([part.own_bytes for part in parts], out=table[group.index])
 
     def unpack() -> None:
-        for part, span in zip(parts, spans, strict=True):
-            part.whole.view(torch.uint8).view(group.size, -1).copy_(table[:, span])
+        torch._foreach_copy_([part.rows_of_bytes for part in parts], list(table.split(sizes, 1)))
 
     return _gather_rows(group, table).after(pack).then(unpack)
 

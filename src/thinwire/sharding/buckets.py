@@ -90,11 +90,16 @@ class BucketChunk:
     def _fill_rows(self, vector: torch.Tensor, of_fragments: Sequence[tuple[ChunkPart, torch.Tensor]]) -> None:
         """Equal shares: every gradient is a table with a row for each owner."""
         owners = len(self.sizes)
-        table, column = vector.view(owners, -1), 0
+        pieces = []
         for fragment, source in of_fragments:
-            begin, end = fragment.spans[0]
-            table[:, column : column + end - begin].copy_(source.view(owners, -1)[:, begin:end])
-            column += end - begin
+            rows, (begin, end) = source.view(owners, -1), fragment.spans[0]
+            pieces.append(rows if end - begin == rows.shape[1] else rows[:, begin:end])
+        table = vector.view(owners, -1)
+        if all(piece.dtype == vector.dtype for piece in pieces):
+            torch.cat(pieces, 1, out=table)
+        else:
+            columns = table.split([piece.shape[1] for piece in pieces], 1)
+            torch._foreach_copy_(list(columns), pieces)
 
     def _fill_runs(self, vector: torch.Tensor, of_fragments: Sequence[tuple[ChunkPart, torch.Tensor]]) -> None:
         """Whole fragments of parameters: each owner's runs, one after another."""
@@ -121,15 +126,20 @@ class BucketChunk:
             targets: Its shares of the gradients.
             adds: Whether to add to the share, by fragment.
         """
-        position = 0
-        for fragment, add in zip(self.fragments, adds, strict=True):
-            begin, end = fragment.spans[owner]
-            target, part = targets[fragment.gradient][begin:end], values[position : position + end - begin]
-            position += end - begin
-            if add:
-                target.add_(part)
-            else:
-                target.copy_(part)
+        spans = [fragment.spans[owner] for fragment in self.fragments]
+        parts = values.split([end - begin for begin, end in spans])
+        places = [
+            _between(targets[fragment.gradient], *span) for fragment, span in zip(self.fragments, spans, strict=True)
+        ]
+        for write, adding in ((torch._foreach_add_, True), (torch._foreach_copy_, False)):
+            chosen = [number for number, add in enumerate(adds) if add is adding]
+            if chosen:
+                write([places[number] for number in chosen], [parts[number] for number in chosen])
+
+
+def _between(values: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Elements ``[begin, end)`` of a vector."""
+    return values if end - begin == values.numel() else values[begin:end]
 
 
 class Bucket:

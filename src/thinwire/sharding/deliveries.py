@@ -34,6 +34,9 @@ NOT_COMPILED: Final = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
 _STEADY: Final = 2
 """Backwards in a row in which the same parameter must come last before the others lose their hooks."""
 
+_gradient_of: Final = torch._C.TensorBase.grad.__get__
+"""``parameter.grad``, without a call into Python for each parameter."""
+
 _DENSE: Final = {torch.Tensor}
 """Types of gradients that are taken at once."""
 
@@ -79,11 +82,7 @@ class Deliveries(Delivery):
 
     def has_left(self) -> bool:
         """See :class:`~thinwire.sharding.passes.Delivery`."""
-        if self._only is not None:
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    return True
-        return False
+        return self._only is not None and list(map(_gradient_of, self._parameters)).count(None) < len(self._parameters)
 
     def end_backward(self) -> None:
         """See :class:`~thinwire.sharding.passes.Delivery`."""
@@ -112,7 +111,15 @@ class Deliveries(Delivery):
             if (unit := alive()) is None:
                 return
             if unit._only is not None:
-                unit._take_all()
+                grads: list[Any] = list(map(_gradient_of, unit._parameters))
+                if set(map(type, grads)) != _DENSE or torch.is_grad_enabled():
+                    unit._take_each()
+                    return
+                for parameter in unit._parameters:
+                    parameter.grad = None
+                if unit._state.present is not Pass.BACKWARD:
+                    unit._backward.begin()
+                unit._backward.all_gradients(unit._index, grads)
             elif parameter.grad is not None:
                 unit._take_one(slot, parameter)
 
@@ -139,19 +146,11 @@ class Deliveries(Delivery):
             self._backward.all_gradients(self._index, [cast(torch.Tensor, waiting[number]) for number in range(count)])
             waiting.clear()
 
-    def _take_all(self) -> None:
-        """Take the gradients of the whole unit."""
-        grads: list[Any] = [parameter.grad for parameter in self._parameters]
-        if set(map(type, grads)) != _DENSE or torch.is_grad_enabled():
-            self._unsettle()
-            for slot, grad in self._take():
-                self._deliver(slot, grad)
-            return
-        for parameter in self._parameters:
-            parameter.grad = None
-        if self._state.present is not Pass.BACKWARD:
-            self._backward.begin()
-        self._backward.all_gradients(self._index, grads)
+    def _take_each(self) -> None:
+        """Take gradients that came in another way than before, one by one, from now on."""
+        self._unsettle()
+        for slot, grad in self._take():
+            self._deliver(slot, grad)
 
     def _take(self) -> Iterable[tuple[int, torch.Tensor]]:
         """Take the gradients that autograd has left, with the numbers of their parameters."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -47,9 +49,7 @@ class FlatBuffer:
 
     def __post_init__(self) -> None:
         self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots]
-        poison = torch.full((), float("nan") if self.layout.dtype.is_floating_point else 0).to(self.full)
-        self._poison = poison
-        self._husks = [(poison.clone() if s.numel == 1 else poison).expand(s.shape) for s in self.layout.slots]
+        self._husks = [_husk(slot.shape, self.full.dtype, self.full.device) for slot in self.layout.slots]
         self._single_husks = [husk for husk in self._husks if husk.numel() == 1]
         self._storage, self._nbytes = self.full.untyped_storage(), self.full.nbytes
         self._master_runs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -80,8 +80,28 @@ class FlatBuffer:
         """Point the module's parameters at the gathered buffer, or at husks."""
         if not whole:
             for husk in self._single_husks:  # a husk of one element does not refuse writes
-                husk.copy_(self._poison)
+                husk.copy_(_poison(husk.dtype, husk.device))
         set_local(self.parameters, self._views if whole else self._husks)
+
+
+def _husk(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What a freed parameter of this shape points at. Parameters share it, except one that can be written to."""
+    if math.prod(shape) == 1:
+        return _poison(dtype, device).clone().expand(shape)
+    return _shared_husk(tuple(shape), dtype, device)
+
+
+@functools.cache
+def _shared_husk(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return _poison(dtype, device).expand(shape)
+
+
+@functools.cache
+def _poison(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A NaN, 0-D; zero in dtypes that have none."""
+    with torch.inference_mode(False):
+        return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -121,6 +141,7 @@ class BufferGathers:
         sharded = params.size > 1
         for buffer in buffers if sharded else ():
             buffer.restore()  # collectives are built from views, which need allocated memory
+        self._parts: dict[tuple[int, bool], Part] = {}  # parts of joint gathers without a codec, made once
         self._from_shard = [_gather(params, buffer, buffer.shard) for buffer in buffers] if sharded else []
         self._from_secondary = [
             _gather(secondary, buffer, buffer.secondary)
@@ -146,12 +167,21 @@ class BufferGathers:
         # Built for each gather, so that a unit keeps no memory for messages between gathers.
         return _gather(self._link.params, buffer, buffer.shard, codec, self._seed())
 
-    def part(self, number: int, *, from_secondary: bool) -> Part:
-        """One buffer as a part of a joint gather; see :meth:`alone` for the arguments."""
-        buffer = self._buffers[number]
-        own = buffer.secondary if from_secondary else buffer.shard
-        assert own is not None
-        return Part(buffer.full, own, self._seed())
+    def part(self, number: int, *, from_secondary: bool, encoded: bool) -> Part:
+        """One buffer as a part of a joint gather.
+
+        Args:
+            number: Number of the buffer.
+            from_secondary: Whether to gather from the secondary shard.
+            encoded: Whether the gather has a codec.
+        """
+        key = number, from_secondary
+        if key not in self._parts:
+            buffer = self._buffers[number]
+            own = buffer.secondary if from_secondary else buffer.shard
+            assert own is not None
+            self._parts[key] = Part(buffer.full, own)
+        return replace(self._parts[key], seed=self._seed()) if encoded else self._parts[key]
 
     def _seed(self) -> int:
         return self._link.seeds.of_unit(Lane.GATHER, self._unit)

@@ -83,36 +83,47 @@ class _Copies:
     def __init__(self, layout: FlatLayout, *, joins: bool) -> None:
         self._layout, self._joins = layout, joins
         self._grads: dict[int, torch.Tensor] = {}
-        self._whole: list[torch.Tensor] = []  # the gradients of all parameters, if they came together
+        self._whole: Sequence[torch.Tensor] = ()  # the gradients of all parameters, if they came together
         self._target: torch.Tensor | None = None
-        self._targets: list[torch.Tensor] = []  # all places in that buffer
-        self._paddings: dict[torch.dtype, list[torch.Tensor | None]] = {}  # by dtype and slot, the zeros behind it
+        self._targets: list[torch.Tensor] = []  # all places in that buffer, and then its padding
+        self._paddings: dict[torch.dtype, list[torch.Tensor]] = {}  # by dtype, zeros for each gap of the layout
 
     def put(self, index: int, grad: torch.Tensor) -> None:
         """Copy the gradient of parameter ``index`` later."""
         self._grads[index] = grad
 
-    def put_all(self, grads: list[torch.Tensor]) -> None:
+    def put_all(self, grads: Sequence[torch.Tensor]) -> None:
         """Copy the gradients of all parameters, in order, later."""
         self._whole = grads
 
-    def perform(self, target: torch.Tensor, *, add: bool, stays: bool) -> None:
+    def perform(self, target: torch.Tensor, *, add: bool, stays: bool) -> bool:
         """Copy the gradients to their places in a buffer, or add them to what is there.
 
         Args:
             target: The buffer.
             add: Whether to add.
             stays: Whether the next gradients go to the same buffer.
+
+        Returns:
+            Whether the whole buffer has its values now, the zeros of its padding included.
         """
         grads, whole = self._grads, self._whole
         if len(grads) == len(self._layout.slots):
             grads, whole = {}, [grads[index] for index in range(len(grads))]
-        self.clear()
-        copy = torch._foreach_add_ if add else torch._foreach_copy_
+        self._grads, self._whole = {}, ()
         if whole:
-            copy(self._places(target, stays=stays), whole)
-        elif grads:
+            places = self._targets if target is self._target else self._places(target, stays=stays)
+            if add:
+                torch._foreach_add_(places[: len(whole)], whole)
+            elif len(places) == len(whole):
+                torch._foreach_copy_(places, whole)
+            else:
+                torch._foreach_copy_(places, [*whole, *self._zeros(whole[0])])
+            return True
+        if grads:
+            copy = torch._foreach_add_ if add else torch._foreach_copy_
             copy([_place(target, self._layout.slots[index]) for index in grads], list(grads.values()))
+        return False
 
     def joined(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """All gradients as one new vector, padding included.
@@ -134,29 +145,36 @@ class _Copies:
         return torch._C._nn.flatten_dense_tensors(self._with_paddings(whole))
 
     def _places(self, target: torch.Tensor, *, stays: bool) -> list[torch.Tensor]:
-        """The places of all gradients in a buffer; those in one that stays are made once."""
-        if target is self._target:
-            return self._targets
+        """The places of all gradients in a buffer, and its padding; those in one that stays are made once."""
         places = [_place(target, slot) for slot in self._layout.slots]
+        places += [target[gap] for gap in self._layout.gaps]
         if stays:
             self._target, self._targets = target, places
         return places
 
     def clear(self) -> None:
         """Drop the gradients."""
-        self._grads, self._whole = {}, []
+        self._grads, self._whole = {}, ()
 
-    def _with_paddings(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _with_paddings(self, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The gradients, and between them the zeros that fill the buffer up."""
-        if not self._layout.gaps:
+        gaps = self._layout.gaps
+        if not gaps:
             return grads
-        first = grads[0]
-        if first.dtype not in self._paddings:
-            gaps = {gap.start: gap.stop - gap.start for gap in self._layout.gaps}
-            behind = (gaps.get(slot.offset + slot.numel, 0) for slot in self._layout.slots)
-            self._paddings[first.dtype] = [first.new_zeros(numel) if numel else None for numel in behind]
-        pieces = zip(grads, self._paddings[first.dtype], strict=True)
-        return [piece for pair in pieces for piece in pair if piece is not None]
+        zeros = self._zeros(grads[0])
+        if len(gaps) == 1 and gaps[0].stop == self._layout.numel:
+            return [*grads, *zeros]
+        of_gaps = {gap.start: zero for gap, zero in zip(gaps, zeros, strict=True)}
+        behind = [of_gaps.get(slot.offset + slot.numel) for slot in self._layout.slots]
+        return [piece for pair in zip(grads, behind, strict=True) for piece in pair if piece is not None]
+
+    def _zeros(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """Zeros for each gap of the layout, made once for each dtype."""
+        zeros = self._paddings.get(like.dtype)
+        if zeros is None:
+            zeros = [like.new_zeros(gap.stop - gap.start) for gap in self._layout.gaps]
+            self._paddings[like.dtype] = zeros
+        return zeros
 
 
 def _place(target: torch.Tensor, slot: Slot) -> torch.Tensor:
@@ -212,6 +230,9 @@ class UnitGradient:
         self._seen: set[int] = set()
         self._forgotten: set[int] = set()  # slots forgotten since gradients came last
         self._into_local = False
+        # Whether gradients of micro-batches may accumulate in ``local``, and whether a sum of ranks follows.
+        self._at_home = topology.params == 1 and not topology.scatter_always
+        self._networked = topology.shard > 1 or topology.replica > 1
         # Gradients are copied once all of them are there: in one launch on a device with streams, and where they are
         # small in one call. A large one is copied at once, so that autograd's memory is free again.
         joins = streams_of(owned.device) is None
@@ -259,6 +280,31 @@ class UnitGradient:
         self._copies.put_all(list(grads[self._slots.start : self._slots.stop]))
         self._seen.update(range(len(self._slots)))
 
+    def take_whole(self, grads: Sequence[torch.Tensor], *, last: bool) -> torch.Tensor | None:
+        """Take the gradients of all parameters of a unit with one buffer, and close the micro-batch, as
+        :meth:`collect_all` and :meth:`finish` do, which small units would spend most of their time in.
+
+        Returns:
+            The result of :meth:`finish`; ``None`` if nothing was taken, because these two have to do it.
+        """
+        copies = self._copies
+        if copies is None or self._seen or len(grads) != len(self.layout.slots):
+            return None
+        self.unsynced = True
+        self._begin(last=last)
+        copies.put_all(grads)
+        if not self._into_local:
+            joined = copies.joined(self.topology.wire_dtype)
+            if joined is not None:
+                return joined
+        target, accumulates = self._target()
+        copies.perform(target, add=accumulates, stays=self._into_local)
+        if self._into_local:
+            self.local.empty = False
+        else:
+            self.staging = None
+        return target
+
     def collect(self, index: int, grad: torch.Tensor, *, last: bool, late: bool) -> None:
         """Take the gradient of parameter ``index``; the caller then drops autograd's tensor.
 
@@ -299,9 +345,8 @@ class UnitGradient:
                 self._seen.clear()
                 return joined
         target, accumulates = self._target()
-        if self._copies is not None:
-            self._copies.perform(target, add=accumulates, stays=self._into_local)
-        if not accumulates:
+        whole = self._copies is not None and self._copies.perform(target, add=accumulates, stays=self._into_local)
+        if not accumulates and not whole:
             _zero_missing(target, self.layout, self._seen)
         if self._into_local:
             self.local.empty = False
@@ -371,14 +416,12 @@ class UnitGradient:
         micro-batch can be sent at once. In the last micro-batch, late gradients are sent by themselves: what ``local``
         holds may still wait for the rest of its bucket, and would be sent twice.
         """
-        topology = self.topology
-        self._forgotten.clear()
-        if self.synchronised and not topology.mean:
-            self.owned.values.mul_(1.0 / topology.replica)
+        if self._forgotten:
+            self._forgotten.clear()
+        if self.synchronised and not self.topology.mean:
+            self.owned.values.mul_(1.0 / self.topology.replica)
         self.synchronised = False
-        at_home = topology.params == 1 and not topology.scatter_always
-        networked = topology.shard > 1 or topology.replica > 1
-        self._into_local = at_home and not (last and networked and (late or not self.has_local))
+        self._into_local = self._at_home and not (last and self._networked and (late or not self.has_local))
 
     def _target(self) -> tuple[torch.Tensor, bool]:
         """The buffer of this micro-batch's gradients, and whether they are added to its content."""

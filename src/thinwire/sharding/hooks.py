@@ -18,6 +18,7 @@ from thinwire.sharding.deliveries import NOT_COMPILED, Deliveries
 from thinwire.sharding.modules.inputs import cast_inputs, gradient_sources, tensors_in
 from thinwire.sharding.modules.linears import compute_weight_gradient_first
 from thinwire.sharding.modules.norms import compute_beside_statistics, keeps_statistics
+from thinwire.sharding.passes import Pass
 from thinwire.sharding.reads import refuse_copy, watch_reads
 from thinwire.sharding.runtime import Runtime, runtime_of
 from thinwire.sharding.shares.tensor import ShareTensor
@@ -94,12 +95,19 @@ def _outside_compile(hook: Hook) -> Hook:
 
 
 def _hook_forward(runtime: Runtime) -> None:
-    from_any_stream = runtime.lanes.home.visited_by
+    from_any_stream, passes = runtime.lanes.home.visited_by, runtime.passes
 
     @_outside_compile
     @from_any_stream
     def enter(_module: nn.Module, _args: Any) -> None:
-        runtime.passes.enter_forward()
+        passes.enter_forward()
+        passes.state.is_plain = (
+            passes.state.present is Pass.FORWARD
+            and passes.alone is None
+            and not runtime.holds.depth
+            and not runtime.audit.compares_values
+            and not runtime.lanes.records_timeline
+        )
 
     @_outside_compile
     @from_any_stream
@@ -121,6 +129,7 @@ def _hook_forward(runtime: Runtime) -> None:
 
 def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     index, undo, audit, passes = unit.index, runtime.undo, runtime.audit, runtime.passes
+    begins_plainly, ends_plainly = passes.note_plain(ends=False), passes.note_plain(ends=True)
     from_any_stream = runtime.lanes.home.visited_by
 
     # Nothing waits for the backward of a whole unit, except that its weight's gradient comes first.
@@ -141,6 +150,8 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     @from_any_stream
     def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
         nonlocal leaves
+        if not sharded and begins_plainly(index):
+            return None if cast is None else cast(module, args, kwargs)
         passes.pre_forward(index)
         if audit.compares_values:
             audit.before_forward(unit)
@@ -160,6 +171,8 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     @_outside_compile
     @from_any_stream
     def post_forward(_module: nn.Module, _args: Any, output: Any) -> Any:
+        if not announces and ends_plainly(index):
+            return None
         if audit.compares_values:
             audit.after_forward(unit)
         if sharded and not _is_fresh(output):

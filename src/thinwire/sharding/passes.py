@@ -6,13 +6,14 @@ import contextlib
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 import torch
 from torch.autograd import Variable
 
 from thinwire.errors import UsageError
 from thinwire.program import Moment, Phase
-from thinwire.sharding.agreement import Agreements
+from thinwire.sharding.agreement import Agreements, UsedGradients
 from thinwire.sharding.holds import Holds, recomputing
 from thinwire.sharding.lanes.lanes import Mark
 from thinwire.sharding.reducer import Reducer
@@ -21,6 +22,9 @@ from thinwire.sharding.sharded import ShardedModel
 from thinwire.sharding.unit import Unit, start_gathers
 
 __all__ = ["BackwardPass", "Delivery", "Pass", "PassState", "Passes"]
+
+_MOST_TAKEN: Final = 1 << 17
+"""Most elements of gradients that wait to be given to the reducer."""
 
 
 class Pass(enum.Enum):
@@ -45,6 +49,8 @@ class PassState:
     Attributes:
         present: The pass that the model is in. A plain attribute, because every hook reads it; :meth:`enter` sets it.
         inside: Whether modules see the tensors that they compute with rather than shares; follows ``present``.
+        is_plain: Whether the events of units that are whole and up to date are only noted. The model's forward sets it,
+            and the end of the pass clears it.
         before: Pass in which the current backward began.
         at: Last event, for journals.
         began: For each unit, the time at which its current forward or backward began, for timelines.
@@ -53,7 +59,7 @@ class PassState:
     """
 
     def __init__(self, num_units: int) -> None:
-        self.inside = False
+        self.inside = self.is_plain = False
         self._opened: list[Unit] = []
         self.present = Pass.IDLE
         self.before = Pass.IDLE
@@ -64,16 +70,17 @@ class PassState:
 
     def enter(self, present: Pass) -> None:
         """Change the pass that the model is in."""
-        self.present, self.inside = present, present is not Pass.IDLE
+        self.present, self.inside, self.is_plain = present, present is not Pass.IDLE, False
         if not self.inside:
             for unit in self._opened:
-                unit.is_open = False
+                unit.close()
             self._opened.clear()
 
     def open(self, unit: Unit) -> None:
         """Let modules read a ready unit's parameters without asking further, until the pass ends."""
         if self.inside and not unit.is_open:
             unit.is_open = True
+            unit.tables.open()
             self._opened.append(unit)
 
     def end_step(self) -> None:
@@ -95,6 +102,42 @@ class Delivery(ABC):
     @abstractmethod
     def forget(self) -> None:
         """Drop what waits for other gradients of the unit, and what autograd has left."""
+
+
+class _TakenGradients:
+    """Gradients of small units that were taken from autograd, until they are given to the reducer together: its code
+    then runs for several units at once, while it is in the processor's cache.
+
+    Args:
+        reducer: Reducer of the model's gradients.
+        used: Flags of the parameters that have gradients.
+    """
+
+    def __init__(self, reducer: Reducer, used: UsedGradients) -> None:
+        self._reducer, self._used = reducer, used
+        self._sizes = {unit: sum(p.layout.numel for p in parts) for unit, parts in reducer.gradients.items()}
+        self.units: dict[int, Sequence[torch.Tensor]] = {}
+        self._elements = 0
+
+    def put(self, unit: int, grads: Sequence[torch.Tensor]) -> None:
+        """Take the gradients of all trained parameters of a unit, in order."""
+        if unit in self.units:
+            self.flush()  # gradients that come again are added to the first ones
+        self.units[unit] = grads
+        self._elements += self._sizes[unit]
+        if self._elements > _MOST_TAKEN or not self._reducer.may_wait(unit):
+            self.flush()
+
+    def flush(self) -> None:
+        """Give all gradients to the reducer, and mark their units as complete."""
+        units, self.units, self._elements = self.units, {}, 0
+        for unit, grads in units.items():
+            self._used.note_all(unit)
+            self._reducer.take_whole(unit, grads)
+
+    def drop(self) -> None:
+        """Drop all gradients."""
+        self.units, self._elements = {}, 0
 
 
 class BackwardPass:
@@ -130,12 +173,13 @@ class BackwardPass:
     ) -> None:
         self._state, self._sharded, self._units, self._plan = state, sharded, sharded.units, sharded.plan
         self._schedule, self._reducer, self._agreements, self._holds = schedule, reducer, agreements, holds
-        self._lanes = sharded.lanes
+        self._lanes, self._is_sharded = sharded.lanes, any(unit.sharded for unit in sharded.units)
         # For each unit, the number of calls with outputs that backward has reached and inputs that it has not.
         self._open_calls = [0] * len(self._units)
         self.encodes_gradients: bool | None = True if self._plan.wire.schedule == 1.0 else None
         self.gradients_count = True
         self.deliveries: list[Delivery] = []
+        self._taken = _TakenGradients(reducer, agreements.used)
         self.may_be_unreported = False
         self._needed, self._grads_ready = (_moments(p, self._units) for p in (Phase.PRE_BACKWARD, Phase.GRADS_READY))
         self.after_last: Callable[[], None] = _nothing
@@ -155,15 +199,21 @@ class BackwardPass:
 
     def all_gradients(self, index: int, grads: Sequence[torch.Tensor]) -> None:
         """Take the gradients of all trained parameters of a unit, in order."""
-        self._agreements.used.note_all(index)
+        state = self._state
+        moment = state.at = self._grads_ready[index]
+        self._schedule.backward.append(moment)
+        if (began := state.began[index]) is not None:
+            self._lanes.computed("backward", self._units[index].name, began)
         if not self.gradients_count:
             grads = [torch.zeros_like(grad) for grad in grads]
-        self._reducer.collect_all(index, grads)
-        self.gradients_ready(index)
+        self._taken.put(index, grads)
+        if self._is_sharded:
+            self._free_if_left(index)
 
     def collect(self, index: int, slot: int, grad: torch.Tensor) -> bool:
         """Take the gradient of a unit's trained parameter number ``slot``, in the parameter's shape, by itself; returns
         whether the unit is now complete."""
+        self._taken.flush()
         self._agreements.used.note(index, slot)
         return self._reducer.collect(index, slot, grad if self.gradients_count else torch.zeros_like(grad))
 
@@ -186,15 +236,19 @@ class BackwardPass:
 
     def input_gradient(self, index: int) -> None:
         """Handle a backward that computes the gradient of a unit's input next."""
-        if self._reducer.delivered(index):
+        if self._delivered(index):
             moment = self._state.at = Phase.INPUT_GRADIENT, index
             self._schedule.note_backward(moment)
 
     def post_backward(self, index: int) -> None:
         """Handle a backward that leaves one call of a unit, because the gradients of the call's inputs exist."""
         self._open_calls[index] -= 1
-        if index not in self._sharded.gradients or self._reducer.delivered(index):
+        if index not in self._sharded.gradients or self._delivered(index):
             self._free_if_left(index)
+
+    def _delivered(self, index: int) -> bool:
+        """Whether every trained parameter of a unit has delivered its gradient in this backward."""
+        return index in self._taken.units or self._reducer.delivered(index)
 
     def forget_failed(self) -> None:
         """Clean up after a backward that raised: drop the parameters it gathered and the gradients it collected."""
@@ -204,6 +258,7 @@ class BackwardPass:
         self._agreements.used.undo_backward()
         for unit in self.deliveries:
             unit.forget()
+        self._taken.drop()
         self._reducer.abort()
         self._schedule.abandon_micro_batch()
         self._open_calls = [0] * len(self._units)
@@ -244,6 +299,7 @@ class BackwardPass:
         self._state.at = Phase.BACKWARD_END, -1
         for unit in self.deliveries:
             unit.end_backward()
+        self._taken.flush()
         self._reducer.end()
         carried = self._schedule.retained().carried
         self._schedule.end_backward()
@@ -336,6 +392,7 @@ class Passes:
                 )
             self.before_computing()
             self._holds.begin_forward()
+            self._schedule.begin_forward()
             self.state.enter(Pass.FORWARD)
 
     def leave_forward(self) -> None:
@@ -348,6 +405,25 @@ class Passes:
             self.backward.may_be_unreported = True
         elif not recomputing():
             self._holds.release_reads(free=True)
+
+    def note_plain(self, *, ends: bool) -> Callable[[int], bool]:
+        """Create a function that notes the beginning or the end of the forward of a whole unit, if that is all there is
+        to do. It returns whether it is; if not, call :meth:`pre_forward` or :meth:`post_forward`."""
+        state, schedule, order, units = self.state, self._schedule, self._schedule.order, self._units
+        moments = self._ends if ends else self._begins
+
+        def note(index: int) -> bool:
+            if not state.is_plain or not torch.is_grad_enabled() or recomputing():
+                return False
+            moment = state.at = moments[index]
+            state.waits_for_backward = True
+            if not (unit := units[index]).ready:
+                unit.join_spread()
+            schedule.forward.append(moment)
+            order.events.append(moment)
+            return True
+
+        return note
 
     def pre_forward(self, index: int) -> None:
         """Handle the beginning of a unit's forward."""
@@ -405,6 +481,7 @@ class Passes:
         moment = state.at = self._ends[index]
         if (began := state.began[index]) is not None:
             self._lanes.computed("forward", unit.name, began)
+            state.began[index] = None
         if not unit.sharded:
             self._schedule.note_forward(moment)
             return

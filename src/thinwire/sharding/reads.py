@@ -19,7 +19,7 @@ from thinwire.errors import UsageError
 from thinwire.sharding.passes import Passes
 from thinwire.sharding.runtime import Runtime
 from thinwire.sharding.shares.parameter import ShardedParameter
-from thinwire.sharding.unit import Unit
+from thinwire.sharding.unit import Tables, Unit
 
 __all__ = ["refuse_copy", "watch_reads"]
 
@@ -42,17 +42,11 @@ class _Entry(NamedTuple):
     share: ShardedParameter | None
 
 
-class _Closed:
-    """Stands for the unit of a module whose parameters belong to several."""
-
-    is_open = False
-
-
-_CLOSED = _Closed()
-
-
 class _Table(dict[str, Any]):
     """A module's parameters by name. It stores the tensors that modules compute with.
+
+    A table is closed or open, which its class says: a reader of an open one gets what is stored, at the speed of a
+    dict.
 
     Args:
         table: All parameters of the module.
@@ -64,25 +58,7 @@ class _Table(dict[str, Any]):
         super().__init__(table)
         self._entries, self._passes, self._state = entries, passes, passes.state
         units = list({entry.unit.index: entry.unit for entry in entries.values()}.values())
-        self._unit = units[0] if len(units) == 1 else _CLOSED
-
-    def __getitem__(self, name: str) -> Any:
-        if self._unit.is_open:
-            return _stored(self, name)  # nearly every read of a pass
-        stored = _stored(self, name)
-        entry = self._entries.get(name)
-        if entry is None:
-            return stored
-        unit, compute, share = entry
-        if stored is not compute:
-            return stored  # torch.func.functional_call has replaced the parameter
-        if share is not None and not self._state.inside and not self._passes.is_inside():
-            return share
-        if not unit.ready:
-            _read(self._passes, unit.index)
-        elif unit is self._unit:
-            self._state.open(unit)
-        return stored
+        self.unit = units[0] if len(units) == 1 else None  # None if they belong to several
 
     def get(self, name: str, default: Any = None) -> Any:
         """Look up a parameter, like ``dict.get``."""
@@ -140,6 +116,46 @@ class _Table(dict[str, Any]):
         return stored if entry is None or entry.share is None or stored is not entry.compute else entry.share
 
 
+class _Closed(_Table):
+    """A table whose readers may need shares, or parameters that are not ready."""
+
+    def __getitem__(self, name: str) -> Any:
+        stored = _stored(self, name)
+        entry = self._entries.get(name)
+        if entry is None:
+            return stored
+        unit, compute, share = entry
+        if stored is not compute:
+            return stored  # torch.func.functional_call has replaced the parameter
+        if share is not None and not self._state.inside and not self._passes.is_inside():
+            return share
+        if not unit.ready:
+            _read(self._passes, unit.index)
+        elif unit is self.unit:
+            self._state.open(unit)
+        return stored
+
+
+class _Open(_Table):
+    """A table whose unit is ready, inside a pass. It has no ``__getitem__`` but that of a dict."""
+
+
+class _UnitTables(Tables):
+    def __init__(self) -> None:
+        self._tables: list[_Table] = []
+
+    def add(self, table: _Table) -> None:
+        self._tables.append(table)
+
+    def open(self) -> None:
+        for table in self._tables:
+            table.__class__ = _Open
+
+    def close(self) -> None:
+        for table in self._tables:
+            table.__class__ = _Closed
+
+
 def refuse_copy(*_: Any) -> NoReturn:
     """Refuse to copy or pickle the model or one of its modules."""
     raise UsageError(
@@ -158,10 +174,15 @@ def watch_reads(runtime: Runtime) -> None:
         for buffer in unit.buffers
         for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True)
     }
+    of_units = {unit: _UnitTables() for unit in runtime.units}
+    for unit, tables in of_units.items():
+        unit.tables = tables
     for module in runtime.model.modules():
         own = {name: entries[id(p)] for name, p in module._parameters.items() if id(p) in entries}
         if own:
-            module._parameters = _Table(module._parameters, own, runtime.passes)
+            module._parameters = table = _Closed(module._parameters, own, runtime.passes)
+            if table.unit is not None:
+                of_units[table.unit].add(table)
             runtime.undo.append(partial(_remove_table, module))
 
 

@@ -12,6 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -34,6 +35,11 @@ class Turns:
 
     by_unit: Mapping[int, ReductionTurn]
     alone: Callable[[int], ReductionTurn]
+
+    @cached_property
+    def acting(self) -> frozenset[int]:
+        """Units in whose turn reductions start, or computation waits."""
+        return frozenset(unit for unit, turn in self.by_unit.items() if turn.starts or turn.waits)
 
 
 @dataclass
@@ -75,7 +81,7 @@ class Reducer:
         self._lanes = lanes
         self._turns = Turns({}, lambda _: ReductionTurn())
         self._pending: deque[int] = deque()  # units whose turn has not come yet, in order
-        self._ready: set[int] = set()  # units whose gradients are complete
+        self._ready: set[int] = set()  # units whose gradients are complete, and whose turn has not come yet
         self._reduced: set[int] = set()  # units whose turn is over
         self._under_way: deque[_UnderWay] = deque()  # from the oldest one not waited for; the newest is last
         self._tickets: dict[int, Ticket] = {}  # tickets of this backward, by the operation's index
@@ -118,12 +124,33 @@ class Reducer:
             part.collect_all(grads, last=self._last, late=late)
             part.unsynced = True
 
+    def take_whole(self, unit: int, grads: Sequence[torch.Tensor]) -> None:
+        """Take the gradients of all trained parameters of a unit, in order, and mark the unit as complete."""
+        parts, turn = self.gradients[unit], self._turns.by_unit.get(unit)
+        if len(parts) == 1 and turn is not None and not turn.starts and not turn.waits:
+            is_next = self._pending and self._pending[0] == unit and not self._ready
+            staged = parts[0].take_whole(grads, last=self._last) if is_next else None
+            if staged is not None:
+                self._pending.popleft()
+                self._reduced.add(unit)
+                self.reductions.take_staged(parts[0], staged)
+                self.reductions.settle(turn.settles, last=self._last)
+                return
+        self.collect_all(unit, grads)
+        self.ready(unit)
+
     def ready(self, unit: int) -> None:
         """Mark a unit as complete. Reduce it, and the units that waited for it, in order."""
         self._ready.add(unit)
         while self._pending and self._pending[0] in self._ready:
             due = self._pending.popleft()
+            self._ready.discard(due)
             self._perform(due, self._turns.by_unit[due])
+
+    def may_wait(self, unit: int) -> bool:
+        """Whether a unit that is ready can be marked later, together with the next one: nothing happens in its turn,
+        and no other unit waits for it."""
+        return not self._ready and unit not in self._turns.acting
 
     def delivered(self, unit: int) -> bool:
         """Whether every parameter of a unit has delivered its gradient in this backward."""

@@ -119,8 +119,11 @@ class Reductions:
             last: Whether this is the step's last micro-batch.
         """
         for part in parts:
-            staged = part.finish(last=last)
-            self._ways[part] = _Way(staged, staged, staged, {})
+            self.take_staged(part, part.finish(last=last))
+
+    def take_staged(self, part: UnitGradient, staged: torch.Tensor) -> None:
+        """Take the finished gradient of a buffer, in the layout of the buffer."""
+        self._ways[part] = _Way(staged, staged, staged, {})
 
     def moves(self, operation: Operation, *, goes_on: bool) -> tuple[Moves, Load]:
         """Build the moves of an operation, and the description of its data.

@@ -38,6 +38,8 @@ class Schedule:
         micro_batch: Number of the current micro-batch.
         last: Whether the current micro-batch is the step's last.
         order: Hash of this step's events that must have the same order on all ranks.
+        forward: Forward events of the current micro-batch so far; :meth:`note_forward` appends them.
+        backward: Its backward events so far; :meth:`note_backward` appends them.
     """
 
     def __init__(self, programs: Programs) -> None:
@@ -47,9 +49,9 @@ class Schedule:
         self.last = True
         self._expected: tuple[int, ...] = ()  # the trace's units, in the order in which its backward needs them
         self.order = _OrderHash()
-        # The current micro-batch: its events so far, units that its backward has needed, and whether it has deviated.
-        self._forward: list[Moment] = []
-        self._backward: list[Moment] = []
+        # The current micro-batch: its events, units that its backward has needed, and whether it has deviated.
+        self.forward: list[Moment] = []
+        self.backward: list[Moment] = []
         self._needed: list[int] = []
         self._deviated = False
         self._parked: dict[int, list[Moment]] = {}  # forward events of other micro-batches in a pipeline
@@ -60,14 +62,18 @@ class Schedule:
         self._proposed: Trace | None = None
         self._trainable = {number for number, info in enumerate(programs.infos) if info.trainable}
 
+    def begin_forward(self) -> None:
+        """Begin a forward of the model, or of a unit that is called alone."""
+        if len(self.forward) >= MOST_EVENTS:
+            self.abandon_micro_batch()  # forwards that record graphs and never run backward
+        self.order.shorten()
+
     # -- events ------------------------------------------------------------------------------------------------
 
     def note_forward(self, moment: Moment) -> None:
         """Record that a unit's forward begins or ends."""
-        if len(self._forward) >= MOST_EVENTS:
-            self.abandon_micro_batch()  # forwards that record graphs and never run backward
-        self._forward.append(moment)
-        self.order.note(moment)
+        self.forward.append(moment)
+        self.order.events.append(moment)
 
     def forward_event(self, moment: Moment) -> tuple[GatherBatch, ...]:
         """Record that a unit's forward begins or ends; returns the gathers that the program starts now."""
@@ -75,7 +81,7 @@ class Schedule:
         trace = self.programs.trace
         if trace is None or self._deviated or self._whole:
             return ()
-        position = len(self._forward) - 1
+        position = len(self.forward) - 1
         if position >= len(trace.forward) or trace.forward[position] != moment:
             self._deviate()
             return ()
@@ -88,8 +94,8 @@ class Schedule:
             return ()
         position = len(self._needed)
         self._needed.append(unit)
-        self._backward.append(moment)
-        self.order.note(moment)
+        self.backward.append(moment)
+        self.order.events.append(moment)
         if self.programs.trace is None or self._deviated or self._whole:
             return ()
         if position >= len(self._expected) or self._expected[position] != unit:
@@ -100,30 +106,30 @@ class Schedule:
     def note_backward(self, moment: Moment) -> None:
         """Record in the trace that a unit's gradients are ready, that its input gradient is next, or that the backward
         has left it; moves no cursor."""
-        self._backward.append(moment)
+        self.backward.append(moment)
 
     def note_evaluation(self, unit: int) -> None:
         """Record a gather of an evaluation in the hash: it moves no cursor, but all ranks must gather the same
         units."""
-        self.order.note((Phase.STEP, unit))
+        self.order.events.append((Phase.STEP, unit))
 
     def end_backward(self) -> None:
         """Complete a micro-batch: adopt its trace if there is none yet, or if it differs from the adopted one."""
         self.backwards += 1
         if self._whole:
-            if self._forward and self._backward and self._trainable <= {unit for _, unit in self._forward}:
-                self._proposed = Trace(tuple(self._forward), tuple(self._backward))
+            if self.forward and self.backward and self._trainable <= {unit for _, unit in self.forward}:
+                self._proposed = Trace(tuple(self.forward), tuple(self.backward))
             self.abandon_micro_batch()
             return
         trace = None if self._deviated else self.programs.trace
         if trace is not None:
-            if len(self._forward) == len(trace.forward) and len(self._needed) == len(self._expected):
+            if len(self.forward) == len(trace.forward) and len(self._needed) == len(self._expected):
                 self.abandon_micro_batch()
                 return
-            if self._forward and self._backward:
+            if self.forward and self.backward:
                 self._deviate()
-        if self._forward and self._backward:
-            trace = Trace(tuple(self._forward), tuple(self._backward))
+        if self.forward and self.backward:
+            trace = Trace(tuple(self.forward), tuple(self.backward))
             self.programs.adopt(trace)
             self._expected = trace.needed_again
         self.abandon_micro_batch()
@@ -150,14 +156,14 @@ class Schedule:
     def select(self, number: int, *, last: bool) -> None:
         """Switch to another micro-batch of a pipeline, which has several in flight; see :meth:`begin_micro_batch` for
         the arguments."""
-        self._parked[self.micro_batch] = self._forward
-        self._forward = self._parked.pop(number, [])
+        self._parked[self.micro_batch] = self.forward
+        self.forward = self._parked.pop(number, [])
         self.begin_micro_batch(number, last=last)
 
     def abandon_micro_batch(self) -> None:
         """Forget the events of the current micro-batch, for example because its backward failed."""
-        self._forward.clear()
-        self._backward.clear()
+        self.forward.clear()
+        self.backward.clear()
         self._needed.clear()
         self._deviated = False
 
@@ -175,9 +181,9 @@ class Schedule:
         trace, place = self.programs.trace, place_of(self.micro_batch, last=self.last)
         if self._whole:
             return self.programs.turns(place)
-        if trace is not None and not self._deviated and len(self._forward) == len(trace.forward):
+        if trace is not None and not self._deviated and len(self.forward) == len(trace.forward):
             return self.programs.turns(place)
-        return self.programs.turns(place, self._forward)
+        return self.programs.turns(place, self.forward)
 
     def retained(self) -> Retained:
         """Units that this micro-batch does not free; none before the first trace."""
@@ -200,30 +206,32 @@ class _OrderHash:
 
     Steps have the same events again and again, so the hash is computed when it is asked for, and only if the events
     differ from those of the step before.
+
+    Attributes:
+        events: The newest events; whoever notes an event appends it.
     """
 
     def __init__(self) -> None:
-        self._events: list[Moment] = []
+        self.events: list[Moment] = []
         self._prefix = 0  # hash of earlier events of the step, which are not in the list any more
         self._known: tuple[list[Moment], int, int] = ([], 0, 0)  # events, the hash before them, the hash after them
 
-    def note(self, moment: Moment) -> None:
-        """Add an event."""
-        self._events.append(moment)
-        if len(self._events) >= MOST_EVENTS:
-            self._prefix, self._events = self.value, []
+    def shorten(self) -> None:
+        """Replace a long list of events by its hash."""
+        if len(self.events) >= MOST_EVENTS:
+            self._prefix, self.events = self.value, []
 
     def reset(self) -> None:
         """Forget all events."""
-        self._prefix, self._events = 0, []
+        self._prefix, self.events = 0, []
 
     @property
     def value(self) -> int:
         """The hash of all events."""
         events, prefix, value = self._known
-        if prefix != self._prefix or events != self._events:
+        if prefix != self._prefix or events != self.events:
             value = self._prefix
-            for phase, unit in self._events:
+            for phase, unit in self.events:
                 value = (value * 1_000_003 + _CODES[phase] * 65_537 + unit + 1) & _MASK
-            self._known = list(self._events), self._prefix, value
+            self._known = list(self.events), self._prefix, value
         return value

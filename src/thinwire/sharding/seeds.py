@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from thinwire.program import Axis, Lane, axis_index
 from thinwire.spec import Plan
 
 __all__ = ["Seeds"]
+
+_CODES: Final = {lane: code for code, lane in enumerate(Lane)}
 
 _REDUCTION = 5
 """The kind of message that a reduction of gradients has in its seed; other kinds are numbers of lanes."""
@@ -40,7 +44,7 @@ class Seeds:
 
     def of_unit(self, lane: Lane, unit: int) -> int:
         """The seed of a unit's parameters. It stays the same within a step: forward and backward see equal values."""
-        return self._joined(list(Lane).index(lane), unit, self._owner[lane])
+        return self._joined(_CODES[lane], unit, self._owner[lane])
 
     def next(self) -> int:
         """The seed of the next reduction of gradients. Reductions run in the same order on every rank."""
@@ -51,7 +55,7 @@ class Seeds:
 
     def of_exchange(self, fragment: int) -> int:
         """The seed of this rank's message in an exchange with other islands."""
-        return self._joined(list(Lane).index(Lane.OUTER) + 1, fragment, self._job_position)
+        return self._joined(_CODES[Lane.OUTER] + 1, fragment, self._job_position)
 
     def _joined(self, kind: int, number: int, owner: int) -> int:
         return ((self.step * 8 + kind << 20) + number << 20) + owner

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
+from dataclasses import replace
 
 import torch
 
@@ -12,7 +13,7 @@ from thinwire.collectives.joint_gather import Part, joint_gather
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
-from thinwire.program import Axis, Kind, Lane, Operation
+from thinwire.program import Axis, BufferKey, Kind, Lane, Operation
 from thinwire.sharding.gathers import FlatBuffer
 from thinwire.sharding.lanes.journal import Load
 from thinwire.sharding.programs import Programs
@@ -32,6 +33,7 @@ class Spreads:
     def __init__(self, sharded: ShardedModel, programs: Programs) -> None:
         self._sharded, self._programs = sharded, programs
         self._group = sharded.axes[Axis.SHARD, Lane.SPREAD]
+        self._parts: dict[BufferKey, Part] = {}  # parts of joint spreads without a codec, made once
 
     def write_back(self, indices: Iterable[int], *, differences: bool = False) -> None:
         """Cast the new values of units' masters into their P shards.
@@ -81,21 +83,32 @@ class Spreads:
                 self._sharded.units[index].join_spread()
 
     def _start_together(self, operation: Operation, only: Set[int] | None) -> None:
-        units, seeds, group = self._sharded.units, self._sharded.seeds, self._group
+        units, codec = self._sharded.units, self._sharded.codecs.spread if operation.encoded else None
         parts, names = [], {}
-        for index, number in operation.buffers:
+        for key in operation.buffers:
+            index, _ = key
             if only is None or index in only:
-                shard = units[index].buffers[number].shard
-                own = shard.view(group.size, -1)[group.index]
-                parts.append(Part(shard, own, seeds.of_unit(Lane.SPREAD, index)))
+                parts.append(self._part(key, encoded=codec is not None))
                 names[index] = units[index].name
         if not parts:
             return
-        moves = joint_gather(group, parts, codec=self._sharded.codecs.spread if operation.encoded else None)
+        moves = joint_gather(self._group, parts, codec=codec)
         load = Load(f"spread {', '.join(names.values())}", Axis.SHARD, tuple(names), operation.encoded)
         ticket = self._sharded.lanes.submit(operation.lane, moves, load=load)
         for index in names:
             units[index].expect_spread(ticket)
+
+    def _part(self, key: BufferKey, *, encoded: bool) -> Part:
+        """A buffer as a part of a joint spread."""
+        index, number = key
+        if key not in self._parts:
+            shard = self._sharded.units[index].buffers[number].shard
+            self._parts[key] = Part(shard, shard.view(self._group.size, -1)[self._group.index])
+        return (
+            replace(self._parts[key], seed=self._sharded.seeds.of_unit(Lane.SPREAD, index))
+            if encoded
+            else self._parts[key]
+        )
 
     def join(self) -> None:
         """Wait until every unit's parameters are up to date."""

@@ -27,7 +27,7 @@ from thinwire.sharding.gathers import BufferGathers, FlatBuffer, GatherLink, pie
 from thinwire.sharding.lanes.journal import Load
 from thinwire.sharding.lanes.lanes import Ticket
 
-__all__ = ["GatherBatch", "State", "Unit", "start_gathers"]
+__all__ = ["GatherBatch", "State", "Tables", "Unit", "start_gathers"]
 
 
 class State(enum.Enum):
@@ -36,6 +36,16 @@ class State(enum.Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     GATHERED = "gathered"
+
+
+class Tables:
+    """The tables of parameters of a unit's modules. This one stands for none."""
+
+    def open(self) -> None:
+        """Let modules read parameters without asking."""
+
+    def close(self) -> None:
+        """Let modules ask before they read parameters."""
 
 
 class Unit:
@@ -51,8 +61,8 @@ class Unit:
     Attributes:
         state: State of the parameters.
         ready: Whether the parameters are whole and up to date.
-        is_open: Whether modules may read the parameters without asking further: the unit is ready, inside a pass. A
-            plain attribute, because every read of a parameter asks for it.
+        is_open: Whether modules read the parameters without asking: the unit is ready, inside a pass.
+        tables: Tables of parameters of the unit's modules, which follow ``is_open``.
         secondary_valid: Whether the secondary shard has the current values.
         computes_with_copies: Whether modules compute with copies of the masters: P is sharded, or masters are separate.
         num_updates: Number of times that torch's version counters were raised for new values.
@@ -68,6 +78,7 @@ class Unit:
         self.state = State.SHARDED if self.sharded else State.GATHERED
         self.ready = not self.sharded
         self.is_open = False
+        self.tables = Tables()
         self.secondary_valid = False
         self.computes_with_copies = self.sharded or any(buffer.master is not None for buffer in buffers)
         self.num_updates = 0
@@ -141,7 +152,8 @@ class Unit:
         for buffer in self.buffers:
             buffer.show(whole=False)
             buffer.release()
-        self.state, self.ready, self.is_open = State.SHARDED, False, False
+        self.state, self.ready = State.SHARDED, False
+        self.close()
         if (journal := self._link.lanes.journal) is not None:
             journal.freed(self.index)
         return True
@@ -162,7 +174,14 @@ class Unit:
     def expect_spread(self, ticket: Ticket) -> None:
         """Take the ticket of a spread of one or more of the buffers; the next gather waits for it."""
         self._spreads.append(ticket)
-        self.ready = self.is_open = False
+        self.ready = False
+        self.close()
+
+    def close(self) -> None:
+        """Let modules ask before they read the parameters."""
+        if self.is_open:
+            self.is_open = False
+            self.tables.close()
 
     def join_spread(self) -> None:
         """Wait until the parameters that the last step updated have arrived."""
@@ -238,8 +257,12 @@ def _start_gather(parts: Sequence[tuple[Unit, int]], *, from_secondary: bool, ex
     if len(parts) == 1 or group is None or group.size == 1:
         moves = [unit.gathers.alone(number, from_secondary=from_secondary, exact=exact) for unit, number in parts]
     else:
-        joint = [unit.gathers.part(number, from_secondary=from_secondary) for unit, number in parts]
-        moves = [joint_gather(group, joint, codec=link.codec if encoded and not exact else None)]
+        codec = link.codec if encoded and not exact else None
+        joint = [
+            unit.gathers.part(number, from_secondary=from_secondary, encoded=codec is not None)
+            for unit, number in parts
+        ]
+        moves = [joint_gather(group, joint, codec=codec)]
     axis = Axis.SECONDARY if from_secondary else Axis.PARAMS
     load = _load(axis, tuple(unit.index for unit in of_units), tuple(unit.name for unit in of_units), encoded)
     after = [spread for unit in of_units for spread in unit.spreads]

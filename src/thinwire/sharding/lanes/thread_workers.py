@@ -56,7 +56,9 @@ class _ThreadTicket(Ticket):
 
     def wait(self) -> None:
         self._worker.waited_for(self)
-        if not self._finished:
+        if self._finished:  # units that were gathered together wait for one ticket
+            self.raise_error()
+        else:
             started = time.perf_counter()
             watcher = rollcall()
             watcher.blocked_since = started
@@ -64,7 +66,7 @@ class _ThreadTicket(Ticket):
             watcher.blocked_since = None
             self._worker.waited += time.perf_counter() - started
             self._worker.note(WAITING, f"for {self._label}", started)
-        self.join()
+            self.raise_error()
 
     def done(self) -> bool:
         return self._finished

@@ -104,8 +104,12 @@ def cast_inputs(dtype: torch.dtype) -> Callable[..., tuple[Any, dict[str, Any]] 
     def hook(
         _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not kwargs and all(type(value) is torch.Tensor and value.dtype is dtype for value in args):
-            return None  # most units
+        if not kwargs:
+            for value in args:
+                if type(value) is not torch.Tensor or value.dtype is not dtype:
+                    break
+            else:
+                return None  # most units
         new_args, new_kwargs = _cast(args, dtype), _cast(kwargs, dtype)
         return None if new_args is args and new_kwargs is kwargs else (new_args, new_kwargs)
 
