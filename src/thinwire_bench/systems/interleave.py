@@ -16,6 +16,10 @@ STARTUP_STEPS = 3
 """Steps of each system without cycles before the first round: buffers are allocated, orders recorded."""
 
 
+LEAN_STEPS = 3
+"""Steps of the turn in which memory is measured."""
+
+
 class Runner(Protocol):
     """Lets one system train; see ``Controller``."""
 
@@ -33,6 +37,8 @@ class Session:
         steps: Timed steps of a turn, where the setting gives no number of its own.
         timeout: Seconds that a system may take to start, or for a turn.
         report: Called with a line of text whenever something starts or ends.
+        lean: Whether every system takes a last, untimed turn in which its memory is measured without what its allocator
+            keeps.
     """
 
     nodes: int
@@ -41,6 +47,7 @@ class Session:
     steps: int
     timeout: float
     report: Callable[[str], None]
+    lean: bool = False
 
     @property
     def world(self) -> int:
@@ -70,7 +77,7 @@ class Sample:
     """One turn of one system.
 
     Attributes:
-        round: Round, counted from 0; None for the start-up, which is not measured.
+        round: Round, counted from 0; None for the start-up and the lean turn, which are not timed.
         setting: Bandwidth and bound on the gradient norm.
         result: The measurement.
     """
@@ -89,6 +96,7 @@ def interleave(
     rounds: int,
     steps: int,
     report: Callable[[Sample], None],
+    lean: bool = False,
 ) -> list[Sample]:
     """Run every system under every setting, round by round.
 
@@ -101,6 +109,7 @@ def interleave(
         steps: Timed steps of a turn, where the setting has no number of its own, rounded up to whole cycles. A warm-up
             step precedes them, except in systems with cycles, whose steps differ.
         report: Called with every sample.
+        lean: Whether every system takes a lean turn at the end, under the first setting.
 
     Returns:
         Samples in the order they were taken. Systems without cycles have taken the same steps in the same order.
@@ -108,10 +117,11 @@ def interleave(
     samples: list[Sample] = []
 
     def take(number: int | None, setting: Setting, system: SystemSpec, num_steps: int, warmup: int) -> None:
-        turn = TurnRequest(num_steps, warmup, {"clip": setting.clip})
+        turn = TurnRequest(num_steps, warmup, {"clip": setting.clip}, lean=ended)
         samples.append(Sample(number, setting, runner.run(system.label, turn)))
         report(samples[-1])
 
+    ended = False
     rate = settings[0].rate
     shape(rate)
     for system in systems:
@@ -127,4 +137,9 @@ def interleave(
             for system in [*systems[first:], *systems[:first]]:
                 cycles = -(-(setting.steps or steps) // system.cycle)
                 take(number, setting, system, cycles * system.cycle, 1 if system.cycle == 1 else 0)
+    if lean:
+        ended = True
+        shape(settings[0].rate)
+        for system in systems:
+            take(None, settings[0], system, LEAN_STEPS, 0)
     return samples

@@ -36,7 +36,8 @@ def run_in(lab: Lab, systems: Sequence[SystemSpec], settings: Sequence[Setting],
 
     def report(sample: Sample) -> None:
         result, setting = sample.result, sample.setting
-        when = "start-up" if sample.round is None else f"round {sample.round + 1}/{session.rounds}"
+        untimed = "memory" if sample.result.turn.lean else "start-up"
+        when = untimed if sample.round is None else f"round {sample.round + 1}/{session.rounds}"
         clip = "" if setting.clip is None else f" clip {setting.clip:g}"
         session.report(f"{when} {setting.bandwidth}{clip} {result.label}: {1e3 * result.seconds:.1f} ms/step")
 
@@ -48,5 +49,12 @@ def run_in(lab: Lab, systems: Sequence[SystemSpec], settings: Sequence[Setting],
             session.report(f"starting {system.label}")
             controller.start(system)
         return interleave(
-            controller, shape, systems, settings, rounds=session.rounds, steps=session.steps, report=report
+            controller,
+            shape,
+            systems,
+            settings,
+            rounds=session.rounds,
+            steps=session.steps,
+            report=report,
+            lean=session.lean,
         )
