@@ -104,7 +104,8 @@ def configurations(job: TrainingJob, framework: str, ours: Plan) -> Iterator[Pla
 
 def predicted(job: TrainingJob, framework: str, plan: Plan) -> PeerPlan:
     """The predicted step and memory of a framework's configuration."""
-    seconds = max(_seconds(replace(job, rates=rates), framework, plan) for rates in views_of(job.rates))
+    views = [rates.of_others() if isinstance(rates, ProfiledRates) else rates for rates in views_of(job.rates)]
+    seconds = max(_seconds(replace(job, rates=rates), framework, plan) for rates in views)
     needed = _memory(job, framework, plan)
     return PeerPlan(framework, plan, seconds, needed, needed.total <= job.cluster.memory)
 

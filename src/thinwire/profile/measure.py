@@ -56,7 +56,7 @@ class Settings:
         pieces: Parts of models to time.
         memory: Bytes that one rank may use.
         codecs: Names of codecs, most useful first.
-        library: Whether to time the library calls of other frameworks, too.
+        library: Whether to time what other frameworks do, too: library calls, and computation without the runtime.
     """
 
     mesh: Factor
@@ -150,7 +150,7 @@ def _measure_compute(
     for number, pieces in enumerate(left):
         report(f"computing: the parts of {pieces[0].shape.name or 'the model'}")
         share = max(0.0, deadline.left()) / (len(left) - number)
-        rows.compute += measure_model(pieces, control, settings.device, share)
+        rows.compute += measure_model(pieces, control, settings.device, share, plain=settings.library)
 
 
 def _is_row_of(row: ComputeRow, piece: ModelPiece) -> bool:

@@ -72,6 +72,11 @@ class ComputeRow(Spec):
     forward: Positive = Field(description="median seconds of the forward")
     backward: Positive = Field(description="median seconds of the backward")
     flops: NonNegative = Field(description="floating-point operations of the forward")
+    plain: Positive = Field(
+        default=1.0,
+        description="share of these seconds that the part takes in other frameworks: without the sums of gradients in "
+        "fp32 and the hooks of thinwire's runtime; 1: not measured",
+    )
 
 
 class OverlapRow(Spec):
@@ -177,6 +182,15 @@ class Profile(Spec):
             update_seconds=self.update_seconds * pace,
             touch_seconds=self.touch_seconds * pace,
             step_seconds=self.step_seconds * pace,
+        )
+
+    def of_others(self) -> Self:
+        """The profile of the same cluster with computation as other frameworks perform it."""
+        return self.with_(
+            compute=tuple(
+                row.with_(forward=row.forward * row.plain, backward=row.backward * row.plain, plain=1.0)
+                for row in self.compute
+            )
         )
 
     def write(self, path: str | Path) -> None:

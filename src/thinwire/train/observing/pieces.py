@@ -32,7 +32,7 @@ _ROOM = 0.8
 def pieces(
     shape: ModelSpec, mesh: Factor, *, seq: int, micro_batch: int, dtype: Dtype, memory: int
 ) -> list[ModelPiece]:
-    """The pieces: a block, the head with the loss, the embedding, and a whole sharded model of some blocks.
+    """The pieces: a block, the head with the loss, the embedding, and a model of some blocks, sharded and plain.
 
     Args:
         shape: Shape of the model.
@@ -53,10 +53,12 @@ def pieces(
     block = (matrices - head) // shape.layers
     compute: torch.dtype = getattr(torch, dtype)
 
-    def make(part: Literal["block", "head", "embedding", "whole"], flops: int, repeats: int = 1) -> ModelPiece:
+    def make(part: Literal["block", "head", "embedding", "whole", "plain"], flops: int, repeats: int = 1) -> ModelPiece:
         def on(device: torch.device) -> tuple[Sequence[nn.Parameter], Callable[[], Tensor]]:
             if part == "whole":
                 return _make_whole(shape, plan, seq, micro_batch, repeats, device)
+            if part == "plain":
+                return _make_plain(shape, seq, micro_batch, repeats, compute, device)
             return _make(part, shape, seq, micro_batch, repeats, compute, device)
 
         return ModelPiece(part, shape, seq, micro_batch, dtype, flops, on, repeats)
@@ -66,6 +68,7 @@ def pieces(
         make("head", head * tokens),
         make("embedding", 0),
         make("whole", (block * repeats + head) * tokens, repeats),
+        make("plain", (block * repeats + head) * tokens, repeats),
     ]
 
 
@@ -96,6 +99,14 @@ def _make_whole(
         return cross_entropy(model(batch).logits, batch)
 
     return (), loss
+
+
+def _make_plain(
+    shape: ModelSpec, seq: int, micro_batch: int, blocks: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Sequence[nn.Parameter], Callable[[], Tensor]]:
+    model = _model(shape, seq, blocks).to(device, dtype)
+    ids = torch.randint(0, shape.vocab, (micro_batch, seq), device=device)
+    return list(model.parameters()), lambda: cross_entropy(model(ids).logits, ids)
 
 
 def _make(
