@@ -18,7 +18,7 @@ from thinwire_bench.peers import catalog
 from thinwire_bench.peers.catalog import PEERS, peer_systems, plan_systems
 from thinwire_bench.peers.interface import SystemKind, SystemSpec
 from thinwire_bench.systems.controller import TurnResult
-from thinwire_bench.systems.interleave import Sample, Session, Setting, interleave
+from thinwire_bench.systems.interleave import Sample, Session, Setting, interleave, lean_turns
 from thinwire_bench.systems.loss_check import early_losses, refusals
 from thinwire_bench.systems.protocol import TurnRequest
 from thinwire_bench.systems.ratios import best_ratios, goals, pair_ratios
@@ -152,9 +152,10 @@ def test_every_system_takes_the_same_steps_and_the_first_one_rotates() -> None:
 def test_memory_is_measured_last_without_what_allocators_keep() -> None:
     shaped: list[float | None] = []
     runner = FakeRunner({system.label: [1.0] * 99 for system in SYSTEMS})
-    samples = interleave(
-        runner, shaped.append, SYSTEMS, [FREE, SLOW], rounds=1, steps=3, report=lambda sample: None, lean=True
-    )
+    report: list[Sample] = []
+    samples = interleave(runner, shaped.append, SYSTEMS, [FREE, SLOW], rounds=1, steps=3, report=report.append)
+    samples += lean_turns(runner, shaped.append, SYSTEMS, FREE, report.append)
+    assert report == samples
     assert shaped == [None, 8e6, None]
     lean = [turn.lean for _, turn in runner.turns]
     assert lean == [False] * (len(lean) - len(SYSTEMS)) + [True] * len(SYSTEMS)

@@ -99,8 +99,9 @@ def test_measured_points_come_back() -> None:
 def test_other_frameworks_compute_without_the_runtime_and_make_their_own_calls() -> None:
     row = profile().collectives[0].with_(kind="reduce_scatter", local=2, nodes=2, sent=3 * MIB, seconds=0.5)
     known = rates(compute=[row.with_(plain=0.5) for row in profile().compute], library=[row])
+    others = ProfiledRates(known.profile.of_others(), MODEL, "bfloat16")
     block, plan = parts(MODEL, "block")[1], Plan.preset("zero3", nodes=2, local=2)
-    assert known.backward(block, plan, 32) == pytest.approx(2 * known.of_others().backward(block, plan, 32))
+    assert known.backward(block, plan, 32) == pytest.approx(2 * others.backward(block, plan, 32))
     library = MeasuredLibrary(known)
     assert library.seconds(Kind.REDUCE_SCATTER, 4 * MIB, Factor(local=2, nodes=2)) == pytest.approx(0.5)
     assert library.seconds(Kind.REDUCE_SCATTER, 4 * MIB, Factor(local=2)) is None

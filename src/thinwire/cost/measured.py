@@ -123,10 +123,6 @@ class ProfiledRates:
         self._compute = {part: _nearest(profile, part, model, dtype) for part in ("block", "head", "embedding")}
         self._beside = _slowdowns(profile, model.hidden, self._collectives)
 
-    def of_others(self) -> ProfiledRates:
-        """The rates with computation as other frameworks perform it."""
-        return ProfiledRates(self.profile.of_others(), self._model, self._dtype, self.quartile)
-
     def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool, stride: int = 1) -> float:
         """Interpolated between measured sizes.
 

@@ -10,7 +10,7 @@ from thinwire_bench.peers.interface import SystemSpec
 from thinwire_bench.systems.controller import TurnResult
 from thinwire_bench.systems.protocol import TurnRequest
 
-__all__ = ["Runner", "Sample", "Session", "Setting", "interleave"]
+__all__ = ["Runner", "Sample", "Session", "Setting", "interleave", "lean_turns"]
 
 STARTUP_STEPS = 3
 """Steps of each system without cycles before the first round: buffers are allocated, orders recorded."""
@@ -96,7 +96,6 @@ def interleave(
     rounds: int,
     steps: int,
     report: Callable[[Sample], None],
-    lean: bool = False,
 ) -> list[Sample]:
     """Run every system under every setting, round by round.
 
@@ -109,7 +108,6 @@ def interleave(
         steps: Timed steps of a turn, where the setting has no number of its own, rounded up to whole cycles. A warm-up
             step precedes them, except in systems with cycles, whose steps differ.
         report: Called with every sample.
-        lean: Whether every system takes a lean turn at the end, under the first setting.
 
     Returns:
         Samples in the order they were taken. Systems without cycles have taken the same steps in the same order.
@@ -117,11 +115,10 @@ def interleave(
     samples: list[Sample] = []
 
     def take(number: int | None, setting: Setting, system: SystemSpec, num_steps: int, warmup: int) -> None:
-        turn = TurnRequest(num_steps, warmup, {"clip": setting.clip}, lean=ended)
+        turn = TurnRequest(num_steps, warmup, {"clip": setting.clip})
         samples.append(Sample(number, setting, runner.run(system.label, turn)))
         report(samples[-1])
 
-    ended = False
     rate = settings[0].rate
     shape(rate)
     for system in systems:
@@ -137,9 +134,32 @@ def interleave(
             for system in [*systems[first:], *systems[:first]]:
                 cycles = -(-(setting.steps or steps) // system.cycle)
                 take(number, setting, system, cycles * system.cycle, 1 if system.cycle == 1 else 0)
-    if lean:
-        ended = True
-        shape(settings[0].rate)
-        for system in systems:
-            take(None, settings[0], system, LEAN_STEPS, 0)
+    return samples
+
+
+def lean_turns(
+    runner: Runner,
+    shape: Callable[[float | None], None],
+    systems: Sequence[SystemSpec],
+    setting: Setting,
+    report: Callable[[Sample], None],
+) -> list[Sample]:
+    """One lean turn of every system, which measures its memory; it comes after all that is timed.
+
+    Args:
+        runner: Lets a system train.
+        shape: Sets the bandwidth of all links, in bits per second.
+        systems: The systems.
+        setting: Bandwidth and bound on the gradient norm.
+        report: Called with every sample.
+
+    Returns:
+        A sample of each system.
+    """
+    shape(setting.rate)
+    samples = []
+    for system in systems:
+        turn = TurnRequest(LEAN_STEPS, 0, {"clip": setting.clip}, lean=True)
+        samples.append(Sample(None, setting, runner.run(system.label, turn)))
+        report(samples[-1])
     return samples

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from thinwire.lab import Lab, LabSpec
 from thinwire_bench.peers.interface import SystemSpec
 from thinwire_bench.systems.controller import Controller
-from thinwire_bench.systems.interleave import Sample, Session, Setting, interleave
+from thinwire_bench.systems.interleave import Sample, Session, Setting, interleave, lean_turns
 
 __all__ = ["run", "run_in"]
 
@@ -48,13 +48,7 @@ def run_in(lab: Lab, systems: Sequence[SystemSpec], settings: Sequence[Setting],
         for system in systems:
             session.report(f"starting {system.label}")
             controller.start(system)
-        return interleave(
-            controller,
-            shape,
-            systems,
-            settings,
-            rounds=session.rounds,
-            steps=session.steps,
-            report=report,
-            lean=session.lean,
+        samples = interleave(
+            controller, shape, systems, settings, rounds=session.rounds, steps=session.steps, report=report
         )
+        return samples + (lean_turns(controller, shape, systems, settings[0], report) if session.lean else [])
