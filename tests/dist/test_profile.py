@@ -79,6 +79,21 @@ def test_four_ranks_measure_what_plans_need(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_what_other_frameworks_do_is_measured_when_asked_for(tmp_path: Path) -> None:
+    out = tmp_path / "profile.json"
+    result = profile(out, "--budget", "1s", "--library")
+    assert result.returncode == 0, result.stderr
+    measured = Profile.read(out)
+    shapes = {(2, 2), (2, 1), (1, 2)}
+    kinds = {"all_gather", "reduce_scatter", "all_reduce"}
+    assert {(row.kind, row.local, row.nodes) for row in measured.library} == {(k, *s) for k in kinds for s in shapes}
+    whole = [row for row in measured.library if (row.kind, row.local, row.nodes) == ("all_reduce", 2, 2)]
+    assert sorted(row.sent for row in whole)[:2] == [2 * 3 * (1 << 16) // 4, 2 * 3 * (1 << 20) // 4]
+    assert all(0 < row.plain < 3 and row.plain != 1 for row in measured.compute)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_an_interrupted_measurement_resumes(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from thinwire_bench.peers import catalog
 from thinwire_bench.peers.catalog import PEERS, peer_systems, plan_systems
 from thinwire_bench.peers.interface import SystemKind, SystemSpec
 from thinwire_bench.systems.controller import TurnResult
-from thinwire_bench.systems.interleave import Sample, Session, Setting, interleave
+from thinwire_bench.systems.interleave import Sample, Session, Setting, interleave, lean_turns
 from thinwire_bench.systems.loss_check import early_losses, refusals
 from thinwire_bench.systems.protocol import TurnRequest
 from thinwire_bench.systems.ratios import best_ratios, goals, pair_ratios
@@ -145,6 +147,38 @@ def test_every_system_takes_the_same_steps_and_the_first_one_rotates() -> None:
     assert len(sequences) == 1
     assert [sample.round for sample in samples].count(None) == 4
     assert {len(values) for values in early_losses(samples).values()} == {20}
+
+
+def test_memory_is_measured_last_without_what_allocators_keep() -> None:
+    shaped: list[float | None] = []
+    runner = FakeRunner({system.label: [1.0] * 99 for system in SYSTEMS})
+    report: list[Sample] = []
+    samples = interleave(runner, shaped.append, SYSTEMS, [FREE, SLOW], rounds=1, steps=3, report=report.append)
+    samples += lean_turns(runner, shaped.append, SYSTEMS, FREE, report.append)
+    assert report == samples
+    assert shaped == [None, 8e6, None]
+    lean = [turn.lean for _, turn in runner.turns]
+    assert lean == [False] * (len(lean) - len(SYSTEMS)) + [True] * len(SYSTEMS)
+    assert all(row.needed_rss == 1 << 20 for row in make_rows(samples, SYSTEMS, tokens=512, cores=2))
+    assert all(row.needed_rss is None for row in run([FREE], 1)[0])
+
+
+def test_a_lean_process_forgets_its_peak_and_gives_back_what_it_frees() -> None:
+    script = """
+from thinwire_bench.systems.rank import _Lean, _peak_of_turn
+import torch, time
+kept = [torch.ones(1 << 16) for _ in range(512)]
+del kept[::2]
+large = torch.ones(64 << 20)
+del large
+with _Lean():
+    time.sleep(0.2)
+    start = _peak_of_turn()
+    used = torch.ones(8 << 20)
+assert (24 << 20) < _peak_of_turn() - start < (48 << 20), (start, _peak_of_turn())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_system_with_cycles_takes_whole_ones_and_each_begins_with_an_exchange() -> None:

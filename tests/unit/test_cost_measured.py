@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from thinwire.cli.main import app
-from thinwire.cost import Beside, ProfiledCollectives, ProfiledRates, Work, parts
+from thinwire.cost import Beside, MeasuredLibrary, ProfiledCollectives, ProfiledRates, Work, parts
 from thinwire.errors import DataError, SpecError, UsageError
 from thinwire.plan import (
     Search,
@@ -94,6 +94,18 @@ def test_measured_points_come_back() -> None:
     assert known.hop(Kind.REDUCE_SCATTER, Scope.INSIDE, 2, 16 * MIB, encoded=True) == pytest.approx(1e-3 + MIB / 6.25e7)
     assert known.codec(Work(CodecSpec("int8:256"), "float32", 1 << 20, 0)) == pytest.approx((1 << 20) * 1e-9)
     assert not known.extrapolated
+
+
+def test_other_frameworks_compute_without_the_runtime_and_make_their_own_calls() -> None:
+    row = profile().collectives[0].with_(kind="reduce_scatter", local=2, nodes=2, sent=3 * MIB, seconds=0.5)
+    known = rates(compute=[row.with_(plain=0.5) for row in profile().compute], library=[row])
+    others = ProfiledRates(known.profile.of_others(), MODEL, "bfloat16")
+    block, plan = parts(MODEL, "block")[1], Plan.preset("zero3", nodes=2, local=2)
+    assert known.backward(block, plan, 32) == pytest.approx(2 * others.backward(block, plan, 32))
+    library = MeasuredLibrary(known)
+    assert library.seconds(Kind.REDUCE_SCATTER, 4 * MIB, Factor(local=2, nodes=2)) == pytest.approx(0.5)
+    assert library.seconds(Kind.REDUCE_SCATTER, 4 * MIB, Factor(local=2)) is None
+    assert library.seconds(Kind.ALL_REDUCE, 4 * MIB, Factor(local=2, nodes=2)) is None
 
 
 def met(known: ProfiledRates, scope: Scope, sent: int) -> Beside:

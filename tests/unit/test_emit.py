@@ -101,3 +101,13 @@ def test_what_does_not_fit_is_one_sentence() -> None:
     small = job(memory="8GiB")
     with pytest.raises(UsageError, match="no configuration of it fits; the smallest"):
         nearest(small, "hsdp", Plan.preset("thinwire", nodes=4, local=8))
+
+
+@pytest.mark.parametrize("option", ["--out", "--emit-to"])
+def test_a_path_that_cannot_be_written_is_one_sentence(option: str, tmp_path: Path) -> None:
+    words = ["plan", "--model", "llama-7b", "--cluster", "a100-80g:2x8", "--seq", "2048", "--tokens-per-step", "64k"]
+    path = tmp_path / "absent" / "file"
+    result = CliRunner().invoke(app, [*words, "--micro-batch", "1", "--emit", "hsdp", "--emit-to", str(tmp_path / "h"),
+                                      option, str(path)])  # fmt: skip
+    assert result.exit_code == 1
+    assert f"{option} {path} cannot be written: No such file or directory" in " ".join(result.output.split())

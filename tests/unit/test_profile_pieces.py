@@ -41,6 +41,9 @@ def test_parts_hold_what_is_timed_and_nothing_else() -> None:
     assert numels["embedding"] == 64 * 1000
     assert numels["head"] == 64 * 1000 + 64
     assert numels["block"] == 3 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64)
+    parameters, loss = parts["plain"].make(torch.device("cpu"))
+    loss().backward()
+    assert sum(parameter.numel() for parameter in parameters) == sum(numels.values()), "the parts are the whole model"
 
 
 def test_ranks_share_the_memory_of_their_machine(monkeypatch: pytest.MonkeyPatch) -> None:

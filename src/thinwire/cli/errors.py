@@ -6,10 +6,11 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import typer
 
-from thinwire.errors import ThinwireError
+from thinwire.errors import ThinwireError, UsageError
 from thinwire.extras import extra_of, missing_sentence
 
 
@@ -42,6 +43,28 @@ def explained(*, as_json: bool = False) -> Iterator[None]:
     except KeyboardInterrupt:
         print("thinwire: interrupted", file=sys.stderr)
         raise typer.Exit(130) from None
+
+
+@contextlib.contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Turn the failure to write what an option names into one sentence.
+
+    Args:
+        option: The option.
+        path: Its value.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        UsageError: The operating system refuses.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"{option} {path} cannot be written: {error.strerror}; name another path, in a directory that exists"
+        ) from error
 
 
 def _show(message: str, *, as_json: bool) -> None:

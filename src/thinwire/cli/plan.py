@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from thinwire.cli.console import wide_console
-from thinwire.cli.errors import explained
+from thinwire.cli.errors import explained, writing
 from thinwire.cli.options import InternodeGbps, NodesPerLeaf, Seq, SpineGbps, expand_options
 from thinwire.cli.plan_amsp import least_sum
 from thinwire.cli.plan_compare import compare_run
@@ -304,7 +304,8 @@ def _rented(job: TrainingJob, options: PlanOptions, console: Console) -> dict[st
     if options.out is not None and chosen is not None:
         from thinwire.spec import Plan
 
-        Plan.parse(chosen["plan"]).save(options.out)
+        with writing("--out", options.out):
+            Plan.parse(chosen["plan"]).save(options.out)
         console.print(f"wrote the plan of {chosen['nodes']} nodes to {options.out}", markup=False)
     return result
 
@@ -419,7 +420,8 @@ def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[s
     rent = show_rentals(job, planner.rentals(job, chosen), console)
     emitted = emit(job, chosen, options.peer, console)
     if options.out is not None:
-        written.save(options.out)
+        with writing("--out", options.out):
+            written.save(options.out)
         which = "the first plan" if written == chosen.plan else "the first plan with islands"
         console.print(f"wrote {which} to {options.out}", markup=False)
     return ({} if islands is None else {"islands": islands}) | {
@@ -497,11 +499,12 @@ def _place(
     if job.cluster.links.spine is None:
         console.print("nothing is known of the spine (--spine-gbps), so the order changes no predicted time")
     if directory is not None:
-        directory.mkdir(parents=True, exist_ok=True)
         local = job.cluster.gpus_per_node
-        (directory / "hostfile").write_text(planner.hostfile(order), encoding="utf-8")
-        (directory / "rankfile").write_text(planner.rankfile(order, local), encoding="utf-8")
-        (directory / "slurm-hosts").write_text(planner.slurm_hostfile(order, local), encoding="utf-8")
+        with writing("--placement", directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "hostfile").write_text(planner.hostfile(order), encoding="utf-8")
+            (directory / "rankfile").write_text(planner.rankfile(order, local), encoding="utf-8")
+            (directory / "slurm-hosts").write_text(planner.slurm_hostfile(order, local), encoding="utf-8")
         console.print(
             f"wrote hostfile (line = torchrun's --node-rank), rankfile and slurm-hosts to {directory}", markup=False
         )

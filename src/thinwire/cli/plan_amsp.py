@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from thinwire.cli.errors import writing
 from thinwire.cli.plan_objectives import objectives_json, show_objectives
 from thinwire.cli.plan_tables import introduce, row_json
 
@@ -39,7 +40,8 @@ def least_sum(job: TrainingJob, top: int, out: Path | None, console: Console, *,
         for flip in flips or ["under nothing that was tried"]:
             console.print(f"  {flip}", markup=False)
     if out is not None and rows and rows[0].fits:
-        rows[0].plan.save(out)
+        with writing("--out", out):
+            rows[0].plan.save(out)
         console.print(f"wrote the first plan to {out}", markup=False)
     simulated = [(row, planner.candidate(job, row.plan, row.label)) for row in rows]
     return {

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from thinwire.cli.errors import writing
+
 if TYPE_CHECKING:
     from thinwire.plan import Candidate, TrainingJob
 
@@ -53,7 +55,8 @@ def emit(job: TrainingJob, ours: Candidate, options: EmitOptions, console: Conso
     what = f"{job.model.name or 'a model'} on {job.cluster.name or f'{job.cluster.gpus} GPUs'}"
     text = emitted_text(Emitted(options.emit, peer.plan, job.seq, 1.0 if job.clip else None, what))
     path = options.emit_to or Path(FILES[options.emit])
-    path.write_text(text, encoding="utf-8")
+    with writing("--emit-to", path):
+        path.write_text(text, encoding="utf-8")
     slower, larger = peer.seconds / ours.seconds - 1, peer.memory.total / ours.memory.total - 1
     lost = planner.losses(ours, peer)
     console.print(f"\n{options.emit}: {planner.summary(peer.plan)}, written to {path}", markup=False)

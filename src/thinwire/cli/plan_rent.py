@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from thinwire.cli.errors import writing
+
 if TYPE_CHECKING:
     from thinwire.plan import Rental, SweptNodes, TrainingJob
     from thinwire.spec import ClusterSpec
@@ -140,7 +142,8 @@ def show_sweep(
     if not by_cost and best is not None and _rental(best).per_billion is not None:
         console.print(_verdict(_best(rows, by_cost=True), "cheapest"), markup=False)
     if options.plot is not None:
-        _draw(options.plot, job, rows)
+        with writing("--plot", options.plot):
+            _draw(options.plot, job, rows)
         console.print(f"drew {options.plot}", markup=False)
     return {
         "sweep": [_row_json(row) for row in rows],

@@ -72,6 +72,14 @@ class ProfileOptions:
         int | None,
         typer.Option(min=1, help="Number of nodes, if the launcher sees only one machine.", show_default=False),
     ] = None
+    library: Annotated[
+        bool,
+        typer.Option(
+            "--library",
+            help="Also time the library calls that other frameworks make, from which thinwire plan --emit predicts "
+            "their steps.",
+        ),
+    ] = False
     resume: Annotated[bool, typer.Option("--resume", help="Keep the rows that the file already has.")] = False
     plot: Annotated[
         Path | None,
@@ -172,6 +180,7 @@ class Measurement:
         mesh: All ranks.
         device: Device of this rank.
         resume: Keep the rows that ``out`` already has.
+        library: Time the library calls of other frameworks, too.
         timeout: Seconds after which a collective of the job fails; None takes the default of the job's groups.
     """
 
@@ -181,6 +190,7 @@ class Measurement:
     mesh: Factor
     device: torch.device
     resume: bool = False
+    library: bool = False
     timeout: float | None = None
 
 
@@ -211,7 +221,7 @@ def _measurement(options: ProfileOptions, ranks: Started) -> Measurement:
         dtype=options.dtype,
         memory=rank_memory(device),
     )
-    return Measurement(options.out, budget, parts, mesh, device, options.resume)
+    return Measurement(options.out, budget, parts, mesh, device, options.resume, options.library)
 
 
 def _mesh(options: ProfileOptions, ranks: Started) -> Factor:
@@ -257,7 +267,14 @@ def measure_here(measurement: Measurement, ranks: Started) -> Profile:
     torch.set_num_threads(threads_per_rank())
     patience = group.DEFAULT_TIMEOUT if timeout is None else datetime.timedelta(seconds=timeout)
     group.init(timeout=patience, device=device)
-    settings = Settings(measurement.mesh, device, measurement.budget, measurement.pieces, rank_memory(device))
+    settings = Settings(
+        measurement.mesh,
+        device,
+        measurement.budget,
+        measurement.pieces,
+        rank_memory(device),
+        library=measurement.library,
+    )
     console = wide_console(as_json=True)
     console.quiet = ranks.rank > 0
     with console.status("measuring the cluster") as status:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["exchange_counts", "exchange_rows", "gather_along", "named_group"]
+from thinwire.program import Kind
+
+__all__ = ["exchange_counts", "exchange_rows", "gather_along", "library_call", "named_group"]
 
 _made: Counter[str] = Counter()
 
@@ -98,3 +100,25 @@ def gather_along(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> to
     call: Any = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
     result: torch.Tensor = call(tensor.contiguous(), dim, group)
     return result.wait() if hasattr(result, "wait") else result
+
+
+def library_call(kind: Kind, whole: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
+    """torch's own collective over a whole group, as other frameworks call it. It is timed, never trained with.
+
+    Args:
+        kind: All-gather, reduce-scatter or all-reduce.
+        whole: 1-D tensor that is gathered or reduced; the group's ranks divide its size.
+        group: The group.
+
+    Returns:
+        The call, which returns when this rank's result is there.
+    """
+    part = torch.zeros(whole.numel() // group.size(), dtype=whole.dtype, device=whole.device)
+    if kind is Kind.ALL_REDUCE:
+        return lambda: dist.all_reduce(whole, group=group)
+    # torch 2.13 has other names for both.
+    if kind is Kind.ALL_GATHER:
+        gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return lambda: gather(whole, part, group=group)
+    scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return lambda: scatter(part, whole, group=group)

@@ -4,7 +4,7 @@ from thinwire.cost.amsp import AmspSums, AmspTimes
 from thinwire.cost.anatomy import ModelPart, alike, largest_share, parts, units
 from thinwire.cost.estimate import Busy, GroupShape, Pricer, Traffic, UnitKind
 from thinwire.cost.flat import Collectives, FlatCollectives, flat_moves
-from thinwire.cost.measured import ProfiledCollectives, ProfiledRates
+from thinwire.cost.measured import MeasuredLibrary, ProfiledCollectives, ProfiledRates
 from thinwire.cost.memory import (
     AMSP_STATES,
     GPU_LOSS_CHUNK,
@@ -39,6 +39,7 @@ __all__ = [
     "FlatCollectives",
     "GroupShape",
     "ProfiledCollectives",
+    "MeasuredLibrary",
     "Memory",
     "MixedRates",
     "PricedStage",

@@ -20,7 +20,7 @@ from thinwire.program import Even, Kind, MessageSizes, Scope, hops
 from thinwire.spec import Factor, ModelSpec, Plan
 from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, OverlapRow, Profile
 
-__all__ = ["ProfiledCollectives", "ProfiledRates"]
+__all__ = ["MeasuredLibrary", "ProfiledCollectives", "ProfiledRates"]
 
 Quartile = Literal["seconds", "low", "high"]
 
@@ -116,7 +116,7 @@ class ProfiledRates:
     def __init__(self, profile: Profile, model: ModelSpec, dtype: str, quartile: Quartile = "seconds") -> None:
         self.profile, self.quartile, self._model, self._dtype = profile, quartile, model, dtype
         self.transfers_extrapolated = self._scaled_parts = False
-        self._collectives = _CollectiveTimes(profile, quartile)
+        self._collectives = _CollectiveTimes(profile.collectives, profile.crowding, quartile)
         self._codecs = _lines(
             profile.codecs, lambda row: (row.codec, row.dtype, row.work), lambda row: row.numel, quartile
         )
@@ -266,7 +266,7 @@ class ProfiledCollectives:
 
     def __init__(self, rates: ProfiledRates) -> None:
         self._rates, self.extrapolated = rates, False
-        self._measured = _CollectiveTimes(rates.profile, rates.quartile)
+        self._measured = _CollectiveTimes(rates.profile.collectives, rates.profile.crowding, rates.quartile)
 
     def seconds(self, kind: Call, size: float, mesh: Factor) -> float:
         """Seconds of one collective, from the rows of its operator and its shape of group.
@@ -294,21 +294,45 @@ class ProfiledCollectives:
         return line.at(sent)
 
 
+class MeasuredLibrary:
+    """Measured library calls, one over a whole group, every group of its shape at once.
+
+    Args:
+        rates: Rates from the profile of the cluster.
+    """
+
+    def __init__(self, rates: ProfiledRates) -> None:
+        self._measured = _CollectiveTimes(rates.profile.library, rates.profile.crowding, rates.quartile)
+
+    def seconds(self, kind: Kind, size: float, mesh: Factor) -> float | None:
+        """Seconds of one call; ``None`` if the profile has no such call over such a group.
+
+        Args:
+            kind: All-gather, reduce-scatter or all-reduce.
+            size: Bytes of the whole vector.
+            mesh: Shape of the group.
+        """
+        line = self._measured.exact(str(kind), mesh)
+        sent = size * (mesh.ranks - 1) / mesh.ranks * (2 if kind is Kind.ALL_REDUCE else 1)
+        return None if line is None else line.at(sent)
+
+
 class _CollectiveTimes:
     """Seconds of collectives, and the share of the processor that they take, by shape of group.
 
     Args:
-        profile: The measurements.
+        measured: The measurements.
+        crowding: Seconds by which computation is delayed for each second of other work of its rank.
         quartile: Which of the measured seconds to use.
 
     Attributes:
         substituted: Whether any answer so far came from another collective than the one that was asked for.
     """
 
-    def __init__(self, profile: Profile, quartile: Quartile) -> None:
-        rows = [row for row in profile.collectives if row.groups == "all"]
+    def __init__(self, measured: Sequence[CollectiveRow], crowding: float, quartile: Quartile) -> None:
+        rows = [row for row in measured if row.groups == "all"]
         self.substituted = False
-        self.loads = _loads(rows, profile.crowding)
+        self.loads = _loads(rows, crowding)
         self._lines = _lines(rows, lambda row: (row.kind, row.local, row.nodes), lambda row: row.sent, quartile)
 
     def exact(self, name: str, mesh: Factor) -> _Line | None:

@@ -24,7 +24,8 @@ class ModelPiece:
     """A part of a model.
 
     Attributes:
-        part: Kind of part; ``"whole"`` is the embedding, ``repeats`` blocks and the head, one after another.
+        part: Kind of part; ``"whole"`` is the embedding, ``repeats`` blocks and the head, one after another, and
+            ``"plain"`` is the same without thinwire's runtime.
         shape: Dimensions of the model that it belongs to.
         seq: Tokens per sequence.
         micro_batch: Sequences per micro-batch.
@@ -36,7 +37,7 @@ class ModelPiece:
             would find its weights in the cache each time, which never happens in training.
     """
 
-    part: Literal["block", "head", "embedding", "whole"]
+    part: Literal["block", "head", "embedding", "whole", "plain"]
     shape: ModelSpec
     seq: int
     micro_batch: int
@@ -47,7 +48,7 @@ class ModelPiece:
 
 
 def measure_model(
-    pieces: Sequence[ModelPiece], control: Control, device: torch.device, seconds: float
+    pieces: Sequence[ModelPiece], control: Control, device: torch.device, seconds: float, *, plain: bool = False
 ) -> list[ComputeRow]:
     """Time the forward and backward of a model's parts. Gradients are added to fp32 sums, as in the runtime.
 
@@ -59,17 +60,22 @@ def measure_model(
         control: Connects all ranks.
         device: Device that computes.
         seconds: Approximate duration of the measurement.
+        plain: Whether to time the whole without thinwire's runtime, too.
 
     Returns:
         One row per part, the same on every rank.
     """
     whole = next(piece for piece in pieces if piece.part == "whole")
-    parts = [piece for piece in pieces if piece is not whole]
-    rows = [_measure_part(piece, control, device, seconds / len(pieces)) for piece in parts]
-    together = _measure_whole(whole, control, device, seconds / len(pieces))
+    parts = [piece for piece in pieces if piece.part not in ("whole", "plain")]
+    share = seconds / (len(parts) + 1 + plain)
+    # First: the runtime tunes the process's allocator, which other frameworks do not.
+    others = [_measure_whole(piece, control, device, share) for piece in pieces if plain and piece.part == "plain"]
+    rows = [_measure_part(piece, control, device, share) for piece in parts]
+    together = _measure_whole(whole, control, device, share)
     alone = sum((row.forward + row.backward) * (whole.repeats if row.part == "block" else 1) for row in rows)
     scale = together / alone
-    return [row.with_(forward=row.forward * scale, backward=row.backward * scale) for row in rows]
+    without = others[0] / together if others else 1.0
+    return [row.with_(forward=row.forward * scale, backward=row.backward * scale, plain=without) for row in rows]
 
 
 def _measure_part(piece: ModelPiece, control: Control, device: torch.device, seconds: float) -> ComputeRow:
@@ -127,6 +133,8 @@ def _measure_whole(piece: ModelPiece, control: Control, device: torch.device, se
 
 def _training(piece: ModelPiece, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], None]]:
     """The forward of a part, and the backward of its result."""
+    if piece.part == "plain":
+        return _plain_training(piece, device)
     parameters, call = piece.make(device)
     sums: dict[nn.Parameter, Tensor] = {}
 
@@ -137,6 +145,18 @@ def _training(piece: ModelPiece, device: torch.device) -> tuple[Callable[[], Ten
             if parameter not in sums:
                 sums[parameter] = torch.zeros(parameter.shape, device=device)
             sums[parameter].add_(parameter.grad)
+            parameter.grad = None
+
+    return call, backward
+
+
+def _plain_training(piece: ModelPiece, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], None]]:
+    """The same as frameworks train that leave gradients where autograd puts them."""
+    parameters, call = piece.make(device)
+
+    def backward(out: Tensor) -> None:
+        out.backward()
+        for parameter in parameters:
             parameter.grad = None
 
     return call, backward

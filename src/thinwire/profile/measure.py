@@ -19,6 +19,7 @@ from thinwire.profile.coding import NUMELS, measure_codec
 from thinwire.profile.computing import ModelPiece, measure_model, measure_touch, measure_update
 from thinwire.profile.crowding import measure_crowding
 from thinwire.profile.exchanging import SIZES, Exchange, Groups, exchanges, measure_exchange, sent_bytes
+from thinwire.profile.library import measure_library
 from thinwire.profile.meeting import Meeting, measure_meetings
 from thinwire.profile.timing import FEWEST, Deadline, timed
 from thinwire.program import Scope
@@ -55,6 +56,7 @@ class Settings:
         pieces: Parts of models to time.
         memory: Bytes that one rank may use.
         codecs: Names of codecs, most useful first.
+        library: Whether to time what other frameworks do, too: library calls, and computation without the runtime.
     """
 
     mesh: Factor
@@ -63,6 +65,7 @@ class Settings:
     pieces: Sequence[ModelPiece]
     memory: int
     codecs: Sequence[str] = field(default_factory=profiled_codecs)
+    library: bool = False
 
 
 @dataclass
@@ -73,6 +76,7 @@ class _Rows:
     codecs: list[CodecRow] = field(default_factory=list)
     compute: list[ComputeRow] = field(default_factory=list)
     overlap: list[OverlapRow] = field(default_factory=list)
+    library: list[CollectiveRow] = field(default_factory=list)
     crowding: float = 0.0
 
 
@@ -115,6 +119,7 @@ def measure(
             codecs=tuple(rows.codecs),
             compute=tuple(rows.compute),
             overlap=tuple(rows.overlap),
+            library=tuple(rows.library),
         )
         if control.rank == 0:
             partial = out.with_suffix(out.suffix + ".partial")
@@ -127,6 +132,9 @@ def measure(
     profile()
     _measure_meetings(settings, control, groups, deadline.share(0.4), rows, report)
     profile()
+    if settings.library and not rows.library:
+        share = deadline.share(0.3)
+        rows.library += measure_library(settings.mesh, control, settings.device, share, report)
     _measure_collectives(settings, control, groups, deadline.share(0.6), rows, report, profile)
     _measure_codecs(settings, control, deadline, rows, report)
     return profile()
@@ -142,7 +150,7 @@ def _measure_compute(
     for number, pieces in enumerate(left):
         report(f"computing: the parts of {pieces[0].shape.name or 'the model'}")
         share = max(0.0, deadline.left()) / (len(left) - number)
-        rows.compute += measure_model(pieces, control, settings.device, share)
+        rows.compute += measure_model(pieces, control, settings.device, share, plain=settings.library)
 
 
 def _is_row_of(row: ComputeRow, piece: ModelPiece) -> bool:
@@ -276,7 +284,12 @@ def _earlier(settings: Settings, control: Control, out: Path) -> _Rows:
             "or omit --resume"
         )
     return _Rows(
-        list(earlier.collectives), list(earlier.codecs), list(earlier.compute), list(earlier.overlap), earlier.crowding
+        list(earlier.collectives),
+        list(earlier.codecs),
+        list(earlier.compute),
+        list(earlier.overlap),
+        list(earlier.library),
+        earlier.crowding,
     )
 
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from thinwire.cost import PricedStage, ProfiledRates, Rates, flat_moves
+from thinwire.cost import MeasuredLibrary, PricedStage, ProfiledRates, Rates, flat_moves
 from thinwire.cost.flat import KINDS, GroupCalls
-from thinwire.program import Axis, Kind, Lane, Operation, Scope, UnitInfo
+from thinwire.program import Axis, Kind, Lane, Operation, Scope, UnitInfo, axis_shape
 from thinwire.program.stages import Stage
 from thinwire.sim.script import Workload
 from thinwire.sim.step import Simulated, simulate
@@ -53,9 +53,10 @@ _LARGE: Final = 1 << 16
 class MeasuredCalls:
     """Library calls over a whole group at the rates of a profile.
 
-    A ring over all ranks enters and leaves each node once. What crosses a node's link in it takes as long as the same
-    bytes of all ranks of the node together; the other rounds add the latency of a small message inside the node. gloo
-    reduces and scatters by an all-reduce, of which each rank keeps its share, and adds on the processor.
+    A profile that was made with ``--library`` has timed them. For others, calls follow from thinwire's own: a ring over
+    all ranks enters and leaves each node once. What crosses a node's link in it takes as long as the same bytes of all
+    ranks of the node together; the other rounds add the latency of a small message inside the node. gloo reduces and
+    scatters by an all-reduce, of which each rank keeps its share, and adds on the processor.
 
     Args:
         rates: Rates of the profiled cluster.
@@ -63,6 +64,7 @@ class MeasuredCalls:
 
     def __init__(self, rates: ProfiledRates) -> None:
         self._rates = rates
+        self._library = MeasuredLibrary(rates)
         self._whole_sums = rates.profile.backend == "gloo"
 
     def spine_load(self, mesh: Factor, stride: int) -> float:
@@ -76,6 +78,9 @@ class MeasuredCalls:
         ranks = mesh.ranks
         if ranks == 1 or not size:
             return 0.0
+        measured = self._library.seconds(KINDS[kind], size, mesh)
+        if measured is not None:
+            return measured
         if self._whole_sums and kind in ("RS", "AR"):
             return 2 * self._ring(Kind.ALL_GATHER, size, mesh) + self._rates.touch(size / 2)
         if kind == "AR":
@@ -121,7 +126,7 @@ def peer_step(framework: str, plan: Plan, workload: Workload, rates: Rates, call
         gathers = operation.lane is Lane.GATHER
         calls_each = max(1, sum(large[unit] for unit in operation.units)) if peer.by_tensor and gathers else 1
         moves = flat_moves(plan, operation, units, rates, calls, whole_sync=False, calls=calls_each)
-        copied = rates.touch(_copied(operation, units)) if moves else 0.0
+        copied = rates.touch(_copied(plan, operation, units)) if moves else 0.0
         if copied:
             moves = [*moves, PricedStage(Stage.DECODE, None, copied, copies=True)]
         return moves
@@ -129,9 +134,16 @@ def peer_step(framework: str, plan: Plan, workload: Workload, rates: Rates, call
     return simulate(plan, workload, rates, micro_batches=plan.micro_batches, pricing=pricing)
 
 
-def _copied(operation: Operation, units: Sequence[UnitInfo]) -> float:
-    """Values that are copied for an operation: into and out of the buffer of a gather, and into that of a reduction."""
+def _copied(plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> float:
+    """Values that are copied for an operation.
+
+    A gather casts the shard, copies it into its place in the buffer, and copies every parameter out of the buffer. A
+    reduction copies gradients into its buffer, and casts the shard of their sums.
+    """
     whole = float(sum(buffer.numel for unit in operation.units for buffer in units[unit].buffers))
+    local, nodes = axis_shape(plan, operation.axis)
+    shard = whole / (local * nodes)
     if operation.lane in (Lane.GATHER, Lane.SPREAD):
-        return whole
-    return whole if operation.lane in (Lane.REDUCE, Lane.SYNC) and operation.axis is not Axis.REPLICA else 0.0
+        return whole + 2 * shard
+    reduces = operation.lane in (Lane.REDUCE, Lane.SYNC) and operation.axis is not Axis.REPLICA
+    return whole + shard if reduces else 0.0

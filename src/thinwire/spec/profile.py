@@ -72,6 +72,11 @@ class ComputeRow(Spec):
     forward: Positive = Field(description="median seconds of the forward")
     backward: Positive = Field(description="median seconds of the backward")
     flops: NonNegative = Field(description="floating-point operations of the forward")
+    plain: Positive = Field(
+        default=1.0,
+        description="share of these seconds that the part takes in other frameworks: without the sums of gradients in "
+        "fp32 and the hooks of thinwire's runtime; 1: not measured",
+    )
 
 
 class OverlapRow(Spec):
@@ -124,6 +129,11 @@ class Profile(Spec):
     collectives: tuple[CollectiveRow, ...] = Field(
         default=(), description="times of collectives by group shape and size"
     )
+    library: tuple[CollectiveRow, ...] = Field(
+        default=(),
+        description="times of the library calls that other frameworks make: one call over the whole group of ranks, "
+        "sums and copies included, values in bfloat16",
+    )
     codecs: tuple[CodecRow, ...] = Field(default=(), description="times of codecs by message size")
     compute: tuple[ComputeRow, ...] = Field(default=(), description="times of parts of models")
     overlap: tuple[OverlapRow, ...] = Field(
@@ -160,15 +170,27 @@ class Profile(Spec):
                 row.with_(seconds=row.seconds * pace, low=row.low * pace, high=row.high * pace) for row in kind
             )
 
-        sending = tuple(row.with_(processor=row.processor * pace) for row in self.collectives)
+        def sent(kind: tuple[CollectiveRow, ...]) -> tuple[CollectiveRow, ...]:
+            busy = tuple(row.with_(processor=row.processor * pace) for row in kind)
+            return rows(busy) if transfers else busy
 
         return self.with_(
             compute=tuple(row.with_(forward=row.forward * pace, backward=row.backward * pace) for row in self.compute),
             codecs=rows(self.codecs),
-            collectives=rows(sending) if transfers else sending,
+            collectives=sent(self.collectives),
+            library=sent(self.library),
             update_seconds=self.update_seconds * pace,
             touch_seconds=self.touch_seconds * pace,
             step_seconds=self.step_seconds * pace,
+        )
+
+    def of_others(self) -> Self:
+        """The profile of the same cluster with computation as other frameworks perform it."""
+        return self.with_(
+            compute=tuple(
+                row.with_(forward=row.forward * row.plain, backward=row.backward * row.plain, plain=1.0)
+                for row in self.compute
+            )
         )
 
     def write(self, path: str | Path) -> None:

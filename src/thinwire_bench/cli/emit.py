@@ -17,10 +17,11 @@ from thinwire_bench.cli.shared import JsonPath, insert_into, markdown, show, wri
 class EmitBenchOptions:
     """The options of ``thinwire bench emit``."""
 
-    results: Annotated[Path, typer.Argument(metavar="STEP.json", help="What thinwire bench step --json wrote.")]
-    profiles: Annotated[
-        Path,
-        typer.Option(metavar="DIR", help="What thinwire bench planner --profiles wrote for the same links."),
+    results: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="STEP.json...", help="What thinwire bench step --profiles DIR --json DIR/step.json wrote."
+        ),
     ]
     json_path: JsonPath = None
     page: Annotated[
@@ -33,17 +34,17 @@ class EmitBenchOptions:
 def emit(options: EmitBenchOptions) -> None:
     """Predict the steps and the memory of FSDP2, HSDP and DeepSpeed, and compare them with measured ones.
 
-    Measures nothing: the steps are those of thinwire bench step, and the predictions follow from profiles of the same
-    links. How fast the ranks computed in either is taken into account.
+    Measures nothing: the steps are those of thinwire bench step, and the predictions follow from the profiles that it
+    made of the same links, which lie beside each result. How fast the ranks computed in either is taken into account.
 
     [bold]Examples[/bold]
 
-      thinwire bench emit docs/results/step.json --profiles docs/results/planner
+      thinwire bench emit docs/results/emit/llama-17m/step.json docs/results/emit/llama-5m/step.json
     """
     with explained():
         from thinwire_bench.study.peer_steps import compared, sheets_of
 
-        pairs = compared(options.results, options.profiles)
+        pairs = compared(options.results)
         tables = sheets_of(pairs)
         show(tables)
         if options.json_path is not None:

@@ -12,7 +12,7 @@ from thinwire.errors import SpecError, UsageError
 from thinwire.spec import Plan
 from thinwire_bench.peers.interface import SystemKind, SystemSpec
 
-__all__ = ["MODELS", "PEERS", "named_plan", "peer_systems", "plan_system", "plan_systems"]
+__all__ = ["MODELS", "PEERS", "TINY", "base_system", "named_plan", "peer_systems", "plan_system", "plan_systems"]
 
 REFERENCE: Final = "local"
 """The peer that does not communicate."""
@@ -25,6 +25,9 @@ MODELS: Final[Mapping[str, Mapping[str, int]]] = {
 }
 """Models by name, as fields of ``LlamaConfig``; the first is the one of the published numbers."""
 
+
+TINY: Final[Mapping[str, int]] = {"vocab": 64, "hidden": 32, "layers": 2, "heads": 2, "kv_heads": 2, "ffn": 64}
+"""A model of no weight: what a process needs to train it is what its libraries and communicators need."""
 
 EVERY: Final = 32
 """Steps from one exchange of torchft's islands to the next, as in the preset ``islands``."""
@@ -114,6 +117,17 @@ def check_packages(names: Iterable[str]) -> None:
         package = PEERS[name].package
         if package is not None and importlib.util.find_spec(package) is None:
             raise UsageError(f"peer {name} needs the package {package}, which is not installed: run `make bench-peers`")
+
+
+def base_system(name: str, seq: int) -> SystemSpec:
+    """A peer around a model of no weight, labelled ``base:NAME``: the memory of its processes without a model.
+
+    Args:
+        name: A key of ``PEERS``.
+        seq: Sequence length in tokens.
+    """
+    spec = _peer(name, {"model": dict(TINY), "seq": seq})
+    return replace(spec, label=f"base:{name}", kind=SystemKind.CHANGED)
 
 
 def plan_systems(names: Sequence[str], workload: Mapping[str, Any], *, nodes: int, ranks: int) -> list[SystemSpec]:

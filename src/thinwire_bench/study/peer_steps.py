@@ -15,13 +15,17 @@ from thinwire.plan import TrainingJob, predicted, profiled_cluster
 from thinwire.report import Sheet
 from thinwire.spec import Factor, ModelSpec, Plan
 from thinwire.spec.profile import Profile
-from thinwire_bench.peers.catalog import MODELS, REFERENCE
+from thinwire_bench.peers.catalog import MODELS, REFERENCE, TINY
 
-__all__ = ["PEERS", "PeerPair", "compared", "sheets_of"]
+__all__ = ["PEERS", "PeerPair", "bases", "compared", "sheets_of"]
 
 PEERS: Final[Mapping[str, str]] = {"fsdp2": "fsdp2", "hsdp": "hsdp", "hpz": "fsdp2", "deepspeed1": "deepspeed",
                                    "deepspeed2": "deepspeed", "deepspeed3": "deepspeed"}  # fmt: skip
 """Framework of ``thinwire plan --emit`` by the peer of ``thinwire bench step``."""
+
+_BASES: Final[Mapping[str, str]] = {"fsdp2": "fsdp2", "hsdp": "fsdp2", "hpz": "fsdp2", "deepspeed1": "deepspeed1",
+                                    "deepspeed2": "deepspeed2", "deepspeed3": "deepspeed3"}  # fmt: skip
+"""The peer whose processes without a model stand for those of a peer."""
 
 _ROOM: Final = 1 << 40
 """Bytes of memory: every configuration fits."""
@@ -39,7 +43,8 @@ class PeerPair:
         predicted_ms: Predicted milliseconds, at that pace.
         measured_ms: Measured milliseconds, median.
         predicted_bytes: Predicted memory of a rank.
-        measured_bytes: Peak resident memory of any rank.
+        measured_bytes: Peak resident memory of any rank, without what its allocator keeps for later.
+        resident_bytes: The same with it.
     """
 
     model: str
@@ -50,6 +55,7 @@ class PeerPair:
     measured_ms: float
     predicted_bytes: int
     measured_bytes: int
+    resident_bytes: int
 
     @property
     def error(self) -> float:
@@ -62,50 +68,79 @@ class PeerPair:
         return self.predicted_bytes / self.measured_bytes - 1
 
 
-def compared(results: Path, profiles: Path) -> list[PeerPair]:
-    """Predict the steps of a result of ``thinwire bench step``, without clipping.
+def bases(peers: Sequence[str]) -> list[str]:
+    """The peers that have to run without a model, for the memory of these ones to be predicted."""
+    return list(dict.fromkeys(_BASES[peer] for peer in peers if peer in _BASES))
+
+
+def compared(results: Sequence[Path]) -> list[PeerPair]:
+    """Predict the steps of results of ``thinwire bench step --profiles``, without clipping.
 
     Args:
-        results: The result.
-        profiles: Directory with the profiles of ``thinwire bench planner`` for the same links and model.
+        results: The results; the profiles of their links lie beside each.
 
     Raises:
         UsageError: A file is missing, or has no peer that can be predicted.
     """
-    try:
-        content: Mapping[str, Any] = json.loads(results.read_text(encoding="utf-8"))
-        pairs = list(_pairs(content["workload"], content["rows"], profiles))
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"{results} and {profiles} should be what thinwire bench step --json and thinwire bench planner --profiles "
-            f"wrote: {type(error).__name__} {error}"
-        ) from error
-    if not pairs:
-        raise UsageError(f"{results} has none of the peers {', '.join(PEERS)}, or no step without clipping")
+    pairs = []
+    for path in results:
+        try:
+            content: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            found = list(_pairs(content["workload"], content["rows"], path.parent))
+        except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+            raise UsageError(
+                f"{path} should be what thinwire bench step --profiles DIR --json DIR/step.json wrote, with the "
+                f"profiles beside it: {type(error).__name__} {error}"
+            ) from error
+        if not found:
+            raise UsageError(f"{path} has none of the peers {', '.join(PEERS)}, or no step without clipping")
+        pairs += found
     return pairs
 
 
 def _pairs(workload: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], profiles: Path) -> Iterator[PeerPair]:
     mesh = Factor(local=workload["ranks"], nodes=workload["nodes"])
     name, seq = workload["model"], workload["seq"]
-    shape = ModelSpec.parse({"name": name, "seq": seq, **MODELS[name]}, f"model {name!r}")
+    shape = _shape(name, MODELS[name], seq)
     unclipped = [row for row in rows if row["clip"] is None]
     for link in dict.fromkeys(row["bandwidth"] for row in unclipped):
         here = {row["system"]: row for row in unclipped if row["bandwidth"] == link}
         alone = json.loads((profiles / f"alone-{link}.json").read_text(encoding="utf-8"))[name]
         pace = here[REFERENCE]["step_ms"] / alone
         profile = Profile.read(profiles / f"profile-{link}.json").paced(pace, transfers=link == "none")
-        job = _job(shape, mesh, seq, profile)
         for peer, framework in PEERS.items():
             if peer not in here:
                 continue
-            guess = predicted(job, framework, _sharding(peer, mesh))
-            row = here[peer]
-            milliseconds, held = 1e3 * guess.seconds, guess.memory.total
-            yield PeerPair(name, link, peer, pace, milliseconds, row["step_ms"], held, row["peak_rss"])
+            row, base = here[peer], here[f"base:{_BASES[peer]}"]
+            plan = _sharding(peer, mesh)
+            guess = predicted(
+                _job(shape, mesh, seq, profile, _base(base["needed_rss"], mesh, seq, profile)), framework, plan
+            )
+            yield PeerPair(
+                model=name,
+                bandwidth=link,
+                peer=peer,
+                pace=pace,
+                predicted_ms=1e3 * guess.seconds,
+                measured_ms=row["step_ms"],
+                predicted_bytes=guess.memory.total,
+                measured_bytes=row["needed_rss"],
+                resident_bytes=row["peak_rss"],
+            )
 
 
-def _job(shape: ModelSpec, mesh: Factor, seq: int, profile: Profile) -> TrainingJob:
+def _shape(name: str, fields: Mapping[str, int], seq: int) -> ModelSpec:
+    return ModelSpec.parse({"name": name, "seq": seq, **fields}, f"model {name!r}")
+
+
+def _base(measured: int, mesh: Factor, seq: int, profile: Profile) -> int:
+    """Bytes of a process without a model: those of one with a model of no weight, less this model's own."""
+    plan = _sharding("fsdp2", mesh)
+    tiny = predicted(_job(_shape("tiny", TINY, seq), mesh, seq, profile, 0), "fsdp2", plan)
+    return int(measured) - tiny.memory.total
+
+
+def _job(shape: ModelSpec, mesh: Factor, seq: int, profile: Profile, overhead: int) -> TrainingJob:
     return TrainingJob(
         shape,
         profiled_cluster(profile).with_(memory=_ROOM),
@@ -115,7 +150,7 @@ def _job(shape: ModelSpec, mesh: Factor, seq: int, profile: Profile) -> Training
         recompute=False,
         clip=False,
         rates=ProfiledRates(profile, shape, "bfloat16"),
-        overhead=profile.base_memory,
+        overhead=overhead,
     )
 
 
@@ -137,22 +172,29 @@ def _sharding(peer: str, mesh: Factor) -> Plan:
 
 def sheets_of(pairs: Sequence[PeerPair]) -> list[Sheet]:
     """Every pair, and the mean errors."""
-    columns = ["model", "link", "peer", "pace", "predicted ms", "measured ms", "error", "MiB", "measured", "error"]
+    columns = [
+        "model", "link", "peer", "pace", "predicted ms", "measured ms", "error", "MiB", "measured", "error", "resident",
+    ]  # fmt: skip
     cells = [
         [
             pair.model, pair.bandwidth, pair.peer, f"{pair.pace:.2f}", f"{pair.predicted_ms:.0f}",
             f"{pair.measured_ms:.0f}", f"{pair.error:+.1%}", f"{pair.predicted_bytes / 2**20:.0f}",
-            f"{pair.measured_bytes / 2**20:.0f}", f"{pair.memory_error:+.1%}",
+            f"{pair.measured_bytes / 2**20:.0f}", f"{pair.memory_error:+.1%}", f"{pair.resident_bytes / 2**20:.0f}",
         ]
         for pair in pairs
     ]  # fmt: skip
-    links = dict.fromkeys(pair.bandwidth for pair in pairs)
+    groups = dict.fromkeys((pair.model, pair.bandwidth) for pair in pairs)
     means = [
-        [link, *_means([pair for pair in pairs if pair.bandwidth == link])] for link in links
+        [*group, *_means([pair for pair in pairs if (pair.model, pair.bandwidth) == group])] for group in groups
     ]  # fmt: skip
     return [
         Sheet("Steps of other frameworks, predicted and measured", columns, 3, cells),
-        Sheet("Mean errors", ["link", "step", "goal", "memory", "goal"], 1, [*means, ["all", *_means(pairs)]]),
+        Sheet(
+            "Mean errors",
+            ["model", "link", "step", "goal", "memory", "goal"],
+            2,
+            [*means, ["all", "all", *_means(pairs)]],
+        ),
     ]
 
 

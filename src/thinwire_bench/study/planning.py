@@ -64,6 +64,7 @@ class Setup:
         timeout: Seconds that a system may take to start, or for a turn.
         cores: Cores of this machine.
         report: Called with a line of text whenever something begins.
+        library: Whether profiles have the library calls of other frameworks, too.
     """
 
     models: Sequence[str]
@@ -75,6 +76,7 @@ class Setup:
     timeout: float
     cores: int
     report: Callable[[str], None]
+    library: bool = False
 
     def shape(self, model: str) -> ModelSpec:
         """The shape of a model."""
@@ -154,7 +156,7 @@ def _profile(setup: Setup, setting: Setting, budget: float, out: Path) -> None:
             command = [
                 sys.executable, "-m", "thinwire.cli.main", "profile", "--out", str(out), "--budget",
                 f"{budget if number == 0 else budget / 4:.0f}s", "--model", str(shape), "--seq", str(setup.seq),
-                *(["--resume"] if number else []),
+                *(["--resume"] if number else []), *(["--library"] if setup.library else []),
             ]  # fmt: skip
             outcome = Job(lab, command, "rank", grace=30.0, logs=directory / "logs").run()
             if outcome.status:

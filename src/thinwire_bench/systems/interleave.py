@@ -10,10 +10,14 @@ from thinwire_bench.peers.interface import SystemSpec
 from thinwire_bench.systems.controller import TurnResult
 from thinwire_bench.systems.protocol import TurnRequest
 
-__all__ = ["Runner", "Sample", "Session", "Setting", "interleave"]
+__all__ = ["Runner", "Sample", "Session", "Setting", "interleave", "lean_turns"]
 
 STARTUP_STEPS = 3
 """Steps of each system without cycles before the first round: buffers are allocated, orders recorded."""
+
+
+LEAN_STEPS = 3
+"""Steps of the turn in which memory is measured."""
 
 
 class Runner(Protocol):
@@ -33,6 +37,8 @@ class Session:
         steps: Timed steps of a turn, where the setting gives no number of its own.
         timeout: Seconds that a system may take to start, or for a turn.
         report: Called with a line of text whenever something starts or ends.
+        lean: Whether every system takes a last, untimed turn in which its memory is measured without what its allocator
+            keeps.
     """
 
     nodes: int
@@ -41,6 +47,7 @@ class Session:
     steps: int
     timeout: float
     report: Callable[[str], None]
+    lean: bool = False
 
     @property
     def world(self) -> int:
@@ -70,7 +77,7 @@ class Sample:
     """One turn of one system.
 
     Attributes:
-        round: Round, counted from 0; None for the start-up, which is not measured.
+        round: Round, counted from 0; None for the start-up and the lean turn, which are not timed.
         setting: Bandwidth and bound on the gradient norm.
         result: The measurement.
     """
@@ -127,4 +134,32 @@ def interleave(
             for system in [*systems[first:], *systems[:first]]:
                 cycles = -(-(setting.steps or steps) // system.cycle)
                 take(number, setting, system, cycles * system.cycle, 1 if system.cycle == 1 else 0)
+    return samples
+
+
+def lean_turns(
+    runner: Runner,
+    shape: Callable[[float | None], None],
+    systems: Sequence[SystemSpec],
+    setting: Setting,
+    report: Callable[[Sample], None],
+) -> list[Sample]:
+    """One lean turn of every system, which measures its memory; it comes after all that is timed.
+
+    Args:
+        runner: Lets a system train.
+        shape: Sets the bandwidth of all links, in bits per second.
+        systems: The systems.
+        setting: Bandwidth and bound on the gradient norm.
+        report: Called with every sample.
+
+    Returns:
+        A sample of each system.
+    """
+    shape(setting.rate)
+    samples = []
+    for system in systems:
+        turn = TurnRequest(LEAN_STEPS, 0, {"clip": setting.clip}, lean=True)
+        samples.append(Sample(None, setting, runner.run(system.label, turn)))
+        report(samples[-1])
     return samples

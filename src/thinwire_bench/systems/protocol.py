@@ -71,11 +71,14 @@ class TurnRequest:
         steps: Timed steps.
         warmup: Steps before them that are not timed.
         options: Options of every step.
+        lean: Whether the allocator of the rank gives back at once what is freed, from this turn on, and the peak of its
+            memory is that of this turn alone: what it needs, without what an allocator keeps for later.
     """
 
     steps: int
     warmup: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
+    lean: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,21 +5,29 @@ Between turns the process is stopped: gloo's threads would go on polling, a hund
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import datetime
 import importlib
 import os
 import resource
+import threading
 import time
 import traceback
 from multiprocessing.connection import Client, Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from thinwire.collectives import group
 from thinwire.errors import ThinwireError
+from thinwire.sharding.memory.allocator import give_back_freed_memory
 from thinwire_bench.peers.interface import Place, System
 from thinwire_bench.systems.protocol import Failed, Hello, Launch, Ready, Settled, TurnRequest, Warm
 
 __all__ = ["serve"]
+
+_TRIM_SECONDS: Final = 5e-4
+"""Seconds between two times that a lean process gives back what has been freed."""
 
 
 def serve(address: str, launch: Launch, local_rank: int) -> None:
@@ -79,15 +87,50 @@ def _receive(pipe: Connection[Any, Any]) -> Any:
 
 
 def _take(turn: TurnRequest, system: System, pipe: Connection[Any, Any]) -> None:
-    values = [system.step(turn.options) for _ in range(turn.warmup)]
-    pipe.send(Warm())
-    pipe.recv()
-    system.waited(), system.sent()  # forget the warm-up's
-    used = time.process_time()
-    values += [system.step(turn.options) for _ in range(turn.steps)]
-    finished, cpu_seconds = time.monotonic(), time.process_time() - used
-    waited = system.waited()
-    system.settle()
+    with _Lean() if turn.lean else contextlib.nullcontext():
+        values = [system.step(turn.options) for _ in range(turn.warmup)]
+        pipe.send(Warm())
+        pipe.recv()
+        system.waited(), system.sent()  # forget the warm-up's
+        used = time.process_time()
+        values += [system.step(turn.options) for _ in range(turn.steps)]
+        finished, cpu_seconds = time.monotonic(), time.process_time() - used
+        waited = system.waited()
+        system.settle()
     sent = system.sent()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = _peak_of_turn() if turn.lean else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     pipe.send(Settled(finished, cpu_seconds, waited, tuple(values), peak, system.predicted(), sent))
+
+
+class _Lean(threading.Thread):
+    """A context in which the process holds hardly more than it uses: a thread gives back what is freed all the time.
+
+    Settings of glibc are not enough, which reuses holes between what is in use and keeps their pages. On entering, the
+    peak of memory so far is forgotten.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._ended = threading.Event()
+        self._trim = ctypes.CDLL(None).malloc_trim
+
+    def __enter__(self) -> None:
+        give_back_freed_memory()
+        self._trim(0)
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # 5 resets VmHWM
+        self.start()
+
+    def run(self) -> None:
+        while not self._ended.wait(_TRIM_SECONDS):
+            self._trim(0)
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self.join()
+
+
+def _peak_of_turn() -> int:
+    """Peak resident memory since it was reset, in bytes."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024

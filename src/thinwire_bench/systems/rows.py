@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from thinwire_bench.peers.interface import SystemKind, SystemSpec
@@ -43,6 +43,7 @@ class SystemRow:
         loss: Mean loss over the first steps, in nats per token.
         refused: Why the row does not count, or None.
         by_axis: Bytes per step that all ranks sent, by axis and codec; empty where the system does not count them.
+        needed_rss: ``peak_rss`` of a turn without what the allocator keeps for later; None where it was not measured.
     """
 
     system: str
@@ -66,6 +67,7 @@ class SystemRow:
     loss: float
     refused: str | None
     by_axis: Mapping[str, float] = field(default_factory=dict)
+    needed_rss: int | None = None
 
     def plain(self) -> dict[str, Any]:
         """The row as JSON has it."""
@@ -86,6 +88,8 @@ def make_rows(samples: Sequence[Sample], systems: Sequence[SystemSpec], *, token
     exempt = frozenset(s.label for s in systems if s.kind in (SystemKind.BOUND, SystemKind.CHANGED))
     refused = refusals(losses, exempt=exempt)
     timed = [sample for sample in samples if sample.round is not None]
+    lean = [sample.result for sample in samples if sample.result.turn.lean]
+    needed = {result.label: result.peak_rss for result in lean}
     rows = []
     for setting in dict.fromkeys(sample.setting for sample in timed):
         of_setting = [sample for sample in timed if sample.setting == setting]
@@ -93,7 +97,8 @@ def make_rows(samples: Sequence[Sample], systems: Sequence[SystemSpec], *, token
         for system in systems:
             own = [sample for sample in of_setting if sample.result.label == system.label]
             loss = statistics.fmean(losses[system.label])
-            rows.append(_row(own, system, _Common(setting, alone, tokens, cores, loss, refused.get(system.label))))
+            row = _row(own, system, _Common(setting, alone, tokens, cores, loss, refused.get(system.label)))
+            rows.append(replace(row, needed_rss=needed.get(system.label)))
     return rows
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from thinwire.lab import Lab, LabSpec
 from thinwire_bench.peers.interface import SystemSpec
 from thinwire_bench.systems.controller import Controller
-from thinwire_bench.systems.interleave import Sample, Session, Setting, interleave
+from thinwire_bench.systems.interleave import Sample, Session, Setting, interleave, lean_turns
 
 __all__ = ["run", "run_in"]
 
@@ -36,7 +36,8 @@ def run_in(lab: Lab, systems: Sequence[SystemSpec], settings: Sequence[Setting],
 
     def report(sample: Sample) -> None:
         result, setting = sample.result, sample.setting
-        when = "start-up" if sample.round is None else f"round {sample.round + 1}/{session.rounds}"
+        untimed = "memory" if sample.result.turn.lean else "start-up"
+        when = untimed if sample.round is None else f"round {sample.round + 1}/{session.rounds}"
         clip = "" if setting.clip is None else f" clip {setting.clip:g}"
         session.report(f"{when} {setting.bandwidth}{clip} {result.label}: {1e3 * result.seconds:.1f} ms/step")
 
@@ -47,6 +48,7 @@ def run_in(lab: Lab, systems: Sequence[SystemSpec], settings: Sequence[Setting],
         for system in systems:
             session.report(f"starting {system.label}")
             controller.start(system)
-        return interleave(
+        samples = interleave(
             controller, shape, systems, settings, rounds=session.rounds, steps=session.steps, report=report
         )
+        return samples + (lean_turns(controller, shape, systems, settings[0], report) if session.lean else [])

@@ -13,6 +13,7 @@ from thinwire.cost.memory import largest_memory, stage_model
 from thinwire.errors import UsageError
 from thinwire.profile import ModelPiece
 from thinwire.sharding.api import micro_batches, shard
+from thinwire.sharding.runtime import runtime_of
 from thinwire.spec import Factor, ModelSpec, Plan
 from thinwire.spec.plan import Dtype
 from thinwire.train.models.common import cross_entropy
@@ -32,7 +33,7 @@ _ROOM = 0.8
 def pieces(
     shape: ModelSpec, mesh: Factor, *, seq: int, micro_batch: int, dtype: Dtype, memory: int
 ) -> list[ModelPiece]:
-    """The pieces: a block, the head with the loss, the embedding, and a whole sharded model of some blocks.
+    """The pieces: a block, the head with the loss, the embedding, and a model of some blocks, sharded and plain.
 
     Args:
         shape: Shape of the model.
@@ -53,10 +54,12 @@ def pieces(
     block = (matrices - head) // shape.layers
     compute: torch.dtype = getattr(torch, dtype)
 
-    def make(part: Literal["block", "head", "embedding", "whole"], flops: int, repeats: int = 1) -> ModelPiece:
+    def make(part: Literal["block", "head", "embedding", "whole", "plain"], flops: int, repeats: int = 1) -> ModelPiece:
         def on(device: torch.device) -> tuple[Sequence[nn.Parameter], Callable[[], Tensor]]:
             if part == "whole":
                 return _make_whole(shape, plan, seq, micro_batch, repeats, device)
+            if part == "plain":
+                return _make_plain(shape, seq, micro_batch, repeats, compute, device)
             return _make(part, shape, seq, micro_batch, repeats, compute, device)
 
         return ModelPiece(part, shape, seq, micro_batch, dtype, flops, on, repeats)
@@ -66,6 +69,7 @@ def pieces(
         make("head", head * tokens),
         make("embedding", 0),
         make("whole", (block * repeats + head) * tokens, repeats),
+        make("plain", (block * repeats + head) * tokens, repeats),
     ]
 
 
@@ -88,6 +92,8 @@ def _make_whole(
 ) -> tuple[Sequence[nn.Parameter], Callable[[], Tensor]]:
     """Run micro-batches of a step that never ends, so that nothing is sent."""
     model = shard(_model(shape, seq, blocks).to(device), plan, sync_initial=False)
+    # The first step compares parameters before and after forwards, which few others do, and this one has no end.
+    runtime_of(model).audit.compares_values = False
     ids = torch.randint(0, shape.vocab, (micro_batch, seq), device=device)
     endless = micro_batches(model, itertools.repeat(ids))
 
@@ -96,6 +102,14 @@ def _make_whole(
         return cross_entropy(model(batch).logits, batch)
 
     return (), loss
+
+
+def _make_plain(
+    shape: ModelSpec, seq: int, micro_batch: int, blocks: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Sequence[nn.Parameter], Callable[[], Tensor]]:
+    model = _model(shape, seq, blocks).to(device, dtype)
+    ids = torch.randint(0, shape.vocab, (micro_batch, seq), device=device)
+    return list(model.parameters()), lambda: cross_entropy(model(ids).logits, ids)
 
 
 def _make(
