@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.errors import CollectiveError, SpecError
-from thinwire.sharding.islands.quorum import Participant, sort_out
+from thinwire.sharding.islands.quorum import Expected, Participant, sort_out
 from thinwire.sharding.islands.transfer import StateServer, fetch, pack, unpack
 from thinwire.spec import Plan
 
@@ -20,6 +21,22 @@ def island(number: int, step: int = 8, checksum: int = 1, **fields: Any) -> Part
     said = {"entering": False, "fresh": False, "plan": "p", "store": "", "states": ("",), "cycle": 1.0}
     said["connection"] = "c"
     return Participant(f"{number:05d}-x", number, step, checksum=checksum, **{**said, **fields})
+
+
+@pytest.mark.parametrize(
+    ("expected", "times"),
+    [
+        (Expected(10.0), [(10.0, math.inf)]),
+        (Expected(10.0, 4.0), [(10.0, 12.0), (14.0, 18.0), (22.0, 30.0), (34.0, 50.0)]),
+        (Expected(math.inf), []),
+    ],
+    ids=["once", "again and again", "never"],
+)
+def test_an_island_that_missed_a_meeting_expects_the_next(
+    expected: Expected, times: list[tuple[float, float]]
+) -> None:
+    for moment in (number / 4 for number in range(200)):
+        assert expected.covers(moment) is any(begin <= moment < end for begin, end in times), moment
 
 
 def numbers(participants: tuple[Participant, ...]) -> list[int]:

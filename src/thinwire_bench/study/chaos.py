@@ -324,8 +324,8 @@ def chaos(
     ):
         deadline = time.monotonic() + _STARTING
         while calm.met() is None or stormy.met() is None:
-            calm.ended()
-            stormy.ended()
+            if calm.ended() or stormy.ended():
+                raise UsageError(f"islands have ended without a meeting of all; see {directory}")
             if time.monotonic() > deadline:
                 raise UsageError(f"the islands have not met within {_STARTING:g} s; see {directory}")
             time.sleep(1.0)

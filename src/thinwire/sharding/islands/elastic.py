@@ -27,7 +27,7 @@ from thinwire.sharding.islands.island_state import Fetched, packed_state, shared
 from thinwire.sharding.islands.others import OtherIslands
 from thinwire.sharding.islands.outer_group import OuterGroup
 from thinwire.sharding.islands.peers import PeerAxis
-from thinwire.sharding.islands.quorum import Quorum
+from thinwire.sharding.islands.quorum import Expected, Quorum
 from thinwire.sharding.optimizers.state import state_of
 from thinwire.sharding.sharded import ShardedModel
 
@@ -81,12 +81,12 @@ class Tempo:
         comes = time.monotonic() - self._met + self._step(step)
         return comes > (self.others if self._behind else _LATE * self.others)
 
-    def expected(self) -> float:
-        """Moment at which the others meet next, or have just begun to."""
+    def expected(self) -> Expected:
+        """When the others meet next, or have just begun to."""
         if self.others is None:
-            return self._met
+            return Expected(self._met)
         meetings = math.ceil((time.monotonic() - self._met) / self.others - 0.5)
-        return self._met + max(1, meetings) * self.others
+        return Expected(self._met + max(1, meetings) * self.others, self.others)
 
     def _step(self, step: int) -> float:
         """Seconds of a step."""
@@ -204,7 +204,7 @@ class ElasticExchanges(Exchanges):
                 entering=entering,
                 fresh=not self._has_trained,
                 cycle=cycle,
-                expected=math.inf if entering else self._pace.expected(),
+                expected=Expected(math.inf) if entering else self._pace.expected(),
                 deadline=deadline,
             )
             attempts, met = attempts + 1, time.monotonic()

@@ -18,7 +18,7 @@ from typing import Any, Final
 from thinwire.agreement import Typed
 from thinwire.errors import CollectiveError, UsageError
 from thinwire.extras import require
-from thinwire.sharding.islands.quorum import Participant, Quorum, sort_out
+from thinwire.sharding.islands.quorum import Expected, Participant, Quorum, sort_out
 
 __all__ = ["Lighthouse", "own_address", "serve"]
 
@@ -57,16 +57,16 @@ class Lighthouse:
         self._beating = threading.Thread(target=self._beat, daemon=True, name="thinwire-heartbeat")
         self._client: Any = None
 
-    def meet(self, own: Participant, deadline: float, expected: float) -> Quorum:
+    def meet(self, own: Participant, deadline: float, expected: Expected) -> Quorum:
         """Ask who is there, and wait for the answer.
 
         The lighthouse waits for late islands from the moment at which the first one has asked. An island that comes
-        long before the others therefore asks anew until they are expected: otherwise, they would not be waited for.
+        long before the others therefore asks anew while they are not expected: otherwise, they would not be waited for.
 
         Args:
             own: What this island says of itself.
             deadline: Moment of ``time.monotonic()`` at which it gives up.
-            expected: Moment at which the others are expected.
+            expected: When the others are expected.
 
         Raises:
             CollectiveError: No answer has come by then.
@@ -88,13 +88,15 @@ class Lighthouse:
         )
 
     @contextlib.contextmanager
-    def _asking_anew(self, own: Participant, expected: float) -> Iterator[None]:
-        """Context in which a thread repeats the request until the others are expected."""
+    def _asking_anew(self, own: Participant, expected: Expected) -> Iterator[None]:
+        """Context in which a thread repeats the request while the others are not expected."""
         answered = threading.Event()
 
         def repeat() -> None:
             client: Any = None
-            while not answered.wait(_BEAT) and time.monotonic() < expected:
+            while not answered.wait(_BEAT):
+                if expected.covers(time.monotonic()):
+                    continue
                 # The answer comes to the first request; this one only says that the island has come just now.
                 with contextlib.suppress(RuntimeError, TimeoutError, OSError):
                     client = client or self._connect()

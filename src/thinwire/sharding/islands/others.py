@@ -16,7 +16,7 @@ from thinwire.collectives.group import Control, Meter
 from thinwire.errors import CollectiveError, MismatchError, UsageError
 from thinwire.sharding.islands.lighthouse import Lighthouse, own_address
 from thinwire.sharding.islands.peers import PeerAxis, host_store, meet_peers
-from thinwire.sharding.islands.quorum import Participant, Quorum
+from thinwire.sharding.islands.quorum import Expected, Participant, Quorum
 from thinwire.sharding.islands.transfer import StateServer, fetch
 from thinwire.spec import Plan
 
@@ -77,7 +77,7 @@ class OtherIslands:
         return self._server.address
 
     def meet(
-        self, step: int, checksum: int, *, entering: bool, fresh: bool, cycle: float, expected: float, deadline: float
+        self, step: int, checksum: int, *, entering: bool, fresh: bool, cycle: float, expected: Expected, deadline: float
     ) -> Quorum:
         """Wait for the others at the end of an exchange's steps, or to enter.
 
@@ -87,7 +87,7 @@ class OtherIslands:
             entering: Whether it enters.
             fresh: Whether it lacks the state of an inner optimizer.
             cycle: Seconds that the steps of an exchange take at its pace; 0 if it made none.
-            expected: Moment of ``time.monotonic()`` at which the others are expected.
+            expected: When the others are expected.
             deadline: Moment of ``time.monotonic()`` at which it gives up.
 
         Raises:
@@ -109,7 +109,7 @@ class OtherIslands:
         assert meeting is not None
         return meeting
 
-    def _ask(self, lighthouse: Lighthouse, own: Participant, deadline: float, expected: float) -> Quorum:
+    def _ask(self, lighthouse: Lighthouse, own: Participant, deadline: float, expected: Expected) -> Quorum:
         settings, there = self._settings, 0
         while time.monotonic() < deadline or not there:
             try:

@@ -6,11 +6,12 @@ The list is a quorum of torchft's lighthouse. Nothing here exchanges anything.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Quorum", "Participant", "sort_out"]
+__all__ = ["Expected", "Quorum", "Participant", "sort_out"]
 
 
 class Participant(NamedTuple):
@@ -41,6 +42,36 @@ class Participant(NamedTuple):
     states: tuple[str, ...]
     cycle: float
     connection: str
+
+
+class Expected(NamedTuple):
+    """When an island that waits expects the others.
+
+    Attributes:
+        moment: Of ``time.monotonic()``, at which they meet next, or have just begun to.
+        cycle: Seconds from one of their meetings to the next; ``None`` if they are expected once.
+    """
+
+    moment: float
+    cycle: float | None = None
+
+    def covers(self, moment: float) -> bool:
+        """Whether the others may be meeting at a moment, so that the lighthouse should count the time from the first
+        request on.
+
+        An island that has just missed a meeting is not answered before the next one. Its request must not be an old one
+        then: the lighthouse would wait for nobody else, and leave out another island. So it expects the others half a
+        cycle long, and from the next meeting on again. These times become longer, because the lighthouse may wait
+        longer for an island that is late.
+        """
+        late = moment - self.moment
+        if late < 0 or not self.cycle:
+            return late >= 0
+        begin, length = 0.0, self.cycle / 2
+        while late >= begin + length:
+            begin = math.ceil((begin + length) / self.cycle + 0.5) * self.cycle
+            length *= 2
+        return late >= begin
 
 
 class Quorum(NamedTuple):
