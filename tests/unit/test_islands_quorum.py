@@ -32,9 +32,7 @@ def island(number: int, step: int = 8, checksum: int = 1, **fields: Any) -> Part
     ],
     ids=["once", "again and again", "never"],
 )
-def test_an_island_that_missed_a_meeting_expects_the_next(
-    expected: Expected, times: list[tuple[float, float]]
-) -> None:
+def test_an_island_that_missed_a_meeting_expects_the_next(expected: Expected, times: list[tuple[float, float]]) -> None:
     for moment in (number / 4 for number in range(200)):
         assert expected.covers(moment) is any(begin <= moment < end for begin, end in times), moment
 

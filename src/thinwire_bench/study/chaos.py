@@ -28,7 +28,7 @@ from thinwire.lab import Lab, LabSpec
 from thinwire.report import Sheet
 from thinwire_bench.study.chaos_island import SLOWER
 
-__all__ = ["ChaosResult", "Fault", "ChaosSettings", "chaos", "sheets"]
+__all__ = ["ChaosResult", "ChaosRun", "ChaosSettings", "Fault", "chaos", "sheets"]
 
 KINDS: Final = ("kill", "cut", "stop", "slow")
 GOAL_THROUGHPUT: Final = 0.95
@@ -170,6 +170,7 @@ class Archipelago:
     _stack: ExitStack = field(default_factory=ExitStack)
     _processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     _lives: dict[int, int] = field(default_factory=dict)
+    _starts: dict[int, float] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
         settings = self.settings
@@ -198,6 +199,7 @@ class Archipelago:
     def start(self, island: int) -> None:
         """Start the job of an island, for the first time or anew."""
         life = self._lives[island] = self._lives.get(island, -1) + 1
+        self._starts[island] = time.time()
         own = ["--island", str(island), "--pace", str(self.settings.pace), "--lighthouse", self._beacon]
         files = {"recipe": "recipe.toml", "out": f"island-{island}-{life}", "log": f"island-{island}.jsonl"}
         paths = [text for name, file in files.items() for text in (f"--{name}", str(self.directory / file))]
@@ -271,6 +273,11 @@ class Archipelago:
         near = self.settings.steps - 4 * self.settings.every
         return self._processes[island].poll() is not None or bool(lines and lines[-1]["step"] >= near)
 
+    def has_begun(self, island: int) -> bool:
+        """Whether an island has made a step since it was started last: before, a fault would meet no island."""
+        lines = self.lines(island)
+        return bool(lines) and lines[-1]["time"] > self._starts[island]
+
     def _lighthouse(self) -> str:
         settings, host = self.settings, self._lab.hosts[-1]
         times = ["--wait", str(settings.wait), "--silence", str(settings.silence)]
@@ -302,18 +309,13 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def chaos(
-    settings: ChaosSettings, directory: Path, report: Callable[[str], None]
-) -> tuple[ChaosResult, ChaosResult, list[Fault]]:
+def chaos(settings: ChaosSettings, directory: Path, report: Callable[[str], None]) -> ChaosRun:
     """Run islands with faults beside islands without any.
 
     Args:
         settings: The run.
         directory: Directory for recipes and logs, which does not exist.
         report: Receives a line about everything that happens.
-
-    Returns:
-        The run without faults, that with faults, and the faults.
 
     Raises:
         UsageError: An island has failed by itself, or the islands do not find each other.
@@ -333,32 +335,41 @@ def chaos(
         _let_faults_happen(stormy, report)
         while not (calm.ended() and stormy.ended()):
             time.sleep(1.0)
-        return _result(calm), _result(stormy), stormy.faults
+        return ChaosRun(settings.seed, _result(calm), _result(stormy), stormy.faults)
 
 
 def _let_faults_happen(islands: Archipelago, report: Callable[[str], None]) -> None:
     """Let faults happen until there were enough or the end is near, most of them one at a time."""
-    settings, dice = islands.settings, random.Random(islands.settings.seed)
+    settings, dice, begin = islands.settings, random.Random(islands.settings.seed), time.monotonic()
     interval = 60 * settings.minutes / (settings.faults + 1)
     suffering: dict[int, threading.Thread] = {}
     kinds = [KINDS[number % len(KINDS)] for number in range(settings.faults)]
     dice.shuffle(kinds)
     for number, kind in enumerate(kinds, 1):
-        time.sleep(interval)
-        islands.ended()
-        suffering = {island: thread for island, thread in suffering.items() if thread.is_alive()}
-        free = [island for island in range(settings.islands) if island not in suffering]
-        if len(suffering) >= settings.islands // 2:
-            free = []
-        free = [island for island in free if not islands.is_over(island)]
+        time.sleep(max(0.0, begin + number * interval - time.monotonic()))
+        while not (free := _free(islands, suffering)):
+            if islands.ended() or any(islands.is_over(island) for island in range(settings.islands)):
+                break
+            time.sleep(1.0)
         if not free:
-            continue
+            break
         fault, seconds = Fault(kind, dice.choice(free), 0.0), dice.uniform(0.3, 0.7) * interval
         report(f"fault {number} of {settings.faults}: {kind} island {fault.island} for {seconds:.0f} s")
         suffering[fault.island] = threading.Thread(target=islands.suffer, args=(fault, seconds), daemon=True)
         suffering[fault.island].start()
     for thread in suffering.values():
         thread.join()
+
+
+def _free(islands: Archipelago, suffering: Mapping[int, threading.Thread]) -> list[int]:
+    """Islands that a fault may happen to: none while half of them have one."""
+    islands.ended()
+    number = islands.settings.islands
+    absent = {island for island in range(number) if not islands.has_begun(island)}
+    absent |= {island for island, thread in suffering.items() if thread.is_alive()}
+    if len(absent) >= number // 2:
+        return []
+    return [island for island in range(number) if island not in absent and not islands.is_over(island)]
 
 
 def _result(islands: Archipelago) -> ChaosResult:
@@ -407,16 +418,56 @@ def _stalls(
                 yield later - earlier
 
 
-def sheets(settings: ChaosSettings, calm: ChaosResult, stormy: ChaosResult, faults: Sequence[Fault]) -> list[Sheet]:
-    """The tables of a run."""
+@dataclass(frozen=True)
+class ChaosRun:
+    """Islands with faults beside islands without any.
+
+    Attributes:
+        seed: Seed of the faults.
+        calm: Without faults.
+        chaos: With faults.
+        faults: The faults.
+    """
+
+    seed: int
+    calm: ChaosResult
+    chaos: ChaosResult
+    faults: Sequence[Fault]
+
+    @classmethod
+    def of(cls, table: Mapping[str, Any]) -> Self:
+        """The run of a table that ``dataclasses.asdict`` made."""
+        results = ChaosResult(**table["calm"]), ChaosResult(**table["chaos"])
+        return cls(table["seed"], *results, [Fault(**fault) for fault in table["faults"]])
+
+
+def _over_runs(results: Sequence[ChaosResult]) -> ChaosResult:
+    """Several results as one: means, the longest stall, and sums."""
+    exchanges = sum(result.exchanges for result in results)
+    return ChaosResult(
+        steps_per_second=statistics.fmean(result.steps_per_second for result in results),
+        val_loss=statistics.fmean(result.val_loss for result in results),
+        stall=max(result.stall for result in results),
+        present=sum(result.present * result.exchanges for result in results) / exchanges,
+        exchanges=exchanges,
+        fetches=sum(result.fetches for result in results),
+        unequal=sum(result.unequal for result in results),
+    )
+
+
+def sheets(settings: ChaosSettings, runs: Sequence[ChaosRun]) -> list[Sheet]:
+    """The tables of one run or several with the same settings."""
+    calm, stormy = _over_runs([run.calm for run in runs]), _over_runs([run.chaos for run in runs])
+    faults = [fault for run in runs for fault in run.faults]
     share, loss = stormy.steps_per_second / calm.steps_per_second, stormy.val_loss / calm.val_loss - 1
 
     def verdict(reached: bool) -> str:
         return "reached" if reached else "missed"
 
     counts = ", ".join(f"{sum(fault.kind == kind for fault in faults)} {kind}" for kind in KINDS)
+    times = f"{len(runs)} times " if len(runs) > 1 else ""
     title = (
-        f"{settings.islands} islands, {settings.steps} steps of {settings.pace:g} s, an exchange every "
+        f"{settings.islands} islands, {times}{settings.steps} steps of {settings.pace:g} s, an exchange every "
         f"{settings.every}, {settings.bandwidth / 1e6:g} Mbit/s; {len(faults)} faults: {counts} ({SLOWER:g} times)"
     )
     rows = [

@@ -77,7 +77,15 @@ class OtherIslands:
         return self._server.address
 
     def meet(
-        self, step: int, checksum: int, *, entering: bool, fresh: bool, cycle: float, expected: Expected, deadline: float
+        self,
+        step: int,
+        checksum: int,
+        *,
+        entering: bool,
+        fresh: bool,
+        cycle: float,
+        expected: Expected,
+        deadline: float,
     ) -> Quorum:
         """Wait for the others at the end of an exchange's steps, or to enter.
 
