@@ -66,9 +66,7 @@ GRIDS = [
     pytest.param((1, 2, 1), {}, id="tp2"),
     pytest.param((1, 1, 2), {}, id="pp2"),
     pytest.param((2, 1, 2), {"schedule": "interleaved"}, id="dp2pp2-interleaved", marks=pytest.mark.slow),
-    pytest.param(
-        (2, 2, 1), {"params": {"local": 2}, "grads": {"local": 2}}, {}, id="zero3-tp2", marks=pytest.mark.slow
-    ),
+    pytest.param((2, 2, 1), {"params": {"local": 2}, "grads": {"local": 2}}, id="zero3-tp2", marks=pytest.mark.slow),
 ]
 
 
