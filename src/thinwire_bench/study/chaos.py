@@ -77,6 +77,9 @@ _LIGHTHOUSE_PORT: Final = 29_510
 _STARTING: Final = 1800.0
 """Seconds that all islands may take to meet for the first time."""
 
+_LINGERING: Final = 30.0
+"""Seconds that islands have for their last steps once another one has made them."""
+
 
 @dataclass(frozen=True)
 class ChaosSettings:
@@ -273,6 +276,12 @@ class Archipelago:
         near = self.settings.steps - 4 * self.settings.every
         return self._processes[island].poll() is not None or bool(lines and lines[-1]["step"] >= near)
 
+    def reached(self) -> bool:
+        """Whether an island has made the last step."""
+        return any(
+            lines[-1]["step"] >= self.settings.steps for island in self._processes if (lines := self.lines(island))
+        )
+
     def has_begun(self, island: int) -> bool:
         """Whether an island has made a step since it was started last: before, a fault would meet no island."""
         lines = self.lines(island)
@@ -333,9 +342,20 @@ def chaos(settings: ChaosSettings, directory: Path, report: Callable[[str], None
             time.sleep(1.0)
         report("all islands have met")
         _let_faults_happen(stormy, report)
-        while not (calm.ended() and stormy.ended()):
-            time.sleep(1.0)
+        _wait_for_the_end(calm, stormy)
         return ChaosRun(settings.seed, _result(calm), _result(stormy), stormy.faults)
+
+
+def _wait_for_the_end(*groups: Archipelago) -> None:
+    """Wait until islands have ended. One that comes back after the others' last step finds nobody, and would train all
+    steps alone: it is not waited for."""
+    deadline: float | None = None
+    while not all(islands.ended() for islands in groups):
+        if deadline is None and all(islands.reached() for islands in groups):
+            deadline = time.monotonic() + _LINGERING
+        if deadline is not None and time.monotonic() > deadline:
+            return
+        time.sleep(1.0)
 
 
 def _let_faults_happen(islands: Archipelago, report: Callable[[str], None]) -> None:
@@ -380,7 +400,7 @@ def _result(islands: Archipelago) -> ChaosResult:
     first = next(line["step"] for line in logs[0] if line["time"] == begin)
     end = min(line["time"] for log in logs.values() for line in log if line["step"] >= settings.steps)
     losses = [log[-1]["val_loss"] for log in logs.values() if log[-1]["val_loss"] is not None]
-    met, fetches = _exchanges(logs, begin)
+    met, fetches = _exchanges(logs, begin, end)
     return ChaosResult(
         steps_per_second=(settings.steps - first) / (end - begin),
         val_loss=statistics.mean(losses),
@@ -393,13 +413,14 @@ def _result(islands: Archipelago) -> ChaosResult:
 
 
 def _exchanges(
-    logs: Mapping[int, Sequence[Mapping[str, Any]]], begin: float
+    logs: Mapping[int, Sequence[Mapping[str, Any]]], begin: float, end: float
 ) -> tuple[dict[tuple[int, tuple[int, ...]], set[int]], int]:
     """The checksums after each exchange, by its step and islands, and the number of fetched states."""
     met: dict[tuple[int, tuple[int, ...]], set[int]] = {}
     fetches = 0
     for log in logs.values():
-        for exchange in (exchange for line in log if line["time"] >= begin for exchange in line["exchanges"]):
+        lines = [line for line in log if begin <= line["time"] <= end + _LINGERING]
+        for exchange in (exchange for line in lines for exchange in line["exchanges"]):
             met.setdefault((exchange["step"], tuple(exchange["islands"])), set()).add(exchange["checksum"])
             fetches += exchange["source"] is not None
     return met, fetches
