@@ -252,13 +252,15 @@ constexpr int kTogether = 8;
 
 #if defined(THINWIRE_AVX512) || defined(THINWIRE_LANES)
 
-// A search waits for its sums; with a second one under way the processor has something to do meanwhile.
+// Every step waits for the sums of the one before; with two under way the processor has something to do meanwhile.
 template <class Source, std::int64_t kBlock>
 void encode_two_fours(const char* values, std::int64_t block, std::uint8_t* out, float* scales) {
     FourBlocks<Source, kBlock> first(values, block);
     FourBlocks<Source, kBlock> second(values + 4 * block * Source::kBytes, block);
-    first.load();
-    second.load();
+    first.measure();
+    second.measure();
+    first.round();
+    second.round();
     first.search();
     second.search();
     first.write(out, scales);

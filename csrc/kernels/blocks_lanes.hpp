@@ -20,6 +20,12 @@ struct Maxima {
     Ints4 zero;
 };
 
+// Of values given by the upper bits of each number.
+template <class Source>
+Ints4 bits_of(Ints4 values) {
+    return __builtin_bit_cast(Ints4, Source::widened(values));
+}
+
 template <class Source>
 Maxima maxima_of(const char* values, std::int64_t block) {
     Lanes most_of[4];
@@ -31,21 +37,21 @@ Maxima maxima_of(const char* values, std::int64_t block) {
     // magnitude that has one, if there is any.
     const Ints4 most = reduced<larger>(most_of);
     const Ints4 most_unsigned = reduced<larger_unsigned>(most_unsigned_of);
-    alignas(16) float max[4];
+    const Ints4 none = Ints4{} - 1;
+    const Ints4 positive = select(most < Ints4{}, none, bits_of<Source>(most));
+    const Ints4 negative = select(most_unsigned < Ints4{}, bits_of<Source>(most_unsigned & INT32_MAX), none);
+    const Ints4 magnitude = select(positive < negative, negative, positive);
+    const Floats4 value = __builtin_bit_cast(Floats4, magnitude);
+    const Floats4 bounded = select(value < all_four(kSmallestMax), all_four(kSmallestMax), value);
     Maxima maxima;
-    for (int row = 0; row < 4; ++row) {
-        const std::int32_t positive =
-            most[row] < 0 ? -1 : bits_of(Source::widened(static_cast<std::uint32_t>(most[row])));
-        const std::int32_t negative =
-            most_unsigned[row] < 0 ? bits_of(Source::widened(most_unsigned[row] & INT32_MAX)) : -1;
-        const std::int32_t magnitude = positive < negative ? negative : positive;
-        const float bounded = value_of(magnitude) < kSmallestMax ? kSmallestMax : value_of(magnitude);
-        max[row] = positive < negative ? -bounded : bounded;
-        maxima.poisoned[row] = magnitude >= 0x7f800000 ? -1 : 0;
-        maxima.zero[row] = magnitude == 0 ? -1 : 0;
-    }
-    __builtin_memcpy(&maxima.max, max, sizeof max);
+    maxima.max = select(positive < negative, -bounded, bounded);
+    maxima.poisoned = magnitude >= (Ints4{} + 0x7f800000);
+    maxima.zero = magnitude == Ints4{};
     return maxima;
+}
+
+void store_four(float* to, Floats4 numbers) {
+    copy(to, &numbers, sizeof numbers);
 }
 
 // Asks for values that will be read later; they may lie beyond the end. The processor itself looks ahead to the end of
@@ -71,19 +77,21 @@ void prefetch(const char* values) {
 template <class Source>
 void encode_four_int8(const char* values, std::int64_t block, std::uint8_t* out, float* scales) {
     const Maxima maxima = maxima_of<Source>(values, block);
-    const Floats4 factors = all_four(-128.0F) / maxima.max;
+    alignas(16) float factors[4];
+    store_four(factors, all_four(-128.0F) / maxima.max);
     for (int row = 0; row < 4; ++row) {
         const Floats factor = all_floats(factors[row]);
         const std::int64_t end = (row + 1) * block;
         for (std::int64_t at = row * block; at < end; at += kWidth) {
-            const Halves x = Source::load(values + at * Source::kBytes);
-            const Lanes even = rounded_words(x.even[0], x.even[1], factor);
-            const Lanes odd = rounded_words(x.odd[0], x.odd[1], factor);
-            store_lanes(out + at, Source::in_order(bytes_of(even, odd)));
+            prefetch<Source>(values + (at + 8 * block) * Source::kBytes);
+            const Parts x = Source::load(values + at * Source::kBytes);
+            const Lanes first = rounded_words(x.part[0], x.part[1], factor);
+            const Lanes second = rounded_words(x.part[2], x.part[3], factor);
+            store_lanes(out + at, Source::in_order(bytes_of(first, second)));
         }
     }
     const Floats4 scale = select(maxima.zero, all_four(0.0F), maxima.max * all_four(-1.0F / 128));
-    copy(scales, &scale, sizeof scale);
+    store_four(scales, scale);
     poison(maxima, block, out, scales);
 }
 

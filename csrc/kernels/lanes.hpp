@@ -27,6 +27,16 @@ using Floats4 = float __attribute__((vector_size(16)));
     return __builtin_bit_cast(Floats4, bits);
 }
 
+[[maybe_unused]] Ints4 select(Ints4 mask, Ints4 a, Ints4 b) {
+    return (a & mask) | (b & ~mask);
+}
+
+// The nearest integers, halves to even, of numbers between 0 and 2^22.
+[[maybe_unused]] Ints4 nearest_integers(Floats4 numbers) {
+    const Floats4 shift = all_four(0x1.8p23F);
+    return __builtin_bit_cast(Ints4, numbers + shift) - __builtin_bit_cast(Ints4, shift);
+}
+
 }  // namespace
 }  // namespace thinwire::THINWIRE_TARGET
 

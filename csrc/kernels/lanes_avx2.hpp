@@ -11,7 +11,6 @@ namespace thinwire::THINWIRE_TARGET {
 namespace {
 
 constexpr int kWidth = 32;
-constexpr int kProductBits = 16;
 
 using Lanes = __m256i;
 using Floats = __m256;
@@ -36,6 +35,10 @@ Lanes all_words(int value) {
     return _mm256_set1_epi16(static_cast<std::int16_t>(value));
 }
 
+Lanes all_numbers(std::int32_t value) {
+    return _mm256_set1_epi32(value);
+}
+
 Floats all_floats(float value) {
     return _mm256_set1_ps(value);
 }
@@ -55,19 +58,9 @@ Lanes bytes_of(Lanes a, Lanes b) {
 
 // ------------------------------------------------------------------------------------------------ words and bytes
 
-template <int kBits>
-Lanes shift_words_left(Lanes a) {
-    return _mm256_slli_epi16(a, kBits);
-}
-
 // a * b / 2^15, rounded, halves upwards.
 Lanes rounded_products(Lanes a, Lanes b) {
     return _mm256_mulhrs_epi16(a, b);
-}
-
-// a * b / 2^kProductBits, rounded downwards.
-Lanes high_products(Lanes a, Lanes b) {
-    return _mm256_mulhi_epi16(a, b);
 }
 
 Lanes magnitudes_of_bytes(Lanes a) {
@@ -83,27 +76,26 @@ Lanes one_more_where_negative(int value, Lanes a) {
     return _mm256_sub_epi8(all_bytes(value), _mm256_cmpgt_epi8(zeros(), a));
 }
 
-// Codes in the high nibbles, rounded from sixteenths and bounded by saturation; the low nibbles are zeros.
-Lanes rounded_nibbles(Lanes sixteenths) {
-    return _mm256_and_si256(_mm256_adds_epi8(sixteenths, all_bytes(8)), all_bytes(0xf0));
-}
-
-// The magnitudes of codes that stand in high nibbles.
-Lanes magnitudes_of_nibbles(Lanes codes) {
-    return _mm256_srli_epi16(_mm256_abs_epi8(codes), 4);
+// Bytes between two numbers.
+Lanes limited_bytes(Lanes a, int least, int most) {
+    return _mm256_max_epi8(_mm256_min_epi8(a, all_bytes(most)), all_bytes(least));
 }
 
 // ------------------------------------------------------------------------------------------------ sums
 
-// Sums of products of bytes of which one is below 128, in 16 bits: as many steps as keep each below 2^16.
+// Sums of products of bytes of which one is below 128, in 16 bits: as many steps as keep each below 2^15.
 Lanes add_products(Lanes sums, Lanes a, Lanes b) {
     return _mm256_add_epi16(sums, _mm256_maddubs_epi16(a, b));
 }
 
-// Sums of 16 bits added to others of 32 bits.
+// Sums of 16 bits, each below 2^15, added to others of 32 bits.
 Lanes add_sums(Lanes total, Lanes sums) {
-    const Lanes even = _mm256_blend_epi16(sums, zeros(), 0xaa);
-    return _mm256_add_epi32(total, _mm256_add_epi32(even, _mm256_srli_epi32(sums, 16)));
+    return _mm256_add_epi32(total, _mm256_madd_epi16(sums, all_words(1)));
+}
+
+// Bytes added to sums of 32 bits.
+Lanes add_bytes(Lanes total, Lanes bytes) {
+    return _mm256_add_epi32(total, _mm256_sad_epu8(bytes, zeros()));
 }
 
 Lanes sum(Lanes a, Lanes b) {
@@ -130,35 +122,19 @@ Ints4 reduced(const Lanes (&lanes)[4]) {
 
 // ------------------------------------------------------------------------------------------------ sources
 
-// Of kWidth values those at even and those at odd positions, in whatever order is cheapest. Maxima and sums do not
-// mind; in_order and pairs_in_order tell who writes values.
-struct Halves {
-    Floats even[2];
-    Floats odd[2];
+// kWidth values in four parts, which rounded_words and bytes_of join in whatever order is cheapest; pairs of positions
+// 2i and 2i + 1 stay side by side. Maxima and sums do not mind; in_order and pairs_in_order tell who writes values.
+struct Parts {
+    Floats part[4];
 };
-
-Halves halves_of(const Floats (&values)[4]) {
-    Halves halves;
-    for (int i = 0; i < 2; ++i) {
-        halves.even[i] = _mm256_shuffle_ps(values[2 * i], values[2 * i + 1], 0x88);
-        halves.odd[i] = _mm256_shuffle_ps(values[2 * i], values[2 * i + 1], 0xdd);
-    }
-    return halves;
-}
-
-// Bytes of even positions, then of odd ones, in each 128 bits: the pairs side by side.
-Lanes pairs_of(Lanes bytes) {
-    return _mm256_shuffle_epi8(
-        bytes, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15)));
-}
 
 struct Float32 {
     static constexpr std::int64_t kBytes = 4;
 
-    static Halves load(const char* x) {
+    static Parts load(const char* x) {
         const auto* from = reinterpret_cast<const float*>(x);
-        return halves_of(
-            {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8), _mm256_loadu_ps(from + 16), _mm256_loadu_ps(from + 24)});
+        return {
+            {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8), _mm256_loadu_ps(from + 16), _mm256_loadu_ps(from + 24)}};
     }
 
     // Per 32-bit lane, the largest of the bits as signed and as unsigned integers.
@@ -172,12 +148,12 @@ struct Float32 {
         }
     }
 
-    static float widened(std::uint32_t bits) {
-        return value_of(bits);
+    static Floats4 widened(Ints4 bits) {
+        return __builtin_bit_cast(Floats4, bits);
     }
 
     static Lanes in_order(Lanes bytes) {
-        return _mm256_permutevar8x32_epi32(pairs_of(bytes), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+        return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
     }
 
     static Lanes pairs_in_order(Lanes bytes) {
@@ -214,38 +190,48 @@ protected:
 };
 
 struct BFloat16 : SixteenBits {
-    static Halves load(const char* x) {
-        Halves halves;
-        for (int i = 0; i < 2; ++i) {
-            const Lanes bits = load_lanes(x + 32 * i);
-            halves.even[i] = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
-            halves.odd[i] = _mm256_castsi256_ps(high_halves(bits));
-        }
-        return halves;
+    static Parts load(const char* x) {
+        const Lanes first = load_lanes(x);
+        const Lanes second = load_lanes(x + 32);
+        return {{lower(first), upper(first), lower(second), upper(second)}};
     }
 
-    static float widened(std::uint32_t bits) {
-        return value_of(bits);
+    static Floats4 widened(Ints4 bits) {
+        return __builtin_bit_cast(Floats4, bits);
     }
 
     static Lanes in_order(Lanes bytes) {
-        return _mm256_permute4x64_epi64(pairs_of(bytes), 0xd8);
+        return _mm256_permute4x64_epi64(bytes, 0xd8);
     }
 
     static Lanes pairs_in_order(Lanes bytes) {
         return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
     }
+
+private:
+    // The words of each 128 bits' lower or upper half, above zeros.
+    static Floats lower(Lanes bits) {
+        return _mm256_castsi256_ps(_mm256_unpacklo_epi16(zeros(), bits));
+    }
+
+    static Floats upper(Lanes bits) {
+        return _mm256_castsi256_ps(_mm256_unpackhi_epi16(zeros(), bits));
+    }
 };
 
 struct Float16 : SixteenBits {
-    static Halves load(const char* x) {
+    static Parts load(const char* x) {
         const auto* from = reinterpret_cast<const __m128i*>(x);
-        return halves_of({_mm256_cvtph_ps(_mm_loadu_si128(from)), _mm256_cvtph_ps(_mm_loadu_si128(from + 1)),
-                          _mm256_cvtph_ps(_mm_loadu_si128(from + 2)), _mm256_cvtph_ps(_mm_loadu_si128(from + 3))});
+        return {{_mm256_cvtph_ps(_mm_loadu_si128(from)), _mm256_cvtph_ps(_mm_loadu_si128(from + 1)),
+                 _mm256_cvtph_ps(_mm_loadu_si128(from + 2)), _mm256_cvtph_ps(_mm_loadu_si128(from + 3))}};
     }
 
-    static float widened(std::uint32_t bits) {
-        return float_of_fp16(static_cast<std::uint16_t>(bits >> 16));
+    static Floats4 widened(Ints4 bits) {
+        Floats4 values;
+        for (int i = 0; i < 4; ++i) {
+            values[i] = float_of_fp16(static_cast<std::uint16_t>(bits[i] >> 16));
+        }
+        return values;
     }
 
     static Lanes in_order(Lanes bytes) {
@@ -259,16 +245,17 @@ struct Float16 : SixteenBits {
 
 // ------------------------------------------------------------------------------------------------ nibbles
 
-// The pairs of two vectors of codes in high nibbles, which have the even positions of each 128 bits before the odd
-// ones.
-template <class Source>
-Lanes packed_nibbles(Lanes first, Lanes second) {
-    const Lanes even = _mm256_srli_epi16(_mm256_unpacklo_epi64(first, second), 4);
-    return Source::pairs_in_order(_mm256_or_si256(even, _mm256_unpackhi_epi64(first, second)));
-}
-
 Lanes low_nibbles(Lanes bytes) {
     return _mm256_and_si256(bytes, all_bytes(15));
+}
+
+// The pairs of two vectors of codes.
+template <class Source>
+Lanes packed_nibbles(Lanes first, Lanes second) {
+    const Lanes weights = all_words(0x1001);  // 1 for the even values, 16 for the odd ones
+    const Lanes low = _mm256_maddubs_epi16(low_nibbles(first), weights);
+    const Lanes high = _mm256_maddubs_epi16(low_nibbles(second), weights);
+    return Source::pairs_in_order(_mm256_packus_epi16(low, high));
 }
 
 Lanes high_nibbles(Lanes bytes) {

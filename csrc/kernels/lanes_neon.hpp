@@ -11,7 +11,6 @@ namespace thinwire::THINWIRE_TARGET {
 namespace {
 
 constexpr int kWidth = 16;
-constexpr int kProductBits = 15;
 
 using Lanes = uint8x16_t;
 using Floats = float32x4_t;
@@ -52,6 +51,10 @@ Lanes all_words(int value) {
     return lanes(vdupq_n_s16(static_cast<std::int16_t>(value)));
 }
 
+Lanes all_numbers(std::int32_t value) {
+    return vreinterpretq_u8_s32(vdupq_n_s32(value));
+}
+
 Floats all_floats(float value) {
     return vdupq_n_f32(value);
 }
@@ -71,19 +74,9 @@ Lanes bytes_of(Lanes a, Lanes b) {
 
 // ------------------------------------------------------------------------------------------------ words and bytes
 
-template <int kBits>
-Lanes shift_words_left(Lanes a) {
-    return lanes(vshlq_n_s16(words(a), kBits));
-}
-
 // a * b / 2^15, rounded, halves upwards.
 Lanes rounded_products(Lanes a, Lanes b) {
     return lanes(vqrdmulhq_s16(words(a), words(b)));
-}
-
-// a * b / 2^kProductBits, rounded downwards.
-Lanes high_products(Lanes a, Lanes b) {
-    return lanes(vqdmulhq_s16(words(a), words(b)));
 }
 
 Lanes magnitudes_of_bytes(Lanes a) {
@@ -99,27 +92,27 @@ Lanes one_more_where_negative(int value, Lanes a) {
     return vsraq_n_u8(all_bytes(value), a, 7);
 }
 
-// Codes in the high nibbles, rounded from sixteenths and bounded by saturation; the low nibbles are zeros.
-Lanes rounded_nibbles(Lanes sixteenths) {
-    return vandq_u8(lanes(vqaddq_s8(signed_bytes(sixteenths), vdupq_n_s8(8))), all_bytes(0xf0));
-}
-
-// The magnitudes of codes that stand in high nibbles.
-Lanes magnitudes_of_nibbles(Lanes codes) {
-    return vshrq_n_u8(magnitudes_of_bytes(codes), 4);
+// Bytes between two numbers.
+Lanes limited_bytes(Lanes a, int least, int most) {
+    return lanes(vmaxq_s8(vminq_s8(signed_bytes(a), signed_bytes(all_bytes(most))), signed_bytes(all_bytes(least))));
 }
 
 // ------------------------------------------------------------------------------------------------ sums
 
-// Sums of products of bytes of which one is below 128, in 16 bits: as many steps as keep each below 2^16.
+// Sums of products of bytes of which one is below 128, in 16 bits: as many steps as keep each below 2^15.
 Lanes add_products(Lanes sums, Lanes a, Lanes b) {
     const uint16x8_t low = vmlal_u8(vreinterpretq_u16_u8(sums), vget_low_u8(a), vget_low_u8(b));
     return vreinterpretq_u8_u16(vmlal_high_u8(low, a, b));
 }
 
-// Sums of 16 bits added to others of 32 bits.
+// Sums of 16 bits, each below 2^15, added to others of 32 bits.
 Lanes add_sums(Lanes total, Lanes sums) {
     return vreinterpretq_u8_u32(vpadalq_u16(vreinterpretq_u32_u8(total), vreinterpretq_u16_u8(sums)));
+}
+
+// Bytes added to sums of 32 bits.
+Lanes add_bytes(Lanes total, Lanes bytes) {
+    return vreinterpretq_u8_u32(vpadalq_u16(vreinterpretq_u32_u8(total), vpaddlq_u8(bytes)));
 }
 
 Lanes sum(Lanes a, Lanes b) {
@@ -159,25 +152,15 @@ Ints4 reduced(const Lanes (&lanes)[4]) {
 
 // ------------------------------------------------------------------------------------------------ sources
 
-// Of kWidth values those at even and those at odd positions, in their order. in_order and pairs_in_order are for
-// instruction sets on which another order is cheaper.
-struct Halves {
-    Floats even[2];
-    Floats odd[2];
+// kWidth values in four parts, in their order. in_order and pairs_in_order are for instruction sets on which another
+// order is cheaper.
+struct Parts {
+    Floats part[4];
 };
-
-Halves halves_of(const Floats (&values)[4]) {
-    Halves halves;
-    for (int i = 0; i < 2; ++i) {
-        halves.even[i] = vuzp1q_f32(values[2 * i], values[2 * i + 1]);
-        halves.odd[i] = vuzp2q_f32(values[2 * i], values[2 * i + 1]);
-    }
-    return halves;
-}
 
 struct AnySource {
     static Lanes in_order(Lanes bytes) {
-        return vzip1q_u8(bytes, vextq_u8(bytes, bytes, 8));
+        return bytes;
     }
 
     static Lanes pairs_in_order(Lanes bytes) {
@@ -188,8 +171,8 @@ struct AnySource {
 struct Float32 : AnySource {
     static constexpr std::int64_t kBytes = 4;
 
-    static Halves load(const char* x) {
-        return halves_of({four(x), four(x + 16), four(x + 32), four(x + 48)});
+    static Parts load(const char* x) {
+        return {{four(x), four(x + 16), four(x + 32), four(x + 48)}};
     }
 
     // Per 32-bit lane, the largest of the bits as signed and as unsigned integers.
@@ -203,8 +186,8 @@ struct Float32 : AnySource {
         }
     }
 
-    static float widened(std::uint32_t bits) {
-        return value_of(bits);
+    static Floats4 widened(Ints4 bits) {
+        return __builtin_bit_cast(Floats4, bits);
     }
 
 private:
@@ -242,40 +225,49 @@ protected:
 };
 
 struct BFloat16 : SixteenBits {
-    static Halves load(const char* x) {
-        Halves halves;
-        for (int i = 0; i < 2; ++i) {
-            const Lanes bits = load_lanes(x + 16 * i);
-            halves.even[i] = vreinterpretq_f32_u8(even(bits));
-            halves.odd[i] = vreinterpretq_f32_u8(odd(bits));
-        }
-        return halves;
+    static Parts load(const char* x) {
+        const uint16x8_t first = vreinterpretq_u16_u8(load_lanes(x));
+        const uint16x8_t second = vreinterpretq_u16_u8(load_lanes(x + 16));
+        return {{lower(first), upper(first), lower(second), upper(second)}};
     }
 
-    static float widened(std::uint32_t bits) {
-        return value_of(bits);
+    static Floats4 widened(Ints4 bits) {
+        return __builtin_bit_cast(Floats4, bits);
+    }
+
+private:
+    static Floats lower(uint16x8_t bits) {
+        return vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(bits), 16));
+    }
+
+    static Floats upper(uint16x8_t bits) {
+        return vreinterpretq_f32_u32(vshll_high_n_u16(bits, 16));
     }
 };
 
 struct Float16 : SixteenBits {
-    static Halves load(const char* x) {
+    static Parts load(const char* x) {
         const float16x8_t first = vreinterpretq_f16_u8(load_lanes(x));
         const float16x8_t second = vreinterpretq_f16_u8(load_lanes(x + 16));
-        return halves_of({vcvt_f32_f16(vget_low_f16(first)), vcvt_high_f32_f16(first),
-                          vcvt_f32_f16(vget_low_f16(second)), vcvt_high_f32_f16(second)});
+        return {{vcvt_f32_f16(vget_low_f16(first)), vcvt_high_f32_f16(first), vcvt_f32_f16(vget_low_f16(second)),
+                 vcvt_high_f32_f16(second)}};
     }
 
-    static float widened(std::uint32_t bits) {
-        return float_of_fp16(static_cast<std::uint16_t>(bits >> 16));
+    static Floats4 widened(Ints4 bits) {
+        Floats4 values;
+        for (int i = 0; i < 4; ++i) {
+            values[i] = float_of_fp16(static_cast<std::uint16_t>(bits[i] >> 16));
+        }
+        return values;
     }
 };
 
 // ------------------------------------------------------------------------------------------------ nibbles
 
-// The pairs of two vectors of codes in high nibbles, which have the even positions before the odd ones.
+// The pairs of two vectors of codes.
 template <class Source>
 Lanes packed_nibbles(Lanes first, Lanes second) {
-    return vsriq_n_u8(upper_halves(first, second), lower_halves(first, second), 4);
+    return vsliq_n_u8(vuzp1q_u8(first, second), vuzp2q_u8(first, second), 4);
 }
 
 Lanes low_nibbles(Lanes bytes) {

@@ -46,15 +46,32 @@ void prefetch_chunk(const char* values) {
 }
 
 // Four blocks of a multiple of 128 values side by side. With kBlock, which is then the blocks' size, loops are
-// unrolled; 0 is any size. To be called: load, search, write.
+// unrolled; 0 is any size. To be called: measure, round, search, write.
 template <class Source, std::int64_t kBlock>
 class FourBlocks {
 public:
     FourBlocks(const char* values, std::int64_t block) : values_(values), any_block_(block) {}
 
-    void load() {
+    void measure() {
         maxima_ = maxima_of<Source>(values_, block());
-        round_values();
+    }
+
+    void round() {
+        const __m512i fraction = _mm512_set1_epi16((1 << 15) / kSearch4.finer + 1);
+        for (int row = 0; row < 4; ++row) {
+            const __m512 factor = _mm512_set1_ps(-kSearch4.coarse * kSearch4.finer / maxima_.max[row]);
+            const std::int64_t end = (row + 1) * block();
+            for (std::int64_t done = row * block(); done < end; done += kChunk) {
+                const char* values = values_ + done * Source::kBytes;
+                prefetch_chunk<Source>(values + 8 * block() * Source::kBytes);
+                const Words words = rounded(Source::load(values), factor);
+                _mm512_store_si512(fine_ + done, _mm512_slli_epi16(words.even, 5));
+                _mm512_store_si512(fine_ + done + kChunk / 2, _mm512_slli_epi16(words.odd, 5));
+                const __m512i coarse = _mm512_packs_epi16(_mm512_mulhrs_epi16(words.even, fraction),
+                                                          _mm512_mulhrs_epi16(words.odd, fraction));
+                _mm512_store_si512(coarse_ + done, coarse);
+            }
+        }
     }
 
     // Of each block, the gain whose codes explain most.
@@ -101,24 +118,6 @@ private:
 
     std::int64_t block() const {
         return kBlock != 0 ? kBlock : any_block_;
-    }
-
-    void round_values() {
-        const __m512i fraction = _mm512_set1_epi16((1 << 15) / kSearch4.finer + 1);
-        for (int row = 0; row < 4; ++row) {
-            const __m512 factor = _mm512_set1_ps(-kSearch4.coarse * kSearch4.finer / maxima_.max[row]);
-            const std::int64_t end = (row + 1) * block();
-            for (std::int64_t done = row * block(); done < end; done += kChunk) {
-                const char* values = values_ + done * Source::kBytes;
-                prefetch_chunk<Source>(values + 8 * block() * Source::kBytes);
-                const Words words = rounded(Source::load(values), factor);
-                _mm512_store_si512(fine_ + done, _mm512_slli_epi16(words.even, 5));
-                _mm512_store_si512(fine_ + done + kChunk / 2, _mm512_slli_epi16(words.odd, 5));
-                const __m512i coarse = _mm512_packs_epi16(_mm512_mulhrs_epi16(words.even, fraction),
-                                                          _mm512_mulhrs_epi16(words.odd, fraction));
-                _mm512_store_si512(coarse_ + done, coarse);
-            }
-        }
     }
 
     __m128 middle_gains() const {

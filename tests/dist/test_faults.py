@@ -120,6 +120,35 @@ def test_ranks_end_with_a_launcher_that_is_killed(runs: Runs) -> None:
         time.sleep(0.05)
 
 
+COMPUTES = """
+import threading, time
+from thinwire.train.processes import server
+threading.Thread(target=server.called, args=(time.sleep, 600), daemon=True).start()
+time.sleep(600)
+"""
+
+
+def test_nothing_outlives_a_launcher_that_is_killed_while_it_looks_at_the_hardware() -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", COMPUTES], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    # The server, which has forked the process that computes.
+    while not (computing := [one for server in children(launcher.pid) for one in children(server)]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    left = [*children(launcher.pid), *computing]
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 60
+    while not all(map(ended, left)):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def children(process: int) -> list[int]:
+    """The processes that a process has started."""
+    return [int(word) for file in Path(f"/proc/{process}/task").glob("*/children") for word in file.read_text().split()]
+
+
 def address_space() -> int:
     """Bytes of address space of a process with the imports of a rank."""
     code = "import thinwire.train.worker; print(open('/proc/self/statm').read().split()[0])"
@@ -228,10 +257,10 @@ def test_a_run_may_go_on_without_a_checkpoint(runs: Runs) -> None:
 @contextlib.contextmanager
 def own_file_system(place: Path) -> Iterator[None]:
     """A file system on a loop device, which can be frozen."""
+    place.mkdir(parents=True)
     image = place.with_suffix(".img")
     with image.open("wb") as file:
         file.truncate(64 << 20)
-    place.mkdir(parents=True)
     for command in (("mkfs.ext4", "-q", "-F", str(image)), ("mount", "-o", "loop", str(image), str(place))):
         if subprocess.run(command, capture_output=True, check=False).returncode:
             pytest.skip("this user may not mount a file system")

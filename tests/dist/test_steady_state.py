@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import gc
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -13,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import thinwire as tw
 from thinwire.collectives import memory
+from thinwire.collectives.group import control
 from thinwire.program.timeline import COMPUTE, WAITING
 from thinwire.sharding.api import runtime
 from thinwire.testing import run_ranks
@@ -107,6 +111,52 @@ def allocations_of_shards(preset: str) -> dict[str, int]:
 def test_shards_of_all_units_share_one_allocation_of_their_kind() -> None:
     for counts in run_ranks(4, allocations_of_shards, "hpz"):
         assert counts == {"params": 1, "masters": 1, "secondary": 1, "gradients": 1, "units": DEPTH}
+
+
+HEAP = (
+    "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+)  # fmt: skip
+"""Fields of glibc's ``struct mallinfo2``."""
+
+
+class Heap(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_size_t) for name in HEAP)
+
+
+def heap_bytes() -> int:
+    """Bytes in use on the C heap, of which Python's objects are no part."""
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = Heap
+    gc.collect()
+    return int(libc.mallinfo2().uordblks)
+
+
+def growth_by_exchange(number: int) -> dict[str, int]:
+    """Bytes by which the heap grows while each kind of control exchange is made a number of times; the least of three
+    measurements, as threads allocate at any time."""
+    ranks = control()
+    kinds = {
+        "mean": lambda: ranks.all_reduce_mean([1.0, 2.0]),
+        "messages": lambda: ranks.all_gather_bytes(b"message"),
+        "barrier": ranks.barrier,
+    }
+    grown = {}
+    for name, exchange in kinds.items():
+        sizes = [heap_bytes()]
+        for _ in range(3):
+            for _ in range(number):
+                exchange()
+            sizes.append(heap_bytes())
+        grown[name] = min(after - before for before, after in itertools.pairwise(sizes))
+    return grown
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc counts the bytes of its heap")
+def test_control_exchanges_leave_nothing_behind() -> None:
+    number = 200
+    for grown in run_ranks(2, growth_by_exchange, number):
+        # torch's flight recorder keeps half a kilobyte and more of each of the last 2,000 collectives.
+        assert all(size < 32 * number for size in grown.values()), grown
 
 
 def spans_of_a_step(preset: str) -> list[tuple[str, str, float, float]]:

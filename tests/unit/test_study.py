@@ -68,7 +68,7 @@ def test_the_study_has_what_it_must_compare(study: LossStudy) -> None:
         "exact", "qwZ", "hpZ+qwZ", "qgZ", "zeropp", "zeropp-half", "basic", "thinwire",
         "thinwire-whole", "thinwire-no-feedback",
     ]  # fmt: skip
-    assert len(study.runs) == 30
+    assert len(study.runs) == 50
     assert [run.seed for run in study.runs[:10]] == [0] * 10
     assert study.runs[0].steps * 32 * 128 >= 3_000_000 > (study.runs[0].steps - 1) * 32 * 128
     plans = {run.arm: run.plan for run in study.runs}
@@ -161,9 +161,9 @@ ENDS = {"exact": 3.0, "zeropp": 3.03, "thinwire": 3.003, "basic": None}
 def test_arms_are_compared_seed_by_seed(study: LossStudy) -> None:
     made = [curve(run, None if (end := ENDS.get(run.arm, 3.1)) is None else end + run.seed / 10) for run in study.runs]
     by_arm = {outcome.arm: outcome for outcome in outcomes(study.spec, made)}
-    assert by_arm["thinwire"].mean == pytest.approx(3.103)
-    assert by_arm["thinwire"].spread == pytest.approx(0.2)
-    assert by_arm["thinwire"].mean_excess == pytest.approx((0.3 / 3 + 0.3 / 3.1 + 0.3 / 3.2) / 3)
+    assert by_arm["thinwire"].mean == pytest.approx(3.203)
+    assert by_arm["thinwire"].spread == pytest.approx(0.4)
+    assert by_arm["thinwire"].mean_excess == pytest.approx(sum(0.3 / (3 + seed / 10) for seed in range(5)) / 5)
     assert by_arm["basic"].mean is None
     assert [verdict.reached for verdict in verdicts(study.spec, list(by_arm.values()))] == [True, True]
     assert missing_note(list(by_arm.values())) is None
@@ -174,10 +174,10 @@ def test_arms_are_compared_seed_by_seed(study: LossStudy) -> None:
 def test_missing_runs_are_reported(study: LossStudy, tmp_path: Path) -> None:
     made = [curve(run, 3.0) for run in study.runs if (run.arm, run.seed) != ("thinwire", 2)]
     results = outcomes(study.spec, made)
-    assert missing_note(results) == "1 of 30 runs are missing: thinwire with seed 2"
+    assert missing_note(results) == "1 of 50 runs are missing: thinwire with seed 2"
     assert [verdict.reached for verdict in verdicts(study.spec, results)] == [None, None]
-    assert "**1 of 30 runs are missing: thinwire with seed 2.**" in markdown(study, made, results)
-    assert json.loads(json.dumps(plain(study.spec, results)))["missing"].startswith("1 of 30")
+    assert "**1 of 50 runs are missing: thinwire with seed 2.**" in markdown(study, made, results)
+    assert json.loads(json.dumps(plain(study.spec, results)))["missing"].startswith("1 of 50")
     draw(study.spec, made, results, tmp_path / "study.png")
     assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
 

@@ -35,7 +35,7 @@ from thinwire.collectives.patience import STORE_PATIENCE, within_patience
 from thinwire.collectives.rendezvous import Rendezvous
 from thinwire.collectives.rollcall import MeetingPlace, RollCall
 from thinwire.collectives.torch_groups import named_group
-from thinwire.collectives.transport import NCCL, agree_on_transport, gpu_of
+from thinwire.collectives.transport import NCCL, agree_on_transport, forgo_flight_recorder, gpu_of
 from thinwire.errors import CollectiveError, MismatchError, UsageError
 from thinwire.program import Kind, Lane, Scope
 from thinwire.program.stages import Stage
@@ -121,6 +121,7 @@ def init(
         backend = NCCL
     if _shelter is not None:
         backend = _sheltered(backend)
+    forgo_flight_recorder()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import os
 from collections.abc import Sequence
 
 import torch
@@ -16,11 +17,14 @@ import torch.distributed as dist
 
 from thinwire.errors import UsageError
 
-__all__ = ["agree_on_transport", "choose_transport", "gpu_of"]
+__all__ = ["agree_on_transport", "choose_transport", "forgo_flight_recorder", "gpu_of"]
 
 log = logging.getLogger("thinwire")
 
 GLOO, NCCL = "gloo", "cpu:gloo,cuda:nccl"
+
+_FLIGHT_RECORDS = "TORCH_FR_BUFFER_SIZE"
+"""Number of collectives that torch's flight recorder keeps; 2,000 by default."""
 
 
 def gpu_of(device: torch.device) -> str:
@@ -65,6 +69,16 @@ def agree_on_transport(store: dist.Store, rank: int, world: int, gpu: str, timeo
     if warning and rank == 0:
         log.warning(warning)
     return str(backend)
+
+
+def forgo_flight_recorder() -> None:
+    """Let torch keep no record of each collective, unless the user asks for records or this process may use NCCL.
+
+    Records take about a kilobyte each and a Python traceback's time. Only NCCL writes them out when ranks hang; under
+    gloo, the roll call says where ranks wait. Call it before the first collective of the process.
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault(_FLIGHT_RECORDS, "0")
 
 
 def choose_transport(gpus: Sequence[str]) -> tuple[str, str, str]:

@@ -7,15 +7,10 @@ nothing, because the terminal shows rank 0's progress.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import datetime
 import json
-import multiprocessing
 import os
-import signal
-import sys
-import threading
 import time
 import traceback
 import warnings
@@ -36,9 +31,6 @@ from thinwire.train.loop import Result, train_rank
 
 _LAST_WORDS: Final = 8192
 """Bytes reserved for the file in which a rank reports the cause of its failure."""
-
-_SET_DEATH_SIGNAL: Final = 1
-"""``PR_SET_PDEATHSIG`` of Linux."""
 
 
 def train(run: ResolvedRun, *, launched: bool) -> Result:
@@ -130,7 +122,6 @@ def be_rank(run: ResolvedRun, *, resume: bool) -> int:
     Returns:
         Exit status.
     """
-    _end_with_launcher()
     _name_process(f"rank {os.environ['RANK']}")
     _reserve()
     warnings.simplefilter("ignore")  # torch's own, once per rank; errors are ours to report
@@ -140,21 +131,6 @@ def be_rank(run: ResolvedRun, *, resume: bool) -> int:
     except Exception:
         return 1
     return 0
-
-
-def _end_with_launcher() -> None:
-    """Kill this process when its launcher is gone: the launcher's lock on the run's directory is then gone too. The
-    kernel does it if the server that forked this process is gone, of which the launcher has no other way to learn."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None
-
-    def watch() -> None:
-        launcher.join()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True, name="watch launcher").start()
 
 
 def _name_process(name: str) -> None:

@@ -1,11 +1,16 @@
-"""A campaign: many trials by one seed, with a log from which it goes on."""
+"""A campaign: many trials by one seed, with a log from which it goes on.
+
+The trial that comes next is the one that adds most to what has happened so far: runs, sources of data, and kinds of
+incident to presets, to codecs, to schedules and in the lab. Once all trials are through, they come again with other
+incidents.
+"""
 
 from __future__ import annotations
 
 import json
 import random
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +19,7 @@ from thinwire_bench.chaos.incidents import CABLED, INCIDENTS, MOUNTED
 from thinwire_bench.chaos.setups import make_corpus, setups
 from thinwire_bench.chaos.trial import CampaignSettings, Trial, TrialVerdict, conduct
 
-__all__ = ["campaign", "make_trials", "read_log"]
+__all__ = ["campaign", "make_trials", "next_trial", "read_log"]
 
 _QUICK: Final = (
     "a rank is killed", "two ranks are killed", "a rank is paused", "all are paused",
@@ -29,7 +34,9 @@ _CUTS: Final = (CABLED[0], CABLED[1], CABLED[0])
 """Incidents of a run in a lab, in some order."""
 
 
-def make_trials(seed: int, *, mounts: bool, cables: bool, chosen: Collection[str] | None = None) -> list[Trial]:
+def make_trials(
+    seed: int, *, mounts: bool, cables: bool, chosen: Collection[str] | None = None, turn: int = 0
+) -> list[Trial]:
     """The trials of a campaign. Every kind of incident comes in its turn; the seed decides to whom and when.
 
     Args:
@@ -37,8 +44,9 @@ def make_trials(seed: int, *, mounts: bool, cables: bool, chosen: Collection[str
         mounts: Whether file systems can be mounted; otherwise disks stay as they are.
         cables: Whether there are labs; otherwise no link is cut.
         chosen: Names of runs to keep; all by default. What happens to a run does not depend on it.
+        turn: How often the campaign has gone through all trials before.
     """
-    chance = random.Random(seed)
+    chance = random.Random(f"{seed}/{turn}" if turn else seed)
     quick = _Deck(_QUICK, chance)
     slow = _Deck(
         [kind for kind in INCIDENTS if kind not in (*CABLED, *_QUICK) and (mounts or kind not in MOUNTED)], chance
@@ -47,12 +55,11 @@ def make_trials(seed: int, *, mounts: bool, cables: bool, chosen: Collection[str
     for setup in setups():
         drawn = [*(quick.draw() for _ in range(_QUICK_ONES)), *(slow.draw() for _ in range(_SLOW_ONES))]
         chance.shuffle(drawn)
-        trials.append(Trial(setup, tuple(drawn), chance.randrange(2**32)))
-        cut = Trial(setup, tuple(chance.sample(_CUTS, len(_CUTS))), chance.randrange(2**32), cabled=True)
+        trials.append(Trial(setup, tuple(drawn), chance.randrange(2**32), turn=turn))
+        cut = Trial(setup, tuple(chance.sample(_CUTS, len(_CUTS))), chance.randrange(2**32), cabled=True, turn=turn)
         trials += [cut] if setup.group == "preset" else []
     kept = [trial for trial in trials if chosen is None or trial.setup.name in chosen]
-    # Links are cut last: a lab takes its time.
-    return sorted((trial for trial in kept if cables or not trial.cabled), key=lambda trial: trial.cabled)
+    return [trial for trial in kept if cables or not trial.cabled]
 
 
 class _Deck:
@@ -73,8 +80,31 @@ class _Deck:
         return self._left.pop()
 
 
+def next_trial(trials: Sequence[Trial], verdicts: Iterable[TrialVerdict]) -> Trial | None:
+    """The trial that adds most to what has happened for the number of its incidents, which take the time; the first of
+    equals, and ``None`` if all have been conducted."""
+    known = list(verdicts)
+    done, happened = {verdict.trial for verdict in known}, set[tuple[str, ...]]()
+    for verdict in known:
+        kinds = [incident.kind for incident in verdict.incidents if incident.step is not None]
+        happened |= _aspects(verdict.run, verdict.group, verdict.source, kinds)
+    left = [trial for trial in trials if trial.name not in done]
+    return max(left, key=lambda trial: len(_aspects_of(trial) - happened) / len(trial.kinds), default=None)
+
+
+def _aspects_of(trial: Trial) -> set[tuple[str, ...]]:
+    return _aspects(trial.setup.name, trial.setup.group, trial.setup.source, trial.kinds)
+
+
+def _aspects(run: str, group: str, source: str, kinds: Iterable[str]) -> set[tuple[str, ...]]:
+    """What a trial covers."""
+    of_kinds = {("kind", group, kind) for kind in kinds}
+    cut = {("cut", run)} if any(kind in CABLED for _, _, kind in of_kinds) else {("run", run)}
+    return {("source", group, source), *cut, *of_kinds}
+
+
 def campaign(
-    trials: Sequence[Trial],
+    turns: Callable[[int], Sequence[Trial]],
     settings: CampaignSettings,
     log: Path,
     *,
@@ -82,10 +112,10 @@ def campaign(
     minutes: float,
     report: Callable[[str], None],
 ) -> list[TrialVerdict]:
-    """Conduct the trials that the log lacks, until time is over.
+    """Conduct trials that the log lacks, until time is over.
 
     Args:
-        trials: All trials of the campaign.
+        turns: All trials of a turn by its number; see :func:`make_trials`.
         settings: Of the campaign.
         log: One JSON object a line: the seed, then verdicts.
         seed: The campaign's; a log of another is refused.
@@ -96,24 +126,30 @@ def campaign(
         All verdicts so far.
     """
     verdicts = read_log(log, seed)
-    done = {verdict.trial for verdict in verdicts}
     make_corpus(settings.corpus)
-    began = time.monotonic()
-    for trial in trials:
-        if trial.name in done:
+    began, turn = time.monotonic(), 0
+    while time.monotonic() - began < 60 * minutes:
+        trial = next_trial(turns(turn), verdicts)
+        if trial is None:
+            turn += 1
             continue
-        if time.monotonic() - began > 60 * minutes:
-            report(f"{len(verdicts)} of {len(trials)} trials after {minutes:g} minutes; the same command continues")
-            break
         report(f"{trial.name}: {trial.setup.source}, {', '.join(trial.kinds)}")
         verdict = conduct(trial, settings, report)
         verdicts.append(verdict)
-        if not log.exists():
-            log.write_text(json.dumps({"seed": seed}) + "\n", encoding="utf-8")
-        with log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(verdict.to_dict()) + "\n")
-        report(f"{trial.name}: {'equal' if verdict.equal else f'UNEQUAL: {verdict.about}'}, {verdict.seconds:.0f} s")
+        _append(log, verdict, seed)
+        outcome = "equal" if verdict.equal else f"UNEQUAL: {verdict.about}"
+        report(f"{trial.name}: {outcome}, {verdict.seconds:.0f} s")
+    done, trials = {verdict.trial for verdict in verdicts}, turns(turn)
+    through = sum(trial.name in done for trial in trials)
+    report(f"{through} of {len(trials)} trials of turn {turn + 1} are through; the same command continues")
     return verdicts
+
+
+def _append(log: Path, verdict: TrialVerdict, seed: int) -> None:
+    if not log.exists():
+        log.write_text(json.dumps({"seed": seed}) + "\n", encoding="utf-8")
+    with log.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(verdict.to_dict()) + "\n")
 
 
 def read_log(log: Path, seed: int | None = None) -> list[TrialVerdict]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import functools
 import os
 import shutil
 import subprocess
@@ -24,6 +26,9 @@ _UNIT: Final = 4096
 
 _FILLER: Final = "filler"
 
+_CLONE_NEWNS: Final = 0x00020000
+"""A mount namespace of one's own, in Linux's ``unshare``."""
+
 
 def can_mount() -> bool:
     """Whether this user may mount file systems, and the machine has loop devices."""
@@ -32,6 +37,9 @@ def can_mount() -> bool:
 
 class Disk:
     """An ext4 file system on a loop device, whose blocks are a file; or a plain directory where nothing can be mounted.
+
+    It is mounted for this process and those that it starts. Whatever ends them, SIGKILL included, unmounts it, and the
+    loop device goes with the mount.
 
     Args:
         path: Where it is mounted; its image lies beside it.
@@ -110,25 +118,34 @@ class Disk:
         return " ".join(words[4:8]), (place / "inflight").read_text()
 
     def _mount(self) -> None:
+        _leave_mounts()
         self._device = _call("losetup", "--find", "--show", str(self._image)).strip()
         try:
             _call("mount", "-t", "ext4", self._device, str(self.path))
-        except BaseException:
-            self._detach()
-            raise
+        finally:
+            # A device that is mounted goes with its mount, and another at once.
+            _call("losetup", "--detach", self._device)
 
     def _unmount(self) -> None:
         for _ in range(_TRIES):
             with contextlib.suppress(UsageError):
                 _call("umount", str(self.path))
-                break
+                return
             time.sleep(0.05)  # a process that was killed may still be leaving
-        self._detach()
+        raise UsageError(f"{self.path} is still in use")
 
-    def _detach(self) -> None:
-        if self._device is not None:
-            _call("losetup", "--detach", self._device)
-            self._device = None
+
+@functools.cache
+def _leave_mounts() -> None:
+    """Let this process have mounts of its own, which nobody else sees and which end with it and those it starts.
+
+    Raises:
+        UsageError: It may not.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS):
+        raise UsageError(f"no file system can be mounted: {os.strerror(ctypes.get_errno())}")
+    _call("mount", "--make-rslave", "/")
 
 
 def _call(*command: str) -> str:

@@ -137,7 +137,7 @@ def _kill_all(scene: Scene) -> None:
 def _kill_in_save(scene: Scene) -> None:
     checkpoints = scene.run.directory / "checkpoints"
     if not scene.run.wait_for(lambda: any(checkpoints.glob(".tmp-*")), scene.longest):
-        scene.detail = "no save came"
+        scene.faults.append(("hang", f"no save within {scene.longest:.0f} s"))
         return
     time.sleep(scene.chance.uniform(0, 0.05))
     scene.crash()
@@ -246,9 +246,10 @@ def _damage(how: Callable[[Path, random.Random], str]) -> Callable[[Scene], None
     """The newest checkpoint is damaged: the run must refuse it in a sentence. It is then restored, or moved away."""
 
     def strike(scene: Scene) -> None:
+        scene.run.wait_for(lambda: bool(scene.run.checkpoints()), scene.longest)
         scene.crash()
         if not (known := scene.run.checkpoints()):
-            scene.detail = "no checkpoint to damage"
+            scene.faults.append(("hang", f"no checkpoint within {scene.longest:.0f} s"))
             return
         newest, kept = known[-1], scene.run.log.with_name("kept")
         shutil.rmtree(kept, ignore_errors=True)

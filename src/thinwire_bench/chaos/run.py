@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -24,6 +25,12 @@ _LONGEST_STEP: Final = 2.0
 """Seconds between two looks from which on this process must have been stopped, as a busy machine may do."""
 
 _HIDDEN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "THINWIRE_OUT")
+
+_SET_DEATH_SIGNAL: Final = 1
+"""``PR_SET_PDEATHSIG`` of Linux."""
+
+_PRCTL: Final = ctypes.CDLL(None).prctl
+"""Looked up here: a child that has just been forked must not."""
 
 _CLEARED: Final = 30.0
 """Seconds within which all processes of a run whose launcher is gone must be gone too."""
@@ -137,7 +144,7 @@ class DisturbedRun:
             self._begin = log.tell()
             self._process = subprocess.Popen(
                 [*self.command, *arguments], env=dict(self.variables), stdin=subprocess.PIPE, stdout=log, stderr=log,
-                start_new_session=True,
+                start_new_session=True, preexec_fn=_end_with_parent,
             )  # fmt: skip
 
     def tell(self, line: str) -> None:
@@ -216,6 +223,11 @@ class DisturbedRun:
                 return True
         send(left, signal.SIGKILL)
         return False
+
+
+def _end_with_parent() -> None:
+    """Let the kernel kill this process once the one that started it is gone, so that none outlives a campaign."""
+    _PRCTL(_SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def send(processes: Iterable[int], number: signal.Signals) -> None:

@@ -31,6 +31,7 @@ kind = "{kind}"
 layers = {layers}
 hidden = 32
 heads = 2
+{experts}
 [data]
 {data}
 [train]
@@ -66,6 +67,7 @@ class SmallRun:
         local: Ranks of a node.
         kind: Kind of the model.
         layers: Blocks of the model.
+        experts: Experts of a block; ``None`` for one feed-forward.
     """
 
     name: str
@@ -76,6 +78,7 @@ class SmallRun:
     local: int = 2
     kind: str = "llama"
     layers: int = 2
+    experts: int | None = None
 
     def recipe(self, corpus: Path, *, timeout: float, steps: int = STEPS) -> str:
         """The recipe as TOML.
@@ -90,6 +93,7 @@ class SmallRun:
             plan=_inline(dict(self.plan)),
             kind=self.kind,
             layers=self.layers,
+            experts="" if self.experts is None else f"experts = {self.experts}\nactive_experts = 2",
             data="\n".join(f"{key} = {_inline(value)}" for key, value in keys.items()),
             steps=steps,
             every=SAVE_EVERY,
@@ -190,6 +194,7 @@ _CODECS: Final[Mapping[str, Mapping[str, Any]]] = {
     "mpc": {"policy": "mzhybrid"},
     "hybrid": {"policy": "hybrid"},
     "difference": {"spread": "int4:256", "spread_difference": True, "dp": "int8:64"},
+    "exp3": {"gather": "exp3", "dp": "exp3"},
 }
 """The wire of a setup by its name."""
 
@@ -197,12 +202,15 @@ _SCHEDULES: Final[Mapping[str, Mapping[str, Any]]] = {
     "pipeline-1f1b": {"pp": 2},
     "pipeline-interleaved": {"pp": 2, "schedule": "interleaved"},
     "tensor": {"tp": 2},
+    "context": {"cp": 2},
+    "experts": {"ep": 2},
     "codec-for-half": {"wire": {"dp": "int4:64", "error_feedback": True, "schedule": 0.5}},
     "chunks": {"bucket_chunks": 2, "bucket_bytes": 16384},
     "recomputed": {"recompute": True, "overlap": {"input_gradient": True}},
     "no-overlap": {"overlap": {"gather": False, "reduce": False, "sync": False, "spread": False}},
     "float16": {"compute_dtype": "float16"},
     "islands-by-stretch": {"preset": "islands", "islands": {"every": 4, "schedule": [{"after": 0.5, "every": 8}]}},
+    "islands-top-k": {"preset": "islands", "islands": {"every": 4, "codec": "topk:1/8,int2", "error_feedback": True}},
 }
 """Keys of a plan by a setup's name."""
 
@@ -222,7 +230,7 @@ def setups() -> list[SmallRun]:
         made.append(SmallRun(name, "codec", plan, sources[len(made) % len(sources)], nodes=2, local=1))
     for name, keys in _SCHEDULES.items():
         plan = {"preset": "zero1", "compute_dtype": "float32", **keys}
-        apart = "pp" in keys or "tp" in keys
+        apart = any(axis in keys for axis in ("pp", "tp", "cp", "ep"))
         made.append(
             SmallRun(
                 name,
@@ -233,6 +241,7 @@ def setups() -> list[SmallRun]:
                 local=2 if apart else 1,
                 kind="gpt" if name == "chunks" else "llama",
                 layers=4 if apart else 2,
+                experts=4 if "ep" in keys else None,
             )
         )
     return made

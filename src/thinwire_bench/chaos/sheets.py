@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from thinwire.report import Sheet
 from thinwire_bench.chaos.incidents import INCIDENTS
+from thinwire_bench.chaos.setups import SOURCES
 from thinwire_bench.chaos.trial import Incident, TrialVerdict
 
 __all__ = ["FAULTS", "campaign_sheets", "faultless"]
@@ -19,22 +20,16 @@ _TITLES: Final = ("lost", "unequal", "tracebacks", "hangs", "wrong ends")
 
 
 def campaign_sheets(verdicts: Sequence[TrialVerdict]) -> list[Sheet]:
-    """Incidents by kind, and by run. An unequal run counts for each of its incidents, as any may be the cause."""
+    """Incidents by kind, by run and by source of data.
+
+    An unequal run counts for each of its incidents, as any may be the cause.
+    """
     happened = [(verdict, one) for verdict in verdicts for one in verdict.incidents if one.step is not None]
-    by_kind = [
-        [kind, *_counts([(verdict, one) for verdict, one in happened if one.kind == kind])]
-        for kind in INCIDENTS
-        if any(one.kind == kind for _, one in happened)
-    ]
-    runs = dict.fromkeys(verdict.trial.removesuffix("-cabled") for verdict in sorted(verdicts, key=_group))
-    by_run = [
-        [name, *_counts([(verdict, one) for verdict, one in happened if verdict.trial.removesuffix("-cabled") == name])]
-        for name in runs
-    ]
-    total = ["**all**", *_counts(happened)]
+    runs = dict.fromkeys(verdict.run for verdict in sorted(verdicts, key=_group))
     return [
-        Sheet("Incidents by kind", ("incident", "number", *_TITLES), 1, [*by_kind, total]),
-        Sheet("Incidents by run", ("run", "number", *_TITLES), 1, [*by_run, total]),
+        _sheet("kind", "incident", INCIDENTS, happened, lambda _, one: one.kind),
+        _sheet("run", "run", runs, happened, lambda verdict, _: verdict.run),
+        _sheet("source of data", "source", SOURCES, happened, lambda verdict, _: verdict.source),
     ]
 
 
@@ -45,6 +40,19 @@ def faultless(verdicts: Sequence[TrialVerdict]) -> bool:
 
 def _group(verdict: TrialVerdict) -> int:
     return ("preset", "codec", "schedule").index(verdict.group)
+
+
+def _sheet(
+    by: str,
+    column: str,
+    names: Iterable[str],
+    happened: Sequence[tuple[TrialVerdict, Incident]],
+    name_of: Callable[[TrialVerdict, Incident], str],
+) -> Sheet:
+    """A row for each name under which something happened, and one for all."""
+    under = {name: [pair for pair in happened if name_of(*pair) == name] for name in names}
+    rows = [[name, *_counts(pairs)] for name, pairs in under.items() if pairs]
+    return Sheet(f"Incidents by {by}", (column, "number", *_TITLES), 1, [*rows, ["**all**", *_counts(happened)]])
 
 
 def _counts(happened: Sequence[tuple[TrialVerdict, Incident]]) -> list[str]:

@@ -59,17 +59,19 @@ class Trial:
         kinds: Incidents in order, by name.
         seed: Of everything that is drawn.
         cabled: Whether it runs in a lab, under no launcher.
+        turn: How often the campaign has gone through all trials before.
     """
 
     setup: SmallRun
     kinds: tuple[str, ...]
     seed: int
     cabled: bool = False
+    turn: int = 0
 
     @property
     def name(self) -> str:
         """Unique within a campaign."""
-        return f"{self.setup.name}{'-cabled' if self.cabled else ''}"
+        return f"{self.setup.name}{'-cabled' if self.cabled else ''}{f'-{self.turn + 1}' if self.turn else ''}"
 
 
 @dataclass
@@ -97,7 +99,9 @@ class TrialVerdict:
 
     Attributes:
         trial: Its name.
+        run: Name of the run.
         group: ``preset``, ``codec`` or ``schedule``.
+        source: Where the run's tokens came from.
         incidents: In order.
         equal: Whether losses, gradient norms, validation losses and the last checkpoint are those of the undisturbed
             run, to the last digit.
@@ -106,7 +110,9 @@ class TrialVerdict:
     """
 
     trial: str
+    run: str
     group: str
+    source: str
     incidents: list[Incident]
     equal: bool
     about: str
@@ -157,7 +163,8 @@ def conduct(trial: Trial, settings: CampaignSettings, report: Callable[[str], No
         finally:
             if run.running:
                 run.kill_all()
-    verdict = TrialVerdict(trial.name, trial.setup.group, incidents, not about, about, time.monotonic() - began)
+    setup, seconds = trial.setup, time.monotonic() - began
+    verdict = TrialVerdict(trial.name, setup.name, setup.group, setup.source, incidents, not about, about, seconds)
     if verdict.equal and not any(incident.faults for incident in incidents):
         shutil.rmtree(place, ignore_errors=True)
     return verdict

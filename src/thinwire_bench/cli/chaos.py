@@ -39,6 +39,7 @@ def chaos(options: ChaosOptions) -> None:
     """Disturb small runs of every preset, codec, schedule and source, and compare them with undisturbed ones.
 
     As root, runs write to a small file system of their own, which fills up and loses power, and links of a lab are cut.
+    What has not happened yet comes first.
 
     [bold]Examples[/bold]
 
@@ -75,10 +76,17 @@ def _conducted(options: ChaosOptions) -> list[TrialVerdict]:
         progress("disks do not fill up and lose no power: that takes root, loop devices and mkfs.ext4")
     if not cables:
         progress("no link is cut: this user cannot make a lab (see thinwire doctor)")
-    trials = make_trials(options.seed, mounts=mounts, cables=cables, chosen=_chosen(options.runs))
+    chosen = _chosen(options.runs)
     settings = CampaignSettings(options.work.resolve(), options.timeout, options.patience, mounts)
     options.log.parent.mkdir(parents=True, exist_ok=True)
-    return campaign(trials, settings, options.log, seed=options.seed, minutes=options.minutes, report=progress)
+    return campaign(
+        lambda turn: make_trials(options.seed, mounts=mounts, cables=cables, chosen=chosen, turn=turn),
+        settings,
+        options.log,
+        seed=options.seed,
+        minutes=options.minutes,
+        report=progress,
+    )
 
 
 def _chosen(names: str) -> list[str] | None:

@@ -14,7 +14,7 @@ from thinwire.cli.options import expand_options
 from thinwire_bench.cli.shared import JsonPath, Page, insert_into, markdown, progress, show, write_results
 
 if TYPE_CHECKING:
-    from thinwire_bench.study.chaos import ChaosRun, ChaosSettings
+    from thinwire_bench.study.islands_chaos import ChaosRun, ChaosSettings
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def islands_chaos(options: IslandsChaosOptions) -> None:
         from thinwire.errors import UsageError
         from thinwire.extras import require
         from thinwire.units import parse_bandwidth
-        from thinwire_bench.study.chaos import ChaosSettings, chaos, sheets
+        from thinwire_bench.study.islands_chaos import ChaosSettings, chaos, sheets
 
         require("islands", "thinwire bench islands-chaos")
         settings = ChaosSettings(
@@ -90,7 +90,7 @@ def _kept(path: Path | None, settings: ChaosSettings) -> list[ChaosRun]:
         UsageError: They had other settings.
     """
     from thinwire.errors import UsageError
-    from thinwire_bench.study.chaos import ChaosRun
+    from thinwire_bench.study.islands_chaos import ChaosRun
 
     if path is None or not path.exists():
         return []

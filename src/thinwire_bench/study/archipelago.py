@@ -167,7 +167,7 @@ class Archipelago:
         own = ["--island", str(island), "--pace", str(self.settings.pace), "--lighthouse", self._beacon]
         files = {"recipe": "recipe.toml", "out": f"island-{island}-{life}", "log": f"island-{island}.jsonl"}
         paths = [text for name, file in files.items() for text in (f"--{name}", str(self.directory / file))]
-        command = [sys.executable, "-m", "thinwire_bench.study.chaos_island", *own, *paths]
+        command = [sys.executable, "-m", "thinwire_bench.study.islands_chaos_job", *own, *paths]
         self._processes[island] = self._run(island, command, f"island-{island}.out")
 
     def suffer(self, fault: Fault, seconds: float) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Final
 from thinwire.errors import Room
 from thinwire.train.environment import num_cores
 from thinwire.train.launching.resolved import ResolvedRun
-from thinwire.train.processes.server import leave_session, start
+from thinwire.train.processes.server import end_with_launcher, leave_session, start
 
 __all__ = ["Failure", "RankExit", "cause", "run_ranks"]
 
@@ -130,6 +130,7 @@ def cause(failures: Mapping[int, RankExit]) -> Failure:
 def _rank(environment: Mapping[str, str], log: Path | None, run: ResolvedRun, resume: bool) -> None:
     """Be a rank, in a process that the server has forked."""
     leave_session()
+    end_with_launcher()
     os.environ.clear()
     os.environ.update(environment)
     if log is not None:

@@ -9,23 +9,31 @@ never asks a GPU, because neither threads nor CUDA survive a fork.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from thinwire.train.environment import Demand, Hardware, hardware
 
-__all__ = ["begin_imports", "found_hardware", "leave_session", "start"]
+__all__ = ["begin_imports", "called", "end_with_launcher", "found_hardware", "leave_session", "start"]
+
+T = TypeVar("T")
 
 _SERVED: Final = multiprocessing.get_context("forkserver")
 
 _FOR_LAUNCHER: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that a terminal or a batch system sends to the whole group of processes; the launcher answers for all."""
+
+_SET_DEATH_SIGNAL: Final = 1
+"""``PR_SET_PDEATHSIG`` of Linux."""
 
 _BEFORE_IMPORTS: Final = {
     # More threads would start with the libraries, and be lost in a fork. A rank sets its own number.
@@ -52,9 +60,19 @@ def found_hardware(demand: Demand) -> Hardware:
     Raises:
         UsageError: The user chose CUDA, and torch finds no CUDA device.
     """
+    return called(hardware, demand)
+
+
+def called(function: Callable[..., T], *arguments: Any) -> T:
+    """What a function returns in a process of its own, which ends with this one.
+
+    Args:
+        function: The function, which is pickled by its name.
+        *arguments: Its arguments, which are pickled.
+    """
     begin_imports()
-    with ProcessPoolExecutor(1, mp_context=_SERVED) as pool:
-        return pool.submit(hardware, demand).result()
+    with ProcessPoolExecutor(1, mp_context=_SERVED, initializer=end_with_launcher) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def start(name: str, target: Callable[..., None], *arguments: Any) -> BaseProcess:
@@ -81,6 +99,22 @@ def leave_session() -> None:
     for number in _FOR_LAUNCHER:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_LAUNCHER)
+
+
+def end_with_launcher() -> None:
+    """Kill the calling process when its launcher is gone: the launcher's lock on the run's directory is then gone too.
+    The kernel does it if the server that forked this process is gone, of which the launcher has no other way to
+    learn."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+
+    def watch() -> None:
+        launcher.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="watch launcher").start()
 
 
 @contextlib.contextmanager

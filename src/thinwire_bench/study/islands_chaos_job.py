@@ -1,4 +1,4 @@
-"""One elastic island of a chaos run, a job of its own: ``python -m thinwire_bench.study.chaos_island``.
+"""One elastic island of a chaos run, a job of its own: ``python -m thinwire_bench.study.islands_chaos_job``.
 
 It trains as ``thinwire train`` does, by its trainer, with steps that take as long as a clock says: islands that share
 the cores of one machine would otherwise become faster when one of them is gone. SIGUSR1 makes it five times slower,

@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 from thinwire.errors import UsageError
 from thinwire.report import Sheet
 from thinwire_bench.study.archipelago import STARTING, Archipelago, ChaosSettings, Fault
-from thinwire_bench.study.chaos_island import SLOWER
+from thinwire_bench.study.islands_chaos_job import SLOWER
 
 __all__ = ["ChaosResult", "ChaosRun", "ChaosSettings", "chaos", "sheets"]
 
