@@ -75,6 +75,7 @@ def islands_chaos(options: IslandsChaosOptions) -> None:
                 raise UsageError(f"{work} exists already; remove it, or name another directory with --work")
             runs.append(chaos(replace(settings, seed=seed), work, progress))
             if options.json_path is not None:
+                options.json_path.parent.mkdir(parents=True, exist_ok=True)
                 content = {"settings": asdict(settings), "runs": [asdict(run) for run in runs]}
                 write_results(options.json_path, content)
         tables = sheets(settings, runs)
