@@ -235,12 +235,12 @@ def test_islands_planned_for_a_loss_budget_come_and_go(tmp_path: Path) -> None:
     times = {"every": EVERY, "timeout": TIMEOUT, "patience": 20.0}
     with sea(tmp_path, plan.with_(islands=times)) as islands:
         for number in range(plan.num_islands):
-            islands.start(number, steps=30 * EVERY)
+            islands.start(number, steps=100 * EVERY, pace=0.05)
         islands.wait_for(0, 6)
         islands.signal(1, signal.SIGKILL)
         islands.wait_for(0, len(islands.exchanges(0)) + 4)
-        islands.start(1, steps=30 * EVERY)
-        islands.join()
+        islands.start(1, steps=100 * EVERY, pace=0.05)
+        islands.join(120.0)
         islands.assert_alike()
         assert max(islands.longest_stall(number) for number in range(plan.num_islands) if number != 1) < BOUND
         assert [e for e in islands.exchanges(1)[1:] if e.source is not None], "it has not fetched"
