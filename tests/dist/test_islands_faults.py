@@ -16,13 +16,16 @@ from typing import Any
 import pytest
 import torch
 from tests.dist.parity import batches, build, loss_of
+from tests.unit.test_plan_islands import LAW
+from tests.unit.test_plan_islands import job as slow_links
 
 import thinwire as tw
 from thinwire.collectives import group
 from thinwire.errors import CollectiveError, MismatchError, UsageError
+from thinwire.plan import island_plans
 from thinwire.sharding.islands.elastic import Exchanged
 from thinwire.sharding.islands.lighthouse import serve
-from thinwire.testing.ranks import _context
+from thinwire.testing.ranks import _context, free_port
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="needs torchft")
 
@@ -35,19 +38,21 @@ BOUND = 20.0
 EVERY = 4
 
 
-def plan_of(count: int = 3, **islands: Any) -> tw.Plan:
-    plan = tw.Plan.preset("zero1", nodes=1, local=1, compute_dtype="float32")
+def plan_of(count: int = 3, local: int = 1, preset: str = "zero1", **islands: Any) -> tw.Plan:
+    plan = tw.Plan.preset(preset, nodes=1, local=local, compute_dtype="float32")
     settings = {"count": count, "every": EVERY, "elastic": True, "timeout": TIMEOUT, "patience": 20.0, **islands}
     return plan.with_(islands=settings)
 
 
-def island(number: int, lighthouse: str, toml: str, steps: int, pace: float, log: str) -> None:
-    """Train as one island, a job of its own, and note each exchange and each loss in a file of lines of JSON."""
-    for name in ("RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)
+def island(number: int, lighthouse: str, toml: str, steps: int, pace: float, log: str, rank: int, port: int) -> None:
+    """Train as a rank of one island, a job of its own, and note each exchange and each loss in a file of lines of
+    JSON; of several ranks, the first notes them."""
+    plan = tw.Plan.from_toml(toml)
+    job = {"RANK": rank, "WORLD_SIZE": plan.world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in job.items()})
     torch.set_num_threads(1)
     group.init()
-    plan = tw.Plan.from_toml(toml)
+    log = log if rank == 0 else os.devnull
     model = tw.shard(build(seed=0), plan)
     optimizer = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
     data = batches(plan.data_ranks, 1, 50)
@@ -55,7 +60,7 @@ def island(number: int, lighthouse: str, toml: str, steps: int, pace: float, log
         try:
             tw.enter_islands(model, optimizer, island=number, lighthouse=lighthouse)
             while (step := tw.num_steps(model)) < steps:
-                loss = loss_of(model, data[step % 50][0, number])
+                loss = loss_of(model, data[step % 50][0, number * plan.world + rank])
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -73,12 +78,17 @@ class Islands:
     def __init__(self, directory: Path, lighthouse: str, plan: tw.Plan) -> None:
         self.directory, self.lighthouse, self.plan = directory, lighthouse, plan
         self.processes: dict[int, Any] = {}
+        """The first rank of each island."""
+        self.others: dict[int, list[Any]] = {}
+        """Its other ranks."""
 
     def start(self, number: int, *, steps: int, pace: float = 0.02, plan: tw.Plan | None = None) -> None:
-        toml = (plan or self.plan).to_toml()
-        arguments = (number, self.lighthouse, toml, steps, pace, str(self.log(number)))
-        self.processes[number] = _context().Process(target=island, args=arguments)
-        self.processes[number].start()
+        plan, port = plan or self.plan, free_port()
+        arguments = (number, self.lighthouse, plan.to_toml(), steps, pace, str(self.log(number)))
+        ranks = [_context().Process(target=island, args=(*arguments, rank, port)) for rank in range(plan.world)]
+        self.processes[number], *self.others[number] = ranks
+        for process in ranks:
+            process.start()
 
     def log(self, number: int) -> Path:
         return self.directory / f"island-{number}.jsonl"
@@ -93,7 +103,8 @@ class Islands:
         return [Exchanged(**entry) for line in self.lines(number) for entry in line["exchanges"]]
 
     def signal(self, number: int, what: signal.Signals) -> None:
-        os.kill(self.processes[number].pid, what)
+        for process in (self.processes[number], *self.others[number]):
+            os.kill(process.pid, what)
 
     def wait_for(self, number: int, exchanges: int, seconds: float = 60.0) -> None:
         """Wait until an island has made so many exchanges."""
@@ -131,7 +142,7 @@ def sea(directory: Path, plan: tw.Plan) -> Iterator[Islands]:
     try:
         yield islands
     finally:
-        for process in islands.processes.values():
+        for process in (*islands.processes.values(), *itertools.chain(*islands.others.values())):
             process.kill()
             process.join()
         server.shutdown()
@@ -160,6 +171,44 @@ def test_an_island_is_killed_and_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_an_island_of_several_ranks_is_killed_and_comes_back(preset: str, tmp_path: Path) -> None:
+    """Each rank fetches from the rank of the same position, and has the shares that this one has."""
+    with sea(tmp_path, plan_of(2, 2, preset, codec="int4:256", error_feedback=True)) as islands:
+        steps = 60 * EVERY
+        for number in range(2):
+            islands.start(number, steps=steps)
+        islands.wait_for(0, 6, 120.0)
+        islands.signal(1, signal.SIGKILL)
+        islands.wait_for(0, len(islands.exchanges(0)) + 4)
+        islands.start(1, steps=steps)
+        islands.join(120.0)
+        islands.assert_alike()
+        assert islands.longest_stall(0) < BOUND
+        parties = [set(exchanged.islands) for exchanged in islands.exchanges(0)]
+        first = parties.index({0, 1})
+        alone = parties.index({0}, first)
+        assert {0, 1} in parties[alone:], "the one that came back never took part again"
+        assert [e.source for e in islands.exchanges(1)[1:] if e.source is not None] == [0]
+
+
+@pytest.mark.slow
+def test_an_island_that_loses_a_rank_ends_and_the_others_go_on(tmp_path: Path) -> None:
+    with sea(tmp_path, plan_of(2, 2)) as islands:
+        for number in range(2):
+            islands.start(number, steps=60 * EVERY)
+        islands.wait_for(0, 6, 120.0)
+        islands.others[1][0].kill()
+        islands.wait_for(0, len(islands.exchanges(0)) + 4)
+        islands.processes[1].join(BOUND)
+        assert islands.processes[1].exitcode is not None, "it waits for a rank that is gone"
+        islands.join(120.0)
+        islands.assert_alike()
+        assert islands.longest_stall(0) < BOUND
+        assert list(islands.exchanges(0)[-1].islands) == [0]
+
+
+@pytest.mark.slow
 def test_an_island_that_is_stopped_is_left_out_and_fetches(tmp_path: Path) -> None:
     """As one that is cut off: its connections stay, and nothing comes through them."""
     with sea(tmp_path, plan_of()) as islands:
@@ -175,6 +224,26 @@ def test_an_island_that_is_stopped_is_left_out_and_fetches(tmp_path: Path) -> No
         assert {0, 2} in [set(exchanged.islands) for exchanged in islands.exchanges(0)]
         assert [e for e in islands.exchanges(1)[1:] if e.source is not None], "it has not fetched"
         assert set(islands.exchanges(1)[-1].islands) == {0, 1, 2}
+
+
+@pytest.mark.slow
+def test_islands_planned_for_a_loss_budget_come_and_go(tmp_path: Path) -> None:
+    """What ``thinwire plan --loss-budget --elastic-islands`` writes, with exchanges that a short test sees."""
+    (planned, *_) = island_plans(slow_links("a100-80g:4x1"), 0.8, LAW, elastic=True)
+    plan = planned.candidate.plan.with_(compute_dtype="float32", micro_batch=2, micro_batches=1)
+    assert plan.is_elastic
+    times = {"every": EVERY, "timeout": TIMEOUT, "patience": 20.0}
+    with sea(tmp_path, plan.with_(islands=times)) as islands:
+        for number in range(plan.num_islands):
+            islands.start(number, steps=100 * EVERY, pace=0.05)
+        islands.wait_for(0, 6)
+        islands.signal(1, signal.SIGKILL)
+        islands.wait_for(0, len(islands.exchanges(0)) + 4)
+        islands.start(1, steps=100 * EVERY, pace=0.05)
+        islands.join(120.0)
+        islands.assert_alike()
+        assert max(islands.longest_stall(number) for number in range(plan.num_islands) if number != 1) < BOUND
+        assert [e for e in islands.exchanges(1)[1:] if e.source is not None], "it has not fetched"
 
 
 @pytest.mark.slow

@@ -400,6 +400,22 @@ def test_arms_branch_from_a_trunk(tmp_path: Path) -> None:
     other = LossStudy.read(tmp_path / "study.toml", {"trunk": 0.25})
     with pytest.raises(UsageError, match=r"another way.*trunk"):
         curves.read([run for run in other.runs if run.arm != "exact"])
+    curves.path(next(run for run in study.runs if run.arm == "islands")).unlink()
+    elsewhere = Queue(study, curves, tmp_path / "elsewhere", Console(quiet=True))
+    assert elsewhere.run()
+    assert not (tmp_path / "elsewhere/exact-seed0").exists(), "the trunk is beside the results"
+    again = next(one for one in curves.read(study.runs) if one.arm == "islands")
+    assert again == made["islands"]
+
+
+def test_runs_from_two_trunks_are_not_compared(study: LossStudy, tmp_path: Path) -> None:
+    curves = Curves(tmp_path)
+    runs = [run for run in study.runs if run.arm == "islands-32" and run.seed < 2]
+    for run, checksum in zip(runs, ("one", "other"), strict=True):
+        dataclasses.replace(curve(run, {512: 3.0}), trunk_checksum=checksum).save(curves.path(run))
+        assert len(curves.read([run])) == 1
+    with pytest.raises(UsageError, match="2 different trunks of seed 0"):
+        curves.read(runs)
 
 
 @needs_torchft

@@ -17,6 +17,7 @@ from thinwire.cost import NominalRates
 from thinwire.errors import SpecError, UsageError
 from thinwire.plan import LossLaw, TrainingJob, candidate, island_plans, parse_budget, search
 from thinwire.spec import ClusterSpec, ModelSpec
+from thinwire.spec.islands import Islands
 from thinwire_bench.study.arms import LossStudy
 from thinwire_bench.study.curves import Curves
 from thinwire_bench.study.islands_law import _fit, _left_out, fitted
@@ -84,6 +85,31 @@ def test_islands_stay_within_the_budget_and_use_it() -> None:
         }
         # Priced as any plan is.
         assert plan.candidate.seconds == pytest.approx(candidate(slow, plan.candidate.plan).seconds)
+
+
+def test_elastic_islands_are_priced_like_others_and_have_no_delay() -> None:
+    slow = job()
+    plain = {(plan.islands.count, plan.way.name): plan for plan in island_plans(slow, 0.8, LAW)}
+    plans = island_plans(slow, 0.8, LAW, elastic=True)
+    assert {plan.way.name for plan in plans} == {"exact", "4bit"}, "streaming has a delay"
+    for plan in plans:
+        other = plain[plan.islands.count, plan.way.name]
+        assert plan.islands == other.islands.with_(elastic=True)
+        assert plan.candidate.plan.with_(islands={"elastic": False}) == other.candidate.plan
+        assert plan.candidate.seconds == other.candidate.seconds
+    best = search(slow, top=1).candidates[0]
+    assert "Each island is a job of its own" in " ".join(sentences(slow, plans, best, LAW))
+    with pytest.raises(SpecError, match=r"\(exact\); raise the budget"):
+        island_plans(slow, 0.01, LAW, elastic=True)
+
+
+def test_plans_have_the_outer_optimizer_of_the_studys_arms() -> None:
+    mean, nesterov = {"name": "sgd", "lr": 1.0, "momentum": 0.0}, {"name": "nesterov", "lr": 1.0, "momentum": 0.5}
+    law = LAW.with_(outers=[{"every": 8, "optimizer": mean}, {"every": 32, "optimizer": nesterov}])
+    assert [law.outer_at(every).momentum for every in (4, 8, 16, 32, 128)] == [0.0, 0.0, 0.0, 0.5, 0.5]
+    for plan in island_plans(job(), 0.8, law):
+        assert plan.islands.outer == law.outer_at(plan.islands.every)
+    assert LAW.outer_at(8) == Islands(count=2).outer, "a law without any leaves the default"
 
 
 def test_a_larger_budget_never_takes_longer() -> None:

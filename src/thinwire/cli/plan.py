@@ -126,6 +126,13 @@ class PlanOptions:
             show_default=False,
         ),
     ] = None
+    elastic_islands: Annotated[
+        bool,
+        typer.Option(
+            "--elastic-islands",
+            help="With --loss-budget: plan islands that may vanish and come back, each a job of its own.",
+        ),
+    ] = False
     rent: RentOptions = NO_RENT
     peer: EmitOptions = NOTHING_EMITTED
     clip: Annotated[bool, typer.Option(help="Clip gradients by their norm.")] = True
@@ -236,6 +243,11 @@ def _check(options: PlanOptions) -> None:
         )
     if options.loss_budget is not None:
         _check_budget(options)
+    elif options.elastic_islands:
+        raise UsageError(
+            "--elastic-islands has no meaning without --loss-budget, which plans islands: state the loss that you "
+            "would give, such as --loss-budget 2%, or leave it out"
+        )
     if options.objective == "amsp" and (options.tp, options.pp) != (None, None):
         raise UsageError(
             "--tp and --pp have no meaning with --objective amsp, which knows data-parallel ranks only; leave them "
@@ -453,7 +465,7 @@ def _with_islands(
     from thinwire.cli.plan_islands import faster, islands_json, show_islands
 
     budget, law, best = planner.parse_budget(options.loss_budget or ""), planner.LossLaw.known(), searched.candidates[0]
-    plans = planner.island_plans(job, budget, law, searched.simulations)
+    plans = planner.island_plans(job, budget, law, searched.simulations, elastic=options.elastic_islands)
     show_islands(job, plans, best, law, budget, console)
     chosen = faster(job, plans, best)
     return best.plan if chosen is None else chosen.candidate.plan, islands_json(job, plans, best, law, budget)

@@ -49,6 +49,11 @@ def sentences(job: TrainingJob, plans: Sequence[IslandPlan], best: Candidate, la
         return [*made, "No plan with islands fits into memory."]
     if faster(job, plans, best) is None:
         return [*made, "No plan with islands is faster than the first plan: do not use them here."]
+    if plans[0].islands.elastic:
+        made.append(
+            "Each island is a job of its own. Steps and losses are those while all islands are there: the study has no "
+            "absent ones. Start `thinwire lighthouse`, and each island with --island and --lighthouse."
+        )
     if plans[0].islands.every == law.every[1]:
         made.append(f"The study ends at every = {law.every[1]}, so rarer exchanges are not tried.")
     return made

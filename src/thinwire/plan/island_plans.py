@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from thinwire.errors import SpecError
 from thinwire.plan.candidates import Candidate
@@ -43,7 +43,7 @@ class IslandPlan:
 
 
 def island_plans(
-    job: TrainingJob, budget: float, law: LossLaw, simulations: Simulations | None = None
+    job: TrainingJob, budget: float, law: LossLaw, simulations: Simulations | None = None, *, elastic: bool = False
 ) -> list[IslandPlan]:
     """The fastest plans with islands whose loss stays within a budget, by the law and its error.
 
@@ -55,6 +55,7 @@ def island_plans(
         budget: Percent of the loss.
         law: The loss law.
         simulations: What is known of earlier searches for the same model.
+        elastic: Whether islands may vanish and come back. They exchange without a delay then.
 
     Returns:
         Plans that fit into memory, fastest first. Empty if none does.
@@ -64,18 +65,22 @@ def island_plans(
             budget.
     """
     counts = _counts(job, law)
-    choices = [choice for count in counts for choice in _within(law, count, budget)]
+    ways = [way for way in law.ways if not (elastic and way.islands.get("delay"))]
+    choices = [choice for count in counts for choice in _within(law, ways, count, budget)]
     if not choices:
-        raise SpecError("--loss-budget", [_least(law, counts, budget)])
+        raise SpecError("--loss-budget", [_least(law, ways, counts, budget)])
     simulations = simulations or Simulations()
     insides = {count: _insides(job, count, simulations) for count in {count for count, _, _ in choices}}
     made = []
     for count, every, way in choices:
-        islands = {"count": count, "every": every, **way.islands}
+        outer = law.outer_at(every).to_dict()
+        islands = {"count": count, "every": every, "outer": outer, **way.islands}
         priced = (simulations.candidate(job, plan.with_(islands=islands)) for plan in insides[count])
         candidate = next((one for one in priced if one.fits), None)  # what islands keep needs memory, too
         if candidate is not None:
-            made.append(IslandPlan(candidate, way, law.percent(count, every, way)))
+            # Elastic islands send the same while all are there, so the same price is theirs.
+            plan = candidate.plan.with_(islands={"elastic": elastic})
+            made.append(IslandPlan(replace(candidate, plan=plan), way, law.percent(count, every, way)))
     return sorted(made, key=lambda plan: (plan.candidate.seconds, plan.percent))
 
 
@@ -94,9 +99,11 @@ def _counts(job: TrainingJob, law: LossLaw) -> list[int]:
     return counts
 
 
-def _within(law: LossLaw, count: int, budget: float) -> Iterator[tuple[int, int, ExchangeWay]]:
+def _within(
+    law: LossLaw, ways: Sequence[ExchangeWay], count: int, budget: float
+) -> Iterator[tuple[int, int, ExchangeWay]]:
     """Of each way to exchange, the most inner steps whose loss stays within the budget."""
-    for way in law.ways:
+    for way in ways:
         rarest = max((every for every in _steps(law) if _bound(law, count, every, way) <= budget), default=None)
         if rarest is not None:
             yield count, rarest, way
@@ -112,14 +119,14 @@ def _steps(law: LossLaw) -> list[int]:
     return [1 << power for power in range(most.bit_length()) if fewest <= 1 << power <= most]
 
 
-def _least(law: LossLaw, counts: list[int], budget: float) -> str:
+def _least(law: LossLaw, ways: Sequence[ExchangeWay], counts: list[int], budget: float) -> str:
     """Why no islands stay within the budget."""
     bound, count, every, way = min(
         (
             (_bound(law, count, every, way), count, every, way)
             for count in counts
             for every in _steps(law)
-            for way in law.ways
+            for way in ways
         ),
         key=lambda found: found[0],
     )

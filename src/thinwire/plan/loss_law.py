@@ -12,6 +12,7 @@ from pydantic import Field
 
 from thinwire.errors import SpecError
 from thinwire.spec.base import Count, Positive, Spec
+from thinwire.spec.islands import OuterOptimizer
 
 __all__ = ["LAW_FILE", "ExchangeWay", "LossLaw", "parse_budget"]
 
@@ -23,8 +24,15 @@ class ExchangeWay(Spec):
     """A way to exchange, as an arm of the study used it."""
 
     name: str = Field(description="for tables")
-    islands: dict[str, Any] = Field(description="keys of a plan's islands table, without count and every")
+    islands: dict[str, Any] = Field(description="keys of a plan's islands table, without count, every and outer")
     percent: float = Field(description="loss above that of the exact exchange with as many islands and steps")
+
+
+class StudiedOuter(Spec):
+    """The outer optimizer of the study's arms with as many inner steps."""
+
+    every: Count = Field(description="inner steps from one exchange to the next")
+    optimizer: OuterOptimizer = Field(description="keys of a plan's islands.outer")
 
 
 class LossLaw(Spec):
@@ -41,6 +49,9 @@ class LossLaw(Spec):
     seeds: Count = Field(description="fewest of an arm")
     islands: tuple[Count, Count] = Field(description="fewest and most islands of the study")
     every: tuple[Count, Count] = Field(description="fewest and most inner steps of the study")
+    outers: tuple[StudiedOuter, ...] = Field(
+        default=(), description="outer optimizers of the study, by ascending every; without any, plans have the default"
+    )
     base: float = Field(description="percent, see the law")
     slope: float = Field(description="percent for every doubling of H, see the law")
     left_out: Positive = Field(description="root mean square error in percent for a run that the fit has not seen")
@@ -59,6 +70,15 @@ class LossLaw(Spec):
     def covers(self, count: int, every: int) -> bool:
         """Whether the study had as many islands and steps, or fewer and more."""
         return self.islands[0] <= count <= self.islands[1] and self.every[0] <= every <= self.every[1]
+
+    def outer_at(self, every: int) -> OuterOptimizer:
+        """The outer optimizer for as many inner steps: that of the study's arms with at most as many.
+
+        Momentum that suits rare exchanges makes too long steps where exchanges are frequent, so the next smaller
+        number decides.
+        """
+        known = [outer for outer in self.outers if outer.every <= every] or list(self.outers[:1])
+        return known[-1].optimizer if known else OuterOptimizer()
 
     def percent(self, count: int, every: int, way: ExchangeWay) -> float:
         """Loss above synchronous training.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import json
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from thinwire.cli.errors import explained
 from thinwire.cli.options import expand_options
 from thinwire_bench.cli.shared import JsonPath, Page, insert_into, markdown, progress, show, write_results
+
+if TYPE_CHECKING:
+    from thinwire_bench.study.islands_chaos import ChaosRun, ChaosSettings
 
 
 @dataclass(frozen=True)
@@ -25,8 +29,11 @@ class IslandsChaosOptions:
     codec: Annotated[str, typer.Option(help="Codec of the changes.")] = "int4:256"
     bandwidth: Annotated[str, typer.Option(metavar="RATE", help="Bandwidth of each island's link.")] = "50mbit"
     wait: Annotated[float, typer.Option(min=0.0, help="Longest wait for a late island, in seconds.")] = 1.0
-    seed: Annotated[int, typer.Option(help="Seed of the faults.")] = 0
-    work: Annotated[Path, typer.Option(metavar="DIR", help="Directory for recipes and logs; must be new.")] = Path(
+    runs: Annotated[
+        int, typer.Option(min=1, help="Such runs, one after another; those that --json holds already are not repeated.")
+    ] = 1
+    seed: Annotated[int, typer.Option(help="Seed of the faults of the first run; each further run has the next.")] = 0
+    work: Annotated[Path, typer.Option(metavar="DIR", help="Directory for recipes and logs.")] = Path(
         "runs/islands-chaos"
     )
     json_path: JsonPath = None
@@ -41,7 +48,7 @@ def islands_chaos(options: IslandsChaosOptions) -> None:
 
       thinwire bench islands-chaos --json docs/results/islands/chaos.json --page docs/islands-study.md
 
-      thinwire bench islands-chaos --minutes 5 --faults 12 --work runs/brief-chaos
+      thinwire bench islands-chaos --minutes 10 --faults 22 --runs 3 --json chaos.json
     """
     with explained():
         from thinwire.errors import UsageError
@@ -50,8 +57,6 @@ def islands_chaos(options: IslandsChaosOptions) -> None:
         from thinwire_bench.study.islands_chaos import ChaosSettings, chaos, sheets
 
         require("islands", "thinwire bench islands-chaos")
-        if options.work.exists():
-            raise UsageError(f"--work {options.work} exists already; remove it, or name another directory")
         settings = ChaosSettings(
             minutes=options.minutes,
             faults=options.faults,
@@ -63,11 +68,34 @@ def islands_chaos(options: IslandsChaosOptions) -> None:
             wait=options.wait,
             seed=options.seed,
         )
-        calm, stormy, faults = chaos(settings, options.work.absolute(), progress)
-        tables = sheets(settings, calm, stormy, faults)
+        runs = _kept(options.json_path, settings)
+        for seed in range(options.seed + len(runs), options.seed + options.runs):
+            work = options.work.absolute() / f"seed{seed}"
+            if work.exists():
+                raise UsageError(f"{work} exists already; remove it, or name another directory with --work")
+            runs.append(chaos(replace(settings, seed=seed), work, progress))
+            if options.json_path is not None:
+                options.json_path.parent.mkdir(parents=True, exist_ok=True)
+                content = {"settings": asdict(settings), "runs": [asdict(run) for run in runs]}
+                write_results(options.json_path, content)
+        tables = sheets(settings, runs)
         show(tables)
-        if options.json_path is not None:
-            content = {"settings": asdict(settings), "calm": asdict(calm), "chaos": asdict(stormy)}
-            write_results(options.json_path, {**content, "faults": [asdict(fault) for fault in faults]})
         if options.page is not None:
             insert_into(options.page, markdown(tables), "thinwire bench islands-chaos --page")
+
+
+def _kept(path: Path | None, settings: ChaosSettings) -> list[ChaosRun]:
+    """The runs that a file of results holds already.
+
+    Raises:
+        UsageError: They had other settings.
+    """
+    from thinwire.errors import UsageError
+    from thinwire_bench.study.islands_chaos import ChaosRun
+
+    if path is None or not path.exists():
+        return []
+    table = json.loads(path.read_text(encoding="utf-8"))
+    if table.get("settings") != asdict(settings):
+        raise UsageError(f"--json {path} holds runs with other settings; remove it, or name another file")
+    return [ChaosRun.of(run) for run in table["runs"]]

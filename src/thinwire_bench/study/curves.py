@@ -37,6 +37,7 @@ class Curve:
         loop: What trained it; None for ``thinwire train``.
         trunk_steps: Steps that it has in common with the baseline's run of its seed; of others, records begin after it.
         trunk_seed: The seed of that run; None for the run itself, and without a trunk.
+        trunk_checksum: SHA-256 of the trunk's checkpoint; None without a trunk.
     """
 
     arm: str
@@ -50,6 +51,7 @@ class Curve:
     loop: Mapping[str, Any] | None = None
     trunk_steps: int = 0
     trunk_seed: int | None = None
+    trunk_checksum: str | None = None
 
     @property
     def made_of(self) -> dict[str, Any]:
@@ -146,7 +148,8 @@ class Curves:
             Those of `runs` that have finished, in that order.
 
         Raises:
-            UsageError: a file is of another recipe than its run's, or two were made with different tokens.
+            UsageError: a file is of another recipe than its run's, or two were made with different tokens, or from
+                different trunks of one seed.
         """
         curves = []
         for run in runs:
@@ -160,6 +163,7 @@ class Curves:
                 )
             curves.append(curve)
         self._check_tokens(curves)
+        self._check_trunks(curves)
         return curves
 
     def _check_tokens(self, curves: Sequence[Curve]) -> None:
@@ -169,6 +173,19 @@ class Curves:
                 f"the runs in {self.directory} were made with {len(made)} different sets of tokens (another machine's "
                 "text or tokenizer); a study needs one: choose another --results"
             )
+
+    def _check_trunks(self, curves: Sequence[Curve]) -> None:
+        trunks: dict[int, set[str | None]] = {}
+        for curve in (curve for curve in curves if curve.trunk_steps):
+            seed = curve.seed if curve.trunk_seed is None else curve.trunk_seed
+            trunks.setdefault(seed, set()).add(curve.trunk_checksum)
+        for seed, checksums in trunks.items():
+            if len(checksums) > 1:
+                raise UsageError(
+                    f"the runs in {self.directory} start from {len(checksums)} different trunks of seed {seed}, which "
+                    "machines that round differently have trained; a study needs one: delete the runs of one of them, "
+                    "or choose another --results"
+                )
 
 
 def made_of(run: StudyRun) -> dict[str, Any]:

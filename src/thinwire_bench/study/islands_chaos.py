@@ -7,128 +7,28 @@ and continued, and made five times slower, one or two at a time.
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import random
-import re
-import signal
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, Self
+from typing import Any, Final, Self
 
 from thinwire.errors import UsageError
-from thinwire.lab import Lab, LabSpec
 from thinwire.report import Sheet
+from thinwire_bench.study.archipelago import STARTING, Archipelago, ChaosSettings, Fault
 from thinwire_bench.study.islands_chaos_job import SLOWER
 
-__all__ = ["ChaosResult", "Fault", "ChaosSettings", "chaos", "sheets"]
+__all__ = ["ChaosResult", "ChaosRun", "ChaosSettings", "chaos", "sheets"]
 
 KINDS: Final = ("kill", "cut", "stop", "slow")
 GOAL_THROUGHPUT: Final = 0.95
 GOAL_STALL: Final = 30.0
 
-_RECIPE: Final = """
-[plan]
-preset = "zero1"
-compute_dtype = "float32"
-[plan.islands]
-count = {islands}
-every = {every}
-codec = "{codec}"
-error_feedback = {feedback}
-elastic = true
-timeout = {timeout}
-patience = 300
-[model]
-layers = 2
-hidden = 64
-heads = 2
-ffn = 176
-vocab = 1024
-[data]
-source = "stdlib"
-vocab = 1024
-[train]
-steps = {steps}
-seq = 64
-micro_batch = 4
-global_batch = {batch}
-validation_samples = 128
-log_every = 1
-tensorboard = false
-[optimizer]
-lr = 3e-3
-warmup = 40
-weight_decay = 0.1
-[cluster]
-nodes = 1
-nproc = 1
-device = "cpu"
-"""
-
-_LIGHTHOUSE_PORT: Final = 29_510
-_STARTING: Final = 1800.0
-"""Seconds that all islands may take to meet for the first time."""
-
-
-@dataclass(frozen=True)
-class ChaosSettings:
-    """A chaos run.
-
-    Attributes:
-        minutes: Minutes of steps, without faults.
-        faults: Number of faults in that time, evenly spread.
-        islands: Number of islands.
-        pace: Seconds of a step.
-        every: Steps from one exchange to the next.
-        codec: Codec of the changes.
-        bandwidth: Bandwidth of each island's link in bits per second.
-        wait: Longest wait for a late island, in seconds.
-        silence: Seconds after which a silent island is gone.
-        timeout: Longest wait for a message of an exchange, in seconds.
-        seed: Seed of the faults.
-    """
-
-    minutes: float
-    faults: int
-    islands: int = 4
-    pace: float = 0.5
-    every: int = 8
-    codec: str = "int4:256"
-    bandwidth: float = 50e6
-    wait: float = 1.0
-    silence: float = 2.0
-    timeout: float = 5.0
-    seed: int = 0
-
-    @property
-    def steps(self) -> int:
-        """Steps of the run, whole cycles of exchanges."""
-        return max(1, round(60 * self.minutes / self.pace / self.every)) * self.every
-
-
-@dataclass
-class Fault:
-    """What happened to an island.
-
-    Attributes:
-        kind: One of :data:`KINDS`.
-        island: Number of the island.
-        begin: Time, in seconds since 1970.
-        end: Time at which the cause was gone, or the island was started again.
-    """
-
-    kind: str
-    island: int
-    begin: float
-    end: float = 0.0
+_LINGERING: Final = 30.0
+"""Seconds that islands have for their last steps once another one has made them."""
 
 
 @dataclass(frozen=True)
@@ -154,166 +54,50 @@ class ChaosResult:
     unequal: int
 
 
-@dataclass
-class Archipelago:
-    """Islands in a lab of their own, one on each host, and the lighthouse on one more.
+@dataclass(frozen=True)
+class ChaosRun:
+    """Islands with faults beside islands without any.
 
     Attributes:
-        directory: Directory of recipe and logs.
-        settings: The run.
-        faults: What has happened.
+        seed: Seed of the faults.
+        calm: Without faults.
+        chaos: With faults.
+        faults: The faults.
     """
 
-    directory: Path
-    settings: ChaosSettings
-    faults: list[Fault] = field(default_factory=list)
-    _stack: ExitStack = field(default_factory=ExitStack)
-    _processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
-    _lives: dict[int, int] = field(default_factory=dict)
+    seed: int
+    calm: ChaosResult
+    chaos: ChaosResult
+    faults: Sequence[Fault]
 
-    def __enter__(self) -> Self:
-        settings = self.settings
-        self.directory.mkdir(parents=True)
-        recipe = _RECIPE.format(
-            islands=settings.islands,
-            every=settings.every,
-            codec=settings.codec,
-            feedback=str(settings.codec not in ("none", "bf16")).lower(),
-            timeout=settings.timeout,
-            steps=settings.steps,
-            batch=4 * settings.islands,
-        )
-        (self.directory / "recipe.toml").write_text(recipe, encoding="utf-8")
-        spec = LabSpec(nodes=settings.islands + 1, ranks=1, bandwidth=settings.bandwidth)
-        self._lab = self._stack.enter_context(Lab(spec))
-        self._stack.callback(self._end)
-        self._beacon = self._lighthouse()
-        for island in range(settings.islands):
-            self.start(island)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def start(self, island: int) -> None:
-        """Start the job of an island, for the first time or anew."""
-        life = self._lives[island] = self._lives.get(island, -1) + 1
-        own = ["--island", str(island), "--pace", str(self.settings.pace), "--lighthouse", self._beacon]
-        files = {"recipe": "recipe.toml", "out": f"island-{island}-{life}", "log": f"island-{island}.jsonl"}
-        paths = [text for name, file in files.items() for text in (f"--{name}", str(self.directory / file))]
-        command = [sys.executable, "-m", "thinwire_bench.study.islands_chaos_job", *own, *paths]
-        self._processes[island] = self._run(island, command, f"island-{island}.out")
-
-    def suffer(self, fault: Fault, seconds: float) -> None:
-        """Let a fault happen, and let its cause end after some seconds."""
-        fault.begin = time.time()
-        self.faults.append(fault)
-        process = self._processes[fault.island]
-        match fault.kind:
-            case "kill":
-                process.kill()
-                process.wait()
-            case "cut":
-                self._lab.link(fault.island, up=False)
-            case "stop":
-                process.send_signal(signal.SIGSTOP)
-            case "slow":
-                process.send_signal(signal.SIGUSR1)
-        time.sleep(seconds)
-        match fault.kind:
-            case "kill":
-                self.start(fault.island)
-            case "cut":
-                self._lab.link(fault.island, up=True)
-            case "stop":
-                process.send_signal(signal.SIGCONT)
-            case "slow":
-                process.send_signal(signal.SIGUSR2)
-        fault.end = time.time()
-
-    def lines(self, island: int) -> list[dict[str, Any]]:
-        """What an island has logged, step by step, in all its lives."""
-        path = self.directory / f"island-{island}.jsonl"
-        if not path.exists():
-            return []
-        found = []
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-            # A life that was killed leaves a line without an end, which the next one continues.
-            start = line.rfind('{"time"')
-            if line.endswith("}\n") and start >= 0:
-                found.append(json.loads(line[start:]))
-        return found
-
-    def met(self) -> float | None:
-        """Time at which all islands exchanged together for the first time; ``None`` before."""
-        for line in self.lines(0):
-            if any(
-                len(exchange["islands"]) == self.settings.islands and exchange["step"] for exchange in line["exchanges"]
-            ):
-                return float(line["time"])
-        return None
-
-    def ended(self) -> bool:
-        """Whether all islands have ended.
-
-        Raises:
-            UsageError: One has failed.
-        """
-        for island, process in self._processes.items():
-            if process.poll() not in (None, 0, -signal.SIGKILL):
-                words = (self.directory / f"island-{island}.out").read_text(encoding="utf-8").strip().splitlines()
-                raise UsageError(f"island {island} has failed: {words[-1] if words else process.returncode}")
-        return all(process.poll() == 0 for process in self._processes.values())
-
-    def is_over(self, island: int) -> bool:
-        """Whether an island has ended, or is about to: a fault would tell nothing any more."""
-        lines = self.lines(island)
-        near = self.settings.steps - 4 * self.settings.every
-        return self._processes[island].poll() is not None or bool(lines and lines[-1]["step"] >= near)
-
-    def _lighthouse(self) -> str:
-        settings, host = self.settings, self._lab.hosts[-1]
-        times = ["--wait", str(settings.wait), "--silence", str(settings.silence)]
-        command = [sys.executable, "-m", "thinwire.cli.main", "lighthouse", "--host", host.address, *times]
-        self._run(len(self._lab.hosts) - 1, [*command, "--port", str(_LIGHTHOUSE_PORT)], "lighthouse.out")
-        file, deadline = self.directory / "lighthouse.out", time.monotonic() + _STARTING
-        while not re.search(r"lighthouse at", file.read_text(encoding="utf-8")):
-            if time.monotonic() > deadline:
-                raise UsageError(f"the lighthouse does not start; see {file}")
-            time.sleep(0.2)
-        return f"{host.address}:{_LIGHTHOUSE_PORT}"
-
-    def _run(self, node: int, command: Sequence[str], output: str) -> subprocess.Popen[bytes]:
-        host = self._lab.hosts[node]
-        inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        variables = {**inherited, **host.environment(), "OMP_NUM_THREADS": "1"}
-        file: IO[bytes] = self._stack.enter_context((self.directory / output).open("ab"))
-        process = subprocess.Popen(host.command(command), env=variables, stdout=file, stderr=file)
-        self._stack.callback(_kill, process)
-        return process
-
-    def _end(self) -> None:
-        for process in self._processes.values():
-            _kill(process)
+    @classmethod
+    def of(cls, table: Mapping[str, Any]) -> Self:
+        """The run of a table that ``dataclasses.asdict`` made."""
+        results = ChaosResult(**table["calm"]), ChaosResult(**table["chaos"])
+        return cls(table["seed"], *results, [Fault(**fault) for fault in table["faults"]])
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
+def _over_runs(results: Sequence[ChaosResult]) -> ChaosResult:
+    """Several results as one: means, the longest stall, and sums."""
+    exchanges = sum(result.exchanges for result in results)
+    return ChaosResult(
+        steps_per_second=statistics.fmean(result.steps_per_second for result in results),
+        val_loss=statistics.fmean(result.val_loss for result in results),
+        stall=max(result.stall for result in results),
+        present=sum(result.present * result.exchanges for result in results) / exchanges,
+        exchanges=exchanges,
+        fetches=sum(result.fetches for result in results),
+        unequal=sum(result.unequal for result in results),
+    )
 
 
-def chaos(
-    settings: ChaosSettings, directory: Path, report: Callable[[str], None]
-) -> tuple[ChaosResult, ChaosResult, list[Fault]]:
+def chaos(settings: ChaosSettings, directory: Path, report: Callable[[str], None]) -> ChaosRun:
     """Run islands with faults beside islands without any.
 
     Args:
         settings: The run.
         directory: Directory for recipes and logs, which does not exist.
         report: Receives a line about everything that happens.
-
-    Returns:
-        The run without faults, that with faults, and the faults.
 
     Raises:
         UsageError: An island has failed by itself, or the islands do not find each other.
@@ -322,43 +106,63 @@ def chaos(
         Archipelago(directory / "calm", settings) as calm,
         Archipelago(directory / "chaos", settings) as stormy,
     ):
-        deadline = time.monotonic() + _STARTING
+        deadline = time.monotonic() + STARTING
         while calm.met() is None or stormy.met() is None:
             if calm.ended() or stormy.ended():
                 raise UsageError(f"islands have ended without a meeting of all; see {directory}")
             if time.monotonic() > deadline:
-                raise UsageError(f"the islands have not met within {_STARTING:g} s; see {directory}")
+                raise UsageError(f"the islands have not met within {STARTING:g} s; see {directory}")
             time.sleep(1.0)
         report("all islands have met")
         _let_faults_happen(stormy, report)
-        while not (calm.ended() and stormy.ended()):
-            time.sleep(1.0)
-        return _result(calm), _result(stormy), stormy.faults
+        _wait_for_the_end(calm, stormy)
+        return ChaosRun(settings.seed, _result(calm), _result(stormy), stormy.faults)
+
+
+def _wait_for_the_end(*groups: Archipelago) -> None:
+    """Wait until islands have ended. One that comes back after the others' last step finds nobody, and would train all
+    steps alone: it is not waited for."""
+    deadline: float | None = None
+    while not all(islands.ended() for islands in groups):
+        if deadline is None and all(islands.reached() for islands in groups):
+            deadline = time.monotonic() + _LINGERING
+        if deadline is not None and time.monotonic() > deadline:
+            return
+        time.sleep(1.0)
 
 
 def _let_faults_happen(islands: Archipelago, report: Callable[[str], None]) -> None:
     """Let faults happen until there were enough or the end is near, most of them one at a time."""
-    settings, dice = islands.settings, random.Random(islands.settings.seed)
+    settings, dice, begin = islands.settings, random.Random(islands.settings.seed), time.monotonic()
     interval = 60 * settings.minutes / (settings.faults + 1)
     suffering: dict[int, threading.Thread] = {}
     kinds = [KINDS[number % len(KINDS)] for number in range(settings.faults)]
     dice.shuffle(kinds)
     for number, kind in enumerate(kinds, 1):
-        time.sleep(interval)
-        islands.ended()
-        suffering = {island: thread for island, thread in suffering.items() if thread.is_alive()}
-        free = [island for island in range(settings.islands) if island not in suffering]
-        if len(suffering) >= settings.islands // 2:
-            free = []
-        free = [island for island in free if not islands.is_over(island)]
+        time.sleep(max(0.0, begin + number * interval - time.monotonic()))
+        while not (free := _free(islands, suffering)):
+            if islands.ended() or any(islands.is_over(island) for island in range(settings.islands)):
+                break
+            time.sleep(1.0)
         if not free:
-            continue
+            break
         fault, seconds = Fault(kind, dice.choice(free), 0.0), dice.uniform(0.3, 0.7) * interval
         report(f"fault {number} of {settings.faults}: {kind} island {fault.island} for {seconds:.0f} s")
         suffering[fault.island] = threading.Thread(target=islands.suffer, args=(fault, seconds), daemon=True)
         suffering[fault.island].start()
     for thread in suffering.values():
         thread.join()
+
+
+def _free(islands: Archipelago, suffering: Mapping[int, threading.Thread]) -> list[int]:
+    """Islands that a fault may happen to: none while half of them have one."""
+    islands.ended()
+    number = islands.settings.islands
+    absent = {island for island in range(number) if not islands.has_begun(island)}
+    absent |= {island for island, thread in suffering.items() if thread.is_alive()}
+    if len(absent) >= number // 2:
+        return []
+    return [island for island in range(number) if island not in absent and not islands.is_over(island)]
 
 
 def _result(islands: Archipelago) -> ChaosResult:
@@ -369,7 +173,7 @@ def _result(islands: Archipelago) -> ChaosResult:
     first = next(line["step"] for line in logs[0] if line["time"] == begin)
     end = min(line["time"] for log in logs.values() for line in log if line["step"] >= settings.steps)
     losses = [log[-1]["val_loss"] for log in logs.values() if log[-1]["val_loss"] is not None]
-    met, fetches = _exchanges(logs, begin)
+    met, fetches = _exchanges(logs, begin, end)
     return ChaosResult(
         steps_per_second=(settings.steps - first) / (end - begin),
         val_loss=statistics.mean(losses),
@@ -382,13 +186,14 @@ def _result(islands: Archipelago) -> ChaosResult:
 
 
 def _exchanges(
-    logs: Mapping[int, Sequence[Mapping[str, Any]]], begin: float
+    logs: Mapping[int, Sequence[Mapping[str, Any]]], begin: float, end: float
 ) -> tuple[dict[tuple[int, tuple[int, ...]], set[int]], int]:
     """The checksums after each exchange, by its step and islands, and the number of fetched states."""
     met: dict[tuple[int, tuple[int, ...]], set[int]] = {}
     fetches = 0
     for log in logs.values():
-        for exchange in (exchange for line in log if line["time"] >= begin for exchange in line["exchanges"]):
+        lines = [line for line in log if begin <= line["time"] <= end + _LINGERING]
+        for exchange in (exchange for line in lines for exchange in line["exchanges"]):
             met.setdefault((exchange["step"], tuple(exchange["islands"])), set()).add(exchange["checksum"])
             fetches += exchange["source"] is not None
     return met, fetches
@@ -407,16 +212,19 @@ def _stalls(
                 yield later - earlier
 
 
-def sheets(settings: ChaosSettings, calm: ChaosResult, stormy: ChaosResult, faults: Sequence[Fault]) -> list[Sheet]:
-    """The tables of a run."""
+def sheets(settings: ChaosSettings, runs: Sequence[ChaosRun]) -> list[Sheet]:
+    """The tables of one run or several with the same settings."""
+    calm, stormy = _over_runs([run.calm for run in runs]), _over_runs([run.chaos for run in runs])
+    faults = [fault for run in runs for fault in run.faults]
     share, loss = stormy.steps_per_second / calm.steps_per_second, stormy.val_loss / calm.val_loss - 1
 
     def verdict(reached: bool) -> str:
         return "reached" if reached else "missed"
 
     counts = ", ".join(f"{sum(fault.kind == kind for fault in faults)} {kind}" for kind in KINDS)
+    times = f"{len(runs)} times " if len(runs) > 1 else ""
     title = (
-        f"{settings.islands} islands, {settings.steps} steps of {settings.pace:g} s, an exchange every "
+        f"{settings.islands} islands, {times}{settings.steps} steps of {settings.pace:g} s, an exchange every "
         f"{settings.every}, {settings.bandwidth / 1e6:g} Mbit/s; {len(faults)} faults: {counts} ({SLOWER:g} times)"
     )
     rows = [

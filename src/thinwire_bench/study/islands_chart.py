@@ -1,16 +1,19 @@
-"""The picture of the study of islands: validation loss over what crosses a link, and over time on each link."""
+"""The picture of the study of islands: validation loss over what crosses a link, and over time on each link.
+
+A dot marks where an arm reaches the loss whose time is compared, and says when.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from thinwire.units import format_bandwidth, parse_bandwidth
+from thinwire.units import format_bandwidth, format_duration, parse_bandwidth
 from thinwire_bench.study.arms import StudySpec
 from thinwire_bench.study.curves import Curve
-from thinwire_bench.study.islands import ArmTime
+from thinwire_bench.study.islands import ArmTime, reached_steps
 from thinwire_bench.study.power import half_width
 
 if TYPE_CHECKING:
@@ -45,11 +48,14 @@ def draw(spec: StudySpec, curves: Sequence[Curve], times: Sequence[ArmTime], tar
     styles, losses = _styles(spec), {arm.name: _losses(curves, arm.name) for arm in spec.arms}
     by_key = {(time.arm, time.bandwidth): time for time in times}
     sent = {time.arm: time.sent / 1e6 for time in times}
+    crossings = {} if target is None else _crossings(curves, target)
     _panel(panels[0], styles, losses, sent, "megabytes sent by a node")
+    _mark(panels[0], styles, crossings, sent, target, _megabytes)
     panels[0].set_title("what crosses the network", fontsize=11)
     for link, axes in zip(links, panels[1:], strict=True):
         minutes = {arm: by_key[arm, link].seconds / 60 for arm in styles if (arm, link) in by_key}
         _panel(axes, styles, losses, minutes, "minutes of training")
+        _mark(axes, styles, crossings, minutes, target, _duration)
         axes.set_title(f"links of {format_bandwidth(parse_bandwidth(link))}", fontsize=11)
     for axes in panels:
         if target is not None:
@@ -86,6 +92,45 @@ def _panel(
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(label)
     axes.grid(alpha=0.3)
+
+
+def _mark(
+    axes: Axes,
+    styles: Mapping[str, tuple[str, str]],
+    crossings: Mapping[str, float],
+    per_step: Mapping[str, float],
+    target: float | None,
+    words: Callable[[float], str],
+) -> None:
+    """Dots where arms reach the target, with the amount until then in words, on two heights in turns."""
+    reached = sorted((crossings[arm] * per_step[arm], arm) for arm in styles if arm in crossings and arm in per_step)
+    for number, (place, arm) in enumerate(reached):
+        assert target is not None
+        axes.plot([place], [target], "o", color=styles[arm][0], markersize=6, zorder=5)
+        axes.annotate(
+            words(place), (place, target), (0, -16 - 13 * (number % 3)), textcoords="offset points", ha="center",
+            fontsize=8.5, color=styles[arm][0], weight="bold",
+        )  # fmt: skip
+
+
+def _megabytes(amount: float) -> str:
+    return f"{amount:.3g} MB"
+
+
+def _duration(minutes: float) -> str:
+    return format_duration(60 * minutes)
+
+
+def _crossings(curves: Sequence[Curve], target: float) -> dict[str, float]:
+    """Steps until an arm reaches the target, as a mean over its runs; only arms of which all runs do."""
+    steps: dict[str, list[float | None]] = {}
+    for curve in curves:
+        steps.setdefault(curve.arm, []).append(reached_steps(curve, target))
+    return {
+        arm: statistics.fmean(known)
+        for arm, found in steps.items()
+        if len(known := [one for one in found if one is not None]) == len(found)
+    }
 
 
 def _styles(spec: StudySpec) -> dict[str, tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -26,7 +26,7 @@ _EXACT: Final = "islands-32"
 _LEAST_POINTS: Final = 4
 """Three fit a line with something left over, and each run has to be left out once."""
 
-_KEYS: Final = ("codec", "error_feedback", "fragments", "delay", "blend", "outer")
+_KEYS: Final = ("codec", "error_feedback", "fragments", "delay", "blend")
 """What makes a way to exchange."""
 
 Point = tuple[int, int, float]
@@ -67,6 +67,7 @@ def fitted(study: LossStudy, curves: Sequence[Curve]) -> LossLaw:
             "seeds": min(len(excess[arm]) for arm in (*exact, *others.values())),
             "islands": [min(point[0] for point in points), max(point[0] for point in points)],
             "every": [min(point[1] for point in points), max(point[1] for point in points)],
+            "outers": _outers(exact.values()),
             "base": round(base, 4),
             "slope": round(slope, 4),
             "left_out": round(_left_out(points), 4),
@@ -103,6 +104,20 @@ def _left_out(points: Sequence[Point]) -> float:
 def _added(excess: Mapping[str, Mapping[int, float]], arm: str) -> float:
     """Percent that an arm adds to the exact exchange, as a mean over seeds that both have."""
     return statistics.fmean(excess[arm][seed] - exact for seed, exact in excess[_EXACT].items() if seed in excess[arm])
+
+
+def _outers(exact: Iterable[Islands]) -> list[dict[str, Any]]:
+    """The outer optimizer of the arms that exchange exactly, by their inner steps.
+
+    Raises:
+        UsageError: Two arms with as many inner steps have different ones.
+    """
+    by_every: dict[int, dict[str, Any]] = {}
+    for islands in exact:
+        outer = islands.outer.to_dict()
+        if by_every.setdefault(islands.every, outer) != outer:
+            raise UsageError(f"arms with every = {islands.every} have different outer optimizers; the law needs one")
+    return [{"every": every, "optimizer": by_every[every]} for every in sorted(by_every)]
 
 
 def _way(islands: Islands) -> dict[str, Any]:

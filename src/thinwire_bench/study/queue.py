@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -26,6 +27,7 @@ from thinwire.train.launching.versions import versions
 from thinwire.train.observing.metrics import read as read_metrics
 from thinwire_bench.study.arms import LossStudy, StudyRun
 from thinwire_bench.study.curves import Curve, Curves
+from thinwire_bench.study.kept_trunks import KeptTrunks
 from thinwire_bench.study.loop import LOOP_FILE, Loop
 
 _POLL_SECONDS: Final = 1.0
@@ -48,6 +50,7 @@ class Queue:
     def __init__(self, study: LossStudy, curves: Curves, work: Path, console: Console) -> None:
         self.study = study
         self.curves = curves
+        self.trunks = KeptTrunks(curves.directory)
         self.work = work
         self.console = console
         self._stopping = False
@@ -76,7 +79,7 @@ class Queue:
     def _make(self, run: StudyRun, progress: Progress, study: TaskID) -> bool:
         """Make one run; False where it was interrupted."""
         directory = RunDirectory(self.work / run.name)
-        curve = Curve.from_directory(run, directory) if self._belongs(run, directory) else None
+        curve = self._curve(run, directory) if self._belongs(run, directory) else None
         if curve is None:
             before = progress.tasks[study].completed
             task = progress.add_task(run.name, total=run.steps)
@@ -89,7 +92,7 @@ class Queue:
                 return False
             status = self._train(run, directory, advance)
             progress.remove_task(task)
-            curve = Curve.from_directory(run, directory)
+            curve = self._curve(run, directory)
             if curve is None and self._stopping:
                 return False
             if curve is None or (status and not curve.diverged):
@@ -99,24 +102,47 @@ class Queue:
         self.console.print(f"{run.name}: {'diverged' if loss is None else f'validation loss {loss:.4f}'}")
         return True
 
+    def _curve(self, run: StudyRun, directory: RunDirectory) -> Curve | None:
+        """The curve of a run that has ended, with the checksum of its trunk."""
+        curve = Curve.from_directory(run, directory)
+        if curve is None or not run.trunk_steps:
+            return curve
+        if run.trunk is None:
+            self.trunks.keep(run, checkpoint_path(directory.checkpoints, run.trunk_steps))
+        return replace(curve, trunk_checksum=self.trunks.checksum(run))
+
     def _branches(self, run: StudyRun, directory: RunDirectory) -> bool:
-        """Put the checkpoint of its trunk where a run continues; False where the trunk was interrupted."""
-        if run.trunk is None or directory.recipe.is_file():
+        """Put the checkpoint of its trunk where a run continues; False where the trunk was interrupted.
+
+        The trunk's own run starts from it as well, if it was trained elsewhere.
+        """
+        if not run.trunk_steps or directory.recipe.is_file():
             return True
-        trunk = RunDirectory(self.work / run.trunk.name)
+        if not self.trunks.has(run):
+            if run.trunk is None:
+                return True
+            if not self._keep_trunk(run, run.trunk):
+                return False
+        path = checkpoint_path(directory.checkpoints, run.trunk_steps)
+        shutil.copytree(self.trunks.path(run), path, dirs_exist_ok=True)
+        if run.loop is not None:
+            write_json(directory.path / LOOP_FILE, run.loop.to_dict())
+        directory.open(run.recipe, run.plan, versions())
+        return True
+
+    def _keep_trunk(self, run: StudyRun, made_by: StudyRun) -> bool:
+        """Train the trunk of a run, and keep its checkpoint; False where it was interrupted."""
+        trunk = RunDirectory(self.work / made_by.name)
         source = checkpoint_path(trunk.checkpoints, run.trunk_steps)
         if not source.is_dir():
-            self._train(run.trunk, trunk, lambda step: None)
+            self._train(made_by, trunk, lambda step: None)
         if self._stopping:
             return False
         if not source.is_dir():
             raise StudyError(
-                f"{run.name} starts from {source}, which {run.trunk.name} has not left; see {self._log(run.trunk)}"
+                f"{run.name} starts from {source}, which {made_by.name} has not left; see {self._log(made_by)}"
             )
-        shutil.copytree(source, checkpoint_path(directory.checkpoints, run.trunk_steps), dirs_exist_ok=True)
-        if run.loop is not None:
-            write_json(directory.path / LOOP_FILE, run.loop.to_dict())
-        directory.open(run.recipe, run.plan, versions())
+        self.trunks.keep(run, source)
         return True
 
     def _train(self, run: StudyRun, directory: RunDirectory, advance: Callable[[int], None]) -> int:
