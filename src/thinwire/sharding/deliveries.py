@@ -34,7 +34,7 @@ NOT_COMPILED: Final = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
 _STEADY: Final = 2
 """Backwards in a row in which the same parameter must come last before the others lose their hooks."""
 
-_gradient_of: Final = torch._C.TensorBase.grad.__get__
+_gradient_of: Final = cast(Any, torch._C.TensorBase.grad).__get__
 """``parameter.grad``, without a call into Python for each parameter."""
 
 _DENSE: Final = {torch.Tensor}

@@ -83,7 +83,7 @@ class _Copies:
     def __init__(self, layout: FlatLayout, *, joins: bool) -> None:
         self._layout, self._joins = layout, joins
         self._grads: dict[int, torch.Tensor] = {}
-        self._whole: Sequence[torch.Tensor] = ()  # the gradients of all parameters, if they came together
+        self._whole: list[torch.Tensor] = []  # the gradients of all parameters, if they came together
         self._target: torch.Tensor | None = None
         self._targets: list[torch.Tensor] = []  # all places in that buffer, and then its padding
         self._paddings: dict[torch.dtype, list[torch.Tensor]] = {}  # by dtype, zeros for each gap of the layout
@@ -92,7 +92,7 @@ class _Copies:
         """Copy the gradient of parameter ``index`` later."""
         self._grads[index] = grad
 
-    def put_all(self, grads: Sequence[torch.Tensor]) -> None:
+    def put_all(self, grads: list[torch.Tensor]) -> None:
         """Copy the gradients of all parameters, in order, later."""
         self._whole = grads
 
@@ -110,7 +110,7 @@ class _Copies:
         grads, whole = self._grads, self._whole
         if len(grads) == len(self._layout.slots):
             grads, whole = {}, [grads[index] for index in range(len(grads))]
-        self._grads, self._whole = {}, ()
+        self._grads, self._whole = {}, []
         if whole:
             places = self._targets if target is self._target else self._places(target, stays=stays)
             if add:
@@ -154,9 +154,9 @@ class _Copies:
 
     def clear(self) -> None:
         """Drop the gradients."""
-        self._grads, self._whole = {}, ()
+        self._grads, self._whole = {}, []
 
-    def _with_paddings(self, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _with_paddings(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         """The gradients, and between them the zeros that fill the buffer up."""
         gaps = self._layout.gaps
         if not gaps:
@@ -280,7 +280,7 @@ class UnitGradient:
         self._copies.put_all(list(grads[self._slots.start : self._slots.stop]))
         self._seen.update(range(len(self._slots)))
 
-    def take_whole(self, grads: Sequence[torch.Tensor], *, last: bool) -> torch.Tensor | None:
+    def take_whole(self, grads: list[torch.Tensor], *, last: bool) -> torch.Tensor | None:
         """Take the gradients of all parameters of a unit with one buffer, and close the micro-batch, as
         :meth:`collect_all` and :meth:`finish` do, which small units would spend most of their time in.
 

@@ -116,10 +116,10 @@ class _TakenGradients:
     def __init__(self, reducer: Reducer, used: UsedGradients) -> None:
         self._reducer, self._used = reducer, used
         self._sizes = {unit: sum(p.layout.numel for p in parts) for unit, parts in reducer.gradients.items()}
-        self.units: dict[int, Sequence[torch.Tensor]] = {}
+        self.units: dict[int, list[torch.Tensor]] = {}
         self._elements = 0
 
-    def put(self, unit: int, grads: Sequence[torch.Tensor]) -> None:
+    def put(self, unit: int, grads: list[torch.Tensor]) -> None:
         """Take the gradients of all trained parameters of a unit, in order."""
         if unit in self.units:
             self.flush()  # gradients that come again are added to the first ones
@@ -197,7 +197,7 @@ class BackwardPass:
         self.need(index)
         self._state.began[index] = self._lanes.mark() if self._lanes.recorder.timeline is not None else None
 
-    def all_gradients(self, index: int, grads: Sequence[torch.Tensor]) -> None:
+    def all_gradients(self, index: int, grads: list[torch.Tensor]) -> None:
         """Take the gradients of all trained parameters of a unit, in order."""
         state = self._state
         moment = state.at = self._grads_ready[index]

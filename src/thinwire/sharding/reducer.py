@@ -124,7 +124,7 @@ class Reducer:
             part.collect_all(grads, last=self._last, late=late)
             part.unsynced = True
 
-    def take_whole(self, unit: int, grads: Sequence[torch.Tensor]) -> None:
+    def take_whole(self, unit: int, grads: list[torch.Tensor]) -> None:
         """Take the gradients of all trained parameters of a unit, in order, and mark the unit as complete."""
         parts, turn = self.gradients[unit], self._turns.by_unit.get(unit)
         if len(parts) == 1 and turn is not None and not turn.starts and not turn.waits:
