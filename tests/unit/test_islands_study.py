@@ -378,6 +378,7 @@ loop = { system = "ddp" }
 
 @needs_torchft
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_arms_branch_from_a_trunk(tmp_path: Path) -> None:
     """With parameters and moments of the trunk, in which torch's DDP and torchft go on as thinwire does."""
     (tmp_path / "recipe.toml").write_text(small({"preset": "ddp"}).to_toml())
@@ -392,7 +393,8 @@ def test_arms_branch_from_a_trunk(tmp_path: Path) -> None:
         assert one.trunk_steps == 6
         assert one.records[-1]["step"] == 12
         assert name == "exact" or one.records[0]["step"] == 7
-        assert after[name][0] == pytest.approx(after["exact"][0], rel=1e-6), "before its first update"
+        rounds = 1e-3 if name == "replicas" else 1e-6  # these compute in bf16, under autocast
+        assert after[name][0] == pytest.approx(after["exact"][0], rel=rounds), f"{name} before its first update"
     assert after["loop"] == pytest.approx(after["islands"], rel=1e-6)
     assert after["torchft"] == pytest.approx(after["islands"], rel=1e-5)
     assert after["replicas"] == pytest.approx(after["exact"], rel=1e-3)

@@ -276,14 +276,15 @@ def _whole(wrapped: nn.Module, model: nn.Module, recipe: Recipe, loop: Loop, tru
 
 
 def _groups(model: nn.Module, loop: Loop) -> list[dict[str, Any]]:
-    """Parameter groups by name, as ``thinwire train`` makes them."""
+    """Parameter groups by name, as ``thinwire train`` makes them, in its order: a checkpoint has the options of its
+    groups by their positions."""
     undecayed = undecayed_names(model)
     if loop.inner == "muon":
         return muon_groups(model, undecayed)
     bare = set(undecayed)
     return [
-        {"params": [name for name, _ in model.named_parameters() if name not in bare]},
         {"params": undecayed, "weight_decay": 0.0},
+        {"params": [name for name, _ in model.named_parameters() if name not in bare]},
     ]
 
 
