@@ -204,6 +204,9 @@ class UnitGradient:
         shares: Shares of this rank's P shard, by optimizer rank.
         owned: Memory for the gradient of this rank's share, 1-D, in the plan's ``accumulate_dtype``.
         topology: Sizes of the axes.
+
+    Attributes:
+        seen: Slots whose parameters have delivered their gradients since the last reduction.
     """
 
     def __init__(
@@ -227,7 +230,7 @@ class UnitGradient:
         self.unsynced = False
         self.synchronised = False  # whether ``owned`` is a sum over the replicas, which the next sum will include
         self._local: Accumulator | None = self.owned if topology.shard == 1 else None
-        self._seen: set[int] = set()
+        self.seen: set[int] = set()
         self._forgotten: set[int] = set()  # slots forgotten since gradients came last
         self._into_local = False
         # Whether gradients of micro-batches may accumulate in ``local``, and whether a sum of ranks follows.
@@ -257,12 +260,7 @@ class UnitGradient:
     @property
     def complete(self) -> bool:
         """Whether every parameter has delivered its gradient in this backward."""
-        return len(self._seen) == len(self.layout.slots)
-
-    @property
-    def started(self) -> bool:
-        """Whether any parameter has delivered its gradient since the last reduction."""
-        return bool(self._seen)
+        return len(self.seen) == len(self.layout.slots)
 
     def collect_all(self, grads: Sequence[torch.Tensor], *, last: bool, late: bool) -> None:
         """Take the gradients of all parameters; see :meth:`collect`.
@@ -272,13 +270,13 @@ class UnitGradient:
             last: Whether this is the step's last micro-batch.
             late: Whether the unit's turn in this backward is over.
         """
-        if self._copies is None or self._seen:
+        if self._copies is None or self.seen:
             for index, slot in enumerate(self._slots):
                 self.collect(index, grads[slot], last=last, late=late)
             return
         self._begin(last=last, late=late)
         self._copies.put_all(list(grads[self._slots.start : self._slots.stop]))
-        self._seen.update(range(len(self._slots)))
+        self.seen.update(range(len(self._slots)))
 
     def take_whole(self, grads: list[torch.Tensor], *, last: bool) -> torch.Tensor | None:
         """Take the gradients of all parameters of a unit with one buffer, and close the micro-batch, as
@@ -288,7 +286,7 @@ class UnitGradient:
             The result of :meth:`finish`; ``None`` if nothing was taken, because these two have to do it.
         """
         copies = self._copies
-        if copies is None or self._seen or len(grads) != len(self.layout.slots):
+        if copies is None or self.seen or len(grads) != len(self.layout.slots):
             return None
         self.unsynced = True
         self._begin(last=last)
@@ -314,7 +312,7 @@ class UnitGradient:
             last: Whether this is the step's last micro-batch.
             late: Whether the unit's turn in this backward is over.
         """
-        seen = self._seen
+        seen = self.seen
         if not seen:
             self._begin(last=last, late=late)
         if self._copies is not None and index not in seen:
@@ -337,31 +335,31 @@ class UnitGradient:
         Returns:
             The whole gradient on this rank: ``staging`` (wire dtype), or ``local`` if gradients accumulate there.
         """
-        if not self._seen:
+        if not self.seen:
             self._begin(last=last)
         if not self._into_local and self._copies is not None:
             joined = self._copies.joined(self.topology.wire_dtype)
             if joined is not None:
-                self._seen.clear()
+                self.seen.clear()
                 return joined
         target, accumulates = self._target()
         whole = self._copies is not None and self._copies.perform(target, add=accumulates, stays=self._into_local)
         if not accumulates and not whole:
-            _zero_missing(target, self.layout, self._seen)
+            _zero_missing(target, self.layout, self.seen)
         if self._into_local:
             self.local.empty = False
         else:
             self.staging = None
-        self._seen.clear()
+        self.seen.clear()
         return target
 
     def drop(self) -> None:
         """Drop the gradients that a failed backward has delivered. If they were added to ``local``, its earlier content
         is lost as well: zero the gradients and repeat the step's micro-batches."""
-        if self._into_local and self._seen:
+        if self._into_local and self.seen:
             self.local.empty = True
         self.staging = None
-        self._seen.clear()
+        self.seen.clear()
         if self._copies is not None:
             self._copies.clear()
 

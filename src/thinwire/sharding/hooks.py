@@ -135,12 +135,7 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     # Nothing waits for the backward of a whole unit, except that its weight's gradient comes first.
     sharded, recorder = unit.sharded, runtime.lanes.recorder
     announces = sharded or unit.info.weight_first
-    plan = runtime.plan
-    cast: Callable[..., Any] | None = None
-    if unit.module is not runtime.model and (plan.compute_dtype != "float32" or plan.units):
-        # As in FSDP2: an fp32 buffer promotes activations to fp32, which do not match the next unit's parameters.
-        cast = cast_inputs(getattr(torch, plan.unit_dtype(unit.name)))
-
+    cast = _cast_of(runtime, unit)
     leaves = False  # whether ``leave_alone`` is registered, which ends a pass that the unit's own forward began
 
     # Collected before the forward, because the forward may add tensors to its inputs.
@@ -191,6 +186,15 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     undo.append(unit.module.register_forward_hook(post_forward).remove)
     if unit.info.trainable:
         _hook_gradients(runtime, index)
+
+
+def _cast_of(runtime: Runtime, unit: Unit) -> Callable[..., Any] | None:
+    """What casts the inputs of a unit to its dtype, as in FSDP2: an fp32 buffer promotes activations to fp32, which do
+    not match the next unit's parameters."""
+    plan = runtime.plan
+    if unit.module is runtime.model or (plan.compute_dtype == "float32" and not plan.units):
+        return None
+    return cast_inputs(getattr(torch, plan.unit_dtype(unit.name)))
 
 
 def _hook_gradients(runtime: Runtime, index: int) -> None:

@@ -128,6 +128,10 @@ class _TakenGradients:
         if self._elements > _MOST_TAKEN or not self._reducer.may_wait(unit):
             self.flush()
 
+    def delivered(self, unit: int) -> bool:
+        """Whether every trained parameter of a unit has delivered its gradient in this backward."""
+        return unit in self.units or self._reducer.delivered(unit)
+
     def flush(self) -> None:
         """Give all gradients to the reducer, and mark their units as complete."""
         units, self.units, self._elements = self.units, {}, 0
@@ -236,19 +240,15 @@ class BackwardPass:
 
     def input_gradient(self, index: int) -> None:
         """Handle a backward that computes the gradient of a unit's input next."""
-        if self._delivered(index):
+        if self._taken.delivered(index):
             moment = self._state.at = Phase.INPUT_GRADIENT, index
             self._schedule.note_backward(moment)
 
     def post_backward(self, index: int) -> None:
         """Handle a backward that leaves one call of a unit, because the gradients of the call's inputs exist."""
         self._open_calls[index] -= 1
-        if index not in self._sharded.gradients or self._delivered(index):
+        if index not in self._sharded.gradients or self._taken.delivered(index):
             self._free_if_left(index)
-
-    def _delivered(self, index: int) -> bool:
-        """Whether every trained parameter of a unit has delivered its gradient in this backward."""
-        return index in self._taken.units or self._reducer.delivered(index)
 
     def forget_failed(self) -> None:
         """Clean up after a backward that raised: drop the parameters it gathered and the gradients it collected."""
@@ -459,7 +459,7 @@ class Passes:
         if not unit.sharded:
             unit.join_spread()
             return
-        self._schedule.note_evaluation(unit.index)
+        self._schedule.order.events.append((Phase.STEP, unit.index))  # all ranks must gather the same units
         unit.start_gather(from_secondary=False)
         for upcoming in self._schedule.programs.following(unit.index):
             self._units[upcoming].start_gather(from_secondary=False)

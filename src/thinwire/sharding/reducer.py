@@ -16,7 +16,7 @@ from functools import cached_property
 
 import torch
 
-from thinwire.program import Operation, ReductionTurn
+from thinwire.program import ReductionTurn
 from thinwire.sharding.gradient import UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.reductions import Reductions
@@ -116,14 +116,6 @@ class Reducer:
         part.unsynced = True
         return part.complete and _complete(parts)
 
-    def collect_all(self, unit: int, grads: Sequence[torch.Tensor]) -> None:
-        """Take the gradients of all trained parameters of a unit, in order."""
-        if late := unit in self._reduced:
-            self.join()  # as for a single gradient
-        for part in self.gradients[unit]:
-            part.collect_all(grads, last=self._last, late=late)
-            part.unsynced = True
-
     def take_whole(self, unit: int, grads: list[torch.Tensor]) -> None:
         """Take the gradients of all trained parameters of a unit, in order, and mark the unit as complete."""
         parts, turn = self.gradients[unit], self._turns.by_unit.get(unit)
@@ -133,10 +125,14 @@ class Reducer:
             if staged is not None:
                 self._pending.popleft()
                 self._reduced.add(unit)
-                self.reductions.take_staged(parts[0], staged)
+                self.reductions.take(parts[0], staged)
                 self.reductions.settle(turn.settles, last=self._last)
                 return
-        self.collect_all(unit, grads)
+        if late := unit in self._reduced:
+            self.join()  # as for a single gradient
+        for part in parts:
+            part.collect_all(grads, last=self._last, late=late)
+            part.unsynced = True
         self.ready(unit)
 
     def ready(self, unit: int) -> None:
@@ -161,7 +157,7 @@ class Reducer:
         while self._pending:
             self.ready(self._pending[0])
         for unit, parts in self.gradients.items():
-            if any(part.started or (self._last and part.unsynced) for part in parts):
+            if any(part.seen or (self._last and part.unsynced) for part in parts):
                 self._tickets.clear()
                 self._perform(unit, self._turns.alone(unit))
 
@@ -216,22 +212,19 @@ class Reducer:
 
     def _perform(self, unit: int, turn: ReductionTurn) -> None:
         self._reduced.add(unit)
-        self.reductions.take(self.gradients[unit], last=self._last)
+        for part in self.gradients[unit]:
+            self.reductions.take(part, part.finish(last=self._last))
         for operation in turn.starts:
-            self._start(operation, goes_on=operation.index in turn.continued)
+            moves, load = self.reductions.moves(operation, goes_on=operation.index in turn.continued)
+            after = [self._tickets[index] for index in operation.after if index in self._tickets]
+            ticket = self._tickets[operation.index] = self._lanes.submit(operation.lane, moves, after=after, load=load)
+            self._under_way.append(_UnderWay(ticket, load.units))
         self.reductions.settle(turn.settles, last=self._last)
         # Resolve all counts before waiting, because they count back from the newest reduction.
         for reduction in [self._under_way[-1 - ago] for ago in turn.waits if ago < len(self._under_way)]:
             reduction.wait()
         while self._under_way and self._under_way[0].waited:
             self._under_way.popleft()
-
-    def _start(self, operation: Operation, *, goes_on: bool) -> None:
-        moves, load = self.reductions.moves(operation, goes_on=goes_on)
-        after = [self._tickets[index] for index in operation.after if index in self._tickets]
-        ticket = self._lanes.submit(operation.lane, moves, after=after, load=load)
-        self._tickets[operation.index] = ticket
-        self._under_way.append(_UnderWay(ticket, load.units))
 
 
 def _complete(parts: Sequence[UnitGradient]) -> bool:

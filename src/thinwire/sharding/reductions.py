@@ -111,18 +111,13 @@ class Reductions:
         self._loads: dict[tuple[Axis, tuple[int, ...], bool], Load] = {}
         self.feedback = ErrorFeedback(plan, groups)
 
-    def take(self, parts: Sequence[UnitGradient], *, last: bool) -> None:
-        """Finish a unit's gradients of this micro-batch, at the unit's turn.
+    def take(self, part: UnitGradient, staged: torch.Tensor) -> None:
+        """Take the finished gradient of a buffer in this micro-batch, at its unit's turn.
 
         Args:
-            parts: Gradients of the unit's buffers.
-            last: Whether this is the step's last micro-batch.
+            part: The gradient.
+            staged: What :meth:`UnitGradient.finish` returned.
         """
-        for part in parts:
-            self.take_staged(part, part.finish(last=last))
-
-    def take_staged(self, part: UnitGradient, staged: torch.Tensor) -> None:
-        """Take the finished gradient of a buffer, in the layout of the buffer."""
         self._ways[part] = _Way(staged, staged, staged, {})
 
     def moves(self, operation: Operation, *, goes_on: bool) -> tuple[Moves, Load]:

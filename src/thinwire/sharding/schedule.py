@@ -108,11 +108,6 @@ class Schedule:
         has left it; moves no cursor."""
         self.backward.append(moment)
 
-    def note_evaluation(self, unit: int) -> None:
-        """Record a gather of an evaluation in the hash: it moves no cursor, but all ranks must gather the same
-        units."""
-        self.order.events.append((Phase.STEP, unit))
-
     def end_backward(self) -> None:
         """Complete a micro-batch: adopt its trace if there is none yet, or if it differs from the adopted one."""
         self.backwards += 1
