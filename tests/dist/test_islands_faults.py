@@ -113,6 +113,14 @@ class Islands:
             assert time.monotonic() < deadline, f"island {number} makes no exchanges: {self.lines(number)[-2:]}"
             time.sleep(0.02)
 
+    def wait_for_party(self, number: int, party: set[int], seconds: float = 60.0) -> None:
+        """Wait until these islands have taken part in one of an island's exchanges from now on: how soon a process
+        starts depends on what else the machine does."""
+        deadline, known = time.monotonic() + seconds, len(self.exchanges(number))
+        while party not in [set(exchanged.islands) for exchanged in self.exchanges(number)[known:]]:
+            assert time.monotonic() < deadline, f"{party} do not meet: {self.exchanges(number)[-3:]}"
+            time.sleep(0.02)
+
     def join(self, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         for process in self.processes.values():
@@ -150,21 +158,21 @@ def sea(directory: Path, plan: tw.Plan) -> Iterator[Islands]:
 
 def test_an_island_is_killed_and_comes_back(tmp_path: Path) -> None:
     with sea(tmp_path, plan_of(codec="int4:256", error_feedback=True)) as islands:
-        steps = 40 * EVERY
+        many = 2000 * EVERY  # the block ends them
         for number in range(3):
-            islands.start(number, steps=steps)
-        islands.wait_for(0, 6)
+            islands.start(number, steps=many)
+        islands.wait_for_party(0, {0, 1, 2})
         islands.signal(2, signal.SIGKILL)
+        islands.wait_for_party(0, {0, 1})
         islands.wait_for(0, len(islands.exchanges(0)) + 4)
-        islands.start(2, steps=steps)
-        islands.join()
+        before = len(islands.exchanges(2))
+        islands.start(2, steps=many)
+        islands.wait_for_party(0, {0, 1, 2})
+        for number in range(3):
+            islands.wait_for(number, len(islands.exchanges(number)) + 4)
         islands.assert_alike()
         assert max(islands.longest_stall(number) for number in (0, 1)) < BOUND
-        parties = [set(exchanged.islands) for exchanged in islands.exchanges(0)]
-        alone, together = parties.index({0, 1}), [p == {0, 1, 2} for p in parties]
-        assert any(together[:alone]), "the three never met before the kill"
-        assert any(together[alone:]), "the one that came back never took part again"
-        (fetched,) = [e for e in islands.exchanges(2)[1:] if e.source is not None]
+        (fetched,) = [e for e in islands.exchanges(2)[before:] if e.source is not None]
         assert fetched.source in (0, 1)
         for number in range(3):
             assert all(0 < line["loss"] < 10 for line in islands.lines(number)), "a loss is not finite"
