@@ -98,6 +98,8 @@ def test_small_units_are_spread_behind_the_next_large_one() -> None:
     small, large = 64, 1 << 16
     assert spreads([unit(n) for n in (small, large, small, small, large)]) == [(1,), (0,), (4,), (2,), (3,)]
     assert spreads([unit(small)] * 4) == [(0,), (1,), (2,), (3,)]
+    together = spreads([unit(n) for n in (small, large, small, small, large)], spread_bytes=1)
+    assert together == [(1, 0), (4, 2, 3)], "what the forward needs first does not wait for the large one after that"
 
 
 def test_gathers_that_start_together_travel_as_one_until_they_have_enough_bytes() -> None:

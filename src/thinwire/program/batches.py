@@ -57,16 +57,28 @@ def reduction_batches(plan: Plan, units: Sequence[UnitInfo], order: Sequence[int
     return grouped(_gradient_bytes(plan, units, order, 1), plan.reduce_bytes)
 
 
-def spread_batches(plan: Plan, units: Sequence[UnitInfo], order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def spread_batches(
+    plan: Plan, units: Sequence[UnitInfo], clusters: Sequence[Sequence[int]]
+) -> tuple[tuple[int, ...], ...]:
     """Group trainable units into spreads of at least ``plan.spread_bytes`` of a P shard; the remainder as in
-    :func:`buckets`. Shares of unequal sizes, and differences, travel unit by unit."""
+    :func:`buckets`. Shares of unequal sizes, and differences, travel unit by unit.
+
+    Args:
+        plan: The plan.
+        units: All units.
+        clusters: Units in the order in which they are spread. Those of a cluster travel together if any do.
+    """
+    of_clusters = [tuple(unit for unit in cluster if units[unit].trainable) for cluster in clusters]
+    if plan.spread_bytes == 0 or plan.partition == "inter" or plan.wire.spread_difference:
+        return tuple((unit,) for cluster in of_clusters for unit in cluster)
     sizes = {
-        unit: sum(buffer.nbytes for buffer in units[unit].buffers if buffer.trainable) // plan.params.ranks
-        for unit in order
-        if units[unit].trainable
+        number: sum(buffer.nbytes for unit in cluster for buffer in units[unit].buffers if buffer.trainable)
+        // plan.params.ranks
+        for number, cluster in enumerate(of_clusters)
+        if cluster
     }
-    apart = plan.partition == "inter" or plan.wire.spread_difference
-    return grouped(sizes, 0 if apart else plan.spread_bytes)
+    groups = grouped(sizes, plan.spread_bytes)
+    return tuple(tuple(unit for number in group for unit in of_clusters[number]) for group in groups)
 
 
 def _gradient_bytes(plan: Plan, units: Sequence[UnitInfo], order: Sequence[int], pieces: int) -> dict[int, int]:

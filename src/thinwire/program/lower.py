@@ -340,24 +340,27 @@ def _take_step(
     add_exchange(plan, units, draft, fragments)
     if draft.extent(Axis.SHARD) > 1:
         skipped = [unit for unit in range(len(units)) if unit not in trace.needed]
-        for order in (_spread_order(units, trace.needed), skipped):
-            for batch in spread_batches(plan, units, order):
-                _spread(plan, batch, units, draft, needed=order is not skipped)
+        for clusters in (_spread_clusters(units, trace.needed), [[unit] for unit in skipped]):
+            for batch in spread_batches(plan, units, clusters):
+                _spread(plan, batch, units, draft, needed=batch[0] in trace.needed)
 
 
-def _spread_order(units: Sequence[UnitInfo], needed: Sequence[int]) -> list[int]:
+def _spread_clusters(units: Sequence[UnitInfo], needed: Sequence[int]) -> list[list[int]]:
     """Units in the order in which their updated parameters are spread: that in which the forward needs them, except
-    that small ones follow the next large one. Links would stand still while a small message makes its way, and the
-    forward cannot go far without the large one."""
-    order: list[int] = []
+    that small ones follow the next large one, and are in one cluster with it. Links would stand still while a small
+    message makes its way, and the forward cannot go far without the large one."""
+    clusters: list[list[int]] = []
     small: list[int] = []  # units that wait for the next large one, together below SMALL_SPREAD
     for unit in needed:
-        if sum(units[u].nbytes for u in (unit, *small)) < SMALL_SPREAD:
-            small.append(unit)
-        else:
-            order += [unit, *small] if units[unit].nbytes >= SMALL_SPREAD else [*small, unit]
+        if units[unit].nbytes >= SMALL_SPREAD:
+            clusters.append([unit, *small])
             small = []
-    return order + small
+        elif sum(units[u].nbytes for u in (unit, *small)) >= SMALL_SPREAD:
+            clusters += [[u] for u in (*small, unit)]
+            small = []
+        else:
+            small.append(unit)
+    return [*clusters, *([unit] for unit in small)]
 
 
 def _spread(plan: Plan, batch: Sequence[int], units: Sequence[UnitInfo], draft: Draft, *, needed: bool) -> None:
