@@ -45,8 +45,9 @@ def test_goals_are_judged(seconds: float, waits: int, marks: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_every_way_is_measured_once_a_round(tmp_path: Path) -> None:
-    result = study(size=300_000, sample=50_000, rounds=2, steps=3, directory=tmp_path, report=str)
+def test_every_way_is_measured_once_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = study(size=300_000, sample=50_000, rounds=2, steps=3, directory=Path(), report=str)
     assert result.text_bytes == 300_000
     assert [len(way.seconds) for way in result.ways] == [2, 2, 2]
     assert all(50_000 <= way.text_bytes < 200_000 for way in result.ways[:2])

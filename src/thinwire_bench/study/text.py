@@ -116,7 +116,7 @@ def study(
     Returns:
         Samples of every round.
     """
-    with tempfile.TemporaryDirectory(prefix="thinwire-bench-", dir=directory) as made:
+    with tempfile.TemporaryDirectory(prefix="thinwire-bench-", dir=directory.resolve()) as made:
         place = Path(made)
         report(f"writing {format_bytes(size)} of text, and training a tokenizer of {_VOCAB} tokens")
         text_bytes = _write_text(place, size)
