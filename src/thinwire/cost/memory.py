@@ -276,7 +276,11 @@ def stages(layers: int, plan: Plan) -> list[PipelineShare]:
         layers: Number of blocks in the model.
         plan: The plan; stages, schedule and micro-batches matter.
     """
-    pp, chunks, count = plan.pp, STAGES_OF_A_RANK[plan.schedule], plan.micro_batches
+    return list(_stages(layers, plan.pp, STAGES_OF_A_RANK[plan.schedule], plan.micro_batches))
+
+
+@lru_cache(maxsize=4096)
+def _stages(layers: int, pp: int, chunks: int, count: int) -> tuple[PipelineShare, ...]:
     bounds = [index * layers // (pp * chunks) for index in range(pp * chunks + 1)]
     shares = []
     for rank in range(pp):
@@ -287,7 +291,7 @@ def stages(layers: int, plan: Plan) -> list[PipelineShare]:
             a_round = count // max(1, count // pp)
             in_flight = min(count * chunks, (chunks - 1) * a_round + 2 * (pp - 1 - rank) + 1)
         shares.append(PipelineShare(blocks, chunks, in_flight, rank == 0, rank == pp - 1))
-    return shares
+    return tuple(shares)
 
 
 def demanding_stages(shares: Sequence[PipelineShare]) -> list[PipelineShare]:

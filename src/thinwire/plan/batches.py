@@ -99,6 +99,7 @@ class Batches:
 
     def __init__(self, job: TrainingJob, cut: Cut, base: Plan) -> None:
         self._job, self._cut, self._base = job, cut, base
+        self._sized: dict[tuple[int, int, bool], Plan] = {}
 
     @cached_property
     def choices(self) -> Sequence[BatchChoice]:
@@ -115,10 +116,9 @@ class Batches:
         axes = [level[axis] if ways > 1 else ("none",) for axis, ways in (("tp", self._cut.tp), ("pp", self._cut.pp))]
         for batch in self.sizes:
             size, count, recompute = batch.micro_batch, batch.micro_batches, batch.recompute
+            sized = self._plan(size, count, recompute=recompute)
             for tp, pp in itertools.product(*axes):
-                plan = self._base.with_(
-                    micro_batch=size, micro_batches=count, recompute=recompute, wire={"tp": tp, "pp": pp}
-                )
+                plan = sized if tp == pp == "none" else sized.with_(wire={"tp": tp, "pp": pp})
                 yield _batch_choice(self._job, self._parts, batch, plan)
 
     @cached_property
@@ -136,12 +136,20 @@ class Batches:
         return alike(self._job.parts(self._base))
 
     def _working(self, micro_batch: int, micro_batches: int, *, recompute: bool) -> tuple[int, ...]:
-        plan = self._base.with_(micro_batch=micro_batch, micro_batches=micro_batches, recompute=recompute)
-        job = self._job
+        plan, job = self._plan(micro_batch, micro_batches, recompute=recompute), self._job
         return tuple(
             working_memory(job.model, plan, seq=job.seq, stage=stage, loss_chunk=job.loss_chunk) + job.overhead
-            for stage in demanding(self._job, self._base, micro_batches)
+            for stage in demanding_stages(stages(job.model.layers, plan))
         )
+
+    def _plan(self, micro_batch: int, micro_batches: int, *, recompute: bool) -> Plan:
+        """The base with a size of the batch, which is checked once: that takes most of a search's time."""
+        key = micro_batch, micro_batches, recompute
+        if key not in self._sized:
+            self._sized[key] = self._base.with_(
+                micro_batch=micro_batch, micro_batches=micro_batches, recompute=recompute
+            )
+        return self._sized[key]
 
 
 def _batch_choice(

@@ -70,10 +70,11 @@ class UnitSizes:
         """The units of a plan of the cut."""
         units = job.units(base)
         trace = default_trace(units)
+        tail = trace.tail
         numels = [sum(buffer.numel for buffer in unit.buffers) for unit in units]
         counts: dict[tuple[int, bool], int] = {}
         for index, numel in enumerate(numels):
-            key = numel, index in trace.tail
+            key = numel, index in tail
             counts[key] = counts.get(key, 0) + 1
         names = [part.kind for part in job.parts(base)]
         named = [unit for unit in trace.needed if units[unit].name]
