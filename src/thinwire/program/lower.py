@@ -339,10 +339,11 @@ def _take_step(
         draft.wait(event, draft.add_even(call, size * world, MessageSizes.plain(1), event))
     add_exchange(plan, units, draft, fragments)
     if draft.extent(Axis.SHARD) > 1:
-        skipped = [unit for unit in range(len(units)) if unit not in trace.needed]
-        for clusters in (_spread_clusters(units, trace.needed), [[unit] for unit in skipped]):
+        needed = dict.fromkeys(trace.needed)
+        skipped = [[unit] for unit in range(len(units)) if unit not in needed]
+        for clusters in (_spread_clusters(units, trace.needed), skipped):
             for batch in spread_batches(plan, units, clusters):
-                _spread(plan, batch, units, draft, needed=batch[0] in trace.needed)
+                _spread(plan, batch, units, draft, needed=clusters is not skipped)
 
 
 def _spread_clusters(units: Sequence[UnitInfo], needed: Sequence[int]) -> list[list[int]]:
