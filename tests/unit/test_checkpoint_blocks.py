@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from thinwire.checkpoint import blocks
-from thinwire.checkpoint.blocks import BLOCK_BYTES, as_bytes, read_ahead, read_into, write_durably
+from thinwire.checkpoint.blocks import BLOCK_BYTES, Piece, as_bytes, read_ahead, read_into, write_durably
 
 LENGTHS = (0, 1, 4095, 4096, 4097, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 5)
 
@@ -46,16 +46,36 @@ def test_files_hold_the_bytes_of_their_parts(directory: Path, length: int, cut: 
         write_durably(path, parts)
 
 
-def test_spans_are_read_in_their_order(tmp_path: Path) -> None:
+def test_pieces_are_read_in_their_order(tmp_path: Path) -> None:
     content = torch.randint(0, 256, (3 * BLOCK_BYTES + 9,), dtype=torch.uint8)
     path = tmp_path / "a"
     write_durably(path, [content])
     spans = [(5, 7), (0, BLOCK_BYTES), (BLOCK_BYTES + 1, BLOCK_BYTES), (0, 0), (3 * BLOCK_BYTES, 9), (1, 2), (2, 1)]
+    pieces = [Piece(*span) for span in spans]
     for count in range(len(spans) + 1):
-        read = [(begin, bytes(piece.numpy())) for begin, piece in read_ahead(path, spans[:count])]
+        read = [(read.piece.begin, bytes(read.block.numpy())) for read in read_ahead(path, pieces[:count])]
         assert read == [(begin, bytes(content[begin : begin + length].numpy())) for begin, length in spans[:count]]
     with pytest.raises(OSError, match="shorter"):
-        list(read_ahead(path, [(0, 4), (3 * BLOCK_BYTES, 10), (0, 4)]))
+        list(read_ahead(path, [Piece(0, 4), Piece(3 * BLOCK_BYTES, 10), Piece(0, 4)]))
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 3000])
+def test_bytes_of_a_piece_go_into_as_many_tensors_as_are_given(tmp_path: Path, count: int) -> None:
+    """3000 are more than one call takes; between them, at the beginning and at the end, bytes go into the block."""
+    content = torch.randint(0, 256, (BLOCK_BYTES + 9,), dtype=torch.uint8)
+    path = tmp_path / "a"
+    write_durably(path, [content])
+    begin, length = 3, 20 * count + 11
+    direct = [
+        (20 * number + 5 * (number % 3), torch.zeros(1 + number % 8, dtype=torch.uint8)) for number in range(count)
+    ]
+    [read] = read_ahead(path, [Piece(begin, length, direct)])
+    assert torch.equal(torch.cat([*read.parts]), content[begin : begin + length])
+    taken = torch.zeros(length, dtype=torch.bool)
+    for offset, tensor in direct:
+        assert torch.equal(tensor, content[begin + offset : begin + offset + tensor.numel()])
+        taken[offset : offset + tensor.numel()] = True
+    assert torch.equal(read.block[~taken], content[begin : begin + length][~taken])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.float64, torch.float8_e4m3fn])
@@ -65,10 +85,10 @@ def test_tensors_are_read_from_any_byte(tmp_path: Path, dtype: torch.dtype) -> N
     write_durably(path, [torch.zeros(3, dtype=torch.uint8), as_bytes(values)])
     target = torch.zeros(990, dtype=dtype)
     with path.open("rb") as stream:
-        read_into(stream.fileno(), 3 + 10 * dtype.itemsize, target)
+        read_into(stream.fileno(), 3 + 10 * dtype.itemsize, [target])
         assert torch.equal(as_bytes(target), as_bytes(values[10:]))
         with pytest.raises(OSError, match="shorter") as caught:
-            read_into(stream.fileno(), 4 + 10 * dtype.itemsize, target)
+            read_into(stream.fileno(), 4 + 10 * dtype.itemsize, [target])
     assert caught.value.errno == errno.EIO
 
 

@@ -17,10 +17,11 @@ import logging
 import mmap
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, final
 
 import torch
 from zlib_ng.zlib_ng import crc32
@@ -33,6 +34,9 @@ ones are not faster."""
 
 _AHEAD: Final = 2
 """Blocks that are read while the caller has one, so that the disk always has something to do."""
+
+_MOST_VIEWS: Final = 1024
+"""Tensors that one call fills; Linux takes no more."""
 
 _SECTOR: Final = 4096
 """Bytes; position, length and address of a write past the page cache are multiples of it."""
@@ -78,54 +82,112 @@ def write_durably(path: Path, parts: Iterable[torch.Tensor]) -> tuple[int, tuple
     return size, tuple(crcs)
 
 
-def read_ahead(path: Path, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Read spans of a file; the next two are read while the caller has one.
+@final
+@dataclass(frozen=True)
+class Piece:
+    """Successive bytes of a file, and where they go.
+
+    Attributes:
+        begin: First byte.
+        length: Number of bytes, at most :data:`BLOCK_BYTES`.
+        direct: Bytes that go straight into tensors: the number of bytes of the piece before each tensor, and the
+            tensor, 1-D, contiguous, uint8, on the CPU. In order and apart from each other.
+    """
+
+    begin: int
+    length: int
+    direct: Sequence[tuple[int, torch.Tensor]] = ()
+
+    @property
+    def end(self) -> int:
+        """The byte after the last."""
+        return self.begin + self.length
+
+
+@final
+@dataclass(frozen=True)
+class ReadPiece:
+    """Bytes that have been read.
+
+    Attributes:
+        piece: Which bytes.
+        block: As many bytes, of which those are valid that have no tensor of their own. 1-D, uint8, on the CPU; begins
+            at a page of memory.
+        parts: All bytes of the piece in their order, wherever they are. 1-D, uint8.
+    """
+
+    piece: Piece
+    block: torch.Tensor
+    parts: Sequence[torch.Tensor]
+
+
+def read_ahead(path: Path, pieces: Iterable[Piece]) -> Iterator[ReadPiece]:
+    """Read pieces of a file; the next two are read while the caller has one.
 
     Args:
         path: The file.
-        spans: First byte and number of bytes of each span, at most :data:`BLOCK_BYTES`.
+        pieces: What to read. Bytes that go nowhere else go into a block of memory, which later pieces use again.
 
     Yields:
-        The first byte of each span and its bytes, a 1-D uint8 tensor on the CPU that begins at a page of memory and is
-        valid until the next one is asked for.
+        Each piece; its block is valid until the next one is asked for.
 
     Raises:
-        OSError: The file cannot be read, or ends before a span does.
+        OSError: The file cannot be read, or ends before a piece does.
     """
     blocks = [_new_block() for _ in range(_AHEAD + 1)]
-    reading: deque[tuple[int, torch.Tensor, Future[None]]] = deque()
+    reading: deque[tuple[ReadPiece, Future[None]]] = deque()
     with path.open("rb", buffering=0) as stream, ThreadPoolExecutor(1) as disk:
-        for number, (begin, length) in enumerate(spans):
-            block = blocks[number % len(blocks)][:length]
-            reading.append((begin, block, disk.submit(read_into, stream.fileno(), begin, block)))
+        for number, piece in enumerate(pieces):
+            block = blocks[number % len(blocks)][: piece.length]
+            read = ReadPiece(piece, block, list(_parts(piece, block)))
+            reading.append((read, disk.submit(read_into, stream.fileno(), piece.begin, read.parts)))
             if len(reading) > _AHEAD:
                 yield _arrived(*reading.popleft())
         while reading:
             yield _arrived(*reading.popleft())
 
 
-def _arrived(begin: int, block: torch.Tensor, reading: Future[None]) -> tuple[int, torch.Tensor]:
+def _parts(piece: Piece, block: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Where the bytes of a piece go, in order: tensors of their own, and the block for what is between them."""
+    done = 0
+    for offset, tensor in piece.direct:
+        if done < offset:
+            yield block[done:offset]
+        yield tensor
+        done = offset + tensor.numel()
+    if done < piece.length:
+        yield block[done:]
+
+
+def _arrived(read: ReadPiece, reading: Future[None]) -> ReadPiece:
     reading.result()
-    return begin, block
+    return read
 
 
-def read_into(descriptor: int, position: int, target: torch.Tensor) -> None:
-    """Fill a tensor with bytes of a file.
+def read_into(descriptor: int, position: int, targets: Iterable[torch.Tensor]) -> None:
+    """Fill tensors with successive bytes of a file.
 
     Args:
         descriptor: The open file.
         position: First byte.
-        target: 1-D, contiguous, on the CPU, of any dtype.
+        targets: 1-D, contiguous, on the CPU, of any dtype.
 
     Raises:
-        OSError: The file ends before the tensor is full, or cannot be read.
+        OSError: The file ends before the tensors are full, or cannot be read.
     """
-    view = as_bytes(target).numpy().data
-    while view:
-        length = os.preadv(descriptor, [view], position)
+    views = [view for target in targets if (view := as_bytes(target).numpy().data)]
+    while views:
+        length = os.preadv(descriptor, views[:_MOST_VIEWS], position)
         if not length:
             raise OSError(errno.EIO, "the file has become shorter")
-        view, position = view[length:], position + length
+        position += length
+        full = 0
+        while full < len(views) and len(views[full]) <= length:
+            length -= len(views[full])
+            full += 1
+        del views[:full]
+        if length:
+            views[0] = views[0][length:]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,8 @@
 A checkpoint is a directory of safetensors files and one JSON manifest, which is written last. Loading trusts only the
 manifest, which carries its own checksum. Before anything is read into a tensor, every vector must be covered exactly
 once, and every file is compared with the manifest (presence, size, header). The manifest has a checksum of every block
-of a file, so that a block is read once: into memory, where it is compared, and from there into tensors. Nothing is
-unpickled, and a length found on disk is never trusted beyond the size of its file.
+of a file, so that a block is read once: into its tensors, where it is compared while the processor's cache has it.
+Nothing is unpickled, and a length found on disk is never trusted beyond the size of its file.
 
 CRC-32 detects accidents (with certainty any damage within 32 consecutive bits), not forgery. zlib-ng computes it as
 fast as memory is read.

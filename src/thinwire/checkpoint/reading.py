@@ -1,21 +1,23 @@
-"""Safetensors files of a checkpoint into tensors: a block is compared with its checksum before it is copied.
+"""Safetensors files of a checkpoint into tensors, each block compared with its checksum.
 
-A file is read once, from beginning to end, and only the blocks that hold its header or wanted elements. Files of
-version 1 of the format have one checksum for all of their bytes; they are compared first and then read again, this time
-from the page cache if they fit there.
+A file is read once, from beginning to end, and only the blocks that hold its header or wanted elements. Elements go
+straight into their tensors, where the checksum still finds them in the processor's cache: a copy beside would cost a
+third of what a fast disk takes. Only those that change their type, or whose tensor is on a device, go through a block
+of memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Final, final
 
 import torch
 from zlib_ng.zlib_ng import crc32
 
-from thinwire.checkpoint.blocks import BLOCK_BYTES, as_bytes, read_ahead, read_into
+from thinwire.checkpoint.blocks import BLOCK_BYTES, Piece, ReadPiece, as_bytes, read_ahead, read_into
 from thinwire.checkpoint.manifest import FileEntry, Manifest, StoredSpan, check_header, check_size, os_reason
 from thinwire.checkpoint.storage import ShardedVector
 from thinwire.errors import CheckpointError
@@ -69,17 +71,14 @@ class Reading:
             self._files.append(_Wanted(path, file, min(begins.values()), runs))
 
     def fill(self) -> None:
-        """Copy the wanted elements into the chunks. No block that differs from its checksum reaches a tensor.
+        """Read the wanted elements into the chunks, and compare every block that holds some with its checksum.
 
         Raises:
-            CheckpointError: A file cannot be read, or a block is corrupt. Tensors may have been filled by then.
+            CheckpointError: A file cannot be read, or a block is corrupt. By then, tensors may have been filled, and
+                those with elements of the corrupt block with what it holds.
         """
         for wanted in self._files:
-            if wanted.file.block_bytes <= BLOCK_BYTES:
-                wanted.copy_checked()
-            else:
-                _check_blocks(wanted.path, wanted.file)
-                wanted.copy_unchecked()
+            wanted.copy_checked()
 
     def fill_unchecked(self) -> None:
         """As :meth:`fill`, from files that have passed :func:`check_file`.
@@ -127,16 +126,24 @@ class _Run:
         """The byte after the last."""
         return self.begin + self.target.numel() * self.dtype.itemsize
 
-    def take(self, begin: int, piece: torch.Tensor) -> None:
-        """Copy what a piece of the file, of which ``begin`` is the first byte, has of the run."""
-        low, high = max(begin, self.begin), min(begin + piece.numel(), self.end)
-        size = self.dtype.itemsize
-        target = self.target[(low - self.begin) // size : (high - self.begin) // size]
-        source = piece[low - begin : high - begin]
-        if target.device.type == "cpu" and target.dtype == self.dtype:
-            as_bytes(target).copy_(source)
+    @property
+    def is_straight(self) -> bool:
+        """Whether its bytes in the file are those of its tensor in memory."""
+        return self.target.device.type == "cpu" and self.target.dtype == self.dtype
+
+    def part_of(self, begin: int, end: int) -> tuple[int, torch.Tensor]:
+        """The part of a straight run that lies in a piece of the file: bytes of the piece before it, and its tensor."""
+        low, high = max(begin, self.begin), min(end, self.end)
+        return low - begin, as_bytes(self.target)[low - self.begin : high - self.begin]
+
+    def take(self, begin: int, block: torch.Tensor) -> None:
+        """Copy what a block, whose first byte is ``begin`` in the file, has of the run."""
+        low, high = max(begin, self.begin), min(begin + block.numel(), self.end)
+        source, size = block[low - begin : high - begin], self.dtype.itemsize
+        if self.is_straight:
+            as_bytes(self.target)[low - self.begin : high - self.begin].copy_(source)
         else:
-            target.copy_(source.view(self.dtype))
+            self.target[(low - self.begin) // size : (high - self.begin) // size].copy_(source.view(self.dtype))
 
 
 @final
@@ -157,16 +164,12 @@ class _Wanted:
     runs: Sequence[_Run]
 
     def copy_checked(self) -> None:
-        """Copy the runs from blocks that have the right checksums. The header counts as wanted: it says where."""
-        upcoming, present = iter(self.runs), list[_Run]()
-        following = next(upcoming, None)
-        for begin, piece in _pieces(self.path, self.file, self._blocks()):
-            while following is not None and following.begin < begin + piece.numel():
-                present.append(following)
-                following = next(upcoming, None)
-            for run in present:
-                run.take(begin, piece)
-            present = [run for run in present if run.end > begin + piece.numel()]
+        """Copy the runs, and compare their blocks. The header counts as wanted: it says where they are."""
+        placed = self._placed()
+        reads = _checked(self.path, self.file, [piece for piece, _ in placed])
+        for read, (_, copied) in zip(reads, placed, strict=True):
+            for run in copied:
+                run.take(read.piece.begin, read.block)
 
     def copy_unchecked(self) -> None:
         """Copy the runs, straight into their tensors where it is possible."""
@@ -177,6 +180,23 @@ class _Wanted:
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read: {os_reason(error)}") from error
 
+    def _placed(self) -> list[tuple[Piece, list[_Run]]]:
+        """The pieces to read, and the runs that have to be copied from the block of each."""
+        placed: list[tuple[Piece, list[_Run]]] = []
+        upcoming, present = iter(self.runs), list[_Run]()
+        following = next(upcoming, None)
+        for begin, length in _spans(self.file, self._blocks()):
+            while following is not None and following.begin < begin + length:
+                present.append(following)
+                following = next(upcoming, None)
+            # An element that is wanted twice can be read into only one place.
+            apart = _are_apart(present)
+            direct = [run.part_of(begin, begin + length) for run in present if apart and run.is_straight]
+            copied = [run for run in present if not (apart and run.is_straight)]
+            placed.append((Piece(begin, length, direct), copied))
+            present = [run for run in present if run.end > begin + length]
+        return placed
+
     def _blocks(self) -> list[int]:
         """The blocks that hold the header or a part of a run."""
         size, numbers = self.file.block_bytes, set(range(-(-self.header_bytes // self.file.block_bytes)))
@@ -185,54 +205,61 @@ class _Wanted:
         return sorted(numbers)
 
 
+def _are_apart(runs: Sequence[_Run]) -> bool:
+    """Whether no two runs, in the order of their beginnings, overlap."""
+    return all(run.end <= following.begin for run, following in pairwise(runs))
+
+
 def _fill(descriptor: int, run: _Run) -> None:
     position, target = run.begin, run.target
-    if target.device.type == "cpu" and target.dtype == run.dtype:
-        read_into(descriptor, position, target)
+    if run.is_straight:
+        read_into(descriptor, position, [target])
         return
     stored = torch.empty(min(_CONVERTED, target.numel()), dtype=run.dtype)
     for part in target.split(_CONVERTED):
-        read_into(descriptor, position, stored[: part.numel()])
+        read_into(descriptor, position, [stored[: part.numel()]])
         part.copy_(stored[: part.numel()])
         position += part.numel() * run.dtype.itemsize
 
 
 def _check_blocks(path: Path, file: FileEntry) -> None:
-    """Compare every block of a file with its checksum; errors as of :func:`_pieces`."""
-    for _ in _pieces(path, file, range(len(file.crcs))):
+    """Compare every block of a file with its checksum; errors as of :func:`_checked`."""
+    for _ in _checked(path, file, [Piece(*span) for span in _spans(file, range(len(file.crcs)))]):
         pass
 
 
-def _pieces(path: Path, file: FileEntry, numbers: Iterable[int]) -> Iterator[tuple[int, torch.Tensor]]:
+def _spans(file: FileEntry, numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """First byte and number of bytes of the pieces of some blocks; a block of more than ``BLOCK_BYTES`` has several."""
+    for number in numbers:
+        begin, length = file.block(number)
+        for at in range(begin, begin + length, BLOCK_BYTES):
+            yield at, min(BLOCK_BYTES, begin + length - at)
+
+
+def _checked(path: Path, file: FileEntry, pieces: Sequence[Piece]) -> Iterator[ReadPiece]:
     """Read blocks of a file and compare them with their checksums.
 
     Args:
         path: The file.
         file: Its manifest entry.
-        numbers: Which blocks, in order.
+        pieces: All pieces of the blocks to read, in order.
 
     Yields:
-        First byte and bytes of each piece, valid until the next one is asked for. A block of at most
-        :data:`BLOCK_BYTES` is one piece, and is yielded if it is right; a longer one is several, of which only the last
-        tells that it is right.
+        Each piece, valid until the next one is asked for. Only the last of a block tells that the block is right.
 
     Raises:
         CheckpointError: The file cannot be read, or a block differs from its checksum.
     """
-    spans, last_of = [], {}
-    for number in numbers:
-        begin, length = file.block(number)
-        spans += [(at, min(BLOCK_BYTES, begin + length - at)) for at in range(begin, begin + length, BLOCK_BYTES)]
-        last_of[begin + length] = number
     crc = 0
     try:
-        for begin, piece in read_ahead(path, spans):
-            crc = crc32(piece.numpy().data, crc)
-            complete = last_of.get(begin + piece.numel())
-            if complete is not None:
-                _compare(path, file, complete, crc)
+        for read in read_ahead(path, pieces):
+            for part in read.parts:
+                crc = crc32(part.numpy().data, crc)
+            number = (read.piece.end - 1) // file.block_bytes
+            if read.piece.end == sum(file.block(number)):
+                _compare(path, file, number, crc)
                 crc = 0
-            yield begin, piece
+            yield read
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {os_reason(error)}") from error
 

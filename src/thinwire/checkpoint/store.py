@@ -41,8 +41,10 @@ __all__ = [
     "ControlGroup",
     "Json",
     "Manifest",
+    "Opened",
     "Reader",
     "ShardedVector",
+    "open_checkpoint",
     "read",
     "read_values",
     "recover",
@@ -137,8 +139,44 @@ def write(
             staging.discard()
 
 
+@final
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint with a valid manifest, and files of the right sizes.
+
+    Attributes:
+        directory: Where it is.
+        manifest: Its table of contents.
+        fingerprint: Equal fingerprints mean equal manifests.
+    """
+
+    directory: Path
+    manifest: Manifest
+    fingerprint: int
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
+    """Read the manifest of a checkpoint, and compare the sizes of its files with it, in this process alone.
+
+    Args:
+        path: The checkpoint directory.
+
+    Returns:
+        What :func:`read` takes as well.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or incomplete, or its manifest is corrupt.
+    """
+    try:
+        directory = locate(Path(path))
+    except (OSError, RuntimeError, ValueError) as error:  # no permission, a loop of links, or a NUL in the name
+        raise CheckpointError(f"{os.fspath(path)}: not a checkpoint: {_explain(error)}") from error
+    manifest, fingerprint = _manifest.read_manifest(directory)
+    return Opened(directory, manifest, fingerprint)
+
+
 def read(
-    path: str | os.PathLike[str],
+    checkpoint: str | os.PathLike[str] | Opened,
     vectors: Mapping[str, ShardedVector],
     *,
     control: ControlGroup,
@@ -149,18 +187,18 @@ def read(
 
     1. Every rank reads the manifest, and compares the sizes of all files and its own vectors with it.
     2. Every rank compares the headers of the files that hold its elements with the manifest.
-    3. Every rank reads the blocks that hold its elements, once, compares each with its checksum, and copies the
-       elements. Several ranks may read the same ones.
+    3. Every rank reads the blocks that hold its elements into its chunks, once, and compares each with its checksum.
+       Several ranks may read the same ones.
 
     No tensor changes before 1 and 2 have succeeded on all ranks. A corrupt block or a disk error in 3 leaves the
-    tensors of every rank partly filled, though never with a byte of a corrupt block. To find out beforehand, call
-    :func:`verify`, which reads everything once more.
+    tensors of every rank partly filled, some with the elements of the corrupt block: nothing may use them. To find out
+    beforehand, call :func:`verify`, which reads everything once more.
 
     Elements are converted if their stored type fits losslessly into the chunk's type, floats into wider floats and
     integers into wider integers; any other difference is an error. Vectors that no rank passes are ignored.
 
     Args:
-        path: The checkpoint directory.
+        checkpoint: The checkpoint directory, or what :func:`open_checkpoint` has read of it.
         vectors: The chunks to fill on this rank, by key of their vector.
         control: The ranks that load; any number.
         strict: Whether a key that the checkpoint lacks is an error.
@@ -173,12 +211,13 @@ def read(
         CheckpointError: On every rank, if the checkpoint is missing, incomplete or corrupt, if ranks see different
             checkpoints, or if a key, a length or an element type does not fit.
     """
-    doing = f"{os.fspath(path)}: cannot load"
-    opened: _Opened | None = None
+    place = checkpoint.directory if isinstance(checkpoint, Opened) else os.fspath(checkpoint)
+    doing = f"{place}: cannot load"
+    opened: Opened | None = None
 
     def inspect() -> int:
         nonlocal opened
-        opened = _open(path)
+        opened = checkpoint if isinstance(checkpoint, Opened) else open_checkpoint(checkpoint)
         _check_wanted(vectors, opened.manifest, strict=strict)
         return opened.fingerprint
 
@@ -236,7 +275,7 @@ def verify(path: str | os.PathLike[str], *, checksums: bool = True) -> Manifest:
     Raises:
         CheckpointError: A file is missing or corrupt; the message names it.
     """
-    opened = _open(path)
+    opened = open_checkpoint(path)
     if checksums:
         _check_files(opened)
     return opened.manifest
@@ -257,7 +296,7 @@ class Reader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        opened = _open(path)
+        opened = open_checkpoint(path)
         self._directory, self.manifest = opened.directory, opened.manifest
         _check_files(opened)
 
@@ -326,16 +365,6 @@ class _Contribution:
 
 
 _CONTRIBUTION: Final[Typed[_Contribution]] = Typed(_Contribution)
-
-
-@final
-@dataclass(frozen=True)
-class _Opened:
-    """A checkpoint directory with a valid manifest. Equal fingerprints mean equal manifests."""
-
-    directory: Path
-    manifest: Manifest
-    fingerprint: int
 
 
 def _describe(vectors: Mapping[str, ShardedVector], values: Mapping[str, Json]) -> _Contribution:
@@ -454,15 +483,6 @@ def _write_manifest(directory: Path, manifest: Manifest) -> None:
         os.fsync(stream.fileno())
 
 
-def _open(path: str | os.PathLike[str]) -> _Opened:
-    try:
-        directory = locate(Path(path))
-    except (OSError, RuntimeError, ValueError) as error:  # no permission, a loop of links, or a NUL in the name
-        raise CheckpointError(f"{os.fspath(path)}: not a checkpoint: {_explain(error)}") from error
-    manifest, fingerprint = _manifest.read_manifest(directory)
-    return _Opened(directory, manifest, fingerprint)
-
-
 def _check_wanted(vectors: Mapping[str, ShardedVector], manifest: Manifest, *, strict: bool) -> None:
     """Compare the vectors that this rank wants with those of the checkpoint."""
     missing = [key for key in vectors if key not in manifest.vectors]
@@ -497,6 +517,6 @@ def _missing_keys(missing: Sequence[str], present: Iterable[str]) -> str:
     return f"it has {len(known)} vectors but lacks {', '.join(hints)}{more}"
 
 
-def _check_files(opened: _Opened) -> None:
+def _check_files(opened: Opened) -> None:
     for file, contents in zip(opened.manifest.files, opened.manifest.contents(), strict=True):
         check_file(opened.directory, file, contents)

@@ -271,14 +271,15 @@ def load(parts: Sequence[Trained], path: Path) -> dict[str, Json]:
     for model, _ in parts:
         runtime_of(model).holds.refuse("load()")
     shapes = _union({name: shape for model, _ in parts for name, shape in _shapes(model).items()})
-    manifest = _everywhere(lambda: _open(shapes, parts, path))
+    opened = _everywhere(lambda: _open(shapes, parts, path))
+    manifest = opened.manifest
     same_plan = manifest.values["plan"] == runtime_of(parts[0][0]).plan.to_toml()  # those of other parts follow from it
     loading = [_Loading(model, optim, manifest, path, same_plan=same_plan) for model, optim in parts]
     vectors = _Vectors()
     try:
         # Check on all ranks before any rank reads, so that no rank waits for another that has failed.
         _everywhere(lambda: _want_all(loading, vectors))
-        store.read(path, vectors.sharded(), control=control(), before_filling=lambda: _begin(loading))
+        store.read(opened, vectors.sharded(), control=control(), before_filling=lambda: _begin(loading))
     except BaseException:  # whatever it is, the optimizer must not go on with what a load has left
         for part in loading:
             part.undo()
@@ -479,9 +480,10 @@ def _of_part(key: str, runtime: Runtime) -> str:
     return f"{key} of {label}" if label else key
 
 
-def _open(shapes: Mapping[str, Json], parts: Sequence[Trained], path: Path) -> store.Manifest:
+def _open(shapes: Mapping[str, Json], parts: Sequence[Trained], path: Path) -> store.Opened:
     """Read and verify the manifest of a checkpoint, and check that it fits the model and the optimizer."""
-    manifest = store.verify(path, checksums=False)
+    opened = store.open_checkpoint(path)
+    manifest = opened.manifest
     check_values(manifest.values, path)
     saved_shapes = manifest.values.get("shapes", {})
     differences = [
@@ -495,7 +497,7 @@ def _open(shapes: Mapping[str, Json], parts: Sequence[Trained], path: Path) -> s
     _check_slices(manifest, shapes, path)
     optim = parts[0][1]
     if optim is None:
-        return manifest
+        return opened
     saved, present = manifest.values.get("optimizer"), type(optim.inner).__name__
     alone = "load the parameters alone with thinwire.load(model, None, path)"
     if saved is None:
@@ -509,7 +511,7 @@ def _open(shapes: Mapping[str, Json], parts: Sequence[Trained], path: Path) -> s
             "with the param_groups it was saved with"
         )
     check_groups(manifest.values["groups"], optim.param_groups, path)
-    return manifest
+    return opened
 
 
 def _check_slices(manifest: store.Manifest, shapes: Mapping[str, Json], path: Path) -> None:

@@ -27,7 +27,7 @@ class CheckpointOptions:
     """The options of ``thinwire bench checkpoint``."""
 
     ranks: Annotated[int, typer.Option(min=1, help="Ranks, all on this machine.")] = 2
-    model: Annotated[str, typer.Option(help="Model: llama-17m, llama-5m or llama-1m.")] = "llama-17m"
+    model: Annotated[str, typer.Option(help="Model: llama-59m, llama-17m, llama-5m or llama-1m.")] = "llama-17m"
     seq: Annotated[int, typer.Option("--seq", "--tokens", min=1, help="Tokens per step of each rank.")] = 128
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; each save and load runs once in every round.")] = 5
     steps: Annotated[int, typer.Option(min=1, help="Steps while a checkpoint is written, and as many without.")] = 6

@@ -43,7 +43,7 @@ class TurnOptions:
     ] = 5
     steps: Annotated[int, typer.Option(min=1, help="Timed steps per turn.")] = 2
     seq: Annotated[int, typer.Option("--seq", min=1, help="Tokens per step of each rank.")] = 128
-    model: Annotated[str, typer.Option(help="Model: llama-17m, llama-5m or llama-1m.")] = "llama-17m"
+    model: Annotated[str, typer.Option(help="Model: llama-59m, llama-17m, llama-5m or llama-1m.")] = "llama-17m"
     json_path: JsonPath = None
     page: Page = None
 

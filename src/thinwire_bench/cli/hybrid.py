@@ -56,7 +56,7 @@ class HybridOptions:
     steps: Annotated[int, typer.Option(min=1, help="Timed steps per turn.")] = 2
     seq: Annotated[int, typer.Option("--seq", min=2, help="Sequence length in tokens.")] = 128
     micro_batches: Annotated[int, typer.Option(min=2, help="Micro-batches per step, of one sequence each.")] = 2
-    model: Annotated[str, typer.Option(help="Model: llama-17m, llama-5m or llama-1m.")] = "llama-17m"
+    model: Annotated[str, typer.Option(help="Model: llama-59m, llama-17m, llama-5m or llama-1m.")] = "llama-17m"
     loss: Annotated[
         bool,
         typer.Option("--loss", help="Also train the missing runs of the loss study, which takes an hour on two cores."),

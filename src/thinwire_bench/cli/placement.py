@@ -53,7 +53,7 @@ class PlacementOptions:
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; each plan runs once in each order in every round.")] = 7
     steps: Steps = 2
     seq: Annotated[int, typer.Option("--seq", min=1, help="Tokens per step of each rank.")] = 128
-    model: Annotated[str, typer.Option(help="Model: llama-17m, llama-5m or llama-1m.")] = "llama-17m"
+    model: Annotated[str, typer.Option(help="Model: llama-59m, llama-17m, llama-5m or llama-1m.")] = "llama-17m"
     timeout: Timeout = 600.0
     read: Annotated[
         Path | None,

@@ -58,7 +58,7 @@ class StepOptions:
     ] = 5
     steps: Steps = 3
     seq: Annotated[int, typer.Option("--seq", "--tokens", min=1, help="Tokens per step of each rank.")] = 128
-    model: Annotated[str, typer.Option(help="Model: llama-17m, llama-5m or llama-1m.")] = "llama-17m"
+    model: Annotated[str, typer.Option(help="Model: llama-59m, llama-17m, llama-5m or llama-1m.")] = "llama-17m"
     profiles: Annotated[
         Path | None,
         typer.Option(

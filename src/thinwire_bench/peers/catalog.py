@@ -20,6 +20,7 @@ REFERENCE: Final = "local"
 
 MODELS: Final[Mapping[str, Mapping[str, int]]] = {
     "llama-17m": {"vocab": 4096, "hidden": 512, "layers": 4, "heads": 8, "kv_heads": 8, "ffn": 1376},
+    "llama-59m": {"vocab": 4096, "hidden": 1024, "layers": 4, "heads": 16, "kv_heads": 16, "ffn": 2752},
     "llama-5m": {"vocab": 4096, "hidden": 256, "layers": 4, "heads": 4, "kv_heads": 4, "ffn": 704},
     "llama-1m": {"vocab": 4096, "hidden": 96, "layers": 2, "heads": 4, "kv_heads": 4, "ffn": 256},
 }

@@ -252,18 +252,29 @@ def _measure(place: str, options: dict[str, Any], rounds: int, steps: int) -> _R
 def _actions(
     directory: Path, systems: Sequence[tuple[str, _Trained]], num_bytes: int
 ) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The saves and loads of a round; each load follows the save whose file it reads."""
+    """The saves and loads of a round; each load follows the save whose file it reads.
+
+    A load is made once before the one that counts. In a virtual machine, pages of memory that have been free for a
+    while come from the host anew, which takes longer than the reading; a file that went past the page cache when it was
+    written finds only such pages.
+    """
     plain = directory / f"plain-{control().rank}"
     yield f"save: {PAST_CACHE}", lambda: _write_plain(plain, num_bytes, past_cache=True)
     yield f"save: {PLAIN}", lambda: _write_plain(plain, num_bytes, past_cache=False)
-    _leave_cache(directory)
-    yield f"load: {PLAIN}", lambda: _read_plain(plain)
+    yield f"load: {PLAIN}", _second(lambda: _read_plain(plain), directory)
     _remove(directory)
     for name, system in systems:
         yield f"save: {name}", functools.partial(system.save, directory / "checkpoint")
-        _leave_cache(directory)
-        yield f"load: {name}", functools.partial(system.load, directory / "checkpoint")
+        yield f"load: {name}", _second(functools.partial(system.load, directory / "checkpoint"), directory)
         _remove(directory)
+
+
+def _second(load: Callable[[], None], directory: Path) -> Callable[[], None]:
+    """A load from the disk, after the same load from the disk."""
+    _leave_cache(directory)
+    load()
+    _leave_cache(directory)
+    return load
 
 
 def _save_while_training(system: _Trained, path: Path, steps: int, *, watches: bool) -> dict[str, Any]:
