@@ -16,16 +16,12 @@ from functools import lru_cache
 
 from thinwire.cost.anatomy import ModelPart, parts
 from thinwire.cost.anatomy import units as units_of
+from thinwire.cost.transient import Transient
 from thinwire.program import (
-    UNDER_WAY,
     Axis,
     Even,
     UnitInfo,
     axis_shape,
-    buckets,
-    default_trace,
-    gathered_peak,
-    reduction_batches,
     together,
 )
 from thinwire.program.wire import ITEMSIZE, reduction_codecs
@@ -41,7 +37,6 @@ __all__ = [
     "PipelineShare",
     "States",
     "activation_bytes",
-    "always_held",
     "demanding_stages",
     "held_units",
     "kept_activations",
@@ -192,14 +187,14 @@ def memory(
     share = _largest_share(units) if share is None else share
     padded = sum(buffer.numel for unit in units for buffer in unit.buffers)
     grads = _gradient_shards(plan, padded, share) if states is None else padded // plan.grads.ranks
-    states = states or States.of(plan)
+    states, transient = states or States.of(plan), Transient(units)
     return Memory(
         params=states.params * padded // plan.params.ranks,
         grads=states.grads * grads,
         optimizer=states.optimizer * share,
         secondary=states.params * padded // plan.secondary.ranks if plan.secondary else 0,
-        gathered=_gathered(plan, units),
-        buffers=_buffers(plan, units) + _messages(model, plan, seq, stage),
+        gathered=transient.gathered(plan),
+        buffers=transient.buffers(plan) + _messages(model, plan, seq, stage),
         feedback=_feedback(plan, padded),
         islands=_exchanged(plan, share),
         activations=_activations(model, plan, seq, stage),
@@ -210,7 +205,7 @@ def memory(
 
 def _with_experts(rest: Memory, plan: Plan, units: Sequence[UnitInfo], exchanges: int) -> Memory:
     """The memory of a model with that of its experts, which are sharded by a plan of their own."""
-    share, states = _largest_share(units), States.of(plan)
+    share, states, transient = _largest_share(units), States.of(plan), Transient(units)
     padded = sum(buffer.numel for unit in units for buffer in unit.buffers)
     return replace(
         rest,
@@ -218,8 +213,8 @@ def _with_experts(rest: Memory, plan: Plan, units: Sequence[UnitInfo], exchanges
         grads=rest.grads + states.grads * _gradient_shards(plan, padded, share),
         optimizer=rest.optimizer + states.optimizer * share,
         secondary=rest.secondary + (states.params * padded // plan.secondary.ranks if plan.secondary else 0),
-        gathered=rest.gathered + _gathered(plan, units),
-        buffers=rest.buffers + _buffers(plan, units) + exchanges,
+        gathered=rest.gathered + transient.gathered(plan),
+        buffers=rest.buffers + transient.buffers(plan) + exchanges,
         feedback=rest.feedback + _feedback(plan, padded),
     )
 
@@ -236,12 +231,6 @@ def working_memory(
     """Bytes that depend on the micro-batch: activations, messages between stages, logits and the loss."""
     logits = logit_bytes(model, *_tokens(plan, seq), loss_chunk) if stage.last else 0
     return _activations(model, plan, seq, stage) + _messages(model, plan, seq, stage) + logits
-
-
-def always_held(plan: Plan, units: Sequence[UnitInfo]) -> int:
-    """Bytes that depend neither on the size of a micro-batch nor on how ``G`` is cut, beside model states: gathered
-    units, and gradients on their way."""
-    return _gathered(plan, units) + _buffers(plan, units)
 
 
 def largest_memory(
@@ -353,100 +342,6 @@ def _exchanged(plan: Plan, share: int) -> int:
         kept += piece if islands.count == 2 else piece + piece // islands.count
     under_way = 2 * piece + (share if replicas > 1 else 0)
     return 4 * (kept + -(-under_way // islands.fragments))
-
-
-def _gathered(plan: Plan, units: Sequence[UnitInfo]) -> int:
-    """Bytes of the units that computation and prefetch hold at once, and of those that stay gathered until backward.
-    Units of one block are prefetched together."""
-    if plan.params.ranks == 1:
-        return 0
-    if plan.gathers_by_bytes:
-        return gathered_peak(plan, units, default_trace(units, recompute=plan.recompute))
-    around = units[0].nbytes if units[0].name == "" else 0
-    blocks: dict[int, int] = {}
-    for unit in units[1:] if units[0].name == "" else units:
-        blocks[unit.block] = blocks.get(unit.block, 0) + unit.nbytes
-    inner = list(blocks.values())
-    ahead = 1 + max(1, plan.prefetch)
-    window = max(sum(inner[i : i + ahead]) for i in range(len(inner)))
-    return around + max(window, inner[-1] + max((sum(inner[i : i + 2]) for i in range(len(inner) - 1)), default=0))
-
-
-def _buffers(plan: Plan, units: Sequence[UnitInfo]) -> int:
-    """Bytes of one unit's gradients before they are reduced, of a bucket that is filling up, of reductions in flight,
-    and of encoded messages."""
-    numels = [sum(buffer.numel for buffer in unit.buffers) for unit in units]
-    order = range(len(units) - 1, -1, -1)
-    produced = [ITEMSIZE[plan.compute_dtype] * numels[unit] for unit in order]
-    if plan.world == 1:
-        return max(produced)
-    total = _spread_bytes(plan, sum(numels) // plan.params.ranks)
-    if plan.params.ranks > 1:
-        batches = [tuple(numels[unit] for unit in batch) for batch in reduction_batches(plan, units, order)]
-        made = [ITEMSIZE[plan.compute_dtype] * sum(batch) for batch in batches]
-        of_batch = {batch: _scattered_together(plan, batch) for batch in set(batches)}  # blocks are alike
-        scattered = [of_batch[batch] for batch in batches]
-        total += _most_at_once(made, scattered, UNDER_WAY if plan.overlap.reduce else 1)
-    else:
-        total += max(produced)
-    if plan.params.ranks < plan.world:
-        sizes = [sum(numels[unit] for unit in bucket) // plan.params.ranks for bucket in buckets(plan, units, order)]
-        filling = [ITEMSIZE[plan.effective_reduce_dtype] * size for size in sizes]
-        of_size = {size: _reduced(plan, size) for size in set(sizes)}
-        reduced = [of_size[size] for size in sizes]
-        total += _most_at_once(filling, reduced, UNDER_WAY if plan.overlap.sync else 1)
-    return total
-
-
-def _most_at_once(made: Sequence[int], sent: Sequence[int], under_way: int) -> int:
-    """Most bytes of a sequence of reductions, of which one is prepared while those before it are in flight."""
-    return max((*made, 0)[index] + sum(sent[max(0, index - under_way) : index]) for index in range(len(made) + 1))
-
-
-def _scattered_together(plan: Plan, numels: Sequence[int]) -> int:
-    """Bytes of gradients of several units in a reduce-scatter over the params axis, with copies: chunks, and gradients
-    of several units, are packed, and the sums of several units are unpacked."""
-    numel = sum(numels)
-    packed = ITEMSIZE[plan.effective_reduce_dtype] * numel if plan.bucket_chunks > 1 or len(numels) > 1 else 0
-    sums = 4 * numel // plan.params.ranks if len(numels) > 1 else 0
-    return packed + sums + _scattered(plan, Axis.PARAMS, numel)
-
-
-def _scattered(plan: Plan, axis: Axis, numel: int) -> int:
-    """Bytes of gradients in a reduce-scatter, and of the messages or values that it receives."""
-    values = ITEMSIZE[plan.effective_reduce_dtype] * numel
-    return values + (_message_bytes(plan, axis, numel) or values)
-
-
-def _reduced(plan: Plan, numel: int) -> int:
-    """Bytes of a bucket in a reduce-scatter over the ranks that share OS, in an all-reduce over replicas, or in
-    both."""
-    total, ranks = 0, plan.optimizer.ranks // plan.params.ranks
-    if ranks > 1:
-        numel, whole = numel // ranks, numel
-        total += _scattered(plan, Axis.SHARD, whole) + 4 * numel
-    if plan.optimizer.ranks < plan.world:
-        total += (ITEMSIZE[plan.effective_reduce_dtype] + 4) * numel + _message_bytes(plan, Axis.REPLICA, numel)
-    return total
-
-
-def _message_bytes(plan: Plan, axis: Axis, numel: int) -> int:
-    """Bytes of gradients that are encoded for a reduction along an axis, and of the node's sums between the hops."""
-    local, _ = axis_shape(plan, Axis.SHARD)
-    intra, inter = reduction_codecs(plan, axis)
-    total = 0
-    if not intra.is_none:
-        total += intra.max_wire_bytes(numel, plan.effective_reduce_dtype)
-    if not inter.is_none:
-        total += 4 * numel // local
-    return total
-
-
-def _spread_bytes(plan: Plan, shard: int) -> int:
-    """Bytes of the messages of all spread parameters: the optimizer updates every unit before the first is sent."""
-    if plan.wire.spread.is_none or plan.optimizer == plan.params:
-        return 0
-    return plan.wire.spread.max_wire_bytes(shard, plan.compute_dtype)
 
 
 def _feedback(plan: Plan, padded: int) -> int:

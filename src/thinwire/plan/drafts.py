@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from thinwire.cost import GroupShape, NominalRates, Pricer, Traffic
-from thinwire.cost.memory import States, always_held, held_units, stage_model
+from thinwire.cost.memory import States, held_units, stage_model
+from thinwire.cost.transient import Transient
 from thinwire.plan.batches import BatchChoice, Batches, BatchMemory, demanding
 from thinwire.plan.bounds import Array, Computation, least_seconds
 from thinwire.plan.rules import Chain, Cut, chain_ends, secondaries
@@ -129,10 +130,11 @@ class Drafts:
         self._units = UnitSizes.of(job, self._base)
         self._kinds = self._units.kinds
         self._parameters = sum(kind.count * kind.numel for kind in self._kinds)
-        self._stages = [held_units(stage_model(job.model, stage.blocks), self._base, stage)
-                        for stage in demanding(self.job, self._base, 1)]  # fmt: skip
+        stages = [held_units(stage_model(job.model, stage.blocks), self._base, stage)
+                  for stage in demanding(self.job, self._base, 1)]  # fmt: skip
         # Padding depends on the world size alone, so all plans have the same units, and cut them evenly.
-        self._numels = [sum(buffer.numel for unit in held for buffer in unit.buffers) for held in self._stages]
+        self._numels = [sum(buffer.numel for unit in held for buffer in unit.buffers) for held in stages]
+        self._stages = [Transient(held) for held in stages]
         self._held: dict[tuple[Factor, Factor], tuple[int, ...]] = {}
         self._pricer = pricer
         self._batches = Batches(job, cut, self._base)
@@ -290,7 +292,7 @@ class Drafts:
         key = params, optimizer
         if key not in self._held:
             plan = self._base.with_(params=params, grads=optimizer, optimizer=optimizer)
-            self._held[key] = tuple(always_held(plan, held) for held in self._stages)
+            self._held[key] = tuple(held.both(plan) for held in self._stages)
         held = self._held[key]
         return {
             several: tuple(

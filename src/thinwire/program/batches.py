@@ -83,12 +83,12 @@ def spread_batches(
 
 def _gradient_bytes(plan: Plan, units: Sequence[UnitInfo], order: Sequence[int], pieces: int) -> dict[int, int]:
     """Bytes of one of ``pieces`` slices of the gradients on the wire, by trainable unit."""
-    itemsize = ITEMSIZE[plan.effective_reduce_dtype]
-    return {
-        unit: sum(buffer.numel // pieces * itemsize for buffer in units[unit].buffers if buffer.trainable)
-        for unit in order
-        if units[unit].trainable
-    }
+    itemsize, made = ITEMSIZE[plan.effective_reduce_dtype], {}
+    for unit in order:
+        sizes = [buffer.numel // pieces * itemsize for buffer in units[unit].buffers if buffer.trainable]
+        if sizes:
+            made[unit] = sum(sizes)
+    return made
 
 
 def grouped(sizes: Mapping[int, int], at_least: int) -> tuple[tuple[int, ...], ...]:

@@ -1,0 +1,170 @@
+"""Bytes of what a rank holds for a while in a step: gathered units, and gradients on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple, final
+
+from thinwire.program import (
+    UNDER_WAY,
+    Axis,
+    UnitInfo,
+    axis_shape,
+    buckets,
+    default_trace,
+    gathered_peak,
+    reduction_batches,
+)
+from thinwire.program.wire import ITEMSIZE, reduction_codecs
+from thinwire.spec import Plan
+
+__all__ = ["Transient"]
+
+
+class _Reductions(NamedTuple):
+    """What travels together.
+
+    Attributes:
+        batches: Elements of each unit of each reduction over the ranks of ``P``, in order.
+        buckets: Elements of a shard of ``P`` of each bucket, in order.
+    """
+
+    batches: Sequence[tuple[int, ...]]
+    buckets: Sequence[int]
+
+
+@final
+class Transient:
+    """What a rank holds for a while, under any plan of the same units. Plans share what they cut alike.
+
+    Args:
+        units: Units of the rank.
+    """
+
+    def __init__(self, units: Sequence[UnitInfo]) -> None:
+        self._units = units
+        self._numels = [sum(buffer.numel for buffer in unit.buffers) for unit in units]
+        self._reductions: dict[tuple[int, int, int, int], _Reductions] = {}
+        self._windows: dict[int, int] = {}
+
+    def both(self, plan: Plan) -> int:
+        """Bytes of :meth:`gathered` and :meth:`buffers`: they depend neither on the size of a micro-batch nor on how
+        ``G`` is cut."""
+        return self.gathered(plan) + self.buffers(plan)
+
+    def gathered(self, plan: Plan) -> int:
+        """Bytes of the units that computation and prefetch hold at once, and of those that stay gathered until
+        backward. Units of one block are prefetched together."""
+        if plan.params.ranks == 1:
+            return 0
+        if plan.gathers_by_bytes:
+            return gathered_peak(plan, self._units, default_trace(self._units, recompute=plan.recompute))
+        ahead = 1 + max(1, plan.prefetch)
+        if ahead not in self._windows:
+            self._windows[ahead] = self._window(ahead)
+        return self._windows[ahead]
+
+    def _window(self, ahead: int) -> int:
+        """Most bytes of so many successive blocks, or of two beside the last, with the root."""
+        units = self._units
+        around = units[0].nbytes if units[0].name == "" else 0
+        blocks: dict[int, int] = {}
+        for unit in units[1:] if units[0].name == "" else units:
+            blocks[unit.block] = blocks.get(unit.block, 0) + unit.nbytes
+        inner = list(blocks.values())
+        pairs = max(_sums(inner, 2)) if len(inner) > 1 else 0
+        return around + max(*_sums(inner, ahead), inner[-1] + pairs)
+
+    def buffers(self, plan: Plan) -> int:
+        """Bytes of one unit's gradients before they are reduced, of a bucket that is filling up, of reductions in
+        flight, and of encoded messages."""
+        produced = ITEMSIZE[plan.compute_dtype] * max(self._numels)
+        if plan.world == 1:
+            return produced
+        batches, buckets = self._together(plan)
+        total = _spread_bytes(plan, sum(self._numels) // plan.params.ranks)
+        if plan.params.ranks > 1:
+            made = [ITEMSIZE[plan.compute_dtype] * sum(batch) for batch in batches]
+            of_batch = {batch: _scattered_together(plan, batch) for batch in set(batches)}  # blocks are alike
+            scattered = [of_batch[batch] for batch in batches]
+            total += _most_at_once(made, scattered, UNDER_WAY if plan.overlap.reduce else 1)
+        else:
+            total += produced
+        if plan.params.ranks < plan.world:
+            filling = [ITEMSIZE[plan.effective_reduce_dtype] * size for size in buckets]
+            of_size = {size: _reduced(plan, size) for size in set(buckets)}
+            reduced = [of_size[size] for size in buckets]
+            total += _most_at_once(filling, reduced, UNDER_WAY if plan.overlap.sync else 1)
+        return total
+
+    def _together(self, plan: Plan) -> _Reductions:
+        ranks = plan.params.ranks
+        key = ranks, ITEMSIZE[plan.effective_reduce_dtype], plan.reduce_bytes, plan.bucket_bytes
+        if key not in self._reductions:
+            units, numels = self._units, self._numels
+            order = range(len(units) - 1, -1, -1)
+            self._reductions[key] = _Reductions(
+                [tuple(numels[unit] for unit in batch) for batch in reduction_batches(plan, units, order)],
+                [sum(numels[unit] for unit in bucket) // ranks for bucket in buckets(plan, units, order)],
+            )
+        return self._reductions[key]
+
+
+def _sums(sizes: Sequence[int], length: int) -> list[int]:
+    """Sums of so many successive sizes, from each one on; fewer at the end."""
+    before = [0, *accumulate(sizes)]
+    return [before[min(index + length, len(sizes))] - before[index] for index in range(len(sizes))]
+
+
+def _most_at_once(made: Sequence[int], sent: Sequence[int], under_way: int) -> int:
+    """Most bytes of a sequence of reductions, of which one is prepared while those before it are in flight."""
+    before = [0, *accumulate(sent)]
+    flying = [before[index] - before[max(0, index - under_way)] for index in range(len(made) + 1)]
+    return max(prepared + sent for prepared, sent in zip((*made, 0), flying, strict=True))
+
+
+def _scattered_together(plan: Plan, numels: Sequence[int]) -> int:
+    """Bytes of gradients of several units in a reduce-scatter over the params axis, with copies: chunks, and gradients
+    of several units, are packed, and the sums of several units are unpacked."""
+    numel = sum(numels)
+    packed = ITEMSIZE[plan.effective_reduce_dtype] * numel if plan.bucket_chunks > 1 or len(numels) > 1 else 0
+    sums = 4 * numel // plan.params.ranks if len(numels) > 1 else 0
+    return packed + sums + _scattered(plan, Axis.PARAMS, numel)
+
+
+def _scattered(plan: Plan, axis: Axis, numel: int) -> int:
+    """Bytes of gradients in a reduce-scatter, and of the messages or values that it receives."""
+    values = ITEMSIZE[plan.effective_reduce_dtype] * numel
+    return values + (_message_bytes(plan, axis, numel) or values)
+
+
+def _reduced(plan: Plan, numel: int) -> int:
+    """Bytes of a bucket in a reduce-scatter over the ranks that share OS, in an all-reduce over replicas, or in
+    both."""
+    total, ranks = 0, plan.optimizer.ranks // plan.params.ranks
+    if ranks > 1:
+        numel, whole = numel // ranks, numel
+        total += _scattered(plan, Axis.SHARD, whole) + 4 * numel
+    if plan.optimizer.ranks < plan.world:
+        total += (ITEMSIZE[plan.effective_reduce_dtype] + 4) * numel + _message_bytes(plan, Axis.REPLICA, numel)
+    return total
+
+
+def _message_bytes(plan: Plan, axis: Axis, numel: int) -> int:
+    """Bytes of gradients that are encoded for a reduction along an axis, and of the node's sums between the hops."""
+    local, _ = axis_shape(plan, Axis.SHARD)
+    intra, inter = reduction_codecs(plan, axis)
+    total = 0
+    if not intra.is_none:
+        total += intra.max_wire_bytes(numel, plan.effective_reduce_dtype)
+    if not inter.is_none:
+        total += 4 * numel // local
+    return total
+
+
+def _spread_bytes(plan: Plan, shard: int) -> int:
+    """Bytes of the messages of all spread parameters: the optimizer updates every unit before the first is sent."""
+    if plan.wire.spread.is_none or plan.optimizer == plan.params:
+        return 0
+    return plan.wire.spread.max_wire_bytes(shard, plan.compute_dtype)
