@@ -100,7 +100,7 @@ def test_a_run_is_cut_where_no_data_parallel_plan_fits(recipe: Path) -> None:
     own = Plan.preset("zero1", nodes=2, local=2, compute_dtype="float32", micro_batches=4)
     free = planner.Freedom(cuts=True, recompute=True)
     job = planner.profiled_job(shape, 32, own, profile, clip=read.optimizer.clip is not None, free=free)
-    room = planner.Search(job).smallest().memory.total - 1
+    room = planner.Search(job).smallest()[1].total - 1
     tight = recipe.parent / "tight.json"
     tight.write_text(json.dumps(profile.with_(memory=room).to_dict()), encoding="utf-8")
     plan, _ = train(recipe, "cut", "--plan", "auto", "--profile", str(tight), "--set", "train.recompute=true")

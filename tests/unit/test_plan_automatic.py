@@ -93,7 +93,7 @@ def least_memory(free: Freedom) -> int:
         chosen(replace(free, cuts=False), memory=1 << 20)
     profile = Profile.read(PROFILES / "profile-200mbit.json")
     job = profiled_job(MODEL, 128, template(), profile, clip=True, free=free)
-    return Search(job).smallest().memory.total - 1
+    return Search(job).smallest()[1].total - 1
 
 
 def test_tensor_and_pipeline_parallelism_are_tried_where_nothing_else_fits() -> None:

@@ -179,7 +179,7 @@ def test_explanations_add_up() -> None:
 
 def test_flips_without_a_fitting_plan_have_no_seconds() -> None:
     roomy = job("a800-80g:1x8", ModelSpec.preset("llama-13b", seq=4096), 1, micro_batch=1)
-    barely = int(1.2 * Search(roomy).smallest().memory.total)
+    barely = int(1.2 * Search(roomy).smallest()[1].total)
     asked = replace(roomy, cluster=roomy.cluster.with_(memory=barely))
     explanation = explain(asked, search(asked, top=1))
     flips = [flip for flip in explanation.flips if flip.plan == "nothing fits"]

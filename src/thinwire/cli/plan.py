@@ -269,10 +269,12 @@ def _check_budget(options: PlanOptions) -> None:
 
 
 def _check_emission(options: PlanOptions) -> None:
-    from thinwire.convert.emit import FRAMEWORKS
+    framework, path = options.peer.emit, options.peer.emit_to
+    if framework is None and path is None:
+        return
+    from thinwire.convert.emit import FRAMEWORKS  # here: takes a tenth of a second
     from thinwire.errors import UsageError
 
-    framework, path = options.peer.emit, options.peer.emit_to
     if framework is not None and framework not in FRAMEWORKS:
         raise UsageError(f"--emit {framework}: there is no such framework; valid are {', '.join(FRAMEWORKS)}")
     if path is not None and framework is None:

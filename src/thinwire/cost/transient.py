@@ -22,7 +22,7 @@ from thinwire.spec import Plan
 __all__ = ["Transient"]
 
 
-class _Reductions(NamedTuple):
+class _Travelling(NamedTuple):
     """What travels together.
 
     Attributes:
@@ -45,7 +45,7 @@ class Transient:
     def __init__(self, units: Sequence[UnitInfo]) -> None:
         self._units = units
         self._numels = [sum(buffer.numel for buffer in unit.buffers) for unit in units]
-        self._reductions: dict[tuple[int, int, int, int], _Reductions] = {}
+        self._travelling: dict[tuple[int, int, int, int], _Travelling] = {}
         self._windows: dict[int, int] = {}
 
     def both(self, plan: Plan) -> int:
@@ -98,17 +98,17 @@ class Transient:
             total += _most_at_once(filling, reduced, UNDER_WAY if plan.overlap.sync else 1)
         return total
 
-    def _together(self, plan: Plan) -> _Reductions:
+    def _together(self, plan: Plan) -> _Travelling:
         ranks = plan.params.ranks
         key = ranks, ITEMSIZE[plan.effective_reduce_dtype], plan.reduce_bytes, plan.bucket_bytes
-        if key not in self._reductions:
+        if key not in self._travelling:
             units, numels = self._units, self._numels
             order = range(len(units) - 1, -1, -1)
-            self._reductions[key] = _Reductions(
+            self._travelling[key] = _Travelling(
                 [tuple(numels[unit] for unit in batch) for batch in reduction_batches(plan, units, order)],
                 [sum(numels[unit] for unit in bucket) // ranks for bucket in buckets(plan, units, order)],
             )
-        return self._reductions[key]
+        return self._travelling[key]
 
 
 def _sums(sizes: Sequence[int], length: int) -> list[int]:

@@ -143,10 +143,10 @@ class Batches:
         )
 
     def _plan(self, micro_batch: int, micro_batches: int, *, recompute: bool) -> Plan:
-        """The base with a size of the batch, which is checked once: that takes most of a search's time."""
+        """The base with a size of the batch."""
         key = micro_batch, micro_batches, recompute
         if key not in self._sized:
-            self._sized[key] = self._base.with_(
+            self._sized[key] = self._base.trusted(
                 micro_batch=micro_batch, micro_batches=micro_batches, recompute=recompute
             )
         return self._sized[key]
@@ -157,15 +157,15 @@ def _batch_choice(
 ) -> BatchChoice:
     """A choice of the batch with its costs."""
     rates, seq = axis_rates(job, plan), job.seq
+    each = [(count, part.kind, *pass_seconds(plan, [(1, part)], rates, seq)) for count, part in counted]
     parts: dict[str, tuple[float, float]] = {}
-    for _, part in counted:
-        forward, backward = pass_seconds(plan, [(1, part)], rates, seq)
-        again = forward if plan.recompute and part.kind == "block" else 0.0
-        known = parts.get(part.kind, (math.inf, math.inf))  # of several, the shortest
-        parts[part.kind] = min(known[0], forward), min(known[1], backward + again)
-    forward, backward = pass_seconds(plan, counted, rates, seq)
-    blocks = [(count, part) for count, part in counted if part.kind == "block"]
-    again = pass_seconds(plan, blocks, rates, seq)[0] if plan.recompute else 0.0
+    for _, kind, forward, backward in each:
+        again = forward if plan.recompute and kind == "block" else 0.0
+        known = parts.get(kind, (math.inf, math.inf))  # of several, the shortest
+        parts[kind] = min(known[0], forward), min(known[1], backward + again)
+    forward = sum(count * seconds for count, _, seconds, _ in each)
+    backward = sum(count * seconds for count, _, _, seconds in each)
+    again = sum(count * seconds for count, kind, seconds, _ in each if plan.recompute and kind == "block")
     standing = 0.0
     if plan.pp > 1:
         message = stage_message(job, plan)
@@ -180,4 +180,4 @@ def _batch_choice(
 
 def demanding(job: TrainingJob, base: Plan, micro_batches: int) -> list[PipelineShare]:
     """The stages that may need the most memory."""
-    return demanding_stages(stages(job.model.layers, base.with_(micro_batches=micro_batches)))
+    return demanding_stages(stages(job.model.layers, base.trusted(micro_batches=micro_batches)))

@@ -126,7 +126,7 @@ class Drafts:
             schedule=cut.schedule,
         )
         self.bucket_bytes = _bucket_bytes(job, self.mesh, sum(part.numel for part in job.parts(base)))
-        self._base = base.with_(bucket_bytes=self.bucket_bytes)
+        self._base = base.trusted(bucket_bytes=self.bucket_bytes)
         self._units = UnitSizes.of(job, self._base)
         self._kinds = self._units.kinds
         self._parameters = sum(kind.count * kind.numel for kind in self._kinds)
@@ -291,7 +291,7 @@ class Drafts:
         params, _, optimizer = chain
         key = params, optimizer
         if key not in self._held:
-            plan = self._base.with_(params=params, grads=optimizer, optimizer=optimizer)
+            plan = self._base.trusted(params=params, grads=optimizer, optimizer=optimizer)
             self._held[key] = tuple(held.both(plan) for held in self._stages)
         held = self._held[key]
         return {

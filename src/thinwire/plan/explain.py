@@ -160,16 +160,16 @@ def remedies(job: TrainingJob) -> list[Remedy]:
 
 def _first_that_fits(changes: Iterator[tuple[str, TrainingJob]]) -> Remedy | None:
     for change, changed in changes:
-        best = Search(changed).smallest()
-        if best.fits:
-            return Remedy(change, f"{summary(best.plan)}: {format_bytes(best.memory.total)} per rank")
+        plan, needed = Search(changed).smallest()
+        if needed.total <= changed.cluster.memory:
+            return Remedy(change, f"{summary(plan)}: {format_bytes(needed.total)} per rank")
     return None
 
 
 def shortage(job: TrainingJob) -> tuple[Plan, int]:
     """The plan that needs the least memory, and the number of bytes by which it exceeds an accelerator's memory."""
-    smallest = Search(job).smallest()
-    return smallest.plan, smallest.memory.total - job.cluster.memory
+    plan, needed = Search(job).smallest()
+    return plan, needed.total - job.cluster.memory
 
 
 _LINKS = {

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from thinwire.cost import NominalRates
+from thinwire.cost import Memory, NominalRates
 from thinwire.plan.candidates import Candidate
 from thinwire.plan.drafts import DraftGroup, Drafts, PlanDraft, fits
 from thinwire.plan.experts import expert_candidates
@@ -149,6 +149,8 @@ class Search:
         groups: dict[Cut, list[DraftGroup]] = {cut: [] for cut in self._cuts}
         simulated: dict[PlanDraft, Candidate] = {}
         best = math.inf
+        if not self._may_fit():  # the order of the cuts alone would take longer
+            return Promising([]), simulated
         order = sorted(self._cuts, key=lambda cut: (cut.pp == 1, self._cuts[cut].least))
         for cut in order:
             groups[cut] = list(self._cuts[cut].groups(best * (1 + self.job.tie)))
@@ -207,14 +209,20 @@ class Search:
         assert best is not None, "there is a batch"
         return best
 
-    def smallest(self) -> Candidate:
-        """The plan that needs the least memory.
+    def smallest(self) -> tuple[Plan, Memory]:
+        """The plan that needs the least memory, and that memory.
 
         Among several, it is the one with the fewest tensor-parallel ranks and stages, then the one with the least
         sharding.
         """
         _, draft = min((drafts.smallest() for drafts in self._cuts.values()), key=lambda found: found[0])
-        return self._candidate(self.plan(draft))
+        plan = self.plan(draft)
+        return plan, self.simulations.memory(self.job, plan)
+
+    def _may_fit(self) -> bool:
+        """Whether any plan fits, without the messages of codecs."""
+        cuts = reversed(self._cuts.values())  # from the one with the most tensor-parallel ranks and stages
+        return any(drafts.smallest()[0] <= self.job.cluster.memory for drafts in cuts)
 
 
 def _sharing_experts(job: TrainingJob, drafts: Drafts | None, simulations: Simulations) -> list[Candidate]:

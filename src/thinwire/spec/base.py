@@ -184,6 +184,11 @@ class Spec(BaseModel):
         """
         return type(self).parse(self._merged(changes))
 
+    def trusted(self, **changes: Any) -> Self:
+        """A copy with changes of whole fields that are known to be valid, and are not checked: a search makes thousands
+        of copies, and checks would be most of its time."""
+        return self.model_copy(update=changes)
+
     def _merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         merged = {name: getattr(self, name) for name in type(self).model_fields}
         for name, value in changes.items():

@@ -74,7 +74,11 @@ def fitted(study: LossStudy, curves: Sequence[Curve]) -> LossLaw:
             "ways": [
                 {"name": "exact", "islands": _way(plans[_EXACT]), "percent": 0.0},
                 *(
-                    {"name": name, "islands": _way(plans[arm]), "percent": round(_added(excess, arm), 4)}
+                    {
+                        "name": name,
+                        "islands": _way(plans[arm]),
+                        "percent": round(_added(excess, arm), 4) + 0.0,
+                    }  # no -0.0
                     for name, arm in others.items()
                 ),
             ],

@@ -238,7 +238,7 @@ def _fields(setup: Setup, model: str, known: Mapping[str, Known]) -> Iterator[_F
     presets = {name: Plan.preset(name, nodes=setup.nodes, local=setup.ranks) for name in (*PLANS, *SMALL_PLANS)}
     yield _field(setup, model, known, None, {name: presets[name] for name in PLANS})
     job = _job(setup, model, next(iter(known.values())).profile, None)
-    smallest = Search(job).smallest().memory.total
+    smallest = Search(job).smallest()[1].total
     cap = smallest + (candidate(job, presets["ddp"]).memory.total - smallest) // 3
     fitting = {name: presets[name] for name in SMALL_PLANS if candidate(job, presets[name]).memory.total <= cap}
     yield _field(setup, model, known, cap, fitting)
