@@ -8,7 +8,6 @@ CUDA alone: here it sends fp32.
 from __future__ import annotations
 
 import datetime
-import itertools
 import logging
 import os
 import socket
@@ -21,6 +20,7 @@ from torch import nn
 
 from thinwire.agreement import Typed
 from thinwire.collectives.group import control
+from thinwire_bench.peers.fragments import fragments_of
 from thinwire_bench.peers.interface import Place, System
 from thinwire_bench.peers.pytorch import Autocast
 from thinwire_bench.peers.system import TorchSystem, fused_adamw
@@ -84,7 +84,7 @@ def join(model: nn.Module, inner: torch.optim.Optimizer, settings: OuterSettings
     if settings.algorithm == "local-sgd":
         LocalSGD(manager, model, inner, sync_every=settings.every).__enter__()
         return
-    fragments = _fragments(model, settings.fragments)
+    fragments = fragments_of(model, settings.fragments)
     outer = [
         torch.optim.SGD(
             fragment.parameters(),
@@ -109,19 +109,6 @@ def _islands(place: Place, options: Mapping[str, Any], algorithm: str) -> System
     chosen = {name: options[name] for name in OuterSettings.__dataclass_fields__ if name in options}
     join(model, inner, OuterSettings(algorithm, **chosen), place)
     return TorchSystem(Autocast(model), inner, batches(options, place.rank))
-
-
-def _fragments(model: nn.Module, number: int) -> list[nn.Module]:
-    """The model in as many parts of consecutive layers; the first one has the embedding, the last one the head."""
-    if number == 1:
-        return [model]
-    parts = [module for module in model.children() if not isinstance(module, nn.ModuleList)]
-    layers = [layer for module in model.children() if isinstance(module, nn.ModuleList) for layer in module]
-    bounds = [len(layers) * index // number for index in range(number + 1)]
-    fragments = [layers[start:end] for start, end in itertools.pairwise(bounds)]
-    fragments[0] = [parts[0], *fragments[0]]
-    fragments[-1] = [*fragments[-1], *parts[1:]]
-    return [nn.ModuleList(fragment) for fragment in fragments]
 
 
 def _manager(place: Place) -> Any:
