@@ -149,7 +149,8 @@ class Search:
         groups: dict[Cut, list[DraftGroup]] = {cut: [] for cut in self._cuts}
         simulated: dict[PlanDraft, Candidate] = {}
         best = math.inf
-        if not self._may_fit():  # the order of the cuts alone would take longer
+        # The order of the cuts alone would take longer. Plans that share experts may still fit, and count these.
+        if self.job.model.experts is None and not self._may_fit():
             return Promising([]), simulated
         order = sorted(self._cuts, key=lambda cut: (cut.pp == 1, self._cuts[cut].least))
         for cut in order:

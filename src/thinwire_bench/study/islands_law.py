@@ -78,7 +78,7 @@ def fitted(study: LossStudy, curves: Sequence[Curve]) -> LossLaw:
                         "name": name,
                         "islands": _way(plans[arm]),
                         "percent": round(_added(excess, arm), 4) + 0.0,  # + 0.0: never -0.0
-                    }  # no -0.0
+                    }
                     for name, arm in others.items()
                 ),
             ],
