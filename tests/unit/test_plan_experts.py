@@ -14,6 +14,7 @@ from thinwire.cost.memory import largest_memory
 from thinwire.errors import SpecError
 from thinwire.plan import TrainingJob, search
 from thinwire.plan.experts import sharings
+from thinwire.plan.search import Search
 from thinwire.plan.simulations import candidate
 from thinwire.program import Lane, Phase, Scope, lower
 from thinwire.sim.neighbours import exchanged_values
@@ -112,6 +113,17 @@ def test_the_planner_shares_experts_where_it_pays() -> None:
     assert all(c.fits for c in shared)
     assert best.seconds <= min(c.seconds for c in shared) * (1 + asked.tie)
     assert {c.label for c in shared} <= {"ep 2", "ep 4", "ep 8"}
+
+
+def test_the_planner_shares_experts_where_nothing_else_fits() -> None:
+    roomy = replace(job(), micro_batch=1)
+    _, smallest = Search(roomy).smallest()
+    asked = replace(roomy, cluster=roomy.cluster.with_(memory=smallest.total - 1))
+    found = search(asked, top=1)
+    assert found.candidates
+    assert all(c.fits and c.plan.ep > 1 for c in found.candidates)
+    assert found.fitting == 0 < found.considered
+
 
 
 @pytest.mark.parametrize(
