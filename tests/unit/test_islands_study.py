@@ -329,11 +329,18 @@ def test_the_loop_trains_as_thinwire_train_does(tmp_path: Path) -> None:
 
 @needs_torchft
 @pytest.mark.slow
-def test_torchft_and_our_islands_are_one_algorithm(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("every", "lr", "momentum"),
+    [(4, 0.7, 0.9), (5, 1.0, 0.0)],
+    ids=["ends with an exchange", "ends with the mean between two"],
+)
+def test_torchft_and_our_islands_are_one_algorithm(tmp_path: Path, every: int, lr: float, momentum: float) -> None:
     """In fp32, where only the order of additions differs."""
     ours, theirs = RunDirectory(tmp_path / "ours"), RunDirectory(tmp_path / "theirs")
-    train(small({"preset": "islands", "compute_dtype": "float32", "islands": {"every": 4}}), Loop(), ours)
-    train(small({"preset": "ddp", "compute_dtype": "float32"}), Loop(system="diloco", every=4), theirs)
+    islands = {"every": every, "outer": {"lr": lr, "momentum": momentum, **({} if momentum else {"name": "sgd"})}}
+    train(small({"preset": "islands", "compute_dtype": "float32", "islands": islands}), Loop(), ours)
+    loop = Loop(system="diloco", every=every, outer_lr=lr, outer_momentum=momentum)
+    train(small({"preset": "ddp", "compute_dtype": "float32"}), loop, theirs)
     for own, other in zip(losses(ours), losses(theirs), strict=True):
         assert own[0] == pytest.approx(other[0], rel=1e-5)
         assert own[1] == (None if other[1] is None else pytest.approx(other[1], rel=1e-5))

@@ -125,7 +125,6 @@ def test_the_planner_shares_experts_where_nothing_else_fits() -> None:
     assert found.fitting == 0 < found.considered
 
 
-
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [

@@ -26,7 +26,7 @@ from thinwire_bench.peers.pytorch import Autocast
 from thinwire_bench.peers.system import TorchSystem, fused_adamw
 from thinwire_bench.peers.workload import batches, make_model
 
-__all__ = ["OuterSettings", "diloco", "join", "local_sgd"]
+__all__ = ["OuterSettings", "diloco", "join", "local_sgd", "take_the_mean"]
 
 _ADDRESS: Final[Typed[str | None]] = Typed(str | None)
 
@@ -75,7 +75,7 @@ def join(model: nn.Module, inner: torch.optim.Optimizer, settings: OuterSettings
     Args:
         model: The model, with the same parameters on all ranks.
         inner: Its optimizer.
-        settings: When and how to settings.
+        settings: When and how to exchange.
         place: Place of this rank.
     """
     from torchft.local_sgd import DiLoCo, LocalSGD
@@ -101,6 +101,17 @@ def join(model: nn.Module, inner: torch.optim.Optimizer, settings: OuterSettings
         sync_every=settings.every, fragment_sync_delay=settings.delay, fragment_update_alpha=settings.blend,
         use_bucketization=True,
     ).__enter__()  # fmt: skip
+
+
+@torch.no_grad()
+def take_the_mean(model: nn.Module) -> None:
+    """End a run: all islands take the mean of their parameters. All ranks call it.
+
+    torchft leaves a run as it is after its last step: fragments have met at different steps, or are still under way.
+    """
+    own = nn.utils.parameters_to_vector(model.parameters())
+    mean = control().all_reduce_mean(own.tolist())
+    nn.utils.vector_to_parameters(own.new_tensor(mean), model.parameters())
 
 
 def _islands(place: Place, options: Mapping[str, Any], algorithm: str) -> System:

@@ -38,7 +38,7 @@ from thinwire.train.updates import MOST_SKIPPED
 from thinwire_bench.peers.inner import MuonWithAdamW, muon_groups
 from thinwire_bench.peers.interface import Place
 from thinwire_bench.peers.pytorch import Autocast, bf16_replica, powersgd_replica
-from thinwire_bench.peers.torchft_islands import OuterSettings, join
+from thinwire_bench.peers.torchft_islands import OuterSettings, join, take_the_mean
 from thinwire_bench.study.loop import LOOP_FILE, Loop
 from thinwire_bench.study.trunk import branch
 
@@ -86,12 +86,14 @@ class RankSystem(NamedTuple):
         optimizer: Its optimizer, whose steps communicate where the system is one of islands.
         clip: Scales the gradients to a norm of at most its argument, and returns the norm.
         micro_batches: Passes the micro-batches of a step on, and tells the system which is the last.
+        end: Called after the last step: islands end with the same parameters.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     clip: Callable[[float], float]
     micro_batches: Callable[[Sequence[Batch]], Iterable[Batch]]
+    end: Callable[[], object] = lambda: None
 
 
 @dataclass
@@ -141,6 +143,8 @@ class _RankRun:
             mean = control().all_reduce_mean([loss])[0]
             skipped = not math.isfinite(norm)
             skipped_in_a_row = skipped_in_a_row + 1 if skipped else 0
+            if step == train.steps:
+                self.system.end()
             validates = step == train.steps or (train.validate_every and step % train.validate_every == 0)
             record = {
                 "step": step, "tokens": position * train.seq, "loss": _finite(mean),
@@ -216,8 +220,9 @@ def _plan(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop, trunk: Path 
     if trunk is not None:
         tw.load(sharded, optimizer if loop.inner == "adamw" else None, trunk)
     return RankSystem(
-        sharded, optimizer, lambda norm: float(tw.clip_grad_norm_(sharded, norm)), partial(tw.micro_batches, sharded)
-    )
+        sharded, optimizer, lambda norm: float(tw.clip_grad_norm_(sharded, norm)), partial(tw.micro_batches, sharded),
+        partial(tw.join_islands, sharded),
+    )  # fmt: skip
 
 
 def _ddp(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop, trunk: Path | None) -> RankSystem:
@@ -238,7 +243,7 @@ def _torchft(model: nn.Module, recipe: Recipe, plan: Plan, loop: Loop, trunk: Pa
     )
     trained = _whole(island, model, recipe, loop, trunk)
     join(model, trained.optimizer, settings, Place(control().rank, control().size, 1))
-    return trained
+    return trained._replace(end=partial(take_the_mean, model))
 
 
 _SYSTEMS: Final[Mapping[str, Callable[[nn.Module, Recipe, Plan, Loop, Path | None], RankSystem]]] = {
