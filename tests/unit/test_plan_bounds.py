@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from thinwire.cost import NominalRates, ProfiledRates
 from thinwire.plan import Search, TrainingJob, profiled_cluster, search
-from thinwire.spec import ClusterSpec, ModelSpec
+from thinwire.plan.drafts import PlanDraft
+from thinwire.spec import ClusterSpec, ModelSpec, Plan
 from thinwire.spec.profile import Profile
 
 PROFILES = Path(__file__).resolve().parents[2] / "docs" / "results" / "planner"
@@ -69,7 +71,12 @@ def check_bounds(job: TrainingJob, choose: Any) -> None:
     searching = Search(job)
     drafts = sorted(searching.drafts(), key=lambda draft: draft.bound)
     picked = drafts[:2] + [drafts[choose(st.integers(0, len(drafts) - 1))] for _ in range(6)] if drafts else []
-    for draft in picked:
+    hold(searching, picked)
+
+
+def hold(searching: Search, drafts: Iterable[PlanDraft]) -> None:
+    job = searching.job
+    for draft in drafts:
         seconds = searching.simulations.candidate(job, searching.plan(draft)).seconds
         assert draft.bound * ROUNDING <= seconds, searching.plan(draft).describe()
 
@@ -115,6 +122,19 @@ def test_bounds_hold_everywhere(data: st.DataObject) -> None:
 def test_bounds_hold_with_stages_and_shared_matrices(data: st.DataObject) -> None:
     model = ModelSpec(layers=8, hidden=1024, heads=8, vocab=8192, seq=1024)
     check_bounds(published(model, data.draw(clusters), 8, tp=None, pp=None), data.draw)
+
+
+def test_bounds_hold_where_the_root_holds_the_embedding() -> None:
+    """The first block is the first unit to gather then, and the second arrives while it computes."""
+    model = ModelSpec(layers=8, hidden=2560, heads=4, vocab=512, seq=1024)
+    links = {"nic": {"bandwidth": 800e9, "latency": 1e-6}, "inside": {"bandwidth": 2e12}, "spine": {"bandwidth": 240e9}}
+    job = published(model, {"nodes": 4, "gpus_per_node": 2, "nodes_per_leaf": 2, "links": links}, 6)
+    assert {unit.name for unit in job.units(Plan.preset("zero3", nodes=4, local=2))} == {
+        "",
+        *map("layers.{}".format, range(8)),
+    }
+    searching = Search(job)
+    hold(searching, (draft for draft in searching.drafts() if draft.chain[0].ranks == 8))
 
 
 def test_the_gap_holds_for_every_plan() -> None:

@@ -76,13 +76,13 @@ class Communication:
 
     Attributes:
         forward: Gathers of a forward.
-        backward: Gathers of a backward.
+        backward: Gathers of a backward, by secondary shard: shape ``(S, 1, K, 5)``.
         scatter: Reductions over the ranks of ``P``, of a micro-batch.
         shard: Reductions to the owners of optimizer states.
         sync: Sums over replicas, of a step.
         spread: Updated parameters, of a step.
         every: Whether ``shard`` is part of every micro-batch.
-        one_gather: The largest gather of a backward.
+        one_gather: The largest gather of a backward, of the same shape.
         one_reduction: The largest reduction.
         first_spread: Seconds of the spread of the first units, before they compute or are gathered, shape ``(K,)``.
         first_gather: Seconds of gathering the first units, after that, shape ``(K,)``.
@@ -104,7 +104,7 @@ class Communication:
 
 
 def least_seconds(computing: Computation, sent: Communication) -> Array:
-    """A lower bound of the step of every batch with every choice of codecs, in seconds, of shape ``(B, K)``."""
+    """A lower bound of the step with every secondary shard, batch and choice of codecs, in seconds, ``(S, B, K)``."""
     of_step = sent.scatter + sent.shard + sent.sync
     in_passes = sent.forward + sent.backward + sent.scatter + (sent.shard if sent.every else 0.0)
     more = computing.count - 1

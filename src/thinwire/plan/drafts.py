@@ -170,61 +170,91 @@ class Drafts:
                 continue
             closer = secondaries(self.mesh, params)
             # Without a secondary shard, and with G cut like OS, plans need the least memory.
-            within = self._fitting((params, optimizer, optimizer), None, promising)
+            rows = self._fitting((params, optimizer, optimizer), None, promising)
+            within = [promising[row] for row in rows]
             if not within or (len(closer) > 1 and self._hopeless((params, params, optimizer), within, limit)):
                 levels = self._traffic.levels(self._groups_of((params, params, optimizer), None))
                 every = len(closer) * len({params, optimizer}) * math.prod(map(len, levels))
                 self.considered += every * len(self.batches)
                 continue
-            for secondary in closer:
-                # Cutting G like OS saves memory but never time: it is tried only if G cut like P does not always fit.
-                for grads in dict.fromkeys((params, optimizer)):
-                    group = self._group((params, grads, optimizer), secondary, within)
-                    if group is not None:
-                        yield group
-                    if group is not None and len(group.batches) == len(promising):
-                        break
+            yield from self._groups_between((params, optimizer), closer, within, complete=len(promising))
+
+    def _groups_between(
+        self,
+        ends: tuple[Factor, Factor],
+        closer: Sequence[Factor | None],
+        batches: Sequence[BatchChoice],
+        *,
+        complete: int,
+    ) -> Iterator[DraftGroup]:
+        """The plans with these factors of ``P`` and ``OS``, with each secondary shard, that fit into memory.
+
+        Args:
+            ends: The factors of ``P`` and ``OS``.
+            closer: Factors of the secondary shard.
+            batches: Choices of the batch that may fit.
+            complete: Number of batches that leave nothing to try.
+        """
+        params, optimizer = ends
+        found: dict[Factor, dict[Factor | None, list[int]]] = {}
+        order: list[tuple[Factor, Factor | None]] = []
+        for secondary in closer:
+            # Cutting G like OS saves memory but never time: it is tried only if G cut like P does not always fit.
+            for grads in dict.fromkeys((params, optimizer)):
+                chain = params, grads, optimizer
+                rows = self._fitting(chain, secondary, batches)
+                count = math.prod(map(len, self._traffic.levels(self._groups_of(chain, None))))
+                self.considered += count * len(self.batches)
+                self.fitting += count * len(rows)
+                if rows:
+                    found.setdefault(grads, {})[secondary] = rows
+                    order.append((grads, secondary))
+                if len(rows) == complete:
+                    break
+        priced = {grads: self._priced((params, grads, optimizer), list(of), batches) for grads, of in found.items()}
+        for grads, secondary in order:
+            rows = found[grads][secondary]
+            codecs, knobs, bounds = priced[grads]
+            fitting = [batches[row] for row in rows]
+            extra = np.array([[batch.knobs + (secondary is not None) + self.cut.knobs] for batch in fitting])
+            place = list(found[grads]).index(secondary)
+            yield DraftGroup(
+                self.cut, (params, grads, optimizer), secondary, fitting, codecs, bounds[place, rows], knobs + extra
+            )
 
     def _hopeless(self, chain: Chain, batches: Sequence[BatchChoice], limit: float) -> bool:
         """Whether plans with these factors take longer than the limit even if a secondary shard spares them all gathers
         of the backward."""
         if limit == math.inf:
             return False
-        traffic = self._groups_of(chain, None)._replace(secondary=GroupShape(1, 1))
-        _, sent = self._traffic.choices(traffic, self._traffic.levels(traffic))
+        traffic = self._groups_of(chain, None)
+        _, sent = self._traffic.choices(traffic, [GroupShape(1, 1)], self._traffic.levels(traffic))
         return bool(least_seconds(self._computation(batches, chain), sent).min() > limit)
+
+    def _priced(
+        self, chain: Chain, closer: Sequence[Factor | None], batches: Sequence[BatchChoice]
+    ) -> tuple[Sequence[tuple[str, ...]], npt.NDArray[np.int64], Array]:
+        """Choices of codecs, their numbers of knobs, ``(1, codecs)``, and bounds of the steps, ``(secondaries, batches,
+        codecs)``."""
+        traffic = self._groups_of(chain, None)
+        secondaries = [self._groups_of(chain, secondary).secondary for secondary in closer]
+        codecs, sent = self._traffic.choices(traffic, secondaries, self._traffic.levels(traffic))
+        knobs = np.array([[4 - choice.count("none") for choice in codecs]])
+        return codecs, knobs, least_seconds(self._computation(batches, chain), sent)
 
     def _groups_of(self, chain: Chain, secondary: Factor | None) -> Traffic:
         strided = bool(self.job.cluster.links.spine or self.job.cluster.groups)
         return Traffic.of(self.mesh, *chain, secondary, strided=strided)
 
-    def _group(self, chain: Chain, secondary: Factor | None, promising: Sequence[BatchChoice]) -> DraftGroup | None:
-        """The plans with these factors; ``None`` if no batch fits."""
-        traffic = self._groups_of(chain, secondary)
-        levels = self._traffic.levels(traffic)
-        count = math.prod(map(len, levels))
-        self.considered += count * len(self.batches)
-        fitting = self._fitting(chain, secondary, promising)
-        self.fitting += count * len(fitting)
-        if not fitting:
-            return None
-        codecs, sent = self._traffic.choices(traffic, levels)
-        bounds = least_seconds(self._computation(fitting, chain), sent)
-        knobs = np.array([[4 - choice.count("none") for choice in codecs]])
-        extra = np.array([[batch.knobs + (secondary is not None) + self.cut.knobs] for batch in fitting])
-        return DraftGroup(self.cut, chain, secondary, fitting, codecs, bounds, knobs + extra)
-
-    def _fitting(
-        self, chain: Chain, secondary: Factor | None, promising: Sequence[BatchChoice]
-    ) -> Sequence[BatchChoice]:
-        """The batches with which these factors fit into memory."""
+    def _fitting(self, chain: Chain, secondary: Factor | None, batches: Sequence[BatchChoice]) -> list[int]:
+        """Numbers of the batches with which these factors fit into memory."""
         room = self.job.cluster.memory
         alone = self.least_states(chain, secondary)
-        fitting = [batch for batch in promising if fits({False: alone, True: alone}, batch, room)]
-        if not fitting:
-            return fitting
+        rows = [row for row, batch in enumerate(batches) if fits({False: alone, True: alone}, batch, room)]
+        if not rows:
+            return rows
         states = self.states(chain, secondary)
-        return [batch for batch in fitting if fits(states, batch, room)]
+        return [row for row in rows if fits(states, batches[row], room)]
 
     def _computation(self, batches: Sequence[BatchChoice], chain: Chain) -> Computation:
         """Seconds of computation of these batches."""

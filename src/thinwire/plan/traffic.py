@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from thinwire.cost import Busy, Pricer, Traffic, UnitKind
+from thinwire.cost import Busy, GroupShape, Pricer, Traffic, UnitKind
 from thinwire.plan.bounds import Array, Communication, seconds_of
 from thinwire.plan.training_job import CODEC_LEVELS, CodecLevel, TrainingJob
 from thinwire.program import control_bytes, default_trace
@@ -51,7 +51,7 @@ class UnitSizes:
 
     Attributes:
         kinds: Units grouped by size and by whether they stay gathered.
-        first: Elements of the first units that compute.
+        first: Elements of the first block to compute, and of the embedding before it, if that is a unit of its own.
         reduced: Kind of part and elements of every unit, in the order in which gradients are reduced.
         last: Elements of the last unit whose gradients a computation makes.
         itemsize: Bytes of a gradient on the wire.
@@ -80,7 +80,7 @@ class UnitSizes:
         named = [unit for unit in trace.needed if units[unit].name]
         return cls(
             tuple(UnitKind(count, numel, stays) for (numel, stays), count in counts.items()),
-            tuple(numels[unit] for unit in named[:2]),
+            tuple(numels[unit] for unit in named[: 2 if names[named[0]] == "embedding" else 1]),
             tuple((names[unit], numels[unit]) for unit in trace.reduction_order),
             next(numels[unit] for unit in reversed(trace.reduction_order) if units[unit].name),
             ITEMSIZE[base.effective_reduce_dtype],
@@ -152,24 +152,33 @@ class TrafficSeconds:
         return [self._level[name] if needed else ("none",) for name, needed in zip(WIRE[:4], used, strict=True)]
 
     def choices(
-        self, traffic: Traffic, levels: Sequence[tuple[str, ...]]
+        self, traffic: Traffic, secondaries: Sequence[GroupShape | None], levels: Sequence[tuple[str, ...]]
     ) -> tuple[list[tuple[str, ...]], Communication]:
-        """Every choice of codecs of gather, reduce_intra, reduce_inter and spread, and what all of them cost."""
-        key = traffic._replace(secondary=None)
+        """Every choice of codecs of gather, reduce_intra, reduce_inter and spread, and what all of them cost.
+
+        Args:
+            traffic: The groups of a plan; its secondary shard does not matter.
+            secondaries: Secondary shards. Gathers of the backward depend on them, and have shape ``(S, 1, K, 5)``.
+            levels: Codecs of each field; see :meth:`levels`.
+        """
+        key = traffic._replace(secondary=None, every_micro_batch=False)
         if key not in self._apart:
             self._apart[key] = self._priced_choices(key, levels)
         names, of_gathers, sent = self._apart[key]
-        kinds = self._units.kinds
+        pricer, kinds, gathers = self._pricer, self._units.kinds, _codecs(levels[0])
         largest = max((kind.numel for kind in kinds if not kind.kept), default=0)
-        gathers = _codecs(levels[0])
+        closer = [traffic._replace(secondary=secondary) for secondary in secondaries]
+        backward = [_rows([pricer.gathers(each, kinds, codec)[1] for codec in gathers]) for each in closer]
+        one = [_rows([pricer.gathered_again(each, largest, codec) for codec in gathers]) for each in closer]
         return names, replace(
             sent,
-            backward=_rows([self._pricer.gathers(traffic, kinds, codec)[1] for codec in gathers])[of_gathers],
-            one_gather=_rows([self._pricer.gathered_again(traffic, largest, codec) for codec in gathers])[of_gathers],
+            every=traffic.every_micro_batch,
+            backward=np.array(backward)[:, None, of_gathers],
+            one_gather=np.array(one)[:, None, of_gathers],
         )
 
     def _priced_choices(self, traffic: Traffic, levels: Sequence[tuple[str, ...]]) -> _Choices:
-        """The same without the gathers of the backward, which alone depend on the secondary shard."""
+        """The same as far as it depends neither on the secondary shard nor on when gradients are reduced."""
         gathers, intras, inters, spreads = map(_codecs, levels)
         pricer, kinds = self._pricer, self._units.kinds
         reductions = [self._priced(traffic, *pair) for pair in itertools.product(intras, inters)]
@@ -189,7 +198,7 @@ class TrafficSeconds:
             shard=_rows([each.shard for each in reductions])[of_reductions],
             sync=_rows([each.sync for each in reductions])[of_reductions],
             spread=_rows([pricer.spread(traffic, kinds, codec) for codec in spreads])[of_spreads],
-            every=traffic.every_micro_batch,
+            every=False,
             one_gather=nothing,
             one_reduction=_rows([each.largest for each in reductions])[of_reductions],
             first_spread=np.array([self._first_spread(traffic, codec) for codec in spreads])[of_spreads],
@@ -199,12 +208,12 @@ class TrafficSeconds:
         return names, of_gathers, sent
 
     def _first_spread(self, traffic: Traffic, codec: CodecSpec) -> float:
-        """Seconds of the spread of the first unit, which all gathers wait for; without gathers, of the first two."""
+        """Seconds of the spread of the first unit, which all gathers wait for; without gathers, of all up to a block."""
         units = self._units.first[: 1 if traffic.params else 2]
         return _together([self._pricer.spread_unit(traffic, numel, codec) for numel in units])
 
     def _first_gather(self, traffic: Traffic, codec: CodecSpec) -> float:
-        """Seconds of gathering the first two units."""
+        """Seconds of gathering the units up to the first block."""
         if traffic.params is None:
             return 0.0
         return _together([self._pricer.gather(traffic.params, numel, codec) for numel in self._units.first])

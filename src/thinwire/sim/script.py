@@ -241,7 +241,7 @@ def repeated(plan: Plan, workload: Workload) -> Repeated | None:
         return None
     first, length, size = _equal_blocks(workload)
     period = _period(plan, workload.units[first : first + size])
-    shortest = period * (UNDER_WAY + 4) + plan.prefetch + _ENDS
+    shortest = period * (UNDER_WAY + 2) + plan.prefetch + _ENDS
     missing = (length - shortest) // period
     if missing < 2:
         return None
