@@ -208,7 +208,7 @@ class TrafficSeconds:
         return names, of_gathers, sent
 
     def _first_spread(self, traffic: Traffic, codec: CodecSpec) -> float:
-        """Seconds of the spread of the first unit, which all gathers wait for; without gathers, of all up to a block."""
+        """Seconds of the spread of the first unit, which gathers wait for; without gathers, of all up to a block."""
         units = self._units.first[: 1 if traffic.params else 2]
         return _together([self._pricer.spread_unit(traffic, numel, codec) for numel in units])
 
