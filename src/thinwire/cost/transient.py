@@ -22,16 +22,28 @@ from thinwire.spec import Plan
 __all__ = ["Transient"]
 
 
+class _Bucket(NamedTuple):
+    """What travels together to the owners of optimizer states.
+
+    Attributes:
+        numel: Elements of a shard of ``P``.
+        alone: Whether it is one gradient, so that sums are written where gradients accumulate, if that is in fp32.
+    """
+
+    numel: int
+    alone: bool
+
+
 class _Travelling(NamedTuple):
     """What travels together.
 
     Attributes:
         batches: Elements of each unit of each reduction over the ranks of ``P``, in order.
-        buckets: Elements of a shard of ``P`` of each bucket, in order.
+        buckets: The buckets, in order.
     """
 
     batches: Sequence[tuple[int, ...]]
-    buckets: Sequence[int]
+    buckets: Sequence[_Bucket]
 
 
 @final
@@ -92,9 +104,9 @@ class Transient:
         else:
             total += produced
         if plan.params.ranks < plan.world:
-            filling = [ITEMSIZE[plan.effective_reduce_dtype] * size for size in buckets]
-            of_size = {size: _reduced(plan, size) for size in set(buckets)}
-            reduced = [of_size[size] for size in buckets]
+            filling = [ITEMSIZE[plan.effective_reduce_dtype] * bucket.numel for bucket in buckets]
+            of_bucket = {bucket: _reduced(plan, bucket) for bucket in set(buckets)}
+            reduced = [of_bucket[bucket] for bucket in buckets]
             total += _most_at_once(filling, reduced, UNDER_WAY if plan.overlap.sync else 1)
         return total
 
@@ -106,7 +118,13 @@ class Transient:
             order = range(len(units) - 1, -1, -1)
             self._travelling[key] = _Travelling(
                 [tuple(numels[unit] for unit in batch) for batch in reduction_batches(plan, units, order)],
-                [sum(numels[unit] for unit in bucket) // ranks for bucket in buckets(plan, units, order)],
+                [
+                    _Bucket(
+                        sum(numels[unit] for unit in bucket) // ranks,
+                        sum(buffer.trainable for unit in bucket for buffer in units[unit].buffers) == 1,
+                    )
+                    for bucket in buckets(plan, units, order)
+                ],
             )
         return self._travelling[key]
 
@@ -139,16 +157,17 @@ def _scattered(plan: Plan, axis: Axis, numel: int) -> int:
     return values + (_message_bytes(plan, axis, numel) or values)
 
 
-def _reduced(plan: Plan, numel: int) -> int:
-    """Bytes of a bucket in a reduce-scatter over the ranks that share OS, in an all-reduce over replicas, or in
-    both."""
-    total, ranks = 0, plan.optimizer.ranks // plan.params.ranks
+def _reduced(plan: Plan, bucket: _Bucket) -> int:
+    """Bytes of a bucket in a reduce-scatter over the ranks that share OS, in an all-reduce over replicas, or in both: a
+    reduce-scatter in wire dtype then, and a sum of replicas."""
+    total, numel, ranks = 0, bucket.numel, plan.optimizer.ranks // plan.params.ranks
+    sums = 0 if bucket.alone and plan.accumulate_dtype == "float32" else 4
     if ranks > 1:
-        numel, whole = numel // ranks, numel
-        total += _scattered(plan, Axis.SHARD, whole) + 4 * numel
+        total += _scattered(plan, Axis.SHARD, numel)
+        numel //= ranks
     if plan.optimizer.ranks < plan.world:
-        total += (ITEMSIZE[plan.effective_reduce_dtype] + 4) * numel + _message_bytes(plan, Axis.REPLICA, numel)
-    return total
+        total += ITEMSIZE[plan.effective_reduce_dtype] * numel + _message_bytes(plan, Axis.REPLICA, numel)
+    return total + sums * numel
 
 
 def _message_bytes(plan: Plan, axis: Axis, numel: int) -> int:

@@ -1,16 +1,18 @@
 """The picture of the study of islands: validation loss over what crosses a link, and over time on each link.
 
-A dot marks where an arm reaches the loss whose time is compared, and says when.
+Lines show the lowest loss so far: between two exchanges, islands validate with parameters of their own, and their
+losses rise until the next. A dot marks where an arm reaches the loss whose time is compared, and a list says when.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from thinwire.units import format_bandwidth, format_duration, parse_bandwidth
+from thinwire.units import format_bandwidth, parse_bandwidth
 from thinwire_bench.study.arms import StudySpec
 from thinwire_bench.study.curves import Curve
 from thinwire_bench.study.islands import ArmTime, reached_steps
@@ -42,27 +44,27 @@ def draw(spec: StudySpec, curves: Sequence[Curve], times: Sequence[ArmTime], tar
     from matplotlib.figure import Figure
 
     links = sorted({time.bandwidth for time in times}, key=parse_bandwidth)
-    figure = Figure(figsize=(4.2 * (1 + len(links)), 4.8), layout="constrained")
+    figure = Figure(figsize=(4.2 * (1 + len(links)), 5.4), layout="constrained")
     FigureCanvasAgg(figure)
     panels = list(figure.subplots(1, 1 + len(links), sharey=True, squeeze=False)[0])
-    styles, losses = _styles(spec), {arm.name: _losses(curves, arm.name) for arm in spec.arms}
+    styles, losses = _styles(spec), {arm.name: _lowest_losses(curves, arm.name) for arm in spec.arms}
     by_key = {(time.arm, time.bandwidth): time for time in times}
     sent = {time.arm: time.sent / 1e6 for time in times}
     crossings = {} if target is None else _crossings(curves, target)
     _panel(panels[0], styles, losses, sent, "megabytes sent by a node")
-    _mark(panels[0], styles, crossings, sent, target, _megabytes)
+    _mark(panels[0], styles, crossings, sent, target, "MB")
     panels[0].set_title("what crosses the network", fontsize=11)
     for link, axes in zip(links, panels[1:], strict=True):
-        minutes = {arm: by_key[arm, link].seconds / 60 for arm in styles if (arm, link) in by_key}
-        _panel(axes, styles, losses, minutes, "minutes of training")
-        _mark(axes, styles, crossings, minutes, target, _duration)
+        seconds = {arm: by_key[arm, link].seconds for arm in styles if (arm, link) in by_key}
+        _panel(axes, styles, losses, seconds, "seconds of training")
+        _mark(axes, styles, crossings, seconds, target, "s")
         axes.set_title(f"links of {format_bandwidth(parse_bandwidth(link))}", fontsize=11)
     for axes in panels:
         if target is not None:
             axes.axhline(target, color="#444444", linewidth=0.8, linestyle=":")
-    panels[0].set_ylabel("validation loss, nats per token")
-    handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False, fontsize=10)
+    panels[0].set_ylabel("lowest validation loss so far, nats per token")
+    low, high = panels[0].get_ylim()
+    panels[0].set_ylim(low, high + 0.45 * (high - low))  # room for the lists
     figure.savefig(path, dpi=150)
 
 
@@ -100,25 +102,20 @@ def _mark(
     crossings: Mapping[str, float],
     per_step: Mapping[str, float],
     target: float | None,
-    words: Callable[[float], str],
+    unit: str,
 ) -> None:
-    """Dots where arms reach the target, with the amount until then in words, on two heights in turns."""
-    reached = sorted((crossings[arm] * per_step[arm], arm) for arm in styles if arm in crossings and arm in per_step)
-    for number, (place, arm) in enumerate(reached):
-        assert target is not None
+    """Dots where arms reach the target, and a list of the amounts until then, the least first."""
+    known = [arm for arm in styles if arm in per_step]
+    reached = sorted((crossings[arm] * per_step[arm], arm) for arm in known if arm in crossings)
+    lines = [(arm, f"{place:.3g} {unit}") for place, arm in reached]
+    lines += [(arm, "not reached") for arm in known if arm not in crossings and target is not None]
+    for place, arm in reached:
         axes.plot([place], [target], "o", color=styles[arm][0], markersize=6, zorder=5)
+    for number, (arm, amount) in enumerate(lines):
         axes.annotate(
-            words(place), (place, target), (0, -16 - 13 * (number % 3)), textcoords="offset points", ha="center",
-            fontsize=8.5, color=styles[arm][0], weight="bold",
+            f"{arm}  {amount}", (1, 1), (-6, -8 - 12.5 * number), xycoords="axes fraction", textcoords="offset points",
+            ha="right", va="top", fontsize=9, color=styles[arm][0],
         )  # fmt: skip
-
-
-def _megabytes(amount: float) -> str:
-    return f"{amount:.3g} MB"
-
-
-def _duration(minutes: float) -> str:
-    return format_duration(60 * minutes)
 
 
 def _crossings(curves: Sequence[Curve], target: float) -> dict[str, float]:
@@ -148,12 +145,14 @@ def _styles(spec: StudySpec) -> dict[str, tuple[str, str]]:
     return styles
 
 
-def _losses(curves: Sequence[Curve], arm: str) -> dict[int, list[float]]:
-    """Validation losses of an arm by step after the trunk, one for each seed that has finished."""
+def _lowest_losses(curves: Sequence[Curve], arm: str) -> dict[int, list[float]]:
+    """The lowest validation losses of an arm until each step after the trunk, one for each seed that has finished."""
     points: dict[int, list[float]] = {}
     for curve in curves:
+        lowest = math.inf
         for record in curve.records if curve.arm == arm else ():
             step = record["step"] - curve.trunk_steps
             if record["val_loss"] is not None and step > 0:
-                points.setdefault(step, []).append(record["val_loss"])
+                lowest = min(lowest, record["val_loss"])
+                points.setdefault(step, []).append(lowest)
     return points
