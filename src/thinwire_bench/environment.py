@@ -11,7 +11,7 @@ from typing import Any
 
 import thinwire
 
-__all__ = ["describe", "num_cores"]
+__all__ = ["describe", "memory_bytes", "num_cores"]
 
 _PACKAGES = ("torch", "numpy", "deepspeed", "torchft")
 
@@ -19,6 +19,11 @@ _PACKAGES = ("torch", "numpy", "deepspeed", "torchft")
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def memory_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def describe() -> dict[str, Any]:
@@ -32,7 +37,7 @@ def describe() -> dict[str, Any]:
     return {
         "cpu": _cpu(),
         "cores": num_cores(),
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "memory_bytes": memory_bytes(),
         "kernel": platform.release(),
         "versions": versions,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -68,7 +68,7 @@ class PlannerOptions:
 
 @expand_options
 def planner(options: PlannerOptions) -> None:
-    """Profile each link, predict the steps of eight or more plans, including the planner's choices, and measure them.
+    """Profile each link, predict the steps of twelve or more plans, including the planner's choices, and measure them.
 
     [bold]Examples[/bold]
 
@@ -130,14 +130,14 @@ def _known(options: PlannerOptions, setup: Setup) -> dict[str, Known]:
     """
     from thinwire.errors import UsageError
     from thinwire.units import parse_duration
-    from thinwire_bench.study.planning import profile_links
+    from thinwire_bench.study.planning import profile_links, with_base
 
     if options.again is not None and (options.profiles is None or not options.profiles.is_dir()):
         raise UsageError(f"--again {options.again} needs --profiles DIR: the profiles by which its plans were chosen")
     with tempfile.TemporaryDirectory(prefix="thinwire-planner-") as temporary:
         directory = options.profiles or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        return profile_links(setup, parse_duration(options.budget), directory)
+        return with_base(setup, profile_links(setup, parse_duration(options.budget), directory), directory)
 
 
 def _earlier(path: Path) -> tuple[dict[str, Any], list[Pair], list[Choice], dict[str, str]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from thinwire.cost import ProfiledRates
+from thinwire.cost import ProfiledRates, largest_memory
 from thinwire.errors import UsageError
 from thinwire.lab import Lab, LabSpec
 from thinwire.lab.job import Job
@@ -24,14 +24,17 @@ from thinwire.plan import Search, TrainingJob, candidate, profiled_cluster, sear
 from thinwire.spec import ModelSpec, Plan
 from thinwire.spec.profile import Profile
 from thinwire.units import format_bytes
-from thinwire_bench.peers.catalog import MODELS, REFERENCE, peer_systems, plan_system
+from thinwire_bench.environment import memory_bytes
+from thinwire_bench.peers.catalog import MODELS, REFERENCE, TINY, peer_systems, plan_system
 from thinwire_bench.peers.interface import SystemSpec
 from thinwire_bench.study.pairs import ChangedChoice, Choice, Pair
 from thinwire_bench.systems.interleave import Sample, Session, Setting
 from thinwire_bench.systems.rows import SystemRow, make_rows
 from thinwire_bench.systems.run import run
 
-__all__ = ["PLANS", "Known", "Setup", "changed_choices", "measure", "plan_key", "predict_again", "profile_links"]
+__all__ = [
+    "PLANS", "Known", "Setup", "changed_choices", "measure", "plan_key", "predict_again", "profile_links", "with_base",
+]  # fmt: skip
 
 PLANS: Final = ("ddp", "zero1", "zero3", "mics", "zeropp", "thinwire")
 """Presets that are measured; the planner's own choices come on top."""
@@ -39,8 +42,11 @@ PLANS: Final = ("ddp", "zero1", "zero3", "mics", "zeropp", "thinwire")
 SMALL_PLANS: Final = ("zero1", "zero2", "zero3", "hpz", "zeropp", "zeropp-8bit")
 """Presets that are measured under a cap on memory, where they fit; the planner's next choices fill up."""
 
-CANDIDATES: Final = 8
+CANDIDATES: Final = 12
 """Smallest number of plans with which a choice is compared."""
+
+ROOM: Final = 0.75
+"""Share of this machine's memory that plans which are measured side by side may need."""
 
 FINALISTS: Final = 2
 """Number of fastest plans of a link that are measured again with its choice: the least of many noisy medians is
@@ -122,6 +128,36 @@ def profile_links(setup: Setup, budget: float, directory: Path) -> dict[str, Kno
     return _steadied(setup, known)
 
 
+def with_base(setup: Setup, known: Mapping[str, Known], directory: Path) -> dict[str, Known]:
+    """The same with the memory that a rank's process needs without a model, as the study measures memory. The process
+    that profiles holds more: it is not forked from one that has loaded the libraries.
+
+    Args:
+        setup: Models and links.
+        known: What is known of each link.
+        directory: Directory of the profiles; what is measured is kept there, too.
+
+    Returns:
+        By bandwidth.
+    """
+    path = directory / "base.json"
+    if not path.exists():
+        setup.report("training a model of no weight")
+        plan = Plan.preset("zero1", nodes=setup.nodes, local=setup.ranks)
+        workload = {"model": dict(TINY), "seq": setup.seq}
+        systems = [plan_system("base", plan, workload), *peer_systems([REFERENCE], workload)]
+        samples = _run(replace(setup, rounds=1), systems, setup.settings[:1], lean=True)
+        (needed,) = (s.result.peak_rss for s in samples if s.result.turn.lean and s.result.label == "tw:base")
+        tiny = ModelSpec.parse({"name": "tiny", **TINY, "seq": setup.seq}, "model 'tiny'")
+        own = largest_memory(tiny, plan, seq=setup.seq, overhead=0).total
+        path.write_text(json.dumps({"bytes": needed - own}) + "\n", encoding="utf-8")
+    base = int(json.loads(path.read_text(encoding="utf-8"))["bytes"])
+    return {
+        link: replace(each, profile=each.profile.model_copy(update={"base_memory": base}))
+        for link, each in known.items()
+    }
+
+
 def _steadied(setup: Setup, measured: Mapping[str, Known]) -> dict[str, Known]:
     """A step without communication takes the same share of a profile's computation on every link: the median of what
     was measured says which, with less noise than a single one."""
@@ -170,10 +206,12 @@ def _alone(setup: Setup, setting: Setting, model: str) -> float:
     return statistics.median(_milliseconds(_run(setup, systems, [replace(setting, steps=5)]), REFERENCE))
 
 
-def _run(setup: Setup, systems: Sequence[SystemSpec], settings: Sequence[Setting]) -> list[Sample]:
+def _run(
+    setup: Setup, systems: Sequence[SystemSpec], settings: Sequence[Setting], *, lean: bool = False
+) -> list[Sample]:
     """An interleaved measurement whose first round does not count: processes that have just started are up to twice as
     slow for some seconds, on a virtual machine at least, whose memory is mapped when it is first written."""
-    session = Session(setup.nodes, setup.ranks, 1 + setup.rounds, 2, setup.timeout, setup.report)
+    session = Session(setup.nodes, setup.ranks, 1 + setup.rounds, 2, setup.timeout, setup.report, lean)
     samples = run(systems, settings, session)
     return [sample if sample.round else replace(sample, round=None) for sample in samples]
 
@@ -200,9 +238,11 @@ def measure(setup: Setup, known: Mapping[str, Known]) -> tuple[list[Pair], list[
         for field in _fields(setup, model, known):
             setup.report(f"measuring {model}: {len(field.plans)} plans on {len(setup.settings)} links{field.limit}")
             settings = _long_enough(setup, field, known)
-            rows = _rows(setup, field, settings)
-            pairs += _pairs(setup, field, known, rows)
-            choices += _choices(setup, field, settings, [row for row in rows if row.system != REFERENCE])
+            measured: list[Pair] = []
+            for plans_of_batch in _batches(setup, field, next(iter(known.values()))):
+                measured += _pairs(setup, field, known, _rows(setup, field, settings, plans_of_batch))
+            pairs += measured
+            choices += _choices(setup, field, settings, measured)
             plans |= {plan_key(model, field.cap, label): plan.to_toml() for label, plan in field.plans.items()}
     return pairs, choices, plans
 
@@ -295,13 +335,29 @@ def _long_enough(setup: Setup, field: _Field, known: Mapping[str, Known]) -> lis
     return settings
 
 
-def _rows(setup: Setup, field: _Field, settings: Sequence[Setting]) -> list[SystemRow]:
-    """All plans, and the same ranks computing without communication."""
+def _rows(setup: Setup, field: _Field, settings: Sequence[Setting], plans: Mapping[str, Plan]) -> list[SystemRow]:
+    """Some plans, and the same ranks computing without communication; the memory of each is measured at the end."""
     workload = {"model": field.model, "seq": setup.seq}
-    systems = [plan_system(name, plan, workload) for name, plan in field.plans.items()]
+    systems = [plan_system(name, plan, workload) for name, plan in plans.items()]
     systems += peer_systems([REFERENCE], workload)
-    samples = _run(setup, systems, settings)
+    samples = _run(setup, systems, settings, lean=True)
     return make_rows(samples, systems, tokens=setup.seq * setup.nodes * setup.ranks, cores=setup.cores)
+
+
+def _batches(setup: Setup, field: _Field, known: Known) -> list[dict[str, Plan]]:
+    """The plans in batches whose processes fit into this machine's memory side by side."""
+    job = _job(setup, field.model, known.profile, field.cap)
+    room = ROOM * memory_bytes() / (setup.nodes * setup.ranks)
+    batches: list[dict[str, Plan]] = [{}]
+    needed = 0
+    for label, plan in field.plans.items():
+        memory = candidate(job, plan).memory.total
+        if batches[-1] and needed + memory > room:
+            batches.append({})
+            needed = 0
+        batches[-1][label] = plan
+        needed += memory
+    return batches
 
 
 def _pairs(setup: Setup, field: _Field, known: Mapping[str, Known], rows: Sequence[SystemRow]) -> Iterator[Pair]:
@@ -309,6 +365,7 @@ def _pairs(setup: Setup, field: _Field, known: Mapping[str, Known], rows: Sequen
     for row in rows:
         if row.system == REFERENCE:
             continue
+        assert row.needed_rss is not None, "measured in a turn of its own"
         measured = Pair(
             model=field.model,
             bandwidth=row.bandwidth,
@@ -321,7 +378,8 @@ def _pairs(setup: Setup, field: _Field, known: Mapping[str, Known], rows: Sequen
             measured_ms=row.step_ms,
             spread_ms=row.step_ms_max - row.step_ms_min,
             predicted_bytes=0,
-            measured_bytes=row.peak_rss,
+            measured_bytes=row.needed_rss,
+            held_bytes=row.peak_rss,
         )
         yield _predicted(setup, field.plans[_label(row)], known[row.bandwidth], measured)
 
@@ -382,12 +440,12 @@ def _label(row: SystemRow) -> str:
     return row.system.removeprefix("tw:")
 
 
-def _choices(setup: Setup, field: _Field, settings: Sequence[Setting], rows: Sequence[SystemRow]) -> Iterator[Choice]:
+def _choices(setup: Setup, field: _Field, settings: Sequence[Setting], pairs: Sequence[Pair]) -> Iterator[Choice]:
     """The choice of every link and its fastest plans, measured in new rounds."""
     finalists = {}
     for setting in settings:
-        ranked = sorted((row for row in rows if row.bandwidth == setting.bandwidth), key=lambda row: row.step_ms)
-        fastest = [_label(row) for row in ranked[:FINALISTS]]
+        ranked = sorted((pair for pair in pairs if pair.bandwidth == setting.bandwidth), key=lambda p: p.measured_ms)
+        fastest = [pair.plan for pair in ranked[:FINALISTS]]
         finalists[setting.bandwidth] = list(dict.fromkeys([field.picks[setting.bandwidth], *fastest]))
     workload = {"model": field.model, "seq": setup.seq}
     labels = dict.fromkeys(label for some in finalists.values() for label in some)
@@ -410,5 +468,5 @@ def _choices(setup: Setup, field: _Field, settings: Sequence[Setting], rows: Seq
             plan=chosen,
             best=best,
             ratio=ratios[best],
-            memory=max(row.peak_rss for row in rows if _label(row) == chosen),
+            memory=max(pair.measured_bytes for pair in pairs if pair.plan == chosen),
         )
