@@ -105,12 +105,14 @@ def _mark(
     unit: str,
 ) -> None:
     """Dots where arms reach the target, and a list of the amounts until then, the least first."""
+    if target is None:
+        return
     known = [arm for arm in styles if arm in per_step]
     reached = sorted((crossings[arm] * per_step[arm], arm) for arm in known if arm in crossings)
-    lines = [(arm, f"{place:.3g} {unit}") for place, arm in reached]
-    lines += [(arm, "not reached") for arm in known if arm not in crossings and target is not None]
     for place, arm in reached:
         axes.plot([place], [target], "o", color=styles[arm][0], markersize=6, zorder=5)
+    lines = [(arm, f"{place:.3g} {unit}") for place, arm in reached]
+    lines += [(arm, "not reached") for arm in known if arm not in crossings]
     for number, (arm, amount) in enumerate(lines):
         axes.annotate(
             f"{arm}  {amount}", (1, 1), (-6, -8 - 12.5 * number), xycoords="axes fraction", textcoords="offset points",
