@@ -22,7 +22,7 @@ from thinwire.spec import Plan
 __all__ = ["Transient"]
 
 
-class _Bucket(NamedTuple):
+class _BucketShape(NamedTuple):
     """What travels together to the owners of optimizer states.
 
     Attributes:
@@ -43,7 +43,7 @@ class _Travelling(NamedTuple):
     """
 
     batches: Sequence[tuple[int, ...]]
-    buckets: Sequence[_Bucket]
+    buckets: Sequence[_BucketShape]
 
 
 @final
@@ -119,7 +119,7 @@ class Transient:
             self._travelling[key] = _Travelling(
                 [tuple(numels[unit] for unit in batch) for batch in reduction_batches(plan, units, order)],
                 [
-                    _Bucket(
+                    _BucketShape(
                         sum(numels[unit] for unit in bucket) // ranks,
                         sum(buffer.trainable for unit in bucket for buffer in units[unit].buffers) == 1,
                     )
@@ -157,7 +157,7 @@ def _scattered(plan: Plan, axis: Axis, numel: int) -> int:
     return values + (_message_bytes(plan, axis, numel) or values)
 
 
-def _reduced(plan: Plan, bucket: _Bucket) -> int:
+def _reduced(plan: Plan, bucket: _BucketShape) -> int:
     """Bytes of a bucket in a reduce-scatter over the ranks that share OS, in an all-reduce over replicas, or in both: a
     reduce-scatter in wire dtype then, and a sum of replicas."""
     total, numel, ranks = 0, bucket.numel, plan.optimizer.ranks // plan.params.ranks

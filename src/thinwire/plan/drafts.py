@@ -8,7 +8,7 @@ computed at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,19 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from thinwire.cost import GroupShape, NominalRates, Pricer, Traffic
-from thinwire.cost.memory import States, held_units, stage_model
-from thinwire.cost.transient import Transient
-from thinwire.plan.batches import BatchChoice, Batches, BatchMemory, demanding
+from thinwire.plan.batches import BatchChoice, Batches
 from thinwire.plan.bounds import Array, Computation, least_seconds
 from thinwire.plan.rules import Chain, Cut, chain_ends, secondaries
+from thinwire.plan.state_bytes import StateBytes, needed_bytes
 from thinwire.plan.traffic import WIRE, TrafficSeconds, UnitSizes
 from thinwire.plan.training_job import TrainingJob
 from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import Factor, Plan
-from thinwire.spec.plan import cut_alike
 
-__all__ = ["DraftGroup", "Drafts", "PlanDraft", "fits"]
+__all__ = ["DraftGroup", "Drafts", "PlanDraft"]
 
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 4 << 20, 256 << 20
 
@@ -56,10 +54,6 @@ class PlanDraft:
     codecs: tuple[str, ...]
     micro_batch: int
     recompute: bool
-
-
-KeptBytes = Mapping[bool, tuple[int, ...]]
-"""Bytes of each stage that may need the most memory, for steps of one micro-batch (``False``) and of several."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +103,7 @@ class Drafts:
         pricer: Prices collectives.
 
     Attributes:
+        states: Bytes of every plan that do not depend on the batch.
         considered: Number of plans that :meth:`drafts` has gone through.
         fitting: Number of these that fit into memory without codecs and may stay below the limit.
     """
@@ -130,12 +125,7 @@ class Drafts:
         self._units = UnitSizes.of(job, self._base)
         self._kinds = self._units.kinds
         self._parameters = sum(kind.count * kind.numel for kind in self._kinds)
-        stages = [held_units(stage_model(job.model, stage.blocks), self._base, stage)
-                  for stage in demanding(self.job, self._base, 1)]  # fmt: skip
-        # Padding depends on the world size alone, so all plans have the same units, and cut them evenly.
-        self._numels = [sum(buffer.numel for unit in held for buffer in unit.buffers) for held in stages]
-        self._stages = [Transient(held) for held in stages]
-        self._held: dict[tuple[Factor, Factor], tuple[int, ...]] = {}
+        self.states = StateBytes(job, self._base)
         self._pricer = pricer
         self._batches = Batches(job, cut, self._base)
         self._traffic = TrafficSeconds(job, pricer, self._units, self.bucket_bytes)
@@ -170,7 +160,7 @@ class Drafts:
                 continue
             closer = secondaries(self.mesh, params)
             # Without a secondary shard, and with G cut like OS, plans need the least memory.
-            rows = self._fitting((params, optimizer, optimizer), None, promising)
+            rows = self.states.fitting((params, optimizer, optimizer), None, promising)
             within = [promising[row] for row in rows]
             if not within or (len(closer) > 1 and self._hopeless((params, params, optimizer), within, limit)):
                 levels = self._traffic.levels(self._groups_of((params, params, optimizer), None))
@@ -202,7 +192,7 @@ class Drafts:
             # Cutting G like OS saves memory but never time: it is tried only if G cut like P does not always fit.
             for grads in dict.fromkeys((params, optimizer)):
                 chain = params, grads, optimizer
-                rows = self._fitting(chain, secondary, batches)
+                rows = self.states.fitting(chain, secondary, batches)
                 count = math.prod(map(len, self._traffic.levels(self._groups_of(chain, None))))
                 self.considered += count * len(self.batches)
                 self.fitting += count * len(rows)
@@ -245,16 +235,6 @@ class Drafts:
     def _groups_of(self, chain: Chain, secondary: Factor | None) -> Traffic:
         strided = bool(self.job.cluster.links.spine or self.job.cluster.groups)
         return Traffic.of(self.mesh, *chain, secondary, strided=strided)
-
-    def _fitting(self, chain: Chain, secondary: Factor | None, batches: Sequence[BatchChoice]) -> list[int]:
-        """Numbers of the batches with which these factors fit into memory."""
-        room = self.job.cluster.memory
-        alone = self.least_states(chain, secondary)
-        rows = [row for row, batch in enumerate(batches) if fits({False: alone, True: alone}, batch, room)]
-        if not rows:
-            return rows
-        states = self.states(chain, secondary)
-        return [row for row in rows if fits(states, batches[row], room)]
 
     def _computation(self, batches: Sequence[BatchChoice], chain: Chain) -> Computation:
         """Seconds of computation of these batches."""
@@ -310,64 +290,11 @@ class Drafts:
         ]
         several, least, best = batch.micro_batches > 1, math.inf, chains[0]
         for chain in reversed(chains):  # the most sharded first, which leaves little to try
-            if _needed(self.least_states(chain, None), batch) <= least:
-                needed = _needed(self.states(chain, None)[several], batch)
+            if needed_bytes(self.states.least(chain, None), batch) <= least:
+                needed = needed_bytes(self.states.of(chain, None)[several], batch)
                 least, best = (needed, chain) if needed <= least else (least, best)
         codecs = ("none",) * len(WIRE)
         return int(least), PlanDraft(0.0, 0, self.cut, best, None, codecs, batch.micro_batch, batch.recompute)
-
-    def states(self, chain: Chain, secondary: Factor | None) -> KeptBytes:
-        """Bytes that do not depend on the size of a micro-batch."""
-        params, _, optimizer = chain
-        key = params, optimizer
-        if key not in self._held:
-            plan = self._base.trusted(params=params, grads=optimizer, optimizer=optimizer)
-            self._held[key] = tuple(held.both(plan) for held in self._stages)
-        held = self._held[key]
-        return {
-            several: tuple(
-                size + beside
-                for size, beside in zip(
-                    _state_bytes(self._base, self._numels, chain, secondary, several=several), held, strict=True
-                )
-            )
-            for several in (False, True)
-        }
-
-    def least_states(self, chain: Chain, secondary: Factor | None) -> tuple[int, ...]:
-        """A lower bound of :meth:`states`: model states alone, with one micro-batch."""
-        return _state_bytes(self._base, self._numels, chain, secondary, several=False)
-
-
-def _needed(kept: tuple[int, ...], batch: BatchMemory) -> int:
-    """Bytes on the rank of the stage that needs the most."""
-    return max(always + working for always, working in zip(kept, batch.working, strict=True))
-
-
-def _state_bytes(
-    base: Plan, numels: Sequence[int], chain: Chain, secondary: Factor | None, *, several: bool
-) -> tuple[int, ...]:
-    """Bytes of the model states of each stage.
-
-    As in :func:`~thinwire.cost.memory`, no ``G`` shard is made beside the optimizer's share of the gradients where
-    they go straight to the reduction.
-    """
-    params, grads, optimizer = chain
-    apart = not cut_alike(grads, optimizer) and (params.ranks > 1 or several)
-    of = States.of_dtypes(base.compute_dtype, base.accumulate_dtype, alike=params == optimizer)
-    sizes = []
-    for numel in numels:
-        share = numel // optimizer.ranks
-        size = of.params * numel // params.ranks + of.optimizer * share
-        size += of.grads * (share + (numel // grads.ranks if apart else 0))
-        sizes.append(size + (of.params * numel // secondary.ranks if secondary else 0))
-    return tuple(sizes)
-
-
-def fits(states: KeptBytes, batch: BatchMemory, room: int) -> bool:
-    """Whether every stage fits into memory, without the messages of codecs."""
-    kept = states[batch.micro_batches > 1]
-    return all(always + working <= room for always, working in zip(kept, batch.working, strict=True))
 
 
 def _bucket_bytes(job: TrainingJob, mesh: Factor, parameters: int) -> int:

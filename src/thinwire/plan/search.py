@@ -17,12 +17,13 @@ from typing import Any
 
 from thinwire.cost import Memory, NominalRates
 from thinwire.plan.candidates import Candidate
-from thinwire.plan.drafts import DraftGroup, Drafts, PlanDraft, fits
+from thinwire.plan.drafts import DraftGroup, Drafts, PlanDraft
 from thinwire.plan.experts import expert_candidates
 from thinwire.plan.promising import Promising
 from thinwire.plan.refine import Refinement
 from thinwire.plan.rules import UNCUT, Cut, knobs
 from thinwire.plan.simulations import Simulations, candidate
+from thinwire.plan.state_bytes import fits
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import ClusterSpec, Plan
 
@@ -194,7 +195,7 @@ class Search:
 
     def _best_batch(self, drafts: Drafts, plan: Plan, label: str) -> Candidate:
         """A plan with the batch that makes it fastest, or with the smallest batch if none fits."""
-        states = drafts.states((plan.params, plan.grads, plan.optimizer), plan.secondary)
+        states = drafts.states.of((plan.params, plan.grads, plan.optimizer), plan.secondary)
         fitting = [batch for batch in drafts.batches if fits(states, batch, self.job.cluster.memory)]
         tried = sorted(fitting, key=lambda batch: batch.computing)[:2] if fitting else []
         if not tried:
