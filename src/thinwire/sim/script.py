@@ -241,6 +241,7 @@ def repeated(plan: Plan, workload: Workload) -> Repeated | None:
         return None
     first, length, size = _equal_blocks(workload)
     period = _period(plan, workload.units[first : first + size])
+    # The backward repeats the period after the first UNDER_WAY + 1, in which reductions wait for others already.
     shortest = period * (UNDER_WAY + 2) + plan.prefetch + _ENDS
     missing = (length - shortest) // period
     if missing < 2:
