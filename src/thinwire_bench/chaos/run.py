@@ -139,7 +139,7 @@ class DisturbedRun:
             *more: Further arguments.
         """
         arguments = ["--out", str(self.directory), *(["--resume"] if self.resumable else []), *more]
-        self._let_go()
+        _let_go(self._process)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._begin = log.tell()
@@ -181,7 +181,7 @@ class DisturbedRun:
                 break
         else:
             self.kill_all()
-        self._let_go()
+        _let_go(self._process)
         text = self.log.read_bytes()[self._begin :].decode(errors="replace")
         return CommandEnd(status, text)
 
@@ -222,16 +222,17 @@ class DisturbedRun:
             left = [process for process in processes if _lives(process)]
             if self._process is not None and not left:
                 self._process.poll()
-                self._let_go()
+                _let_go(self._process)
                 return True
         send(left, signal.SIGKILL)
         return False
 
-    def _let_go(self) -> None:
-        """Close the standard input of a process that has ended."""
-        if self._process is not None and self._process.stdin is not None and not self.running:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
+
+def _let_go(process: subprocess.Popen[bytes] | None) -> None:
+    """Close the standard input of a process that has ended."""
+    if process is not None and process.stdin is not None and process.poll() is not None:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
 
 
 def _end_with_parent() -> None:
