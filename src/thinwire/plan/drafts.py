@@ -186,8 +186,8 @@ class Drafts:
             complete: Number of batches that leave nothing to try.
         """
         params, optimizer = ends
-        found: dict[Factor, dict[Factor | None, list[int]]] = {}
-        order: list[tuple[Factor, Factor | None]] = []
+        found: list[tuple[Factor, Factor | None, list[int]]] = []
+        of_grads: dict[Factor, list[Factor | None]] = {}
         for secondary in closer:
             # Cutting G like OS saves memory but never time: it is tried only if G cut like P does not always fit.
             for grads in dict.fromkeys((params, optimizer)):
@@ -197,17 +197,16 @@ class Drafts:
                 self.considered += count * len(self.batches)
                 self.fitting += count * len(rows)
                 if rows:
-                    found.setdefault(grads, {})[secondary] = rows
-                    order.append((grads, secondary))
+                    found.append((grads, secondary, rows))
+                    of_grads.setdefault(grads, []).append(secondary)
                 if len(rows) == complete:
                     break
-        priced = {grads: self._priced((params, grads, optimizer), list(of), batches) for grads, of in found.items()}
-        for grads, secondary in order:
-            rows = found[grads][secondary]
+        priced = {grads: self._priced((params, grads, optimizer), each, batches) for grads, each in of_grads.items()}
+        for grads, secondary, rows in found:
             codecs, knobs, bounds = priced[grads]
             fitting = [batches[row] for row in rows]
             extra = np.array([[batch.knobs + (secondary is not None) + self.cut.knobs] for batch in fitting])
-            place = list(found[grads]).index(secondary)
+            place = of_grads[grads].index(secondary)
             yield DraftGroup(
                 self.cut, (params, grads, optimizer), secondary, fitting, codecs, bounds[place, rows], knobs + extra
             )

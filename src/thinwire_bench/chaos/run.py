@@ -221,7 +221,6 @@ class DisturbedRun:
         for _ in _moments(_CLEARED):
             left = [process for process in processes if _lives(process)]
             if self._process is not None and not left:
-                self._process.poll()
                 _let_go(self._process)
                 return True
         send(left, signal.SIGKILL)

@@ -144,10 +144,9 @@ def with_base(setup: Setup, known: Mapping[str, Known], directory: Path) -> dict
     if not path.exists():
         setup.report("training a model of no weight")
         plan = Plan.preset("zero1", nodes=setup.nodes, local=setup.ranks)
-        workload = {"model": dict(TINY), "seq": setup.seq}
-        systems = [plan_system("base", plan, workload), *peer_systems([REFERENCE], workload)]
-        samples = _run(replace(setup, rounds=1), systems, setup.settings[:1], lean=True)
-        (needed,) = (s.result.peak_rss for s in samples if s.result.turn.lean and s.result.label == "tw:base")
+        system = plan_system("base", plan, {"model": dict(TINY), "seq": setup.seq})
+        samples = _run(replace(setup, rounds=1), [system], setup.settings[:1], lean=True)
+        (needed,) = (sample.result.peak_rss for sample in samples if sample.result.turn.lean)
         tiny = ModelSpec.parse({"name": "tiny", **TINY, "seq": setup.seq}, "model 'tiny'")
         own = largest_memory(tiny, plan, seq=setup.seq, overhead=0).total
         path.write_text(json.dumps({"bytes": needed - own}) + "\n", encoding="utf-8")
