@@ -259,6 +259,7 @@ def measure_here(measurement: Measurement, ranks: Started) -> Profile:
     from thinwire.collectives import group
     from thinwire.profile import Settings, measure
     from thinwire.train.environment import threads_per_rank
+    from thinwire.train.observing.pieces import weightless
     from thinwire.train.observing.room import rank_memory
 
     device, timeout = measurement.device, measurement.timeout
@@ -274,6 +275,7 @@ def measure_here(measurement: Measurement, ranks: Started) -> Profile:
         measurement.pieces,
         rank_memory(device),
         library=measurement.library,
+        weightless=weightless,
     )
     console = wide_console(as_json=True)
     console.quiet = ranks.rank > 0

@@ -29,7 +29,7 @@ class Busy:
     """Seconds of work by resource, each alone on its resource.
 
     Attributes:
-        codec: Seconds of encoding and decoding.
+        codec: Seconds of the processor: encoding, decoding, copies, and preparing operations.
         inside: Seconds of the links inside a node.
         across: Seconds of a node's network cards.
         spine: Seconds of the spine, for transfers that cross it.
@@ -267,4 +267,6 @@ class Pricer:
         """Seconds of an exchange of ``nbytes`` bytes of every rank of a mesh."""
         steps = hops(Kind.ALL_GATHER, mesh.local, mesh.nodes, Even(nbytes, mesh.ranks), 0, MessageSizes.plain(1))
         plain = Encoding(_NONE, self._compute)
-        return sum(move.seconds for move in moves_of([CodedHop(hop, plain) for hop in steps], self._rates))
+        return sum(
+            move.seconds for move in moves_of([CodedHop(hop, plain) for hop in steps], self._rates) if move.scope
+        )

@@ -18,7 +18,7 @@ from thinwire.cost.rates import ALONE, Basis, Beside, Work, declared_seconds
 from thinwire.errors import SpecError
 from thinwire.program import Even, Kind, MessageSizes, Scope, hops
 from thinwire.spec import Factor, ModelSpec, Plan
-from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, OverlapRow, Profile
+from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, Handling, OverlapRow, Profile
 
 __all__ = ["MeasuredLibrary", "ProfiledCollectives", "ProfiledRates"]
 
@@ -215,6 +215,11 @@ class ProfiledRates:
     def step(self) -> float:
         """The fixed time of a step, as measured."""
         return self.profile.step_seconds
+
+    @property
+    def handling(self) -> Handling:
+        """As measured; none in profiles without it."""
+        return self.profile.handling
 
     def beside(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> Beside:
         """As measured on these links; ``ALONE`` if nothing was measured on them.

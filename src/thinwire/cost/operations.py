@@ -28,7 +28,8 @@ class PricedStage:
         seconds: Seconds without interference from anything else.
         beside: Slowdown between the stage and computation.
         spine_load: Busy time of the spine over busy time of a node's network cards.
-        copies: Whether this is the packing of a bucket, or the unpacking of its sums, as part of the stage.
+        copies: Whether this is work beside the codec's, as part of the stage: preparing the operation, packing a
+            bucket, unpacking its sums.
     """
 
     stage: Stage
@@ -135,7 +136,12 @@ def moves_of(hops: Sequence[CodedHop], rates: Rates) -> list[PricedStage]:
     """The stages of one collective: hops that scatter, then hops that gather."""
     scatters = [step for step in hops if step.hop.kind is Kind.REDUCE_SCATTER]
     gathers = [step for step in hops if step.hop.kind is not Kind.REDUCE_SCATTER]
-    return [*_scattered(scatters, rates), *_gathered(gathers, rates)]
+    priced = [*_scattered(scatters, rates), *_gathered(gathers, rates)]
+    handling = rates.handling
+    codings = sum(stage.scope is None for stage in priced)
+    prepared = handling.reduce * len(scatters) + handling.gather * len(gathers) + handling.codec * codings
+    # What the runtime takes for all stages counts before the first one.
+    return [PricedStage(priced[0].stage, None, prepared, copies=True), *priced] if prepared else priced
 
 
 def whole_numel(hops: Sequence[CodedHop]) -> float:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from thinwire.cost.anatomy import ModelPart
 from thinwire.cost.kernel_table import TabledKernels
@@ -17,6 +17,7 @@ from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import ClusterSpec, CodecSpec, Fabric, Link, Plan, Route
 from thinwire.spec.codec import typical_ratio
 from thinwire.spec.kernels import KernelTable, this_host
+from thinwire.spec.profile import Handling
 
 __all__ = [
     "ALONE",
@@ -73,6 +74,9 @@ class Beside:
     load: float = 0.0
 
 
+NO_HANDLING: Final = Handling()
+"""The runtime takes nothing."""
+
 ALONE = Beside()
 """No slowdown."""
 
@@ -111,6 +115,11 @@ class Rates(Protocol):
     @property
     def step(self) -> float:
         """Fixed seconds per step."""
+        ...
+
+    @property
+    def handling(self) -> Handling:
+        """Seconds of the processor that the runtime takes for each stage."""
         ...
 
     def beside(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> Beside:
@@ -270,6 +279,11 @@ class NominalRates:
     def step(self) -> float:
         """The fixed seconds of the efficiency."""
         return self._efficiency.step
+
+    @property
+    def handling(self) -> Handling:
+        """None: hosts prepare operations while accelerators compute."""
+        return NO_HANDLING
 
     def beside(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> Beside:
         """The efficiency's gamma, whatever the transfer."""

@@ -18,7 +18,7 @@ from thinwire.profile import Settings, measure
 from thinwire.spec import ModelSpec, Plan
 from thinwire.spec.huggingface import huggingface_shape
 from thinwire.spec.profile import Profile
-from thinwire.train.observing.pieces import pieces
+from thinwire.train.observing.pieces import pieces, weightless
 from thinwire.train.observing.room import rank_memory
 
 __all__ = ["automatic_plan"]
@@ -92,6 +92,6 @@ def _measured(shape: ModelSpec, seq: int, template: Plan, device: torch.device) 
         dtype=template.compute_dtype,
         memory=memory,
     )
-    settings = Settings(template.mesh, device, _BUDGET, parts, memory)
+    settings = Settings(template.mesh, device, _BUDGET, parts, memory, weightless=weightless)
     with tempfile.TemporaryDirectory(prefix="thinwire-profile-") as directory:
         return measure(settings, group.control(), Path(directory) / "profile.json", log.debug)

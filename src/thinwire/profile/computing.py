@@ -163,21 +163,18 @@ def _plain_training(piece: ModelPiece, device: torch.device) -> tuple[Callable[[
 
 
 def measure_update(control: Control, device: torch.device) -> float:
-    """Seconds of AdamW per element of a shard, including the rounding to bf16; mean over ranks."""
+    """Seconds of AdamW per element of a shard, including the rounding to bf16."""
     numel = 1 << 22
     master = nn.Parameter(torch.zeros(numel, device=device))
     master.grad = torch.zeros_like(master)
     rounded = torch.zeros(numel, dtype=torch.bfloat16, device=device)
     optimizer = torch.optim.AdamW([master], fused=True)
-    samples = []
-    for _ in range(MOST):
-        control.barrier()
-        begin = time.perf_counter()
+
+    def update() -> None:
         optimizer.step()
         rounded.copy_(master.detach())
-        finish(device)
-        samples.append((time.perf_counter() - begin) / numel)
-    return control.all_reduce_mean([sorted(samples)[len(samples) // 2]])[0]
+
+    return timed(control, update, seconds=0.3, device=device, waits=False).median / numel
 
 
 def measure_touch(control: Control, device: torch.device) -> float:
@@ -193,4 +190,4 @@ def measure_touch(control: Control, device: torch.device) -> float:
 
         return copy
 
-    return timed(control, in_turn(make, 8), seconds=0.2, device=device).median / numel
+    return timed(control, in_turn(make, 8), seconds=0.2, device=device, waits=False).median / numel

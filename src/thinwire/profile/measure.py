@@ -19,13 +19,14 @@ from thinwire.profile.coding import NUMELS, measure_codec
 from thinwire.profile.computing import ModelPiece, measure_model, measure_touch, measure_update
 from thinwire.profile.crowding import measure_crowding
 from thinwire.profile.exchanging import SIZES, Exchange, Groups, exchanges, measure_exchange, sent_bytes
+from thinwire.profile.handling import Passes, measure_handling
 from thinwire.profile.library import measure_library
 from thinwire.profile.meeting import Meeting, measure_meetings
 from thinwire.profile.timing import FEWEST, Deadline, timed
 from thinwire.program import Scope
-from thinwire.spec import Factor, ModelSpec
+from thinwire.spec import Factor, ModelSpec, Plan
 from thinwire.spec.codec import profiled_codecs
-from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, OverlapRow, Profile
+from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, Handling, OverlapRow, Profile
 from thinwire.units import format_bytes
 
 __all__ = ["Settings", "measure", "memory_in_use"]
@@ -57,6 +58,7 @@ class Settings:
         memory: Bytes that one rank may use.
         codecs: Names of codecs, most useful first.
         library: Whether to time what other frameworks do, too: library calls, and computation without the runtime.
+        weightless: Builds a model of no weight under a plan, which shows what the runtime takes.
     """
 
     mesh: Factor
@@ -66,11 +68,12 @@ class Settings:
     memory: int
     codecs: Sequence[str] = field(default_factory=profiled_codecs)
     library: bool = False
+    weightless: Callable[[Plan, torch.device], Passes] | None = None
 
 
 @dataclass
 class _Rows:
-    """Rows measured so far, and the delay of computation per second of other processor work."""
+    """Rows measured so far, the delay of computation per second of other processor work, and what the runtime takes."""
 
     collectives: list[CollectiveRow] = field(default_factory=list)
     codecs: list[CodecRow] = field(default_factory=list)
@@ -78,6 +81,7 @@ class _Rows:
     overlap: list[OverlapRow] = field(default_factory=list)
     library: list[CollectiveRow] = field(default_factory=list)
     crowding: float = 0.0
+    handling: Handling = field(default_factory=Handling)
 
 
 def measure(
@@ -114,6 +118,7 @@ def measure(
             update_seconds=update,
             touch_seconds=touch,
             step_seconds=step,
+            handling=rows.handling,
             crowding=rows.crowding,
             collectives=tuple(rows.collectives),
             codecs=tuple(rows.codecs),
@@ -136,6 +141,11 @@ def measure(
         share = deadline.share(0.3)
         rows.library += measure_library(settings.mesh, control, settings.device, share, report)
     _measure_collectives(settings, control, groups, deadline.share(0.6), rows, report, profile)
+    if settings.weightless is not None and rows.handling == Handling():
+        report("what the runtime takes of the processor")
+        rows.handling = measure_handling(
+            settings.weightless, settings.mesh, rows.collectives, rows.crowding, control, settings.device
+        )
     _measure_codecs(settings, control, deadline, rows, report)
     return profile()
 
@@ -290,6 +300,7 @@ def _earlier(settings: Settings, control: Control, out: Path) -> _Rows:
         list(earlier.overlap),
         list(earlier.library),
         earlier.crowding,
+        earlier.handling,
     )
 
 

@@ -28,6 +28,10 @@ _SHORT = 2e-3
 
 _CALLS = 8
 
+_LASTING = 0.02
+"""Seconds that a sample of calls which never wait should last: ranks that share a core take turns of some milliseconds,
+and a shorter sample would have the core to itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -91,7 +95,9 @@ def in_turn(make: Callable[[], Callable[[], None]], copies: int) -> Callable[[],
     return lambda: next(calls)()
 
 
-def timed(control: Control, body: Callable[[], None], *, seconds: float, device: torch.device) -> Spread:
+def timed(
+    control: Control, body: Callable[[], None], *, seconds: float, device: torch.device, waits: bool = True
+) -> Spread:
     """Time a call that every rank makes.
 
     Args:
@@ -99,12 +105,16 @@ def timed(control: Control, body: Callable[[], None], *, seconds: float, device:
         body: The call; it runs once before timing starts.
         seconds: Approximate duration; at least three samples are taken.
         device: Device whose work must finish.
+        waits: Whether the call waits for other ranks. Calls that do not are timed for so long that ranks which share a
+            core take turns.
 
     Returns:
         Seconds of one call on the slowest rank; the same on every rank.
     """
     first = _once(control, body, 1, device)
     calls = _CALLS if first < _SHORT else 1
+    if not waits:
+        calls = max(calls, int(min(_LASTING, seconds / FEWEST) / max(first, 1e-6)))
     wanted = max(FEWEST, min(MOST, int(seconds / max(first * calls, 1e-6))))
     samples = [_clocked(control, body, calls, device) for _ in range(wanted)]
     everyone = control.all_gather_typed(samples, PAIRS)

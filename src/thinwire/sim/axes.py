@@ -13,6 +13,7 @@ from thinwire.program.wire import ITEMSIZE
 from thinwire.sim.step import Workload
 from thinwire.spec import Factor, Plan
 from thinwire.spec.pipeline import STAGES_OF_A_RANK
+from thinwire.spec.profile import Handling
 
 __all__ = [
     "Calls", "HopCalls", "StageLink", "TensorParallelRates", "idle_of", "idle_seconds", "message_seconds",
@@ -212,6 +213,11 @@ class TensorParallelRates:
     def step(self) -> float:
         """As without."""
         return self.rates.step
+
+    @property
+    def handling(self) -> Handling:
+        """As without."""
+        return self.rates.handling
 
     def beside(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> Beside:
         """As without."""

@@ -103,6 +103,15 @@ class OverlapRow(Spec):
     )
 
 
+class Handling(Spec):
+    """How long the runtime delays computation for each stage of a collective, beyond the transfer and the codec's work:
+    it prepares buffers and wakes threads. All 0 on an accelerator."""
+
+    reduce: NonNegative = Field(default=0.0, description="seconds for each hop of a reduction")
+    gather: NonNegative = Field(default=0.0, description="seconds for each hop that gathers")
+    codec: NonNegative = Field(default=0.0, description="seconds for each turn of a codec")
+
+
 class Profile(Spec):
     """All measurements of one cluster."""
 
@@ -120,6 +129,9 @@ class Profile(Spec):
         description="seconds per element to copy fp32 to bf16 or back while all ranks of a node copy at once",
     )
     step_seconds: NonNegative = Field(description="fixed seconds per step: data, hooks and the control exchange")
+    handling: Handling = Field(
+        default=Handling(), description="what the runtime itself takes of the processor; all 0 in older profiles"
+    )
     crowding: NonNegative = Field(
         default=0.0,
         description="seconds by which computation is delayed for each second of processor time that its rank spends on "
@@ -182,6 +194,7 @@ class Profile(Spec):
             update_seconds=self.update_seconds * pace,
             touch_seconds=self.touch_seconds * pace,
             step_seconds=self.step_seconds * pace,
+            handling=Handling(**{name: seconds * pace for name, seconds in self.handling.to_dict().items()}),
         )
 
     def of_others(self) -> Self:

@@ -24,8 +24,9 @@ from thinwire_bench.cli.shared import (
 )
 
 if TYPE_CHECKING:
+    from thinwire.spec.profile import Profile
     from thinwire_bench.study.pairs import Choice, Pair
-    from thinwire_bench.study.planning import Known, Setup
+    from thinwire_bench.study.planning import Setup
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def _setup(options: PlannerOptions) -> Setup:
     )
 
 
-def _known(options: PlannerOptions, setup: Setup) -> dict[str, Known]:
+def _known(options: PlannerOptions, setup: Setup) -> dict[str, Profile]:
     """The profile of each link, by its bandwidth; measured now unless ``--profiles`` has it.
 
     Raises:

@@ -146,7 +146,7 @@ def _profile(options: StepOptions, directory: Path) -> None:
     """Profile every link and the model's parts into a directory."""
     from thinwire.train.environment import num_cores
     from thinwire.units import parse_duration
-    from thinwire_bench.study.planning import Setup, profile_links
+    from thinwire_bench.study.planning import Setup, alone_links, profile_links
 
     setup = Setup(
         models=[options.model],
@@ -162,6 +162,7 @@ def _profile(options: StepOptions, directory: Path) -> None:
     )
     directory.mkdir(parents=True, exist_ok=True)
     profile_links(setup, parse_duration(options.budget), directory)
+    alone_links(setup, directory)
 
 
 def _content(rows: Sequence[SystemRow], ratios: Mapping[str, Sequence[Ratio]], options: StepOptions) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Compares the planner's predictions with measured steps of real ranks, for models and links in the lab.
 
-Nothing is fitted to steps of plans: predictions follow from a profile of the links and of the models' parts. A machine
-that others use as well changes its pace by tens of percent within minutes, so the same ranks also compute without any
-communication, right after each profile and in every round; how much slower they became is taken into the predictions.
+Nothing is fitted to steps that communicate: predictions follow from a profile of the links and of the models' parts. A
+machine that others use as well changes its pace by tens of percent within minutes. So the same ranks also train
+without any communication in every round; how much slower they were than the profile says is taken into the predictions,
+and shown.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from thinwire.cost import ProfiledRates, largest_memory
 from thinwire.errors import UsageError
 from thinwire.lab import Lab, LabSpec
 from thinwire.lab.job import Job
 from thinwire.plan import Search, TrainingJob, candidate, profiled_cluster, search
-from thinwire.spec import ModelSpec, Plan
+from thinwire.spec import Factor, ModelSpec, Plan
+from thinwire.spec.islands import Islands
 from thinwire.spec.profile import Profile
 from thinwire.units import format_bytes
 from thinwire_bench.environment import memory_bytes
@@ -33,7 +35,8 @@ from thinwire_bench.systems.rows import SystemRow, make_rows
 from thinwire_bench.systems.run import run
 
 __all__ = [
-    "PLANS", "Known", "Setup", "changed_choices", "measure", "plan_key", "predict_again", "profile_links", "with_base",
+    "PLANS", "Setup", "alone_links", "changed_choices", "measure", "plan_key", "predict_again", "profile_links",
+    "with_base",
 ]  # fmt: skip
 
 PLANS: Final = ("ddp", "zero1", "zero3", "mics", "zeropp", "thinwire")
@@ -51,6 +54,12 @@ ROOM: Final = 0.75
 FINALISTS: Final = 2
 """Number of fastest plans of a link that are measured again with its choice: the least of many noisy medians is
 too low, and would make every choice look bad."""
+
+ALONE: Final = "alone"
+"""The plan of ranks that train for themselves."""
+
+NEVER: Final = 1 << 30
+"""Steps after which they would exchange anything."""
 
 TURN: Final = 0.5
 """Seconds that a turn's timed steps should take: a few short steps tell what else ran at that moment."""
@@ -89,20 +98,7 @@ class Setup:
         return ModelSpec.parse({"name": model, "seq": self.seq, **MODELS[model]}, f"model {model!r}")
 
 
-@dataclass(frozen=True)
-class Known:
-    """What is known of a link before any plan is measured.
-
-    Attributes:
-        profile: Profile of the link and of the models' parts.
-        alone: Milliseconds per step without communication at the pace of the profile, by model.
-    """
-
-    profile: Profile
-    alone: Mapping[str, float]
-
-
-def profile_links(setup: Setup, budget: float, directory: Path) -> dict[str, Known]:
+def profile_links(setup: Setup, budget: float, directory: Path) -> dict[str, Profile]:
     """A profile of every link, all models' parts included; those that the directory has are read.
 
     Args:
@@ -119,22 +115,34 @@ def profile_links(setup: Setup, budget: float, directory: Path) -> dict[str, Kno
     known = {}
     for setting in setup.settings:
         out = directory / f"profile-{setting.bandwidth}.json"
-        alone_path = directory / f"alone-{setting.bandwidth}.json"
-        if not (out.exists() and alone_path.exists()):
+        if not out.exists():
             _profile(setup, setting, budget, out)
+        known[setting.bandwidth] = Profile.read(out)
+    return known
+
+
+def alone_links(setup: Setup, directory: Path) -> None:
+    """Measure how long torch alone takes for a step of every model, without communication, beside the profile of every
+    link; times that the directory has stay.
+
+    Args:
+        setup: Models and links.
+        directory: Directory of the profiles.
+    """
+    for setting in setup.settings:
+        path = directory / f"alone-{setting.bandwidth}.json"
+        if not path.exists():
             alone = {model: _alone(setup, setting, model) for model in setup.models}
-            alone_path.write_text(json.dumps(alone) + "\n", encoding="utf-8")
-        known[setting.bandwidth] = Known(Profile.read(out), json.loads(alone_path.read_text(encoding="utf-8")))
-    return _steadied(setup, known)
+            path.write_text(json.dumps(alone) + "\n", encoding="utf-8")
 
 
-def with_base(setup: Setup, known: Mapping[str, Known], directory: Path) -> dict[str, Known]:
+def with_base(setup: Setup, known: Mapping[str, Profile], directory: Path) -> dict[str, Profile]:
     """The same with the memory that a rank's process needs without a model, as the study measures memory. The process
     that profiles holds more: it is not forked from one that has loaded the libraries.
 
     Args:
         setup: Models and links.
-        known: What is known of each link.
+        known: Profile of each link.
         directory: Directory of the profiles; what is measured is kept there, too.
 
     Returns:
@@ -151,34 +159,7 @@ def with_base(setup: Setup, known: Mapping[str, Known], directory: Path) -> dict
         own = largest_memory(tiny, plan, seq=setup.seq, overhead=0).total
         path.write_text(json.dumps({"bytes": needed - own}) + "\n", encoding="utf-8")
     base = int(json.loads(path.read_text(encoding="utf-8"))["bytes"])
-    return {
-        link: replace(each, profile=each.profile.model_copy(update={"base_memory": base}))
-        for link, each in known.items()
-    }
-
-
-def _steadied(setup: Setup, measured: Mapping[str, Known]) -> dict[str, Known]:
-    """A step without communication takes the same share of a profile's computation on every link: the median of what
-    was measured says which, with less noise than a single one."""
-    computing = {
-        (link, model): _computing(setup, model, known.profile)
-        for link, known in measured.items()
-        for model in setup.models
-    }
-    shares = {
-        model: statistics.median(known.alone[model] / computing[link, model] for link, known in measured.items())
-        for model in setup.models
-    }
-    return {
-        link: replace(known, alone={model: shares[model] * computing[link, model] for model in setup.models})
-        for link, known in measured.items()
-    }
-
-
-def _computing(setup: Setup, model: str, profile: Profile) -> float:
-    """Milliseconds in which a rank computes a step with optimizer states of its own, by the profile."""
-    plan = Plan.preset("ddp", nodes=setup.nodes, local=setup.ranks)
-    return 1e3 * candidate(_job(setup, model, profile, None), plan).simulated.computing
+    return {link: profile.model_copy(update={"base_memory": base}) for link, profile in known.items()}
 
 
 def _profile(setup: Setup, setting: Setting, budget: float, out: Path) -> None:
@@ -199,7 +180,7 @@ def _profile(setup: Setup, setting: Setting, budget: float, out: Path) -> None:
 
 
 def _alone(setup: Setup, setting: Setting, model: str) -> float:
-    """Milliseconds of a step without communication."""
+    """Milliseconds of a step of torch without communication."""
     setup.report(f"computing {model} without communication")
     systems = peer_systems([REFERENCE], {"model": model, "seq": setup.seq})
     return statistics.median(_milliseconds(_run(setup, systems, [replace(setting, steps=5)]), REFERENCE))
@@ -220,12 +201,12 @@ def _milliseconds(samples: Sequence[Sample], label: str) -> list[float]:
     return [1e3 * s.result.seconds for s in samples if s.round is not None and s.result.label == label]
 
 
-def measure(setup: Setup, known: Mapping[str, Known]) -> tuple[list[Pair], list[Choice], dict[str, str]]:
+def measure(setup: Setup, known: Mapping[str, Profile]) -> tuple[list[Pair], list[Choice], dict[str, str]]:
     """Predict and measure every plan for every model on every link, and again under a cap on memory.
 
     Args:
         setup: Models and links.
-        known: What is known of each link, by bandwidth.
+        known: Profile of each link, by bandwidth.
 
     Returns:
         The pairs, the choices, and the measured plans as TOML, by :func:`plan_key`.
@@ -272,22 +253,22 @@ class _Field:
         return "" if self.cap is None else f", {format_bytes(self.cap)} for each rank"
 
 
-def _fields(setup: Setup, model: str, known: Mapping[str, Known]) -> Iterator[_Field]:
+def _fields(setup: Setup, model: str, known: Mapping[str, Profile]) -> Iterator[_Field]:
     """Without a cap; and with one that leaves a third of the room between the smallest plan and ddp."""
     presets = {name: Plan.preset(name, nodes=setup.nodes, local=setup.ranks) for name in (*PLANS, *SMALL_PLANS)}
     yield _field(setup, model, known, None, {name: presets[name] for name in PLANS})
-    job = _job(setup, model, next(iter(known.values())).profile, None)
+    job = _job(setup, model, next(iter(known.values())), None)
     smallest = Search(job).smallest()[1].total
     cap = smallest + (candidate(job, presets["ddp"]).memory.total - smallest) // 3
     fitting = {name: presets[name] for name in SMALL_PLANS if candidate(job, presets[name]).memory.total <= cap}
     yield _field(setup, model, known, cap, fitting)
 
 
-def _field(setup: Setup, model: str, known: Mapping[str, Known], cap: int | None, presets: dict[str, Plan]) -> _Field:
+def _field(setup: Setup, model: str, known: Mapping[str, Profile], cap: int | None, presets: dict[str, Plan]) -> _Field:
     plans, picks = dict(presets), {}
     ranked = {
-        name: [choice.plan for choice in search(_job(setup, model, link.profile, cap)).candidates]
-        for name, link in known.items()
+        name: [choice.plan for choice in search(_job(setup, model, profile, cap)).candidates]
+        for name, profile in known.items()
     }
     for bandwidth, choices in ranked.items():
         picks[bandwidth] = _add(plans, choices[0], f"for {bandwidth}")
@@ -324,28 +305,36 @@ def _job(setup: Setup, model: str, profile: Profile, cap: int | None) -> Trainin
     )
 
 
-def _long_enough(setup: Setup, field: _Field, known: Mapping[str, Known]) -> list[Setting]:
+def _long_enough(setup: Setup, field: _Field, known: Mapping[str, Profile]) -> list[Setting]:
     """The settings with so many steps a turn that it is not over in a moment."""
     settings = []
     for setting in setup.settings:
-        job = _job(setup, field.model, known[setting.bandwidth].profile, field.cap)
+        job = _job(setup, field.model, known[setting.bandwidth], field.cap)
         typical = statistics.median(candidate(job, plan).seconds for plan in field.plans.values())
         settings.append(replace(setting, steps=max(2, math.ceil(TURN / typical))))
     return settings
 
 
 def _rows(setup: Setup, field: _Field, settings: Sequence[Setting], plans: Mapping[str, Plan]) -> list[SystemRow]:
-    """Some plans, and the same ranks computing without communication; the memory of each is measured at the end."""
+    """Some plans, and the same ranks training for themselves; the memory of each is measured at the end."""
     workload = {"model": field.model, "seq": setup.seq}
     systems = [plan_system(name, plan, workload) for name, plan in plans.items()]
-    systems += peer_systems([REFERENCE], workload)
+    systems.append(_alone_system(setup, workload))
     samples = _run(setup, systems, settings, lean=True)
     return make_rows(samples, systems, tokens=setup.seq * setup.nodes * setup.ranks, cores=setup.cores)
 
 
-def _batches(setup: Setup, field: _Field, known: Known) -> list[dict[str, Plan]]:
+def _alone_system(setup: Setup, workload: Mapping[str, Any]) -> SystemSpec:
+    """Every rank trains its own model in thinwire's runtime, as the profile times it, and sends nothing."""
+    one = Factor()
+    islands = Islands(count=setup.nodes * setup.ranks, every=NEVER)
+    plan = Plan(name=ALONE, mesh=one, params=one, grads=one, optimizer=one, islands=islands)
+    return replace(plan_system(ALONE, plan, workload), cycle=1, gap=1)
+
+
+def _batches(setup: Setup, field: _Field, profile: Profile) -> list[dict[str, Plan]]:
     """The plans in batches whose processes fit into this machine's memory side by side."""
-    job = _job(setup, field.model, known.profile, field.cap)
+    job = _job(setup, field.model, profile, field.cap)
     room = ROOM * memory_bytes() / (setup.nodes * setup.ranks)
     batches: list[dict[str, Plan]] = [{}]
     needed = 0
@@ -359,10 +348,10 @@ def _batches(setup: Setup, field: _Field, known: Known) -> list[dict[str, Plan]]
     return batches
 
 
-def _pairs(setup: Setup, field: _Field, known: Mapping[str, Known], rows: Sequence[SystemRow]) -> Iterator[Pair]:
-    now = {row.bandwidth: row.step_ms for row in rows if row.system == REFERENCE}
+def _pairs(setup: Setup, field: _Field, known: Mapping[str, Profile], rows: Sequence[SystemRow]) -> Iterator[Pair]:
+    now = {row.bandwidth: row.step_ms for row in rows if _label(row) == ALONE}
     for row in rows:
-        if row.system == REFERENCE:
+        if _label(row) == ALONE:
             continue
         assert row.needed_rss is not None, "measured in a turn of its own"
         measured = Pair(
@@ -383,23 +372,30 @@ def _pairs(setup: Setup, field: _Field, known: Mapping[str, Known], rows: Sequen
         yield _predicted(setup, field.plans[_label(row)], known[row.bandwidth], measured)
 
 
-def _predicted(setup: Setup, plan: Plan, link: Known, pair: Pair) -> Pair:
-    """A measured pair with its prediction, at the pace at which its ranks computed."""
-    pace = pair.local_ms / link.alone[pair.model]
+def _predicted(setup: Setup, plan: Plan, profile: Profile, pair: Pair) -> Pair:
+    """A measured pair with its prediction, at the pace at which its ranks trained for themselves."""
+    pace = pair.local_ms / _computing(setup, pair.model, profile)
     limited = {setting.bandwidth: setting.rate is not None for setting in setup.settings}
-    profile = link.profile.paced(pace, transfers=not limited[pair.bandwidth])
+    profile = profile.paced(pace, transfers=not limited[pair.bandwidth])
     priced = candidate(_job(setup, pair.model, profile, pair.cap), plan)
     return replace(pair, pace=pace, predicted_ms=1e3 * priced.seconds, predicted_bytes=priced.memory.total)
 
 
+def _computing(setup: Setup, model: str, profile: Profile) -> float:
+    """Milliseconds of a step of ranks that train for themselves, by the profile."""
+    plan = Plan.preset("ddp", nodes=setup.nodes, local=setup.ranks)
+    computing = candidate(_job(setup, model, profile, None), plan).simulated.computing
+    return 1e3 * (computing - profile.step_seconds)  # they have nobody to wait for at the end of a step
+
+
 def predict_again(
-    setup: Setup, known: Mapping[str, Known], pairs: Sequence[Pair], plans: Mapping[str, str]
+    setup: Setup, known: Mapping[str, Profile], pairs: Sequence[Pair], plans: Mapping[str, str]
 ) -> list[Pair]:
     """Predict pairs that were measured earlier with the current cost model.
 
     Args:
         setup: The same models and links as in the earlier measurement.
-        known: What was known of each link, by bandwidth, from the profiles of that time.
+        known: Profiles of that time, by bandwidth.
         pairs: Pairs of the earlier measurement.
         plans: Its plans as TOML, by :func:`plan_key`.
 
@@ -421,14 +417,14 @@ def predict_again(
 
 
 def changed_choices(
-    setup: Setup, known: Mapping[str, Known], choices: Sequence[Choice], plans: Mapping[str, str]
+    setup: Setup, known: Mapping[str, Profile], choices: Sequence[Choice], plans: Mapping[str, str]
 ) -> list[ChangedChoice]:
     """Choices that the planner would make differently now, from the profiles of an earlier measurement; see
     :func:`predict_again` for the arguments."""
     changed = []
     for choice in choices:
         measured = Plan.from_toml(plans[plan_key(choice.model, choice.cap, choice.plan)])
-        job = _job(setup, choice.model, known[choice.bandwidth].profile, choice.cap)
+        job = _job(setup, choice.model, known[choice.bandwidth], choice.cap)
         now = search(job).candidates[0].plan
         if now.with_(name=measured.name) != measured:
             changed.append(ChangedChoice(choice, measured.describe(), now.describe()))

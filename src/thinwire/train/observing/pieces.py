@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from thinwire.cost.memory import largest_memory, stage_model
 from thinwire.errors import UsageError
-from thinwire.profile import ModelPiece
+from thinwire.profile import ModelPiece, Passes
 from thinwire.sharding.api import micro_batches, shard
 from thinwire.sharding.runtime import runtime_of
 from thinwire.spec import Factor, ModelSpec, Plan
@@ -21,10 +21,12 @@ from thinwire.train.models.gpt import GPT, GPTConfig
 from thinwire.train.models.llama import Llama, LlamaConfig
 from thinwire.units import format_bytes
 
-__all__ = ["pieces"]
+__all__ = ["pieces", "weightless"]
 
 _BLOCKS = 4
 """Number of blocks that are timed one after another, if the memory suffices."""
+
+_WEIGHTLESS = ModelSpec(name="a model of no weight", layers=4, hidden=32, heads=2, ffn=64, vocab=64, seq=8)
 
 _ROOM = 0.8
 """Share of a rank's memory that they may take."""
@@ -71,6 +73,28 @@ def pieces(
         make("whole", (block * repeats + head) * tokens, repeats),
         make("plain", (block * repeats + head) * tokens, repeats),
     ]
+
+
+def weightless(plan: Plan, device: torch.device) -> Passes:
+    """Micro-batches of a model of no weight under a plan: what they take is what the runtime takes.
+
+    Args:
+        plan: The plan, of a job that has been joined.
+        device: Device of the model.
+    """
+    model = shard(_model(_WEIGHTLESS, _WEIGHTLESS.seq, _WEIGHTLESS.layers).to(device), plan, sync_initial=False)
+    runtime = runtime_of(model)
+    runtime.audit.compares_values = False  # as in most steps
+    ids = torch.zeros((1, _WEIGHTLESS.seq), dtype=torch.int64, device=device)
+    endless = micro_batches(model, itertools.repeat(ids))
+
+    def run(count: int) -> None:
+        for batch in itertools.islice(endless, count):
+            cross_entropy(model(batch).logits, batch).backward()
+        runtime.lanes.drain()
+
+    middle = [op for op in runtime.schedule.programs.program(3).operations if op.start.micro_batch == 1]
+    return Passes(run, middle)
 
 
 def _fitting_blocks(shape: ModelSpec, plan: Plan, seq: int, memory: int) -> int:
