@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
@@ -41,32 +40,21 @@ class Passes(NamedTuple):
     operations: Sequence[Operation]
 
 
-@dataclass(frozen=True, slots=True)
-class _Counts:
-    """Stages of a micro-batch.
-
-    Attributes:
-        scatters: Hops of reductions.
-        gathers: Hops that gather.
-        codings: Turns of codecs before, between and after hops.
-    """
-
-    scatters: int
-    gathers: int
-    codings: int
-
-    @classmethod
-    def of(cls, operations: Sequence[Operation]) -> _Counts:
-        hops = [hop for operation in operations for hop in operation.hops]
-        scatters = sum(hop.kind is Kind.REDUCE_SCATTER for hop in hops)
-        codings = sum(_codings(operation) for operation in operations if operation.encoded)
-        return cls(scatters, len(hops) - scatters, codings)
+def _scatters(operations: Sequence[Operation]) -> int:
+    """Hops of reductions."""
+    return sum(hop.kind is Kind.REDUCE_SCATTER for operation in operations for hop in operation.hops)
 
 
-def _codings(operation: Operation) -> int:
-    """A reduction is encoded anew for every hop, and what is gathered once for all."""
-    scatters = sum(hop.kind is Kind.REDUCE_SCATTER for hop in operation.hops)
-    return (scatters + 1 if scatters else 0) + (2 if scatters < len(operation.hops) else 0)
+def _gathers(operations: Sequence[Operation]) -> int:
+    """Hops that gather."""
+    return sum(len(operation.hops) for operation in operations) - _scatters(operations)
+
+
+def _codings(operations: Sequence[Operation]) -> int:
+    """Turns of codecs: a reduction is encoded anew for every hop, and what is gathered once for all of them."""
+    reductions = [operation for operation in operations if operation.encoded and _scatters([operation])]
+    gathers = [operation for operation in operations if operation.encoded and _gathers([operation])]
+    return sum(_scatters([operation]) + 1 for operation in reductions) + 2 * len(gathers)
 
 
 def measure_handling(
@@ -98,16 +86,16 @@ def measure_handling(
     plans = (silent, scattering.with_(bucket_bytes=_SMALLEST_BUCKET), gathering, coding)
     passes = [make(plan, device) for plan in plans]
     alone, *delays = _delays(passes, crowding, control)
-    delays = [
-        delay - alone - crowding * sum(_processor(op, hop, transfers) for op in each.operations for hop in op.hops)
-        for delay, each in zip(delays, passes[1:], strict=True)
-    ]
+    scattered, gathered, coded = (each.operations for each in passes[1:])
+    scattering_seconds, gathering_seconds, coding_seconds = (
+        delay - alone - crowding * _sending(operations, transfers, coded=operations is coded)
+        for delay, operations in zip(delays, (scattered, gathered, coded), strict=True)
+    )
     # Each plan adds one kind of stage to those of the plans before.
-    counts = [_Counts.of(each.operations) for each in passes[1:]]
-    reduce = _share(delays[0], counts[0].scatters)
-    gather = _share(delays[1] - reduce * counts[1].scatters, counts[1].gathers)
-    codec = _share(delays[2] - reduce * counts[2].scatters - gather * counts[2].gathers, counts[2].codings)
-    return Handling(reduce=reduce, gather=gather, codec=codec)
+    reduce = _share(scattering_seconds, _scatters(scattered))
+    gather = _share(gathering_seconds - reduce * _scatters(gathered), _gathers(gathered))
+    known = reduce * _scatters(coded) + gather * _gathers(coded)
+    return Handling(reduce=reduce, gather=gather, codec=_share(coding_seconds - known, _codings(coded)))
 
 
 def _share(seconds: float, count: int) -> float:
@@ -131,11 +119,20 @@ def _turn(passes: Passes, crowding: float, control: Control) -> float:
     return (max(1.0, crowding) * own + crowding * (whole - own)) / _MICRO_BATCHES
 
 
-def _processor(operation: Operation, hop: Hop, transfers: Sequence[CollectiveRow]) -> float:
-    """Processor seconds of a hop that sends hardly a byte: those of the smallest one that was measured."""
+def _sending(operations: Sequence[Operation], transfers: Sequence[CollectiveRow], *, coded: bool) -> float:
+    """Processor seconds of hops that send hardly a byte: those of the smallest ones that were measured."""
     # Encoded gradients are exchanged, and added once decoded.
-    exchanged = operation.encoded and hop.kind is Kind.REDUCE_SCATTER
+    return sum(
+        _processor(
+            hop, "all_to_all" if coded and op.encoded and hop.kind is Kind.REDUCE_SCATTER else hop.kind, transfers
+        )
+        for op in operations
+        for hop in op.hops
+    )
+
+
+def _processor(hop: Hop, kind: str, transfers: Sequence[CollectiveRow]) -> float:
     shape = (hop.ranks, 1) if hop.scope is Scope.INSIDE else (1, hop.ranks)
-    wanted = "all_to_all" if exchanged else str(hop.kind), *shape, "all"
+    wanted = (str(kind), *shape, "all")
     alike = [row for row in transfers if (row.kind, row.local, row.nodes, row.groups) == wanted]
     return min(alike, key=lambda row: row.sent).processor if alike else 0.0
