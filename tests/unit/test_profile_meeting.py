@@ -17,7 +17,7 @@ from thinwire.profile.crowding import measure_crowding
 from thinwire.profile.meeting import FEWEST_TURNS, Meeting, measure_meetings
 from thinwire.profile.timing import Deadline
 from thinwire.program import Scope
-from thinwire.spec.profile import OverlapRow, Profile
+from thinwire.spec.profile import Handling, OverlapRow, Profile
 
 
 @pytest.fixture
@@ -63,15 +63,16 @@ def test_a_thread_that_shares_a_core_slows_computation(control: Control) -> None
     )  # an accelerator computes while its host copies
 
 
-def test_the_delay_is_shown() -> None:
+def test_the_delay_and_the_runtimes_part_are_shown() -> None:
     rows = [
         OverlapRow(scope="inside", sent=64, compute=1.25, transfer=1.5, delay=5e-3, hidden=64),
         OverlapRow(scope="across", sent=64, compute=1.0, transfer=3.0),
     ]
     measured = Profile(
         device="cpu", backend="gloo", torch="2.13", nodes=2, gpus_per_node=2, memory=1 << 30, base_memory=1 << 20,
-        update_seconds=1e-9, step_seconds=1e-4, overlap=tuple(rows),
+        update_seconds=1e-9, step_seconds=1e-4, overlap=tuple(rows), handling=Handling(reduce=4e-4, gather=2e-4),
     )  # fmt: skip
+    assert list(_sheets(measured))[-2].rows == [["400 us", "200 us", "0 s"]]
     assert list(_sheets(measured))[-1].rows == [
         ["inside nodes", "1.25", "1.50", "5 ms"],
         ["across nodes", "1.00", "3.00", "not measured"],

@@ -299,7 +299,8 @@ def _show(measured: Profile, out: Path, plot: Path | None, *, as_json: bool) -> 
 
 
 def _sheets(measured: Profile) -> Iterator[Sheet]:
-    """Tables of bandwidth by shape and collective, of codecs, of computation, and of how they slow each other down."""
+    """Tables of bandwidth by shape and collective, of codecs, of computation, of what the runtime takes, and of how
+    computation and transfers slow each other down."""
     from thinwire.report import Sheet
     from thinwire.units import format_bytes, format_duration
 
@@ -343,6 +344,13 @@ def _sheets(measured: Profile) -> Iterator[Sheet]:
             for r in measured.compute
         ],
     )
+    if any(measured.handling.to_dict().values()):
+        yield Sheet(
+            "The runtime's own part of the processor, for each",
+            ["hop of a reduction", "hop of a gather", "turn of a codec"],
+            0,
+            [[format_duration(getattr(measured.handling, name)) for name in ("reduce", "gather", "codec")]],
+        )
     yield Sheet(
         "Overlapping: factor by which each takes longer, and additional delay of a transfer",
         ["transfer", "computation", "the transfer", "and late by"],
