@@ -73,7 +73,7 @@ def test_four_ranks_measure_what_plans_need(tmp_path: Path) -> None:
     assert {(row.scope, row.hidden) for row in measured.overlap} == {("inside", 64), ("across", 64)}
     assert all(row.delay is not None for row in measured.overlap)
     assert all(row.processor > 0 for row in measured.collectives)
-    assert all(0 < measured.handling.to_dict()[stage] < 0.1 for stage in ("reduce", "gather"))
+    assert all(0 < measured.handling.to_dict()[stage] < 0.1 for stage in ("step", "reduce", "gather"))
     assert (tmp_path / "bandwidth.png").stat().st_size > 10_000
     rates = ProfiledRates(measured, SHAPE, "bfloat16")
     assert search(TrainingJob(SHAPE, profiled_cluster(measured), 4 * 32, 32, rates=rates, overhead=0)).candidates

@@ -72,7 +72,7 @@ def test_the_delay_and_the_runtimes_part_are_shown() -> None:
         device="cpu", backend="gloo", torch="2.13", nodes=2, gpus_per_node=2, memory=1 << 30, base_memory=1 << 20,
         update_seconds=1e-9, step_seconds=1e-4, overlap=tuple(rows), handling=Handling(reduce=4e-4, gather=2e-4),
     )  # fmt: skip
-    assert list(_sheets(measured))[-2].rows == [["400 us", "200 us", "0 s"]]
+    assert list(_sheets(measured))[-2].rows == [["0 s", "400 us", "200 us", "0 s"]]
     assert list(_sheets(measured))[-1].rows == [
         ["inside nodes", "1.25", "1.50", "5 ms"],
         ["across nodes", "1.00", "3.00", "not measured"],

@@ -301,6 +301,15 @@ def _show(measured: Profile, out: Path, plot: Path | None, *, as_json: bool) -> 
 def _sheets(measured: Profile) -> Iterator[Sheet]:
     """Tables of bandwidth by shape and collective, of codecs, of computation, of what the runtime takes, and of how
     computation and transfers slow each other down."""
+    yield _collectives(measured)
+    yield _codecs(measured)
+    yield _parts(measured)
+    if any(measured.handling.to_dict().values()):
+        yield _handling(measured)
+    yield _overlapping(measured)
+
+
+def _collectives(measured: Profile) -> Sheet:
     from thinwire.report import Sheet
     from thinwire.units import format_bytes, format_duration
 
@@ -308,7 +317,7 @@ def _sheets(measured: Profile) -> Iterator[Sheet]:
     for row in measured.collectives:
         groups = "" if row.groups == "all" else ", one alone"
         by_shape.setdefault((row.kind, f"{row.local} a node x {row.nodes} nodes{groups}"), []).append(row)
-    yield Sheet(
+    return Sheet(
         "Collectives: bandwidth of one rank at the largest size, time at the smallest",
         ["collective", "groups", "largest", "Gbit/s", "smallest takes"],
         2,
@@ -323,13 +332,24 @@ def _sheets(measured: Profile) -> Iterator[Sheet]:
             for (kind, shape), rows in by_shape.items()
         ],
     )
-    yield Sheet(
+
+
+def _codecs(measured: Profile) -> Sheet:
+    from thinwire.report import Sheet
+
+    return Sheet(
         "Codecs: million values a second, all ranks of a node at it",
         ["codec", "dtype", "way", "values", "10^6/s"],
         3,
         [[r.codec, r.dtype, r.work, f"{r.numel:,}", f"{r.numel / r.seconds / 1e6:,.0f}"] for r in measured.codecs],
     )
-    yield Sheet(
+
+
+def _parts(measured: Profile) -> Sheet:
+    from thinwire.report import Sheet
+    from thinwire.units import format_duration
+
+    return Sheet(
         "Computation of one micro-batch",
         ["part", "hidden", "forward", "backward", "GFLOP/s"],
         1,
@@ -344,14 +364,26 @@ def _sheets(measured: Profile) -> Iterator[Sheet]:
             for r in measured.compute
         ],
     )
-    if any(measured.handling.to_dict().values()):
-        yield Sheet(
-            "The runtime's own part of the processor, for each",
-            ["hop of a reduction", "hop of a gather", "turn of a codec"],
-            0,
-            [[format_duration(getattr(measured.handling, name)) for name in ("reduce", "gather", "codec")]],
-        )
-    yield Sheet(
+
+
+def _handling(measured: Profile) -> Sheet:
+    from thinwire.report import Sheet
+    from thinwire.units import format_duration
+
+    seconds = measured.handling
+    return Sheet(
+        "The runtime's own part of the processor, for each",
+        ["step", "hop of a reduction", "hop of a gather", "turn of a codec"],
+        0,
+        [[format_duration(each) for each in (seconds.step, seconds.reduce, seconds.gather, seconds.codec)]],
+    )
+
+
+def _overlapping(measured: Profile) -> Sheet:
+    from thinwire.report import Sheet
+    from thinwire.units import format_duration
+
+    return Sheet(
         "Overlapping: factor by which each takes longer, and additional delay of a transfer",
         ["transfer", "computation", "the transfer", "and late by"],
         1,

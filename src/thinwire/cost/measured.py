@@ -116,6 +116,7 @@ class ProfiledRates:
     def __init__(self, profile: Profile, model: ModelSpec, dtype: str, quartile: Quartile = "seconds") -> None:
         self.profile, self.quartile, self._model, self._dtype = profile, quartile, model, dtype
         self.transfers_extrapolated = self._scaled_parts = False
+        self._handling = profile.handling.with_(step=profile.step_seconds + profile.handling.step)
         self._collectives = _CollectiveTimes(profile.collectives, profile.crowding, quartile)
         self._codecs = _lines(
             profile.codecs, lambda row: (row.codec, row.dtype, row.work), lambda row: row.numel, quartile
@@ -212,14 +213,9 @@ class ProfiledRates:
         return numel * self.profile.touch_seconds
 
     @property
-    def step(self) -> float:
-        """The fixed time of a step, as measured."""
-        return self.profile.step_seconds
-
-    @property
     def handling(self) -> Handling:
-        """As measured; none in profiles without it."""
-        return self.profile.handling
+        """As measured; in older profiles, a step only waits for all ranks."""
+        return self._handling
 
     def beside(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> Beside:
         """As measured on these links; ``ALONE`` if nothing was measured on them.

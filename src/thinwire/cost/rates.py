@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Literal, Protocol
 
 from thinwire.cost.anatomy import ModelPart
 from thinwire.cost.kernel_table import TabledKernels
@@ -74,9 +74,6 @@ class Beside:
     load: float = 0.0
 
 
-NO_HANDLING: Final = Handling()
-"""The runtime takes nothing."""
-
 ALONE = Beside()
 """No slowdown."""
 
@@ -113,13 +110,8 @@ class Rates(Protocol):
         ...
 
     @property
-    def step(self) -> float:
-        """Fixed seconds per step."""
-        ...
-
-    @property
     def handling(self) -> Handling:
-        """Seconds of the processor that the runtime takes for each stage."""
+        """Seconds that the runtime itself takes for each step and stage."""
         ...
 
     def beside(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> Beside:
@@ -193,6 +185,7 @@ class NominalRates:
     ) -> None:
         self._cluster, self._efficiency = cluster, efficiency or Efficiency()
         self._dtype, self._fabric = plan_dtype, fabric or Fabric(cluster)
+        self._handling = Handling(step=self._efficiency.step)
         peaks = cluster.peak_flops
         half = peaks.get("bfloat16", peaks.get("float16"))
         peak = half if plan_dtype in {"bfloat16", "float16"} else peaks.get(plan_dtype)
@@ -276,14 +269,9 @@ class NominalRates:
         return "measured here" if self._table.table.host == this_host() else "measured elsewhere"
 
     @property
-    def step(self) -> float:
-        """The fixed seconds of the efficiency."""
-        return self._efficiency.step
-
-    @property
     def handling(self) -> Handling:
-        """None: hosts prepare operations while accelerators compute."""
-        return NO_HANDLING
+        """The fixed seconds of a step: hosts prepare operations while accelerators compute."""
+        return self._handling
 
     def beside(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> Beside:
         """The efficiency's gamma, whatever the transfer."""

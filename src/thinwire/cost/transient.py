@@ -16,7 +16,7 @@ from thinwire.program import (
     gathered_peak,
     reduction_batches,
 )
-from thinwire.program.wire import ITEMSIZE, reduction_codecs
+from thinwire.program.wire import ITEMSIZE, reduction_codecs, reduction_encodings
 from thinwire.spec import Plan
 
 __all__ = ["Transient"]
@@ -166,19 +166,21 @@ def _reduced(plan: Plan, bucket: _BucketShape) -> int:
         total += _scattered(plan, Axis.SHARD, numel)
         numel //= ranks
     if plan.optimizer.ranks < plan.world:
-        total += ITEMSIZE[plan.effective_reduce_dtype] * numel + _message_bytes(plan, Axis.REPLICA, numel)
+        total += _scattered(plan, Axis.REPLICA, numel)
     return total + sums * numel
 
 
 def _message_bytes(plan: Plan, axis: Axis, numel: int) -> int:
-    """Bytes of gradients that are encoded for a reduction along an axis, and of the node's sums between the hops."""
+    """Bytes of gradients that are encoded for a reduction along an axis, and of what lies between the hops: the node's
+    sums, or their messages where sums are encoded as they are decoded."""
     local, _ = axis_shape(plan, Axis.SHARD)
     intra, inter = reduction_codecs(plan, axis)
     total = 0
     if not intra.is_none:
         total += intra.max_wire_bytes(numel, plan.effective_reduce_dtype)
     if not inter.is_none:
-        total += 4 * numel // local
+        recodes = reduction_encodings(plan, axis).recodes and not plan.wire.error_feedback
+        total += inter.max_wire_bytes(numel // local, "float32") if recodes else 4 * numel // local
     return total
 
 

@@ -170,7 +170,7 @@ def _batch_choice(
     if plan.pp > 1:
         message = stage_message(job, plan)
         standing = idle_of(plan, forward, backward, message) + message_seconds(plan, message)
-    computing = plan.micro_batches * (forward + backward + again) + rates.step
+    computing = plan.micro_batches * (forward + backward + again) + rates.handling.step
     return BatchChoice(
         batch.micro_batch, batch.micro_batches, batch.recompute, batch.working,
         (str(plan.wire.tp), str(plan.wire.pp)), computing, standing, forward, backward + again,

@@ -251,7 +251,7 @@ class Drafts:
             before=column(sum(batch.parts[kind][1] for kind in before) for batch in batches),
             standing=column(batch.standing for batch in batches),
             update=job.rates.update(self._parameters // optimizer.ranks),
-            step=job.rates.step,
+            step=job.rates.handling.step,
             control=self._control,
             clip=job.clip,
             slowing=min(1.0, job.rates.least_slowing - 1) if isinstance(job.rates, NominalRates) else 0.0,

@@ -1,7 +1,7 @@
 """Measures a cluster: collectives, codecs, computation, and how they slow each other down."""
 
 from thinwire.profile.computing import ModelPiece
-from thinwire.profile.handling import Passes
+from thinwire.profile.handling import Weightless
 from thinwire.profile.measure import Settings, measure, memory_in_use
 
-__all__ = ["ModelPiece", "Passes", "Settings", "measure", "memory_in_use"]
+__all__ = ["ModelPiece", "Weightless", "Settings", "measure", "memory_in_use"]

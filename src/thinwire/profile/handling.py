@@ -1,8 +1,9 @@
-"""What the runtime takes of a processor for every hop and every codec's turn, beyond the transfer and the codec's work.
+"""What the runtime takes of a processor for every step, hop and codec's turn, beyond what is computed and sent.
 
 To start a collective, the runtime's hooks run, buffers are prepared, and a thread wakes for every stage. On an
 accelerator the host does that while the accelerator computes. Where processors compute, it delays computation. A model
-of no weight shows it, whose messages have hardly a byte: what its micro-batches take is what the runtime takes.
+of no weight shows it, whose messages have hardly a byte: what its steps and micro-batches take is what the runtime
+takes.
 """
 
 from __future__ import annotations
@@ -17,26 +18,33 @@ import torch
 from thinwire.collectives.group import Control
 from thinwire.program import Hop, Kind, Operation, Scope
 from thinwire.spec import Factor, Plan
+from thinwire.spec.islands import Islands
 from thinwire.spec.profile import CollectiveRow, Handling
 
-__all__ = ["Passes", "measure_handling"]
+__all__ = ["Weightless", "measure_handling"]
 
-_TURNS, _MICRO_BATCHES = 5, 6
-"""Turns of each plan, and micro-batches of a turn."""
+_TURNS, _MICRO_BATCHES = 3, 5
+"""Turns of each plan, and micro-batches or steps of a turn."""
 
 _SMALLEST_BUCKET: Final = 1
 """Bytes of a bucket that holds one unit: then a micro-batch has many reductions."""
 
 
-class Passes(NamedTuple):
-    """Micro-batches of a model of no weight in the runtime.
+_NEVER: Final = 1 << 30
+"""Steps after which ranks that train for themselves would exchange anything."""
+
+
+class Weightless(NamedTuple):
+    """A model of no weight in the runtime, for micro-batches or for steps.
 
     Attributes:
-        run: Runs so many micro-batches, and waits until all that they sent has arrived.
-        operations: The operations of each.
+        run: Runs so many micro-batches of a step without end, and waits until all that they sent has arrived.
+        steps: Trains so many steps of one micro-batch; not after ``run``.
+        operations: The operations of a micro-batch.
     """
 
     run: Callable[[int], None]
+    steps: Callable[[int], None]
     operations: Sequence[Operation]
 
 
@@ -58,14 +66,14 @@ def _codings(operations: Sequence[Operation]) -> int:
 
 
 def measure_handling(
-    make: Callable[[Plan, torch.device], Passes],
+    make: Callable[[Plan, torch.device], Weightless],
     mesh: Factor,
     transfers: Sequence[CollectiveRow],
     crowding: float,
     control: Control,
     device: torch.device,
 ) -> Handling:
-    """Measure how long the runtime delays computation for each stage.
+    """Measure how long the runtime delays computation for each step and stage.
 
     Args:
         make: Builds the model of no weight under a plan.
@@ -76,17 +84,19 @@ def measure_handling(
         device: Device that computes.
 
     Returns:
-        Seconds of each kind of stage, the same on every rank; all 0 on an accelerator, and without other ranks.
+        Seconds of a step and of each kind of stage, the same on every rank; all 0 on an accelerator, and without other
+        ranks.
     """
     if device.type != "cpu" or mesh.ranks == 1:
         return Handling()
-    silent, scattering, gathering, coding = (
-        Plan.preset(name, nodes=mesh.nodes, local=mesh.local) for name in ("ddp", "zero2", "zero3", "zeropp")
+    scattering, gathering, coding = (
+        Plan.preset(name, nodes=mesh.nodes, local=mesh.local) for name in ("zero2", "zero3", "zeropp")
     )
-    plans = (silent, scattering.with_(bucket_bytes=_SMALLEST_BUCKET), gathering, coding)
+    plans = (scattering.with_(bucket_bytes=_SMALLEST_BUCKET), gathering, coding)
     passes = [make(plan, device) for plan in plans]
-    alone, *delays = _delays(passes, crowding, control)
-    scattered, gathered, coded = (each.operations for each in passes[1:])
+    runs = [make(_silent(mesh), device).run, make(_silent(mesh), device).steps, *(each.run for each in passes)]
+    alone, step, *delays = _delays(runs, crowding, control)
+    scattered, gathered, coded = (each.operations for each in passes)
     scattering_seconds, gathering_seconds, coding_seconds = (
         delay - alone - crowding * _sending(operations, transfers, coded=operations is coded)
         for delay, operations in zip(delays, (scattered, gathered, coded), strict=True)
@@ -95,25 +105,34 @@ def measure_handling(
     reduce = _share(scattering_seconds, _scatters(scattered))
     gather = _share(gathering_seconds - reduce * _scatters(gathered), _gathers(gathered))
     known = reduce * _scatters(coded) + gather * _gathers(coded)
-    return Handling(reduce=reduce, gather=gather, codec=_share(coding_seconds - known, _codings(coded)))
+    codec = _share(coding_seconds - known, _codings(coded))
+    return Handling(step=max(0.0, step - alone), reduce=reduce, gather=gather, codec=codec)
+
+
+def _silent(mesh: Factor) -> Plan:
+    """Every rank trains for itself."""
+    one = Factor()
+    islands = Islands(count=mesh.ranks, every=_NEVER)
+    return Plan(mesh=one, params=one, grads=one, optimizer=one, islands=islands)
 
 
 def _share(seconds: float, count: int) -> float:
     return max(0.0, seconds) / count if count else 0.0
 
 
-def _delays(passes: Sequence[Passes], crowding: float, control: Control) -> list[float]:
-    """Seconds for which a micro-batch of each plan holds the computing core: medians over turns, means over ranks."""
-    for each in passes:
-        each.run(2)  # the first ones allocate buffers and start threads
-    turns = [[_turn(each, crowding, control) for each in passes] for _ in range(_TURNS)]
-    return control.all_reduce_mean([statistics.median(of_plan) for of_plan in zip(*turns, strict=True)])
+def _delays(runs: Sequence[Callable[[int], None]], crowding: float, control: Control) -> list[float]:
+    """Seconds for which each run holds the computing core, for one of what it runs: medians over turns, means over
+    ranks."""
+    for run in runs:
+        run(2)  # the first ones allocate buffers and start threads
+    turns = [[_turn(run, crowding, control) for run in runs] for _ in range(_TURNS)]
+    return control.all_reduce_mean([statistics.median(of_run) for of_run in zip(*turns, strict=True)])
 
 
-def _turn(passes: Passes, crowding: float, control: Control) -> float:
+def _turn(run: Callable[[int], None], crowding: float, control: Control) -> float:
     control.barrier()
     whole, own = time.process_time(), time.thread_time()
-    passes.run(_MICRO_BATCHES)
+    run(_MICRO_BATCHES)
     own, whole = time.thread_time() - own, time.process_time() - whole
     # Where ranks share cores, the thread that computes waits for its own work's turn as well.
     return (max(1.0, crowding) * own + crowding * (whole - own)) / _MICRO_BATCHES

@@ -19,7 +19,7 @@ from thinwire.profile.coding import NUMELS, measure_codec
 from thinwire.profile.computing import ModelPiece, measure_model, measure_touch, measure_update
 from thinwire.profile.crowding import measure_crowding
 from thinwire.profile.exchanging import SIZES, Exchange, Groups, exchanges, measure_exchange, sent_bytes
-from thinwire.profile.handling import Passes, measure_handling
+from thinwire.profile.handling import Weightless, measure_handling
 from thinwire.profile.library import measure_library
 from thinwire.profile.meeting import Meeting, measure_meetings
 from thinwire.profile.timing import FEWEST, Deadline, timed
@@ -68,7 +68,7 @@ class Settings:
     memory: int
     codecs: Sequence[str] = field(default_factory=profiled_codecs)
     library: bool = False
-    weightless: Callable[[Plan, torch.device], Passes] | None = None
+    weightless: Callable[[Plan, torch.device], Weightless] | None = None
 
 
 @dataclass
@@ -141,11 +141,7 @@ def measure(
         share = deadline.share(0.3)
         rows.library += measure_library(settings.mesh, control, settings.device, share, report)
     _measure_collectives(settings, control, groups, deadline.share(0.6), rows, report, profile)
-    if settings.weightless is not None and rows.handling == Handling():
-        report("what the runtime takes of the processor")
-        rows.handling = measure_handling(
-            settings.weightless, settings.mesh, rows.collectives, rows.crowding, control, settings.device
-        )
+    _measure_handling(settings, control, rows, report)
     _measure_codecs(settings, control, deadline, rows, report)
     return profile()
 
@@ -168,6 +164,15 @@ def _is_row_of(row: ComputeRow, piece: ModelPiece) -> bool:
     return (row.part, row.hidden, row.ffn, row.heads, row.vocab, row.seq, row.micro_batch, row.dtype) == (
         piece.part, shape.hidden, shape.ffn, shape.heads, shape.vocab, piece.seq, piece.micro_batch, piece.dtype,
     )  # fmt: skip
+
+
+def _measure_handling(settings: Settings, control: Control, rows: _Rows, report: Callable[[str], None]) -> None:
+    if settings.weightless is None or rows.handling != Handling():
+        return
+    report("what the runtime takes of the processor")
+    rows.handling = measure_handling(
+        settings.weightless, settings.mesh, rows.collectives, rows.crowding, control, settings.device
+    )
 
 
 def _measure_codecs(

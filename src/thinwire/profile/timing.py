@@ -28,7 +28,7 @@ _SHORT = 2e-3
 
 _CALLS = 8
 
-_LASTING = 0.02
+_LASTING = 0.012
 """Seconds that a sample of calls which never wait should last: ranks that share a core take turns of some milliseconds,
 and a shorter sample would have the core to itself."""
 

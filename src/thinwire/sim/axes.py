@@ -210,11 +210,6 @@ class TensorParallelRates:
         return self.rates.touch(numel)
 
     @property
-    def step(self) -> float:
-        """As without."""
-        return self.rates.step
-
-    @property
     def handling(self) -> Handling:
         """As without."""
         return self.rates.handling

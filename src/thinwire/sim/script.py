@@ -397,7 +397,7 @@ class _Writer:
         spreads = tuple(op.index for op in self._program.starts(event) if op.lane is Lane.SPREAD)
         start = self._started(spreads)
         awaited = [i for i in self._program.waits.get(event, ()) if self._program.operations[i].lane is Lane.SPREAD]
-        rest = (Wait(self._refs(awaited)), Compute(self._rates.step, "step"))
+        rest = (Wait(self._refs(awaited)), Compute(self._rates.handling.step, "step"))
         if self._fewer is None or not self._per_block:
             return [Section((start, *rest))]
         every = self._fewer.period * self._per_block

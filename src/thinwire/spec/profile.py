@@ -104,9 +104,11 @@ class OverlapRow(Spec):
 
 
 class Handling(Spec):
-    """How long the runtime delays computation for each stage of a collective, beyond the transfer and the codec's work:
-    it prepares buffers and wakes threads. All 0 on an accelerator."""
+    """How long the runtime itself holds the processor, beyond computation, transfers and codecs' work. For a stage of a
+    collective it prepares buffers and wakes threads; for a step it runs the optimizer's code and checks. All 0 on an
+    accelerator."""
 
+    step: NonNegative = Field(default=0.0, description="seconds for each step")
     reduce: NonNegative = Field(default=0.0, description="seconds for each hop of a reduction")
     gather: NonNegative = Field(default=0.0, description="seconds for each hop that gathers")
     codec: NonNegative = Field(default=0.0, description="seconds for each turn of a codec")
@@ -198,12 +200,13 @@ class Profile(Spec):
         )
 
     def of_others(self) -> Self:
-        """The profile of the same cluster with computation as other frameworks perform it."""
+        """The profile of the same cluster with computation as other frameworks perform it, without this runtime."""
         return self.with_(
+            handling=Handling(),
             compute=tuple(
                 row.with_(forward=row.forward * row.plain, backward=row.backward * row.plain, plain=1.0)
                 for row in self.compute
-            )
+            ),
         )
 
     def write(self, path: str | Path) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from thinwire.cost.memory import largest_memory, stage_model
 from thinwire.errors import UsageError
-from thinwire.profile import ModelPiece, Passes
-from thinwire.sharding.api import micro_batches, shard
+from thinwire.profile import ModelPiece, Weightless
+from thinwire.sharding.api import micro_batches, optimizer, shard
 from thinwire.sharding.runtime import runtime_of
 from thinwire.spec import Factor, ModelSpec, Plan
 from thinwire.spec.plan import Dtype
@@ -75,8 +75,8 @@ def pieces(
     ]
 
 
-def weightless(plan: Plan, device: torch.device) -> Passes:
-    """Micro-batches of a model of no weight under a plan: what they take is what the runtime takes.
+def weightless(plan: Plan, device: torch.device) -> Weightless:
+    """A model of no weight under a plan: what its steps and micro-batches take is what the runtime takes.
 
     Args:
         plan: The plan, of a job that has been joined.
@@ -86,6 +86,7 @@ def weightless(plan: Plan, device: torch.device) -> Passes:
     runtime = runtime_of(model)
     runtime.audit.compares_values = False  # as in most steps
     ids = torch.zeros((1, _WEIGHTLESS.seq), dtype=torch.int64, device=device)
+    optim = optimizer(model, torch.optim.AdamW, fused=True)
     endless = micro_batches(model, itertools.repeat(ids))
 
     def run(count: int) -> None:
@@ -93,8 +94,14 @@ def weightless(plan: Plan, device: torch.device) -> Passes:
             cross_entropy(model(batch).logits, batch).backward()
         runtime.lanes.drain()
 
+    def steps(count: int) -> None:
+        for _ in range(count):
+            cross_entropy(model(ids).logits, ids).backward()
+            optim.step()
+            optim.zero_grad()
+
     middle = [op for op in runtime.schedule.programs.program(3).operations if op.start.micro_batch == 1]
-    return Passes(run, middle)
+    return Weightless(run, steps, middle)
 
 
 def _fitting_blocks(shape: ModelSpec, plan: Plan, seq: int, memory: int) -> int:
