@@ -16,7 +16,7 @@ from thinwire.program import (
     gathered_peak,
     reduction_batches,
 )
-from thinwire.program.wire import ITEMSIZE, reduction_codecs, reduction_encodings
+from thinwire.program.wire import ITEMSIZE, Encoding, reduction_encodings
 from thinwire.spec import Plan
 
 __all__ = ["Transient"]
@@ -101,6 +101,7 @@ class Transient:
             of_batch = {batch: _scattered_together(plan, batch) for batch in set(batches)}  # blocks are alike
             scattered = [of_batch[batch] for batch in batches]
             total += _most_at_once(made, scattered, UNDER_WAY if plan.overlap.reduce else 1)
+            total += max(_received(plan, Axis.PARAMS, sum(batch)) for batch in set(batches))
         else:
             total += produced
         if plan.params.ranks < plan.world:
@@ -108,6 +109,8 @@ class Transient:
             of_bucket = {bucket: _reduced(plan, bucket) for bucket in set(buckets)}
             reduced = [of_bucket[bucket] for bucket in buckets]
             total += _most_at_once(filling, reduced, UNDER_WAY if plan.overlap.sync else 1)
+            axis = Axis.SHARD if plan.optimizer != plan.params else Axis.REPLICA
+            total += max(_received(plan, axis, bucket.numel) for bucket in set(buckets))
         return total
 
     def _together(self, plan: Plan) -> _Travelling:
@@ -152,36 +155,59 @@ def _scattered_together(plan: Plan, numels: Sequence[int]) -> int:
 
 
 def _scattered(plan: Plan, axis: Axis, numel: int) -> int:
-    """Bytes of gradients in a reduce-scatter, and of the messages or values that it receives."""
+    """Bytes of gradients in a reduce-scatter, of the messages that it sends and receives, and of a node's sums between
+    its hops. What a hop without a codec receives does not count: it is one hop's at a time."""
+    local, nodes = axis_shape(plan, axis)
+    encodings = reduction_encodings(plan, axis)
     values = ITEMSIZE[plan.effective_reduce_dtype] * numel
-    return values + (_message_bytes(plan, axis, numel) or values)
+    if local == 1 or nodes == 1:
+        return values + _messages(encodings.inside if nodes == 1 else encodings.across, numel, local * nodes)
+    column = numel // local
+    messages = _messages(encodings.inside, numel, local) + _messages(encodings.across, column, nodes)
+    if encodings.recodes and not plan.wire.error_feedback:
+        return values + messages + 4 * column // nodes
+    between = 4 if not encodings.across.codec.is_none else ITEMSIZE[plan.effective_reduce_dtype]
+    return values + messages + between * column
+
+
+def _messages(encoding: Encoding, numel: int, members: int) -> int:
+    """Bytes of the messages that a member sends to the others, and of those that it receives."""
+    others = numel - numel // members
+    return 0 if encoding.codec.is_none else 2 * encoding.codec.max_wire_bytes(others, encoding.dtype)
+
+
+def _received(plan: Plan, axis: Axis, numel: int) -> int:
+    """Bytes that the hops of a reduce-scatter receive where they have no codec."""
+    local, nodes = axis_shape(plan, axis)
+    encodings = reduction_encodings(plan, axis)
+    inside = (numel - numel // local) if encodings.inside.codec.is_none else 0
+    across = (numel - numel // nodes) // local if encodings.across.codec.is_none else 0
+    return ITEMSIZE[plan.effective_reduce_dtype] * (inside + across)
 
 
 def _reduced(plan: Plan, bucket: _BucketShape) -> int:
     """Bytes of a bucket in a reduce-scatter over the ranks that share OS, in an all-reduce over replicas, or in both: a
     reduce-scatter in wire dtype then, and a sum of replicas."""
     total, numel, ranks = 0, bucket.numel, plan.optimizer.ranks // plan.params.ranks
+    if plan.params.ranks == 1 and plan.micro_batches == 1:
+        total += ITEMSIZE[plan.compute_dtype] * numel  # autograd's, until their lane has packed them
     sums = 0 if bucket.alone and plan.accumulate_dtype == "float32" else 4
     if ranks > 1:
         total += _scattered(plan, Axis.SHARD, numel)
         numel //= ranks
     if plan.optimizer.ranks < plan.world:
-        total += _scattered(plan, Axis.REPLICA, numel)
+        total += _all_reduced(plan, numel)
     return total + sums * numel
 
 
-def _message_bytes(plan: Plan, axis: Axis, numel: int) -> int:
-    """Bytes of gradients that are encoded for a reduction along an axis, and of what lies between the hops: the node's
-    sums, or their messages where sums are encoded as they are decoded."""
-    local, _ = axis_shape(plan, Axis.SHARD)
-    intra, inter = reduction_codecs(plan, axis)
-    total = 0
-    if not intra.is_none:
-        total += intra.max_wire_bytes(numel, plan.effective_reduce_dtype)
-    if not inter.is_none:
-        recodes = reduction_encodings(plan, axis).recodes and not plan.wire.error_feedback
-        total += inter.max_wire_bytes(numel // local, "float32") if recodes else 4 * numel // local
-    return total
+def _all_reduced(plan: Plan, numel: int) -> int:
+    """Bytes of gradients in an all-reduce over replicas, and of its messages."""
+    local, nodes = axis_shape(plan, Axis.REPLICA)
+    farthest = reduction_encodings(plan, Axis.REPLICA).gather
+    gathered = 0 if farthest.codec.is_none else farthest.codec.max_wire_bytes(numel, farthest.dtype)
+    if local * nodes == 2 and gathered:  # two members exchange whole vectors
+        return ITEMSIZE[plan.effective_reduce_dtype] * numel + 2 * gathered
+    return _scattered(plan, Axis.REPLICA, numel) + gathered
 
 
 def _spread_bytes(plan: Plan, shard: int) -> int:
