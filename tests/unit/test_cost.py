@@ -206,8 +206,8 @@ def test_memory_counts_what_is_under_way_and_gradients_that_are_kept() -> None:
 
 
 def test_memory_knows_the_codec_of_reductions_to_owners() -> None:
-    """A lossless one keeps no rounding errors. Messages wait beside their gradients until they are sent and added; what a
-    hop without a codec receives is one hop's at a time."""
+    """A lossless one keeps no rounding errors. Messages wait beside their gradients until they are sent and added; what
+    a hop without a codec receives is one hop's at a time."""
     model, chosen = ModelSpec.preset("llama-7b"), plan("thinwire")
     infos = units(model, chosen)
     eight, two, exact = (
