@@ -294,6 +294,34 @@ def test_gradients_are_encoded_for_a_share_of_training() -> None:
         assert sent[2] == sent[3]
 
 
+def resumed_while_encoding(chosen: tw.Plan, path: Path) -> list[tuple[float, float]]:
+    """Losses of two further steps, without a break and from a checkpoint."""
+    model = tw.shard(build(), chosen)
+    optim = tw.optimizer(model, torch.optim.AdamW, lr=LR)
+
+    def steps(model: torch.nn.Module, optim: tw.ShardedOptimizer, first: int) -> list[float]:
+        losses = []
+        for step in (first, first + 1):
+            tw.progress(model, step / 8)
+            losses += losses_of(model, optim, step, step + 1)
+        return losses
+
+    steps(model, optim, 0)
+    tw.save(model, optim, path)
+    whole = steps(model, optim, 2)
+    again = tw.shard(build(), chosen)
+    restored = tw.optimizer(again, torch.optim.AdamW, lr=LR)
+    tw.load(again, restored, path)
+    return list(zip(whole, steps(again, restored, 2), strict=True))
+
+
+def test_rounding_errors_of_a_checkpoint_count_while_gradients_are_still_encoded(tmp_path: Path) -> None:
+    """``wire.schedule`` ends them, and not the first report of progress after a start."""
+    chosen = plan("zero1").with_(wire={"dp": "int2:32", "error_feedback": True, "schedule": 0.5})
+    for losses in run_ranks(4, resumed_while_encoding, chosen, tmp_path / "checkpoint"):
+        assert all(resumed == whole for whole, resumed in losses)
+
+
 def one_step(chosen: tw.Plan) -> dict[str, torch.Tensor]:
     """Parameters after one step."""
     model = tw.shard(build(), chosen)

@@ -199,8 +199,11 @@ class Reducer:
             yield together
 
     def encode(self, *, wanted: bool) -> None:
-        """Set whether gradients are encoded from now on; they are by default."""
-        self.forget_lost()
+        """Set whether gradients are encoded from now on; they are by default. Rounding errors end with encoding; those
+        of a checkpoint stay where it goes on."""
+        self.join()
+        if not wanted:
+            self.forget_lost()
         self.reductions.encode(wanted=wanted)
 
     def forget_lost(self) -> None:

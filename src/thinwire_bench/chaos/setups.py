@@ -30,6 +30,7 @@ plan = {plan}
 kind = "{kind}"
 layers = {layers}
 hidden = 32
+ffn = 96
 heads = 2
 {experts}
 [data]
@@ -226,7 +227,8 @@ def setups() -> list[SmallRun]:
         made.append(SmallRun(name, "preset", plan, sources[len(made) % len(sources)]))
     for name, wire in _CODECS.items():
         # Gathered parameters and reduced gradients both cross the wire under zero2 with a partial first factor.
-        plan = {"preset": "zero3" if "gather" in wire else "zero1", "compute_dtype": "float32", "wire": dict(wire)}
+        dtype = "bfloat16" if name == "exp3" else "float32"  # which encodes no other
+        plan = {"preset": "zero3" if "gather" in wire else "zero1", "compute_dtype": dtype, "wire": dict(wire)}
         made.append(SmallRun(name, "codec", plan, sources[len(made) % len(sources)], nodes=2, local=1))
     for name, keys in _SCHEDULES.items():
         plan = {"preset": "zero1", "compute_dtype": "float32", **keys}
