@@ -195,7 +195,7 @@ _CODECS: Final[Mapping[str, Mapping[str, Any]]] = {
     "mpc": {"policy": "mzhybrid"},
     "hybrid": {"policy": "hybrid"},
     "difference": {"spread": "int4:256", "spread_difference": True, "dp": "int8:64"},
-    "exp3": {"gather": "exp3", "dp": "exp3"},
+    "exp3": {"gather": "exp3"},
 }
 """The wire of a setup by its name."""
 
