@@ -257,7 +257,7 @@ def test_a_run_may_go_on_without_a_checkpoint(runs: Runs) -> None:
 @contextlib.contextmanager
 def own_file_system(place: Path) -> Iterator[None]:
     """A file system on a loop device, which can be frozen."""
-    place.mkdir(parents=True)
+    place.mkdir(parents=True, exist_ok=True)
     image = place.with_suffix(".img")
     with image.open("wb") as file:
         file.truncate(64 << 20)
@@ -274,14 +274,15 @@ def own_file_system(place: Path) -> Iterator[None]:
 @pytest.mark.slow
 def test_a_file_system_that_hangs_fails_a_save_by_name_and_training_goes_on(runs: Runs) -> None:
     place = runs.directory / "hangs" / "checkpoints"
-    settings = ("checkpoint.every=10", "checkpoint.timeout=2s", "checkpoint.on_failure=continue", "train.steps=4000")
+    settings = ("checkpoint.every=60", "checkpoint.timeout=2s", "checkpoint.on_failure=continue", "train.steps=4000")
+    process = runs.start("hangs", *(word for setting in settings for word in ("--set", setting)))
+    runs.wait_for_step("hangs", 1, process)  # a run begins in an empty directory, and has saved nothing yet
     with own_file_system(place):
         shutil.rmtree(place / "lost+found")
-        process = runs.start("hangs", *(word for setting in settings for word in ("--set", setting)))
-        runs.wait_for_step("hangs", 25, process)
+        runs.wait_for_step("hangs", 70, process)
         subprocess.run(["fsfreeze", "--freeze", place], check=True)
         frozen = len(runs.records("hangs"))
-        runs.wait_for_step("hangs", frozen + 60, process)
+        runs.wait_for_step("hangs", frozen + 150, process)
         subprocess.run(["fsfreeze", "--unfreeze", place], check=True)
         seen = {path.name for path in place.glob("step-*")}
         deadline = time.monotonic() + 60
