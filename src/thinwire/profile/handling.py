@@ -29,7 +29,6 @@ _TURNS, _MICRO_BATCHES = 3, 5
 _SMALLEST_BUCKET: Final = 1
 """Bytes of a bucket that holds one unit: then a micro-batch has many reductions."""
 
-
 _NEVER: Final = 1 << 30
 """Steps after which ranks that train for themselves would exchange anything."""
 
@@ -140,18 +139,14 @@ def _turn(run: Callable[[int], None], crowding: float, control: Control) -> floa
 
 def _sending(operations: Sequence[Operation], transfers: Sequence[CollectiveRow], *, coded: bool) -> float:
     """Processor seconds of hops that send hardly a byte: those of the smallest ones that were measured."""
+    hops = [(hop, coded and operation.encoded) for operation in operations for hop in operation.hops]
+    return sum(_processor(hop, transfers, encoded=encoded) for hop, encoded in hops)
+
+
+def _processor(hop: Hop, transfers: Sequence[CollectiveRow], *, encoded: bool) -> float:
     # Encoded gradients are exchanged, and added once decoded.
-    return sum(
-        _processor(
-            hop, "all_to_all" if coded and op.encoded and hop.kind is Kind.REDUCE_SCATTER else hop.kind, transfers
-        )
-        for op in operations
-        for hop in op.hops
-    )
-
-
-def _processor(hop: Hop, kind: str, transfers: Sequence[CollectiveRow]) -> float:
+    kind = "all_to_all" if encoded and hop.kind is Kind.REDUCE_SCATTER else str(hop.kind)
     shape = (hop.ranks, 1) if hop.scope is Scope.INSIDE else (1, hop.ranks)
-    wanted = (str(kind), *shape, "all")
+    wanted = (kind, *shape, "all")
     alike = [row for row in transfers if (row.kind, row.local, row.nodes, row.groups) == wanted]
     return min(alike, key=lambda row: row.sent).processor if alike else 0.0

@@ -201,8 +201,9 @@ class Reducer:
     def encode(self, *, wanted: bool) -> None:
         """Set whether gradients are encoded from now on; they are by default. Rounding errors end with encoding; those
         of a checkpoint stay where it goes on."""
-        self.join()
-        if not wanted:
+        if wanted:
+            self.join()
+        else:
             self.forget_lost()
         self.reductions.encode(wanted=wanted)
 
