@@ -134,3 +134,9 @@ def test_a_slower_processor_takes_longer_for_it() -> None:
         step=4e-3, reduce=1.6e-3, gather=8e-4, codec=4e-4
     )
     assert profile().handling == Handling(), "older profiles have none"
+    assert profile(handling=SPENT).of_others().handling == Handling(), "other frameworks have another runtime"
+
+
+def test_a_step_takes_what_the_runtime_takes_beside_the_wait_for_all_ranks() -> None:
+    measured = profile(handling=Handling(step=2e-3))
+    assert ProfiledRates(measured, MODEL, "bfloat16").handling.step == pytest.approx(2e-3 + measured.step_seconds)

@@ -18,7 +18,7 @@ from thinwire.cost.rates import ALONE, Basis, Beside, Work, declared_seconds
 from thinwire.errors import SpecError
 from thinwire.program import Even, Kind, MessageSizes, Scope, hops
 from thinwire.spec import Factor, ModelSpec, Plan
-from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, Handling, OverlapRow, Profile
+from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, OverlapRow, Profile, profiled_kind
 
 __all__ = ["MeasuredLibrary", "ProfiledCollectives", "ProfiledRates"]
 
@@ -108,6 +108,7 @@ class ProfiledRates:
 
     Attributes:
         transfers_extrapolated: Whether any transfer or codec so far lies outside the measured range.
+        handling: What the runtime takes, as measured; in older profiles, a step only waits for all ranks.
 
     Raises:
         SpecError: The profile lacks a part of the model that every plan computes.
@@ -116,7 +117,7 @@ class ProfiledRates:
     def __init__(self, profile: Profile, model: ModelSpec, dtype: str, quartile: Quartile = "seconds") -> None:
         self.profile, self.quartile, self._model, self._dtype = profile, quartile, model, dtype
         self.transfers_extrapolated = self._scaled_parts = False
-        self._handling = profile.handling.with_(step=profile.step_seconds + profile.handling.step)
+        self.handling = profile.handling.with_(step=profile.step_seconds + profile.handling.step)
         self._collectives = _CollectiveTimes(profile.collectives, profile.crowding, quartile)
         self._codecs = _lines(
             profile.codecs, lambda row: (row.codec, row.dtype, row.work), lambda row: row.numel, quartile
@@ -131,7 +132,7 @@ class ProfiledRates:
         nodes were measured; all groups are taken to be as fast.
         """
         del stride
-        neighbour = self._collectives.nearest(_measured_name(kind, encoded=encoded), scope, ranks)
+        neighbour = self._collectives.nearest(profiled_kind(kind, encoded=encoded), scope, ranks)
         outside = neighbour.ranks != ranks or not neighbour.line.covers(sent)
         self.transfers_extrapolated |= outside or self._collectives.substituted
         seconds = neighbour.line.at(sent)
@@ -212,11 +213,6 @@ class ProfiledRates:
         """Proportional to the number of elements."""
         return numel * self.profile.touch_seconds
 
-    @property
-    def handling(self) -> Handling:
-        """As measured; in older profiles, a step only waits for all ranks."""
-        return self._handling
-
     def beside(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> Beside:
         """As measured on these links; ``ALONE`` if nothing was measured on them.
 
@@ -225,7 +221,7 @@ class ProfiledRates:
         slowdown = self._beside.get(scope, ALONE)
         if not self.profile.crowding:
             return slowdown
-        key = self._collectives.nearest(_measured_name(kind, encoded=encoded), scope, ranks).key
+        key = self._collectives.nearest(profiled_kind(kind, encoded=encoded), scope, ranks).key
         # The factor by which computation slows down is the same loss, measured less exactly: it must not count twice.
         return replace(slowdown, compute=1.0, load=self._collectives.loads[key].at(sent))
 
@@ -413,11 +409,6 @@ def _loss(row: OverlapRow, profile: Profile, collectives: _CollectiveTimes) -> t
     ranks = profile.gpus_per_node if scope is Scope.INSIDE else profile.nodes
     line = collectives.nearest("all_gather", scope, ranks).line
     return 1.0, (row.transfer - 1) * line.at(row.sent)
-
-
-def _measured_name(kind: Kind, *, encoded: bool) -> str:
-    """Name under which the profile has a hop: encoded gradients are only exchanged, and summed once decoded."""
-    return "all_to_all" if encoded and kind is Kind.REDUCE_SCATTER else str(kind)
 
 
 def _loads(rows: Sequence[CollectiveRow], crowding: float) -> dict[_Key, _Loads]:

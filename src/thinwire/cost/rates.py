@@ -170,6 +170,9 @@ class NominalRates:
         efficiency: Shares of the nominal rates that software reaches.
         fabric: Network between nodes; the cluster's by default.
 
+    Attributes:
+        handling: The fixed seconds of a step: hosts prepare operations while accelerators compute.
+
     Raises:
         SpecError: The cluster has no peak for the dtype.
     """
@@ -185,7 +188,7 @@ class NominalRates:
     ) -> None:
         self._cluster, self._efficiency = cluster, efficiency or Efficiency()
         self._dtype, self._fabric = plan_dtype, fabric or Fabric(cluster)
-        self._handling = Handling(step=self._efficiency.step)
+        self.handling = Handling(step=self._efficiency.step)
         peaks = cluster.peak_flops
         half = peaks.get("bfloat16", peaks.get("float16"))
         peak = half if plan_dtype in {"bfloat16", "float16"} else peaks.get(plan_dtype)
@@ -267,11 +270,6 @@ class NominalRates:
         if self._table is None or not self._table.covers(part, plan.micro_batch, seq):
             return "extrapolated"
         return "measured here" if self._table.table.host == this_host() else "measured elsewhere"
-
-    @property
-    def handling(self) -> Handling:
-        """The fixed seconds of a step: hosts prepare operations while accelerators compute."""
-        return self._handling
 
     def beside(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> Beside:
         """The efficiency's gamma, whatever the transfer."""

@@ -18,8 +18,8 @@ import torch
 from thinwire.collectives.group import Control
 from thinwire.program import Hop, Kind, Operation, Scope
 from thinwire.spec import Factor, Plan
-from thinwire.spec.islands import Islands
-from thinwire.spec.profile import CollectiveRow, Handling
+from thinwire.spec.plan import lone_ranks
+from thinwire.spec.profile import CollectiveRow, Handling, profiled_kind
 
 __all__ = ["Weightless", "measure_handling"]
 
@@ -28,9 +28,6 @@ _TURNS, _MICRO_BATCHES = 3, 5
 
 _SMALLEST_BUCKET: Final = 1
 """Bytes of a bucket that holds one unit: then a micro-batch has many reductions."""
-
-_NEVER: Final = 1 << 30
-"""Steps after which ranks that train for themselves would exchange anything."""
 
 
 class Weightless(NamedTuple):
@@ -93,12 +90,13 @@ def measure_handling(
     )
     plans = (scattering.with_(bucket_bytes=_SMALLEST_BUCKET), gathering, coding)
     passes = [make(plan, device) for plan in plans]
-    runs = [make(_silent(mesh), device).run, make(_silent(mesh), device).steps, *(each.run for each in passes)]
+    silent = lone_ranks(mesh.ranks)
+    runs = [make(silent, device).run, make(silent, device).steps, *(each.run for each in passes)]
     alone, step, *delays = _delays(runs, crowding, control)
     scattered, gathered, coded = (each.operations for each in passes)
     scattering_seconds, gathering_seconds, coding_seconds = (
-        delay - alone - crowding * _sending(operations, transfers, coded=operations is coded)
-        for delay, operations in zip(delays, (scattered, gathered, coded), strict=True)
+        delay - alone - crowding * _sending(each.operations, transfers, coded=plan is coding)
+        for delay, plan, each in zip(delays, plans, passes, strict=True)
     )
     # Each plan adds one kind of stage to those of the plans before.
     reduce = _share(scattering_seconds, _scatters(scattered))
@@ -106,13 +104,6 @@ def measure_handling(
     known = reduce * _scatters(coded) + gather * _gathers(coded)
     codec = _share(coding_seconds - known, _codings(coded))
     return Handling(step=max(0.0, step - alone), reduce=reduce, gather=gather, codec=codec)
-
-
-def _silent(mesh: Factor) -> Plan:
-    """Every rank trains for itself."""
-    one = Factor()
-    islands = Islands(count=mesh.ranks, every=_NEVER)
-    return Plan(mesh=one, params=one, grads=one, optimizer=one, islands=islands)
 
 
 def _share(seconds: float, count: int) -> float:
@@ -144,9 +135,7 @@ def _sending(operations: Sequence[Operation], transfers: Sequence[CollectiveRow]
 
 
 def _processor(hop: Hop, transfers: Sequence[CollectiveRow], *, encoded: bool) -> float:
-    # Encoded gradients are exchanged, and added once decoded.
-    kind = "all_to_all" if encoded and hop.kind is Kind.REDUCE_SCATTER else str(hop.kind)
     shape = (hop.ranks, 1) if hop.scope is Scope.INSIDE else (1, hop.ranks)
-    wanted = (kind, *shape, "all")
+    wanted = (profiled_kind(hop.kind, encoded=encoded), *shape, "all")
     alike = [row for row in transfers if (row.kind, row.local, row.nodes, row.groups) == wanted]
     return min(alike, key=lambda row: row.sent).processor if alike else 0.0

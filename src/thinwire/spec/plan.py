@@ -24,7 +24,10 @@ from thinwire.spec.islands import Islands
 from thinwire.spec.policy import HybridPolicy
 from thinwire.spec.presets import PRESETS, preset_fields
 
-__all__ = ["Dtype", "Factor", "Overlap", "Plan", "Residence", "UnitOverride", "Wire", "cut_alike"]
+__all__ = ["Dtype", "Factor", "Overlap", "Plan", "Residence", "UnitOverride", "Wire", "cut_alike", "lone_ranks"]
+
+_NEVER = 1 << 30
+"""Steps of a run that never exchanges anything."""
 
 MIB = 1 << 20
 
@@ -175,6 +178,14 @@ class Residence(Spec):
     params: Literal["device"] = Field(default="device", description="where parameter shards live")
     grads: Literal["device"] = Field(default="device", description="where gradient shards live")
     optimizer: Literal["device"] = Field(default="device", description="where optimizer shards live")
+
+
+def lone_ranks(count: int) -> Plan:
+    """Every one of ``count`` ranks trains for itself: an island each, and none of them ever exchanges anything."""
+    one = Factor()
+    return Plan(
+        name="alone", mesh=one, params=one, grads=one, optimizer=one, islands=Islands(count=count, every=_NEVER)
+    )
 
 
 def cut_alike(grads: Factor, optimizer: Factor) -> bool:

@@ -13,7 +13,7 @@ from thinwire.errors import SpecError
 from thinwire.spec.base import Bytes, Count, Depth, Positive, Spec
 from thinwire.spec.plan import Dtype
 
-__all__ = ["CodecRow", "CollectiveRow", "ComputeRow", "OverlapRow", "Profile"]
+__all__ = ["CodecRow", "CollectiveRow", "ComputeRow", "Handling", "OverlapRow", "Profile", "profiled_kind"]
 
 NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
@@ -55,6 +55,11 @@ class CodecRow(Spec):
 
 
 _Timed = TypeVar("_Timed", CollectiveRow, CodecRow)
+
+
+def profiled_kind(kind: str, *, encoded: bool) -> str:
+    """Name under which a profile has a hop: encoded gradients are only exchanged, and summed once decoded."""
+    return "all_to_all" if encoded and kind == "reduce_scatter" else str(kind)
 
 
 class ComputeRow(Spec):

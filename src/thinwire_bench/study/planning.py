@@ -22,8 +22,8 @@ from thinwire.errors import UsageError
 from thinwire.lab import Lab, LabSpec
 from thinwire.lab.job import Job
 from thinwire.plan import Search, TrainingJob, candidate, profiled_cluster, search
-from thinwire.spec import Factor, ModelSpec, Plan
-from thinwire.spec.islands import Islands
+from thinwire.spec import ModelSpec, Plan
+from thinwire.spec.plan import lone_ranks
 from thinwire.spec.profile import Profile
 from thinwire.units import format_bytes
 from thinwire_bench.environment import memory_bytes
@@ -57,9 +57,6 @@ too low, and would make every choice look bad."""
 
 ALONE: Final = "alone"
 """The plan of ranks that train for themselves."""
-
-NEVER: Final = 1 << 30
-"""Steps after which they would exchange anything."""
 
 TURN: Final = 0.5
 """Seconds that a turn's timed steps should take: a few short steps tell what else ran at that moment."""
@@ -326,9 +323,7 @@ def _rows(setup: Setup, field: _Field, settings: Sequence[Setting], plans: Mappi
 
 def _alone_system(setup: Setup, workload: Mapping[str, Any]) -> SystemSpec:
     """Every rank trains its own model in thinwire's runtime, as the profile times it, and sends nothing."""
-    one = Factor()
-    islands = Islands(count=setup.nodes * setup.ranks, every=NEVER)
-    plan = Plan(name=ALONE, mesh=one, params=one, grads=one, optimizer=one, islands=islands)
+    plan = lone_ranks(setup.nodes * setup.ranks)
     return replace(plan_system(ALONE, plan, workload), cycle=1, gap=1)
 
 
