@@ -20,12 +20,15 @@ ifneq ($(origin SECONDS),command line)
 SECONDS := 20
 endif
 
+# The release of Python on the machine that `make gpu-lease` packs for.
+PYTHON_THERE ?= 3.12
+
 # How long `make chaos` and `make soak` take.
 MINUTES ?= 30
 HOURS ?= 8
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-torch lint format asan lock audit docs structure wheels picture site check-launchers test-frameworks bench-peers gpu-check chaos soak clean
+.PHONY: help install train test test-all test-torch lint format asan lock audit docs structure wheels picture site check-launchers test-frameworks bench-peers gpu-check gpu-lease chaos soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -146,6 +149,9 @@ gpu-check: install ## prove the GPU path on this machine's cards, part by part, 
 	  $(BIN)/python -m benchmarks.gpu render docs/results/gpu --page docs/gpu.md && exit $$status; \
 	else echo "gpu-check: skipped, PyTorch finds no CUDA device on this machine; rehearse it on CPU with" \
 	  "'$(BIN)/python -m benchmarks.gpu run --device cpu --results runs/gpu-rehearsal'"; fi
+
+gpu-lease: install ## pack the GPU check for a lent machine without network, PYTHON_THERE=3.12, into build/lease
+	$(BIN)/python tools/lease.py build/lease --python $(PYTHON_THERE)
 
 chaos: install ## disturb small runs for MINUTES=30 and compare them; as root also full disks, losses of power and cut links
 	$(BIN)/thinwire bench chaos --minutes $(MINUTES)

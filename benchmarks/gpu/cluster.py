@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import collections
+import copy
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from benchmarks.gpu.outcome import Check, Outcome, Record, read, write
-from benchmarks.gpu.scale import Scale
+from benchmarks.gpu.case import Case, Report
+from benchmarks.gpu.outcome import CaseRecord, Check, Outcome, Record, read, write
+from benchmarks.gpu.scale import Scale, card_name
 from benchmarks.gpu.step import interleaved, launches
 from benchmarks.gpu.systems import FSDP2, Step, fsdp2_step, llama, thinwire_step, tokens
 from benchmarks.gpu.training import TOLERANCE, exact_plan, global_batches, relative_error, small_llama, train
@@ -27,16 +31,22 @@ from thinwire.sharding.api import runtime
 from thinwire.spec import Plan
 from thinwire.units import format_bytes
 
-__all__ = ["LOSS_BOUND", "on_this_job", "several_cards", "work"]
+__all__ = ["LOSS_BOUND", "cases", "on_this_job", "work"]
 
 LOSS_BOUND: Final = 0.02
 """Largest relative difference of a loss under codecs to that of the fp32 reference."""
 
+_CASE: Final = "one job"
 _TIMED: Final = ("zero3", "zeropp", "thinwire", "hsdp")
 
 
-def several_cards(scale: Scale, report: Callable[[str], None]) -> Outcome:
-    """Part: all cards of this machine as the ranks of one job, started by torchrun."""
+def cases(scale: Scale, stack: ExitStack) -> list[Case]:
+    """All cards of this machine as the ranks of one job; several nodes are started by torchrun alone."""
+    del stack
+    return [Case(_CASE, partial(_several_cards, scale), 240)]
+
+
+def _several_cards(scale: Scale, report: Report) -> Outcome:
     cards = torch.cuda.device_count() if scale.device == "cuda" else scale.ranks
     report(f"{cards} ranks")
     with tempfile.TemporaryDirectory() as directory:
@@ -44,10 +54,10 @@ def several_cards(scale: Scale, report: Callable[[str], None]) -> Outcome:
         command += ["-m", "benchmarks.gpu", "ranks", "--device", scale.device, "--results", directory]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        record = read("cards", Path(directory))
+        record = read("cards", Path(directory), card_name(scale.device))
     if record is None:
         raise RuntimeError(f"torchrun ended with status {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
-    return record.outcome
+    return record.cases[_CASE].outcome
 
 
 def on_this_job(scale: Scale, results: Path) -> bool:
@@ -70,14 +80,14 @@ def on_this_job(scale: Scale, results: Path) -> bool:
         started = time.monotonic()
         outcome = work(scale, nodes, local, (lambda line: print(line, flush=True)) if first else lambda line: None)
         if first:
-            name = "nodes" if nodes > 1 else "cards"
-            write(Record.of(name, scale.device, outcome, time.monotonic() - started), results)
+            record = Record("nodes" if nodes > 1 else "cards", scale.device, card_name(scale.device))
+            write(record.having(_CASE, CaseRecord.of(outcome, time.monotonic() - started)), results)
         return outcome.met or not first
     finally:
         group.shutdown()
 
 
-def work(scale: Scale, nodes: int, local: int, report: Callable[[str], None]) -> Outcome:
+def work(scale: Scale, nodes: int, local: int, report: Report) -> Outcome:
     """Parity, losses under codecs, bytes, and times, on every rank of a job.
 
     Args:
@@ -117,10 +127,10 @@ def _worst(value: float) -> float:
     return max(group.control().all_gather_typed(value, Typed[float](float)))
 
 
-def _parity(scale: Scale, nodes: int, local: int, report: Callable[[str], None]) -> tuple[Sheet, list[Check]]:
+def _parity(scale: Scale, nodes: int, local: int, report: Report) -> tuple[Sheet, list[Check]]:
     wanted, _ = _reference(nodes * local, scale.device, 3)
     rows, checks = [], []
-    for preset in scale.presets:
+    for preset in Plan.preset_names(islands=False) if scale.is_whole else ("zero3",):
         report(f"parity of {preset}")
         error = _worst(relative_error(train(exact_plan(preset, nodes, local), scale.device)[0], wanted))
         rows.append([preset, f"{error:.1e}"])
@@ -130,10 +140,10 @@ def _parity(scale: Scale, nodes: int, local: int, report: Callable[[str], None])
     return Sheet(title, ("preset", "difference"), 1, rows), checks
 
 
-def _encoded(scale: Scale, nodes: int, local: int, report: Callable[[str], None]) -> tuple[Sheet, list[Check]]:
+def _encoded(scale: Scale, nodes: int, local: int, report: Report) -> tuple[Sheet, list[Check]]:
     _, wanted = _reference(nodes * local, scale.device, scale.steps)
     rows, checks = [], []
-    for preset in scale.encoded:
+    for preset in ("zeropp", "thinwire") if scale.is_whole else ("zeropp",):
         report(f"losses of {preset}")
         toml = Plan.preset(preset, nodes=nodes, local=local, compute_dtype="float32").to_toml()
         ours = group.control().all_reduce_mean(train(toml, scale.device, scale.steps)[1])
@@ -145,17 +155,16 @@ def _encoded(scale: Scale, nodes: int, local: int, report: Callable[[str], None]
     return Sheet(f"codecs in training, {scale.steps} steps", columns, 1, rows), checks
 
 
-def _times(
-    scale: Scale, nodes: int, local: int, report: Callable[[str], None]
-) -> tuple[Sheet, list[Check], dict[str, Any]]:
+def _times(scale: Scale, nodes: int, local: int, report: Report) -> tuple[Sheet, list[Check], dict[str, Any]]:
     """Step times in turns with FSDP2, and bytes against those of the program."""
     report("building the model")
-    whole = llama(scale.model)
+    whole = llama(scale.model, scale.device)
     ids = tokens(scale.model, scale.batch, scale.device, seed=group.control().rank)
-    systems: dict[str, Step] = {FSDP2: fsdp2_step(whole, ids)}
+    systems: dict[str, Step] = {FSDP2: fsdp2_step(copy.deepcopy(whole), ids)}
     models = {}
     for preset in _TIMED:
-        systems[preset], models[preset] = thinwire_step(whole, ids, Plan.preset(preset, nodes=nodes, local=local))
+        plan = Plan.preset(preset, nodes=nodes, local=local)
+        systems[preset], models[preset] = thinwire_step(copy.deepcopy(whole), ids, plan)
     for step in systems.values():
         step()
     checks, sent = [], {}

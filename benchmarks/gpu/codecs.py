@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from typing import Final
 
 import torch
+from benchmarks.gpu.case import Case, Report
 from benchmarks.gpu.outcome import Check, Outcome
 from benchmarks.gpu.scale import Scale
 
@@ -16,53 +18,58 @@ from thinwire.report.sheet import Sheet
 from thinwire.spec import CodecSpec
 from thinwire.spec.codec import encodable_dtypes
 from thinwire.units import format_bytes
+from thinwire_bench.codecs.bench import CODECS
 from thinwire_bench.codecs.jobs import Buffers, codec_jobs
 from thinwire_bench.codecs.soundness import SEED, check_sample, check_timed
 from thinwire_bench.codecs.speeds import CodecSpeed, copy_job, interleave, speeds
 
-__all__ = ["GOALS", "codec_speeds", "speed_checks"]
+__all__ = ["GOALS", "cases", "speed_checks"]
 
 GOALS: Final = {"int8:256": 0.8, "int8:2048": 0.8, "int4:256": 0.6, "int4:2048": 0.6}
 """Wanted share of the copy's speed, by codec, both ways."""
 
-LARGE: Final = 64 << 20
+LARGE: Final = 256 << 20
 """Bytes from which the goals hold: below, launches take longer than memory."""
 
+_REHEARSED: Final = ("int8:256", "int4:256", "bf16")
 
-def codec_speeds(scale: Scale, report: Callable[[str], None]) -> Outcome:
-    """Part: encode and decode of every codec, dtype and size, in turns with a copy of the same tensor."""
-    device, started = torch.device(scale.device), time.monotonic()
-    sound: list[Check] = []
-    measured: list[CodecSpeed] = []
-    late: list[str] = []
-    for name in scale.codecs:
-        for dtype in scale.dtypes:
-            if dtype not in encodable_dtypes(CodecSpec(name)):
-                continue
-            if time.monotonic() - started > scale.codec_seconds:
-                late.append(f"{name} {dtype}")
-                continue
-            report(f"{name}, {dtype}")
-            codec, kind = get(name, device=device), getattr(torch, dtype)
-            problem = check_sample(codec, kind, device)
-            sound.append(_soundness(f"{name}, {dtype}, sample", problem))
-            if problem is not None:
-                continue
-            for size in scale.sizes:
-                rows, problem = _timed(codec, kind, size, scale.codec_rounds, device)
-                sound.append(_soundness(f"{name}, {dtype}, {format_bytes(size)}", problem))
-                measured += [] if problem else rows
-    notes = [
-        "A share compares a codec with a copy of the same tensor in the same rounds; bytes of the tensor count, not "
-        f"those of the message. Goals hold from {format_bytes(LARGE)}; below, launches take longer than memory."
+
+def cases(scale: Scale, stack: ExitStack) -> list[Case]:
+    """Encode and decode of every codec and dtype, in turns with a copy of the same tensor: first the largest tensor of
+    all, then smaller ones."""
+    del stack
+    pairs = [
+        (name, dtype)
+        for dtype in scale.dtypes
+        for name in (CODECS if scale.is_whole else _REHEARSED)
+        if dtype in encodable_dtypes(CodecSpec(name))
     ]
-    if late:
-        notes.append(f"Time was over before these were measured: {', '.join(late)}.")
+    pairs.sort(key=lambda pair: pair[0] not in GOALS)
+    large = [
+        Case(f"{name}, {dtype}", partial(_measured, scale, name, dtype, scale.sizes[:1]), 4) for name, dtype in pairs
+    ]
+    small = [
+        Case(f"{name}, {dtype}, smaller", partial(_measured, scale, name, dtype, scale.sizes[1:]), 2)
+        for name, dtype in pairs
+    ]
+    return large + small
+
+
+def _measured(scale: Scale, name: str, dtype: str, sizes: Sequence[int], report: Report) -> Outcome:
+    report(f"{name}, {dtype}")
+    device = torch.device(scale.device)
+    codec, kind = get(name, device=device), getattr(torch, dtype)
+    sound = [_soundness(f"{name}, {dtype}, sample", check_sample(codec, kind, device))]
+    measured: list[CodecSpeed] = []
+    if sound[0].met:
+        for size in sizes:
+            rows, problem = _timed(codec, kind, size, scale.codec_rounds, device)
+            sound.append(_soundness(f"{name}, {dtype}, {format_bytes(size)}", problem))
+            measured += [] if problem else rows
     return Outcome(
-        (_share_sheet(measured, scale),),
-        (*sound, *speed_checks(measured), *(Check(each, "not measured", "in time", False) for each in late)),
-        tuple(notes),
-        {"speeds": [asdict(speed) for speed in measured]},
+        (_share_sheet(measured, name, dtype, sizes),),
+        (*sound, *speed_checks(measured)),
+        data={"speeds": [asdict(speed) for speed in measured]},
     )
 
 
@@ -76,7 +83,7 @@ def speed_checks(measured: Sequence[CodecSpeed]) -> list[Check]:
             speed.share >= GOALS[speed.subject],
         )
         for speed in measured
-        if speed.subject in GOALS and speed.size >= LARGE
+        if speed.subject in GOALS and speed.size >= LARGE and speed.dtype != "float16"
     ]
 
 
@@ -100,13 +107,10 @@ def _timed(
     return rows[1:], problem
 
 
-def _share_sheet(measured: Sequence[CodecSpeed], scale: Scale) -> Sheet:
-    """A row for every codec and dtype, two columns for every size."""
-    cells = {(each.subject, each.dtype, each.size, each.direction): each for each in measured}
-    ways = [(size, direction) for size in scale.sizes for direction in ("encode", "decode")]
-    rows = []
-    for subject, dtype in dict.fromkeys((each.subject, each.dtype) for each in measured):
-        speeds_of = [cells.get((subject, dtype, *way)) for way in ways]
-        rows.append([subject, dtype, *("" if each is None else f"{each.share:.0%}" for each in speeds_of)])
+def _share_sheet(measured: Sequence[CodecSpeed], name: str, dtype: str, sizes: Sequence[int]) -> Sheet:
+    """Two columns for every size; the page joins the rows of all codecs."""
+    cells = {(each.size, each.direction): each for each in measured}
+    ways = [(size, direction) for size in sizes for direction in ("encode", "decode")]
+    shares = ["" if way not in cells else f"{cells[way].share:.0%}" for way in ways]
     columns = ("codec", "dtype", *(f"{direction} {format_bytes(size)}" for size, direction in ways))
-    return Sheet("share of the speed of a device-to-device copy", columns, 2, rows)
+    return Sheet("share of the speed of a device-to-device copy", columns, 2, [[name, dtype, *shares]])

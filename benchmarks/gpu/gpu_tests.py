@@ -2,37 +2,71 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Final
 
+from benchmarks.gpu.case import GIB, Case, Report
 from benchmarks.gpu.outcome import Check, Outcome
 from benchmarks.gpu.scale import Scale
 
 from thinwire.report.sheet import Sheet
 
-__all__ = ["gpu_tests", "outcome_of"]
+__all__ = ["cases", "outcome_of", "pytest"]
 
 _ROOT = Path(__file__).parents[2]
-_ELSEWHERE: Final = "tests/gpu/test_cuda.py::test_every_preset_agrees_with_the_cpu"
+_CODECS: Final = "tests/gpu/test_codecs_cuda.py"
+_LARGE: Final = "more_than_two_to_the_31"
+_BYTES: Final = "messages or fused or 64_mebibytes"
+_PRESETS: Final = "tests/gpu/test_cuda.py::test_every_preset_agrees_with_the_cpu"
 """The part ``presets`` does the same and keeps the differences."""
 
-_REHEARSED: Final = "tests/unit/test_spec_presets.py"
+_REHEARSED: Final = ["tests/unit/test_spec_presets.py"]
 """Tests of a few seconds without a GPU: a rehearsal tries how outcomes are read."""
 
 
-def gpu_tests(scale: Scale, report: Callable[[str], None]) -> Outcome:
-    """Part: ``pytest -m gpu``."""
-    report("pytest -m gpu")
-    chosen = ["-m", "gpu", "--deselect", _ELSEWHERE] if scale.device == "cuda" else [_REHEARSED]
+def cases(scale: Scale, stack: ExitStack) -> list[Case]:
+    """The tests of ``tests/gpu``: bytes first, then streams and interception, tensors beyond 2^31 values, the rest."""
+    del stack
+    workers = min(8, os.cpu_count() or 1)
+    chosen: list[tuple[str, list[str], int, float, int]] = [
+        ("bytes of the codecs", [_CODECS, "-k", f"({_BYTES}) and not {_LARGE}"], workers, 70, 0),
+        ("runtime", ["tests/gpu", "--ignore", _CODECS, "--deselect", _PRESETS], 1, 60, 0),
+        ("more than 2^31 values", [_CODECS, "-k", _LARGE], 1, 60, 40 * GIB),
+        ("everything else of the codecs", [_CODECS, "-k", f"not ({_BYTES} or {_LARGE})"], workers, 60, 0),
+    ]
+    if scale.device == "cpu":
+        chosen = [("rehearsed", _REHEARSED, 1, 5, 0)]
+    return [
+        Case(name, partial(_run, tests, workers), seconds, needs) for name, tests, workers, seconds, needs in chosen
+    ]
+
+
+def _run(tests: Sequence[str], workers: int, report: Report) -> Outcome:
+    report("pytest " + " ".join(tests))
+    return pytest(tests, workers)
+
+
+def pytest(tests: Sequence[str], workers: int) -> Outcome:
+    """The outcome of a run of pytest in the checkout.
+
+    Args:
+        tests: What to run.
+        workers: Processes.
+    """
     with tempfile.TemporaryDirectory() as directory:
         report_file = Path(directory) / "junit.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, f"--junitxml={report_file}"]
+        # A warning that only CUDA gives is not what these tests are about.
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", *tests]
+        command += [*(["-n", str(workers)] if workers > 1 else []), f"--junitxml={report_file}"]
         done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
         if not report_file.exists():
             raise RuntimeError(f"pytest ended with status {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
@@ -45,10 +79,9 @@ def outcome_of(junit: str) -> Outcome:
     Args:
         junit: The text of the file.
     """
-    cases = list(ElementTree.fromstring(junit).iter("testcase"))
     counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
     rows = []
-    for case in cases:
+    for case in ElementTree.fromstring(junit).iter("testcase"):
         problem = next((case.find(tag) for tag in ("failure", "error", "skipped") if case.find(tag) is not None), None)
         kind = "passed" if problem is None else "skipped" if problem.tag == "skipped" else "failed"
         counts[kind] += 1
@@ -59,4 +92,4 @@ def outcome_of(junit: str) -> Outcome:
     met = counts["passed"] > 0 and counts["failed"] == 0
     check = Check("tests that need a GPU", text, "at least 1 passed, 0 failed", met)
     sheets = (Sheet("tests that did not pass", ("test", "", "message"), 3, rows),) if rows else ()
-    return Outcome(sheets, (check,), data=counts)
+    return Outcome(sheets, (check,), data={"counts": counts})

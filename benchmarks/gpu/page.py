@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
 from benchmarks.gpu.chart import draw
-from benchmarks.gpu.outcome import Record
+from benchmarks.gpu.outcome import Check, Record, place
 from benchmarks.gpu.parts import PARTS
 
 from thinwire.report.sheet import Sheet, insert, markdown_table
@@ -18,69 +18,90 @@ COMMAND: Final = "python -m benchmarks.gpu render docs/results/gpu --page docs/g
 NO_CARD: Final = "**No card has run this check yet.** The tables appear here once one has."
 REHEARSED: Final = "**Rehearsal on CPU: it proves the script, not the card.** Sizes are tiny and times mean nothing."
 
+_FEW: Final = 24
+"""Met checks are shown one by one where there are no more than this."""
 
-def update(page: Path, records: Mapping[str, Record]) -> None:
-    """Rewrite the results of a page, and the picture that it shows.
+Cards = Mapping[str, Mapping[str, Record]]
+"""Records by card and part; a part without one has not run on that card."""
+
+
+def update(page: Path, cards: Cards) -> None:
+    """Rewrite the results of a page, and the pictures that it shows.
 
     Args:
         page: The page, with the marks between which results stand.
-        records: Records by part.
+        cards: Records by card and part.
     """
-    picture = page.parent / "results" / "gpu-codecs.png"
-    speeds = records["codecs"].outcome.data.get("speeds") if "codecs" in records else None
-    if speeds:
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        draw(speeds, picture)
-    text = markdown(records, "results/gpu-codecs.png" if speeds else None)
-    page.write_text(insert(page.read_text(encoding="utf-8"), text, COMMAND), encoding="utf-8")
+    for card, records in cards.items():
+        if speeds := _speeds(records):
+            picture = page.parent / _picture(card)
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            draw(speeds, picture)
+    page.write_text(insert(page.read_text(encoding="utf-8"), markdown(cards), COMMAND), encoding="utf-8")
 
 
-def markdown(records: Mapping[str, Record], picture: str | None) -> str:
-    """The results as Markdown.
+def markdown(cards: Cards) -> str:
+    """The results as Markdown."""
+    if not cards:
+        return "\n".join([NO_CARD, "", *markdown_table(_overview({}))])
+    return "\n".join(line for card, records in cards.items() for line in _of_card(card, records))
 
-    Args:
-        records: Records by part; a part without one has not run.
-        picture: Path of the picture of codec speeds, relative to the page; None if there is none.
-    """
-    lines = [_headline(records), "", *markdown_table(_overview(records))]
-    for part in PARTS:
-        record = records.get(part.name)
-        if record is None:
-            continue
-        lines += [f"### {part.name}", ""]
-        if record.device == "cpu":
-            lines += [REHEARSED, ""]
-        if record.error:
-            lines += [f"{record.status}:", "", "```text", record.error.strip(), "```", ""]
-        if part.name == "codecs" and picture is not None:
-            lines += [f"![share of a device copy's speed, by codec]({picture})", ""]
-        for sheet in record.outcome.sheets:
+
+def _of_card(card: str, records: Mapping[str, Record]) -> list[str]:
+    is_rehearsed = all(record.device == "cpu" for record in records.values())
+    dates = sorted(case.date for record in records.values() for case in record.cases.values())
+    lines = [f"### {'Rehearsal' if is_rehearsed else card}", ""]
+    lines += [REHEARSED if is_rehearsed else f"Cases ended between {dates[0]} and {dates[-1]}.", ""]
+    lines += markdown_table(_overview(records))
+    for name, record in records.items():
+        lines += [f"#### {name}", ""]
+        for case, ended in record.cases.items():
+            if ended.error:
+                lines += [f"{case} {ended.status}:", "", "```text", ended.error.strip(), "```", ""]
+        if record.left:
+            lines += [f"Not run yet: {', '.join(record.left)}.", ""]
+        if name == "codecs" and _speeds(records):
+            lines += [f"![share of a device copy's speed, by codec]({_picture(card)})", ""]
+        outcomes = [case.outcome for case in record.cases.values()]
+        for sheet in _joined(sheet for outcome in outcomes for sheet in outcome.sheets):
             lines += markdown_table(sheet)
-        lines += [line for note in record.outcome.notes for line in (note, "")]
-        lines += _verdicts(record)
-    return "\n".join(lines)
+        for note in dict.fromkeys(note for outcome in outcomes for note in outcome.notes):
+            lines += [note, ""]
+        lines += _verdicts(record.checks)
+    return lines
 
 
-def _headline(records: Mapping[str, Record]) -> str:
-    if not any(record.device == "cuda" for record in records.values()):
-        return REHEARSED if records else NO_CARD
-    dates = sorted(record.date for record in records.values() if record.device == "cuda")
-    return f"Parts that ran on a card ended between {dates[0]} and {dates[-1]}."
+def _joined(sheets: Iterable[Sheet]) -> list[Sheet]:
+    """Tables with the same title and columns become one."""
+    rows: dict[tuple[str, tuple[str, ...], int], list[list[str]]] = {}
+    for sheet in sheets:
+        rows.setdefault((sheet.title, tuple(sheet.columns), sheet.words), []).extend(map(list, sheet.rows))
+    return [Sheet(title, columns, words, cells) for (title, columns, words), cells in rows.items()]
+
+
+def _speeds(records: Mapping[str, Record]) -> list[Mapping[str, object]]:
+    return records["codecs"].data("speeds") if "codecs" in records else []
+
+
+def _picture(card: str) -> str:
+    """Path of the picture of codec speeds, relative to the page."""
+    return f"{place(Path('results/gpu'), card)}/codecs.png"
 
 
 def _overview(records: Mapping[str, Record]) -> Sheet:
     rows = []
     for part in PARTS:
         record = records.get(part.name)
-        state = "not run" if record is None else record.status + (" (rehearsal)" if record.device == "cpu" else "")
-        took = "" if record is None or not record.seconds else f"{record.seconds / 60:.1f}"
-        rows.append([f"`{part.name}`", part.proves, state, f"{part.minutes:g}", took])
-    return Sheet("parts", ("part", "a pass proves", "result", "minutes, expected", "minutes, taken"), 3, rows)
+        state, took = "not run", ""
+        if record is not None:
+            state = f"{record.status} (rehearsal)" if record.device == "cpu" else record.status
+            took = f"{record.seconds / 60:.1f}" if record.seconds else ""
+        rows.append([f"`{part.name}`", part.proves, state, took])
+    return Sheet("parts", ("part", "a pass proves", "result", "minutes"), 3, rows)
 
 
-def _verdicts(record: Record) -> list[str]:
+def _verdicts(checks: tuple[Check, ...]) -> list[str]:
     """All checks that are missed; of those that are met the number alone, unless they are few."""
-    checks = record.outcome.checks
     shown = [check for check in checks if not check.met or len(checks) <= _FEW]
     lines = []
     if shown:
@@ -88,6 +109,3 @@ def _verdicts(record: Record) -> list[str]:
         lines += markdown_table(Sheet("checks", ("what", "measured", "wanted", ""), 4, rows))
     hidden = len(checks) - len(shown)
     return [*lines, f"{hidden} more checks are met.", ""] if hidden else lines
-
-
-_FEW: Final = 24

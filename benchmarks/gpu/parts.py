@@ -1,23 +1,27 @@
-"""The parts of the GPU check, in their order."""
+"""The parts of the GPU check, most valuable first."""
 
 from __future__ import annotations
 
+import importlib
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
+
+from benchmarks.gpu.case import Case
+from benchmarks.gpu.scale import Scale
 
 __all__ = ["PARTS", "Part", "part_named"]
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part.
+    """One part: cases that share a process.
 
     Attributes:
         name: Name of the part and of its file.
-        function: ``module:function`` of the package; takes the scale and a function that reports progress.
+        function: ``module:function`` of the package, a :data:`~benchmarks.gpu.case.Cases`; imported in the part's
+            process, so that a missing package fails this part alone.
         proves: What a passed part proves, as a clause for a table.
-        minutes: Minutes that it is expected to take on one card.
-        limit: Minutes after which it is ended.
         cards: Cards that it needs.
         nodes: Nodes that it needs; a part for several nodes is started by torchrun alone.
     """
@@ -25,32 +29,33 @@ class Part:
     name: str
     function: str
     proves: str
-    minutes: float
-    limit: float
     cards: int = 1
     nodes: int = 1
 
+    def cases(self, scale: Scale, stack: ExitStack) -> list[Case]:
+        """The part's cases."""
+        module, _, attribute = self.function.partition(":")
+        made: list[Case] = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), attribute)(scale, stack)
+        return made
+
 
 PARTS: Final = (
-    Part("environment", "environment:environment", "which card, driver and software the numbers are from", 0.2, 2),
-    Part("tests", "gpu_tests:gpu_tests", "Triton codecs give the bytes of the C++ ones; stream lanes keep order", 6, 9),
-    Part(
-        "codecs",
-        "codecs:codec_speeds",
-        "INT8 reaches 80 % and INT4 60 % of a device copy, both ways; messages equal the reference",
-        7,
-        9.5,
-    ),
-    Part("encoded", "training:encoded_losses", "training with codecs gives the losses that it gives on CPU", 1.5, 5),
-    Part("presets", "training:presets_on_one_card", "every preset trains as on CPU, on NCCL and on 4 ranks", 3, 7),
-    Part("waits", "waits:host_waits", "no update makes the host wait for the device", 0.7, 4),
-    Part("step", "step:steps", "a 1B step takes at most 3 % longer than PyTorch and no longer than FSDP2", 4, 8),
-    Part("host", "step:host_costs", "a unit adds at most 12 launches (30 with codecs) and 0.8 ms of host work", 1, 5),
-    Part("predictions", "step:predictions", "how far the planner's seconds and bytes are from the card's", 1, 5),
-    Part(
-        "cards", "cluster:several_cards", "NCCL: parity, losses under codecs, bytes, times beside FSDP2", 6, 20, cards=2
-    ),
-    Part("nodes", "cluster:several_cards", "the same across nodes", 6, 20, cards=2, nodes=2),
+    Part("environment", "environment:cases", "which card, driver and software the numbers are from; its ceilings"),
+    Part("contact", "contact:cases", "wheels load, codecs agree on 1 MiB, presets make a step, NCCL answers"),
+    Part("tests", "gpu_tests:cases", "Triton codecs give the bytes of the C++ ones; stream lanes keep order"),
+    Part("codecs", "codecs:cases", "INT8 reaches 80 % and INT4 60 % of a device copy; messages equal the reference"),
+    Part("step", "step:cases", "a step takes at most 3 % longer than PyTorch and no longer than FSDP2"),
+    Part("predictions", "large:cases", "the largest Llama: seconds within 10 %, memory within 5 % of the planner's"),
+    Part("presets", "training:preset_cases", "every preset trains as on CPU, on NCCL and on 4 ranks, in fp32"),
+    Part("encoded", "training:encoded_cases", "training with codecs, and in fp16, gives the losses of CPUs"),
+    Part("streams", "streams:cases", "losses do not depend on delays; sanitizers report nothing"),
+    Part("waits", "waits:cases", "no update makes the host wait for the device"),
+    Part("host", "host:cases", "a unit adds at most 12 launches (30 with codecs) and 0.8 ms of host work"),
+    Part("models", "models:cases", "compiled blocks, recomputation and a Hugging Face model of 1B train as without"),
+    Part("slow-link", "slow_link:cases", "four ranks on the card, two hosts joined by a slow link, steps beside DDP"),
+    Part("convergence", "convergence:cases", "124M parameters: what codecs do to the loss"),
+    Part("cards", "cluster:cases", "NCCL: parity, losses under codecs, bytes, times beside FSDP2", cards=2),
+    Part("nodes", "cluster:cases", "the same across nodes", cards=2, nodes=2),
 )
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from thinwire.spec import Plan
-from thinwire_bench.codecs.bench import CODECS
+import torch
 
-__all__ = ["CARD", "REHEARSAL", "Scale", "scale_of"]
+__all__ = ["CARD", "REHEARSAL", "Scale", "card_name", "scale_of"]
 
 _MIB = 1 << 20
 
@@ -21,76 +20,84 @@ class Scale:
 
     Attributes:
         device: ``cuda`` or ``cpu``.
-        codecs: Names of the codecs to time.
-        dtypes: Dtypes of the tensors to encode, by torch's name.
-        sizes: Sizes of the tensors to encode, in bytes.
+        dtypes: Dtypes of the tensors to encode, by torch's name, most valuable first.
+        sizes: Sizes of the tensors to encode, in bytes; the goals hold at the first one.
         codec_rounds: Rounds that count, for each codec, dtype and size.
-        codec_seconds: Seconds after which no further codec is timed.
-        presets: Presets to train.
-        encoded: Presets with codecs, whose losses are compared.
+        is_whole: Whether all codecs and presets have their turn, or one of each kind.
         steps: Updates of each comparison of losses.
-        model: Fields of ``LlamaConfig`` of the timed step.
+        model: Fields of ``LlamaConfig`` of the timed step; its layers are what fits the card at most.
         batch: Sequences of the timed step.
         rounds: Rounds of the timed step that count.
         turn: Steps of a system in a round.
         ranks: Ranks of a rehearsal of the parts for several cards.
-        traces: Directory for a trace of each system's timed step; None keeps none.
+        convergence_seconds: Seconds that each run of the part ``convergence`` trains.
+        memory: Bytes of the card that are free when the check begins; a rehearsal pretends to have a card of 80 GB.
+        traces: Directory for a trace of each system's timed step.
     """
 
     device: str
-    codecs: tuple[str, ...]
     dtypes: tuple[str, ...]
     sizes: tuple[int, ...]
     codec_rounds: int
-    codec_seconds: float
-    presets: tuple[str, ...]
-    encoded: tuple[str, ...]
+    is_whole: bool
     steps: int
     model: Mapping[str, Any]
     batch: int
     rounds: int
     turn: int
     ranks: int
-    traces: Path | None = None
+    convergence_seconds: float
+    memory: int = 79 << 30
+    traces: Path = Path("traces")
 
 
 CARD: Final = Scale(
     device="cuda",
-    codecs=CODECS,
     dtypes=("bfloat16", "float32", "float16"),
-    sizes=(_MIB, 16 * _MIB, 64 * _MIB, 256 * _MIB),
+    sizes=(256 * _MIB, 64 * _MIB, 16 * _MIB, _MIB),
     codec_rounds=9,
-    codec_seconds=420.0,
-    presets=Plan.preset_names(islands=False),
-    encoded=("zeropp", "thinwire"),
+    is_whole=True,
     steps=8,
     model={"vocab": 32000, "hidden": 2048, "layers": 18, "heads": 16, "kv_heads": 16, "ffn": 5504, "seq": 2048},
     batch=4,
-    rounds=9,
-    turn=4,
+    rounds=7,
+    turn=3,
     ranks=4,
+    convergence_seconds=45.0,
 )
-"""On one card: a Llama of 1.04 billion parameters and 8,192 tokens a step."""
+"""On one card: a Llama of at most 1.04 billion parameters and 8,192 tokens a step."""
 
 REHEARSAL: Final = Scale(
     device="cpu",
-    codecs=("int8:256", "int4:256", "bf16"),
     dtypes=("float32",),
-    sizes=(_MIB // 4,),
+    sizes=(_MIB // 4, _MIB // 16),
     codec_rounds=2,
-    codec_seconds=60.0,
-    presets=("zero3",),
-    encoded=("zeropp",),
+    is_whole=False,
     steps=2,
     model={"vocab": 256, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 4, "ffn": 128, "seq": 32},
     batch=2,
     rounds=2,
     turn=1,
     ranks=2,
+    convergence_seconds=0.5,
 )
 """On CPU: the same code in seconds."""
 
 
-def scale_of(device: str) -> Scale:
-    """The scale of a run on ``cuda``, or of a rehearsal on ``cpu``."""
-    return {"cuda": CARD, "cpu": REHEARSAL}[device]
+def scale_of(device: str, *, memory: int | None = None, traces: Path = Path("traces")) -> Scale:
+    """The scale of a run on ``cuda``, or of a rehearsal on ``cpu``.
+
+    Args:
+        device: ``cuda`` or ``cpu``.
+        memory: Bytes that the card has at most; None for what is free on it.
+        traces: Directory for traces.
+    """
+    scale = replace({"cuda": CARD, "cpu": REHEARSAL}[device], traces=traces)
+    if device == "cuda":
+        scale = replace(scale, memory=torch.cuda.mem_get_info()[0])
+    return scale if memory is None else replace(scale, memory=min(memory, scale.memory))
+
+
+def card_name(device: str) -> str:
+    """The card's name, as torch reports it; ``cpu`` for a rehearsal."""
+    return torch.cuda.get_device_name() if device == "cuda" else "cpu"

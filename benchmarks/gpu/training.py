@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 import torch
+from benchmarks.gpu.case import Case, Report
 from benchmarks.gpu.outcome import Check, Outcome
 from benchmarks.gpu.scale import Scale
 from torch import nn
@@ -19,25 +22,16 @@ from thinwire.testing import RankPool
 from thinwire.train.models.llama import Llama, LlamaConfig
 
 __all__ = [
-    "ENCODED_TOLERANCE",
-    "TOLERANCE",
-    "Row",
-    "compare",
-    "encoded_losses",
-    "exact_plan",
-    "global_batches",
-    "presets_on_one_card",
-    "relative_error",
-    "small_llama",
-    "train",
-]
+    "ENCODED_TOLERANCE", "TOLERANCE", "Row", "compare", "encoded_cases", "exact_plan", "global_batches",
+    "preset_cases", "relative_error", "small_llama", "train",
+]  # fmt: skip
 
 TOLERANCE = 2e-5
 """Largest relative parameter difference after three AdamW steps: fp32 kernels of two devices round differently."""
 
 ENCODED_TOLERANCE = 2e-3
-"""Largest relative difference of a loss under codecs: a value that two devices round differently may move by a whole
-level of INT4."""
+"""Largest relative difference of a loss under codecs or in fp16: a value that two devices round differently may move by
+a whole level of INT4."""
 
 STEPS = 3
 
@@ -123,38 +117,56 @@ def train_alone(toml: str, device: str) -> tuple[list[torch.Tensor], list[float]
         group.shutdown()
 
 
-def compare(device: str, presets: tuple[str, ...], report: Callable[[str], None] = lambda line: None) -> list[Row]:
-    """Compare every preset on ``device`` with the CPU, on one rank and on four ranks that share the device."""
-    alone, four = RankPool(1), RankPool(4)
-    ways = (
-        ("NCCL, 1 rank" if device == "cuda" else "gloo, 1 rank", (1, 1), partial(alone.run, train_alone, init=False)),
-        ("gloo, 4 ranks share the device", (2, 2), partial(four.run, train)),
-    )
-    rows = []
-    try:
-        for preset in presets:
-            report(preset)
-            for way, mesh, run in ways:
-                toml = exact_plan(preset, *mesh)
-                ours, theirs = (run(toml, where) for where in (device, "cpu"))
-                rows.append(Row(preset, way, relative_error(ours[0][0], theirs[0][0])))
-    finally:
-        alone.close()
-        four.close()
-    return rows
+class Pools:
+    """Ranks that cases share: one alone, and four on one device.
+
+    Args:
+        stack: Ends them.
+    """
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.alone, self.four = RankPool(1), RankPool(4)
+        stack.callback(self.alone.close)
+        stack.callback(self.four.close)
+
+    def compare(self, preset: str, device: str) -> list[Row]:
+        """Compare a preset on a device with the CPU, on one rank and on four ranks that share the device."""
+        alone = partial(self.alone.run, train_alone, init=False, timeout=_PATIENCE)
+        ways = (
+            ("NCCL, 1 rank" if device == "cuda" else "gloo, 1 rank", (1, 1), alone),
+            ("gloo, 4 ranks share the device", (2, 2), partial(self.four.run, train, timeout=_PATIENCE)),
+        )
+        rows = []
+        for way, mesh, run in ways:
+            toml = exact_plan(preset, *mesh)
+            ours, theirs = (run(toml, where) for where in (device, "cpu"))
+            rows.append(Row(preset, way, relative_error(ours[0][0], theirs[0][0])))
+        return rows
 
 
-def presets_on_one_card(scale: Scale, report: Callable[[str], None]) -> Outcome:
-    """Part: every preset in fp32 without codecs, in a world of one and on four ranks that share the card over gloo."""
-    rows = compare(scale.device, scale.presets, report)
+def compare(device: str, presets: Iterable[str]) -> list[Row]:
+    """Compare presets on a device with the CPU."""
+    with ExitStack() as stack:
+        pools = Pools(stack)
+        return [row for preset in presets for row in pools.compare(preset, device)]
+
+
+def preset_cases(scale: Scale, stack: ExitStack) -> list[Case]:
+    """Every preset in fp32 without codecs, in a world of one and on four ranks that share the card over gloo."""
+    pools = Pools(stack)
+    presets = Plan.preset_names(islands=False) if scale.is_whole else ("zero3",)
+    return [Case(preset, partial(_preset, pools, scale.device, preset), 12) for preset in presets]
+
+
+def _preset(pools: Pools, device: str, preset: str, report: Report) -> Outcome:
+    report(preset)
+    rows = pools.compare(preset, device)
     cells = [[row.preset, row.way, f"{row.error:.1e}", "ok" if row.passed else "red"] for row in rows]
     title = "largest relative difference of parameters to the CPU after 3 AdamW steps in fp32"
+    bound = f"at most {TOLERANCE:.0e}"
     return Outcome(
         sheets=(Sheet(title, ("preset", "ranks", "difference", ""), 2, cells),),
-        checks=tuple(
-            Check(f"{row.preset}, {row.way}", f"{row.error:.1e}", f"at most {TOLERANCE:.0e}", row.passed)
-            for row in rows
-        ),
+        checks=tuple(Check(f"{row.preset}, {row.way}", f"{row.error:.1e}", bound, row.passed) for row in rows),
         notes=(
             "NCCL refuses two ranks on one card. torch.distributed allows one job in a process, so ranks cannot be "
             "threads either: the four ranks are processes that share the card, and gloo carries their messages through "
@@ -163,31 +175,36 @@ def presets_on_one_card(scale: Scale, report: Callable[[str], None]) -> Outcome:
     )
 
 
-def encoded_losses(scale: Scale, report: Callable[[str], None]) -> Outcome:
-    """Part: presets with codecs on four ranks that share the card; losses against the same ranks on CPU."""
-    four = RankPool(4)
-    rows, checks, data = [], [], {}
-    try:
-        for preset in scale.encoded:
-            toml = Plan.preset(preset, nodes=2, local=2, compute_dtype="float32").to_toml()
-            curves = {}
-            for device in (scale.device, "cpu"):
-                report(f"{preset} on {device}")
-                ranks = four.run(train, toml, device, scale.steps, timeout=240.0)  # Triton compiles on each
-                curves[device] = [sum(losses) / len(losses) for losses in zip(*(run[1] for run in ranks), strict=True)]
-            ours, theirs = curves[scale.device], curves["cpu"]
-            worst = largest_difference(ours, theirs)
-            rows.append([preset, f"{ours[0]:.4f}", f"{ours[-1]:.4f}", f"{theirs[-1]:.4f}", f"{worst:.1e}"])
-            bound = f"at most {ENCODED_TOLERANCE:.0e}"
-            checks.append(Check(f"{preset}, losses", f"{worst:.1e}", bound, worst <= ENCODED_TOLERANCE))
-            data[preset] = {"device": ours, "cpu": theirs}
-    finally:
-        four.close()
-    columns = ("preset", "first loss", "last loss", "last loss on CPU", "largest relative difference")
-    title = f"codecs in training, 4 ranks as 2x2, {scale.steps} steps, fp32"
-    return Outcome((Sheet(title, columns, 1, rows),), tuple(checks), data=data)
+def encoded_cases(scale: Scale, stack: ExitStack) -> list[Case]:
+    """Presets with codecs, and one in fp16 with a loss scale, on four ranks that share the card; losses against the
+    same ranks on CPU."""
+    pools = Pools(stack)
+    wanted = (("zeropp", "float32"), ("thinwire", "float32"), ("zero3", "float16")) if scale.is_whole else _REHEARSED
+    return [Case(f"{preset}, {dtype}", partial(_encoded, pools, scale, preset, dtype), 25) for preset, dtype in wanted]
+
+
+def _encoded(pools: Pools, scale: Scale, preset: str, dtype: str, report: Report) -> Outcome:
+    """Losses of every step on the device and on CPU."""
+    toml = Plan.preset(preset, nodes=2, local=2, compute_dtype=dtype).to_toml()
+    curves = {}
+    for device in (scale.device, "cpu"):
+        report(f"{preset}, {dtype} on {device}")
+        ranks = pools.four.run(train, toml, device, scale.steps, timeout=_PATIENCE)  # Triton compiles on each
+        curves[device] = [sum(losses) / len(losses) for losses in zip(*(run[1] for run in ranks), strict=True)]
+    ours, theirs = curves[scale.device], curves["cpu"]
+    worst, tolerance = largest_difference(ours, theirs), ENCODED_TOLERANCE
+    columns = ("preset", "dtype", "first loss", "last loss", "last loss on CPU", "largest relative difference")
+    row = [preset, dtype, f"{ours[0]:.4f}", f"{ours[-1]:.4f}", f"{theirs[-1]:.4f}", f"{worst:.1e}"]
+    check = Check(f"{preset}, {dtype}, losses", f"{worst:.1e}", f"at most {tolerance:.0e}", worst <= tolerance)
+    title = f"4 ranks as 2x2, {scale.steps} steps"
+    return Outcome((Sheet(title, columns, 2, [row]),), (check,), data={"curves": {"device": ours, "cpu": theirs}})
 
 
 def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Largest relative difference of two curves."""
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+_REHEARSED: Final = (("zeropp", "float32"),)
+_PATIENCE: Final = 110.0
+"""Seconds that a run of ranks may take."""

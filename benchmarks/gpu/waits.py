@@ -6,11 +6,14 @@ import collections
 import contextlib
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from benchmarks.gpu.case import Case, Report
 from benchmarks.gpu.outcome import Check, Outcome
 from benchmarks.gpu.scale import Scale
 from benchmarks.gpu.step import joined
@@ -20,7 +23,7 @@ import thinwire as tw
 from thinwire.report.sheet import Sheet
 from thinwire.spec import Plan
 
-__all__ = ["LOOPS", "host_waits", "watched"]
+__all__ = ["LOOPS", "cases", "watched"]
 
 LOOPS: Final = {"update": False, "update, clipped": True}
 """Loops by name: whether gradients are clipped."""
@@ -29,20 +32,25 @@ _STEPS = 3
 _ROOT = Path(__file__).parents[2]
 
 
-def host_waits(scale: Scale, report: Callable[[str], None]) -> Outcome:
-    """Part: every synchronizing call of a step, by torch's sync-debug mode, with the line that made it."""
+def cases(scale: Scale, stack: ExitStack) -> list[Case]:
+    """Every synchronizing call of a step, by torch's sync-debug mode, with the line that made it, for each preset."""
+    del stack
+    presets = Plan.preset_names(islands=False) if scale.is_whole else ("zero3",)
+    return [Case(preset, partial(_host_waits, scale, preset), 5) for preset in presets]
+
+
+def _host_waits(scale: Scale, preset: str, report: Report) -> Outcome:
     rows, checks, data = [], [], {}
     with joined(scale.device):
-        for preset in scale.presets:
-            for loop, clip in LOOPS.items():
-                report(f"{preset}, {loop}")
-                places = _places(preset, scale.device, clip=clip)
-                most = sum(places.values()) / _STEPS
-                where = "; ".join(f"{place} x{count}" for place, count in places.items())
-                rows.append([preset, loop, where or "none", f"{most:.1f}"])
-                what = f"{preset}, {loop}: host waits per step"
-                checks.append(Check(what, f"{most:.1f}", "none", most == 0))
-                data[f"{preset}, {loop}"] = dict(places)
+        for loop, clip in LOOPS.items():
+            report(f"{preset}, {loop}")
+            places = _places(preset, scale.device, clip=clip)
+            most = sum(places.values()) / _STEPS
+            where = "; ".join(f"{place} x{count}" for place, count in places.items())
+            rows.append([preset, loop, where or "none", f"{most:.1f}"])
+            what = f"{preset}, {loop}: host waits per step"
+            checks.append(Check(what, f"{most:.1f}", "none", most == 0))
+            data[f"{preset}, {loop}"] = dict(places)
     notes = () if scale.device == "cuda" else ("A CPU has no sync-debug mode: a rehearsal finds no waits.",)
     sheet = Sheet("host waits per step", ("preset", "loop", "where", "waits"), 3, rows)
     return Outcome((sheet,), tuple(checks), notes, data)
@@ -54,7 +62,8 @@ def watched() -> Iterator[collections.Counter[str]]:
     places: collections.Counter[str] = collections.Counter()
 
     def note(message: Warning | str, *rest: Any) -> None:
-        if "synchronizing" in str(message):
+        # Not the notice that the mode is a prototype, which speaks of synchronizing operations too.
+        if "called a synchronizing" in str(message):
             places[_culprit()] += 1
 
     with warnings.catch_warnings():
