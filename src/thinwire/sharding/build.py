@@ -44,6 +44,7 @@ from thinwire.sharding.seeds import Seeds
 from thinwire.sharding.sharded import ShardedModel
 from thinwire.sharding.unit import Unit
 from thinwire.spec import Plan
+from thinwire.startup import warn_of_late_start
 
 __all__ = ["build", "unit_infos"]
 
@@ -114,6 +115,8 @@ def build(
     position = part.data.ranks.index(control.ranks[control.rank])
     meter, lanes = Meter(), Lanes(device, stages=plan.overlap.stages)
     groups.before_shutdown(lanes.close)
+    if lanes.home.exists and groups.control().rank == 0:
+        warn_of_late_start()
     codecs.warm_up(plan, device)
     axes = {
         (axis, lane): AxisGroup(
