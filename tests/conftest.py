@@ -26,6 +26,12 @@ OWN_PROCESSES = (
 """Files of ``tests/dist`` that leave the pools of ranks alone."""
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Know ``timeout`` of pyproject.toml where pytest-timeout is not installed, as on a machine lent for its GPU."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "see pytest-timeout")
+
+
 @pytest.fixture(autouse=True)
 def no_job_is_left() -> Iterator[None]:
     """Leave the job of one rank that ``tw.shard`` joins by itself: the next test in the process may need another."""

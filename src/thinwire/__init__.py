@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from thinwire.startup import prepare_cuda
+
 if TYPE_CHECKING:
     from thinwire import codecs
     from thinwire.intercept import (
@@ -147,6 +149,8 @@ _HOMES = {
     "thinwire.sharding.loss_scale": ("LossScale",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+prepare_cuda()  # before the user's model is on its device
 
 
 def __getattr__(name: str) -> Any:

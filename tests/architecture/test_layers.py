@@ -22,6 +22,7 @@ DECIDING = {
     "agreement",
     "errors",
     "extras",
+    "startup",
     "units",
     "spec",
     "program",

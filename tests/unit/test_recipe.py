@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
-import torch
 
 from thinwire.errors import SpecError, UsageError
 from thinwire.parallel import Grid
@@ -18,18 +14,14 @@ from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import ModelRecipe, Recipe
 from thinwire.spec.template import PlanTemplate
 from thinwire.train.environment import (
-    CUDA_VARIABLES,
     Started,
     device_kind,
     first_host,
-    prepare_cuda,
     rank_device,
     resolve_mesh,
     started,
 )
-from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.observing.measure import share_across
-from thinwire.train.worker import train
 
 BASE = """
 [model]
@@ -371,34 +363,6 @@ def test_a_demand_for_the_cpu_holds_where_there_are_gpus(monkeypatch: pytest.Mon
     devices = [rank_device("auto", local_rank) for local_rank in range(4)]
     assert [device.index for device in devices] == [0, 1, 0, 1]
     assert rank_device("cpu", 0).type == "cpu"
-
-
-def test_cuda_variables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in CUDA_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    prepare_cuda()
-    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
-
-
-def test_a_rank_on_a_gpu_prepares_cuda_before_its_first_use(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, str | None] = {}
-
-    def use(_device: torch.device) -> None:
-        seen.update({name: os.environ.get(name) for name in CUDA_VARIABLES})
-        raise InterruptedError
-
-    for name in CUDA_VARIABLES:
-        monkeypatch.setenv(name, "")  # so that the variable is restored
-        monkeypatch.delenv(name)
-    monkeypatch.setattr("thinwire.train.worker.rank_device", lambda *_: torch.device("cuda", 0))
-    monkeypatch.setattr("torch.cuda.set_device", use)
-    run = cast(ResolvedRun, SimpleNamespace(recipe=Recipe.read(path)))
-    with pytest.raises(InterruptedError):
-        train(run, launched=False)
-    assert seen == CUDA_VARIABLES
 
 
 def test_the_quickstart_shards_parameters_and_optimizer_differently() -> None:

@@ -43,6 +43,7 @@ from thinwire.integrations.torchtitan_parts import (
     shard,
 )
 from thinwire.sharding.foreign import INNER
+from thinwire.sharding.modules.graphs import cuda_graphs_error
 from thinwire.sharding.optim import ShardedOptimizer
 
 __all__ = [
@@ -79,10 +80,7 @@ class ThinwireTrainer(StepsOfShares, Trainer):
 
     def __init__(self, config: Config) -> None:
         if not config.training.disable_cuda_graphs:
-            raise UsageError(
-                "training.disable_cuda_graphs = False: a captured graph cannot contain thinwire's collectives; set it "
-                "to True"
-            )
+            raise cuda_graphs_error("training.disable_cuda_graphs = False", "set it to True")
         refuse_other_jobs(config)
         assert config.model_spec is not None
         split = functools.partial(parallelize, plan=config.plan)

@@ -37,6 +37,7 @@ from thinwire.sharding.memory.initial import InitialValues, is_on_meta, place_mo
 from thinwire.sharding.memory.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
 from thinwire.sharding.memory.local import LocalPart, Slice, local_tensor, slice_of
 from thinwire.sharding.modules.discover import Selection, UnitModules, discover, is_ignored
+from thinwire.sharding.modules.graphs import refuse_cuda_graphs
 from thinwire.sharding.modules.linears import is_plain_linear
 from thinwire.sharding.modules.recompute import recompute_activations
 from thinwire.sharding.runtime import Runtime, attach
@@ -44,6 +45,7 @@ from thinwire.sharding.seeds import Seeds
 from thinwire.sharding.sharded import ShardedModel
 from thinwire.sharding.unit import Unit
 from thinwire.spec import Plan
+from thinwire.startup import warn_of_late_start
 
 __all__ = ["build", "unit_infos"]
 
@@ -114,6 +116,8 @@ def build(
     position = part.data.ranks.index(control.ranks[control.rank])
     meter, lanes = Meter(), Lanes(device, stages=plan.overlap.stages)
     groups.before_shutdown(lanes.close)
+    if lanes.home.exists and groups.control().rank == 0:
+        warn_of_late_start()
     codecs.warm_up(plan, device)
     axes = {
         (axis, lane): AxisGroup(
@@ -346,7 +350,9 @@ def _check_parameters(model: nn.Module, *, whole: bool) -> None:
 
 
 def _check_modules(model: nn.Module, plan: Plan) -> None:
-    """Refuse modules whose forward writes to gathered parameters, because the next gather would undo the write."""
+    """Refuse CUDA graphs, and modules whose forward writes to gathered parameters, because the next gather would undo
+    the write."""
+    refuse_cuda_graphs(model)
     for name, module in model.named_modules():
         if plan.params.ranks > 1 and getattr(module, "max_norm", None) is not None:
             raise UsageError(

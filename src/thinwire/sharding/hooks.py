@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from thinwire.errors import UsageError
 from thinwire.sharding.deliveries import NOT_COMPILED, Deliveries
+from thinwire.sharding.modules.graphs import refuse_cuda_graphs
 from thinwire.sharding.modules.inputs import cast_inputs, gradient_sources, tensors_in
 from thinwire.sharding.modules.linears import compute_weight_gradient_first
 from thinwire.sharding.modules.norms import compute_beside_statistics, keeps_statistics
@@ -96,10 +97,15 @@ def _outside_compile(hook: Hook) -> Hook:
 
 def _hook_forward(runtime: Runtime) -> None:
     from_any_stream, passes = runtime.lanes.home.visited_by, runtime.passes
+    is_known = False  # whether the model has run, so that what it is compiled with has been seen
 
     @_outside_compile
     @from_any_stream
-    def enter(_module: nn.Module, _args: Any) -> None:
+    def enter(module: nn.Module, _args: Any) -> None:
+        nonlocal is_known
+        if not is_known:
+            refuse_cuda_graphs(module)
+            is_known = True
         passes.enter_forward()
         passes.state.is_plain = (
             passes.state.present is Pass.FORWARD

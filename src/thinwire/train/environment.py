@@ -168,25 +168,6 @@ def rank_device(demand: Demand, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-CUDA_VARIABLES: Final = {
-    # Lanes, NCCL and computation use more streams than the 8 queues that a device has by default. Streams that share a
-    # queue wait for each other.
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    # Gathered units of different sizes come and go, which would fragment segments of fixed size.
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    # Kernels of several communicators may be resident at the same time; this lets them start in the order of their
-    # calls, which is the same on all ranks.
-    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
-}
-"""Environment variables that CUDA, torch and NCCL read when they start."""
-
-
-def prepare_cuda() -> None:
-    """Set the variables of :data:`CUDA_VARIABLES` that the user has not set. Call this before CUDA is used."""
-    for name, value in CUDA_VARIABLES.items():
-        os.environ.setdefault(name, value)
-
-
 def threads_per_rank() -> int:
     """Cores of this host per rank on it, unless the user has chosen.
 

@@ -24,7 +24,7 @@ from thinwire.agreement import Typed
 from thinwire.collectives import group
 from thinwire.errors import OutOfMemoryError, ThinwireError
 from thinwire.train.data.packing import prepare
-from thinwire.train.environment import prepare_cuda, rank_device, threads_per_rank
+from thinwire.train.environment import rank_device, threads_per_rank
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.launching.stop import StopRequest
 from thinwire.train.loop import Result, train_rank
@@ -47,7 +47,6 @@ def train(run: ResolvedRun, *, launched: bool) -> Result:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = rank_device(recipe.cluster.device, local_rank)
     if device.type == "cuda":
-        prepare_cuda()
         torch.cuda.set_device(device)
     dataset = prepare(recipe.data)
     torch.set_num_threads(threads_per_rank())

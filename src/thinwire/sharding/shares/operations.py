@@ -355,7 +355,7 @@ def _first_generator(spec: ShareSpec, device: torch.device, given: torch.Generat
         yield
         return
     if given is None:
-        given = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+        given = _generator_of(device)
     own = given.get_state()
     first = spec.holders.first(own)
     if torch.equal(own, first):
@@ -366,6 +366,13 @@ def _first_generator(spec: ShareSpec, device: torch.device, given: torch.Generat
         yield
     finally:
         given.set_state(own)
+
+
+def _generator_of(device: torch.device) -> torch.Generator:
+    """The generator that torch draws with on a device; one without a number is the current card."""
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 def _refused(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

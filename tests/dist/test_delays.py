@@ -1,0 +1,67 @@
+"""Delays change no loss, and where a wait is missing they do. On CUDA's streams, tests/gpu/test_delays.py does this."""
+
+from __future__ import annotations
+
+import math
+from unittest import mock
+
+import pytest
+from tests.dist.delayed import PRESETS, STEPS, WORLD, train, train_on_streams, without_waits
+
+from thinwire.sharding.lanes.stream_workers import StreamWorker
+from thinwire.testing import check_streams, run_ranks
+from thinwire.testing.delays import Place, delay_threads
+
+NAMES = [name if name in ("zero3", "zeropp") else pytest.param(name, marks=pytest.mark.slow) for name in PRESETS]
+
+
+def delay_simulated_streams(name: str, place: Place) -> tuple[int, list[int], list[str]]:
+    """Bodies of lanes, for each delay the number of its stream, and problems."""
+    late: list[int] = []
+    with check_streams(nccl=False) as check:
+        losses, _ = train_on_streams(name, "cpu", None)
+
+        def note(seconds: float) -> None:
+            assert seconds > 0.0
+            late.append(check.streams.current().number)
+
+        with mock.patch.object(StreamWorker, "submit", autospec=True, side_effect=StreamWorker.submit) as submit:
+            delayed, number = train_on_streams(name, "cpu", place, streams=lambda _device: check.streams, sleep=note)
+    problems = [str(hazard) for hazard in check.hazards]
+    if losses != delayed or not all(map(math.isfinite, losses)) or number != len(late):
+        problems.append(f"{number} delays: {losses} and {delayed}")
+    return submit.call_count, late, problems
+
+
+@pytest.mark.parametrize("place", ["lanes", "home"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_body_is_delayed_on_its_stream(name: str, place: Place) -> None:
+    for bodies, late, problems in run_ranks(WORLD, delay_simulated_streams, name, place):
+        assert not problems
+        assert len(late) == bodies > 4 * STEPS
+        assert set(late) == {0} if place == "home" else 0 not in late  # 0 is that of computation
+
+
+def delay_real_threads(name: str, place: Place) -> tuple[list[float], list[float], int]:
+    """Losses without delays and with them, and the number of delays."""
+    losses = train(name, "cpu")
+    with delay_threads(place) as delays:
+        return losses, train(name, "cpu"), delays.number
+
+
+@pytest.mark.parametrize("place", ["lanes", "home"])
+@pytest.mark.parametrize("name", NAMES)
+def test_delayed_threads_change_no_loss(name: str, place: Place) -> None:
+    for losses, delayed, number in run_ranks(WORLD, delay_real_threads, name, place):
+        assert losses == delayed
+        assert number > 4 * STEPS
+
+
+def miss_waits() -> tuple[list[float], list[float]]:
+    losses = train("zero1", "cpu")  # parameters stay whole, so that nothing is freed under a lane
+    with delay_threads("lanes"), without_waits():
+        return losses, train("zero1", "cpu")
+
+
+def test_missing_waits_change_losses_under_delays() -> None:
+    assert any(losses != delayed for losses, delayed in run_ranks(WORLD, miss_waits))
