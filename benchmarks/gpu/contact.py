@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from benchmarks.gpu.case import Case, Report
+from benchmarks.gpu.gpu_tests import pytest
 from benchmarks.gpu.outcome import Check, Outcome
 from benchmarks.gpu.scale import Scale
 from benchmarks.gpu.step import joined
@@ -26,6 +27,7 @@ def cases(scale: Scale, stack: ExitStack) -> list[Case]:
     return [
         Case("native module", _native, 3),
         *(Case(f"steps of {preset}", partial(_steps, scale, preset), 8) for preset in presets),
+        *([Case("NCCL", _nccl, 15)] if scale.device == "cuda" else []),
         Case("codecs on 1 MiB", partial(_codecs, scale), 40),
     ]
 
@@ -65,6 +67,12 @@ def _steps(scale: Scale, preset: str, report: Report) -> Outcome:
     return Outcome(
         checks=(Check(f"{preset}: loss over {_STEPS} steps", text, "falls", falls),), data={"losses": losses}
     )
+
+
+def _nccl(report: Report) -> Outcome:
+    """Every call on a communicator of one rank."""
+    report("NCCL with one rank")
+    return pytest(["tests/gpu/test_nccl.py"], 1)
 
 
 def _codecs(scale: Scale, report: Report) -> Outcome:

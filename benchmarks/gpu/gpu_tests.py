@@ -29,6 +29,9 @@ _BYTES: Final = "messages or fused or 64_mebibytes"
 _PRESETS: Final = "tests/gpu/test_cuda.py::test_every_preset_agrees_with_the_cpu"
 """The part ``presets`` does the same and keeps the differences."""
 
+_ELSEWHERE: Final = ("tests/gpu/test_nccl.py", "tests/gpu/test_delays.py")
+"""The parts ``contact`` and ``streams`` run these."""
+
 _REHEARSED: Final = ["tests/unit/test_spec_presets.py"]
 """Tests of a few seconds without a GPU: a rehearsal tries how outcomes are read."""
 
@@ -37,9 +40,10 @@ def cases(scale: Scale, stack: ExitStack) -> list[Case]:
     """The tests of ``tests/gpu``: bytes first, then streams and interception, tensors beyond 2^31 values, the rest."""
     del stack
     workers = min(8, os.cpu_count() or 1)
+    ignored = [word for file in (_CODECS, *_ELSEWHERE) for word in ("--ignore", file)]
     chosen: list[tuple[str, list[str], int, float, int]] = [
         ("bytes of the codecs", [_CODECS, "-k", f"({_BYTES}) and not {_LARGE}"], workers, 70, 0),
-        ("runtime", ["tests/gpu", "--ignore", _CODECS, "--deselect", _PRESETS], 1, 60, 0),
+        ("runtime", ["tests/gpu", *ignored, "--deselect", _PRESETS], 1, 60, 0),
         ("more than 2^31 values", [_CODECS, "-k", _LARGE], 1, 60, 40 * GIB),
         ("everything else of the codecs", [_CODECS, "-k", f"not ({_BYTES} or {_LARGE})"], workers, 60, 0),
     ]
