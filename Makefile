@@ -28,7 +28,7 @@ MINUTES ?= 30
 HOURS ?= 8
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-torch lint format asan lock audit docs structure wheels picture site check-launchers test-frameworks bench-peers gpu-check gpu-lease chaos soak clean
+.PHONY: help install train test test-all test-torch lint format asan lock audit docs structure wheels picture site check-launchers check-workflows test-frameworks bench-peers gpu-check gpu-lease chaos soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -132,6 +132,12 @@ check-launchers: install ## validate and run examples/launchers with Kubeflow's 
 	$(BIN)/python -m venv build/launchers
 	build/launchers/bin/python -m pip install --quiet --disable-pip-version-check "kubeflow-trainer-api==2.3.0" "ray[train]>=2.60" "skypilot>=0.14" pyyaml
 	THINWIRE_LAUNCHERS=$(abspath build/launchers/bin/python) $(BIN)/python -m pytest -m "slow or not slow" tests/unit/test_launchers.py
+
+check-workflows: install ## check .github/workflows with GitHub's schema and zizmor, in an environment of their own
+	$(BIN)/python -m venv build/workflows
+	build/workflows/bin/python -m pip install --quiet --disable-pip-version-check check-jsonschema zizmor
+	build/workflows/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	build/workflows/bin/zizmor --offline --no-progress .github/workflows
 
 bench-peers: install ## install what `thinwire bench` can compare with: DeepSpeed, torchft, codecs of others
 	@command -v g++ >/dev/null || { echo "DeepSpeed compiles a module with g++: apt-get install g++" >&2; exit 1; }
