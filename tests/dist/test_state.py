@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from thinwire.checkpoint.background import BackgroundWriter
 from thinwire.checkpoint.store import Alone, Chunk, ShardedVector, read, read_values, verify, write
+from thinwire.collectives.streams import streams_of
 from thinwire.errors import CheckpointError
 
 # The server has torch loaded, so that a rank starts in milliseconds.
@@ -129,7 +130,7 @@ def save(control: Any, path: Path, salt: int = 0) -> None:
 
 def save_in_background(control: Any, path: Path, salt: int = 0) -> None:
     """What is saved is overwritten at once: the checkpoint holds what there was at the call."""
-    writer = BackgroundWriter(control)
+    writer = BackgroundWriter(control, streams_of)
     vectors, values = contents(control, salt)
     pending = writer.start(path, vectors, values)
     for vector in vectors.values():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -161,7 +163,53 @@ def inspected(model: nn.Module, ids: torch.Tensor) -> None:
         copy.deepcopy([parameter.detach() for parameter in model.parameters()])
 
 
-LOOPS = (retained, recomputed, evaluated, inspected)
+class Stopped(Exception):
+    """Raised by a module between the gather of the next one and its use."""
+
+
+def stopped(model: nn.Module, ids: torch.Tensor) -> None:
+    """A forward ends while a gather is under way: units are freed before anybody has waited for it."""
+
+    def stop(*_: Any) -> None:
+        raise Stopped
+
+    for way in (contextlib.nullcontext(), torch.no_grad()):
+        handle = model.blocks[1].register_forward_pre_hook(stop)  # type: ignore[union-attr]
+        with pytest.raises(Stopped), way:
+            model(ids)
+        handle.remove()
+    model(ids).square().mean().backward()
+
+
+def accumulated(model: nn.Module, ids: torch.Tensor) -> None:
+    """Backwards follow each other without a step in between."""
+    for _ in range(2):
+        model(ids).square().mean().backward()
+
+
+def late(model: nn.Module, ids: torch.Tensor) -> None:
+    """A backward in two parts: gradients of a unit come after it has been reduced."""
+    x = model(ids).square().mean()
+    y = model(ids).abs().mean()
+    x.backward(retain_graph=True)
+    (x + y).backward()
+
+
+def logged(model: nn.Module, ids: torch.Tensor) -> None:
+    """What programs read between a backward and a step."""
+    model(ids).square().mean().backward()
+    values = [p.grad.norm() for p in model.parameters() if p.grad is not None and p.grad.numel()]
+    assert all(value == value for value in values)
+    model.state_dict()
+
+
+def timed(model: nn.Module, ids: torch.Tensor) -> None:
+    with tw.timeline(model) as timeline:
+        model(ids).square().mean().backward()
+    assert timeline.spans
+
+
+LOOPS = (retained, recomputed, evaluated, inspected, stopped, accumulated, late, logged, timed)
 
 
 def check_loops(names: tuple[str, ...], answers: Answer) -> Outcome:
@@ -341,6 +389,57 @@ def test_planted_faults_are_found(names: tuple[str, ...]) -> None:
             assert {"race", "freed in use"} & kinds[f"{name} wait"]
             assert {"race", "freed in use"} & kinds[f"{name} moves"]
             assert "freed in use" in kinds[f"{name} memory"]
+
+
+# -- what the host reads ---------------------------------------------------------------------------------------
+
+
+def save_while_training(directory: str, answers: Answer) -> tuple[list[str], list[float], list[float]]:
+    """Hazards; parameters when a save in the background began; those that were saved."""
+    with check_streams(answers) as check:
+        torch.manual_seed(0)
+        model = tw.shard(Tied(), preset("zero3"), codec_backend="reference")
+        optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
+
+        def step() -> None:
+            model(torch.arange(6).view(2, 3)).square().mean().backward()
+            tw.clip_grad_norm_(model, 1.0)
+            optim.step()
+            optim.zero_grad()
+
+        step()
+        for number in range(2):  # the second copy goes where the first one was
+            with tw.full_parameters(model):
+                began = [value for p in model.parameters() for value in p.detach().flatten().tolist()]
+            saving = tw.async_save(model, optim, f"{directory}/{number}")
+            step()
+            step()
+            saving.result()
+        tw.load(model, optim, f"{directory}/1")
+        with tw.full_parameters(model):
+            saved = [value for p in model.parameters() for value in p.detach().flatten().tolist()]
+    return [str(hazard) for hazard in check.hazards], began, saved
+
+
+@pytest.mark.parametrize("answers", ["never", pytest.param("random", marks=pytest.mark.slow)])
+def test_a_save_in_the_background_writes_what_has_arrived(tmp_path: Path, answers: Answer) -> None:
+    for hazards, began, saved in run_ranks(4, save_while_training, str(tmp_path), answers):
+        assert hazards == []
+        assert saved == began
+
+
+def test_the_host_reads_what_has_arrived() -> None:
+    with check_streams() as check:
+        streams = check.streams
+        value, copy_ = torch.full((), 3.0), torch.empty(())
+        streams.send(value, copy_)
+        arrived = streams.event()
+        arrived.record(streams.current())
+        assert math.isnan(float(copy_)), "nothing of use is there yet"
+        assert [hazard.kind for hazard in check.hazards] == ["read before arrival"]
+        arrived.synchronize()
+        assert float(copy_) == 3.0
+        assert len(check.hazards) == 1
 
 
 # -- launches --------------------------------------------------------------------------------------------------

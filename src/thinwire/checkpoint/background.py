@@ -6,7 +6,7 @@ too: the checkpoint appears whole or not at all, and ranks succeed or fail toget
 a control group of its own; they never meet the exchanges of the computing thread.
 
 A rank writes one checkpoint at a time, and its copy has the size of what it saves. The memory of the copy is kept, as
-fresh memory costs several times the copy itself.
+fresh memory costs several times the copy itself, and locked in its place where devices copy to it while training goes on.
 
 A file system may hang: a network mount whose server is gone answers no call, and no error comes either. A save with a
 limit is given up then. All ranks agree on that, nothing of it appears later, and its thread is left behind in the call
@@ -21,10 +21,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, Protocol, final
 
 import torch
 
@@ -34,7 +34,7 @@ from thinwire.checkpoint.manifest import Json
 from thinwire.checkpoint.storage import Chunk, ShardedVector
 from thinwire.errors import CheckpointError
 
-__all__ = ["BackgroundWriter", "PendingSave"]
+__all__ = ["BackgroundWriter", "CopyStreams", "PendingSave"]
 
 log = logging.getLogger("thinwire")
 
@@ -47,6 +47,26 @@ _GRACE: Final = 1.0
 
 _ALIGNMENT: Final = 64
 """Bytes; a chunk begins at a multiple of it in the copy."""
+
+
+class CopyStreams(Protocol):
+    """What a writer needs of a device's streams; see :class:`thinwire.collectives.streams.Streams`."""
+
+    def current(self) -> Any:
+        """The stream that operations of this thread are queued on."""
+
+    def event(self) -> Any:
+        """Make an event."""
+
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Queue a copy to memory of the host."""
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
+        """Lock memory of the host in its place; returns what unlocks it."""
+
+
+StreamsOf = Callable[[torch.device], CopyStreams | None]
+"""The streams of a device; ``None`` for a device without streams, whose memory the host reads itself."""
 
 
 @final
@@ -120,12 +140,15 @@ class BackgroundWriter:
 
     Args:
         control: The ranks that save. Nothing else uses this group.
+        streams_of: The streams of the devices whose memory is saved.
         abort: Ends the exchanges of that group that are under way.
     """
 
-    def __init__(self, control: store.ControlGroup, abort: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, control: store.ControlGroup, streams_of: StreamsOf, abort: Callable[[], None] = lambda: None
+    ) -> None:
         self._control, self._abort = _Watched(control), abort
-        self._memory = _HostMemory()
+        self._streams_of, self._memory = streams_of, _HostMemory(streams_of)
         self._thread: threading.Thread | None = None
         self._save: PendingSave | None = None
         atexit.register(self._report)  # after all threads have ended
@@ -155,7 +178,8 @@ class BackgroundWriter:
             The save.
         """
         self.join()
-        taken, wait = (self._memory.copy if copies else _as_they_are)(vectors)
+        taken = self._memory.copy(vectors) if copies else vectors
+        wait = _end_of(vectors, self._streams_of)
         kept = copy.deepcopy(dict(values))
         save = self._save = PendingSave(Path(path), limit)
 
@@ -251,7 +275,7 @@ class BackgroundWriter:
         self._report()
         atexit.unregister(self._report)
         self._save = None
-        self._memory = _HostMemory()
+        self._memory.free()
 
 
 @final
@@ -289,57 +313,78 @@ class _Watched:
 
 
 class _HostMemory:
-    """Memory of the host for copies of chunks, kept from one copy to the next."""
+    """Memory of the host for copies of chunks, kept from one copy to the next.
 
-    def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+    Args:
+        streams_of: The streams of the devices that are copied from.
+    """
+
+    def __init__(self, streams_of: StreamsOf) -> None:
+        self._streams_of = streams_of
+        self._bytes, self._unpin = torch.empty(0, dtype=torch.uint8), _nothing
 
     @torch.no_grad()
-    def copy(self, vectors: Mapping[str, ShardedVector]) -> tuple[dict[str, ShardedVector], Callable[[], None]]:
-        """Copy the chunks.
+    def copy(self, vectors: Mapping[str, ShardedVector]) -> dict[str, ShardedVector]:
+        """Copy the chunks. Work that is queued on a device afterwards does not change the copy.
 
         Args:
             vectors: By key; their chunks may be on devices.
 
         Returns:
-            The same vectors, whose chunks lie in this memory until the next copy, and a function that waits until
-            devices have copied theirs. Work that is queued on a device afterwards does not change the copy.
+            The same vectors, whose chunks lie in this memory until the next copy, once the host has waited for what
+            its devices have queued.
         """
-        chunks = [chunk for vector in vectors.values() for chunk in vector.chunks]
-        devices = {chunk.tensor.device for chunk in chunks if chunk.tensor.is_cuda}
-        size = sum(_aligned(chunk.tensor.numel() * chunk.tensor.itemsize) for chunk in chunks)
-        if self._bytes.numel() != size or self._bytes.is_pinned() != bool(devices):
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # freed before as much is allocated again
-            self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=bool(devices))
+        chunks = [chunk.tensor for vector in vectors.values() for chunk in vector.chunks]
+        self._make_room(sum(_aligned(chunk.nbytes) for chunk in chunks), chunks)
         begin = 0
         copies: dict[str, ShardedVector] = {}
         for key, vector in vectors.items():
             of_key = []
             for chunk in vector.chunks:
-                end = begin + chunk.tensor.numel() * chunk.tensor.itemsize
+                end = begin + chunk.tensor.nbytes
                 place = self._bytes[begin:end].view(chunk.tensor.dtype)
-                of_key.append(Chunk(chunk.offset, place.copy_(chunk.tensor, non_blocking=True)))
+                if (streams := self._streams_of(chunk.tensor.device)) is None:
+                    place.copy_(chunk.tensor)
+                else:
+                    streams.send(chunk.tensor, place)
+                of_key.append(Chunk(chunk.offset, place))
                 begin += _aligned(end - begin)
             copies[key] = ShardedVector(vector.numel, tuple(of_key))
-        events = [torch.cuda.current_stream(device).record_event() for device in devices]
+        return copies
 
-        def wait() -> None:
-            for event in events:
-                event.synchronize()
+    def _make_room(self, size: int, chunks: Sequence[torch.Tensor]) -> None:
+        if self._bytes.numel() == size:
+            return
+        self.free()  # before as much is allocated again
+        self._bytes = torch.empty(size, dtype=torch.uint8)
+        found = (self._streams_of(chunk.device) for chunk in chunks)
+        if (streams := next((each for each in found if each is not None), None)) is not None:
+            self._unpin = streams.pin(self._bytes)
 
-        return copies, wait
+    def free(self) -> None:
+        """Give the memory back."""
+        self._unpin()
+        self._bytes, self._unpin = torch.empty(0, dtype=torch.uint8), _nothing
 
 
-def _as_they_are(vectors: Mapping[str, ShardedVector]) -> tuple[Mapping[str, ShardedVector], Callable[[], None]]:
-    """The vectors themselves, and a function that waits until devices have computed them."""
-    devices = {chunk.tensor.device for vector in vectors.values() for chunk in vector.chunks if chunk.tensor.is_cuda}
-    events = [torch.cuda.current_stream(device).record_event() for device in devices]
+def _end_of(vectors: Mapping[str, ShardedVector], streams_of: StreamsOf) -> Callable[[], None]:
+    """A function that waits for what the devices of these vectors have queued so far."""
+    events = []
+    for device in {chunk.tensor.device for vector in vectors.values() for chunk in vector.chunks}:
+        if (streams := streams_of(device)) is not None:
+            event = streams.event()
+            event.record(streams.current())
+            events.append(event)
 
     def wait() -> None:
         for event in events:
             event.synchronize()
 
-    return vectors, wait
+    return wait
+
+
+def _nothing() -> None:
+    """What unlocks memory that is not locked."""
 
 
 def _aligned(num_bytes: int) -> int:

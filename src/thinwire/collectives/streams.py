@@ -83,6 +83,14 @@ class Streams(Protocol):
     def use(self, stream: Any) -> contextlib.AbstractContextManager[object]:
         """Queue operations on a stream inside the context."""
 
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Queue a copy to memory of the host, which holds the values once the host has waited for an event that was
+        recorded afterwards. Contiguous tensors of one shape and dtype."""
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
+        """Lock memory of the host in its place, so that the host goes on while the device copies to it; returns what
+        unlocks it, to be called before the memory is freed."""
+
     def synchronize(self) -> None:
         """Block until the device has done all its work."""
 
@@ -112,6 +120,22 @@ class CudaStreams:
     def use(self, stream: Any) -> contextlib.AbstractContextManager[object]:
         """Queue operations on a stream inside the context."""
         return torch.cuda.stream(stream)
+
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Queue a copy to memory of the host."""
+        target.copy_(source, non_blocking=True)
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
+        """Lock memory of the host in its place. torch's own allocator of such memory rounds up to powers of two and
+        gives nothing back."""
+        runtime, address = torch.cuda.cudart(), memory.data_ptr()
+        if not memory.numel() or runtime.cudaHostRegister(address, memory.nbytes, 0) != runtime.cudaError.success:
+            return lambda: None  # copies to it are right all the same: the host waits for each
+
+        def unpin() -> None:
+            runtime.cudaHostUnregister(address)
+
+        return unpin
 
     def synchronize(self) -> None:
         """Block until the device has done all its work."""

@@ -220,8 +220,12 @@ class Programs:
         for operation in self.program(micro_batches).operations:
             phase, unit, micro_batch = operation.start
             if operation.lane is Lane.GATHER and micro_batch == position and unit not in operation.units:
-                batch = GatherBatch(operation.buffers, operation.axis is Axis.SECONDARY)
-                table.setdefault((phase, unit), []).append(batch)
+                batches = table.setdefault((phase, unit), [])
+                # A unit that a micro-batch needs twice has two events of one name, which may gather the same unit; two
+                # gathers at once would write to one buffer.
+                ahead = {key for batch in batches for key in batch.buffers}
+                if keys := tuple(key for key in operation.buffers if key not in ahead):
+                    batches.append(GatherBatch(keys, operation.axis is Axis.SECONDARY))
         return {moment: tuple(prefetches) for moment, prefetches in table.items()}
 
     def _cut(self, trace: Trace, place: Place) -> Turns:

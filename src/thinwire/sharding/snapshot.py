@@ -31,6 +31,7 @@ from thinwire.checkpoint.background import BackgroundWriter, PendingSave
 from thinwire.checkpoint.manifest import VectorEntry
 from thinwire.checkpoint.store import Chunk, ShardedVector
 from thinwire.collectives.group import Control, before_shutdown, control, control_beside
+from thinwire.collectives.streams import streams_of
 from thinwire.errors import CheckpointError
 from thinwire.program import Axis, Lane
 from thinwire.sharding.fragments import OwnedFragment
@@ -122,7 +123,7 @@ def start_saving(
     if _writer is None:
         purpose = f"checkpoint-{len(_given_up)}" if _given_up else "checkpoint"
         beside = control_beside(purpose)
-        _writer = BackgroundWriter(beside, beside.close)
+        _writer = BackgroundWriter(beside, streams_of, beside.close)
         before_shutdown(_close_writer)
     return _writer.start(path, vectors, values, then=then, limit=limit, copies=copies)
 

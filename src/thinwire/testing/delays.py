@@ -69,7 +69,7 @@ class _DelayedStreams:
     def __init__(self, streams: Streams, delays: Delays, place: Place) -> None:
         self._streams, self._delays, self._place = streams, delays, place
         self.stream, self.event, self.current = streams.stream, streams.event, streams.current
-        self.synchronize = streams.synchronize
+        self.synchronize, self.send, self.pin = streams.synchronize, streams.send, streams.pin
 
     @contextlib.contextmanager
     def use(self, stream: Any) -> Iterator[None]:

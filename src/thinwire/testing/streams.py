@@ -7,12 +7,14 @@ almost always. This module finds such code on a CPU.
 Inside :func:`check_streams`, lanes use streams even for CPU tensors. Each operation runs immediately, on the thread
 that queues it, so that numbers are right. It also advances the clock of its stream: a vector that holds, for each
 stream, the number of operations that surely precede the current one. Events carry clocks from one stream to another. An
-operation is reported in three cases:
+operation is reported in four cases:
 
 - It touches bytes that another stream has written, or writes bytes that another stream has read, and no event orders
   the two.
 - It touches memory whose allocation on another stream no event orders before it.
 - Memory is freed, by its last reference or by ``resize_(0)``, while another stream may still use it.
+- The host reads a number that was sent to its own memory, and has not waited for it. What was sent arrives when the host
+  has waited; until then, its memory holds bytes of no use.
 
 The host knows what it has waited for. What :meth:`SimulatedEvent.query` answers is free on a real device, so a check
 chooses: never (the device is slow), always (it is fast), or at random.
@@ -21,19 +23,22 @@ chooses: never (the device is slow), always (it is fast), or at random.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import random
 import sys
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, final
+from typing import Any, Final, Literal, NamedTuple, final
 from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
+from torch.utils.weak import WeakIdKeyDictionary
 
 from thinwire.codecs.cpp.fixed import FixedCodec
 from thinwire.collectives import gloo, memory
@@ -47,6 +52,9 @@ Answer = Literal["never", "always", "random"]
 """What queries of events that need not have been reached answer."""
 
 _FRAMES: Final = 6
+_POISON: Final = 0xFF
+"""Byte of memory that nothing has arrived in: NaN in every floating-point type."""
+
 _SYNCHRONIZING: Final = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"}
 """Operations whose result the host reads: it waits for the current stream."""
 
@@ -70,7 +78,7 @@ class Hazard:
     """Two accesses to the same memory that nothing orders.
 
     Attributes:
-        kind: ``"race"``, ``"use before allocation"`` or ``"freed in use"``.
+        kind: ``"race"``, ``"use before allocation"``, ``"freed in use"`` or ``"read before arrival"``.
         what: The later access, with its stream.
         other: The earlier access, with its stream.
         where: Lines of the program that led to the later access.
@@ -106,7 +114,7 @@ class SimulatedStream:
     def synchronize(self) -> None:
         """Let the host wait for the stream."""
         self._streams.poll()
-        _merge(self._streams.host, self.clock)
+        self._streams.reach(self.clock)
 
 
 @final
@@ -130,14 +138,14 @@ class SimulatedEvent:
         known = all(self._streams.host.get(stream, 0) >= position for stream, position in self.clock.items())
         if known or self._is_reached or self._streams.guesses():
             self._is_reached = True
-            _merge(self._streams.host, self.clock)
+            self._streams.reach(self.clock)
             return True
         return False
 
     def synchronize(self) -> None:
         """Let the host wait for the event."""
         self._streams.poll()
-        _merge(self._streams.host, self.clock)
+        self._streams.reach(self.clock)
 
     def elapsed_time(self, end: SimulatedEvent) -> float:
         """Always zero milliseconds; as on CUDA, both events must take the time and have been reached.
@@ -150,6 +158,22 @@ class SimulatedEvent:
         if not (self.query() and end.query()):
             raise RuntimeError("both events must have been reached")
         return 0.0
+
+
+class _Sent(NamedTuple):
+    """A copy to memory of the host, on its way.
+
+    Attributes:
+        stream: Number of the stream that copies.
+        position: Number of the operation on that stream.
+        address: Where the copy goes.
+        content: What will be there.
+    """
+
+    stream: int
+    position: int
+    address: int
+    content: bytes
 
 
 class SimulatedStreams:
@@ -172,6 +196,8 @@ class SimulatedStreams:
         self.poll = poll
         self.host: Clock = {}
         self.events = 0
+        self._sent: list[_Sent] = []
+        self._on_host = WeakIdKeyDictionary()
         self.all: list[SimulatedStream] = []
         self._stack = [self._make("compute")]
 
@@ -203,7 +229,37 @@ class SimulatedStreams:
         """Let the host wait for all streams."""
         self.poll()
         for stream in self.all:
-            _merge(self.host, stream.clock)
+            self.reach(stream.clock)
+
+    def reach(self, clock: Clock) -> None:
+        """The host learns that the device has come so far; copies to its memory arrive."""
+        _merge(self.host, clock)
+        arrived = [copy for copy in self._sent if self.host.get(copy.stream, 0) >= copy.position]
+        self._sent = [copy for copy in self._sent if copy not in arrived]
+        for copy in arrived:
+            ctypes.memmove(copy.address, copy.content, len(copy.content))
+
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Queue a copy to memory of the host, which holds nothing of use until the host has waited."""
+        target.copy_(source)
+        stream, address = self.current(), target.data_ptr()
+        content = ctypes.string_at(address, target.nbytes)
+        ctypes.memset(address, _POISON, target.nbytes)
+        self._sent.append(_Sent(stream.number, stream.clock.get(stream.number, 0), address, content))
+        self._on_host[target] = None
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
+        """Lock memory of the host in its place, which the simulated device does not need."""
+        del memory
+        return lambda: None
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is memory of the host that something was sent to."""
+        return tensor in self._on_host
+
+    def is_awaited(self, tensor: torch.Tensor) -> bool:
+        """Whether what was sent to a tensor may not have arrived."""
+        return any(copy.address == tensor.data_ptr() for copy in self._sent)
 
     def guesses(self) -> bool:
         """Whether an event that the host knows nothing of counts as reached."""
@@ -277,6 +333,7 @@ class StreamCheck(TorchDispatchMode):
         self.issues: list[Issue] = []
         self._memories: dict[int, _Memory] = {}
         self._seen: set[tuple[str, str, str]] = set()
+        self._thread = threading.get_ident()
         self._is_inside = False  # whether an operation is being performed, whose own operations are not followed
 
     # -- operations --------------------------------------------------------------------------------------------
@@ -288,14 +345,22 @@ class StreamCheck(TorchDispatchMode):
         self.poll()
         result = func(*args, **kwargs)
         name = func._schema.name
+        if name in _SYNCHRONIZING and any(map(self.streams.is_on_host, _tensors(args))):
+            self._read_on_host(name, args)
+            return result
         if name in _SAME_MEMORY or func.is_view:
             self._meet(result)
             return result
         reads, writes = _arguments(func._schema, args, kwargs)
         self.touch(name, reads, [*writes, *_tensors(result)])
         if name in _SYNCHRONIZING:
-            _merge(self.streams.host, self.streams.current().clock)
+            self.streams.reach(self.streams.current().clock)
         return result
+
+    def _read_on_host(self, name: str, args: Any) -> None:
+        """The host reads its own memory, and waits for nothing."""
+        if any(map(self.streams.is_awaited, _tensors(args))):
+            self._report("read before arrival", f"{name} by the host", "the copy to the host's memory")
 
     def touch(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         """Follow an operation of the current stream.
@@ -342,6 +407,8 @@ class StreamCheck(TorchDispatchMode):
 
     def poll(self) -> None:
         """Check the memory that has been freed since the last call."""
+        if threading.get_ident() != self._thread:
+            return  # a thread that writes a checkpoint waits for copies
         for key, known in list(self._memories.items()):
             storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(known.weak)
             if storage is None:

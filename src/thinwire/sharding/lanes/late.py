@@ -39,7 +39,8 @@ class _Present:
 class _Queued:
     def __init__(self, value: torch.Tensor, streams: Streams) -> None:
         pinned = value.device.type == "cuda"  # the host waits for copies to other memory
-        self._copy = torch.empty((), dtype=value.dtype, pin_memory=pinned).copy_(value, non_blocking=True)
+        self._copy = torch.empty((), dtype=value.dtype, pin_memory=pinned)
+        streams.send(value.detach(), self._copy)
         self._arrived = streams.event()
         self._arrived.record(streams.current())
 

@@ -1,0 +1,225 @@
+"""Takes each wait out of the tree, one at a time, and says which of them no test misses.
+
+    python tools/plant.py
+    python tools/plant.py --only sharding/unit.py --again
+    python tools/plant.py --list
+
+A wait that no test misses is either not needed, or a race that will only show on a card. Faults are planted into a copy
+of the package, never into the checkout: statements that call a method named in WAITS lose the call, contexts named in
+VISITS do nothing, and EXTRA has faults of other kinds: references that are dropped too early, and orders that are swapped.
+For each, the tests of its file run until the first fails. Results are kept by the content of the file, so an interrupted
+run goes on where it ended. The exit status is 1 if something was missed that REASONS does not explain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "thinwire"
+RECORDS = ROOT / "runs" / "plant.json"
+
+ROOMS: Final = ("sharding", "intercept", "collectives", "checkpoint/background.py")
+WAITS: Final = {
+    "wait", "wait_stream", "wait_event", "synchronize", "record", "join", "join_unit", "join_spread", "drain",
+}  # fmt: skip
+VISITS: Final = {"visit"}
+
+TESTS: Final = (
+    ("sharding/islands/", ["tests/dist/test_islands.py", "tests/dist/test_islands_inside.py", "tests/dist/test_islands_faults.py"]),
+    ("sharding/", ["tests/unit/test_lanes.py", "tests/unit/test_host_waits.py", "tests/dist/test_streams.py",
+                   "tests/dist/test_delays.py", "tests/dist/test_device_norms.py", "tests/dist/test_program.py",
+                   "tests/dist/test_failed_backward.py", "tests/dist/test_state.py"]),
+    ("intercept/", ["tests/dist/test_intercept_streams.py", "tests/dist/test_intercept.py", "tests/dist/test_intercept_exchange.py"]),
+    ("collectives/gateway/", ["tests/dist/test_gateway.py"]),
+    ("collectives/roll", ["tests/dist/test_rollcall.py", "tests/dist/test_faults.py"]),
+    ("collectives/", ["tests/dist/test_native.py", "tests/unit/test_gloo_device.py", "tests/dist/test_collectives.py",
+                      "tests/dist/test_rendezvous.py", "tests/dist/test_streams.py", "tests/dist/test_rollcall.py"]),
+    ("checkpoint/", ["tests/dist/test_background_saves.py"]),
+)  # fmt: skip
+"""Tests that should notice, by the beginning of the file's name; the first that fits counts. Fast ones come first."""
+
+_TEST_SECONDS: Final = 100
+_SECONDS: Final = 600
+
+
+@dataclass(frozen=True)
+class Plant:
+    """One fault.
+
+    Attributes:
+        file: The file, relative to the package.
+        line: Its line in the checkout.
+        where: Name of the function that holds it.
+        what: The statement, and what becomes of it.
+        text: The whole file with the fault.
+    """
+
+    file: str
+    line: int
+    where: str
+    what: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        """Stable while the file changes elsewhere."""
+        return f"{self.file}: {self.where}: {self.what}"
+
+
+EXTRA: Final = (
+    ("sharding/lanes/stream_workers.py", "self._body, self._after = body, tuple(after)", "self._body, self._after = nothing, tuple(after)"),
+    ("intercept/queued.py", "        if current == self._caller:\n            self._held.clear()", "        self._held.clear()"),
+    ("intercept/queued.py", "            self._flying.append((event, used))\n", ""),
+)  # fmt: skip
+"""Further faults: file, text that occurs once, what takes its place."""
+
+REASONS: Final[dict[str, str]] = {}
+"""Why a plant that no test misses is no fault, by its name."""
+
+
+def plants() -> Iterator[Plant]:
+    """Every fault of the tree, file by file."""
+    for room in ROOMS:
+        path = PACKAGE / room
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            yield from _of_file(file.relative_to(PACKAGE).as_posix(), file.read_text(encoding="utf-8"))
+
+
+def _of_file(file: str, source: str) -> Iterator[Plant]:
+    tree = ast.parse(source)
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for node in _own(function):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _method(node.value) in WAITS:
+                assert isinstance(node.value.func, ast.Attribute)
+                kept = ast.unparse(node.value.func.value)
+                yield _replaced(file, source, function.name, node.value, kept)
+            elif isinstance(node, ast.withitem) and _method(node.context_expr) in VISITS:
+                yield _replaced(
+                    file, source, function.name, node.context_expr, '__import__("contextlib").nullcontext(False)'
+                )
+    for name, old, new in EXTRA:
+        if name == file:
+            assert source.count(old) == 1, f"{file} no longer has what EXTRA names:\n{old}"
+            line = source[: source.index(old)].count("\n") + 1
+            shown = f"{' '.join(old.split())} -> {' '.join(new.split()) or 'nothing'}"
+            yield Plant(file, line, "extra", shown, source.replace(old, new))
+
+
+def _own(function: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function without those of functions inside it."""
+    for child in ast.iter_child_nodes(function):
+        yield child
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _own(child)
+
+
+def _method(node: ast.AST) -> str | None:
+    return node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
+
+
+def _replaced(file: str, source: str, function: str, node: ast.expr, new: str) -> Plant:
+    lines = source.splitlines(keepends=True)
+    assert node.end_lineno is not None
+    starts = [sum(map(len, lines[: line - 1])) for line in (node.lineno, node.end_lineno)]
+    # Columns count bytes, and these files' statements are ASCII.
+    begin, end = starts[0] + node.col_offset, starts[1] + (node.end_col_offset or 0)
+    return Plant(file, node.lineno, function, f"{ast.unparse(node)} -> {new}", source[:begin] + new + source[end:])
+
+
+_OVERLAY: Final = """import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
+sys.path.insert(0, {path!r})
+"""
+
+
+def check(plant: Plant, tests: list[str]) -> str:
+    """Plant a fault into a copy of the package, and run tests until one fails; which one, or nothing."""
+    with tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory)
+        shutil.copytree(PACKAGE, copy / "thinwire", ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
+        from thinwire.codecs.cpp import _native
+
+        native = copy / "thinwire" / "codecs" / "cpp" / Path(_native.__file__).name
+        native.unlink(missing_ok=True)
+        native.symlink_to(_native.__file__)
+        (copy / "thinwire" / plant.file).write_text(plant.text, encoding="utf-8")
+        (copy / "sitecustomize.py").write_text(_OVERLAY.format(path=directory), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+        command += ["--timeout", str(_TEST_SECONDS), *(test for test in tests if (ROOT / test).exists())]
+        environment = {**os.environ, "PYTHONPATH": directory, "PYTHONDONTWRITEBYTECODE": "1"}
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return "the tests hang"
+    if process.returncode == 0:
+        return ""
+    found = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    return found[0] if found else f"status {process.returncode}: {output.strip().splitlines()[-1][:100]}"
+
+
+def main() -> int:
+    """Plant what has no result yet, and print what became of all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only", default="", metavar="FILE[:LINE]", help="of the package, for example sharding/unit.py:136"
+    )
+    parser.add_argument("--again", action="store_true", help="also what has a result")
+    parser.add_argument("--list", action="store_true", help="name the faults, and plant none")
+    options = parser.parse_args()
+    file, _, line = options.only.partition(":")
+    chosen = [each for each in plants() if each.file.startswith(file) and line in ("", str(each.line))]
+    if options.list:
+        for each in chosen:
+            print(f"{each.file}:{each.line}: {each.what}")
+        return 0
+    records = json.loads(RECORDS.read_text(encoding="utf-8")) if RECORDS.exists() else {}
+    missed = 0
+    console = Console(width=160)
+    table = Table("place", "fault", "noticed by", box=None)
+    for each in chosen:
+        key = hashlib.sha256(each.text.encode()).hexdigest()
+        if options.again or key not in records:
+            tests = next(tests for start, tests in TESTS if each.file.startswith(start))
+            began = time.monotonic()
+            records[key] = check(each, tests)
+            print(f"{each.file}:{each.line}: {records[key] or 'MISSED'} ({time.monotonic() - began:.0f} s)", flush=True)
+            RECORDS.parent.mkdir(exist_ok=True)
+            RECORDS.write_text(json.dumps(records, indent=1), encoding="utf-8")
+        reason = REASONS.get(each.name)
+        missed += not records[key] and reason is None
+        noticed = records[key] or (f"no fault: {reason}" if reason else "MISSED")
+        table.add_row(f"{each.file}:{each.line}", each.what, noticed)
+    console.print(table)
+    console.print(f"{len(chosen)} faults, {missed} missed")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
