@@ -50,8 +50,8 @@ def warn_of_late_start() -> None:
     if _is_late:
         _is_late = False
         log.warning(
-            "CUDA was in use before thinwire was imported, so it has 8 connections: streams share them and wait for "
-            "each other; import thinwire before the first use of CUDA, or start with %s=%s",
+            "CUDA was in use before thinwire was imported, so it has its default of 8 connections: streams share them "
+            "and wait for each other; import thinwire before the first use of CUDA, or start with %s=%s",
             _CONNECTIONS,
             CUDA_VARIABLES[_CONNECTIONS],
         )

@@ -13,10 +13,14 @@ from torch import nn
 import thinwire as tw
 from thinwire.collectives.nccl import Membership, replace_nccl
 from thinwire.sharding.lanes import stream_workers, thread_workers
+from thinwire.sharding.reducer import Reducer
+from thinwire.sharding.unit import Unit
 from thinwire.testing.delays import Place, delay_streams
 
 WORLD = 4
-PRESETS = ("zero1", "zero3", "zeropp", "thinwire")
+PRESETS = ("ddp", "zero1", "zero3", "zeropp", "thinwire", "amsp-30b")
+"""Exchanges of every kind; in the last one, gathers wait for spreads."""
+
 WIDTH, STEPS = 64, 3
 
 
@@ -80,8 +84,10 @@ def train(name: str, device: str, steps: int = STEPS) -> list[float]:
     model = tw.shard(nn.Sequential(*(Block() for _ in range(3))).to(device), plan)
     optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
     losses = []
-    for _ in range(steps):
-        for x in tw.micro_batches(model, list(torch.randn(2, 8, WIDTH).to(device))):
+    for step in range(steps):
+        batch = list(torch.randn(2, 8, WIDTH).to(device))
+        # If none is marked as the last, a backward begins while the gradients of the one before are on their way.
+        for x in tw.micro_batches(model, batch) if step % 2 else batch:
             loss = model(x).square().mean()
             loss.backward()
         losses.append(loss.detach())
@@ -110,11 +116,30 @@ def train_on_streams(name: str, device: str, place: Place | None, **options: Any
             return train(name, device), delays.number
 
 
+begin = Reducer.begin
+
+
+def begin_at_once(reducer: Reducer, turns: Any, *, last: bool) -> None:
+    reducer._last = False
+    begin(reducer, turns, last=last)
+
+
+FAULTS: dict[str, list[tuple[type, str, object]]] = {
+    "computation does not wait for lanes": [
+        (stream_workers._StreamTicket, "wait", stream_workers._StreamTicket._release),
+        (thread_workers._ThreadTicket, "wait", thread_workers._ThreadTicket.done),
+    ],
+    "gathers do not wait for spreads": [(Unit, "spreads", ())],
+    "a backward does not wait for the one before": [(Reducer, "begin", begin_at_once)],
+    "lanes do not wait for computation": [(torch.cuda.Stream, "wait_stream", lambda _stream, _other: None)],
+}
+"""Waits that can be left out, each by replacing attributes."""
+
+
 @contextlib.contextmanager
-def without_waits() -> Iterator[None]:
-    """Plant a fault: computation does not wait for lanes."""
-    with (
-        mock.patch.object(stream_workers._StreamTicket, "wait", stream_workers._StreamTicket._release),
-        mock.patch.object(thread_workers._ThreadTicket, "wait", thread_workers._ThreadTicket.done),
-    ):
+def planted(fault: str) -> Iterator[None]:
+    """Plant one of :data:`FAULTS`."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in FAULTS[fault]:
+            stack.enter_context(mock.patch.object(owner, name, replacement))
         yield

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.dist.delayed import PRESETS, STEPS, WORLD, Loopback, train, train_on_streams, without_waits
+from tests.dist.delayed import PRESETS, STEPS, WORLD, Loopback, planted, train, train_on_streams
 
 from thinwire.collectives.nccl import replace_nccl
 from thinwire.testing import RankPool, run_ranks
@@ -38,20 +38,28 @@ def test_delays_change_no_loss(name: str) -> None:
             assert number > 4 * STEPS
 
 
-def miss_waits(name: str, place: Place) -> bool:
-    """Whether losses change if computation does not wait for lanes that are late, or lanes for late computation."""
+def miss_waits(name: str, fault: str, place: Place) -> bool:
+    """Whether losses change under delays if a wait is left out."""
     losses, _ = train_on_streams(name, "cuda", None)
-    start = mock.patch.object(torch.cuda.Stream, "wait_stream", return_value=None)
-    with without_waits() if place == "lanes" else start:
+    with planted(fault):
         delayed, _ = train_on_streams(name, "cuda", place)
         torch.cuda.synchronize()  # lanes that nobody has waited for
     return losses != delayed
 
 
-@pytest.mark.parametrize("place", ["lanes", "home"])
-@pytest.mark.parametrize("name", ["zero1", "zero3"])
-def test_missing_waits_change_losses(name: str, place: Place) -> None:
-    assert any(run_ranks(WORLD, miss_waits, name, place))
+@pytest.mark.parametrize(
+    ("name", "fault", "place"),
+    [
+        ("zero1", "computation does not wait for lanes", "lanes"),
+        ("zero3", "computation does not wait for lanes", "lanes"),
+        ("amsp-30b", "gathers do not wait for spreads", "lanes"),
+        ("ddp", "a backward does not wait for the one before", "lanes"),
+        ("zero1", "lanes do not wait for computation", "home"),
+        ("zero3", "lanes do not wait for computation", "home"),
+    ],
+)
+def test_missing_waits_change_losses(name: str, fault: str, place: Place) -> None:
+    assert any(run_ranks(WORLD, miss_waits, name, fault, place))
 
 
 def sanitize() -> list[float]:

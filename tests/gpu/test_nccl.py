@@ -33,7 +33,7 @@ def test_calls_follow_the_current_stream_and_the_host_goes_on(queued: bool) -> N
     links.sum_scatter(target, source)  # the first call may prepare something
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(200_000_000)
+        torch.cuda._sleep(500_000_000)
         source.fill_(3.0)
         if queued:
             links.sum_scatter(target, source)

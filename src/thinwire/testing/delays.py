@@ -88,7 +88,7 @@ def delay_streams(
     *,
     streams: Callable[[torch.device], Streams] = CudaStreams,
     sleep: Callable[[float], object] = sleep_on_device,
-    longest: float = 0.02,
+    longest: float = 0.01,
     seed: int = 0,
 ) -> Iterator[Delays]:
     """Delay the streams of models that are sharded inside the context.
@@ -97,7 +97,7 @@ def delay_streams(
         place: What is late.
         streams: Makes the streams of a device.
         sleep: Queues a sleep of so many seconds on the current stream.
-        longest: Bound of the seconds of a delay. It should exceed what the host needs to queue a step.
+        longest: Bound of the seconds of a delay.
         seed: Seed of their lengths.
 
     Yields:
