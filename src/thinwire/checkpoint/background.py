@@ -6,7 +6,8 @@ too: the checkpoint appears whole or not at all, and ranks succeed or fail toget
 a control group of its own; they never meet the exchanges of the computing thread.
 
 A rank writes one checkpoint at a time, and its copy has the size of what it saves. The memory of the copy is kept, as
-fresh memory costs several times the copy itself, and locked in its place where devices copy to it while training goes on.
+fresh memory costs several times the copy itself. It is locked in its place where devices copy to it while training goes
+on.
 
 A file system may hang: a network mount whose server is gone answers no call, and no error comes either. A save with a
 limit is given up then. All ranks agree on that, nothing of it appears later, and its thread is left behind in the call

@@ -13,8 +13,8 @@ operation is reported in four cases:
   the two.
 - It touches memory whose allocation on another stream no event orders before it.
 - Memory is freed, by its last reference or by ``resize_(0)``, while another stream may still use it.
-- The host reads a number that was sent to its own memory, and has not waited for it. What was sent arrives when the host
-  has waited; until then, its memory holds bytes of no use.
+- The host reads a number that was sent to its own memory, and has not waited for it. What was sent arrives when the
+  host has waited; until then, its memory holds bytes of no use.
 
 The host knows what it has waited for. What :meth:`SimulatedEvent.query` answers is free on a real device, so a check
 chooses: never (the device is slow), always (it is fast), or at random.
