@@ -7,8 +7,8 @@
 A wait that no test misses is either not needed, or a race that only a card shows. Faults are planted into a copy of the
 package, never into the checkout. Statements that call a method of WAITS lose the call, contexts named in VISITS do
 nothing, and EXTRA has faults of other kinds: references that are dropped too early. For each, the tests of its file run
-until the first fails. Results are kept by the content of the file, so an interrupted run goes on where it ended. A whole
-run takes about an hour on two cores. The exit status is 1 if something was missed that REASONS does not explain.
+until the first fails. Results are kept by the content of the file, so an interrupted run goes on where it ended. One
+whole run takes about an hour on two cores. The exit status is 1 if something was missed that REASONS does not explain.
 """
 
 from __future__ import annotations
