@@ -106,6 +106,8 @@ def _escapes_at(numel: int) -> int:
 ONES = tl.constexpr(0x01010101)
 HIGH = tl.constexpr(0x80808080)
 """The highest bit of every byte."""
+ALL = tl.constexpr(0xFFFFFFFF)
+"""All bits: x ^ ALL is ~x, which the interpreter of Triton 3.6 cannot compute of unsigned words with NumPy 2."""
 TO_NIBBLE = tl.constexpr((1 << 28) + (1 << 22) + (1 << 13) + (1 << 7))
 """Times the lowest bits of four spread bytes: brings them to the highest four bits, in the order of the values."""
 FROM_NIBBLE = tl.constexpr(1 + (1 << 6) + (1 << 15) + (1 << 21))
@@ -151,7 +153,7 @@ def _write_blocks(pairs, words, data, counts, numel, num_blocks, B: tl.constexpr
     # For each base, largest - k, bit 7 of every byte: whether its code is 0 to 6. If largest < k, none is, so that a
     # base below 0 is never the best.
     small_BQ = below_BQ & 0x7F7F7F7F
-    fits_BQ = ~below_BQ & HIGH
+    fits_BQ = (below_BQ ^ ALL) & HIGH
     best_B = tl.zeros((B,), tl.uint32)
     count_B = 512 - _number(_coded(small_BQ + HIGH, fits_BQ))
     values_B = tl.minimum(tl.maximum(rem - block_B * 512, 0), 512).to(tl.uint32)
@@ -211,7 +213,7 @@ def _existing(rem, B: tl.constexpr):
 @triton.jit
 def _coded(shifted_BQ, fits_BQ):
     """Bit 7 of every byte: whether ``shifted`` is 128 + (0 to 6), if ``fits`` says that it did not overflow."""
-    return shifted_BQ & ~(shifted_BQ - 0x07070707) & fits_BQ
+    return shifted_BQ & ((shifted_BQ - 0x07070707) ^ ALL) & fits_BQ
 
 
 @triton.jit
@@ -352,7 +354,7 @@ def _expand(words, data, offsets, pairs, values, numel, num_blocks, B: tl.conste
     code_BQ = _load_planes(data + 4 * (planes_at + first * 48), block_B, there_B, B)
     base_B = tl.load(data + 8 + first + block_B, mask=there_B, other=0).to(tl.uint32) * ONES
     # base - code in every byte, modulo 256: the highest bit of each byte takes what the others borrow.
-    exponent_BQ = ((base_B | HIGH)[:, None] - code_BQ) ^ (~base_B & HIGH)[:, None]
+    exponent_BQ = ((base_B | HIGH)[:, None] - code_BQ) ^ ((base_B ^ ALL) & HIGH)[:, None]
     quad_BQ = block_B[:, None] * 128 + tl.arange(0, 128)[None, :]
     rest_BQ = tl.load(words + rest_at + first * 128 + quad_BQ, mask=quad_BQ * 4 < rem, other=0)
     rest_BQ = _swapped(rest_BQ.to(tl.uint32, bitcast=True))
