@@ -1,7 +1,8 @@
 """What the Triton kernels take on GPUs that are not here, by their machine code, and the page that shows it.
 
-``python -m tests.codecs.kernel_costs`` compiles all kernels of ``CASES`` and rewrites ``kernel_costs.json`` and
-``docs/gpu-kernels.md``. The numbers of the file are also the budgets that ``test_triton_budgets.py`` checks.
+``python -m tests.codecs.kernel_costs`` compiles all kernels of ``CASES`` and rewrites, for the installed release of
+Triton, its part of ``kernel_costs.json`` and ``docs/gpu-kernels.md``. The numbers of the file are also the budgets that
+``test_triton_budgets.py`` checks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.codecs.gpu_compile import TARGETS, compile_only
 from thinwire import codecs
 from thinwire.spec import CodecSpec
 
-__all__ = ["CASES", "FILE", "PAGE", "measure", "rendered"]
+__all__ = ["CASES", "FILE", "PAGE", "measure", "release", "rendered"]
 
 FILE = Path(__file__).with_name("kernel_costs.json")
 PAGE = Path(__file__).parents[2] / "docs" / "gpu-kernels.md"
@@ -132,9 +133,23 @@ def _pipes(target: str, path: Counter[str]) -> Counter[str]:
     return pipes
 
 
-def rendered(measured: dict[str, Any]) -> str:
+def release() -> str:
+    """The installed release of Triton without its patch level, the key of its part of the file."""
+    import triton
+
+    return ".".join(triton.__version__.split(".")[:2])
+
+
+def rendered(releases: dict[str, Any]) -> str:
     """The part of the page between its marks."""
-    lines = ["**Estimated, not measured: share of the bandwidth of the card's memory that each codec can use**", ""]
+    return "\n\n".join(_rendered(key, measured) for key, measured in releases.items()) + "\n"
+
+
+def _rendered(key: str, measured: dict[str, Any]) -> str:
+    lines = [
+        f"**Triton {key}, estimated, not measured: share of the memory's bandwidth that each codec can use**",
+        "",
+    ]
     lines += ["| codec | dtype | operation | bytes per value | " + " | ".join(CARDS) + " |"]
     lines += ["| --- | --- | --- | ---: |" + " ---: |" * len(CARDS)]
     for name, dtype in CASES:
@@ -147,7 +162,11 @@ def rendered(measured: dict[str, Any]) -> str:
             ]
             cells = [f"`{name}`", dtype, operation, f"{nbytes:.2f}", *shares]
             lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "**Machine code: registers of a thread / barriers / instructions of a thread per value**", ""]
+    lines += [
+        "",
+        f"**Triton {key}, machine code: registers of a thread / barriers / instructions of a thread per value**",
+        "",
+    ]
     lines += ["| codec | dtype | operation | kernel | " + " | ".join(TARGETS) + " |"]
     lines += ["| --- | --- | --- | --- |" + " ---: |" * len(TARGETS)]
     for key in measured["sm_90"]:
@@ -157,7 +176,7 @@ def rendered(measured: dict[str, Any]) -> str:
             cost = measured[target][key]
             cells.append(f"{cost['registers']} / {cost['barriers']} / {sum_of(cost):.1f}")
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", f"Compiled by Triton {measured['triton']}.", ""])
+    return "\n".join([*lines, "", f"Compiled by Triton {measured['triton']}."])
 
 
 def sum_of(cost: dict[str, Any]) -> float:
@@ -193,10 +212,12 @@ def main() -> None:
     for target in TARGETS:
         measured[target] = measure(target)
         print(f"{target}: {len(measured[target])} kernels", flush=True)
-    FILE.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+    releases = {**json.loads(FILE.read_text(encoding="utf-8")), release(): measured}
+    releases = {key: releases[key] for key in sorted(releases)}
+    FILE.write_text(json.dumps(releases, indent=1) + "\n", encoding="utf-8")
     if PAGE.exists():
         head, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-        PAGE.write_text(head + BEGIN + "\n\n" + rendered(measured) + "\n" + END + rest.split(END)[1], encoding="utf-8")
+        PAGE.write_text(head + BEGIN + "\n\n" + rendered(releases) + "\n" + END + rest.split(END)[1], encoding="utf-8")
 
 
 if __name__ == "__main__":

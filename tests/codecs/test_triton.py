@@ -32,6 +32,7 @@ from torch import Tensor
 from thinwire import codecs
 from thinwire.codecs.codec import Codec
 from thinwire.codecs.triton import block
+from thinwire.codecs.triton.slices import Slices
 from thinwire.codecs.triton.warmup import warm_up
 from thinwire.errors import WireError
 from thinwire.spec import CodecSpec
@@ -285,6 +286,16 @@ def check_slices(name: str, rows: Tensor, numel: int, dtype: torch.dtype) -> Non
         message = rows[1, : reference.max_wire_bytes(numel, dtype)]
         decoded = reference.decode(message, numel, dtype if lossless else torch.float32)
         assert same(wanted[1], (start[1].float() + decoded.float()).to(out)), (name, numel, out)
+
+
+def test_tables_of_slices_are_kept() -> None:
+    """A table that is given back while a kernel of another stream reads it is overwritten, and one that is made again
+    makes the host wait."""
+    x = torch.zeros(1)
+    layouts = [[(0, 1), (7 + index, 9 + index), (3, 4)] for index in range(500)]
+    addresses = [Slices.of(bounds, x).table.data_ptr() for bounds in layouts]
+    assert len(set(addresses)) == len(layouts)
+    assert [Slices.of(bounds, x).table.data_ptr() for bounds in layouts] == addresses
 
 
 @pytest.mark.parametrize(

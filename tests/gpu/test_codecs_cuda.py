@@ -112,22 +112,77 @@ def test_64_mebibytes(name: str, dtype: torch.dtype) -> None:
     check(name, x, [dtype])
 
 
-@pytest.mark.parametrize("name", ["bf16", "int4:256", "int3:24", "int8:8192,hadamard", "zfp:8", "zfp:15.3", "exp3"])
-def test_more_than_two_to_the_31_values(name: str) -> None:
+def room_or_skip(gibibytes: int) -> None:
+    torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    if free < 32 << 30:
-        pytest.skip(f"it takes 32 GiB, {free >> 30} are free")
+    if free < gibibytes << 30:
+        pytest.skip(f"it takes {gibibytes} GiB, {free >> 30} are free")
+
+
+BEYOND, EDGE = (1 << 31) + 3 * 8192 + 77, 24 * 8192
+"""More values than 32 bits count, and those at both ends that are no zeros."""
+LAST = BEYOND // EDGE * EDGE - EDGE
+"""The last values, from where a block starts with every codec."""
+
+
+def zeros_between_edges() -> Tensor:
+    x = torch.zeros(BEYOND, dtype=torch.bfloat16, device="cuda")
+    x[:EDGE] = torch.randn(EDGE, device="cuda")
+    x[-EDGE:] = torch.randn(EDGE, device="cuda")
+    return x
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["none", "bf16", "fp16", "int4:256", "int3:24", "int8:8192,hadamard", "zfp:8", "zfp:15.3", "exp3", "mpc"],
+)
+def test_more_than_two_to_the_31_values(name: str) -> None:
+    room_or_skip(32)
     codec = codecs.get(name, device="cuda")
-    numel, block = (1 << 31) + 3 * 8192 + 77, 24 * 8192
-    x = torch.zeros(numel, dtype=torch.bfloat16, device="cuda")
-    x[:block] = torch.randn(block, device="cuda")
-    x[-block:] = torch.randn(block, device="cuda")
-    y = codec.decode(codec.encode(x), numel, torch.bfloat16)
-    first = numel // block * block - block  # the last values, from where a block starts with every codec
-    for part in (slice(0, block), slice(first, numel)):
+    x = zeros_between_edges()
+    y = codec.decode(codec.encode(x), BEYOND, torch.bfloat16)
+    for part in (slice(0, EDGE), slice(LAST, BEYOND)):
         alone = codec.decode(codec.encode(x[part]), x[part].numel(), torch.bfloat16)
         assert torch.equal(y[part], alone)
-    assert not y[block:first].any()
+    assert not y[EDGE:LAST].any()
+
+
+def test_one_scale_for_more_than_two_to_the_31_values() -> None:
+    room_or_skip(32)
+    codec = codecs.get("int8:tensor", device="cuda")
+    x = zeros_between_edges()
+    x[-1] = 100.0  # the largest value is the last one
+    y = codec.decode(codec.encode(x), BEYOND, torch.bfloat16)
+    ends = torch.cat((x[:EDGE], x[LAST:]))
+    assert torch.equal(torch.cat((y[:EDGE], y[LAST:])), codec.decode(codec.encode(ends), ends.numel(), ends.dtype))
+    assert not y[EDGE:LAST].any()
+
+
+def test_slices_sums_and_feedback_beyond_two_to_the_31_values() -> None:
+    room_or_skip(48)
+    codec = codecs.get("int8:256", device="cuda")
+    x = zeros_between_edges()
+    bounds = [(0, EDGE), (LAST, BEYOND), (LAST, LAST + 512)]
+    wires = codec.encode_slices(x, bounds, seed=3)
+    parts = codec.encode_slices(
+        torch.cat((x[:EDGE], x[LAST:])), [(0, EDGE), (EDGE, EDGE + BEYOND - LAST), (EDGE, EDGE + 512)], seed=3
+    )
+    for row, (start, stop) in enumerate(bounds):
+        used = codec.max_wire_bytes(stop - start, x.dtype)
+        assert torch.equal(wires[row, :used], parts[row, :used])
+    wire = codec.encode(x)
+    total = codec.decode_sum(wire.view(1, -1), BEYOND, torch.bfloat16, scale=0.5, encoded=x.dtype)
+    alone = codec.decode_sum(codec.encode(x[LAST:]).view(1, -1), BEYOND - LAST, x.dtype, scale=0.5, encoded=x.dtype)
+    assert torch.equal(total[LAST:], alone)
+    del wire, total
+    lost = torch.zeros(BEYOND, device="cuda")  # 8 GiB, beside 4 of values and 2 of the message
+    sent = codec.encode_feedback(x, lost, gain=0.5, seed=3)
+    lost_alone = torch.zeros(BEYOND - LAST, device="cuda")
+    codec.encode_feedback(x[LAST:], lost_alone, gain=0.5, seed=3)
+    assert torch.equal(lost[LAST:], lost_alone)
+    assert not lost[EDGE:LAST].any()
+    values = codec.decode(sent, BEYOND, torch.bfloat16)
+    assert torch.equal(values[LAST:], codec.decode(codec.encode(x[LAST:]), BEYOND - LAST, torch.bfloat16))
 
 
 # ------------------------------------------------------------------------------------------------------ fused forms

@@ -6,6 +6,8 @@ Kernels handle four values at a time, as the four bytes of a word, called quad. 
 0, 2, 1 and 3: pairs of bf16 values become words of spread bytes, and back, by shifts and masks.
 
 Shapes: B blocks per program, of 512 values: Q = 128 quads, H = 64 pairs of quads, W = 16 words per bit plane.
+T = B * W words of a bit plane are one dimension where threads read and write single values, because releases of Triton
+differ in which of two dimensions without neighbours comes first, and would exchange all values between threads.
 """
 
 from __future__ import annotations
@@ -106,6 +108,8 @@ def _escapes_at(numel: int) -> int:
 ONES = tl.constexpr(0x01010101)
 HIGH = tl.constexpr(0x80808080)
 """The highest bit of every byte."""
+ALL = tl.constexpr(0xFFFFFFFF)
+"""All bits: x ^ ALL is ~x, which the interpreter of Triton 3.6 cannot compute of unsigned words with NumPy 2."""
 TO_NIBBLE = tl.constexpr((1 << 28) + (1 << 22) + (1 << 13) + (1 << 7))
 """Times the lowest bits of four spread bytes: brings them to the highest four bits, in the order of the values."""
 FROM_NIBBLE = tl.constexpr(1 + (1 << 6) + (1 << 15) + (1 << 21))
@@ -151,7 +155,7 @@ def _write_blocks(pairs, words, data, counts, numel, num_blocks, B: tl.constexpr
     # For each base, largest - k, bit 7 of every byte: whether its code is 0 to 6. If largest < k, none is, so that a
     # base below 0 is never the best.
     small_BQ = below_BQ & 0x7F7F7F7F
-    fits_BQ = ~below_BQ & HIGH
+    fits_BQ = (below_BQ ^ ALL) & HIGH
     best_B = tl.zeros((B,), tl.uint32)
     count_B = 512 - _number(_coded(small_BQ + HIGH, fits_BQ))
     values_B = tl.minimum(tl.maximum(rem - block_B * 512, 0), 512).to(tl.uint32)
@@ -191,11 +195,12 @@ def _load_quads(pairs, rem, B: tl.constexpr):
 
     The shape that is loaded gives a block to 16 threads, whose sums need no shared memory: see ``tiles.load_rows``.
     """
-    column_KBC = tl.broadcast_to(tl.arange(0, 4)[:, None, None] * 64 + tl.arange(0, 64)[None, None, :], (4, B, 64))
-    at_KBC = tl.arange(0, B)[None, :, None] * 256 + column_KBC
-    pairs += at_KBC
-    pair_KBC = tl.load(pairs, mask=at_KBC * 2 < rem, other=0) if rem < B * 512 else tl.load(pairs)
-    pair_BP = tl.reshape(tl.permute(pair_KBC, (1, 0, 2)), (B, 256))
+    number_N = tl.arange(0, 4 * B)
+    column_NC = (number_N // B * 64)[:, None] + tl.arange(0, 64)[None, :]
+    at_NC = (number_N % B * 256)[:, None] + column_NC
+    pairs += at_NC
+    pair_NC = tl.load(pairs, mask=at_NC * 2 < rem, other=0) if rem < B * 512 else tl.load(pairs)
+    pair_BP = tl.reshape(tl.permute(tl.reshape(pair_NC, (4, B, 64)), (1, 0, 2)), (B, 256))
     return tl.split(tl.reshape(pair_BP, (B, 128, 2)).to(tl.uint32, bitcast=True))
 
 
@@ -211,7 +216,7 @@ def _existing(rem, B: tl.constexpr):
 @triton.jit
 def _coded(shifted_BQ, fits_BQ):
     """Bit 7 of every byte: whether ``shifted`` is 128 + (0 to 6), if ``fits`` says that it did not overflow."""
-    return shifted_BQ & ~(shifted_BQ - 0x07070707) & fits_BQ
+    return shifted_BQ & ((shifted_BQ - 0x07070707) ^ ALL) & fits_BQ
 
 
 @triton.jit
@@ -267,21 +272,22 @@ def _write_rest(
     values += first * 512
     if coded:
         marked_BW = _marked(words + planes_at + first * 48, block_B, there_B)
-        from_BW = values + _word(block_B) * 32
-        to_BW = data + 4 * escapes_at + _before(marked_BW, offsets + first, block_B, there_B)
+        from_T = values + tl.arange(0, B * 16) * 32
+        to_T = data + 4 * escapes_at + tl.reshape(_before(marked_BW, offsets + first, block_B, there_B), (B * 16,))
+        marked_T = tl.reshape(marked_BW, (B * 16,))
         # Four loads at a time, because the compiler moves no load before a store.
         for quad in tl.static_range(8):
-            a_BW, b_BW, c_BW, d_BW = _flags(marked_BW, quad)
-            value_a_BW = tl.load(from_BW + 4 * quad, mask=a_BW == 1, other=0)
-            value_b_BW = tl.load(from_BW + (4 * quad + 1), mask=b_BW == 1, other=0)
-            value_c_BW = tl.load(from_BW + (4 * quad + 2), mask=c_BW == 1, other=0)
-            value_d_BW = tl.load(from_BW + (4 * quad + 3), mask=d_BW == 1, other=0)
-            tl.store(to_BW, (value_a_BW >> 7).to(tl.uint8), mask=a_BW == 1)
-            tl.store(to_BW + a_BW, (value_b_BW >> 7).to(tl.uint8), mask=b_BW == 1)
-            tl.store(to_BW + (a_BW + b_BW), (value_c_BW >> 7).to(tl.uint8), mask=c_BW == 1)
-            to_BW += a_BW + b_BW + c_BW
-            tl.store(to_BW, (value_d_BW >> 7).to(tl.uint8), mask=d_BW == 1)
-            to_BW += d_BW
+            a_T, b_T, c_T, d_T = _flags(marked_T, quad)
+            value_a_T = tl.load(from_T + 4 * quad, mask=a_T == 1, other=0)
+            value_b_T = tl.load(from_T + (4 * quad + 1), mask=b_T == 1, other=0)
+            value_c_T = tl.load(from_T + (4 * quad + 2), mask=c_T == 1, other=0)
+            value_d_T = tl.load(from_T + (4 * quad + 3), mask=d_T == 1, other=0)
+            tl.store(to_T, (value_a_T >> 7).to(tl.uint8), mask=a_T == 1)
+            tl.store(to_T + a_T, (value_b_T >> 7).to(tl.uint8), mask=b_T == 1)
+            tl.store(to_T + (a_T + b_T), (value_c_T >> 7).to(tl.uint8), mask=c_T == 1)
+            to_T += a_T + b_T + c_T
+            tl.store(to_T, (value_d_T >> 7).to(tl.uint8), mask=d_T == 1)
+            to_T += d_T
     else:
         at_BV = block_B[:, None] * 512 + tl.arange(0, 512)[None, :]
         bits_BV = tl.load(values + at_BV, mask=at_BV < rem, other=0)
@@ -304,12 +310,6 @@ def _marked(planes, block_B, there_B):
 
 
 @triton.jit
-def _word(block_B):
-    """Numbers of the words of a bit plane in the tile, (B, W). A thread handles whole words."""
-    return block_B[:, None] * 16 + tl.arange(0, 16)[None, :]
-
-
-@triton.jit
 def _before(marked_BW, offsets, block_B, there_B):
     """Number of the first escape of each word, in 64 bits."""
     ones_BW = num_ones(marked_BW)
@@ -318,10 +318,10 @@ def _before(marked_BW, offsets, block_B, there_B):
 
 
 @triton.jit
-def _flags(marked_BW, quad):
+def _flags(marked_T, quad):
     """Of each of the four values of a quad of each word: 1 if it is marked, or 0."""
-    bits_BW = marked_BW >> (4 * quad)
-    return bits_BW & 1, (bits_BW >> 1) & 1, (bits_BW >> 2) & 1, (bits_BW >> 3) & 1
+    bits_T = marked_T >> (4 * quad)
+    return bits_T & 1, (bits_T >> 1) & 1, (bits_T >> 2) & 1, (bits_T >> 3) & 1
 
 
 @triton.jit
@@ -352,7 +352,7 @@ def _expand(words, data, offsets, pairs, values, numel, num_blocks, B: tl.conste
     code_BQ = _load_planes(data + 4 * (planes_at + first * 48), block_B, there_B, B)
     base_B = tl.load(data + 8 + first + block_B, mask=there_B, other=0).to(tl.uint32) * ONES
     # base - code in every byte, modulo 256: the highest bit of each byte takes what the others borrow.
-    exponent_BQ = ((base_B | HIGH)[:, None] - code_BQ) ^ (~base_B & HIGH)[:, None]
+    exponent_BQ = ((base_B | HIGH)[:, None] - code_BQ) ^ ((base_B ^ ALL) & HIGH)[:, None]
     quad_BQ = block_B[:, None] * 128 + tl.arange(0, 128)[None, :]
     rest_BQ = tl.load(words + rest_at + first * 128 + quad_BQ, mask=quad_BQ * 4 < rem, other=0)
     rest_BQ = _swapped(rest_BQ.to(tl.uint32, bitcast=True))
@@ -362,30 +362,31 @@ def _expand(words, data, offsets, pairs, values, numel, num_blocks, B: tl.conste
     at_BP = block_B[:, None] * 256 + tl.arange(0, 256)[None, :]
     tl.store(pairs + first * 256 + at_BP, pair_BP, mask=at_BP * 2 < rem)
     marked_BW = _before_the_end(_marked(words + planes_at + first * 48, block_B, there_B), block_B, rem)
-    from_BW = data + 4 * escapes_at + _before(marked_BW, offsets + first, block_B, there_B)
-    rest_at_BW = data + 4 * rest_at + first * 512 + _word(block_B) * 32
-    to_BW = values + first * 512 + _word(block_B) * 32
+    from_T = data + 4 * escapes_at + tl.reshape(_before(marked_BW, offsets + first, block_B, there_B), (B * 16,))
+    rest_at_T = data + 4 * rest_at + first * 512 + tl.arange(0, B * 16) * 32
+    to_T = values + first * 512 + tl.arange(0, B * 16) * 32
+    marked_T = tl.reshape(marked_BW, (B * 16,))
     tl.debug_barrier()  # other threads have written the pairs
     for quad in tl.static_range(8):
-        a_BW, b_BW, c_BW, d_BW = _flags(marked_BW, quad)
-        value_a_BW = _escaped(from_BW, rest_at_BW + 4 * quad, a_BW)
-        value_b_BW = _escaped(from_BW + a_BW, rest_at_BW + (4 * quad + 1), b_BW)
-        value_c_BW = _escaped(from_BW + (a_BW + b_BW), rest_at_BW + (4 * quad + 2), c_BW)
-        from_BW += a_BW + b_BW + c_BW
-        value_d_BW = _escaped(from_BW, rest_at_BW + (4 * quad + 3), d_BW)
-        from_BW += d_BW
-        tl.store(to_BW + 4 * quad, value_a_BW, mask=a_BW == 1)
-        tl.store(to_BW + (4 * quad + 1), value_b_BW, mask=b_BW == 1)
-        tl.store(to_BW + (4 * quad + 2), value_c_BW, mask=c_BW == 1)
-        tl.store(to_BW + (4 * quad + 3), value_d_BW, mask=d_BW == 1)
+        a_T, b_T, c_T, d_T = _flags(marked_T, quad)
+        value_a_T = _escaped(from_T, rest_at_T + 4 * quad, a_T)
+        value_b_T = _escaped(from_T + a_T, rest_at_T + (4 * quad + 1), b_T)
+        value_c_T = _escaped(from_T + (a_T + b_T), rest_at_T + (4 * quad + 2), c_T)
+        from_T += a_T + b_T + c_T
+        value_d_T = _escaped(from_T, rest_at_T + (4 * quad + 3), d_T)
+        from_T += d_T
+        tl.store(to_T + 4 * quad, value_a_T, mask=a_T == 1)
+        tl.store(to_T + (4 * quad + 1), value_b_T, mask=b_T == 1)
+        tl.store(to_T + (4 * quad + 2), value_c_T, mask=c_T == 1)
+        tl.store(to_T + (4 * quad + 3), value_d_T, mask=d_T == 1)
 
 
 @triton.jit
-def _escaped(escapes, rests, flag_BW):
+def _escaped(escapes, rests, flag_T):
     """Values of which the exponents are escapes, where the flag is 1."""
-    exponent_BW = tl.load(escapes, mask=flag_BW == 1, other=0).to(tl.int32)
-    rest_BW = tl.load(rests, mask=flag_BW == 1, other=0).to(tl.int32)
-    return (((rest_BW & 128) << 8) | (exponent_BW << 7) | (rest_BW & 127)).to(tl.int16)
+    exponent_T = tl.load(escapes, mask=flag_T == 1, other=0).to(tl.int32)
+    rest_T = tl.load(rests, mask=flag_T == 1, other=0).to(tl.int32)
+    return (((rest_T & 128) << 8) | (exponent_T << 7) | (rest_T & 127)).to(tl.int16)
 
 
 @triton.jit

@@ -72,7 +72,8 @@ def load_rows(ptr, rem, KIND: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constex
     """Load a tile as ``load``, converted to fp32, with each row inside a warp unless rows are too long.
 
     Reductions over a row then need no shared memory and no barrier. The compiler assigns threads by the shape that is
-    loaded: first UNIT values, which are 16 bytes, to each of C / UNIT lanes, then rows, and K last.
+    loaded: first UNIT values, which are 16 bytes, to each of C / UNIT lanes, then rows, and K last. K and rows are one
+    dimension, N, because releases of Triton differ in which of two dimensions without neighbours comes first.
     """
     R: tl.constexpr = TILE.rows
     V: tl.constexpr = TILE.columns
@@ -80,15 +81,16 @@ def load_rows(ptr, rem, KIND: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constex
     RUN: tl.constexpr = UNIT * (TILE.lanes if TILE.lanes < 32 else 32)
     C: tl.constexpr = RUN if RUN < V else V
     K: tl.constexpr = V // C
-    column_KRC = tl.broadcast_to(tl.arange(0, K)[:, None, None] * C + tl.arange(0, C)[None, None, :], (K, R, C))
-    local_KRC = tl.arange(0, R)[None, :, None] * BLOCK + column_KRC
+    number_N = tl.arange(0, K * R)
+    column_NC = (number_N // R * C)[:, None] + tl.arange(0, C)[None, :]
+    local_NC = (number_N % R * BLOCK)[:, None] + column_NC
     if rem < R * BLOCK:
-        x_KRC = widen(tl.load(ptr + local_KRC, mask=(column_KRC < BLOCK) & (local_KRC < rem), other=0), KIND)
+        x_NC = widen(tl.load(ptr + local_NC, mask=(column_NC < BLOCK) & (local_NC < rem), other=0), KIND)
     elif V == BLOCK:
-        x_KRC = widen(tl.load(ptr + local_KRC), KIND)
+        x_NC = widen(tl.load(ptr + local_NC), KIND)
     else:
-        x_KRC = widen(tl.load(ptr + local_KRC, mask=column_KRC < BLOCK, other=0), KIND)
-    return tl.reshape(tl.permute(x_KRC, (1, 0, 2)), (R, V))
+        x_NC = widen(tl.load(ptr + local_NC, mask=column_NC < BLOCK, other=0), KIND)
+    return tl.reshape(tl.permute(tl.reshape(x_NC, (K, R, C)), (1, 0, 2)), (R, V))
 
 
 @triton.jit

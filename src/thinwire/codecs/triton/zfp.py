@@ -395,7 +395,7 @@ def _leading_zeros(bits_B):
     """The number of zeros above the highest set bit."""
     # Compilers know this as one instruction: the population of the zeros below the lowest bit of the reverse.
     bits_B = _reversed(bits_B)
-    bits_B = ~bits_B & (bits_B - 1)
+    bits_B = (bits_B ^ 0xFFFFFFFF) & (bits_B - 1)  # not ~: see exp3.ALL
     bits_B = bits_B - ((bits_B >> 1) & 0x55555555)
     bits_B = (bits_B & 0x33333333) + ((bits_B >> 2) & 0x33333333)
     return (((bits_B + (bits_B >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
