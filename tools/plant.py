@@ -4,11 +4,12 @@
     python tools/plant.py --only sharding/unit.py --again
     python tools/plant.py --list
 
-A wait that no test misses is either not needed, or a race that only a card shows. Faults are planted into a copy of the
-package, never into the checkout. Statements that call a method of WAITS lose the call, contexts named in VISITS do
-nothing, and EXTRA has faults of other kinds: references that are dropped too early. For each, the tests of its file run
-until the first fails. Results are kept by the content of the file, so an interrupted run goes on where it ended. One
-whole run takes about an hour on two cores. The exit status is 1 if something was missed that REASONS does not explain.
+A wait that no test misses is either not needed, or a race that only a card shows. Statements that call a method of
+WAITS lose the call, contexts named in VISITS do nothing, and EXTRA has faults of other kinds: memory that is dropped
+too early. For each, tests run until the first fails: those of ``tests/dist/planting.py`` in ranks that stay alive,
+others on a copy of the package. The checkout is not touched. Results are kept by the content of the file, so an
+interrupted run goes on where it ended; a whole run takes about half an hour on two cores. The exit status is 1 if
+something was missed that REASONS does not explain.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # for tests.dist.planting, also on the ranks
 PACKAGE = ROOT / "src" / "thinwire"
 RECORDS = ROOT / "runs" / "plant.json"
 
@@ -44,38 +46,47 @@ WAITS: Final = {
 VISITS: Final = {"visit"}
 _IDLE: Final = '__import__("contextlib").nullcontext(False)'
 
-ISLANDS: Final = ("dist/test_islands_inside.py", "dist/test_islands.py", "dist/test_islands_faults.py")
-STREAMS: Final = (
-    "unit/test_lanes.py", "dist/test_streams.py", "dist/test_delays.py", "unit/test_host_waits.py",
-    "dist/test_failed_backward.py", "dist/test_replicas.py", "dist/test_background_saves.py",
+EXTRA: Final = (
+    ("sharding/lanes/stream_workers.py", "_StreamTicket.__init__", "_after = body, tuple(", "_after = nothing, tuple("),
+    ("sharding/lanes/stream_workers.py", "_StreamTicket.__init__", "= body, tuple(after)", "= body, ()"),
+    ("intercept/queued.py", "QueuedWork.wait", "        if current == self._caller:\n", "        if True:\n"),
+    ("intercept/queued.py", "StreamQueue.perform", "            self._flying.append((event, used))\n", ""),
+)
+"""Further faults: file, function, text that occurs once, what takes its place."""
+
+CONNECTIONS: Final = (
+    "unit/test_gloo_device.py", "dist/test_native.py", "dist/test_rendezvous.py", "dist/test_start_up.py",
+    "dist/test_collectives.py", "dist/test_rollcall.py", "dist/test_faults.py",
 )  # fmt: skip
 INTERCEPT: Final = (
-    "dist/test_intercept_streams.py", "dist/test_intercept.py", "dist/test_intercept_exchange.py",
-    "dist/test_intercept_hops.py",
-)  # fmt: skip
-ROLLCALL: Final = ("dist/test_rollcall.py", "dist/test_faults.py")
-CONNECTIONS: Final = (
-    "dist/test_native.py", "unit/test_gloo_device.py", "dist/test_rendezvous.py", "dist/test_start_up.py",
-    "dist/test_collectives.py", *ROLLCALL,
+    "dist/test_intercept.py", "dist/test_intercept_exchange.py", "dist/test_intercept_stock.py",
+    "dist/test_intercept_streams.py",
 )  # fmt: skip
 
 TESTS: Final = (
-    ("sharding/islands/", ISLANDS),
-    ("sharding/", STREAMS),
+    ("sharding/islands/lighthouse.py", ("dist/test_islands_faults.py",)),
+    ("sharding/lanes/thread_workers.py", ("unit/test_lanes.py", "dist/test_delays.py")),
+    ("sharding/lanes/recorder.py", ("unit/test_lanes.py", "dist/test_trace.py")),
+    ("sharding/", None),
+    ("intercept/queued.py", None),
     ("intercept/", INTERCEPT),
     ("collectives/gateway/", ("dist/test_gateway.py",)),
-    ("collectives/rollcall.py", ROLLCALL),
-    ("collectives/streams.py", STREAMS + INTERCEPT),
+    ("collectives/rollcall.py", ("dist/test_rollcall.py", "dist/test_faults.py")),
+    ("collectives/nccl.py", None),
     ("collectives/", CONNECTIONS),
-    ("checkpoint/", ("dist/test_streams.py", "dist/test_background_saves.py", "dist/test_state.py")),
+    ("checkpoint/", ("dist/test_background_saves.py", "dist/test_state.py", "dist/test_streams.py")),
 )
-"""Tests that should notice, by the beginning of the file's name; the first that fits counts. Fast ones come first."""
+"""Tests that should notice, by the beginning of the file's name; the first that fits counts. None stands for those of
+``tests/dist/planting.py``."""
 
-_ABOUT_WAITS: Final = "not planted and not launch and not times and not missing_waits"
-"""Tests that count launches, or plant faults themselves, have nothing to say of others."""
+_ABOUT_WAITS: Final = "not planted and not launch and not times and not timed and not missing_waits"
+"""Tests that count launches, take times or plant faults themselves have nothing to say of others."""
 
 _TEST_SECONDS: Final = 100
 _SECONDS: Final = 600
+
+REASONS: Final[dict[str, str]] = {}
+"""Why a plant that no test misses is no fault, by its name."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +96,10 @@ class Plant:
     Attributes:
         file: The file, relative to the package.
         line: Its line in the checkout.
-        where: Name of the function that holds it.
+        where: Qualified name of the outermost function that holds it.
         what: The statement, and what becomes of it.
         text: The whole file with the fault.
+        original: The file as it is.
     """
 
     file: str
@@ -95,27 +107,12 @@ class Plant:
     where: str
     what: str
     text: str
+    original: str
 
     @property
     def name(self) -> str:
         """Stable while the file changes elsewhere."""
         return f"{self.file}: {self.where}: {self.what}"
-
-
-EXTRA: Final = (
-    ("sharding/lanes/stream_workers.py", "_after = body, tuple(after)", "_after = nothing, tuple(after)"),
-    ("sharding/lanes/stream_workers.py", "_after = body, tuple(after)", "_after = body, ()"),
-    (
-        "intercept/queued.py",
-        "        if current == self._caller:\n            self._held",
-        "        if True:\n            self._held",
-    ),
-    ("intercept/queued.py", "            self._flying.append((event, used))\n", ""),
-)
-"""Further faults: file, text that occurs once, what takes its place."""
-
-REASONS: Final[dict[str, str]] = {}
-"""Why a plant that no test misses is no fault, by its name."""
 
 
 def plants() -> Iterator[Plant]:
@@ -127,33 +124,28 @@ def plants() -> Iterator[Plant]:
 
 
 def _of_file(file: str, source: str) -> Iterator[Plant]:
-    tree = ast.parse(source)
-    for function in ast.walk(tree):
-        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        for node in _own(function):
+    for function, name in _functions(ast.parse(source), ""):
+        for node in ast.walk(function):
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _method(node.value) in WAITS:
                 assert isinstance(node.value.func, ast.Attribute)
-                kept = ast.unparse(node.value.func.value)
-                yield _replaced(file, source, function.name, node.value, kept)
+                yield _replaced(file, source, name, node.value, ast.unparse(node.value.func.value))
             elif isinstance(node, ast.withitem) and _method(node.context_expr) in VISITS:
-                yield _replaced(
-                    file, source, function.name, node.context_expr, '__import__("contextlib").nullcontext(False)'
-                )
-    for name, old, new in EXTRA:
-        if name == file:
+                yield _replaced(file, source, name, node.context_expr, _IDLE)
+    for path, name, old, new in EXTRA:
+        if path == file:
             assert source.count(old) == 1, f"{file} no longer has what EXTRA names:\n{old}"
             line = source[: source.index(old)].count("\n") + 1
             shown = f"{' '.join(old.split())} -> {' '.join(new.split()) or 'nothing'}"
-            yield Plant(file, line, "extra", shown, source.replace(old, new))
+            yield Plant(file, line, name, shown, source.replace(old, new), source)
 
 
-def _own(function: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function without those of functions inside it."""
-    for child in ast.iter_child_nodes(function):
-        yield child
-        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from _own(child)
+def _functions(owner: ast.AST, prefix: str) -> Iterator[tuple[ast.AST, str]]:
+    """Functions and methods with their qualified names; functions inside them belong to them."""
+    for node in ast.iter_child_nodes(owner):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node, prefix + node.name
+        elif isinstance(node, ast.ClassDef):
+            yield from _functions(node, f"{prefix}{node.name}.")
 
 
 def _method(node: ast.AST) -> str | None:
@@ -163,10 +155,21 @@ def _method(node: ast.AST) -> str | None:
 def _replaced(file: str, source: str, function: str, node: ast.expr, new: str) -> Plant:
     lines = source.splitlines(keepends=True)
     assert node.end_lineno is not None
+    assert node.end_col_offset is not None
     starts = [sum(map(len, lines[: line - 1])) for line in (node.lineno, node.end_lineno)]
-    # Columns count bytes, and these files' statements are ASCII.
-    begin, end = starts[0] + node.col_offset, starts[1] + (node.end_col_offset or 0)
-    return Plant(file, node.lineno, function, f"{ast.unparse(node)} -> {new}", source[:begin] + new + source[end:])
+    begin, end = starts[0] + node.col_offset, starts[1] + node.end_col_offset
+    text = source[:begin] + new + source[end:]
+    return Plant(file, node.lineno, function, f"{ast.unparse(node)} -> {new}", text, source)
+
+
+def check(plant: Plant) -> str:
+    """The test that notices a fault; empty if none does."""
+    tests = next(tests for start, tests in TESTS if plant.file.startswith(start))
+    if tests is not None:
+        return check_copy(plant, tests)
+    from tests.dist.planting import first_that_fails
+
+    return first_that_fails(plant.file, plant.where, plant.text, plant.original)
 
 
 _OVERLAY: Final = """import sys
@@ -175,16 +178,14 @@ sys.path.insert(0, {path!r})
 """
 
 
-def check(plant: Plant, tests: Sequence[str]) -> str:
+def check_copy(plant: Plant, tests: Sequence[str]) -> str:
     """Plant a fault into a copy of the package, and run tests until one fails; which one, or nothing."""
+    from thinwire.codecs.cpp import _native
+
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory)
-        shutil.copytree(PACKAGE, copy / "thinwire", ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
-        from thinwire.codecs.cpp import _native
-
-        native = copy / "thinwire" / "codecs" / "cpp" / Path(_native.__file__).name
-        native.unlink(missing_ok=True)
-        native.symlink_to(_native.__file__)
+        shutil.copytree(PACKAGE, copy / "thinwire", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        (copy / "thinwire" / "codecs" / "cpp" / Path(_native.__file__).name).symlink_to(_native.__file__)
         (copy / "thinwire" / plant.file).write_text(plant.text, encoding="utf-8")
         (copy / "sitecustomize.py").write_text(_OVERLAY.format(path=directory), encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
@@ -209,9 +210,7 @@ def check(plant: Plant, tests: Sequence[str]) -> str:
 def main() -> int:
     """Plant what has no result yet, and print what became of all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", default="", metavar="FILE[:LINE]", help="of the package, for example sharding/unit.py:136"
-    )
+    parser.add_argument("--only", default="", metavar="FILE[:LINE]", help="for example sharding/unit.py:136")
     parser.add_argument("--again", action="store_true", help="also what has a result")
     parser.add_argument("--list", action="store_true", help="name the faults, and plant none")
     options = parser.parse_args()
@@ -223,21 +222,21 @@ def main() -> int:
         return 0
     records = json.loads(RECORDS.read_text(encoding="utf-8")) if RECORDS.exists() else {}
     missed = 0
-    console = Console(width=160)
     table = Table("place", "fault", "noticed by", box=None)
     for each in chosen:
         key = hashlib.sha256(each.text.encode()).hexdigest()
         if options.again or key not in records:
-            tests = next(tests for start, tests in TESTS if each.file.startswith(start))
             began = time.monotonic()
-            records[key] = check(each, tests)
-            print(f"{each.file}:{each.line}: {records[key] or 'MISSED'} ({time.monotonic() - began:.0f} s)", flush=True)
+            records[key] = check(each)
+            seconds = time.monotonic() - began
+            print(f"{each.file}:{each.line}: {records[key] or 'MISSED'} ({seconds:.0f} s)", flush=True)
             RECORDS.parent.mkdir(exist_ok=True)
             RECORDS.write_text(json.dumps(records, indent=1), encoding="utf-8")
         reason = REASONS.get(each.name)
         missed += not records[key] and reason is None
         noticed = records[key] or (f"no fault: {reason}" if reason else "MISSED")
         table.add_row(f"{each.file}:{each.line}", each.what, noticed)
+    console = Console(width=200)
     console.print(table)
     console.print(f"{len(chosen)} faults, {missed} missed")
     return int(missed > 0)

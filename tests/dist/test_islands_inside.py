@@ -186,14 +186,13 @@ def off_streams(toml: str) -> list[torch.Tensor]:
     return whole(model)
 
 
-@pytest.mark.parametrize(
-    "islands",
-    [
-        {"every": 3},
-        {"every": 4, "fragments": 2, "delay": 2, "blend": 0.5, "codec": "int4:256", "error_feedback": True},
-    ],
-    ids=["at once", "under way"],
-)
+EXCHANGES: list[dict[str, Any]] = [
+    {"every": 3},
+    {"every": 4, "fragments": 2, "delay": 2, "blend": 0.5, "codec": "int4:256", "error_feedback": True},
+]
+
+
+@pytest.mark.parametrize("islands", EXCHANGES, ids=["at once", "under way"])
 @pytest.mark.parametrize("name", ["ddp", "zero3"])
 def test_exchanges_order_every_access(name: str, islands: dict[str, Any]) -> None:
     plan = plan_of(name, local=2, islands={"count": 2, **islands})

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
 from thinwire.sharding.lanes import stream_workers
+from thinwire.sharding.replicas import sums_of
 from thinwire.testing import run_ranks
 from thinwire.testing.nccl import Issue, compare_issues
 from thinwire.testing.streams import Answer, SimulatedStream, SimulatedStreams, StreamCheck, check_streams
@@ -167,18 +168,28 @@ class Stopped(Exception):
     """Raised by a module between the gather of the next one and its use."""
 
 
-def stopped(model: nn.Module, ids: torch.Tensor) -> None:
-    """A forward ends while a gather is under way: units are freed before anybody has waited for it."""
+def stop(model: nn.Module, ids: torch.Tensor, way: contextlib.AbstractContextManager[Any]) -> None:
+    """A forward that ends before its second block."""
 
-    def stop(*_: Any) -> None:
+    def refuse(*_: Any) -> None:
         raise Stopped
 
-    for way in (contextlib.nullcontext(), torch.no_grad()):
-        handle = model.blocks[1].register_forward_pre_hook(stop)  # type: ignore[union-attr]
-        with pytest.raises(Stopped), way:
-            model(ids)
-        handle.remove()
+    handle = model.blocks[1].register_forward_pre_hook(refuse)  # type: ignore[union-attr]
+    with pytest.raises(Stopped), way:
+        model(ids)
+    handle.remove()
+
+
+def stopped(model: nn.Module, ids: torch.Tensor) -> None:
+    """A gather is under way when the next forward begins, or nobody needs it before the update frees its unit."""
+    stop(model, ids, contextlib.nullcontext())
+    stop(model, ids, torch.no_grad())
     model(ids).square().mean().backward()
+
+
+def stopped_at_last(model: nn.Module, ids: torch.Tensor) -> None:
+    model(ids).square().mean().backward()
+    stop(model, ids, torch.no_grad())
 
 
 def accumulated(model: nn.Module, ids: torch.Tensor) -> None:
@@ -209,7 +220,7 @@ def timed(model: nn.Module, ids: torch.Tensor) -> None:
     assert timeline.spans
 
 
-LOOPS = (retained, recomputed, evaluated, inspected, stopped, accumulated, late, logged, timed)
+LOOPS = (retained, recomputed, evaluated, inspected, stopped, stopped_at_last, accumulated, late, logged, timed)
 
 
 def check_loops(names: tuple[str, ...], answers: Answer) -> Outcome:
@@ -241,6 +252,119 @@ def check_loops(names: tuple[str, ...], answers: Answer) -> Outcome:
 )
 def test_loops_order_every_access(names: tuple[str, ...], answers: Answer) -> None:
     assert_ordered(run_ranks(4, check_loops, names, answers))
+
+
+# -- what happens between a backward and the next step -----------------------------------------------------------
+
+
+def clipped(model: nn.Module, optim: Any) -> None:
+    tw.clip_grad_norm_(model, 1.0)
+    optim.step()
+
+
+def unclipped(model: nn.Module, optim: Any) -> None:
+    optim.step()
+
+
+def clipped_otherwise(model: nn.Module, optim: Any) -> None:
+    tw.clip_grad_norm_(model, 1.0, norm_type=math.inf)
+    optim.step()
+
+
+def read_and_set(model: nn.Module, optim: Any) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad * 0.5
+    optim.step()
+
+
+def forgotten(model: nn.Module, optim: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+    optim.step()
+
+
+def regularised(model: nn.Module, optim: Any) -> None:
+    (1e-3 * sum(parameter.square().sum() for parameter in model.parameters())).backward()
+    optim.step()
+
+
+def discarded(model: nn.Module, optim: Any) -> None:
+    optim.zero_grad()
+    model(torch.arange(6).view(2, 3)).square().mean().backward()
+    optim.step()
+
+
+def written(model: nn.Module, optim: Any) -> None:
+    optim.step()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+def edited(model: nn.Module, optim: Any) -> None:
+    optim.step()
+    with tw.full_parameters(model, write=True), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+
+
+def compared(model: nn.Module, optim: Any) -> None:
+    for part in getattr(optim, "parts", ()):  # torch's own have none
+        sums_of(part.runtime, part.fragments)
+    optim.step()
+
+
+ENDINGS = (
+    clipped, unclipped, clipped_otherwise, read_and_set, forgotten, regularised, discarded, written, edited, compared,
+)  # fmt: skip
+
+
+def check_endings(name: str, own: bool) -> list[str]:
+    """Hazards of steps that end in each way, with thinwire's optimizer or with torch's own."""
+    problems = []
+    for ending in ENDINGS:
+        with check_streams("never") as check:
+            torch.manual_seed(0)
+            model = tw.shard(Tied(), preset(name, bucket_bytes=1), codec_backend="reference")
+            optim: Any = tw.optimizer(model, torch.optim.AdamW, lr=1e-2) if own else None
+            optim = optim or torch.optim.AdamW(model.parameters(), lr=1e-2)
+            for _ in range(3):
+                model(torch.arange(6).view(2, 3)).square().mean().backward()
+                ending(model, optim)
+                optim.zero_grad()
+        problems += [f"{name}, {ending.__name__}: {hazard}" for hazard in check.hazards]
+    return problems
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("name", ["zero1", "zero3", "ddp"])
+def test_every_end_of_a_step_orders_every_access(name: str, own: bool) -> None:
+    for problems in run_ranks(4, check_endings, name, own):
+        assert not problems, "\n".join(problems[:3])
+
+
+def check_scaled(name: str) -> list[str]:
+    """Hazards of steps in float16, one of which is skipped."""
+    with check_streams("never") as check:
+        torch.manual_seed(0)
+        plan = tw.Plan.preset(
+            name, nodes=2, local=2, compute_dtype="float16", wire={"error_feedback": name == "zeropp"}
+        )
+        model = tw.shard(Tied(), plan, codec_backend="reference")
+        scale = tw.LossScale(1024.0, growth_interval=1)
+        optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2, loss_scale=scale)
+        for factor in (1.0, math.inf, 1.0, 1.0):
+            scale.scale(factor * model(torch.arange(6).view(2, 3)).float().square().mean()).backward()
+            optim.step()
+            optim.zero_grad()
+    return [str(hazard) for hazard in check.hazards]
+
+
+@pytest.mark.parametrize("name", ["zero3", pytest.param("zeropp", marks=pytest.mark.slow)])
+def test_steps_with_a_loss_scale_order_every_access(name: str) -> None:
+    for hazards in run_ranks(4, check_scaled, name):
+        assert not hazards, "\n".join(hazards[:3])
 
 
 # -- streams of the user's own ---------------------------------------------------------------------------------

@@ -49,7 +49,6 @@ def _clip_by(runtime: Runtime, max_norm: float, norm_type: float, *, error_if_no
     if runtime.outside is None:
         raise UsageError(f"norm_type = {norm_type}: with tp or pp only the 2-norm is available; use norm_type = 2")
     runtime.agree(measure=False)
-    runtime.reducer.join()
     norm = runtime.outside.norms.total(float(norm_type)) / runtime.agreements.gradient_scale
     if runtime.sharded.world is None:
         norm = norm.cpu()
