@@ -49,9 +49,28 @@ def cases(scale: Scale, stack: ExitStack) -> list[Case]:
     ]
     if scale.device == "cpu":
         chosen = [("rehearsed", _REHEARSED, 1, 5, 0)]
-    return [
+    compiling = [Case("kernels compiled by many processes", _compile, 45)] if scale.device == "cuda" else []
+    return compiling + [
         Case(name, partial(_run, tests, workers), seconds, needs) for name, tests, workers, seconds, needs in chosen
     ]
+
+
+def _compile(report: Report) -> Outcome:
+    """Every kernel, into the cache that all later parts read."""
+    from benchmarks.gpu.compile import compile_all
+
+    from thinwire_bench.codecs.bench import CODECS
+
+    failed: list[str] = []
+
+    def told(line: str) -> None:
+        report(line)
+        if "Error" in line:
+            failed.append(line)
+
+    seconds = compile_all(CODECS, ("float32", "bfloat16", "float16"), os.cpu_count() or 1, told)
+    check = Check("codecs and dtypes compiled", f"{len(seconds)}, {len(failed)} failed", "0 failed", not failed)
+    return Outcome(checks=(check,), notes=tuple(failed), data={"compiled": seconds})
 
 
 def _run(tests: Sequence[str], workers: int, report: Report) -> Outcome:
