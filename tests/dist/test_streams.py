@@ -320,10 +320,13 @@ ENDINGS = (
 )  # fmt: skip
 
 
-def check_endings(name: str, own: bool) -> list[str]:
+Ending = Callable[[nn.Module, Any], None]
+
+
+def check_endings(name: str, own: bool, endings: tuple[Ending, ...]) -> list[str]:
     """Hazards of steps that end in each way, with thinwire's optimizer or with torch's own."""
     problems = []
-    for ending in ENDINGS:
+    for ending in endings:
         with check_streams("never") as check:
             torch.manual_seed(0)
             model = tw.shard(Tied(), preset(name, bucket_bytes=1), codec_backend="reference")
@@ -339,8 +342,8 @@ def check_endings(name: str, own: bool) -> list[str]:
 
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("name", ["zero1", "zero3", "ddp"])
-def test_every_end_of_a_step_orders_every_access(name: str, own: bool) -> None:
-    for problems in run_ranks(4, check_endings, name, own):
+def test_every_end_of_a_step_orders_every_access(name: str, own: bool, endings: tuple[Ending, ...] = ENDINGS) -> None:
+    for problems in run_ranks(4, check_endings, name, own, endings):
         assert not problems, "\n".join(problems[:3])
 
 
