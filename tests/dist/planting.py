@@ -35,12 +35,12 @@ _USUAL: Final = (streams.clipped, streams.edited)
 _OTHERS: Final = tuple(ending for ending in streams.ENDINGS if ending not in _USUAL)
 
 _STEPS: Final[list[Case]] = [
-    *((streams.test_every_end_of_a_step_orders_every_access, (name, True, _USUAL)) for name in ("zero3", "zero1")),
+    *((streams.assert_ends_ordered, (name, True, _USUAL)) for name in ("zero3", "zero1")),
     (streams.test_a_model_may_use_streams_of_its_own, ("zero3", "never")),
     (streams.test_a_save_in_the_background_writes_what_has_arrived, (Path, "never")),
     (streams.test_steps_with_a_loss_scale_order_every_access, ("zero3",)),
     *(
-        (streams.test_every_end_of_a_step_orders_every_access, (name, own, _OTHERS))
+        (streams.assert_ends_ordered, (name, own, _OTHERS))
         for name, own in (("zero3", True), ("zero1", True), ("zero3", False), ("ddp", True))
     ),
     (streams.test_loops_order_every_access, (("zero3",), "never")),

@@ -111,9 +111,9 @@ class Spreads:
         )
 
     def join(self) -> None:
-        """Wait until every unit's parameters are up to date."""
+        """Wait until every unit's parameters are up to date, and its P shard may be written."""
         for unit in self._sharded.units:
-            unit.join_spread()
+            unit.release_shard()
 
     def _moves(self, operation: Operation, buffer: FlatBuffer, *, exactly: bool) -> Moves:
         codec = self._sharded.codecs.spread if buffer.layout.encoded else None

@@ -191,6 +191,13 @@ class Unit:
             self._spreads.clear()
             self.ready = self.state is State.GATHERED
 
+    def release_shard(self) -> None:
+        """Wait until nothing reads or writes the P shard: a spread, or a gather that nobody has waited for because a
+        forward ended early."""
+        self.join_spread()
+        for ticket in self._gather:
+            ticket.wait()
+
     def updated(self) -> None:
         """Invalidate everything derived from the P shard, which gets new values."""
         self.free()
