@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ from tests.dist.test_edge_models import Stack
 from torch import nn
 
 import thinwire as tw
-from thinwire.collectives.rollcall import NotedExchange, Report, judge
+from thinwire.collectives.rollcall import MeetingPlace, NotedExchange, Report, RollCall, judge
 from thinwire.errors import MismatchError
 from thinwire.testing import RankPool
 
@@ -105,6 +107,28 @@ def test_ranks_that_make_different_calls_get_an_error_instead_of_hanging(
             assert "rank 0" in message
             assert "rank 1" in message
             assert "very rank" in message  # what every rank has to do
+
+
+def test_autograds_thread_computes_and_lanes_do_not() -> None:
+    """On a GPU, hooks run on a thread that torch has started, and their exchanges hold up computation."""
+    calls = RollCall(lambda: None, dist.HashStore)
+    calls.watching = True  # nobody is asked
+    place, found = MeetingPlace(calls, (0, 1), "gather"), []
+    done = threading.Event()
+
+    def exchange() -> None:
+        with place.doing("all_gather"):
+            found.append(place.on_main)
+        done.set()
+
+    exchange()
+    done.clear()
+    _thread.start_new_thread(exchange, ())  # as C++ does
+    assert done.wait(10)
+    lane = threading.Thread(target=exchange)
+    lane.start()
+    lane.join()
+    assert found == [True, True, False]
 
 
 def report(beat: int, *exchanges: NotedExchange, blocked: bool = True) -> Report:

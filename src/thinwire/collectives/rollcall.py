@@ -101,7 +101,7 @@ class MeetingPlace:
     def __enter__(self) -> None:
         self._number += 1
         self.since = time.monotonic()
-        self.on_main = threading.get_ident() == self._rollcall.main
+        self.on_main = threading.get_ident() == self._rollcall.main or _is_torchs_own()
         self._rollcall.under_way[id(self)] = self
         if not self._rollcall.watching:
             self._rollcall.watch()
@@ -114,6 +114,12 @@ class MeetingPlace:
         """The current exchange, in the form that is published."""
         sizes = [tuple(t.numel() * t.element_size() for t in tensors) for tensors in self._pieces]
         return NotedExchange(self._ranks, self._name, self._number, self._kind, *sizes)
+
+
+def _is_torchs_own() -> bool:
+    """Whether Python has not started this thread: autograd computes the backward of a GPU on such a thread, while the
+    main thread waits for it."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 @dataclass(frozen=True)
