@@ -17,6 +17,7 @@ from typing import Any, Final
 from unittest import mock
 
 from tests.dist import test_delays as delays
+from tests.dist import test_device_norms as norms
 from tests.dist import test_intercept_streams as intercept
 from tests.dist import test_islands_inside as islands
 from tests.dist import test_streams as streams
@@ -37,6 +38,7 @@ _OTHERS: Final = tuple(ending for ending in streams.ENDINGS if ending not in _US
 _STEPS: Final[list[Case]] = [
     *((streams.assert_ends_ordered, (name, True, _USUAL)) for name in ("zero3", "zero1")),
     (streams.test_a_model_may_use_streams_of_its_own, ("zero3", "never")),
+    (streams.test_a_model_may_use_streams_of_its_own, ("zero3, input gradients", "never")),
     (streams.test_a_save_in_the_background_writes_what_has_arrived, (Path, "never")),
     (streams.test_steps_with_a_loss_scale_order_every_access, ("zero3",)),
     *(
@@ -54,7 +56,8 @@ CASES: Final[dict[str, list[Case]]] = {
     "sharding/islands/": [
         (islands.test_exchanges_order_every_access, ("zero3", exchange)) for exchange in islands.EXCHANGES
     ],
-    "sharding/": _STEPS,
+    "sharding/lanes/late.py": [(norms.test_steps_equal_those_that_the_host_decides, (norms.FIRST,))],
+    "sharding/": [*_STEPS, (norms.test_steps_equal_those_that_the_host_decides, (norms.FIRST,))],
     "collectives/streams.py": [*_STEPS, (intercept.test_works_wait_on_streams_only, ())],
     "collectives/nccl.py": _STEPS,
     "checkpoint/": [(streams.test_a_save_in_the_background_writes_what_has_arrived, (Path, "never"))],

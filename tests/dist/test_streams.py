@@ -433,13 +433,17 @@ def check_two_streams(name: str, answers: Answer) -> Outcome:
     return [str(h) for h in check.hazards if (h.kind, h.other) not in own], {name: check.issues}
 
 
+INPUT_GRADIENTS: dict[str, Any] = {"granularity": "module", "recompute": True, "overlap": {"input_gradient": True}}
+
+
 def train_on_two_streams(name: str | None, answers: Answer) -> StreamCheck:
     with check_streams(answers) as check:
         torch.manual_seed(0)
         model: nn.Module = OnTwoStreams(check.streams)
         optim: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if name is not None:
-            model = tw.shard(model, preset(name, bucket_bytes=1))
+            fields = INPUT_GRADIENTS if name == "zero3, input gradients" else {}
+            model = tw.shard(model, preset(name.partition(",")[0], bucket_bytes=1, **fields))
             optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
         for _ in range(3):
             model(torch.arange(6).view(2, 3)).square().mean().backward()
@@ -452,6 +456,7 @@ def train_on_two_streams(name: str | None, answers: Answer) -> StreamCheck:
     ("name", "answers"),
     [
         ("zero3", "never"),
+        ("zero3, input gradients", "never"),
         *(pytest.param(name, "random", marks=pytest.mark.slow) for name in ("ddp", "zero1", "zero2", "zero3", "hpz")),
     ],
 )
