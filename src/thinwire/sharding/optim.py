@@ -19,6 +19,7 @@ from thinwire.errors import UsageError
 from thinwire.sharding.foreign import INNER
 from thinwire.sharding.fragments import OwnedFragment
 from thinwire.sharding.loss_scale import LossScale
+from thinwire.sharding.optimizers.state import InnerOptimizer
 from thinwire.sharding.optimizers.trials import (
     refuse_per_tensor,
     refuse_unlike_ranks,
@@ -45,6 +46,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         by_unit: Whether updating some parameters in one call and the rest in the next equals one update of all, so that
             units can be updated as their gradients arrive.
         loss_scale: Factor of the losses, by which a step divides the gradients; ``None`` without one.
+
+    Attributes:
+        owned: ``inner`` and ``fragments`` together, for code that needs no more of this optimizer.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         loss_scale: LossScale | None = None,
     ) -> None:
         self.runtime, self.inner, self.fragments = runtime, inner, tuple(fragments)
+        self.owned = InnerOptimizer(inner, self.fragments)
         self.skip_nonfinite = skip_nonfinite or loss_scale is not None
         self.loss_scale = runtime.agreements.loss_scale = loss_scale
         self._update = ShareUpdate(runtime, inner, self.fragments, by_unit=by_unit)

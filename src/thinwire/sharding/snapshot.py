@@ -211,13 +211,14 @@ def _save_part(model: nn.Module, optim: ShardedOptimizer | None, vectors: _Vecto
             if piece.momentum is not None:
                 momentum = piece.momentum if island == 0 else None
                 add("outer/momentum", slot.name, "", slot.numel, piece.offset, momentum)
+    inner = None if optim is None else optim.owned
     for owned in fragments:
         slot, offset = owned.fragment.slot, owned.fragment.offset
         value = owned.value.detach().reshape(-1) if first_replica else None
         add("model" if exchanges is None else own_masters(island), slot.name, "", slot.numel, offset, value)
         if runtime.plan.wire.spread_difference:
             add(own_key("held", island), slot.name, "", slot.numel, offset, owned.held if first_replica else None)
-        for key, entry in state_of(optim, owned).items():
+        for key, entry in state_of(inner, owned).items():
             if isinstance(entry, torch.Tensor) and entry.dim() > 0:
                 as_long = entry.numel() == owned.value.numel()
                 numel, begin = (slot.numel, offset) if as_long else (entry.numel(), 0)
@@ -366,7 +367,7 @@ class _Loading:
         runtime.zero_grad()
         self._same_plan = same_plan
         self._with_held = runtime.plan.wire.spread_difference and self._same_plan
-        self._new = make_state(optim) if optim is not None else []
+        self._new = make_state(optim.owned) if optim is not None else []
         self._numbers: list[tuple[dict[str, Any], str, Json]] = []
         self._copies: list[Callable[[], object]] = []
         self._lost: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
@@ -570,7 +571,7 @@ def _want_state(
         if name not in stepped:
             optim.state.pop(owned.value, None)
             continue
-        for key, entry in state_of(optim, owned).items():
+        for key, entry in state_of(optim.owned, owned).items():
             full = f"{name}/{key}"
             if full not in stored:
                 raise CheckpointError(
