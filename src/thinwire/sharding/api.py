@@ -280,7 +280,7 @@ def enter_islands(model: nn.Module, optim: ShardedOptimizer | None, *, island: i
     runtime.holds.refuse("enter_islands()")
     runtime.join_spreads()
     exchanges.hold()
-    exchanges.enter(others, optim)
+    exchanges.enter(others, None if optim is None else optim.owned)
     if (step := exchanges.take_fetched()) is not None:
         runtime.loaded(step, with_replicas=False)
     return runtime.num_steps

@@ -16,7 +16,7 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from zlib_ng import zlib_ng
@@ -28,11 +28,8 @@ from thinwire.sharding.islands.others import OtherIslands
 from thinwire.sharding.islands.outer_group import OuterGroup
 from thinwire.sharding.islands.peers import PeerAxis
 from thinwire.sharding.islands.quorum import Expected, Quorum
-from thinwire.sharding.optimizers.state import state_of
+from thinwire.sharding.optimizers.state import InnerOptimizer, state_of
 from thinwire.sharding.sharded import ShardedModel
-
-if TYPE_CHECKING:
-    from thinwire.sharding.optim import ShardedOptimizer
 
 __all__ = ["ElasticExchanges", "Exchanged"]
 
@@ -133,7 +130,7 @@ class ElasticExchanges(Exchanges):
         super().__init__(sharded, OuterGroup(PeerAxis(None, 0, 1, sharded.meter), sharded.codecs.outer))
         self.fetched: int | None = None
         self.log: list[Exchanged] = []
-        self.optimizer: ShardedOptimizer | None = None
+        self.optimizer: InnerOptimizer | None = None
         self._membership: OtherIslands | None = None
         self._has_trained = False
         self._pace = Tempo()
@@ -141,7 +138,7 @@ class ElasticExchanges(Exchanges):
         self._meets_at: int | None = None
         self._problem = "nothing on this rank"
 
-    def enter(self, membership: OtherIslands, optimizer: ShardedOptimizer | None) -> None:
+    def enter(self, membership: OtherIslands, optimizer: InnerOptimizer | None) -> None:
         """Begin to train with the others that are there: the state becomes theirs, if they are ahead."""
         self._membership, self.optimizer = membership, optimizer
         self._sharded.seeds.be_island(membership.island)
