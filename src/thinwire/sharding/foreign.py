@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from thinwire.errors import UsageError
 from thinwire.sharding.outside import ModelParameter, Outside, refuse_in_backward, sharded_parameter_of
+from thinwire.sharding.runtime import runtime_of
 from thinwire.sharding.shares.parameter import ShardedParameter
 
 __all__ = ["INNER", "watch_optimizers"]
@@ -49,7 +50,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 def _prepare(model: Outside, optimizer: torch.optim.Optimizer) -> None:
     """Prepare a model for an optimizer that will read its gradients and write its masters."""
-    runtime, name = model.runtime, type(optimizer).__name__
+    runtime, name = runtime_of(model.sharded.model), type(optimizer).__name__
     refuse_in_backward(f"{name}.step()")
     runtime.holds.refuse(f"{name}.step()")
     if runtime.optimizer is not None:

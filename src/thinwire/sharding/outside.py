@@ -10,7 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,20 +18,22 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.errors import UsageError
 from thinwire.program import Axis, Lane
+from thinwire.sharding.agreement import Agreement, Agreements
 from thinwire.sharding.fragments import OwnedFragment
 from thinwire.sharding.gathers import FlatBuffer
 from thinwire.sharding.gradient import UnitGradient
 from thinwire.sharding.holders import ModelHolders
-from thinwire.sharding.holds import recomputing
+from thinwire.sharding.holds import Holds, recomputing
 from thinwire.sharding.modules.discover import is_ignored
+from thinwire.sharding.passes import Passes
+from thinwire.sharding.reducer import Reducer
+from thinwire.sharding.sharded import ShardedModel
 from thinwire.sharding.shares.operations import from_power_sums, power_sum
 from thinwire.sharding.shares.parameter import GradientHook, ShardedParameter
 from thinwire.sharding.shares.spec import ShareSpec
 from thinwire.sharding.shares.tensor import ShareTensor
+from thinwire.sharding.spreads import Spreads
 from thinwire.sharding.unit import Unit
-
-if TYPE_CHECKING:
-    from thinwire.sharding.runtime import Runtime
 
 __all__ = ["ModelParameter", "Outside", "forget_share", "refuse_in_backward", "sharded_parameter_of"]
 
@@ -80,13 +82,27 @@ class Outside:
     """The parameters of one model, as share tensors.
 
     Attributes:
-        runtime: Runtime of the model.
+        sharded: The model.
+        passes: Receives the events of its passes.
+        reducer: Reduces its gradients.
+        agreements: Exchanges of its steps.
+        spreads: Spreads its updated parameters.
+        holds: Keeps its gathered parameters that may still be read.
+        agree: See :meth:`thinwire.sharding.runtime.Runtime.agree`.
+        finish_step: See :meth:`thinwire.sharding.runtime.Runtime.finish_step`.
         parameters: Share of each parameter, by name, in the order of units.
         dirty: Numbers of units whose masters were written since they were last spread.
         norms: Norms of the gradients, cached until a gradient changes.
     """
 
-    runtime: Runtime
+    sharded: ShardedModel
+    passes: Passes
+    reducer: Reducer
+    agreements: Agreements
+    spreads: Spreads
+    holds: Holds
+    agree: Callable[..., Agreement]
+    finish_step: Callable[..., None]
     parameters: dict[str, ShardedParameter] = field(default_factory=dict)
     dirty: set[int] = field(default_factory=set)
 
@@ -96,11 +112,11 @@ class Outside:
         self._checked = 0  # number of the model's table entries at the last check that all of them are managed
         self.norms = GradientNorms(self._live)
         spans: dict[str, tuple[int, int]] = {}
-        sharded = self.runtime.sharded
+        sharded = self.sharded
         trained = ModelHolders(sharded, spans, trained=True)
         frozen = ModelHolders(sharded, spans, trained=False)
         fragments = {owned.fragment.slot.name: owned for owned in sharded.fragments()}
-        for unit in self.runtime.units:
+        for unit in self.sharded.units:
             parts = iter(sharded.gradients.get(unit.index, ()))
             for buffer in unit.buffers:
                 if buffer.layout.trainable:
@@ -119,7 +135,7 @@ class Outside:
         holders: ModelHolders,
         spans: dict[str, tuple[int, int]],
     ) -> None:
-        shard = self.runtime.axes[Axis.PARAMS, Lane.REDUCE].index
+        shard = self.sharded.axes[Axis.PARAMS, Lane.REDUCE].index
         of_shard = {slot.name: run for slot, _, run in buffer.layout.pieces(shard)}
         masters = buffer.shard if buffer.master is None else buffer.master
         first = int(part.owned.values.storage_offset())
@@ -143,7 +159,7 @@ class Outside:
     ) -> None:
         pieces = {
             slot.name: (offset, run)
-            for slot, offset, run in buffer.layout.pieces(self.runtime.axes[Axis.PARAMS, Lane.REDUCE].index)
+            for slot, offset, run in buffer.layout.pieces(self.sharded.axes[Axis.PARAMS, Lane.REDUCE].index)
         }
         for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True):
             offset, run = pieces.get(slot.name, (0, None))
@@ -169,15 +185,15 @@ class Outside:
         Raises:
             UsageError: A ``full_parameters()`` block is open.
         """
-        self.runtime.holds.refuse("a write to a share of a parameter")
-        self.runtime.spreads.join()
+        self.holds.refuse("a write to a share of a parameter")
+        self.spreads.join()
 
     def flush(self) -> None:
         """Spread the units that were written since the last step. Collective, if any was written."""
         if not self.dirty:
             return
         dirty, self.dirty = frozenset(self.dirty), set()
-        spreads = self.runtime.spreads
+        spreads = self.spreads
         spreads.join()
         spreads.write_back(sorted(dirty), differences=True)
         spreads.start(exactly=True, only=dirty)
@@ -185,8 +201,8 @@ class Outside:
     def finish_update(self) -> None:
         """Spread the shares that one of torch's own optimizers has updated, and begin the next step."""
         dirty, self.dirty = frozenset(self.dirty), set()
-        self.runtime.spreads.write_back(sorted(dirty))
-        self.runtime.finish_step(updated=bool(dirty), only=dirty)
+        self.spreads.write_back(sorted(dirty))
+        self.finish_step(updated=bool(dirty), only=dirty)
 
     def check_all_managed(self) -> None:
         """Check that every trainable parameter of the model existed when the model was sharded.
@@ -194,7 +210,7 @@ class Outside:
         Raises:
             UsageError: A parameter was added later; the error names it.
         """
-        model = self.runtime.model
+        model = self.sharded.model
         count = sum(len(module._parameters) for module in model.modules())
         if count == self._checked:
             return
@@ -212,12 +228,12 @@ class Outside:
     def changed_gradients(self) -> None:
         """Drop the norms, which are stale after a change of gradients."""
         self.norms.forget()
-        self.runtime.agreements.forget_norm()
+        self.agreements.forget_norm()
 
     def add_gradient(self, trained: Trained, piece: torch.Tensor) -> None:
         """Take this rank's share, 1-D, of a gradient from an operation on shares; :meth:`merge` adds it."""
-        self.runtime.agreements.begin_backward()
-        self.runtime.agreements.used.note(trained.unit, trained.slot)
+        self.agreements.begin_backward()
+        self.agreements.used.note(trained.unit, trained.slot)
         self.norms.forget()
         self._added.append((trained, piece))
 
@@ -225,8 +241,8 @@ class Outside:
         """Add the gradients of operations on shares to the combined gradients."""
         added, self._added = self._added, []
         for trained, piece in added:
-            self.runtime.reducer.join_unit(trained.unit)
-            factor = 1 if self.runtime.plan.grad_reduce == "mean" else self.runtime.plan.world
+            self.reducer.join_unit(trained.unit)
+            factor = 1 if self.sharded.plan.grad_reduce == "mean" else self.sharded.plan.world
             trained.part.add(trained.owned, piece * factor if factor > 1 else piece)
 
     def drop_added(self) -> None:
@@ -331,7 +347,7 @@ class ModelParameter:
         if not follows and (self.compute_tensor.dtype == share.dtype or self.compute_tensor.dtype not in dtypes):
             return share.full_tensor()
         value = self.compute_tensor if follows else self.compute_tensor.detach()
-        with self.outside.runtime.passes.reading(self.unit.index):
+        with self.outside.passes.reading(self.unit.index):
             # Gathered memory is freed even if the caller still has a view of it, so return a copy.
             return value.clone() if self.unit.sharded else value
 
@@ -341,15 +357,15 @@ class ModelParameter:
         """See :class:`~thinwire.sharding.shares.parameter.LiveParameter`."""
         if self.trained is None:
             return None
-        runtime, trained = self.outside.runtime, self.trained
-        if runtime.passes.backward.may_be_unreported:
-            runtime.passes.backward.take_unreported()
+        outside, trained = self.outside, self.trained
+        if outside.passes.backward.may_be_unreported:
+            outside.passes.backward.take_unreported()
         if trained.part.absent and not self.outside.has_added():
             return None
         if not trained.part.unsynced:
-            used = runtime.agreements.used
+            used = outside.agreements.used
             if not used.is_known():
-                runtime.agree(measure=False)
+                outside.agree(measure=False)
             if not used.is_used(trained.unit, trained.slot):
                 return None
         if self._gradient is None:
@@ -372,12 +388,12 @@ class ModelParameter:
                 "zero_grad() to drop it"
             )
         self.outside.merge()
-        self.outside.runtime.reducer.join_unit(self.trained.unit)
+        self.outside.reducer.join_unit(self.trained.unit)
         return part.owned.values[self.trained.owned]
 
     def set_gradient(self, value: torch.Tensor | None) -> None:
         """See :class:`~thinwire.sharding.shares.parameter.LiveParameter`."""
-        trained, agreements = self.trained, self.outside.runtime.agreements
+        trained, agreements = self.trained, self.outside.agreements
         if trained is None:
             if value is not None:
                 raise UsageError(
@@ -400,7 +416,7 @@ class ModelParameter:
             piece = value.piece if isinstance(value, ShareTensor) else self.share.spec.cut(value)
             if self._gradient is None or value is not self._gradient:
                 piece = piece.clone()
-                self.outside.runtime.reducer.join_unit(trained.unit)
+                self.outside.reducer.join_unit(trained.unit)
                 if not trained.part.owned.empty:
                     trained.part.owned.values[trained.owned].zero_()
                 trained.part.add(trained.owned, piece)
@@ -410,9 +426,9 @@ class ModelParameter:
     def _forget(self, trained: Trained) -> None:
         outside = self.outside
         outside.merge()
-        outside.runtime.reducer.join_unit(trained.unit)
+        outside.reducer.join_unit(trained.unit)
         trained.part.forget(trained.index, trained.owned, trained.shard)
-        outside.runtime.agreements.set_used(trained.unit, trained.slot, used=False)
+        outside.agreements.set_used(trained.unit, trained.slot, used=False)
         outside.changed_gradients()
 
     def accumulated(self, share: torch.Tensor) -> None:
@@ -466,7 +482,7 @@ class _LiveGradient:
     def overflowed(self) -> None:
         """See :class:`~thinwire.sharding.shares.spec.Live`. The scaler skips the step, and next gradients must not
         contain what codecs have rounded away from these, which is not finite."""
-        self._parameter.outside.runtime.reducer.forget_lost()
+        self._parameter.outside.reducer.forget_lost()
 
     def norms(self, order: float) -> torch.Tensor | None:
         """See :class:`~thinwire.sharding.shares.spec.Live`."""

@@ -99,7 +99,18 @@ class Runtime:
         backward = BackwardPass(state, sharded, self.schedule, self.reducer, self.agreements, self.holds)
         self.passes = Passes(sharded, self.schedule, backward, state, self.holds)
         rollcall().describe = _describer(self)
-        self.outside: Outside | None = Outside(self) if sharded.alone else None
+        self.outside: Outside | None = None
+        if sharded.alone:
+            self.outside = Outside(
+                sharded,
+                self.passes,
+                self.reducer,
+                self.agreements,
+                self.spreads,
+                self.holds,
+                self.agree,
+                self.finish_step,
+            )
         self.half_loaded: str | None = None
         self.passes.before_computing = self.holds.before_gathering = self._before_use
         if self.outside is not None:
