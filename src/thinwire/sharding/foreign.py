@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from thinwire.errors import UsageError
 from thinwire.sharding.outside import ModelParameter, Outside, refuse_in_backward, sharded_parameter_of
 from thinwire.sharding.runtime import runtime_of
-from thinwire.sharding.shares.parameter import ShardedParameter
+from thinwire.sharding.tensors.parameter import ShardedParameter
 
 __all__ = ["INNER", "watch_optimizers"]
 

@@ -47,14 +47,14 @@ class ModelHolders:
         self._control = control(sharded.part.data.ranks)
 
     def combined(self, partial: torch.Tensor) -> torch.Tensor:
-        """See :class:`~thinwire.sharding.shares.spec.Holders`."""
+        """See :class:`~thinwire.sharding.tensors.spec.Holders`."""
         if self.pieces == 1:
             return partial.double().reshape(1, -1)
         rows = gather_rows(self._summing, partial.to(self._device, torch.float64))
         return rows.index_select(0, self._speaking)
 
     def gather(self, name: str, piece: torch.Tensor) -> torch.Tensor:
-        """See :class:`~thinwire.sharding.shares.spec.Holders`."""
+        """See :class:`~thinwire.sharding.tensors.spec.Holders`."""
         everyones = self._table()
         # A rank that contributes nothing sends one element, because some backends cannot send empty messages.
         sizes = [max(1, spans[name][1]) if speaks else 1 for speaks, spans in everyones]
@@ -74,12 +74,12 @@ class ModelHolders:
         return result.to(piece.device)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """See :class:`~thinwire.sharding.shares.spec.Holders`."""
+        """See :class:`~thinwire.sharding.tensors.spec.Holders`."""
         flat = values.detach().reshape(-1).to(torch.promote_types(values.dtype, torch.float32)).cpu()
         return gather_rows(self._group, flat).mean(0).to(values.dtype).to(values.device).view(values.shape)
 
     def first(self, values: torch.Tensor) -> torch.Tensor:
-        """See :class:`~thinwire.sharding.shares.spec.Holders`."""
+        """See :class:`~thinwire.sharding.tensors.spec.Holders`."""
         return gather_rows(self._group, values)[0].contiguous()
 
     @functools.cached_property

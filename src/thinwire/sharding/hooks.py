@@ -22,7 +22,7 @@ from thinwire.sharding.modules.norms import compute_beside_statistics, keeps_sta
 from thinwire.sharding.passes import Pass
 from thinwire.sharding.reads import refuse_copy, watch_reads
 from thinwire.sharding.runtime import Runtime, runtime_of
-from thinwire.sharding.shares.tensor import ShareTensor
+from thinwire.sharding.tensors.tensor import ShareTensor
 from thinwire.sharding.unit import Unit
 
 __all__ = ["as_forward", "install"]

@@ -28,11 +28,11 @@ from thinwire.sharding.modules.discover import is_ignored
 from thinwire.sharding.passes import Passes
 from thinwire.sharding.reducer import Reducer
 from thinwire.sharding.sharded import ShardedModel
-from thinwire.sharding.shares.operations import from_power_sums, power_sum
-from thinwire.sharding.shares.parameter import GradientHook, ShardedParameter
-from thinwire.sharding.shares.spec import ShareSpec
-from thinwire.sharding.shares.tensor import ShareTensor
 from thinwire.sharding.spreads import Spreads
+from thinwire.sharding.tensors.operations import from_power_sums, power_sum
+from thinwire.sharding.tensors.parameter import GradientHook, ShardedParameter
+from thinwire.sharding.tensors.spec import ShareSpec
+from thinwire.sharding.tensors.tensor import ShareTensor
 from thinwire.sharding.unit import Unit
 
 __all__ = ["ModelParameter", "Outside", "forget_share", "refuse_in_backward", "sharded_parameter_of"]
@@ -318,18 +318,18 @@ class ModelParameter:
     # -- the values --------------------------------------------------------------------------------------------
 
     def before_write(self) -> None:
-        """See :class:`~thinwire.sharding.shares.spec.Live`."""
+        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
         self.outside.before_write()
 
     def after_write(self) -> None:
-        """See :class:`~thinwire.sharding.shares.spec.Live`."""
+        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
         self.outside.dirty.add(self.unit.index)
 
     def overflowed(self) -> None:
-        """See :class:`~thinwire.sharding.shares.spec.Live`."""
+        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
 
     def norms(self, order: float) -> torch.Tensor | None:
-        """See :class:`~thinwire.sharding.shares.spec.Live`."""
+        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
         del order
         return None
 
@@ -354,7 +354,7 @@ class ModelParameter:
     # -- the gradient ------------------------------------------------------------------------------------------
 
     def gradient(self) -> ShareTensor | None:
-        """See :class:`~thinwire.sharding.shares.parameter.LiveParameter`."""
+        """See :class:`~thinwire.sharding.tensors.parameter.LiveParameter`."""
         if self.trained is None:
             return None
         outside, trained = self.outside, self.trained
@@ -392,7 +392,7 @@ class ModelParameter:
         return part.owned.values[self.trained.owned]
 
     def set_gradient(self, value: torch.Tensor | None) -> None:
-        """See :class:`~thinwire.sharding.shares.parameter.LiveParameter`."""
+        """See :class:`~thinwire.sharding.tensors.parameter.LiveParameter`."""
         trained, agreements = self.trained, self.outside.agreements
         if trained is None:
             if value is not None:
@@ -444,7 +444,7 @@ class ModelParameter:
     # -- settings and hooks ------------------------------------------------------------------------------------
 
     def train(self, *, wanted: bool) -> None:
-        """See :class:`~thinwire.sharding.shares.parameter.LiveParameter`."""
+        """See :class:`~thinwire.sharding.tensors.parameter.LiveParameter`."""
         if wanted and self.trained is None:
             raise UsageError(
                 f"{self.share.spec.name} was frozen when the model was sharded, so that it has no master, no "
@@ -454,12 +454,12 @@ class ModelParameter:
         self.compute_tensor.requires_grad_(wanted)
 
     def hook_gradient(self, hook: GradientHook) -> RemovableHandle:
-        """See :class:`~thinwire.sharding.shares.parameter.LiveParameter`."""
+        """See :class:`~thinwire.sharding.tensors.parameter.LiveParameter`."""
         handle: RemovableHandle = self.compute_tensor.register_hook(hook)
         return handle
 
     def hook_accumulation(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-        """See :class:`~thinwire.sharding.shares.parameter.LiveParameter`."""
+        """See :class:`~thinwire.sharding.tensors.parameter.LiveParameter`."""
         handle = RemovableHandle(self.hooks)
         self.hooks[handle.id] = hook
         return handle
@@ -472,20 +472,20 @@ class _LiveGradient:
         self._parameter = parameter
 
     def before_write(self) -> None:
-        """See :class:`~thinwire.sharding.shares.spec.Live`."""
+        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
         self._parameter.gradient_piece()
 
     def after_write(self) -> None:
-        """See :class:`~thinwire.sharding.shares.spec.Live`."""
+        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
         self._parameter.outside.changed_gradients()
 
     def overflowed(self) -> None:
-        """See :class:`~thinwire.sharding.shares.spec.Live`. The scaler skips the step, and next gradients must not
+        """See :class:`~thinwire.sharding.tensors.spec.Live`. The scaler skips the step, and next gradients must not
         contain what codecs have rounded away from these, which is not finite."""
         self._parameter.outside.reducer.forget_lost()
 
     def norms(self, order: float) -> torch.Tensor | None:
-        """See :class:`~thinwire.sharding.shares.spec.Live`."""
+        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
         return self._parameter.outside.norms.by_parameter(order)[id(self._parameter)]
 
 

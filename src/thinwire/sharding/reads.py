@@ -18,7 +18,7 @@ from torch import nn
 from thinwire.errors import UsageError
 from thinwire.sharding.passes import Passes
 from thinwire.sharding.runtime import Runtime
-from thinwire.sharding.shares.parameter import ShardedParameter
+from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.sharding.unit import Tables, Unit
 
 __all__ = ["refuse_copy", "watch_reads"]

@@ -14,7 +14,7 @@ from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError
 from thinwire.sharding.fragments import OwnedFragment
 from thinwire.sharding.optim import ShardedOptimizer
-from thinwire.sharding.shares.tensor import ShareTensor
+from thinwire.sharding.tensors.tensor import ShareTensor
 
 __all__ = ["load_whole_state", "whole_state", "whole_value"]
 

@@ -14,7 +14,7 @@ from thinwire.errors import UsageError
 from thinwire.program import Axis, Lane
 from thinwire.sharding.outside import Outside
 from thinwire.sharding.runtime import Runtime
-from thinwire.sharding.shares.parameter import ShardedParameter
+from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.sharding.unit import Unit
 
 __all__ = ["Written"]

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 
 from thinwire.errors import UsageError
-from thinwire.sharding.shares.operations import perform
-from thinwire.sharding.shares.spec import Live, NeedsWhole, ShareSpec
+from thinwire.sharding.tensors.operations import perform
+from thinwire.sharding.tensors.spec import Live, NeedsWhole, ShareSpec
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

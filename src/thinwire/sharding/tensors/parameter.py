@@ -9,8 +9,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.errors import UsageError
-from thinwire.sharding.shares.spec import Live, ShareSpec
-from thinwire.sharding.shares.tensor import ShareTensor
+from thinwire.sharding.tensors.spec import Live, ShareSpec
+from thinwire.sharding.tensors.tensor import ShareTensor
 
 __all__ = ["LiveParameter", "ShardedParameter"]
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from thinwire.sharding.shares.boxes import Box, boxes
+from thinwire.sharding.tensors.boxes import Box, boxes
 
 __all__ = ["Holders", "Live", "NeedsWhole", "ShareSpec"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from thinwire.errors import UsageError
-from thinwire.sharding.shares.spec import NeedsWhole, ShareSpec
+from thinwire.sharding.tensors.spec import NeedsWhole, ShareSpec
 
 __all__ = ["perform"]
 
