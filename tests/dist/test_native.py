@@ -22,7 +22,7 @@ from thinwire.collectives.transport import agree_on_transport, choose_transport
 from thinwire.errors import CollectiveError
 from thinwire.program import Lane
 from thinwire.program.stages import Stage
-from thinwire.sharding.encoding import PlanCodecs
+from thinwire.sharding.params.plan_codecs import PlanCodecs
 from thinwire.testing import RankError, RankPool, check_streams, run_ranks
 from thinwire.testing.nccl import Issue, NcclDouble, compare_issues
 

@@ -18,7 +18,7 @@ from thinwire.collectives.group import Record, recording
 from thinwire.program import Axis, Kind, Lane, Phase, Scope, StepProgram, Trace, axis_members
 from thinwire.sharding.api import runtime
 from thinwire.sharding.lanes.journal import JournaledStep, StartedCollective
-from thinwire.sharding.unit import State
+from thinwire.sharding.params.param_group import State
 from thinwire.spec import Plan
 from thinwire.testing import run_ranks
 

@@ -17,8 +17,8 @@ from thinwire.program import UnitInfo, control_bytes
 from thinwire.sharding.exchanges import exchange_bytes
 from thinwire.sharding.lanes.late import Late
 from thinwire.sharding.loss_scale import LossScale
-from thinwire.sharding.memory.audit import WriteAudit
 from thinwire.sharding.norm import GradientNorm
+from thinwire.sharding.params.write_audit import WriteAudit
 from thinwire.sharding.reducer import Reducer
 from thinwire.sharding.sharded import ShardedModel
 

@@ -20,16 +20,7 @@ from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
 from thinwire.network.order import WITH_PLAN
 from thinwire.program import Axis, BufferInfo, Lane, UnitInfo, check_live, exchanged_units, node_order
 from thinwire.sharding import hooks
-from thinwire.sharding.encoding import (
-    PlanCodecs,
-    agreed_codecs,
-    check_exclusions,
-    codec_problems,
-    is_excluded,
-    rounds_parameters,
-)
 from thinwire.sharding.foreign import watch_optimizers
-from thinwire.sharding.gathers import FlatBuffer, GatherLink
 from thinwire.sharding.gradient import Topology, UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes
 from thinwire.sharding.memory.allocator import give_back_freed_memory, keep_freed_memory
@@ -40,10 +31,19 @@ from thinwire.sharding.modules.discover import Selection, UnitModules, discover,
 from thinwire.sharding.modules.graphs import refuse_cuda_graphs
 from thinwire.sharding.modules.linears import is_plain_linear
 from thinwire.sharding.modules.recompute import recompute_activations
+from thinwire.sharding.params.gathers import FlatBuffer, GatherLink
+from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.params.plan_codecs import (
+    PlanCodecs,
+    agreed_codecs,
+    check_exclusions,
+    codec_problems,
+    is_excluded,
+    rounds_parameters,
+)
+from thinwire.sharding.params.seeds import Seeds
 from thinwire.sharding.runtime import Runtime, attach
-from thinwire.sharding.seeds import Seeds
 from thinwire.sharding.sharded import ShardedModel
-from thinwire.sharding.unit import Unit
 from thinwire.spec import Plan
 from thinwire.startup import warn_of_late_start
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from thinwire.sharding.gradient import UnitGradient
 from thinwire.sharding.memory.layout import Fragment
-from thinwire.sharding.unit import Unit
+from thinwire.sharding.params.param_group import Unit
 
 __all__ = ["OwnedFragment", "own_fragments"]
 

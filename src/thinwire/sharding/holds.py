@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from thinwire.errors import UsageError
-from thinwire.sharding.unit import Unit
+from thinwire.sharding.params.param_group import Unit
 
 __all__ = ["Holds", "recomputing"]
 

@@ -20,11 +20,12 @@ from thinwire.errors import UsageError
 from thinwire.program import Axis, Lane
 from thinwire.sharding.agreement import Agreement, Agreements
 from thinwire.sharding.fragments import OwnedFragment
-from thinwire.sharding.gathers import FlatBuffer
 from thinwire.sharding.gradient import UnitGradient
 from thinwire.sharding.holders import ModelHolders
 from thinwire.sharding.holds import Holds, recomputing
 from thinwire.sharding.modules.discover import is_ignored
+from thinwire.sharding.params.gathers import FlatBuffer
+from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.passes import Passes
 from thinwire.sharding.reducer import Reducer
 from thinwire.sharding.sharded import ShardedModel
@@ -33,7 +34,6 @@ from thinwire.sharding.tensors.operations import from_power_sums, power_sum
 from thinwire.sharding.tensors.parameter import GradientHook, ShardedParameter
 from thinwire.sharding.tensors.spec import ShareSpec
 from thinwire.sharding.tensors.tensor import ShareTensor
-from thinwire.sharding.unit import Unit
 
 __all__ = ["ModelParameter", "Outside", "forget_share", "refuse_in_backward", "sharded_parameter_of"]
 

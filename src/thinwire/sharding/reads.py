@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from thinwire.errors import UsageError
+from thinwire.sharding.params.param_group import Tables, Unit
 from thinwire.sharding.passes import Passes
 from thinwire.sharding.runtime import Runtime
 from thinwire.sharding.tensors.parameter import ShardedParameter
-from thinwire.sharding.unit import Tables, Unit
 
 __all__ = ["refuse_copy", "watch_reads"]
 

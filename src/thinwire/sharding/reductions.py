@@ -17,7 +17,7 @@ from thinwire.sharding.buckets import Bucket, BucketChunk
 from thinwire.sharding.feedback import ErrorFeedback
 from thinwire.sharding.gradient import Accumulator, Topology, UnitGradient
 from thinwire.sharding.lanes.journal import Load
-from thinwire.sharding.seeds import Seeds
+from thinwire.sharding.params.seeds import Seeds
 from thinwire.spec import Plan
 
 __all__ = ["Reductions"]

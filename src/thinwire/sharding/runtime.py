@@ -39,8 +39,8 @@ from thinwire.sharding.holds import Holds
 from thinwire.sharding.islands.elastic import ElasticExchanges
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.outer_group import OuterGroup
-from thinwire.sharding.memory.audit import WriteAudit
 from thinwire.sharding.outside import Outside
+from thinwire.sharding.params.write_audit import WriteAudit
 from thinwire.sharding.passes import BackwardPass, Passes, PassState
 from thinwire.sharding.programs import Programs
 from thinwire.sharding.reducer import Reducer

@@ -11,13 +11,13 @@ from torch import nn
 from thinwire.collectives.group import Meter
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Lane
-from thinwire.sharding.encoding import PlanCodecs
 from thinwire.sharding.fragments import OwnedFragment, own_fragments
 from thinwire.sharding.gradient import UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes
 from thinwire.sharding.memory.local import LocalPart, Slice
-from thinwire.sharding.seeds import Seeds
-from thinwire.sharding.unit import Unit
+from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.params.plan_codecs import PlanCodecs
+from thinwire.sharding.params.seeds import Seeds
 from thinwire.spec import Plan
 
 __all__ = ["ShardedModel"]

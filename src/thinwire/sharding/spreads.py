@@ -14,8 +14,8 @@ from thinwire.collectives.memory import allocate
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, BufferKey, Kind, Lane, Operation
-from thinwire.sharding.gathers import FlatBuffer
 from thinwire.sharding.lanes.journal import Load
+from thinwire.sharding.params.gathers import FlatBuffer
 from thinwire.sharding.programs import Programs
 from thinwire.sharding.sharded import ShardedModel
 

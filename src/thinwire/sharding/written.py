@@ -13,9 +13,9 @@ from thinwire.collectives.group import control
 from thinwire.errors import UsageError
 from thinwire.program import Axis, Lane
 from thinwire.sharding.outside import Outside
+from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.runtime import Runtime
 from thinwire.sharding.tensors.parameter import ShardedParameter
-from thinwire.sharding.unit import Unit
 
 __all__ = ["Written"]
 

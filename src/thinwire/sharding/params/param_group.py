@@ -23,9 +23,9 @@ from torch import nn
 from thinwire.collectives.joint_gather import joint_gather
 from thinwire.collectives.moves import Moves
 from thinwire.program import Axis, BufferKey, Lane, UnitInfo, gather_batches
-from thinwire.sharding.gathers import BufferGathers, FlatBuffer, GatherLink, piece_of
 from thinwire.sharding.lanes.journal import Load
 from thinwire.sharding.lanes.lanes import Ticket
+from thinwire.sharding.params.gathers import BufferGathers, FlatBuffer, GatherLink, piece_of
 
 __all__ = ["GatherBatch", "State", "Tables", "Unit", "start_gathers"]
 

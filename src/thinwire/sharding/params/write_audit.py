@@ -12,7 +12,7 @@ from torch import nn
 from thinwire.sharding.memory.local import local_tensor
 
 if TYPE_CHECKING:
-    from thinwire.sharding.unit import Unit
+    from thinwire.sharding.params.param_group import Unit
 
 __all__ = ["WriteAudit"]
 

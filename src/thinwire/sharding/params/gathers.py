@@ -19,7 +19,7 @@ from thinwire.program import Lane
 from thinwire.sharding.lanes.lanes import Lanes
 from thinwire.sharding.memory.layout import FlatLayout, Run
 from thinwire.sharding.memory.local import set_local
-from thinwire.sharding.seeds import Seeds
+from thinwire.sharding.params.seeds import Seeds
 
 __all__ = ["BufferGathers", "FlatBuffer", "GatherLink", "piece_of"]
 
