@@ -15,11 +15,11 @@ import torch
 from thinwire.errors import MismatchError, UsageError
 from thinwire.program import UnitInfo, control_bytes
 from thinwire.sharding.exchanges import exchange_bytes
+from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.lanes.late import Late
 from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.norm import GradientNorm
 from thinwire.sharding.params.write_audit import WriteAudit
-from thinwire.sharding.reducer import Reducer
 from thinwire.sharding.sharded import ShardedModel
 
 __all__ = ["Agreement", "Agreements", "UsedGradients"]

@@ -12,8 +12,8 @@ import torch
 
 from thinwire.program import NORM_BYTES, Axis, Lane
 from thinwire.sharding.exchanges import exchange_bytes, gather_noted
-from thinwire.sharding.fragments import OwnedFragment
-from thinwire.sharding.reducer import Reducer
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.sharded import ShardedModel
 
 __all__ = ["GradientNorm"]

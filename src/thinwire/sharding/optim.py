@@ -17,9 +17,9 @@ from thinwire.agreement import NOTHING
 from thinwire.collectives.group import control
 from thinwire.errors import UsageError
 from thinwire.sharding.foreign import INNER
-from thinwire.sharding.fragments import OwnedFragment
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.grads.optimizer_state import InnerOptimizer
 from thinwire.sharding.loss_scale import LossScale
-from thinwire.sharding.optimizers.state import InnerOptimizer
 from thinwire.sharding.optimizers.trials import (
     refuse_per_tensor,
     refuse_unlike_ranks,

@@ -19,15 +19,15 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.errors import UsageError
 from thinwire.program import Axis, Lane
 from thinwire.sharding.agreement import Agreement, Agreements
-from thinwire.sharding.fragments import OwnedFragment
-from thinwire.sharding.gradient import UnitGradient
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.grads.reducer import Reducer
+from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.holders import ModelHolders
 from thinwire.sharding.holds import Holds, recomputing
 from thinwire.sharding.modules.discover import is_ignored
 from thinwire.sharding.params.gathers import FlatBuffer
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.passes import Passes
-from thinwire.sharding.reducer import Reducer
 from thinwire.sharding.sharded import ShardedModel
 from thinwire.sharding.spreads import Spreads
 from thinwire.sharding.tensors.operations import from_power_sums, power_sum

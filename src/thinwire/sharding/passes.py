@@ -14,10 +14,10 @@ from torch.autograd import Variable
 from thinwire.errors import UsageError
 from thinwire.program import Moment, Phase
 from thinwire.sharding.agreement import Agreements, UsedGradients
+from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.holds import Holds, recomputing
 from thinwire.sharding.lanes.lanes import Mark
 from thinwire.sharding.params.param_group import Unit, start_gathers
-from thinwire.sharding.reducer import Reducer
 from thinwire.sharding.schedule import Schedule
 from thinwire.sharding.sharded import ShardedModel
 

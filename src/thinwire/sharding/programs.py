@@ -22,8 +22,8 @@ from thinwire.program import (
     lower,
     reduction_turns,
 )
+from thinwire.sharding.grads.reducer import Turns
 from thinwire.sharding.params.param_group import GatherBatch
-from thinwire.sharding.reducer import Turns
 from thinwire.spec import Plan
 
 __all__ = ["Lower", "Place", "Programs", "Retained", "place_of"]

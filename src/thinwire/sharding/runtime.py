@@ -35,6 +35,8 @@ from thinwire.collectives.group import rollcall
 from thinwire.errors import CheckpointError, UsageError
 from thinwire.program import Axis, Event, Lane, Scope
 from thinwire.sharding.agreement import Agreement, Agreements
+from thinwire.sharding.grads.reducer import Reducer
+from thinwire.sharding.grads.reductions import Reductions
 from thinwire.sharding.holds import Holds
 from thinwire.sharding.islands.elastic import ElasticExchanges
 from thinwire.sharding.islands.exchanges import Exchanges
@@ -43,8 +45,6 @@ from thinwire.sharding.outside import Outside
 from thinwire.sharding.params.write_audit import WriteAudit
 from thinwire.sharding.passes import BackwardPass, Passes, PassState
 from thinwire.sharding.programs import Programs
-from thinwire.sharding.reducer import Reducer
-from thinwire.sharding.reductions import Reductions
 from thinwire.sharding.schedule import Schedule
 from thinwire.sharding.sharded import ShardedModel
 from thinwire.sharding.spreads import Spreads

@@ -12,9 +12,9 @@ from __future__ import annotations
 import logging
 
 from thinwire.program import Moment, Phase, Trace
+from thinwire.sharding.grads.reducer import Turns
 from thinwire.sharding.params.param_group import GatherBatch
 from thinwire.sharding.programs import Programs, Retained, place_of
-from thinwire.sharding.reducer import Turns
 
 __all__ = ["Schedule"]
 

@@ -11,8 +11,8 @@ from torch import nn
 from thinwire.collectives.group import Meter
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Lane
-from thinwire.sharding.fragments import OwnedFragment, own_fragments
-from thinwire.sharding.gradient import UnitGradient
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment, own_fragments
+from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes
 from thinwire.sharding.memory.local import LocalPart, Slice
 from thinwire.sharding.params.param_group import Unit

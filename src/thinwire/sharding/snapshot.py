@@ -33,7 +33,8 @@ from thinwire.checkpoint.store import Chunk, ShardedVector
 from thinwire.collectives.group import Control, before_shutdown, control, control_beside
 from thinwire.errors import CheckpointError
 from thinwire.program import Axis, Lane
-from thinwire.sharding.fragments import OwnedFragment
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.grads.optimizer_state import make_state, state_of
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.saved import (
     lost_of,
@@ -48,7 +49,6 @@ from thinwire.sharding.loss_scale import checked_state
 from thinwire.sharding.memory.local import Slice
 from thinwire.sharding.modules.discover import is_ignored
 from thinwire.sharding.optim import ShardedOptimizer, rescale_lost
-from thinwire.sharding.optimizers.state import make_state, state_of
 from thinwire.sharding.runtime import Runtime, runtime_of
 from thinwire.sharding.stored_values import check_groups, check_values
 

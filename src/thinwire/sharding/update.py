@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 import torch
 
 from thinwire.sharding.clip import multiply_gradients
-from thinwire.sharding.fragments import OwnedFragment
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.runtime import Runtime
 
 __all__ = ["ShareUpdate"]

@@ -12,7 +12,7 @@ import torch
 from thinwire.agreement import Typed
 from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError
-from thinwire.sharding.fragments import OwnedFragment
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.optim import ShardedOptimizer
 from thinwire.sharding.tensors.tensor import ShareTensor
 

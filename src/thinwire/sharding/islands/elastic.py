@@ -22,13 +22,13 @@ import torch
 from zlib_ng import zlib_ng
 
 from thinwire.errors import CollectiveError, UsageError, WireError
+from thinwire.sharding.grads.optimizer_state import InnerOptimizer, state_of
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.island_state import Fetched, packed_state, shared_state
 from thinwire.sharding.islands.others import OtherIslands
 from thinwire.sharding.islands.outer_group import OuterGroup
 from thinwire.sharding.islands.peers import PeerAxis
 from thinwire.sharding.islands.quorum import Expected, Quorum
-from thinwire.sharding.optimizers.state import InnerOptimizer, state_of
 from thinwire.sharding.sharded import ShardedModel
 
 __all__ = ["ElasticExchanges", "Exchanged"]

@@ -9,9 +9,9 @@ import torch
 
 from thinwire.agreement import Typed
 from thinwire.errors import CollectiveError
+from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state, state_of
 from thinwire.sharding.islands.fragment_state import PartState
 from thinwire.sharding.islands.transfer import pack, unpack
-from thinwire.sharding.optimizers.state import InnerOptimizer, make_state, state_of
 
 __all__ = ["Fetched", "packed_state", "shared_state"]
 

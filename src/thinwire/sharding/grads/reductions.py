@@ -13,9 +13,9 @@ from thinwire.collectives.moves import Moves
 from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Operation, padded
-from thinwire.sharding.buckets import Bucket, BucketChunk
-from thinwire.sharding.feedback import ErrorFeedback
-from thinwire.sharding.gradient import Accumulator, Topology, UnitGradient
+from thinwire.sharding.grads.buckets import Bucket, BucketChunk
+from thinwire.sharding.grads.residuals import ErrorFeedback
+from thinwire.sharding.grads.unit_gradient import Accumulator, Topology, UnitGradient
 from thinwire.sharding.lanes.journal import Load
 from thinwire.sharding.params.seeds import Seeds
 from thinwire.spec import Plan

@@ -16,7 +16,7 @@ import torch
 
 from thinwire.collectives.memory import allocate
 from thinwire.program import Span, chunk_spans
-from thinwire.sharding.gradient import UnitGradient
+from thinwire.sharding.grads.unit_gradient import UnitGradient
 
 __all__ = ["Bucket", "BucketChunk", "ChunkPart"]
 

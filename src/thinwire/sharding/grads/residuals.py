@@ -11,7 +11,7 @@ from thinwire.collectives.messages import Residual
 from thinwire.collectives.reduce_scatter import HopCodecs, residual_numel
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, padded
-from thinwire.sharding.buckets import Bucket
+from thinwire.sharding.grads.buckets import Bucket
 from thinwire.spec import Plan
 
 __all__ = ["ErrorFeedback"]

@@ -17,9 +17,9 @@ from functools import cached_property
 import torch
 
 from thinwire.program import ReductionTurn
-from thinwire.sharding.gradient import UnitGradient
+from thinwire.sharding.grads.reductions import Reductions
+from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
-from thinwire.sharding.reductions import Reductions
 
 __all__ = ["Reducer", "Turns"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from thinwire.sharding.fragments import OwnedFragment
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 
 __all__ = ["InnerOptimizer", "make_state", "state_of"]
 

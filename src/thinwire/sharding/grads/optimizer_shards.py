@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from thinwire.sharding.gradient import UnitGradient
+from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.memory.layout import Fragment
 from thinwire.sharding.params.param_group import Unit
 
