@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 import thinwire as tw
 from thinwire.sharding.api import runtime
 from thinwire.sharding.params.param_group import State
-from thinwire.sharding.passes import BackwardPass, Passes
+from thinwire.sharding.step.forward import BackwardPass, Passes
 from thinwire.testing import run_ranks
 
 Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], None]

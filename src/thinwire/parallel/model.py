@@ -32,11 +32,11 @@ from thinwire.parallel.tensor import cast_parts, cut_matrices, tensor_axis, voca
 from thinwire.sharding import api, snapshot
 from thinwire.sharding.build import build
 from thinwire.sharding.clip import scale_to_norm, spoil
-from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.memory.local import LocalPart
 from thinwire.sharding.optim import ShardedOptimizer, adjust, build_optimizer, names_of
 from thinwire.sharding.runtime import Runtime, runtime_of
+from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
 from thinwire.spec.pipeline import STAGES_OF_A_RANK
 

@@ -21,12 +21,12 @@ from thinwire.sharding.clip import clip_grad_norm_
 from thinwire.sharding.hooks import as_forward
 from thinwire.sharding.islands.elastic import ElasticExchanges, Exchanged
 from thinwire.sharding.islands.others import OtherIslands
-from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.modules.discover import Selection, ignore
 from thinwire.sharding.optim import ShardedOptimizer, build_optimizer
 from thinwire.sharding.parts import join_parts
 from thinwire.sharding.runtime import Runtime, runtime_of, sent_bytes
+from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.whole_state import whole_value
 from thinwire.sharding.written import Written
 from thinwire.spec import Plan

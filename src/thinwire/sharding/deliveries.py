@@ -23,8 +23,8 @@ from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.sharding.memory.local import local_gradient
-from thinwire.sharding.passes import Delivery, Pass
 from thinwire.sharding.runtime import Runtime
+from thinwire.sharding.step.forward import Delivery, Pass
 
 __all__ = ["NOT_COMPILED", "Deliveries"]
 
@@ -81,11 +81,11 @@ class Deliveries(Delivery):
         return self._only is not None
 
     def has_left(self) -> bool:
-        """See :class:`~thinwire.sharding.passes.Delivery`."""
+        """See :class:`~thinwire.sharding.step.forward.Delivery`."""
         return self._only is not None and list(map(_gradient_of, self._parameters)).count(None) < len(self._parameters)
 
     def end_backward(self) -> None:
-        """See :class:`~thinwire.sharding.passes.Delivery`."""
+        """See :class:`~thinwire.sharding.step.forward.Delivery`."""
         if self._waiting:
             self._stop_waiting()
             self._waiting.clear()
@@ -95,7 +95,7 @@ class Deliveries(Delivery):
                 self._backward.collect(self._index, slot, grad)
 
     def forget(self) -> None:
-        """See :class:`~thinwire.sharding.passes.Delivery`."""
+        """See :class:`~thinwire.sharding.step.forward.Delivery`."""
         self._waiting.clear()
         if self._only is not None:
             for parameter in self._parameters:

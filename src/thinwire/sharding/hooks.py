@@ -20,9 +20,9 @@ from thinwire.sharding.modules.inputs import cast_inputs, gradient_sources, tens
 from thinwire.sharding.modules.linears import compute_weight_gradient_first
 from thinwire.sharding.modules.norms import compute_beside_statistics, keeps_statistics
 from thinwire.sharding.params.param_group import Unit
-from thinwire.sharding.passes import Pass
 from thinwire.sharding.reads import refuse_copy, watch_reads
 from thinwire.sharding.runtime import Runtime, runtime_of
+from thinwire.sharding.step.forward import Pass
 from thinwire.sharding.tensors.tensor import ShareTensor
 
 __all__ = ["as_forward", "install"]

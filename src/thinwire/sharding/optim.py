@@ -19,7 +19,6 @@ from thinwire.errors import UsageError
 from thinwire.sharding.foreign import INNER
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer
-from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.optimizers.trials import (
     refuse_per_tensor,
     refuse_unlike_ranks,
@@ -27,6 +26,7 @@ from thinwire.sharding.optimizers.trials import (
     updates_in_parts,
 )
 from thinwire.sharding.runtime import Runtime, runtime_of
+from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.update import ShareUpdate
 
 __all__ = ["ShardedOptimizer", "adjust", "build_optimizer", "names_of", "rescale_lost"]

@@ -18,18 +18,18 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.errors import UsageError
 from thinwire.program import Axis, Lane
-from thinwire.sharding.agreement import Agreement, Agreements
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.holders import ModelHolders
-from thinwire.sharding.holds import Holds, recomputing
 from thinwire.sharding.modules.discover import is_ignored
 from thinwire.sharding.params.gathers import FlatBuffer
 from thinwire.sharding.params.param_group import Unit
-from thinwire.sharding.passes import Passes
-from thinwire.sharding.sharded import ShardedModel
-from thinwire.sharding.spreads import Spreads
+from thinwire.sharding.step.forward import Passes
+from thinwire.sharding.step.param_broadcast import Spreads
+from thinwire.sharding.step.pinned_units import Holds, recomputing
+from thinwire.sharding.step.sharded_model import ShardedModel
+from thinwire.sharding.step.step_check import Agreement, Agreements
 from thinwire.sharding.tensors.operations import from_power_sums, power_sum
 from thinwire.sharding.tensors.parameter import GradientHook, ShardedParameter
 from thinwire.sharding.tensors.spec import ShareSpec

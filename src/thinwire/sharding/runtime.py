@@ -34,20 +34,20 @@ from torch import nn
 from thinwire.collectives.group import rollcall
 from thinwire.errors import CheckpointError, UsageError
 from thinwire.program import Axis, Event, Lane, Scope
-from thinwire.sharding.agreement import Agreement, Agreements
 from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.grads.reductions import Reductions
-from thinwire.sharding.holds import Holds
 from thinwire.sharding.islands.elastic import ElasticExchanges
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.outer_group import OuterGroup
 from thinwire.sharding.outside import Outside
 from thinwire.sharding.params.write_audit import WriteAudit
-from thinwire.sharding.passes import BackwardPass, Passes, PassState
-from thinwire.sharding.programs import Programs
-from thinwire.sharding.schedule import Schedule
-from thinwire.sharding.sharded import ShardedModel
-from thinwire.sharding.spreads import Spreads
+from thinwire.sharding.step.forward import BackwardPass, Passes, PassState
+from thinwire.sharding.step.param_broadcast import Spreads
+from thinwire.sharding.step.pinned_units import Holds
+from thinwire.sharding.step.program_tables import Programs
+from thinwire.sharding.step.sharded_model import ShardedModel
+from thinwire.sharding.step.step_check import Agreement, Agreements
+from thinwire.sharding.step.trace_cursor import Schedule
 
 __all__ = ["Runtime", "attach", "detach", "runtime_of", "sent_bytes"]
 

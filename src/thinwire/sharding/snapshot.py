@@ -45,11 +45,11 @@ from thinwire.sharding.islands.saved import (
     shared_pieces,
     turns_of,
 )
-from thinwire.sharding.loss_scale import checked_state
 from thinwire.sharding.memory.local import Slice
 from thinwire.sharding.modules.discover import is_ignored
 from thinwire.sharding.optim import ShardedOptimizer, rescale_lost
 from thinwire.sharding.runtime import Runtime, runtime_of
+from thinwire.sharding.step.loss_scale import checked_state
 from thinwire.sharding.stored_values import check_groups, check_values
 
 __all__ = ["SavedModel", "load", "save", "settle", "start_saving", "wait_for_writer"]

@@ -26,8 +26,8 @@ from thinwire.errors import CheckpointError, DataError
 from thinwire.network.order import Ordered, order_ranks
 from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
 from thinwire.sharding.lanes.late import read_later
-from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.snapshot import settle
+from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import LossScaleRecipe
 from thinwire.train.checkpoint import Checkpoint, checkpoint_path, delete_old

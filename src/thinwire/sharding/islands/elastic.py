@@ -29,7 +29,7 @@ from thinwire.sharding.islands.others import OtherIslands
 from thinwire.sharding.islands.outer_group import OuterGroup
 from thinwire.sharding.islands.peers import PeerAxis
 from thinwire.sharding.islands.quorum import Expected, Quorum
-from thinwire.sharding.sharded import ShardedModel
+from thinwire.sharding.step.sharded_model import ShardedModel
 
 __all__ = ["ElasticExchanges", "Exchanged"]
 

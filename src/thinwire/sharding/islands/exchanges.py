@@ -10,7 +10,7 @@ from thinwire.sharding.islands.fragment_state import PartState
 from thinwire.sharding.islands.outer_group import OuterGroup
 from thinwire.sharding.lanes.journal import Load
 from thinwire.sharding.lanes.lanes import Ticket
-from thinwire.sharding.sharded import ShardedModel
+from thinwire.sharding.step.sharded_model import ShardedModel
 
 __all__ = ["Exchanges"]
 

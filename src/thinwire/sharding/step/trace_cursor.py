@@ -14,7 +14,7 @@ import logging
 from thinwire.program import Moment, Phase, Trace
 from thinwire.sharding.grads.reducer import Turns
 from thinwire.sharding.params.param_group import GatherBatch
-from thinwire.sharding.programs import Programs, Retained, place_of
+from thinwire.sharding.step.program_tables import Programs, Retained, place_of
 
 __all__ = ["Schedule"]
 

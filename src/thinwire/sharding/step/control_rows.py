@@ -9,7 +9,7 @@ from thinwire.collectives.memory import allocate
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Lane
 from thinwire.sharding.lanes.journal import Load
-from thinwire.sharding.sharded import ShardedModel
+from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.spec import Plan
 
 __all__ = ["exchange_bytes", "gather_noted", "gather_rows"]

@@ -16,8 +16,8 @@ from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, BufferKey, Kind, Lane, Operation
 from thinwire.sharding.lanes.journal import Load
 from thinwire.sharding.params.gathers import FlatBuffer
-from thinwire.sharding.programs import Programs
-from thinwire.sharding.sharded import ShardedModel
+from thinwire.sharding.step.program_tables import Programs
+from thinwire.sharding.step.sharded_model import ShardedModel
 
 __all__ = ["Spreads"]
 

@@ -13,13 +13,13 @@ from torch.autograd import Variable
 
 from thinwire.errors import UsageError
 from thinwire.program import Moment, Phase
-from thinwire.sharding.agreement import Agreements, UsedGradients
 from thinwire.sharding.grads.reducer import Reducer
-from thinwire.sharding.holds import Holds, recomputing
 from thinwire.sharding.lanes.lanes import Mark
 from thinwire.sharding.params.param_group import Unit, start_gathers
-from thinwire.sharding.schedule import Schedule
-from thinwire.sharding.sharded import ShardedModel
+from thinwire.sharding.step.pinned_units import Holds, recomputing
+from thinwire.sharding.step.sharded_model import ShardedModel
+from thinwire.sharding.step.step_check import Agreements, UsedGradients
+from thinwire.sharding.step.trace_cursor import Schedule
 
 __all__ = ["BackwardPass", "Delivery", "Pass", "PassState", "Passes"]
 

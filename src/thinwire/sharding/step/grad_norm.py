@@ -11,10 +11,10 @@ from typing import Final
 import torch
 
 from thinwire.program import NORM_BYTES, Axis, Lane
-from thinwire.sharding.exchanges import exchange_bytes, gather_noted
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.reducer import Reducer
-from thinwire.sharding.sharded import ShardedModel
+from thinwire.sharding.step.control_rows import exchange_bytes, gather_noted
+from thinwire.sharding.step.sharded_model import ShardedModel
 
 __all__ = ["GradientNorm"]
 

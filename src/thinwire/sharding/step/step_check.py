@@ -14,13 +14,13 @@ import torch
 
 from thinwire.errors import MismatchError, UsageError
 from thinwire.program import UnitInfo, control_bytes
-from thinwire.sharding.exchanges import exchange_bytes
 from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.lanes.late import Late
-from thinwire.sharding.loss_scale import LossScale
-from thinwire.sharding.norm import GradientNorm
 from thinwire.sharding.params.write_audit import WriteAudit
-from thinwire.sharding.sharded import ShardedModel
+from thinwire.sharding.step.control_rows import exchange_bytes
+from thinwire.sharding.step.grad_norm import GradientNorm
+from thinwire.sharding.step.loss_scale import LossScale
+from thinwire.sharding.step.sharded_model import ShardedModel
 
 __all__ = ["Agreement", "Agreements", "UsedGradients"]
 
