@@ -24,7 +24,7 @@ from thinwire.integrations.optimizers import is_sharded
 from thinwire.integrations.plans import chosen_plan, launched_mesh
 from thinwire.plan import CODEC_LEVELS, CodecLevel
 from thinwire.sharding.optim import ShardedOptimizer
-from thinwire.sharding.runtime import runtime_of
+from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
 

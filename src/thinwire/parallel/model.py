@@ -35,7 +35,7 @@ from thinwire.sharding.clip import scale_to_norm, spoil
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.memory.local import LocalPart
 from thinwire.sharding.optim import ShardedOptimizer, adjust, build_optimizer, names_of
-from thinwire.sharding.runtime import Runtime, runtime_of
+from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
 from thinwire.spec.pipeline import STAGES_OF_A_RANK

@@ -25,7 +25,7 @@ from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.modules.discover import Selection, ignore
 from thinwire.sharding.optim import ShardedOptimizer, build_optimizer
 from thinwire.sharding.parts import join_parts
-from thinwire.sharding.runtime import Runtime, runtime_of, sent_bytes
+from thinwire.sharding.runtime.runtime import Runtime, runtime_of, sent_bytes
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.whole_state import whole_value
 from thinwire.sharding.written import Written

@@ -42,7 +42,7 @@ from thinwire.sharding.params.plan_codecs import (
     rounds_parameters,
 )
 from thinwire.sharding.params.seeds import Seeds
-from thinwire.sharding.runtime import Runtime, attach
+from thinwire.sharding.runtime.runtime import Runtime, attach
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.spec import Plan
 from thinwire.startup import warn_of_late_start

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from thinwire.errors import NonFiniteError, UsageError
-from thinwire.sharding.runtime import Runtime, runtime_of
+from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 
 __all__ = ["clip_grad_norm_", "multiply_gradients", "scale_to_norm", "spoil"]
 

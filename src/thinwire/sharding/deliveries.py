@@ -23,7 +23,7 @@ from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.sharding.memory.local import local_gradient
-from thinwire.sharding.runtime import Runtime
+from thinwire.sharding.runtime.runtime import Runtime
 from thinwire.sharding.step.forward import Delivery, Pass
 
 __all__ = ["NOT_COMPILED", "Deliveries"]

@@ -12,8 +12,13 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from thinwire.errors import UsageError
-from thinwire.sharding.outside import ModelParameter, Outside, refuse_in_backward, sharded_parameter_of
-from thinwire.sharding.runtime import runtime_of
+from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.runtime.sharded_parameters import (
+    ModelParameter,
+    Outside,
+    refuse_in_backward,
+    sharded_parameter_of,
+)
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
 __all__ = ["INNER", "watch_optimizers"]

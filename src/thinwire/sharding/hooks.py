@@ -21,7 +21,7 @@ from thinwire.sharding.modules.linears import compute_weight_gradient_first
 from thinwire.sharding.modules.norms import compute_beside_statistics, keeps_statistics
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.reads import refuse_copy, watch_reads
-from thinwire.sharding.runtime import Runtime, runtime_of
+from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.forward import Pass
 from thinwire.sharding.tensors.tensor import ShareTensor
 

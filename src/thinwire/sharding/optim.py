@@ -25,7 +25,7 @@ from thinwire.sharding.optimizers.trials import (
     takes_found_inf,
     updates_in_parts,
 )
-from thinwire.sharding.runtime import Runtime, runtime_of
+from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.update import ShareUpdate
 

@@ -8,8 +8,8 @@ from torch import nn
 from thinwire.errors import UsageError
 from thinwire.sharding.memory.local import set_local
 from thinwire.sharding.modules.discover import Selection
-from thinwire.sharding.outside import forget_share
-from thinwire.sharding.runtime import detach, runtime_of
+from thinwire.sharding.runtime.runtime import detach, runtime_of
+from thinwire.sharding.runtime.sharded_parameters import forget_share
 from thinwire.spec import Plan
 
 __all__ = ["join_parts"]

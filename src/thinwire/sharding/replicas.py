@@ -18,7 +18,7 @@ import torch
 from thinwire.agreement import Typed
 from thinwire.program import Axis, Lane
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
-from thinwire.sharding.runtime import Runtime
+from thinwire.sharding.runtime.runtime import Runtime
 
 __all__ = ["SUMS", "Disagreement", "Sums", "compare", "sums_of"]
 

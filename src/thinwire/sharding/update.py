@@ -8,7 +8,7 @@ import torch
 
 from thinwire.sharding.clip import multiply_gradients
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
-from thinwire.sharding.runtime import Runtime
+from thinwire.sharding.runtime.runtime import Runtime
 
 __all__ = ["ShareUpdate"]
 

@@ -12,9 +12,9 @@ from thinwire.agreement import Typed
 from thinwire.collectives.group import control
 from thinwire.errors import UsageError
 from thinwire.program import Axis, Lane
-from thinwire.sharding.outside import Outside
 from thinwire.sharding.params.param_group import Unit
-from thinwire.sharding.runtime import Runtime
+from thinwire.sharding.runtime.runtime import Runtime
+from thinwire.sharding.runtime.sharded_parameters import Outside
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
 __all__ = ["Written"]

@@ -39,8 +39,8 @@ from thinwire.sharding.grads.reductions import Reductions
 from thinwire.sharding.islands.elastic import ElasticExchanges
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.outer_group import OuterGroup
-from thinwire.sharding.outside import Outside
 from thinwire.sharding.params.write_audit import WriteAudit
+from thinwire.sharding.runtime.sharded_parameters import Outside
 from thinwire.sharding.step.forward import BackwardPass, Passes, PassState
 from thinwire.sharding.step.param_broadcast import Spreads
 from thinwire.sharding.step.pinned_units import Holds

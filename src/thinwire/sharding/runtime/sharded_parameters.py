@@ -21,10 +21,10 @@ from thinwire.program import Axis, Lane
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.grads.unit_gradient import UnitGradient
-from thinwire.sharding.holders import ModelHolders
 from thinwire.sharding.modules.discover import is_ignored
 from thinwire.sharding.params.gathers import FlatBuffer
 from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.runtime.tensor_collectives import ModelHolders
 from thinwire.sharding.step.forward import Passes
 from thinwire.sharding.step.param_broadcast import Spreads
 from thinwire.sharding.step.pinned_units import Holds, recomputing
@@ -88,8 +88,8 @@ class Outside:
         agreements: Exchanges of its steps.
         spreads: Spreads its updated parameters.
         holds: Keeps its gathered parameters that may still be read.
-        agree: See :meth:`thinwire.sharding.runtime.Runtime.agree`.
-        finish_step: See :meth:`thinwire.sharding.runtime.Runtime.finish_step`.
+        agree: See :meth:`thinwire.sharding.runtime.runtime.Runtime.agree`.
+        finish_step: See :meth:`thinwire.sharding.runtime.runtime.Runtime.finish_step`.
         parameters: Share of each parameter, by name, in the order of units.
         dirty: Numbers of units whose masters were written since they were last spread.
         norms: Norms of the gradients, cached until a gradient changes.
