@@ -18,7 +18,7 @@ from thinwire.program.timeline import Timeline
 from thinwire.sharding import snapshot
 from thinwire.sharding.build import build
 from thinwire.sharding.clip import clip_grad_norm_
-from thinwire.sharding.hooks import as_forward
+from thinwire.sharding.hooks.module_hooks import as_forward
 from thinwire.sharding.islands.elastic import ElasticExchanges, Exchanged
 from thinwire.sharding.islands.others import OtherIslands
 from thinwire.sharding.memory.initial import InitialValues

@@ -19,9 +19,9 @@ from thinwire.collectives.topology import AxisGroup, DataRanks
 from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
 from thinwire.network.order import WITH_PLAN
 from thinwire.program import Axis, BufferInfo, Lane, UnitInfo, check_live, exchanged_units, node_order
-from thinwire.sharding import hooks
 from thinwire.sharding.foreign import watch_optimizers
 from thinwire.sharding.grads.unit_gradient import Topology, UnitGradient
+from thinwire.sharding.hooks import module_hooks as hooks
 from thinwire.sharding.lanes.lanes import Lanes
 from thinwire.sharding.memory.allocator import give_back_freed_memory, keep_freed_memory
 from thinwire.sharding.memory.initial import InitialValues, is_on_meta, place_model, read_shard

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from thinwire.errors import UsageError
-from thinwire.sharding.deliveries import NOT_COMPILED, Deliveries
+from thinwire.sharding.hooks.grad_hooks import NOT_COMPILED, Deliveries
+from thinwire.sharding.hooks.parameter_access import refuse_copy, watch_reads
 from thinwire.sharding.modules.graphs import refuse_cuda_graphs
 from thinwire.sharding.modules.inputs import cast_inputs, gradient_sources, tensors_in
 from thinwire.sharding.modules.linears import compute_weight_gradient_first
 from thinwire.sharding.modules.norms import compute_beside_statistics, keeps_statistics
 from thinwire.sharding.params.param_group import Unit
-from thinwire.sharding.reads import refuse_copy, watch_reads
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.forward import Pass
 from thinwire.sharding.tensors.tensor import ShareTensor
