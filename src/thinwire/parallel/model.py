@@ -31,10 +31,10 @@ from thinwire.parallel.neighbours import alike, neighbour_mesh
 from thinwire.parallel.tensor import cast_parts, cut_matrices, tensor_axis, vocabulary_parallel_loss
 from thinwire.sharding import api, snapshot
 from thinwire.sharding.build import build
-from thinwire.sharding.clip import scale_to_norm, spoil
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.memory.local import LocalPart
-from thinwire.sharding.optim import ShardedOptimizer, adjust, build_optimizer, names_of
+from thinwire.sharding.optimizer.clip import scale_to_norm, spoil
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, adjust, build_optimizer, names_of
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan

@@ -19,7 +19,6 @@ from thinwire.collectives.topology import AxisGroup, DataRanks
 from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
 from thinwire.network.order import WITH_PLAN
 from thinwire.program import Axis, BufferInfo, Lane, UnitInfo, check_live, exchanged_units, node_order
-from thinwire.sharding.foreign import watch_optimizers
 from thinwire.sharding.grads.unit_gradient import Topology, UnitGradient
 from thinwire.sharding.hooks import module_hooks as hooks
 from thinwire.sharding.lanes.lanes import Lanes
@@ -31,6 +30,7 @@ from thinwire.sharding.modules.discover import Selection, UnitModules, discover,
 from thinwire.sharding.modules.graphs import refuse_cuda_graphs
 from thinwire.sharding.modules.linears import is_plain_linear
 from thinwire.sharding.modules.recompute import recompute_activations
+from thinwire.sharding.optimizer.stock_optimizers import watch_optimizers
 from thinwire.sharding.params.gathers import FlatBuffer, GatherLink
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.params.plan_codecs import (

@@ -47,7 +47,7 @@ from thinwire.sharding.islands.saved import (
 )
 from thinwire.sharding.memory.local import Slice
 from thinwire.sharding.modules.discover import is_ignored
-from thinwire.sharding.optim import ShardedOptimizer, rescale_lost
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, rescale_lost
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.loss_scale import checked_state
 from thinwire.sharding.stored_values import check_groups, check_values

@@ -13,7 +13,7 @@ from thinwire.agreement import Typed
 from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
-from thinwire.sharding.optim import ShardedOptimizer
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.tensors.tensor import ShareTensor
 
 __all__ = ["load_whole_state", "whole_state", "whole_value"]

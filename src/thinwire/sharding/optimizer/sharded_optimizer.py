@@ -16,18 +16,18 @@ from torch import nn
 from thinwire.agreement import NOTHING
 from thinwire.collectives.group import control
 from thinwire.errors import UsageError
-from thinwire.sharding.foreign import INNER
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer
-from thinwire.sharding.optimizers.trials import (
+from thinwire.sharding.optimizer.probes import (
     refuse_per_tensor,
     refuse_unlike_ranks,
     takes_found_inf,
     updates_in_parts,
 )
+from thinwire.sharding.optimizer.stock_optimizers import INNER
+from thinwire.sharding.optimizer.update import ShareUpdate
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
-from thinwire.sharding.update import ShareUpdate
 
 __all__ = ["ShardedOptimizer", "adjust", "build_optimizer", "names_of", "rescale_lost"]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence, Set
 
 import torch
 
-from thinwire.sharding.clip import multiply_gradients
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.optimizer.clip import multiply_gradients
 from thinwire.sharding.runtime.runtime import Runtime
 
 __all__ = ["ShareUpdate"]
@@ -21,7 +21,7 @@ class ShareUpdate:
         inner: Optimizer over ``fragments``.
         fragments: All fragments that this rank updates.
         by_unit: Whether units can be updated one by one; see
-            :class:`~thinwire.sharding.optim.ShardedOptimizer`.
+            :class:`~thinwire.sharding.optimizer.sharded_optimizer.ShardedOptimizer`.
     """
 
     def __init__(
