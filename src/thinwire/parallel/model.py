@@ -29,8 +29,9 @@ from thinwire.parallel.experts import expert_modules, share_experts
 from thinwire.parallel.grid import Grid
 from thinwire.parallel.neighbours import alike, neighbour_mesh
 from thinwire.parallel.tensor import cast_parts, cut_matrices, tensor_axis, vocabulary_parallel_loss
-from thinwire.sharding import api, snapshot
+from thinwire.sharding import api
 from thinwire.sharding.build import build
+from thinwire.sharding.checkpointing import saving as snapshot
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.memory.local import LocalPart
 from thinwire.sharding.optimizer.clip import scale_to_norm, spoil

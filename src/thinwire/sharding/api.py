@@ -15,8 +15,9 @@ from thinwire.collectives import group as groups
 from thinwire.errors import UsageError
 from thinwire.network.order import order_ranks
 from thinwire.program.timeline import Timeline
-from thinwire.sharding import snapshot
 from thinwire.sharding.build import build
+from thinwire.sharding.checkpointing import saving as snapshot
+from thinwire.sharding.checkpointing.full_state import whole_value
 from thinwire.sharding.hooks.module_hooks import as_forward
 from thinwire.sharding.islands.elastic import ElasticExchanges, Exchanged
 from thinwire.sharding.islands.others import OtherIslands
@@ -27,7 +28,6 @@ from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, buil
 from thinwire.sharding.parts import join_parts
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of, sent_bytes
 from thinwire.sharding.step.loss_scale import LossScale
-from thinwire.sharding.whole_state import whole_value
 from thinwire.sharding.written import Written
 from thinwire.spec import Plan
 

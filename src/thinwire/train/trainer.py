@@ -25,8 +25,8 @@ from thinwire.collectives.streams import streams_of
 from thinwire.errors import CheckpointError, DataError
 from thinwire.network.order import Ordered, order_ranks
 from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
+from thinwire.sharding.checkpointing.saving import settle
 from thinwire.sharding.lanes.late import read_later
-from thinwire.sharding.snapshot import settle
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import LossScaleRecipe

@@ -33,6 +33,7 @@ from thinwire.checkpoint.store import Chunk, ShardedVector
 from thinwire.collectives.group import Control, before_shutdown, control, control_beside
 from thinwire.errors import CheckpointError
 from thinwire.program import Axis, Lane
+from thinwire.sharding.checkpointing.manifest_values import check_groups, check_values
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.optimizer_state import make_state, state_of
 from thinwire.sharding.islands.exchanges import Exchanges
@@ -50,7 +51,6 @@ from thinwire.sharding.modules.discover import is_ignored
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, rescale_lost
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.loss_scale import checked_state
-from thinwire.sharding.stored_values import check_groups, check_values
 
 __all__ = ["SavedModel", "load", "save", "settle", "start_saving", "wait_for_writer"]
 
