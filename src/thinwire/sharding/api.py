@@ -18,17 +18,17 @@ from thinwire.program.timeline import Timeline
 from thinwire.sharding.build import build
 from thinwire.sharding.checkpointing import saving as snapshot
 from thinwire.sharding.checkpointing.full_state import whole_value
+from thinwire.sharding.edited_parameters import Written
 from thinwire.sharding.hooks.module_hooks import as_forward
+from thinwire.sharding.incremental import join_parts
 from thinwire.sharding.islands.elastic import ElasticExchanges, Exchanged
 from thinwire.sharding.islands.others import OtherIslands
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.modules.discover import Selection, ignore
 from thinwire.sharding.optimizer.clip import clip_grad_norm_
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, build_optimizer
-from thinwire.sharding.parts import join_parts
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of, sent_bytes
 from thinwire.sharding.step.loss_scale import LossScale
-from thinwire.sharding.written import Written
 from thinwire.spec import Plan
 
 __all__ = [
