@@ -82,6 +82,7 @@ lint: install ## ruff, mypy, import contracts, clang-format
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/lint-imports --config tools/rooms.toml
 
 format: install ## format the code and apply safe fixes
 	$(BIN)/ruff check --fix .

@@ -47,9 +47,10 @@ def _configuration() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
 
 
-def test_import_contracts() -> None:
+@pytest.mark.parametrize("configuration", ["pyproject.toml", "tools/rooms.toml"])
+def test_import_contracts(configuration: str) -> None:
     linter = Path(sys.executable).with_name("lint-imports")
-    result = subprocess.run([linter], cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run([linter, "--config", configuration], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from thinwire.sharding.memory.local import local_tensor
-
-if TYPE_CHECKING:
-    from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.params.param_group import Unit
 
 __all__ = ["WriteAudit"]
 
