@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from thinwire.collectives.nccl import Membership, replace_nccl
+from thinwire.collectives.links.nccl import Membership, replace_nccl
 from thinwire.sharding.lanes import stream_workers, thread_workers
 from thinwire.testing.delays import Place, delay_streams
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from thinwire.collectives import group, patience
-from thinwire.collectives.rollcall import RollCall
+from thinwire.collectives import group
+from thinwire.collectives.job import patience
+from thinwire.collectives.job.rollcall import RollCall
 
 
 class CutOff:

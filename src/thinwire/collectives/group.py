@@ -25,17 +25,17 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from thinwire.agreement import Typed, agree, all_gather_typed
-from thinwire.collectives.connections import Connections, StagedLinks
 from thinwire.collectives.gateway.keys import KEYS, Keys
 from thinwire.collectives.gateway.shelter import BACKEND, Shelter
-from thinwire.collectives.gloo import GlooLinks, close_connections, make_device
+from thinwire.collectives.job.patience import STORE_PATIENCE, within_patience
+from thinwire.collectives.job.rendezvous import Rendezvous
+from thinwire.collectives.job.rollcall import MeetingPlace, RollCall
+from thinwire.collectives.job.torch_groups import named_group
+from thinwire.collectives.links.connections import Connections, StagedLinks
+from thinwire.collectives.links.gloo import GlooLinks, close_connections, make_device
+from thinwire.collectives.links.nccl import MakeBackend, Membership, NcclLinks, backend_maker
+from thinwire.collectives.links.transport import NCCL, agree_on_transport, forgo_flight_recorder, gpu_of
 from thinwire.collectives.memory import release_memory
-from thinwire.collectives.nccl import MakeBackend, Membership, NcclLinks, backend_maker
-from thinwire.collectives.patience import STORE_PATIENCE, within_patience
-from thinwire.collectives.rendezvous import Rendezvous
-from thinwire.collectives.rollcall import MeetingPlace, RollCall
-from thinwire.collectives.torch_groups import named_group
-from thinwire.collectives.transport import NCCL, agree_on_transport, forgo_flight_recorder, gpu_of
 from thinwire.errors import CollectiveError, MismatchError, UsageError
 from thinwire.program import Kind, Lane, Scope
 from thinwire.program.stages import Stage
@@ -601,7 +601,7 @@ def connect(membership: Membership, make: MakeBackend | None) -> Connections:
     Args:
         membership: The members. Nothing else uses its store.
         make: Makes the communicator; ``None`` for connections over gloo. See
-            :func:`~thinwire.collectives.nccl.backend_maker`.
+            :func:`~thinwire.collectives.links.nccl.backend_maker`.
     """
     global _device
     if make is not None:

@@ -14,7 +14,7 @@ from torch import nn
 from thinwire.agreement import NOTHING, Typed
 from thinwire.collectives import group as groups
 from thinwire.collectives.group import Control, Meter
-from thinwire.collectives.nccl import backend_maker
+from thinwire.collectives.links.nccl import backend_maker
 from thinwire.collectives.topology import AxisGroup, DataRanks
 from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
 from thinwire.network.order import WITH_PLAN

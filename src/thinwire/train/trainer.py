@@ -21,7 +21,7 @@ from torch import nn
 
 from thinwire.checkpoint.background import PendingSave
 from thinwire.collectives.group import Control, control
-from thinwire.collectives.streams import streams_of
+from thinwire.collectives.links.streams import streams_of
 from thinwire.errors import CheckpointError, DataError
 from thinwire.network.order import Ordered, order_ranks
 from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize

@@ -22,8 +22,8 @@ from typing import Final
 
 import torch
 
+from thinwire.collectives.links.streams import streams_of
 from thinwire.collectives.memory import allocate
-from thinwire.collectives.streams import streams_of
 from thinwire.program import Axis, axis_shape
 from thinwire.sharding.memory.layout import FlatLayout, Run, Slot
 from thinwire.spec import Plan

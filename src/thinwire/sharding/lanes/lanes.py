@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from thinwire.collectives.links.streams import streams_of
 from thinwire.collectives.moves import Move, Moves
-from thinwire.collectives.streams import streams_of
 from thinwire.program import Axis, Event
 from thinwire.program import Lane as LaneName
 from thinwire.program.stages import TRANSFERS, Stage

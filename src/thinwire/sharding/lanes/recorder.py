@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TypeAlias
 
-from thinwire.collectives.streams import StreamEvent, Streams
+from thinwire.collectives.links.streams import StreamEvent, Streams
 from thinwire.program.timeline import COMPUTE, Timeline
 from thinwire.sharding.lanes.journal import Journal
 

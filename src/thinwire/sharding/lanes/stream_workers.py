@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from thinwire.collectives.streams import EventPairs, Stream, StreamEvent, Streams
+from thinwire.collectives.links.streams import EventPairs, Stream, StreamEvent, Streams
 from thinwire.program.timeline import WAITING
 from thinwire.sharding.lanes.recorder import Recorder
 from thinwire.sharding.lanes.worker import Body, Ticket, Worker, nothing

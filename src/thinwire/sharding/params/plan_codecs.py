@@ -12,7 +12,7 @@ import torch
 from thinwire import codecs
 from thinwire.codecs import Codec
 from thinwire.codecs.triton.warmup import warm_up
-from thinwire.collectives.nccl import backend_maker
+from thinwire.collectives.links.nccl import backend_maker
 from thinwire.collectives.reduce_scatter import HopCodecs
 from thinwire.errors import SpecError
 from thinwire.program import Axis

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from thinwire.collectives.replacement import Replacement
+from thinwire.collectives.links.replacement import Replacement
 
 __all__ = ["EventPairs", "Stream", "StreamEvent", "Streams", "replace_streams", "streams_of"]
 
