@@ -25,7 +25,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from thinwire.collectives.job.patience import within_patience
+from thinwire.collectives.links.patience import within_patience
 
 __all__ = ["PATIENCE", "MeetingPlace", "RollCall"]
 
