@@ -114,7 +114,7 @@ def train_and_save(kind: str, plan: tw.Plan, path: Path) -> tuple[list[float], l
 
 
 def saved_parameters(path: Path) -> dict[str, torch.Tensor]:
-    from thinwire.sharding.checkpointing.saving import SavedModel
+    from thinwire.sharding.checkpointing.saved_model import SavedModel
 
     saved = SavedModel(path)
     return {name: saved.read(name) for name in saved.shapes}

@@ -31,7 +31,8 @@ from thinwire.parallel.neighbours import alike, neighbour_mesh
 from thinwire.parallel.tensor import cast_parts, cut_matrices, tensor_axis, vocabulary_parallel_loss
 from thinwire.sharding import api
 from thinwire.sharding.build import build
-from thinwire.sharding.checkpointing import saving as snapshot
+from thinwire.sharding.checkpointing import loading, saving
+from thinwire.sharding.checkpointing.stored_parameters import ModelAndOptimizer
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.memory.local import LocalPart
 from thinwire.sharding.optimizer.clip import scale_to_norm, spoil
@@ -200,7 +201,7 @@ class ParallelModel:
         self, optim: ParallelOptimizer | None, path: str | Path, *, extra: Mapping[str, Any] | None = None
     ) -> None:
         """Write a checkpoint of the whole model; see :func:`thinwire.save`."""
-        snapshot.save(_trained(self, optim), Path(path), extra)
+        saving.save(_trained(self, optim), Path(path), extra)
 
     def async_save(
         self,
@@ -225,11 +226,11 @@ class ParallelModel:
         Returns:
             A future.
         """
-        return snapshot.start_saving(_trained(self, optim), Path(path), extra, then, limit=limit, copies=copies)
+        return saving.start_saving(_trained(self, optim), Path(path), extra, then, limit=limit, copies=copies)
 
     def load(self, optim: ParallelOptimizer | None, path: str | Path) -> dict[str, Any]:
         """Read a checkpoint written under any plan and on any grid; see :func:`thinwire.load`."""
-        return snapshot.load(_trained(self, optim), Path(path))
+        return loading.load(_trained(self, optim), Path(path))
 
     def axis_traffic(self) -> dict[str, AxisTraffic]:
         """Traffic of this rank on the axes ``tp``, ``pp``, ``ep`` and ``cp`` since the last call."""
@@ -257,7 +258,7 @@ class ParallelModel:
             yield
 
 
-def _trained(model: ParallelModel, optim: ParallelOptimizer | None) -> list[snapshot.Trained]:
+def _trained(model: ParallelModel, optim: ParallelOptimizer | None) -> list[ModelAndOptimizer]:
     """The parts of a model, each with its optimizer."""
     parts: Sequence[ShardedOptimizer | None] = [None] * len(model.chunks) if optim is None else optim.parts
     return list(zip(model.chunks, parts, strict=True))

@@ -16,7 +16,7 @@ from thinwire.errors import UsageError
 from thinwire.network.order import order_ranks
 from thinwire.program.timeline import Timeline
 from thinwire.sharding.build import build
-from thinwire.sharding.checkpointing import saving as snapshot
+from thinwire.sharding.checkpointing import loading, saving
 from thinwire.sharding.checkpointing.full_state import whole_value
 from thinwire.sharding.edited_parameters import Written
 from thinwire.sharding.hooks.module_hooks import as_forward
@@ -324,7 +324,7 @@ def save(
     Raises:
         CheckpointError: A rank has failed. Raised on every rank.
     """
-    snapshot.save([(model, optim)], Path(path), extra)
+    saving.save([(model, optim)], Path(path), extra)
 
 
 def async_save(
@@ -359,7 +359,7 @@ def async_save(
     Raises:
         CheckpointError: The save before has failed, and no rank has asked for its result. Raised on every rank.
     """
-    return snapshot.start_saving([(model, optim)], Path(path), extra, limit=limit)
+    return saving.start_saving([(model, optim)], Path(path), extra, limit=limit)
 
 
 def load(model: nn.Module, optim: ShardedOptimizer | None, path: str | Path) -> dict[str, Any]:
@@ -382,7 +382,7 @@ def load(model: nn.Module, optim: ShardedOptimizer | None, path: str | Path) -> 
         CheckpointError: The checkpoint is missing, incomplete or corrupt, or does not fit the model or the optimizer.
             Raised on every rank.
     """
-    return snapshot.load([(model, optim)], Path(path))
+    return loading.load([(model, optim)], Path(path))
 
 
 def progress(model: nn.Module, share: float) -> None:

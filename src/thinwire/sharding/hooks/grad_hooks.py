@@ -24,7 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.sharding.memory.local import local_gradient
 from thinwire.sharding.runtime.runtime import Runtime
-from thinwire.sharding.step.forward import Delivery, Pass
+from thinwire.sharding.step.backward import Delivery
+from thinwire.sharding.step.pass_state import Pass
 
 __all__ = ["NOT_COMPILED", "Deliveries"]
 

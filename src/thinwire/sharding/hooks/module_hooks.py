@@ -22,7 +22,7 @@ from thinwire.sharding.modules.linears import compute_weight_gradient_first
 from thinwire.sharding.modules.norms import compute_beside_statistics, keeps_statistics
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
-from thinwire.sharding.step.forward import Pass
+from thinwire.sharding.step.pass_state import Pass
 from thinwire.sharding.tensors.tensor import ShareTensor
 
 __all__ = ["as_forward", "install"]

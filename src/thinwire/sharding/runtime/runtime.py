@@ -41,8 +41,10 @@ from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.outer_group import OuterGroup
 from thinwire.sharding.params.write_audit import WriteAudit
 from thinwire.sharding.runtime.sharded_parameters import Outside
-from thinwire.sharding.step.forward import BackwardPass, Passes, PassState
+from thinwire.sharding.step.backward import BackwardPass
+from thinwire.sharding.step.forward import Passes
 from thinwire.sharding.step.param_broadcast import Spreads
+from thinwire.sharding.step.pass_state import PassState
 from thinwire.sharding.step.pinned_units import Holds
 from thinwire.sharding.step.program_tables import Programs
 from thinwire.sharding.step.sharded_model import ShardedModel
