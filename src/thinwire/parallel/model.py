@@ -320,7 +320,7 @@ class ParallelOptimizer:
 
     def _is_finite(self) -> bool:
         """Whether the gradient of the whole model is finite."""
-        finite = all(part.runtime.agree(measure=True).finite for part in self.parts)
+        finite = all(part.runtime.close_step(measure=True).finite for part in self.parts)
         if self._whole is None:
             return finite
         return self._whole.all_reduce_mean([float(finite)])[0] == 1.0
@@ -333,7 +333,7 @@ class ParallelOptimizer:
 
 def _norm(runtimes: Sequence[Runtime], whole: groups.Control | None) -> Tensor:
     """Norm of the gradient of all parts of a model, 0-D, fp64."""
-    norms = [runtime.agree(measure=True).norm for runtime in runtimes]
+    norms = [runtime.close_step(measure=True).norm for runtime in runtimes]
     if whole is None and len(norms) == 1:
         return norms[0]
     squares = [float(norm.square()) for norm in norms]

@@ -44,6 +44,7 @@ from thinwire.sharding.params.plan_codecs import (
     check_exclusions,
 )
 from thinwire.sharding.params.seeds import Seeds
+from thinwire.sharding.params.step_counter import StepCounter
 from thinwire.sharding.runtime.runtime import Runtime, attach
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.spec import Plan
@@ -135,6 +136,7 @@ def build(
     if sync_initial:
         for value in model.buffers():
             everyone.broadcast(value)
+    steps = StepCounter()
     sharded = ShardedModel(
         model=model,
         plan=plan,
@@ -151,7 +153,8 @@ def build(
         world=AxisGroup(plan, Axis.WORLD, Lane.CONTROL, position, device, meter, data=part.data) if decides else None,
         meter=meter,
         codecs=codecs,
-        seeds=Seeds(plan, position, part.data.island),
+        steps=steps,
+        seeds=Seeds(plan, position, steps, part.data.island),
     )
     return _install(replace(sharded, units=_units(sharded, modules, flats, buffers)), modules)
 

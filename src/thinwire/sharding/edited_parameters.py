@@ -14,7 +14,7 @@ from thinwire.errors import UsageError
 from thinwire.program import Axis, Lane
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.runtime.runtime import Runtime
-from thinwire.sharding.runtime.sharded_parameters import Outside
+from thinwire.sharding.runtime.sharded_parameters import ShardedParameters
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
 __all__ = ["Written"]
@@ -60,7 +60,7 @@ class Written:
             for name in sorted(set().union(*control().all_gather_typed(set(changes), _NAMES))):
                 self._keep(outside, name, changes.get(name))
 
-    def _keep(self, outside: Outside, name: str, changed: torch.Tensor | None) -> None:
+    def _keep(self, outside: ShardedParameters, name: str, changed: torch.Tensor | None) -> None:
         share = outside.parameters[name]
         if changed is not None:
             compute = share.live.compute_tensor.detach()

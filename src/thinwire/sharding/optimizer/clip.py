@@ -37,26 +37,26 @@ def clip_grad_norm_(
     runtime = runtime_of(model)
     if norm_type != 2.0:
         return _clip_by(runtime, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-    agreement = runtime.agree(measure=True)
-    if error_if_nonfinite and not agreement.finite:
-        raise _nonfinite(agreement.norm)
-    scale_to_norm([runtime], agreement.norm, max_norm)
-    return agreement.norm.float()
+    result = runtime.close_step(measure=True)
+    if error_if_nonfinite and not result.finite:
+        raise _nonfinite(result.norm)
+    scale_to_norm([runtime], result.norm, max_norm)
+    return result.norm.float()
 
 
 def _clip_by(runtime: Runtime, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
     """Clip by a norm of another order than 2, which the step's agreement does not include."""
     if runtime.outside is None:
         raise UsageError(f"norm_type = {norm_type}: with tp or pp only the 2-norm is available; use norm_type = 2")
-    runtime.agree(measure=False)
+    runtime.close_step()
     runtime.reducer.join()
-    norm = runtime.outside.norms.total(float(norm_type)) / runtime.agreements.gradient_scale
+    norm = runtime.outside.gradients.norms.total(float(norm_type)) / runtime.agreements.gradient_scale
     if runtime.sharded.world is None:
         norm = norm.cpu()
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise _nonfinite(norm)
     if multiply_gradients(runtime, _clip_factor(runtime, norm.double(), max_norm)):
-        runtime.outside.changed_gradients()
+        runtime.outside.gradients.changed()
     return norm
 
 
@@ -64,12 +64,11 @@ def scale_to_norm(runtimes: Sequence[Runtime], norm: torch.Tensor, max_norm: flo
     """Scale the gradients of all parts of a model so that their norm is at most ``max_norm``.
 
     Args:
-        runtimes: Runtimes of this rank's parts, whose ranks have agreed on their norms.
+        runtimes: Runtimes of this rank's parts, whose norms are measured.
         norm: Norm of the whole model's gradient; 0-D, fp64.
         max_norm: Upper bound of the norm.
     """
     for runtime in runtimes:
-        runtime.agree(measure=True)
         multiply_gradients(runtime, _clip_factor(runtime, norm, max_norm))
     spoil(runtimes, norm)
 
@@ -101,11 +100,10 @@ def spoil(runtimes: Sequence[Runtime], norm: torch.Tensor) -> None:
     """Make the norms of all parts of a model NaN if that of the whole model is not finite, so that no part is updated.
 
     Args:
-        runtimes: Runtimes of this rank's parts.
+        runtimes: Runtimes of this rank's parts, whose norms are measured.
         norm: Norm of the whole model's gradient; 0-D, fp64.
     """
     for runtime in runtimes:
-        runtime.agree(measure=True)
         runtime.agreements.spoil(norm)
 
 

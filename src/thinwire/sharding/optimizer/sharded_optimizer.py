@@ -130,8 +130,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         runtime = self.runtime
         self._check_scaled()
-        agreement = runtime.agree(measure=self.skip_nonfinite)
-        if self.skip_nonfinite and not agreement.finite:
+        result = runtime.close_step(measure=self.skip_nonfinite)
+        if self.skip_nonfinite and not result.finite:
             self._note_skipped()
             runtime.finish_step(updated=False)
             return False
@@ -142,7 +142,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Make a step that the device skips if the gradient is not finite, as under torch's ``GradScaler``. The host
         learns of it later: it never waits for the norm. A skipped step spreads parameters that have not changed."""
         self._check_scaled()
-        norm = self.runtime.agree(measure=True).norm
+        norm = self.runtime.close_step(measure=True).norm
         self.runtime.agreements.once_settled(self._learn)
         if self.loss_scale is not None:
             self.loss_scale.applied = False

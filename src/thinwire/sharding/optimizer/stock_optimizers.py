@@ -12,13 +12,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from thinwire.errors import UsageError
+from thinwire.sharding.runtime.live_parameter import ModelParameter
+from thinwire.sharding.runtime.masters import Masters, refuse_in_backward
 from thinwire.sharding.runtime.runtime import runtime_of
-from thinwire.sharding.runtime.sharded_parameters import (
-    ModelParameter,
-    Outside,
-    refuse_in_backward,
-    sharded_parameter_of,
-)
+from thinwire.sharding.runtime.sharded_parameters import sharded_parameter_of
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
 __all__ = ["INNER", "watch_optimizers"]
@@ -53,7 +50,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         model.finish_update()
 
 
-def _prepare(model: Outside, optimizer: torch.optim.Optimizer) -> None:
+def _prepare(model: Masters, optimizer: torch.optim.Optimizer) -> None:
     """Prepare a model for an optimizer that will read its gradients and write its masters."""
     runtime, name = runtime_of(model.sharded.model), type(optimizer).__name__
     refuse_in_backward(f"{name}.step()")
@@ -69,10 +66,10 @@ def _prepare(model: Outside, optimizer: torch.optim.Optimizer) -> None:
             'thinwire.optimizer(model, ...), which widens them unit by unit, or accumulate_dtype = "float32"'
         )
     model.check_all_managed()
-    runtime.agree(measure=False)
+    runtime.close_step()
 
 
-def _models_of(optimizer: torch.optim.Optimizer) -> tuple[Outside, ...]:
+def _models_of(optimizer: torch.optim.Optimizer) -> tuple[Masters, ...]:
     """The sharded models whose parameters an optimizer updates.
 
     Raises:
@@ -81,13 +78,13 @@ def _models_of(optimizer: torch.optim.Optimizer) -> tuple[Outside, ...]:
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     known = getattr(optimizer, _MODELS, None)
     if known is not None and known[0] == count:
-        models: tuple[Outside, ...] = known[1]
+        models: tuple[Masters, ...] = known[1]
         return models
-    by_id: dict[int, Outside] = {}
+    by_id: dict[int, Masters] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(parameter, ShardedParameter) and isinstance(parameter.live, ModelParameter):
-                by_id[id(parameter.live.outside)] = parameter.live.outside
+                by_id[id(parameter.live.masters)] = parameter.live.masters
             elif (share := sharded_parameter_of(parameter)) is not None:
                 raise UsageError(
                     f"{type(optimizer).__name__} was made before thinwire.shard: it holds {share.spec.name} as it "

@@ -41,7 +41,7 @@ class ShareUpdate:
         runtime.join_spreads()
         began = runtime.lanes.mark()
         hooked = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
-        arrived = runtime.agree(measure=False).measured  # the norm is that of all gradients
+        arrived = runtime.step_result.measured  # the norm is that of all gradients
         unspread: Set[int] | None = None  # all
         few_calls = arrived and runtime.lanes.home.exists  # which are faster on a GPU
         exchanges = runtime.exchanges is not None and runtime.exchanges.writes()  # which comes before the spread

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from thinwire.program import Axis, Lane, axis_index
+from thinwire.sharding.params.step_counter import StepCounter
 from thinwire.spec import Plan
 
 __all__ = ["Seeds"]
@@ -23,14 +24,12 @@ class Seeds:
     Args:
         plan: Plan that defines the owners of shards.
         position: Position of this rank in the mesh.
+        steps: Counts the model's steps.
         island: Number of this rank's island.
-
-    Attributes:
-        step: Number of optimizer steps taken so far.
     """
 
-    def __init__(self, plan: Plan, position: int, island: int = 0) -> None:
-        self.step = 0
+    def __init__(self, plan: Plan, position: int, steps: StepCounter, island: int = 0) -> None:
+        self._steps = steps
         self._position, self._world = position, plan.world
         self.be_island(island)
         shard = axis_index(plan, Axis.PARAMS, position)
@@ -49,8 +48,8 @@ class Seeds:
     def next(self) -> int:
         """The seed of the next reduction of gradients. Reductions run in the same order on every rank."""
         step, count = self._last
-        count = count + 1 if step == self.step else 0
-        self._last = (self.step, count)
+        count = count + 1 if step == self._steps.taken else 0
+        self._last = (self._steps.taken, count)
         return self._joined(_REDUCTION, count, self._position)
 
     def of_exchange(self, fragment: int) -> int:
@@ -58,4 +57,4 @@ class Seeds:
         return self._joined(_CODES[Lane.OUTER] + 1, fragment, self._job_position)
 
     def _joined(self, kind: int, number: int, owner: int) -> int:
-        return ((self.step * 8 + kind << 20) + number << 20) + owner
+        return ((self._steps.taken * 8 + kind << 20) + number << 20) + owner

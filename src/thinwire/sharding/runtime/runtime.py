@@ -40,7 +40,9 @@ from thinwire.sharding.islands.elastic import ElasticExchanges
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.outer_group import OuterGroup
 from thinwire.sharding.params.write_audit import WriteAudit
-from thinwire.sharding.runtime.sharded_parameters import Outside
+from thinwire.sharding.runtime.masters import Masters
+from thinwire.sharding.runtime.sharded_parameters import ShardedParameters
+from thinwire.sharding.runtime.share_gradients import ShareGradients
 from thinwire.sharding.step.backward import BackwardPass
 from thinwire.sharding.step.forward import Passes
 from thinwire.sharding.step.param_broadcast import Spreads
@@ -48,7 +50,7 @@ from thinwire.sharding.step.pass_state import PassState
 from thinwire.sharding.step.pinned_units import Holds
 from thinwire.sharding.step.program_tables import Programs
 from thinwire.sharding.step.sharded_model import ShardedModel
-from thinwire.sharding.step.step_check import Agreement, Agreements
+from thinwire.sharding.step.step_check import Agreements, StepResult
 from thinwire.sharding.step.trace_cursor import Schedule
 
 __all__ = ["Runtime", "attach", "detach", "runtime_of", "sent_bytes"]
@@ -101,18 +103,11 @@ class Runtime:
         backward = BackwardPass(state, sharded, self.schedule, self.reducer, self.agreements, self.holds)
         self.passes = Passes(sharded, self.schedule, backward, state, self.holds)
         rollcall().describe = _describer(self)
-        self.outside: Outside | None = None
+        self.outside: ShardedParameters | None = None
         if sharded.alone:
-            self.outside = Outside(
-                sharded,
-                self.passes,
-                self.reducer,
-                self.agreements,
-                self.spreads,
-                self.holds,
-                self.agree,
-                self.finish_step,
-            )
+            masters = Masters(sharded, self.passes, self.spreads, self.holds, self.finish_step)
+            gradients = ShareGradients(self.plan, backward, self.reducer, self.agreements, self.close_step)
+            self.outside = ShardedParameters(sharded, masters, gradients)
         self.half_loaded: str | None = None
         self.passes.before_computing = self.holds.before_gathering = self._before_use
         if self.outside is not None:
@@ -121,7 +116,7 @@ class Runtime:
     @property
     def num_steps(self) -> int:
         """Number of optimizer steps taken so far."""
-        return self.sharded.seeds.step
+        return self.sharded.steps.taken
 
     def now(self) -> tuple[int, Event]:
         """The number of the current step and its last event, for journals."""
@@ -139,7 +134,7 @@ class Runtime:
     def _before_use(self) -> None:
         self.refuse_half_loaded()
         if self.outside is not None:
-            self.outside.flush()
+            self.outside.masters.flush()
 
     # -- micro-batches -----------------------------------------------------------------------------------------
 
@@ -154,8 +149,9 @@ class Runtime:
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
-    def agree(self, *, measure: bool) -> Agreement:
-        """Exchange the order of units, the used parameters and, on request, the norm with the other ranks.
+    def close_step(self, *, measure: bool = False) -> StepResult:
+        """Exchange the order of units, the used parameters and, on request, the norm with the other ranks, unless this
+        step is closed already and no gradient has come since.
 
         Args:
             measure: Whether to measure the gradient norm.
@@ -166,18 +162,31 @@ class Runtime:
                 Raised on every rank.
             CheckpointError: The model is half loaded.
         """
+        if self.agreements.result is None or self.passes.backward.may_be_unreported:
+            self._close_step()
+        if measure and not self.step_result.measured:
+            self.agreements.measure()
+        return self.step_result
+
+    def _close_step(self) -> None:
         self.refuse_half_loaded()
         self.passes.reach_step()
         if self.outside is not None:
             self.passes.refuse_missing_backward()
-        steps = self.schedule.order.value, self.schedule.backwards
-        agreement = self.agreements.agree(*steps, measure=False)
-        self.schedule.ranks_met(same_order=self.agreements.same_order)
+        if self.agreements.result is None:
+            self.agreements.close(self.schedule.order.value, self.schedule.backwards)
+            self.schedule.ranks_met(same_order=self.agreements.same_order)
         if self.exchanges is not None:
             self.exchanges.hold()
         if self.outside is not None:
-            self.outside.merge()
-        return self.agreements.agree(*steps, measure=True) if measure else agreement
+            self.outside.gradients.merge()
+
+    @property
+    def step_result(self) -> StepResult:
+        """What ranks have agreed on in this step, which :meth:`close_step` has closed."""
+        result = self.agreements.result
+        assert result is not None
+        return result
 
     def zero_grad(self) -> None:
         """Forget every gradient."""
@@ -189,7 +198,7 @@ class Runtime:
             part.reset()
         self.agreements.forget_gradients()
         if self.outside is not None:
-            self.outside.drop_added()
+            self.outside.gradients.drop_added()
 
     def progress(self, share: float) -> None:
         """Report the share of training that is done, 0 to 1; from ``wire.schedule`` on, gradients travel exactly."""
@@ -216,25 +225,34 @@ class Runtime:
             updated: Whether parameters have new values. A step may be taken without an update.
             only: Numbers of the units that were updated and have not begun to spread; all by default.
         """
+        step = self.num_steps + 1
         if self.exchanges is not None:
             if self.exchanges.writes():
                 self.spreads.join()  # they may read the masters
-            written = self.exchanges.end_step()
-            if (step := self.exchanges.take_fetched()) is not None:
-                self.loaded(step, with_replicas=False)
+            written, step = self.exchanges.end_step()
+            if (fetched := self.exchanges.take_fetched()) is not None:
+                self.loaded(fetched, with_replicas=False)
                 return
             self.spreads.write_back(sorted(written))
             if written:
                 only = written if not updated else None if only is None else only | written
                 updated = True
-        self._begin_next(updated=updated, only=only)
+        self._begin_next(step, updated=updated, only=only)
 
-    def _begin_next(self, *, updated: bool, exactly: bool = False, only: Set[int] | None = None) -> None:
-        """Spread updated P shards and begin the next step; ``exactly`` as for :meth:`Spreads.start`."""
+    def _begin_next(self, step: int, *, updated: bool, exactly: bool = False, only: Set[int] | None = None) -> None:
+        """Spread updated P shards and begin the next step.
+
+        Args:
+            step: Number of optimizer steps taken now.
+            updated: Whether parameters have new values.
+            exactly: See :meth:`Spreads.start`.
+            only: See :meth:`Spreads.start`.
+        """
+        self.sharded.steps.taken = step - 1  # the spread belongs to the step that ends
         if updated:
             self.holds.end_step()
             self.spreads.start(exactly=exactly, only=only)
-        self.sharded.seeds.step += 1
+        self.sharded.steps.taken = step
         self.holds.release_reads()
         self.passes.state.end_step()
         self.audit.begin_step(self.num_steps)
@@ -264,13 +282,12 @@ class Runtime:
         """
         self.join_spreads()
         self.spreads.write_back(range(len(self.units)), differences=not with_replicas)
-        self.sharded.seeds.step = num_steps - 1
-        self._begin_next(updated=True, exactly=True)
+        self._begin_next(num_steps, updated=True, exactly=True)
 
     def join_spreads(self) -> None:
         """Wait until every unit's parameters are up to date. Collective, if shares were written."""
         if self.outside is not None:
-            self.outside.flush()
+            self.outside.masters.flush()
         self.spreads.join()
 
 

@@ -1,4 +1,4 @@
-"""The immutable description of a sharded model on one rank."""
+"""The description of a sharded model on one rank. It never changes, except that the runtime counts its steps."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from thinwire.sharding.memory.local import LocalPart, Slice
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.params.plan_codecs import PlanCodecs
 from thinwire.sharding.params.seeds import Seeds
+from thinwire.sharding.params.step_counter import StepCounter
 from thinwire.spec import Plan
 
 __all__ = ["ShardedModel"]
@@ -44,7 +45,8 @@ class ShardedModel:
             decides about a step.
         meter: Counts the bytes that this rank sends.
         codecs: Codecs of the plan.
-        seeds: Seeds for codecs that round at random; they also count the steps.
+        steps: Counts the optimizer steps; the runtime writes it.
+        seeds: Seeds for codecs that round at random.
     """
 
     model: nn.Module
@@ -62,6 +64,7 @@ class ShardedModel:
     world: AxisGroup | None
     meter: Meter
     codecs: PlanCodecs
+    steps: StepCounter
     seeds: Seeds
 
     def fragments(self) -> list[OwnedFragment]:

@@ -22,7 +22,7 @@ from thinwire.sharding.step.grad_norm import GradientNorm
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.step.sharded_model import ShardedModel
 
-__all__ = ["Agreement", "Agreements", "UsedGradients"]
+__all__ = ["Agreements", "StepResult", "UsedGradients"]
 
 _UNFINISHED: Final = 1
 """Flag of a rank whose last micro-batch lacks its backward."""
@@ -38,7 +38,7 @@ _NUM_FLAGS: Final = 2
 
 
 @dataclass(frozen=True)
-class Agreement:
+class StepResult:
     """The result of the step's exchanges, which is the same on every rank.
 
     Attributes:
@@ -142,6 +142,7 @@ class Agreements:
         same_order: Whether the last exchange found the same order of units on all ranks. A difference is an error
             unless every rank holds whole parameters.
         loss_scale: Factor of the losses, and so of all gradients; ``None`` without one.
+        result: What ranks have agreed on in this step; ``None`` before, and after gradients have come since.
     """
 
     def __init__(self, sharded: ShardedModel, reducer: Reducer, audit: WriteAudit) -> None:
@@ -151,7 +152,7 @@ class Agreements:
         self.used = UsedGradients(self._infos)
         self.same_order = True
         self.loss_scale: LossScale | None = None
-        self._present: Agreement | None = None  # the agreement of this step, once there is one
+        self.result: StepResult | None = None
         self._late: list[Late] = []  # norms that the host has not read
         self._then: list[Callable[[bool], None]] = []  # called once it has
 
@@ -161,21 +162,21 @@ class Agreements:
         """Begin a backward, whose gradients invalidate the agreement of this step."""
         self.settle()
         self.used.begin_backward()
-        self._present = None
+        self.result = None
 
     def forget(self) -> None:
         """Drop the agreement at the end of a step."""
-        self._present = None
+        self.result = None
 
     def forget_gradients(self) -> None:
         """Record that no parameter has a gradient any more."""
         self.used.forget()
-        self._present = None
+        self.result = None
 
     def forget_norm(self) -> None:
         """Drop the norm, because gradients have changed since it was measured."""
-        if self._present is not None:
-            self._present = replace(self._present, norm=_UNKNOWN, measured=False)
+        if self.result is not None:
+            self.result = replace(self.result, norm=_UNKNOWN, measured=False)
 
     def set_used(self, unit: int, slot: int, *, used: bool) -> None:
         """Record that a parameter was given a gradient or has lost it; called alike on every rank."""
@@ -184,34 +185,34 @@ class Agreements:
 
     # -- exchanges ---------------------------------------------------------------------------------------------
 
-    def agree(self, order_hash: int, backwards: int, *, measure: bool) -> Agreement:
-        """Exchange with the other ranks, unless this step already has an agreement.
+    def close(self, order_hash: int, backwards: int) -> None:
+        """Exchange with the other ranks. Reductions continue in the background.
 
         Args:
             order_hash: Hash of this rank's events.
             backwards: Number of backwards that this rank has run in this step.
-            measure: Whether to measure the gradient norm. This waits for every reduction, makes a pass over this rank's
-                share, and needs an exchange of its own. Without it, reductions continue in the background.
 
         Raises:
             MismatchError: Two ranks ran units in a different order or took a different number of steps.
             UsageError: On some rank, the backward of the last micro-batch is missing, or a forward wrote to parameters.
                 Raised on every rank.
         """
-        if self._present is None:
-            self.settle()
-            # Compare before joining the reductions: if ranks ran different steps, reductions would never finish.
-            self.used.learn(self._compare_steps(order_hash, backwards))
-            self._present = Agreement(_UNKNOWN, False)
-        if measure and not self._present.measured:
-            norm = self._norm.measure() / self.gradient_scale
-            self._reducer.join()
-            self._present = replace(self._present, norm=norm, measured=True)
-            if self._sharded.world is not None:
-                self._late.append(self._sharded.lanes.late(norm))
-            elif not self._present.finite:
-                self._reducer.forget_lost()  # the rounding errors of such gradients are not finite either
-        return self._present
+        self.settle()
+        # Compare before joining the reductions: if ranks ran different steps, reductions would never finish.
+        self.used.learn(self._compare_steps(order_hash, backwards))
+        self.result = StepResult(_UNKNOWN, False)
+
+    def measure(self) -> None:
+        """Measure the gradient norm after :meth:`close`. This waits for every reduction, makes a pass over this rank's
+        share, and needs an exchange of its own."""
+        assert self.result is not None
+        norm = self._norm.measure() / self.gradient_scale
+        self._reducer.join()
+        self.result = replace(self.result, norm=norm, measured=True)
+        if self._sharded.world is not None:
+            self._late.append(self._sharded.lanes.late(norm))
+        elif not self.result.finite:
+            self._reducer.forget_lost()  # the rounding errors of such gradients are not finite either
 
     def settle(self) -> None:
         """Read norms that have stayed on the device, and do what depends on them. The device computed them before it
@@ -228,27 +229,27 @@ class Agreements:
 
     def once_settled(self, act: Callable[[bool], None]) -> None:
         """Call a function with whether the gradient of this step is finite, once the host has read its norm."""
-        assert self._present is not None
+        assert self.result is not None
         if self._late:
             self._then.append(act)
         else:  # the loop has read it
-            act(self._present.finite)
+            act(self.result.finite)
 
     def spoil(self, norm: torch.Tensor) -> None:
-        """Make the norm NaN after :meth:`agree` if that of the whole model, 0-D, is not finite."""
-        assert self._present is not None
-        self._present = replace(self._present, norm=self._present.norm + (norm - norm))
+        """Make the norm NaN after :meth:`measure` if that of the whole model, 0-D, is not finite."""
+        assert self.result is not None
+        self.result = replace(self.result, norm=self.result.norm + (norm - norm))
 
     @property
     def gradient_scale(self) -> float:
         """The loss scale that the gradients still contain; 1 once they were divided by it."""
-        unscaled = self._present is not None and self._present.unscaled
+        unscaled = self.result is not None and self.result.unscaled
         return 1.0 if self.loss_scale is None or unscaled else self.loss_scale.applied_value
 
     def multiplied(self, factor: torch.Tensor | float) -> None:
-        """Record after :meth:`agree` that gradients were divided by the loss scale and multiplied by a factor."""
-        assert self._present is not None
-        self._present = replace(self._present, norm=self._present.norm * factor, unscaled=True)
+        """Record after :meth:`close` that gradients were divided by the loss scale and multiplied by a factor."""
+        assert self.result is not None
+        self.result = replace(self.result, norm=self.result.norm * factor, unscaled=True)
 
     def _compare_steps(self, order_hash: int, backwards: int) -> tuple[bool, ...]:
         """Check that all ranks ran the same step.
@@ -259,7 +260,7 @@ class Agreements:
         unfinished = any(gradient.unsynced for gradient in self._reducer.parts)
         written = self._audit.written()
         flags = _UNFINISHED * unfinished | _WRITTEN * (written is not None)
-        words = struct.pack("<qqq", order_hash, flags | backwards << _NUM_FLAGS, self._sharded.seeds.step)
+        words = struct.pack("<qqq", order_hash, flags | backwards << _NUM_FLAGS, self._sharded.steps.taken)
         bits = _to_bits(self.used.mine)
         everyone = exchange_bytes(self._sharded, words + bits, control_bytes(self._infos))
         rows = [struct.unpack_from("<qqq", row) for row in everyone]
