@@ -320,7 +320,8 @@ class ParallelOptimizer:
 
     def _is_finite(self) -> bool:
         """Whether the gradient of the whole model is finite."""
-        finite = all(part.runtime.close_step(measure=True).finite for part in self.parts)
+        results = [part.runtime.close_step(measure=True) for part in self.parts]  # all of them exchange
+        finite = all(result.finite for result in results)
         if self._whole is None:
             return finite
         return self._whole.all_reduce_mean([float(finite)])[0] == 1.0
