@@ -16,7 +16,7 @@ from thinwire.program import Axis, Operation, padded
 from thinwire.sharding.grads.buckets import Bucket, BucketChunk
 from thinwire.sharding.grads.residuals import ErrorFeedback
 from thinwire.sharding.grads.unit_gradient import Accumulator, Topology, UnitGradient
-from thinwire.sharding.lanes.journal import Load
+from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.params.seeds import Seeds
 from thinwire.spec import Plan
 

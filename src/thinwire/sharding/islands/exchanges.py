@@ -9,8 +9,8 @@ from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Lane, due_fragments, exchange_parts, exchanged_units
 from thinwire.sharding.islands.fragment_state import PartState
 from thinwire.sharding.islands.outer_group import OuterGroup
-from thinwire.sharding.lanes.journal import Load
 from thinwire.sharding.lanes.lanes import Ticket
+from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.step.sharded_model import ShardedModel
 
 __all__ = ["Ended", "Exchanges"]

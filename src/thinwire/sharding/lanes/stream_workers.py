@@ -26,7 +26,6 @@ class _StreamTicket(Ticket):
         self._body, self._after = body, tuple(after)
 
     def wait(self) -> None:
-        self._worker.waited_for(self)
         compute = self._worker.streams.current()
         if not self.done():
             before = self._worker.time_of(compute)

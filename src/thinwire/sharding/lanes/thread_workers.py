@@ -55,7 +55,6 @@ class _ThreadTicket(Ticket):
             raise self._error
 
     def wait(self) -> None:
-        self._worker.waited_for(self)
         if self._finished:  # units that were gathered together wait for one ticket
             self.raise_error()
         else:

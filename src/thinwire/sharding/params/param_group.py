@@ -23,8 +23,8 @@ from torch import nn
 from thinwire.collectives.joint_gather import joint_gather
 from thinwire.collectives.moves import Moves
 from thinwire.program import Axis, BufferKey, Lane, UnitInfo, gather_batches
-from thinwire.sharding.lanes.journal import Load
 from thinwire.sharding.lanes.lanes import Ticket
+from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.params.gathers import BufferGathers, FlatBuffer, GatherLink, piece_of
 
 __all__ = ["GatherBatch", "State", "Tables", "Unit", "start_gathers"]
@@ -154,8 +154,6 @@ class Unit:
             buffer.release()
         self.state, self.ready = State.SHARDED, False
         self.close()
-        if (journal := self._link.lanes.journal) is not None:
-            journal.freed(self.index)
         return True
 
     def keep_secondary(self) -> None:

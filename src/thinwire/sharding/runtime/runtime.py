@@ -33,7 +33,7 @@ from torch import nn
 
 from thinwire.collectives.group import rollcall
 from thinwire.errors import CheckpointError, UsageError
-from thinwire.program import Axis, Event, Lane, Scope
+from thinwire.program import Axis, Lane, Scope
 from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.grads.reductions import Reductions
 from thinwire.sharding.islands.elastic import ElasticExchanges
@@ -117,10 +117,6 @@ class Runtime:
     def num_steps(self) -> int:
         """Number of optimizer steps taken so far."""
         return self.sharded.steps.taken
-
-    def now(self) -> tuple[int, Event]:
-        """The number of the current step and its last event, for journals."""
-        return self.num_steps, Event(*self.passes.state.at, self.schedule.micro_batch)
 
     def refuse_half_loaded(self) -> None:
         """Refuse to use a model that a load has left half filled.

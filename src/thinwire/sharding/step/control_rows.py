@@ -8,11 +8,10 @@ from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Lane
-from thinwire.sharding.lanes.journal import Load
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.spec import Plan
 
-__all__ = ["exchange_bytes", "gather_noted", "gather_rows"]
+__all__ = ["exchange_bytes", "gather_rows"]
 
 
 def gather_rows(group: AxisGroup, row: torch.Tensor) -> torch.Tensor:
@@ -34,17 +33,6 @@ def gather_rows(group: AxisGroup, row: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def gather_noted(sharded: ShardedModel, group: AxisGroup, row: torch.Tensor) -> torch.Tensor:
-    """All-gather a row of each rank, and note it in the model's journal; see :func:`gather_rows`."""
-    rows = gather_rows(group, row)
-    journal = sharded.lanes.journal
-    if journal is not None and group.size > 1:
-        exchange = object()  # what computes next comes after it, so it starts and is waited for at the same time
-        journal.started(Lane.CONTROL, Load("control", Axis.WORLD), exchange, ())
-        journal.waited(exchange)
-    return rows
-
-
 def exchange_bytes(sharded: ShardedModel, payload: bytes, size: int) -> list[bytes]:
     """All-gather bytes of each rank on the host.
 
@@ -57,7 +45,7 @@ def exchange_bytes(sharded: ShardedModel, payload: bytes, size: int) -> list[byt
         The bytes of each rank, by rank.
     """
     group = sharded.axes[Axis.WORLD, Lane.CONTROL]
-    rows = gather_noted(sharded, group, torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8))
+    rows = gather_rows(group, torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8))
     ranks = sharded.part.data.ranks
     positions = sorted(range(group.size), key=ranks.__getitem__)
     by_rank = [rows[_index_of(sharded.plan, position)] for position in positions]

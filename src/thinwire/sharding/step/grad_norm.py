@@ -13,7 +13,7 @@ import torch
 from thinwire.program import NORM_BYTES, Axis, Lane
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.reducer import Reducer
-from thinwire.sharding.step.control_rows import exchange_bytes, gather_noted
+from thinwire.sharding.step.control_rows import exchange_bytes, gather_rows
 from thinwire.sharding.step.sharded_model import ShardedModel
 
 __all__ = ["GradientNorm"]
@@ -41,7 +41,7 @@ class GradientNorm:
         """
         mine, world = self._squared(), self._sharded.world
         if world is not None:
-            return gather_noted(self._sharded, world, mine.view(1)).sum().sqrt()
+            return gather_rows(world, mine.view(1)).sum().sqrt()
         everyone = exchange_bytes(self._sharded, struct.pack("<d", float(mine)), NORM_BYTES)
         return torch.tensor(sum(struct.unpack_from("<d", row)[0] for row in everyone), dtype=torch.float64).sqrt()
 

@@ -14,7 +14,7 @@ from thinwire.collectives.memory import allocate
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, BufferKey, Kind, Lane, Operation
-from thinwire.sharding.lanes.journal import Load
+from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.params.gathers import FlatBuffer
 from thinwire.sharding.step.program_tables import Programs
 from thinwire.sharding.step.sharded_model import ShardedModel

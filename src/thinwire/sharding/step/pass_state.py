@@ -36,7 +36,7 @@ class PassState:
         is_plain: Whether the events of units that are whole and up to date are only noted. The model's forward sets it,
             and the end of the pass clears it.
         before: Pass in which the current backward began.
-        at: Last event, for journals.
+        at: Last event, for the roll call.
         began: For each unit, the time at which its current forward or backward began, for timelines.
         had_backward: Whether a backward has begun since the last step.
         waits_for_backward: Whether a forward since the last step has recorded a graph.

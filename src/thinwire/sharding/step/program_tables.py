@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from thinwire.program import (
@@ -26,16 +26,13 @@ from thinwire.sharding.grads.reducer import Turns
 from thinwire.sharding.params.param_group import GatherBatch
 from thinwire.spec import Plan
 
-__all__ = ["Lower", "Place", "Programs", "Retained", "place_of"]
+__all__ = ["Place", "Programs", "Retained", "place_of"]
 
 MOST_PROGRAMS = 16
 """Most programs to cache, so that a model whose order of units keeps changing does not fill the memory."""
 
 ANY_MICRO_BATCHES = UNDER_WAY + 2
 """Micro-batches in the program that represents all longer ones. From this length on, waits follow a fixed pattern."""
-
-Lower = Callable[..., StepProgram]
-"""A function like :func:`thinwire.program.lower`."""
 
 Place = tuple[int, int]
 """The representative of a micro-batch: its number in a program, and the number of micro-batches in that program."""
@@ -76,7 +73,6 @@ class Programs:
     def __init__(self, plan: Plan, infos: Sequence[UnitInfo], position: int) -> None:
         self.plan, self.infos, self.position = plan, infos, position
         self.trace: Trace | None = None
-        self._lower: Lower = lower
         self._programs: dict[tuple[Trace, int, bool, bool, tuple[int, ...]], StepProgram] = {}
         # Tables for the trace, by place; see the methods of these names.
         self._prefetches: dict[Place, Mapping[Moment, tuple[GatherBatch, ...]]] = {}
@@ -108,7 +104,7 @@ class Programs:
             if len(self._programs) >= MOST_PROGRAMS:
                 self._programs.clear()
             plan = _bucketed(self.plan, unit_by_unit=unit_by_unit)
-            self._programs[key] = self._lower(
+            self._programs[key] = lower(
                 plan,
                 self.infos,
                 micro_batches=micro_batches,
@@ -127,15 +123,6 @@ class Programs:
     def replan(self, plan: Plan) -> None:
         """Switch to a plan that differs only in its codecs."""
         self.plan = plan
-        self._programs.clear()
-        self._forget_tables()
-
-    def lower_by(self, lowering: Lower) -> None:
-        """Replace the function that lowers programs. Every rank has to do the same.
-
-        Tests use this to find out which fields of a program the runtime obeys.
-        """
-        self._lower = lowering
         self._programs.clear()
         self._forget_tables()
 

@@ -1,35 +1,28 @@
 """Records the actions of a runtime in a step, in the terms of the program but without reading it.
 
-Lanes record the collectives that start and the tickets that computation waits for. Units record when they are freed.
-The runtime provides the event. Tests compare a journal with the program that the runtime performs.
+It stands around the calls with which collectives start, computation waits for their tickets, and units are freed. Tests
+compare a journal with the program that the runtime performs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
+import torch
+
+from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Event, Lane
+from thinwire.sharding.lanes import lanes, stream_workers, thread_workers
+from thinwire.sharding.lanes.load import Load
+from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.runtime.runtime import Runtime
+from thinwire.sharding.step import control_rows, grad_norm
 
-__all__ = ["Journal", "Load", "StartedCollective", "JournaledStep"]
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Description of a collective's data, and its axis.
-
-    Attributes:
-        label: Name of the collective in timelines.
-        axis: Axis of the mesh that the collective runs along.
-        units: Numbers of the units whose data the collective carries.
-        encoded: Whether the plan's codecs apply to the data.
-    """
-
-    label: str
-    axis: Axis
-    units: tuple[int, ...] = ()
-    encoded: bool = False
+__all__ = ["Journal", "JournaledStep", "StartedCollective", "keep_journal"]
 
 
 class StartedCollective(NamedTuple):
@@ -98,3 +91,51 @@ class Journal:
         """Record that a unit's gathered parameters are freed."""
         step, event = self._now()
         self.step(step).frees.setdefault(event, []).append(unit)
+
+
+@contextlib.contextmanager
+def keep_journal(engine: Runtime) -> Iterator[Journal]:
+    """Keep a journal of the collectives that start, the waits of computation, and the units that are freed."""
+    journal = Journal(lambda: (engine.num_steps, Event(*engine.passes.state.at, engine.schedule.micro_batch)))
+    submit, free, gather_rows = lanes.Lanes.submit, Unit.free, control_rows.gather_rows
+
+    def noted_submit(
+        self: lanes.Lanes, lane: Lane, work: Any, *, after: Sequence[Any] = (), load: Load = lanes.UNNAMED
+    ) -> Any:
+        ticket = submit(self, lane, work, after=after, load=load)
+        if self is engine.lanes:
+            journal.started(lane, load, ticket, tuple(after))
+        return ticket
+
+    def noted_free(self: Unit) -> bool:
+        freed = free(self)
+        if freed and engine.units[self.index] is self:
+            journal.freed(self.index)
+        return freed
+
+    def noted_rows(group: AxisGroup, row: torch.Tensor) -> torch.Tensor:
+        rows = gather_rows(group, row)
+        if group.size > 1:
+            exchange = object()  # what computes next comes after it, so it starts and is waited for at the same time
+            journal.started(Lane.CONTROL, Load("control", Axis.WORLD), exchange, ())
+            journal.waited(exchange)
+        return rows
+
+    def noted_wait(ticket: type) -> Any:
+        wait: Callable[[Any], None] = ticket.wait  # type: ignore[attr-defined]
+
+        def noted(self: Any) -> None:
+            journal.waited(self)
+            wait(self)
+
+        return mock.patch.object(ticket, "wait", noted)
+
+    with (
+        mock.patch.object(lanes.Lanes, "submit", noted_submit),
+        mock.patch.object(Unit, "free", noted_free),
+        mock.patch.object(control_rows, "gather_rows", noted_rows),
+        mock.patch.object(grad_norm, "gather_rows", noted_rows),
+        noted_wait(thread_workers._ThreadTicket),
+        noted_wait(stream_workers._StreamTicket),
+    ):
+        yield journal
