@@ -21,9 +21,8 @@ from thinwire.collectives.job.connecting import abort_native, connect, forget_li
 from thinwire.collectives.job.control import Control, control, control_beside, forget_controls, is_initialized
 from thinwire.collectives.job.current import DEFAULT_TIMEOUT, job
 from thinwire.collectives.job.failures import explained_transport
-from thinwire.collectives.job.metering import Meter, Record, recording
 from thinwire.collectives.job.rollcall import RollCall
-from thinwire.collectives.job.subgroup import Subgroup, leave_subgroups
+from thinwire.collectives.job.subgroup import Meter, Record, Subgroup, leave_subgroups, recording
 from thinwire.collectives.job.torch_groups import named_group
 from thinwire.collectives.links.rendezvous import Rendezvous
 from thinwire.collectives.links.transport import NCCL, agree_on_transport, forgo_flight_recorder, gpu_of

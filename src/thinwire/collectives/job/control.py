@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from thinwire.agreement import Typed, agree, all_gather_typed
 from thinwire.collectives.gateway.shelter import BACKEND
 from thinwire.collectives.job.current import DEFAULT_TIMEOUT, job
-from thinwire.collectives.job.failures import explained
+from thinwire.collectives.job.failures import failure_of
 from thinwire.collectives.job.rollcall import MeetingPlace
 from thinwire.collectives.job.torch_groups import named_group
 from thinwire.collectives.links.gloo import close_connections
@@ -102,13 +103,15 @@ class Control:
         if self.process_group is not None:
             close_connections(self.process_group, self.rank, self.size)
 
-    def _doing(self, what: str) -> contextlib.ExitStack:
+    @contextlib.contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
         """Context of an exchange of the group: the roll call watches it, and its errors are explained."""
-        stack = contextlib.ExitStack()
-        if self._place is not None:
-            stack.enter_context(self._place.doing(what))
-        stack.enter_context(explained(what, self._purpose, self.ranks))
-        return stack
+        started = time.monotonic()
+        with contextlib.nullcontext() if self._place is None else self._place.doing(what):
+            try:
+                yield
+            except RuntimeError as error:
+                raise failure_of(error, started, what, self._purpose, self.ranks) from error
 
     def barrier(self) -> None:
         """Wait until every rank has reached this call."""

@@ -13,31 +13,34 @@ from thinwire.collectives.job.current import job
 from thinwire.collectives.links.patience import STORE_PATIENCE, within_patience
 from thinwire.errors import CollectiveError, MismatchError
 
-__all__ = [
-    "explained",
-    "explained_transport",
-]
+__all__ = ["explained_transport", "failure_of"]
 
 
-@contextlib.contextmanager
-def explained(kind: str, lane: str, ranks: Sequence[int], nbytes: int | None = None) -> Iterator[None]:
-    """Turn an error of the transport, which names neither operation nor culprit, into a sentence that names both."""
+def failure_of(
+    error: RuntimeError, started: float, kind: str, lane: str, ranks: Sequence[int], nbytes: int | None = None
+) -> CollectiveError | MismatchError:
+    """Turn an error of the transport, which names neither operation nor culprit, into a sentence that names both.
+
+    Args:
+        error: The error.
+        started: Moment of ``time.monotonic()`` at which the exchange began.
+        kind: Kind of the exchange.
+        lane: Lane that it ran on.
+        ranks: Its ranks.
+        nbytes: Bytes that this rank sent, if that matters.
+    """
+    job.has_failed = True
+    abort_native()
+    if verdict := job.rollcall.find_verdict():
+        return MismatchError(f"rank {dist.get_rank()}: {verdict}")
+    waited = time.monotonic() - started
     size = "" if nbytes is None else f"{nbytes} bytes, "
-    started = time.monotonic()
-    try:
-        yield
-    except RuntimeError as error:
-        job.has_failed = True
-        abort_native()
-        if verdict := job.rollcall.find_verdict():
-            raise MismatchError(f"rank {dist.get_rank()}: {verdict}") from error
-        waited = time.monotonic() - started
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        others = _publish_and_ask(f"failed in {kind} on the {lane} lane ({size}after {waited:.1f} s)", ranks)
-        raise CollectiveError(
-            f"rank {dist.get_rank()}: {kind} on the {lane} lane with ranks {list(ranks)} failed after {waited:.1f} s "
-            f"({size}timeout {job.timeout.total_seconds():.0f} s): {reason}. {others}{job.rollcall.absence()}"
-        ) from error
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    others = _publish_and_ask(f"failed in {kind} on the {lane} lane ({size}after {waited:.1f} s)", ranks)
+    return CollectiveError(
+        f"rank {dist.get_rank()}: {kind} on the {lane} lane with ranks {list(ranks)} failed after {waited:.1f} s "
+        f"({size}timeout {job.timeout.total_seconds():.0f} s): {reason}. {others}{job.rollcall.absence()}"
+    )
 
 
 @contextlib.contextmanager

@@ -9,26 +9,73 @@ they are its native collectives. Pipeline stages also *send* to one member.
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from thinwire.collectives.job.connecting import links_of
 from thinwire.collectives.job.current import job
-from thinwire.collectives.job.failures import explained
-from thinwire.collectives.job.metering import Meter, Record, is_recording, note
+from thinwire.collectives.job.failures import failure_of
 from thinwire.collectives.job.rollcall import MeetingPlace
 from thinwire.collectives.links.connections import Connections
 from thinwire.errors import UsageError
-from thinwire.program import Kind, Lane
+from thinwire.program import Kind, Lane, Scope
 from thinwire.program.stages import Stage
 
-__all__ = [
-    "Subgroup",
-    "leave_subgroups",
-]
+__all__ = ["Meter", "Record", "Subgroup", "leave_subgroups", "recording"]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An exchange that was performed; ``sent`` counts the bytes that this rank sent."""
+
+    lane: Lane
+    kind: Kind
+    scope: Scope
+    ranks: tuple[int, ...]
+    sent: int
+
+
+_recorders: list[list[Record]] = []
+_recorder_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Record]]:
+    """Record every exchange of this process, for each lane in the order of execution."""
+    records: list[Record] = []
+    with _recorder_lock:
+        _recorders.append(records)
+    try:
+        yield records
+    finally:
+        with _recorder_lock:
+            _recorders[:] = [other for other in _recorders if other is not records]
+
+
+class Meter:
+    """Bytes sent by this rank, by lane and scope."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sent: dict[Lane, dict[Scope, int]] = {}
+
+    def add(self, lane: Lane, scope: Scope, sent: int) -> None:
+        """Count bytes sent."""
+        with self._lock:
+            by_scope = self._sent.setdefault(lane, dict.fromkeys(Scope, 0))
+            by_scope[scope] += sent
+
+    def take(self) -> dict[Lane, dict[Scope, int]]:
+        """Bytes sent since the last call."""
+        with self._lock:
+            taken, self._sent = self._sent, {}
+        return {lane: taken.get(lane, dict.fromkeys(Scope, 0)) for lane in Lane}
 
 
 class Subgroup:
@@ -144,8 +191,12 @@ class Subgroup:
     ) -> Iterator[Connections]:
         """Context of an exchange of ``nbytes``: the roll call watches it, and its errors are explained."""
         assert self._links is not None
-        with self._watched(kind, outgoing, incoming), explained(kind, self.lane, self.ranks, nbytes):
-            yield self._links
+        started = time.monotonic()
+        with self._watched(kind, outgoing, incoming):
+            try:
+                yield self._links
+            except RuntimeError as error:
+                raise failure_of(error, started, kind, self.lane, self.ranks, nbytes) from error
 
     def _watched(
         self, kind: Kind, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
@@ -167,8 +218,10 @@ class Subgroup:
 
     def _note(self, kind: Kind, sent: int) -> None:
         self.meter.add(self.lane, self.scope, sent)
-        if is_recording():
-            note(Record(self.lane, kind, self.scope, self.ranks, sent))
+        if _recorders:
+            with _recorder_lock:
+                for records in _recorders:
+                    records.append(Record(self.lane, kind, self.scope, self.ranks, sent))
 
 
 _subgroups: weakref.WeakSet[Subgroup] = weakref.WeakSet()

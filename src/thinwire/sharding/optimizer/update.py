@@ -39,7 +39,7 @@ class ShareUpdate:
         runtime, inner = self._runtime, self._inner
         multiply_gradients(runtime, 1.0)  # divides by the loss scale, unless clipping has
         runtime.join_spreads()
-        began = runtime.lanes.mark()
+        began = runtime.lanes.mark() if runtime.lanes.records_timeline else None
         hooked = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
         arrived = runtime.step_result.measured  # the norm is that of all gradients
         unspread: Set[int] | None = None  # all

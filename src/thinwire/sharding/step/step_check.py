@@ -147,9 +147,11 @@ class Agreements:
 
     def __init__(self, sharded: ShardedModel, reducer: Reducer, audit: WriteAudit) -> None:
         self._sharded, self._reducer, self._audit = sharded, reducer, audit
-        self._infos = [unit.info for unit in sharded.units]
+        infos = [unit.info for unit in sharded.units]
+        self._row_bytes = control_bytes(infos)
+        self._is_whole = sharded.plan.params.ranks == 1  # then ranks may run different units
         self._norm = GradientNorm(sharded, reducer)
-        self.used = UsedGradients(self._infos)
+        self.used = UsedGradients(infos)
         self.same_order = True
         self.loss_scale: LossScale | None = None
         self.result: StepResult | None = None
@@ -262,14 +264,13 @@ class Agreements:
         flags = _UNFINISHED * unfinished | _WRITTEN * (written is not None)
         words = struct.pack("<qqq", order_hash, flags | backwards << _NUM_FLAGS, self._sharded.steps.taken)
         bits = _to_bits(self.used.mine)
-        everyone = exchange_bytes(self._sharded, words + bits, control_bytes(self._infos))
+        everyone = exchange_bytes(self._sharded, words + bits, self._row_bytes)
         rows = [struct.unpack_from("<qqq", row) for row in everyone]
         self.same_order = all(row[0] == rows[0][0] for row in rows)
-        is_whole = self._sharded.plan.params.ranks == 1  # ranks that hold whole parameters may run different units
         for rank, row in enumerate(rows):
             num_backwards, expected = row[1] >> _NUM_FLAGS, rows[0][1] >> _NUM_FLAGS
             same_counts = row[2] == rows[0][2] and num_backwards == expected
-            if not same_counts or (row[0] != rows[0][0] and not is_whole):
+            if not same_counts or (row[0] != rows[0][0] and not self._is_whole):
                 raise MismatchError(
                     f"rank {rank} and rank 0 ran different steps: order of units {row[0]:#x} against "
                     f"{rows[0][0]:#x}, step {row[2]} against {rows[0][2]}, {num_backwards} backwards against "
