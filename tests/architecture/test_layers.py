@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 import subprocess
@@ -40,7 +39,7 @@ ABOVE = {"cli", "integrations", "lab", "testing"}
 def _modules() -> set[str]:
     """Packages and modules directly below thinwire that hold code."""
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    return packages | {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "shard"}
+    return packages | {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
 
 
 def _configuration() -> dict[str, Any]:
@@ -100,12 +99,6 @@ def test_the_ban_on_collectives_covers_every_one_that_torch_has() -> None:
     }
     assert len(calls) > 20
     assert {f"torch.distributed.{name}" for name in calls} - set(banned) == set()
-
-
-def test_the_runtime_s_old_package_names_the_new_one() -> None:
-    with pytest.raises(ImportError, match=r"from thinwire\.sharding\.memory\.initial import parameters_on_meta"):
-        importlib.import_module("thinwire.shard.initial")
-    assert callable(thinwire.shard)
 
 
 def test_no_room_of_training_holds_more_than_ten_files() -> None:

@@ -179,7 +179,6 @@ class Reductions:
         adds = [self._ways[part].claim_shard(part, bucket, scatters_on=on) for part in chunk.gradients]
         shards = self._shards(chunk)
         staged = {part: self._ways[part].staged for part in chunk.gradients}
-        whole, pack = chunk.packed(staged, topology.wire_dtype)
         shard = shards[bucket.gradients[0]] if len(bucket.gradients) == 1 else None
         alone = shard is not None and shard.dtype == torch.float32
         mine = chunk.sizes[group.index]
@@ -188,18 +187,7 @@ class Reductions:
             if shard is not None and alone
             else allocate(mine, torch.float32, chunk.device)
         )
-        moves = reduce_scatter(
-            group,
-            whole,
-            out,
-            scale=topology.scale(group.size),
-            accumulate=alone and any(adds),
-            sizes=list(chunk.sizes),
-            codecs=self._codecs_of(Axis.PARAMS, bucket),
-            residual=self.feedback.of_scatter(Axis.PARAMS, bucket, number, self._codecs_of(Axis.PARAMS, bucket)),
-            seed=self._seeds.next(),
-        )
-        moves = moves if pack is None else moves.after(pack)
+        moves = self._reduce(Axis.PARAMS, bucket, number, staged, out, accumulate=alone and any(adds))
         return moves if alone else moves.then(lambda: chunk.deliver(group.index, out, shards, adds))
 
     def _scatter(self, bucket: Bucket, number: int) -> Moves:
@@ -211,26 +199,15 @@ class Reductions:
             values = allocate(padded(numel, replicas), topology.wire_dtype, chunk.device)
             self._vectors[bucket.gradients] = _Vector(values, len(bucket.chunks))
         vector = self._vectors[bucket.gradients].values
-        whole, pack = chunk.packed(self._shards(chunk), topology.wire_dtype)
         end = chunk.begin + chunk.sizes[group.index]
-        moves = reduce_scatter(
-            group,
-            whole,
-            vector[chunk.begin : end],
-            scale=topology.scale(group.size),
-            sizes=list(chunk.sizes),
-            codecs=self._codecs_of(Axis.SHARD, bucket),
-            residual=self.feedback.of_scatter(Axis.SHARD, bucket, number, self._codecs_of(Axis.SHARD, bucket)),
-            seed=self._seeds.next(),
-        )
-        moves = moves if pack is None else moves.after(pack)
+        moves = self._reduce(Axis.SHARD, bucket, number, self._shards(chunk), vector[chunk.begin : end])
         ends_here = chunk.begin < numel == end < vector.numel()
         return moves.then(lambda: _zero(vector[numel:])) if ends_here else moves
 
     def _scatter_into_owned(self, bucket: Bucket, number: int) -> Moves:
         """Reduce-scatter a chunk over the shard axis, into the gradients of the optimizer shares."""
-        topology, group, chunk = self._topology, self._groups[Axis.SHARD], bucket.chunks[number]
-        whole, pack = chunk.packed(self._shards(chunk), topology.wire_dtype)
+        group, chunk = self._groups[Axis.SHARD], bucket.chunks[number]
+        shards = self._shards(chunk)
         adds = [self._claim(Axis.SHARD, part) for part in chunk.gradients]
         mine = chunk.sizes[group.index]
         alone = _takes_sums(bucket)
@@ -239,19 +216,43 @@ class Reductions:
             if alone
             else allocate(mine, torch.float32, chunk.device)
         )
+        moves = self._reduce(Axis.SHARD, bucket, number, shards, out, accumulate=alone and any(adds))
+        return moves if alone else moves.then(lambda: chunk.deliver(group.index, out, _owned(chunk), adds))
+
+    def _reduce(
+        self,
+        axis: Axis,
+        bucket: Bucket,
+        number: int,
+        source: Mapping[UnitGradient, torch.Tensor],
+        out: torch.Tensor,
+        *,
+        accumulate: bool = False,
+    ) -> Moves:
+        """Reduce-scatter a chunk over an axis.
+
+        Args:
+            axis: The axis.
+            bucket: Bucket of the chunk.
+            number: Number of the chunk.
+            source: Values of each of its gradients.
+            out: This rank's piece of the result.
+            accumulate: Whether to add to ``out``.
+        """
+        group, chunk, codecs = self._groups[axis], bucket.chunks[number], self._codecs_of(axis, bucket)
+        whole, pack = chunk.packed(source, self._topology.wire_dtype)
         moves = reduce_scatter(
             group,
             whole,
             out,
-            scale=topology.scale(group.size),
-            accumulate=alone and any(adds),
+            scale=self._topology.scale(group.size),
+            accumulate=accumulate,
             sizes=list(chunk.sizes),
-            codecs=self._codecs_of(Axis.SHARD, bucket),
-            residual=self.feedback.of_scatter(Axis.SHARD, bucket, number, self._codecs_of(Axis.SHARD, bucket)),
+            codecs=codecs,
+            residual=self.feedback.of_scatter(axis, bucket, number, codecs),
             seed=self._seeds.next(),
         )
-        moves = moves if pack is None else moves.after(pack)
-        return moves if alone else moves.then(lambda: chunk.deliver(group.index, out, _owned(chunk), adds))
+        return moves if pack is None else moves.after(pack)
 
     def _synchronise(self, bucket: Bucket, number: int) -> Moves:
         """All-reduce a chunk of a bucket's optimizer shares over their replicas.

@@ -246,18 +246,15 @@ def _announce_backward(runtime: Runtime, unit: Unit, sources: Sequence[torch.Ten
     # Hooks hold no tensors: an input held by an output's hook would live until the next garbage collection.
     will_leave = bool(inner) or stays
     announced_in = left_in = -1  # ids of backwards, because a retained graph may run several
-    from_any_stream = runtime.lanes.home.visited_by
 
-    @from_any_stream
     def pre_backward(_grad: torch.Tensor, followers: list[Callable[[Any], None]]) -> None:
         nonlocal announced_in
-        for leave in followers:
-            leave(None)
+        for follower in followers:
+            follower(None)
         if announced_in != (task := torch._C._current_graph_task_id()):
             announced_in = task
             runtime.passes.backward.pre_backward(unit.index, will_leave=will_leave)
 
-    @from_any_stream
     def post_backward(_grad: Any) -> None:
         nonlocal left_in
         task = torch._C._current_graph_task_id()
@@ -265,9 +262,12 @@ def _announce_backward(runtime: Runtime, unit: Unit, sources: Sequence[torch.Ten
             left_in = task
             runtime.passes.backward.post_backward(unit.index)
 
+    enter, leave = pre_backward, post_backward
+    if (home := runtime.lanes.home).exists:
+        enter, leave = home.visited_by(enter), home.visited_by(leave)
     for tensor in outputs:
         followers: list[Callable[[Any], None]] = []
-        tensor.register_hook(functools.partial(pre_backward, followers=followers))
+        tensor.register_hook(functools.partial(enter, followers=followers))
         setattr(tensor, _FOLLOWERS, followers)
     if stays:
         return True
@@ -276,9 +276,9 @@ def _announce_backward(runtime: Runtime, unit: Unit, sources: Sequence[torch.Ten
         # after the hook of the previous unit, which gathers: one unit too many would be in memory.
         before: list[Callable[[Any], None]] | None = getattr(tensor, _FOLLOWERS, None)
         if before is None:
-            tensor.register_hook(post_backward)
+            tensor.register_hook(leave)
         else:
-            before.append(post_backward)
+            before.append(leave)
     return True
 
 

@@ -79,6 +79,7 @@ class Programs:
         self._turns: dict[Place, Turns] = {}
         self._spreads: dict[tuple[int, ...], list[tuple[Operation, bool]]] | None = None
         self._retained: dict[bool, Retained] = {}
+        self._update_order: tuple[int, ...] | None = None
 
     def program(
         self,
@@ -184,8 +185,10 @@ class Programs:
 
     def update_order(self) -> tuple[int, ...]:
         """Units in the order in which their gradients arrive; units that the forward skipped come first."""
-        traced = self._trace_so_far().reduction_order
-        return (*(unit for unit in reversed(range(len(self.infos))) if unit not in traced), *traced)
+        if self._update_order is None:
+            traced = self._trace_so_far().reduction_order
+            self._update_order = (*(u for u in reversed(range(len(self.infos))) if u not in traced), *traced)
+        return self._update_order
 
     def following(self, unit: int) -> tuple[int, ...]:
         """The units to gather while ``unit`` runs in an evaluation, which has no program."""
@@ -230,7 +233,7 @@ class Programs:
         self._prefetches.clear()
         self._turns.clear()
         self._retained.clear()
-        self._spreads = None
+        self._spreads = self._update_order = None
 
 
 def _bucketed(plan: Plan, *, unit_by_unit: bool) -> Plan:
