@@ -99,10 +99,3 @@ def test_the_ban_on_collectives_covers_every_one_that_torch_has() -> None:
     }
     assert len(calls) > 20
     assert {f"torch.distributed.{name}" for name in calls} - set(banned) == set()
-
-
-def test_no_room_of_training_holds_more_than_ten_files() -> None:
-    rooms = {path.parent for path in (PACKAGE / "train").rglob("*.py")}
-    assert len(rooms) > 5
-    sizes = {str(room.relative_to(PACKAGE)): len(list(room.glob("*.py"))) for room in rooms}
-    assert {room: size for room, size in sizes.items() if size > 10} == {}

@@ -1,11 +1,11 @@
-"""Counts what one step, one save and one `thinwire plan` visit: files, functions and calls of thinwire on one thread.
+"""Counts what only running code tells: what a step, a save and `thinwire plan` visit, and how many keys there are.
 
-    python tools/visits.py
-    python tools/visits.py --source ../old/src --functions step
+    python tools/probes.py
+    python tools/probes.py --source ../old/src --functions step
 
-A step is one of the preset ``zeropp`` on two ranks of gloo: forward, backward, clipping, the optimizer's step and
-zero_grad, after three others. Counts are exact and do not depend on the machine. What lanes do on threads of their own
-is not counted.
+Visits are files, functions and calls of thinwire on one thread. A step is one of the preset ``zeropp`` on two ranks of
+gloo, after three others: forward, backward, clipping, the optimizer's step and zero_grad. Counts are exact and do not
+depend on the machine. What lanes do on threads of their own is not counted.
 """
 
 from __future__ import annotations
@@ -122,6 +122,65 @@ def planned(source: Path, results: Any) -> None:
     results.put({"plan": of_plan.functions(source)})
 
 
+def surfaced(source: Path, results: Any) -> None:
+    """Report the keys of files, the commands, and their options and arguments."""
+    use(source)
+    import importlib
+    import pkgutil
+
+    import typer
+    from typer import Context
+
+    import thinwire.spec
+    from thinwire.cli.main import app
+    from thinwire.spec.base import Spec
+
+    for module in pkgutil.walk_packages(thinwire.spec.__path__, "thinwire.spec."):
+        importlib.import_module(module.name)
+    specs, waiting = set[type[Spec]](), [Spec]
+    while waiting:
+        specs.add(spec := waiting.pop())
+        waiting += spec.__subclasses__()
+    keys = sum(len(spec.model_fields.keys() - _inherited(spec)) for spec in specs)
+    commands = parameters = 0
+    root = typer.main.get_command(app)
+    groups = [(root, Context(root))]
+    while groups:
+        command, context = groups.pop()
+        if hasattr(command, "list_commands"):
+            children = ((name, command.get_command(context, name)) for name in command.list_commands(context))
+            groups += [(child, Context(child, parent=context, info_name=name)) for name, child in children if child]
+        else:
+            commands += 1
+            parameters += len(command.params)
+    results.put({"keys": keys, "commands": commands, "parameters": parameters})
+
+
+def _inherited(spec: Any) -> set[str]:
+    return {key for base in spec.__mro__[1:] for key in getattr(base, "model_fields", ())}
+
+
+def surface(source: Path) -> dict[str, int]:
+    """Numbers of keys, commands and parameters."""
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    found: dict[str, int] = _run([context.Process(target=surfaced, args=(source.resolve(), results))], results)
+    return found
+
+
+def _run(processes: list[Any], results: Any) -> dict[str, Any]:
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        if process.exitcode:
+            raise SystemExit(f"a process that was to be measured has failed with {process.exitcode}")
+    found: dict[str, Any] = {}
+    while not results.empty():
+        found |= results.get()
+    return found
+
+
 def visits(source: Path) -> dict[str, dict[str, int]]:
     """Calls by function, by what was done."""
     source = source.resolve()
@@ -130,14 +189,7 @@ def visits(source: Path) -> dict[str, dict[str, int]]:
     port = 20000 + os.getpid() % 10000
     tasks: list[tuple[Callable[..., None], tuple[Any, ...]]] = [(planned, (source, results))]
     tasks += [(trained, (source, rank, port, results)) for rank in range(2)]
-    processes = [context.Process(target=task, args=arguments) for task, arguments in tasks]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        if process.exitcode:
-            raise SystemExit(f"a process that was to be traced has failed with {process.exitcode}")
-    return results.get() | results.get()
+    return _run([context.Process(target=task, args=arguments) for task, arguments in tasks], results)
 
 
 def summary(of: dict[str, int]) -> dict[str, int]:
@@ -156,7 +208,7 @@ def main() -> None:
         for function, calls in sorted(found[arguments.functions].items()):
             print(f"{calls:6,} {function}")
     else:
-        print(json.dumps({kind: summary(found[kind]) for kind in KINDS}, indent=1))
+        print(json.dumps(surface(arguments.source) | {kind: summary(found[kind]) for kind in KINDS}, indent=1))
 
 
 if __name__ == "__main__":
