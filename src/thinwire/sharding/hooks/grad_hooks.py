@@ -13,7 +13,7 @@ that reaches only parameters without hooks is found by the next step, or by the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -22,9 +22,12 @@ from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.utils.hooks import RemovableHandle
 
+from thinwire.sharding.grads.unit_gradient import UnitGradient
+from thinwire.sharding.lanes.home import HomeStream
 from thinwire.sharding.memory.local import local_gradient
-from thinwire.sharding.runtime.runtime import Runtime
+from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.step.backward import Delivery
+from thinwire.sharding.step.forward import Passes
 from thinwire.sharding.step.pass_state import Pass
 
 __all__ = ["NOT_COMPILED", "Deliveries"]
@@ -46,24 +49,22 @@ class Deliveries(Delivery):
     """The hooks on the trained parameters of one unit.
 
     Args:
-        runtime: Runtime of the model.
-        index: Number of the unit.
+        unit: The unit.
+        gradients: Gradients of its trained buffers.
+        passes: Receives the events of the model's passes.
+        home: The stream that the memory of gradients belongs to.
     """
 
-    def __init__(self, runtime: Runtime, index: int) -> None:
-        self._index, self._backward, self._state = index, runtime.passes.backward, runtime.passes.state
-        self._home = runtime.lanes.home
+    def __init__(self, unit: Unit, gradients: Sequence[UnitGradient], passes: Passes, home: HomeStream) -> None:
+        self._index, self._backward, self._state, self._home = unit.index, passes.backward, passes.state, home
         self._parameters: list[torch.Tensor] = [
-            parameter
-            for buffer in runtime.units[index].buffers
-            if buffer.layout.trainable
-            for parameter in buffer.parameters
+            parameter for buffer in unit.buffers if buffer.layout.trainable for parameter in buffer.parameters
         ]
         # Gradients that wait for the rest of the unit in this backward, by number of the parameter. None stands for one
         # that does not wait, because a gradient of the unit has come twice.
         self._waiting: dict[int, torch.Tensor | None] = {}
         # Whether they may wait for each other without memory that they do not take otherwise.
-        self._waits = all(part.waits for part in runtime.reducer.gradients.get(index, ()))
+        self._waits = all(part.waits for part in gradients)
         # On a device with streams, each gradient may belong to another one.
         self._may_settle = self._waits and not self._home.exists and len(self._parameters) > 1
         self._may_settle &= all(type(parameter) is nn.Parameter for parameter in self._parameters)
@@ -82,11 +83,11 @@ class Deliveries(Delivery):
         return self._only is not None
 
     def has_left(self) -> bool:
-        """See :class:`~thinwire.sharding.step.forward.Delivery`."""
+        """See :class:`~thinwire.sharding.step.backward.Delivery`."""
         return self._only is not None and list(map(_gradient_of, self._parameters)).count(None) < len(self._parameters)
 
     def end_backward(self) -> None:
-        """See :class:`~thinwire.sharding.step.forward.Delivery`."""
+        """See :class:`~thinwire.sharding.step.backward.Delivery`."""
         if self._waiting:
             self._stop_waiting()
             self._waiting.clear()
@@ -96,7 +97,7 @@ class Deliveries(Delivery):
                 self._backward.collect(self._index, slot, grad)
 
     def forget(self) -> None:
-        """See :class:`~thinwire.sharding.step.forward.Delivery`."""
+        """See :class:`~thinwire.sharding.step.backward.Delivery`."""
         self._waiting.clear()
         if self._only is not None:
             for parameter in self._parameters:

@@ -16,13 +16,19 @@ from torch.utils._pytree import tree_map_only
 from thinwire.errors import UsageError
 from thinwire.sharding.hooks.grad_hooks import NOT_COMPILED, Deliveries
 from thinwire.sharding.hooks.parameter_access import refuse_copy, watch_reads
+from thinwire.sharding.lanes.home import HomeStream
 from thinwire.sharding.modules.graphs import refuse_cuda_graphs
 from thinwire.sharding.modules.inputs import cast_inputs, gradient_sources, tensors_in
 from thinwire.sharding.modules.linears import compute_weight_gradient_first
 from thinwire.sharding.modules.norms import compute_beside_statistics, keeps_statistics
 from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.params.write_audit import WriteAudit
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
+from thinwire.sharding.step.backward import BackwardPass
+from thinwire.sharding.step.forward import Passes
 from thinwire.sharding.step.pass_state import Pass
+from thinwire.sharding.step.pinned_units import Holds
+from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.tensors.tensor import ShareTensor
 
 __all__ = ["as_forward", "install"]
@@ -30,15 +36,20 @@ __all__ = ["as_forward", "install"]
 
 def install(runtime: Runtime) -> None:
     """Hook every unit of a model, and the root."""
-    dtype: torch.dtype = getattr(torch, runtime.plan.compute_dtype)
-    for unit in runtime.units:
-        _hook_unit(runtime, unit)
-    undo, model = runtime.undo, runtime.model
+    sharded, passes, undo = runtime.sharded, runtime.passes, runtime.undo
+    model, home = sharded.model, sharded.lanes.home
+    dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
+    for unit in sharded.units:
+        _hook_unit(unit, sharded, passes, runtime.audit, undo)
+        if unit.info.trainable:
+            deliveries = Deliveries(unit, sharded.gradients[unit.index], passes, home)
+            passes.backward.deliveries.append(deliveries)
+            undo.append(deliveries.remove)
     undo.append(
         model.register_forward_pre_hook(_outside_compile(cast_inputs(dtype)), prepend=True, with_kwargs=True).remove
     )
-    _hook_forward(runtime)
-    watch_reads(runtime)
+    _hook_forward(sharded, passes, runtime.holds, runtime.audit, undo)
+    undo += watch_reads(model, sharded.units, runtime.outside.parameters if runtime.outside is not None else {}, passes)
     undo += [compute_beside_statistics(module) for module in model.modules() if keeps_statistics(module)]
     if runtime.outside is not None:
         model.forward = as_forward(model, model.forward)
@@ -49,7 +60,7 @@ def install(runtime: Runtime) -> None:
         if next(module.parameters(), None) is None:
             continue  # other models may share it, as they share activation functions in transformers
         if runtime.outside is None:
-            module.register_state_dict_pre_hook(_state_dict_hook(runtime))
+            module.register_state_dict_pre_hook(_state_dict_hook(runtime.join_spreads, runtime.holds, sharded.units))
             module.register_load_state_dict_pre_hook(_refuse_load)
         if module._parameters:
             undo.append(module.register_state_dict_post_hook(_copy_parameters).remove)
@@ -95,8 +106,10 @@ def _outside_compile(hook: Hook) -> Hook:
     return hook
 
 
-def _hook_forward(runtime: Runtime) -> None:
-    from_any_stream, passes = runtime.lanes.home.visited_by, runtime.passes
+def _hook_forward(
+    sharded: ShardedModel, passes: Passes, holds: Holds, audit: WriteAudit, undo: list[Callable[[], None]]
+) -> None:
+    from_any_stream = sharded.lanes.home.visited_by
     is_known = False  # whether the model has run, so that what it is compiled with has been seen
 
     @_outside_compile
@@ -110,38 +123,40 @@ def _hook_forward(runtime: Runtime) -> None:
         passes.state.is_plain = (
             passes.state.present is Pass.FORWARD
             and passes.alone is None
-            and not runtime.holds.depth
-            and not runtime.audit.compares_values
-            and not runtime.lanes.records_timeline
+            and not holds.depth
+            and not audit.compares_values
+            and not sharded.lanes.records_timeline
         )
 
     @_outside_compile
     @from_any_stream
     def leave(_module: nn.Module, _args: Any, output: Any) -> None:
-        if runtime.holds.has_reads and torch.is_grad_enabled():
+        if holds.has_reads and torch.is_grad_enabled():
             # A parent that computes with a child's weight is no unit, so no other hook runs before its backward.
             for tensor in tensors_in(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(begin_backward)
-        runtime.passes.leave_forward()
+        passes.leave_forward()
 
     @from_any_stream
     def begin_backward(_grad: torch.Tensor) -> None:
-        runtime.passes.backward.begin()
+        passes.backward.begin()
 
-    runtime.undo.append(runtime.model.register_forward_pre_hook(enter, prepend=True).remove)
-    runtime.undo.append(runtime.model.register_forward_hook(leave, always_call=True).remove)
+    undo.append(sharded.model.register_forward_pre_hook(enter, prepend=True).remove)
+    undo.append(sharded.model.register_forward_hook(leave, always_call=True).remove)
 
 
-def _hook_unit(runtime: Runtime, unit: Unit) -> None:
-    index, undo, audit, passes = unit.index, runtime.undo, runtime.audit, runtime.passes
+def _hook_unit(
+    unit: Unit, sharded: ShardedModel, passes: Passes, audit: WriteAudit, undo: list[Callable[[], None]]
+) -> None:
+    index, home = unit.index, sharded.lanes.home
     begins_plainly, ends_plainly = passes.note_plain(ends=False), passes.note_plain(ends=True)
-    from_any_stream = runtime.lanes.home.visited_by
+    from_any_stream = home.visited_by
 
     # Nothing waits for the backward of a whole unit, except that its weight's gradient comes first.
-    sharded, recorder = unit.sharded, runtime.lanes.recorder
-    announces = sharded or unit.info.weight_first
-    cast = _cast_of(runtime, unit)
+    is_sharded, recorder = unit.sharded, sharded.lanes.recorder
+    announces = is_sharded or unit.info.weight_first
+    cast = _cast_of(sharded, unit)
     leaves = False  # whether ``leave_alone`` is registered, which ends a pass that the unit's own forward began
 
     # Collected before the forward, because the forward may add tensors to its inputs.
@@ -151,7 +166,7 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     @from_any_stream
     def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
         nonlocal leaves
-        if not sharded and begins_plainly(index):
+        if not is_sharded and begins_plainly(index):
             return None if cast is None else cast(module, args, kwargs)
         passes.pre_forward(index)
         if audit.compares_values:
@@ -160,7 +175,7 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
             leaves = True
             undo.append(module.register_forward_hook(leave_alone, always_call=True).remove)
         # Only a sharded unit is freed after its backward.
-        if sharded and torch.is_grad_enabled():
+        if is_sharded and torch.is_grad_enabled():
             sources[:] = gradient_sources(args, kwargs)
         return None if cast is None else cast(module, args, kwargs)
 
@@ -176,64 +191,58 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
             return None
         if audit.compares_values:
             audit.after_forward(unit)
-        if sharded and not _is_fresh(output):
+        if is_sharded and not _is_fresh(output):
             output = _keep(output, gathered)
         hears = (announces or recorder.timeline is not None) and torch.is_grad_enabled()
         if hears:
-            hears = _announce_backward(runtime, unit, tuple(sources), output)
+            hears = _announce_backward(passes.backward, home, unit, tuple(sources), output)
             sources.clear()
         passes.post_forward(index, will_hear=hears)
         return output
 
-    gathered = frozenset(b.full.untyped_storage()._cdata for u in runtime.units if u.sharded for b in u.buffers)
+    gathered = frozenset(b.full.untyped_storage()._cdata for u in sharded.units if u.sharded for b in u.buffers)
     if unit.info.weight_first:
-        undo.append(compute_weight_gradient_first(unit.module, _InputGradientOf(runtime, index)))
+        undo.append(compute_weight_gradient_first(unit.module, _InputGradientOf(passes.backward, home, index)))
     undo.append(unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True).remove)
     undo.append(unit.module.register_forward_hook(post_forward).remove)
-    if unit.info.trainable:
-        _hook_gradients(runtime, index)
 
 
-def _cast_of(runtime: Runtime, unit: Unit) -> Callable[..., Any] | None:
+def _cast_of(sharded: ShardedModel, unit: Unit) -> Callable[..., Any] | None:
     """What casts the inputs of a unit to its dtype, as in FSDP2: an fp32 buffer promotes activations to fp32, which do
     not match the next unit's parameters."""
-    plan = runtime.plan
-    if unit.module is runtime.model or (plan.compute_dtype == "float32" and not plan.units):
+    plan = sharded.plan
+    if unit.module is sharded.model or (plan.compute_dtype == "float32" and not plan.units):
         return None
     return cast_inputs(getattr(torch, plan.unit_dtype(unit.name)))
-
-
-def _hook_gradients(runtime: Runtime, index: int) -> None:
-    deliveries = Deliveries(runtime, index)
-    runtime.passes.backward.deliveries.append(deliveries)
-    runtime.undo.append(deliveries.remove)
 
 
 class _InputGradientOf:
     """Reports the input gradient of a unit that computes it after the gradients of its parameters."""
 
-    def __init__(self, runtime: Runtime, index: int) -> None:
-        self._runtime, self._index = runtime, index
+    def __init__(self, backward: BackwardPass, home: HomeStream, index: int) -> None:
+        self._backward, self._home, self._index = backward, home, index
 
     def expect(self) -> None:
         """Keep the unit's parameters."""
-        self._runtime.passes.backward.expect_input_gradient(self._index)
+        self._backward.expect_input_gradient(self._index)
 
     def begin(self) -> None:
         """Note that the parameters' gradients come first."""
-        self._runtime.passes.backward.input_gradient(self._index)
+        self._backward.input_gradient(self._index)
 
     def end(self) -> None:
         """Free the unit's parameters, unless another call needs them."""
-        with self._runtime.lanes.home.visit():
-            self._runtime.passes.backward.post_backward(self._index)
+        with self._home.visit():
+            self._backward.post_backward(self._index)
 
 
 _FOLLOWERS: Final = "_thinwire_followers"
 """Attribute of a unit's output: callbacks of the units that take it, called before backward reaches this unit."""
 
 
-def _announce_backward(runtime: Runtime, unit: Unit, sources: Sequence[torch.Tensor], output: Any) -> bool:
+def _announce_backward(
+    backward: BackwardPass, home: HomeStream, unit: Unit, sources: Sequence[torch.Tensor], output: Any
+) -> bool:
     """Register hooks that report ``pre_backward`` at the first gradient of an output, and ``post_backward`` at the
     first of the unit's ``sources`` that backward reaches. Returns whether every backward that needs the unit will be
     reported."""
@@ -253,17 +262,17 @@ def _announce_backward(runtime: Runtime, unit: Unit, sources: Sequence[torch.Ten
             follower(None)
         if announced_in != (task := torch._C._current_graph_task_id()):
             announced_in = task
-            runtime.passes.backward.pre_backward(unit.index, will_leave=will_leave)
+            backward.pre_backward(unit.index, will_leave=will_leave)
 
     def post_backward(_grad: Any) -> None:
         nonlocal left_in
         task = torch._C._current_graph_task_id()
         if announced_in == task and left_in != task:
             left_in = task
-            runtime.passes.backward.post_backward(unit.index)
+            backward.post_backward(unit.index)
 
     enter, leave = pre_backward, post_backward
-    if (home := runtime.lanes.home).exists:
+    if home.exists:
         enter, leave = home.visited_by(enter), home.visited_by(leave)
     for tensor in outputs:
         followers: list[Callable[[Any], None]] = []
@@ -307,10 +316,10 @@ def _has_storage(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
 
 
-def _state_dict_hook(runtime: Runtime) -> Callable[..., None]:
+def _state_dict_hook(join_spreads: Callable[[], None], holds: Holds, units: Sequence[Unit]) -> Callable[..., None]:
     def hook(*_: Any) -> None:
-        runtime.join_spreads()
-        if not runtime.holds.depth and any(unit.sharded for unit in runtime.units):
+        join_spreads()
+        if not holds.depth and any(unit.sharded for unit in units):
             raise UsageError(
                 "state_dict() of a model whose parameters are sharded: use thinwire.save(model, optim, path), or call "
                 "it inside `with thinwire.full_parameters(model):`"

@@ -8,7 +8,7 @@ does, to detect reads and to return different tensors inside and outside of pass
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,7 +17,6 @@ from torch import nn
 
 from thinwire.errors import UsageError
 from thinwire.sharding.params.param_group import Tables, Unit
-from thinwire.sharding.runtime.runtime import Runtime
 from thinwire.sharding.step.forward import Passes
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
@@ -165,25 +164,38 @@ def refuse_copy(*_: Any) -> NoReturn:
     )
 
 
-def watch_reads(runtime: Runtime) -> None:
-    """Replace the table of parameters in every module of a model."""
-    shares = runtime.outside.parameters if runtime.outside is not None else {}
+def watch_reads(
+    model: nn.Module, units: Sequence[Unit], shares: Mapping[str, ShardedParameter], passes: Passes
+) -> list[Callable[[], None]]:
+    """Replace the table of parameters in every module of a model.
+
+    Args:
+        model: The model.
+        units: Its units.
+        shares: Shares of its parameters, by name; none for a part of a larger model.
+        passes: Receives the events of its passes.
+
+    Returns:
+        Functions that put the tables of torch back.
+    """
+    undo: list[Callable[[], None]] = []
     entries = {
         id(compute): _Entry(unit, compute, shares.get(slot.name))
-        for unit in runtime.units
+        for unit in units
         for buffer in unit.buffers
         for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True)
     }
-    of_units = {unit: _UnitTables() for unit in runtime.units}
+    of_units = {unit: _UnitTables() for unit in units}
     for unit, tables in of_units.items():
         unit.tables = tables
-    for module in runtime.model.modules():
+    for module in model.modules():
         own = {name: entries[id(p)] for name, p in module._parameters.items() if id(p) in entries}
         if own:
-            module._parameters = table = _Closed(module._parameters, own, runtime.passes)
+            module._parameters = table = _Closed(module._parameters, own, passes)
             if table.unit is not None:
                 of_units[table.unit].add(table)
-            runtime.undo.append(partial(_remove_table, module))
+            undo.append(partial(_remove_table, module))
+    return undo
 
 
 def _remove_table(module: nn.Module) -> None:
