@@ -41,8 +41,9 @@ from thinwire.sharding.islands.saved import (
     shared_pieces,
 )
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, rescale_lost
-from thinwire.sharding.runtime.runtime import Runtime, runtime_of
+from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.step.loss_scale import checked_state
+from thinwire.sharding.step.sharded_model import ShardedModel
 
 __all__ = ["load"]
 
@@ -125,8 +126,8 @@ class _Loading:
             CheckpointError: The checkpoint lacks state of the optimizer, or its loss scale is corrupt.
         """
         self._loss_scale = checked_state(self._manifest.values.get(own_key("loss_scale", self._island)))
-        stored = StoredParameters(self._manifest, self._runtime, vectors)
-        self._copies = _want_unoptimized(self._model, self._runtime, self._manifest, vectors, stored)
+        stored = StoredParameters(self._manifest, self._runtime.slices, vectors)
+        self._copies = _want_unoptimized(self._runtime.sharded, self._manifest, vectors, stored)
         fragments = self._optim.fragments if self._optim is not None else self._runtime.sharded.fragments()
         exchanges = self._runtime.exchanges
         apart = exchanges is not None and self._same_islands
@@ -138,7 +139,7 @@ class _Loading:
         if exchanges is not None:
             exchanges.wait()
             self._want_shared(exchanges, fragments, stored)
-        self._lost = _want_feedback(self._runtime, self._manifest, vectors, same_plan=self._same_plan)
+        self._lost = _want_feedback(self._runtime.sharded, self._manifest, vectors, same_plan=self._same_plan)
         if self._optim is not None:
             prefix = own_key("optimizer", self._island)
             self._numbers = _want_state(self._optim, self._manifest, stored, self._path, prefix)
@@ -182,11 +183,11 @@ class _Loading:
         if self._optim is not None:
             _restore_groups(self._optim, self._manifest.values["groups"])
         runtime = self._runtime
-        runtime.reducer.reductions.feedback.lost, outer = self._lost
+        runtime.reducer.lost, outer = self._lost
         self._restore_loss_scale()
         if runtime.exchanges is not None:
             restore_lost(runtime.exchanges, outer)
-            turns = self._manifest.values.get(of_part("outer", runtime), {}) if self._same_islands else {}
+            turns = self._manifest.values.get(of_part("outer", runtime.part), {}) if self._same_islands else {}
             resume_turns(runtime.exchanges, turns)
         # The spread counts as the update of the last saved step.
         runtime.loaded(int(self._manifest.values["num_steps"]), with_replicas=self._with_held)
@@ -248,7 +249,7 @@ def _open(shapes: Mapping[str, Json], parts: Sequence[ModelAndOptimizer], path: 
 
 
 def _want_unoptimized(
-    model: nn.Module, runtime: Runtime, manifest: store.Manifest, vectors: Vectors, parameters: StoredParameters
+    sharded: ShardedModel, manifest: store.Manifest, vectors: Vectors, parameters: StoredParameters
 ) -> list[Callable[[], object]]:
     """Register frozen parameters and buffers for reading, in their stored dtype.
 
@@ -256,13 +257,13 @@ def _want_unoptimized(
         Functions that copy the values, once they are read, to the parameters and buffers.
     """
     copies: list[Callable[[], object]] = []
-    for name, numel, offset, target in frozen(runtime):
+    for name, numel, offset, target in frozen(sharded):
         dtype = parameters.dtype_of(f"model/{name}") or target.dtype
         place = target if dtype == target.dtype else torch.empty(target.numel(), dtype=dtype, device=target.device)
         parameters.want_fragment(f"model/{name}", name, numel, offset, place)
         if place is not target:
             copies.append(functools.partial(target.copy_, place))
-    for name, buffer in persistent_buffers(model):
+    for name, buffer in persistent_buffers(sharded.model):
         entry = manifest.vectors.get(f"buffer/{name}")
         dtype = entry.dtype if entry is not None and entry.dtype is not None else buffer.dtype
         stored = torch.empty(buffer.numel(), dtype=dtype, device=buffer.device)
@@ -305,23 +306,23 @@ def _want_state(
 
 
 def _want_feedback(
-    runtime: Runtime, manifest: store.Manifest, vectors: Vectors, *, same_plan: bool
+    sharded: ShardedModel, manifest: store.Manifest, vectors: Vectors, *, same_plan: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Register this rank's error feedback for reading, if it comes from the same plan; returns targets by reduction,
     and by exchange with other islands."""
-    islands, data = runtime.plan.islands, runtime.part.data
+    islands, data = sharded.plan.islands, sharded.part.data
     wanted = _want_lost(
         own_key("feedback", data.island),
-        runtime,
+        sharded,
         data.ranks,
         manifest,
         vectors,
         same_plan=same_plan,
-        keeps=runtime.plan.wire.error_feedback,
+        keeps=sharded.plan.wire.error_feedback,
     )
     outer = _want_lost(
         "outer/lost",
-        runtime,
+        sharded,
         data.everyone,
         manifest,
         vectors,
@@ -333,7 +334,7 @@ def _want_feedback(
 
 def _want_lost(
     key: str,
-    runtime: Runtime,
+    sharded: ShardedModel,
     ranks: Sequence[int],
     manifest: store.Manifest,
     vectors: Vectors,
@@ -341,7 +342,7 @@ def _want_lost(
     same_plan: bool,
     keeps: bool,
 ) -> dict[str, torch.Tensor]:
-    stored = manifest.values.get(of_part(key, runtime), {})
+    stored = manifest.values.get(of_part(key, sharded.part), {})
     if not keeps or not stored:
         return {}
     if not same_plan:
@@ -350,9 +351,9 @@ def _want_lost(
         return {}
     rank, wanted = sorted(ranks).index(control().ranks[control().rank]), {}
     for number in stored:
-        name = of_part(f"{key}/{number}", runtime)
+        name = of_part(f"{key}/{number}", sharded.part)
         sizes = _sizes_of_ranks(stored[number], manifest.vectors.get(name), len(ranks), name)
-        wanted[number] = torch.zeros(sizes[rank], device=runtime.arena.device)
+        wanted[number] = torch.zeros(sizes[rank], device=sharded.arena.device)
         vectors.add(name, sum(sizes), sum(sizes[:rank]), wanted[number])
     return wanted
 

@@ -49,8 +49,9 @@ from thinwire.sharding.islands.saved import (
     shared_pieces,
     turns_of,
 )
+from thinwire.sharding.memory.local import LocalPart
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
-from thinwire.sharding.runtime.runtime import Runtime, runtime_of
+from thinwire.sharding.runtime.runtime import runtime_of
 
 __all__ = ["save", "settle", "start_saving", "wait_for_writer"]
 
@@ -170,7 +171,9 @@ def _collect(
     plan, num_steps = runtime_of(parts[0][0]).plan, runtime_of(parts[0][0]).num_steps
     values: dict[str, Json] = {"plan": plan.to_toml(), "num_steps": num_steps, "extra": dict(extra or {})}
     values["shapes"] = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()})
-    values["slices"] = union({name: cut for model, _ in parts for name, cut in cuts_of(runtime_of(model)).items()})
+    values["slices"] = union(
+        {name: cut for model, _ in parts for name, cut in cuts_of(runtime_of(model).slices).items()}
+    )
     for model, optim in parts:
         _save_part(model, optim, vectors, values)
     return vectors.sharded(), values
@@ -192,7 +195,7 @@ def _save_part(model: nn.Module, optim: ShardedOptimizer | None, vectors: Vector
         else:
             vectors.add(f"{prefix}/{name}{suffix}", numel, offset, tensor if first_tensor else None)
 
-    for name, numel, offset, tensor in frozen(runtime):
+    for name, numel, offset, tensor in frozen(runtime.sharded):
         add("model", name, "", numel, offset, tensor if first_holder and island == 0 else None)
     for name, buffer in persistent_buffers(model):
         add("buffer", name, "", buffer.numel(), 0, buffer.reshape(-1) if runtime.rank == island == 0 else None)
@@ -221,10 +224,10 @@ def _save_part(model: nn.Module, optim: ShardedOptimizer | None, vectors: Vector
                 number = entry.item() if isinstance(entry, torch.Tensor) else entry
                 values[own_key(f"optimizer/{slot.name}/{key}", island)] = number
     runtime.reducer.join()
-    _save_lost(own_key("feedback", island), runtime, runtime.reducer.reductions.feedback.lost, vectors, values)
+    _save_lost(own_key("feedback", island), runtime.part, runtime.reducer.lost, vectors, values)
     if exchanges is not None:
-        _save_lost("outer/lost", runtime, lost_of(exchanges), vectors, values, everywhere=True)
-        values[of_part("outer", runtime)] = turns_of(exchanges)
+        _save_lost("outer/lost", runtime.part, lost_of(exchanges), vectors, values, everywhere=True)
+        values[of_part("outer", runtime.part)] = turns_of(exchanges)
         values["islands"] = runtime.plan.job_islands
     if optim is not None:
         if optim.loss_scale is not None:
@@ -238,7 +241,7 @@ def _save_part(model: nn.Module, optim: ShardedOptimizer | None, vectors: Vector
 
 def _save_lost(
     key: str,
-    runtime: Runtime,
+    part: LocalPart,
     lost: Mapping[str, torch.Tensor],
     vectors: Vectors,
     values: dict[str, Json],
@@ -247,11 +250,11 @@ def _save_lost(
 ) -> None:
     """Add rounding errors to a checkpoint, those of one rank after those of another: of the ranks that step together,
     or ``everywhere``, of all islands. Collective."""
-    data = runtime.part.data
+    data = part.data
     ranks = control(data.everyone if everywhere else data.ranks)
-    values[of_part(key, runtime)] = sizes = _sizes_everywhere(ranks, lost)
+    values[of_part(key, part)] = sizes = _sizes_everywhere(ranks, lost)
     for name, of_rank in lost.items():
-        vectors.add(of_part(f"{key}/{name}", runtime), sum(sizes[name]), sum(sizes[name][: ranks.rank]), of_rank)
+        vectors.add(of_part(f"{key}/{name}", part), sum(sizes[name]), sum(sizes[name][: ranks.rank]), of_rank)
 
 
 def _sizes_everywhere(ranks: Control, lost: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:

@@ -18,10 +18,10 @@ from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError
 from thinwire.program import Axis, Lane
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
-from thinwire.sharding.memory.local import Slice
+from thinwire.sharding.memory.local import LocalPart, Slice
 from thinwire.sharding.modules.discover import is_ignored
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
-from thinwire.sharding.runtime.runtime import Runtime
+from thinwire.sharding.step.sharded_model import ShardedModel
 
 __all__ = [
     "Json",
@@ -54,8 +54,8 @@ def union(mine: Mapping[str, Json]) -> dict[str, Json]:
     return {key: value for part in control().all_gather_typed(dict(mine), _VALUES) for key, value in part.items()}
 
 
-def of_part(key: str, runtime: Runtime) -> str:
-    label = runtime.part.label
+def of_part(key: str, part: LocalPart) -> str:
+    label = part.label
     return f"{key} of {label}" if label else key
 
 
@@ -81,8 +81,8 @@ class StoredParameters:
         copies: Functions that assemble fragments, to be called in order once everything has been read.
     """
 
-    def __init__(self, manifest: store.Manifest, runtime: Runtime, vectors: Vectors) -> None:
-        self._manifest, self._runtime, self._vectors = manifest, runtime, vectors
+    def __init__(self, manifest: store.Manifest, slices: Mapping[str, Slice | None], vectors: Vectors) -> None:
+        self._manifest, self._slices, self._vectors = manifest, slices, vectors
         self._cuts: dict[str, list[int]] = manifest.values.get("slices", {})
         self.copies: list[Callable[[], object]] = []
 
@@ -106,7 +106,7 @@ class StoredParameters:
             offset: First element, relative to the slice.
             target: 1-D, contiguous; filled once everything has been read and copied.
         """
-        mine, cut = self._runtime.slices.get(name), self._cuts.get(name)
+        mine, cut = self._slices.get(name), self._cuts.get(name)
         if cut is None and mine is None:
             self._vectors.add(key, numel, offset, target)
         elif mine is not None and cut == [mine.dim, mine.ways]:
@@ -155,9 +155,9 @@ def sliced(key: str, index: int) -> str:
     return f"{key}@{index}"
 
 
-def cuts_of(runtime: Runtime) -> dict[str, Json]:
+def cuts_of(slices: Mapping[str, Slice | None]) -> dict[str, Json]:
     """Dimension and number of slices of every parameter that tensor parallelism cuts, by name."""
-    return {name: [cut.dim, cut.ways] for name, cut in runtime.slices.items() if cut is not None}
+    return {name: [cut.dim, cut.ways] for name, cut in slices.items() if cut is not None}
 
 
 class Vectors:
@@ -186,10 +186,10 @@ def shapes_of(model: nn.Module) -> dict[str, Json]:
     return {name: list(tensor.shape) for name, tensor in named}
 
 
-def frozen(runtime: Runtime) -> Iterator[tuple[str, int, int, torch.Tensor]]:
+def frozen(sharded: ShardedModel) -> Iterator[tuple[str, int, int, torch.Tensor]]:
     """Frozen parameters in this rank's P shard: name and length of the parameter, offset in it, values."""
-    shard = runtime.axes[Axis.PARAMS, Lane.REDUCE].index
-    for unit in runtime.units:
+    shard = sharded.axes[Axis.PARAMS, Lane.REDUCE].index
+    for unit in sharded.units:
         for buffer in unit.buffers:
             if not buffer.layout.trainable:
                 for slot, offset, run in buffer.layout.pieces(shard):

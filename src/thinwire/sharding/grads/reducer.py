@@ -207,6 +207,15 @@ class Reducer:
             self.forget_lost()
         self.reductions.encode(wanted=wanted)
 
+    @property
+    def lost(self) -> dict[str, torch.Tensor]:
+        """The rounding errors that error feedback keeps, by reduction."""
+        return self.reductions.feedback.lost
+
+    @lost.setter
+    def lost(self, lost: dict[str, torch.Tensor]) -> None:
+        self.reductions.feedback.lost = lost
+
     def forget_lost(self) -> None:
         """Forget the rounding errors of earlier gradients (error feedback)."""
         self.join()

@@ -18,6 +18,7 @@ from thinwire.collectives.group import control
 from thinwire.errors import UsageError
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer
+from thinwire.sharding.optimizer.clip import multiply_gradients
 from thinwire.sharding.optimizer.probes import (
     refuse_per_tensor,
     refuse_unlike_ranks,
@@ -65,7 +66,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.owned = InnerOptimizer(inner, self.fragments)
         self.skip_nonfinite = skip_nonfinite or loss_scale is not None
         self.loss_scale = runtime.agreements.loss_scale = loss_scale
-        self._update = ShareUpdate(runtime, inner, self.fragments, by_unit=by_unit)
+        self._update = ShareUpdate(
+            self.owned,
+            runtime.reducer,
+            runtime.spreads,
+            runtime.schedule.programs,
+            runtime.agreements.used,
+            by_unit=by_unit,
+            copies=runtime.plan.accumulate_dtype != "float32",
+        )
         self._skipped_steps = 0
         self._skips_on_device = runtime.sharded.world is not None and takes_found_inf(inner)
         if loss_scale is not None:
@@ -135,8 +144,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._note_skipped()
             runtime.finish_step(updated=False)
             return False
-        self._update.perform()
+        self._perform()
         return True
+
+    def _perform(self) -> None:
+        """Update the share once its gradients have arrived, and end the step, which is closed."""
+        runtime, inner, lanes, exchanges = self.runtime, self.inner, self.runtime.lanes, self.runtime.exchanges
+        multiply_gradients(runtime, 1.0)  # divides by the loss scale, unless clipping has
+        runtime.join_spreads()
+        began = lanes.mark() if lanes.records_timeline else None
+        hooked = bool(inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks)
+        arrived = runtime.step_result.measured  # the norm is that of all gradients
+        few_calls = arrived and lanes.home.exists  # which are faster on a GPU
+        exchanged = exchanges is not None and exchanges.writes()  # which comes before the spread
+        unspread = self._update.perform(arrived=arrived, at_once=hooked or few_calls or exchanged)
+        lanes.computed("update", "of all units", began)
+        runtime.finish_step(updated=True, only=unspread)
 
     def _update_unless_found_inf(self) -> None:
         """Make a step that the device skips if the gradient is not finite, as under torch's ``GradScaler``. The host
@@ -149,7 +172,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inner: Any = self.inner
         inner.found_inf, inner.grad_scale = (norm - norm != 0.0).float(), None
         try:
-            self._update.perform()
+            self._perform()
         finally:
             del inner.found_inf, inner.grad_scale
 
@@ -217,7 +240,7 @@ def rescale_lost(runtime: Runtime, factor: float) -> None:
         runtime: Runtime of a model.
         factor: The new loss scale divided by the old one.
     """
-    lost = list(runtime.reducer.reductions.feedback.lost.values())
+    lost = list(runtime.reducer.lost.values())
     if lost and factor != 1.0:
         runtime.reducer.join()
         torch._foreach_mul_(lost, factor)

@@ -54,15 +54,15 @@ def _prepare(model: Masters, optimizer: torch.optim.Optimizer) -> None:
     """Prepare a model for an optimizer that will read its gradients and write its masters."""
     runtime, name = runtime_of(model.sharded.model), type(optimizer).__name__
     refuse_in_backward(f"{name}.step()")
-    runtime.holds.refuse(f"{name}.step()")
+    model.refuse(f"{name}.step()")
     if runtime.optimizer is not None:
         raise UsageError(
             f"{name}.step(): the model has an optimizer of thinwire.optimizer(...) as well, and both would update "
             "it; use one of them"
         )
-    if runtime.plan.accumulate_dtype != "float32":
+    if model.sharded.plan.accumulate_dtype != "float32":
         raise UsageError(
-            f"accumulate_dtype = {runtime.plan.accumulate_dtype}: {name} reads gradients in fp32; use "
+            f"accumulate_dtype = {model.sharded.plan.accumulate_dtype}: {name} reads gradients in fp32; use "
             'thinwire.optimizer(model, ...), which widens them unit by unit, or accumulate_dtype = "float32"'
         )
     model.check_all_managed()

@@ -4,56 +4,67 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
-import torch
-
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
-from thinwire.sharding.optimizer.clip import multiply_gradients
-from thinwire.sharding.runtime.runtime import Runtime
+from thinwire.sharding.grads.optimizer_state import InnerOptimizer
+from thinwire.sharding.grads.reducer import Reducer
+from thinwire.sharding.step.param_broadcast import Spreads
+from thinwire.sharding.step.program_tables import Programs
+from thinwire.sharding.step.step_check import UsedGradients
 
 __all__ = ["ShareUpdate"]
 
 
 class ShareUpdate:
-    """The update of this rank's share, which then spreads to the other ranks.
+    """The update of this rank's share, unit by unit where that is faster.
 
     Args:
-        runtime: Runtime of the model.
-        inner: Optimizer over ``fragments``.
-        fragments: All fragments that this rank updates.
+        owned: The optimizer and its fragments.
+        reducer: Reducer of the model's gradients.
+        spreads: Takes the updated parameters.
+        programs: Programs of the model, which say what is updated and spread in which order.
+        used: Flags of the parameters that have gradients.
         by_unit: Whether units can be updated one by one; see
             :class:`~thinwire.sharding.optimizer.sharded_optimizer.ShardedOptimizer`.
+        copies: Whether the optimizer gets gradients as copies in fp32, because they accumulate in another dtype. Copies
+            take memory for as many units as are updated at once.
     """
 
     def __init__(
-        self, runtime: Runtime, inner: torch.optim.Optimizer, fragments: Sequence[OwnedFragment], *, by_unit: bool
+        self,
+        owned: InnerOptimizer,
+        reducer: Reducer,
+        spreads: Spreads,
+        programs: Programs,
+        used: UsedGradients,
+        *,
+        by_unit: bool,
+        copies: bool,
     ) -> None:
-        self._runtime, self._inner, self._fragments, self._by_unit = runtime, inner, fragments, by_unit
-        # Views for fp32; bf16 gradients are copied, which takes memory for as many units as are updated at once.
-        self._copies = runtime.plan.accumulate_dtype != "float32"
+        self._inner, self._fragments = owned.optimizer, owned.fragments
+        self._reducer, self._spreads, self._programs, self._used = reducer, spreads, programs, used
+        self._by_unit, self._copies = by_unit, copies
         self._fragments_of: dict[int, list[OwnedFragment]] = {}
-        for owned in fragments:
-            self._fragments_of.setdefault(owned.unit, []).append(owned)
+        for fragment in self._fragments:
+            self._fragments_of.setdefault(fragment.unit, []).append(fragment)
 
-    def perform(self) -> None:
-        """Update the share once its gradients have arrived, and end the step. Ranks have agreed on it."""
-        runtime, inner = self._runtime, self._inner
-        multiply_gradients(runtime, 1.0)  # divides by the loss scale, unless clipping has
-        runtime.join_spreads()
-        began = runtime.lanes.mark() if runtime.lanes.records_timeline else None
-        hooked = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
-        arrived = runtime.step_result.measured  # the norm is that of all gradients
-        unspread: Set[int] | None = None  # all
-        few_calls = arrived and runtime.lanes.home.exists  # which are faster on a GPU
-        exchanges = runtime.exchanges is not None and runtime.exchanges.writes()  # which comes before the spread
-        if not self._by_unit or hooked or few_calls or exchanges:
+    def perform(self, *, arrived: bool, at_once: bool) -> Set[int] | None:
+        """Update the share once its gradients have arrived.
+
+        Args:
+            arrived: Whether all gradients have arrived.
+            at_once: Whether everything has to be updated in one call.
+
+        Returns:
+            Numbers of the units that are still to be spread; ``None`` for all.
+        """
+        if at_once or not self._by_unit:
             self._at_once()
         elif arrived:
             self._as_needed()
-            unspread = frozenset()
+            return frozenset()
         else:
             self._as_they_arrive()
-        runtime.lanes.computed("update", "of all units", began)
-        runtime.finish_step(updated=True, only=unspread)
+        return None
 
     def forget_gradients(self) -> None:
         """Drop the gradients that the optimizer has read."""
@@ -62,8 +73,8 @@ class ShareUpdate:
 
     def _as_they_arrive(self) -> None:
         """Update units as soon as their gradients have arrived, while gradients of later units travel."""
-        runtime, order, began = self._runtime, self._runtime.update_order(), False
-        for units in runtime.reducer.arrivals(order, apart=self._copies):
+        order, began = self._order(), False
+        for units in self._reducer.arrivals(order, apart=self._copies):
             if len(units) == len(order):
                 self._at_once()
                 return
@@ -76,15 +87,12 @@ class ShareUpdate:
     def _as_needed(self) -> None:
         """Update the units in the order in which the next forward needs them, and spread those that travel together
         while later ones are updated."""
-        runtime = self._runtime
-        runtime.reducer.join()
+        self._reducer.join()
         self.forget_gradients()
-        trained = runtime.update_order()
-        for units in runtime.schedule.programs.spreads() or (
-            [(u,) for u in trained] if self._copies else [(*trained,)]
-        ):
+        trained = self._order()
+        for units in self._programs.spreads() or ([(u,) for u in trained] if self._copies else [(*trained,)]):
             self._update_units(units)
-            runtime.spreads.start_batch(units)
+            self._spreads.start_batch(units)
         self._show_gradients()
 
     def _update_units(self, units: Sequence[int]) -> None:
@@ -94,7 +102,7 @@ class ShareUpdate:
         self._inner.step()
         for owned in fragments:
             owned.value.grad = None
-        self._runtime.spreads.write_back(units)
+        self._spreads.write_back(units)
 
     def _show_gradients(self) -> None:
         """Let the wrapped optimizer's parameters show their gradients after the update."""
@@ -102,18 +110,21 @@ class ShareUpdate:
             self._give_gradients(self._fragments)
 
     def _at_once(self) -> None:
-        self._runtime.reducer.join()
+        self._reducer.join()
         self._give_gradients(self._fragments)
         self._inner.step()
-        self._runtime.spreads.write_back(self._runtime.update_order())
+        self._spreads.write_back(self._order())
+
+    def _order(self) -> Sequence[int]:
+        """Units with trainable parameters, in the order in which their gradients arrive."""
+        return [unit for unit in self._programs.update_order() if unit in self._reducer.gradients]
 
     def _give_gradients(self, fragments: Sequence[OwnedFragment]) -> None:
         """Set the gradients that the optimizer reads, in the dtype of the masters.
 
         As in torch, the optimizer skips a parameter that has no gradient on any rank.
         """
-        used = self._runtime.agreements.used
-        is_used, all_used, copies = used.is_used, used.all_used, self._copies
+        is_used, all_used, copies = self._used.is_used, self._used.all_used, self._copies
         for owned in fragments:
             grad, value = owned.grad, owned.value
             if not all_used and not is_used(owned.unit, owned.slot):

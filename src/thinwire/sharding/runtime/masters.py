@@ -46,6 +46,10 @@ class Masters:
         self._dirty: set[int] = set()  # units whose masters were written since they were last spread
         self._checked = 0  # number of the model's table entries at the last check that all of them are managed
 
+    def refuse(self, action: str) -> None:
+        """See :meth:`thinwire.sharding.step.pinned_units.Holds.refuse`."""
+        self._holds.refuse(action)
+
     def before_write(self) -> None:
         """Prepare for a write to masters: wait for the spreads that read them.
 

@@ -27,7 +27,7 @@ exchanges with the other ranks. :class:`Spreads` sends updated parameters.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 
 from torch import nn
 
@@ -208,10 +208,6 @@ class Runtime:
         self.schedule.programs.replan(self.plan if encodes else self.plan.with_exact_gradients())
 
     # -- the update --------------------------------------------------------------------------------------------
-
-    def update_order(self) -> Sequence[int]:
-        """Units with trainable parameters, in the order in which their gradients arrive."""
-        return [index for index in self.schedule.programs.update_order() if index in self.sharded.gradients]
 
     def finish_step(self, *, updated: bool, only: Set[int] | None = None) -> None:
         """End the step: exchange with other islands, spread the updated P shards in the order of the forward, and begin
