@@ -24,7 +24,7 @@ from thinwire.sharding.checks import (
     is_lone_linear,
     place_on,
 )
-from thinwire.sharding.grads.unit_gradient import Topology, UnitGradient
+from thinwire.sharding.grads.unit_gradient import ReductionConfig, UnitGradient
 from thinwire.sharding.hooks import module_hooks as hooks
 from thinwire.sharding.lanes.lanes import Lanes
 from thinwire.sharding.memory.allocator import give_back_freed_memory, keep_freed_memory
@@ -95,10 +95,10 @@ def build(
         values: Initial values of a model on the meta device.
         device: Target device of a model on the meta device.
     """
-    alone = part is None
+    is_whole = part is None
     part = part or LocalPart(DataRanks.of(plan, groups.control().ranks, groups.control().rank))
     control, everyone = groups.control(part.data.ranks), groups.control(part.data.everyone)
-    modules = _agreed_modules(model, plan, selection, everyone, whole=alone, values=values, device=device)
+    modules = _agreed_modules(model, plan, selection, everyone, whole=is_whole, values=values, device=device)
     device = next(p.device for unit in modules for _, p in unit.parameters)
     if device.type == "cpu":
         give_back_freed_memory()
@@ -124,7 +124,7 @@ def build(
         for axis, lane in (*_GROUPS, *_outer_groups(plan))
         if axis is not Axis.SECONDARY or plan.secondary is not None
     }
-    decides = alone and lanes.home.exists and backend_maker(device) is not None
+    decides = is_whole and lanes.home.exists and backend_maker(device) is not None
     slices = {name: slice_of(name, p) for unit in modules for name, p in unit.parameters}
     initial_of = InitialShards(part, everyone if sync_initial else None, values, slices, shard_index(plan, position))
     flats = draw(modules, plan, position)
@@ -141,7 +141,7 @@ def build(
         model=model,
         plan=plan,
         part=part,
-        alone=alone,
+        is_whole_model=is_whole,
         rank=control.rank,
         position=position,
         units=(),
@@ -204,7 +204,7 @@ def _place(
     """
     buffers: dict[int, list[FlatBuffer]] = {number: [] for number in range(len(names))}
     gradients: dict[int, list[UnitGradient]] = {}
-    topology = Topology(plan)
+    topology = ReductionConfig(plan)
     for flat in flats:
         buffer = arenas.carve(flat, initial_of(flat))
         # Re-point parameters buffer by buffer, so that their old memory is freed while the arenas fill.

@@ -196,7 +196,7 @@ class _Loading:
 
     def _restore_loss_scale(self) -> None:
         """Continue with the loss scale of the checkpoint; rounding errors of another scale follow the present one."""
-        saved, scale = self._loss_scale, self._runtime.agreements.loss_scale
+        saved, scale = self._loss_scale, self._runtime.step_check.loss_scale
         if saved is not None and self._optim is not None and scale is not None:
             scale.restore(saved)
         before, present = 1.0 if saved is None else saved["value"], 1.0 if scale is None else scale.value

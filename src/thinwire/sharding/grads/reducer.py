@@ -30,11 +30,11 @@ class Turns:
 
     Attributes:
         by_unit: Turns of the trainable units of the forward, in reduction order.
-        alone: Returns the turn of a unit that is reduced by itself because its gradients came late.
+        late: Returns the turn of a unit that is reduced by itself because its gradients came late.
     """
 
     by_unit: Mapping[int, ReductionTurn]
-    alone: Callable[[int], ReductionTurn]
+    late: Callable[[int], ReductionTurn]
 
     @cached_property
     def acting(self) -> frozenset[int]:
@@ -159,7 +159,7 @@ class Reducer:
         for unit, parts in self.gradients.items():
             if any(part.seen or (self._last and part.unsynced) for part in parts):
                 self._tickets.clear()
-                self._perform(unit, self._turns.alone(unit))
+                self._perform(unit, self._turns.late(unit))
 
     def abort(self) -> None:
         """Drop the gradients that a failed backward has collected and not sent; reductions in flight finish."""

@@ -15,7 +15,7 @@ from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Operation, padded
 from thinwire.sharding.grads.buckets import Bucket, BucketChunk
 from thinwire.sharding.grads.residuals import ErrorFeedback
-from thinwire.sharding.grads.unit_gradient import Accumulator, Topology, UnitGradient
+from thinwire.sharding.grads.unit_gradient import Accumulator, ReductionConfig, UnitGradient
 from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.params.seeds import Seeds
 from thinwire.spec import Plan
@@ -104,7 +104,7 @@ class Reductions:
     ) -> None:
         self._plan, self._gradients, self._groups, self._seeds = plan, gradients, groups, seeds
         self._codecs, self._encoding = codecs, True
-        self._topology = Topology(plan)
+        self._topology = ReductionConfig(plan)
         self._ways: dict[UnitGradient, _Way] = {}  # gradients of units from their turn until they settle
         self._vectors: dict[tuple[UnitGradient, ...], _Vector] = {}
         self._buckets: dict[tuple[Axis, tuple[int, ...], bool], Bucket] = {}
@@ -180,15 +180,15 @@ class Reductions:
         shards = self._shards(chunk)
         staged = {part: self._ways[part].staged for part in chunk.gradients}
         shard = shards[bucket.gradients[0]] if len(bucket.gradients) == 1 else None
-        alone = shard is not None and shard.dtype == torch.float32
+        in_place = shard is not None and shard.dtype == torch.float32
         mine = chunk.sizes[group.index]
         out = (
             shard[chunk.begin : chunk.begin + mine]
-            if shard is not None and alone
+            if shard is not None and in_place
             else allocate(mine, torch.float32, chunk.device)
         )
-        moves = self._reduce(Axis.PARAMS, bucket, number, staged, out, accumulate=alone and any(adds))
-        return moves if alone else moves.then(lambda: chunk.deliver(group.index, out, shards, adds))
+        moves = self._reduce(Axis.PARAMS, bucket, number, staged, out, accumulate=in_place and any(adds))
+        return moves if in_place else moves.then(lambda: chunk.deliver(group.index, out, shards, adds))
 
     def _scatter(self, bucket: Bucket, number: int) -> Moves:
         """Reduce-scatter a chunk over the shard axis, into a vector that goes on to the replicas in wire dtype."""
@@ -210,14 +210,14 @@ class Reductions:
         shards = self._shards(chunk)
         adds = [self._claim(Axis.SHARD, part) for part in chunk.gradients]
         mine = chunk.sizes[group.index]
-        alone = _takes_sums(bucket)
+        in_place = _takes_sums(bucket)
         out = (
             bucket.gradients[0].owned.values[chunk.begin : chunk.begin + mine]
-            if alone
+            if in_place
             else allocate(mine, torch.float32, chunk.device)
         )
-        moves = self._reduce(Axis.SHARD, bucket, number, shards, out, accumulate=alone and any(adds))
-        return moves if alone else moves.then(lambda: chunk.deliver(group.index, out, _owned(chunk), adds))
+        moves = self._reduce(Axis.SHARD, bucket, number, shards, out, accumulate=in_place and any(adds))
+        return moves if in_place else moves.then(lambda: chunk.deliver(group.index, out, _owned(chunk), adds))
 
     def _reduce(
         self,
@@ -280,10 +280,10 @@ class Reductions:
             between.left -= 1
             if not between.left:
                 del self._vectors[bucket.gradients]
-        alone = _takes_sums(bucket)
+        in_place = _takes_sums(bucket)
         summed = (
             bucket.gradients[0].owned.values[chunk.begin : chunk.begin + numel]
-            if alone
+            if in_place
             else allocate(numel, torch.float32, chunk.device)
         )
         moves = all_reduce(
@@ -291,12 +291,12 @@ class Reductions:
             vector,
             summed,
             scale=topology.scale(group.size),
-            accumulate=alone and any(adds),
+            accumulate=in_place and any(adds),
             codecs=self._codecs_of(Axis.REPLICA, bucket),
             feedback=self.feedback.of_sync(bucket, number, self._codecs_of(Axis.REPLICA, bucket)),
             seed=self._seeds.next(),
         )
-        if not alone:
+        if not in_place:
             moves = moves.then(lambda: chunk.deliver(0, summed, _owned(chunk), adds))
         return moves if pack is None else moves.after(pack)
 

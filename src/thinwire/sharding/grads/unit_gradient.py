@@ -28,7 +28,7 @@ from thinwire.program import Axis, axis_shape
 from thinwire.sharding.memory.layout import FlatLayout, Run, Slot
 from thinwire.spec import Plan
 
-__all__ = ["Accumulator", "Topology", "UnitGradient"]
+__all__ = ["Accumulator", "ReductionConfig", "UnitGradient"]
 
 _CONVERTED: Final = 1 << 20
 """Most elements of a gradient that are converted to the dtype of the sum at once."""
@@ -37,7 +37,7 @@ _TOGETHER: Final = 256 << 10
 """Most bytes of a buffer whose gradients wait for each other on a processor, where a larger one's would take memory."""
 
 
-class Topology:
+class ReductionConfig:
     """The sizes of the axes, and the scales of reductions that follow from them."""
 
     def __init__(self, plan: Plan) -> None:
@@ -217,7 +217,7 @@ class UnitGradient:
         layout: FlatLayout,
         shares: tuple[tuple[Run, ...], ...],
         owned: torch.Tensor,
-        topology: Topology,
+        topology: ReductionConfig,
     ) -> None:
         self.unit, self.name, self.first_slot = unit, name, first_slot
         self.layout, self.shares, self.topology = layout, shares, topology

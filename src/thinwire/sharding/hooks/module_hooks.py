@@ -122,7 +122,7 @@ def _hook_forward(
         passes.enter_forward()
         passes.state.is_plain = (
             passes.state.present is Pass.FORWARD
-            and passes.alone is None
+            and passes.root_unit is None
             and not holds.depth
             and not audit.compares_values
             and not sharded.lanes.records_timeline
@@ -157,7 +157,7 @@ def _hook_unit(
     is_sharded, recorder = unit.sharded, sharded.lanes.recorder
     announces = is_sharded or unit.info.weight_first
     cast = _cast_of(sharded, unit)
-    leaves = False  # whether ``leave_alone`` is registered, which ends a pass that the unit's own forward began
+    leaves = False  # whether ``leave_root_unit`` is registered, which ends a pass that the unit's own forward began
 
     # Collected before the forward, because the forward may add tensors to its inputs.
     sources: list[torch.Tensor] = []
@@ -171,9 +171,9 @@ def _hook_unit(
         passes.pre_forward(index)
         if audit.compares_values:
             audit.before_forward(unit)
-        if not leaves and passes.alone == index:
+        if not leaves and passes.root_unit == index:
             leaves = True
-            undo.append(module.register_forward_hook(leave_alone, always_call=True).remove)
+            undo.append(module.register_forward_hook(leave_root_unit, always_call=True).remove)
         # Only a sharded unit is freed after its backward.
         if is_sharded and torch.is_grad_enabled():
             sources[:] = gradient_sources(args, kwargs)
@@ -181,8 +181,8 @@ def _hook_unit(
 
     @_outside_compile
     @from_any_stream
-    def leave_alone(_module: nn.Module, _args: Any, _output: Any) -> None:
-        passes.leave_alone(index)
+    def leave_root_unit(_module: nn.Module, _args: Any, _output: Any) -> None:
+        passes.leave_root_unit(index)
 
     @_outside_compile
     @from_any_stream

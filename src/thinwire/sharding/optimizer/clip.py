@@ -50,7 +50,7 @@ def _clip_by(runtime: Runtime, max_norm: float, norm_type: float, *, error_if_no
         raise UsageError(f"norm_type = {norm_type}: with tp or pp only the 2-norm is available; use norm_type = 2")
     runtime.close_step()
     runtime.reducer.join()
-    norm = runtime.outside.gradients.norms.total(float(norm_type)) / runtime.agreements.gradient_scale
+    norm = runtime.outside.gradients.norms.total(float(norm_type)) / runtime.step_check.gradient_scale
     if runtime.sharded.world is None:
         norm = norm.cpu()
     if error_if_nonfinite and not bool(norm.isfinite()):
@@ -84,9 +84,9 @@ def multiply_gradients(runtime: Runtime, factor: torch.Tensor | float) -> bool:
     Returns:
         Whether gradients have changed. A factor on the device counts as a change, because the host does not know it.
     """
-    agreements, arena = runtime.agreements, runtime.arena
-    total = factor / agreements.gradient_scale
-    agreements.multiplied(factor)
+    step_check, arena = runtime.step_check, runtime.arena
+    total = factor / step_check.gradient_scale
+    step_check.multiplied(factor)
     if isinstance(total, torch.Tensor):
         # torch would round a factor without dimensions to the dtype of the gradients.
         torch.mul(arena, total.float().view(1), out=arena)
@@ -104,7 +104,7 @@ def spoil(runtimes: Sequence[Runtime], norm: torch.Tensor) -> None:
         norm: Norm of the whole model's gradient; 0-D, fp64.
     """
     for runtime in runtimes:
-        runtime.agreements.spoil(norm)
+        runtime.step_check.spoil(norm)
 
 
 def _clip_factor(runtime: Runtime, norm: torch.Tensor, max_norm: float) -> torch.Tensor | float:

@@ -65,20 +65,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.runtime, self.inner, self.fragments = runtime, inner, tuple(fragments)
         self.owned = InnerOptimizer(inner, self.fragments)
         self.skip_nonfinite = skip_nonfinite or loss_scale is not None
-        self.loss_scale = runtime.agreements.loss_scale = loss_scale
+        self.loss_scale = runtime.step_check.loss_scale = loss_scale
         self._update = ShareUpdate(
             self.owned,
             runtime.reducer,
             runtime.spreads,
             runtime.schedule.programs,
-            runtime.agreements.used,
+            runtime.step_check.used,
             by_unit=by_unit,
             copies=runtime.plan.accumulate_dtype != "float32",
         )
         self._skipped_steps = 0
         self._skips_on_device = runtime.sharded.world is not None and takes_found_inf(inner)
         if loss_scale is not None:
-            loss_scale.settle = runtime.agreements.settle
+            loss_scale.settle = runtime.step_check.settle
         self.defaults = inner.defaults
         # Optimizer.__init__ would copy the groups; the wrapped optimizer's are to be shared.
         self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
@@ -97,7 +97,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def skipped_steps(self) -> int:
         """Number of steps that were skipped because the gradient norm was not finite. The host waits for the last."""
-        self.runtime.agreements.settle()
+        self.runtime.step_check.settle()
         return self._skipped_steps
 
     def __repr__(self) -> str:
@@ -166,7 +166,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         learns of it later: it never waits for the norm. A skipped step spreads parameters that have not changed."""
         self._check_scaled()
         norm = self.runtime.close_step(measure=True).norm
-        self.runtime.agreements.once_settled(self._learn)
+        self.runtime.step_check.once_settled(self._learn)
         if self.loss_scale is not None:
             self.loss_scale.applied = False
         inner: Any = self.inner

@@ -151,7 +151,7 @@ class BufferGathers:
         for buffer in buffers if sharded else ():
             buffer.release()
 
-    def alone(self, number: int, *, from_secondary: bool, exact: bool) -> Moves:
+    def single(self, number: int, *, from_secondary: bool, exact: bool) -> Moves:
         """The gather of one buffer by itself.
 
         Args:

@@ -87,7 +87,7 @@ class Unit:
         self._link = link
         self._gather: list[Ticket] = []
         self._spread_loads = [Load(f"spread {self.name}", Axis.SHARD, (index,), b.layout.encoded) for b in buffers]
-        self._alone = {
+        self._singles = {
             second: [
                 GatherBatch(batch, second)
                 for batch in gather_batches({index: info}, [index], link.at_least, encoded_apart=not second)
@@ -109,7 +109,7 @@ class Unit:
             exact: Whether to gather without a codec, whatever the plan says.
         """
         if self.state is State.SHARDED:
-            start_gathers({self.index: self}, self._alone[from_secondary and self.secondary_valid], exact=exact)
+            start_gathers({self.index: self}, self._singles[from_secondary and self.secondary_valid], exact=exact)
 
     def expect_gathers(self, *, exact: bool) -> None:
         """Prepare for the gathers of all buffers, which :meth:`gather_moves` or a joint gather perform (sharded ->
@@ -253,7 +253,7 @@ def _start_gather(parts: Sequence[tuple[Unit, int]], *, from_secondary: bool, ex
     encoded = not from_secondary and first.buffers[number].layout.encoded
     group = link.secondary if from_secondary else link.params
     if len(parts) == 1 or group is None or group.size == 1:
-        moves = [unit.gathers.alone(number, from_secondary=from_secondary, exact=exact) for unit, number in parts]
+        moves = [unit.gathers.single(number, from_secondary=from_secondary, exact=exact) for unit, number in parts]
     else:
         codec = link.codec if encoded and not exact else None
         joint = [

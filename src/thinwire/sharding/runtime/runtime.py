@@ -20,7 +20,7 @@
 
 A runtime is a handful of objects with one responsibility each. Hooks report events to :class:`Passes`.
 :class:`Schedule` tracks the position of the step in the program. :class:`Unit` gathers and frees parameters, and
-:class:`Holds` keeps those that are still read. :class:`Reducer` reduces gradients in order. :class:`Agreements`
+:class:`Holds` keeps those that are still read. :class:`Reducer` reduces gradients in order. :class:`StepCheck`
 exchanges with the other ranks. :class:`Spreads` sends updated parameters.
 """
 
@@ -50,7 +50,7 @@ from thinwire.sharding.step.pass_state import PassState
 from thinwire.sharding.step.pinned_units import Holds
 from thinwire.sharding.step.program_tables import Programs
 from thinwire.sharding.step.sharded_model import ShardedModel
-from thinwire.sharding.step.step_check import Agreements, StepResult
+from thinwire.sharding.step.step_check import StepCheck, StepResult
 from thinwire.sharding.step.trace_cursor import Schedule
 
 __all__ = ["Runtime", "attach", "detach", "runtime_of", "sent_bytes"]
@@ -70,7 +70,7 @@ class Runtime:
         holds: Keeps gathered parameters that may still be read.
         spreads: Spreads updated parameters.
         exchanges: Exchanges with other islands; ``None`` without islands.
-        agreements: Exchanges of the steps.
+        step_check: Exchanges of the steps.
         audit: Detects writes to parameters inside a forward.
         undo: Functions that remove the hooks from the model; call them in reverse order.
         optimizer: Optimizer made by ``thinwire.optimizer``, which then owns the updates; ``None`` without one.
@@ -94,19 +94,19 @@ class Runtime:
         self.reducer = Reducer(sharded.gradients, reductions, self.lanes)
         self.holds = Holds(self.units)
         self.audit = WriteAudit(self.units)
-        self.agreements = Agreements(sharded, self.reducer, self.audit)
+        self.step_check = StepCheck(sharded, self.reducer, self.audit)
         self.spreads = Spreads(sharded, self.schedule.programs)
         self.exchanges = _exchanges(sharded)
         self.undo: list[Callable[[], None]] = []
         self.optimizer: object | None = None
         state = PassState(len(self.units))
-        backward = BackwardPass(state, sharded, self.schedule, self.reducer, self.agreements, self.holds)
+        backward = BackwardPass(state, sharded, self.schedule, self.reducer, self.step_check, self.holds)
         self.passes = Passes(sharded, self.schedule, backward, state, self.holds)
         rollcall().describe = _describer(self)
         self.outside: ShardedParameters | None = None
-        if sharded.alone:
+        if sharded.is_whole_model:
             masters = Masters(sharded, self.passes, self.spreads, self.holds, self.finish_step)
-            gradients = ShareGradients(self.plan, backward, self.reducer, self.agreements, self.close_step)
+            gradients = ShareGradients(self.plan, backward, self.reducer, self.step_check, self.close_step)
             self.outside = ShardedParameters(sharded, masters, gradients)
         self.half_loaded: str | None = None
         self.passes.before_computing = self.holds.before_gathering = self._before_use
@@ -158,10 +158,10 @@ class Runtime:
                 Raised on every rank.
             CheckpointError: The model is half loaded.
         """
-        if self.agreements.result is None or self.passes.backward.may_be_unreported:
+        if self.step_check.result is None or self.passes.backward.may_be_unreported:
             self._close_step()
         if measure and not self.step_result.measured:
-            self.agreements.measure()
+            self.step_check.measure()
         return self.step_result
 
     def _close_step(self) -> None:
@@ -169,9 +169,9 @@ class Runtime:
         self.passes.reach_step()
         if self.outside is not None:
             self.passes.refuse_missing_backward()
-        if self.agreements.result is None:
-            self.agreements.close(self.schedule.order.value, self.schedule.backwards)
-            self.schedule.ranks_met(same_order=self.agreements.same_order)
+        if self.step_check.result is None:
+            self.step_check.close(self.schedule.order.value, self.schedule.backwards)
+            self.schedule.ranks_met(same_order=self.step_check.same_order)
         if self.exchanges is not None:
             self.exchanges.hold()
         if self.outside is not None:
@@ -180,7 +180,7 @@ class Runtime:
     @property
     def step_result(self) -> StepResult:
         """What ranks have agreed on in this step, which :meth:`close_step` has closed."""
-        result = self.agreements.result
+        result = self.step_check.result
         assert result is not None
         return result
 
@@ -192,7 +192,7 @@ class Runtime:
         self.reducer.join()
         for part in self.reducer.parts:
             part.reset()
-        self.agreements.forget_gradients()
+        self.step_check.forget_gradients()
         if self.outside is not None:
             self.outside.gradients.drop_added()
 
@@ -249,7 +249,7 @@ class Runtime:
         self.passes.state.end_step()
         self.audit.begin_step(self.num_steps)
         self.schedule.abandon()
-        self.agreements.forget()
+        self.step_check.forget()
 
     def join_islands(self) -> None:
         """Give all islands the same parameters. Collective over all islands."""

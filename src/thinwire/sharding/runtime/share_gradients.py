@@ -14,7 +14,7 @@ from thinwire.errors import UsageError
 from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.step.backward import BackwardPass
-from thinwire.sharding.step.step_check import Agreements
+from thinwire.sharding.step.step_check import StepCheck
 from thinwire.sharding.tensors.operations import from_power_sums, power_sum
 from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.spec import Plan
@@ -86,7 +86,7 @@ class ShareGradients:
         plan: Plan of the model.
         backward: Handles the events of its backwards.
         reducer: Reduces its gradients.
-        agreements: Exchanges of its steps.
+        step_check: Exchanges of its steps.
         close_step: See :meth:`thinwire.sharding.runtime.runtime.Runtime.close_step`.
 
     Attributes:
@@ -98,10 +98,10 @@ class ShareGradients:
         plan: Plan,
         backward: BackwardPass,
         reducer: Reducer,
-        agreements: Agreements,
+        step_check: StepCheck,
         close_step: Callable[[], object],
     ) -> None:
-        self._backward, self._reducer, self._agreements, self._close_step = backward, reducer, agreements, close_step
+        self._backward, self._reducer, self._step_check, self._close_step = backward, reducer, step_check, close_step
         self._copies = 1 if plan.grad_reduce == "mean" else plan.world  # of a gradient that every rank has, in a sum
         self._added: list[tuple[TrainedParameter, torch.Tensor]] = []  # of operations on shares, not merged yet
         self.norms = GradientNorms()
@@ -114,9 +114,9 @@ class ShareGradients:
             return False
         if trained.part.unsynced:
             return True
-        if not self._agreements.used.is_known():
+        if not self._step_check.used.is_known():
             self._close_step()
-        return self._agreements.used.is_used(trained.unit, trained.slot)
+        return self._step_check.used.is_used(trained.unit, trained.slot)
 
     def is_absent(self, trained: TrainedParameter) -> bool:
         """Whether nothing at all has come for the parameter's buffer on this rank."""
@@ -152,7 +152,7 @@ class ShareGradients:
 
     def note_set(self, trained: TrainedParameter) -> None:
         """Record that a parameter was given a gradient; called alike on every rank."""
-        self._agreements.set_used(trained.unit, trained.slot, used=True)
+        self._step_check.set_used(trained.unit, trained.slot, used=True)
         self.changed()
 
     def forget(self, trained: TrainedParameter) -> None:
@@ -160,13 +160,13 @@ class ShareGradients:
         self.merge()
         self._reducer.join_unit(trained.unit)
         trained.part.forget(trained.index, trained.owned, trained.shard)
-        self._agreements.set_used(trained.unit, trained.slot, used=False)
+        self._step_check.set_used(trained.unit, trained.slot, used=False)
         self.changed()
 
     def changed(self) -> None:
         """Drop the norms, which are stale after a change of gradients."""
         self.norms.forget()
-        self._agreements.forget_norm()
+        self._step_check.forget_norm()
 
     def overflowed(self) -> None:
         """Take note that a gradient scaler has found gradients that are not finite and skips the step: next gradients
@@ -177,8 +177,8 @@ class ShareGradients:
 
     def add(self, trained: TrainedParameter, piece: torch.Tensor) -> None:
         """Take this rank's share, 1-D, of a gradient from an operation on shares; :meth:`merge` adds it."""
-        self._agreements.begin_backward()
-        self._agreements.used.note(trained.unit, trained.slot)
+        self._step_check.begin_backward()
+        self._step_check.used.note(trained.unit, trained.slot)
         self.norms.forget()
         self._added.append((trained, piece))
 

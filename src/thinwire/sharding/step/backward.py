@@ -16,7 +16,7 @@ from thinwire.sharding.params.param_group import Unit, start_gathers
 from thinwire.sharding.step.pass_state import Pass, PassState
 from thinwire.sharding.step.pinned_units import Holds, recomputing
 from thinwire.sharding.step.sharded_model import ShardedModel
-from thinwire.sharding.step.step_check import Agreements, UsedGradients
+from thinwire.sharding.step.step_check import StepCheck, UsedGradients
 from thinwire.sharding.step.trace_cursor import Schedule
 
 __all__ = ["BackwardPass", "Delivery", "moments"]
@@ -90,7 +90,7 @@ class BackwardPass:
         sharded: The model.
         schedule: Cursor in the model's program.
         reducer: Reducer of the model's gradients.
-        agreements: Exchanges of the model's steps.
+        step_check: Exchanges of the model's steps.
         holds: Frees the model's units.
 
     Attributes:
@@ -110,18 +110,18 @@ class BackwardPass:
         sharded: ShardedModel,
         schedule: Schedule,
         reducer: Reducer,
-        agreements: Agreements,
+        step_check: StepCheck,
         holds: Holds,
     ) -> None:
         self._state, self._sharded, self._units, self._plan = state, sharded, sharded.units, sharded.plan
-        self._schedule, self._reducer, self._agreements, self._holds = schedule, reducer, agreements, holds
+        self._schedule, self._reducer, self._step_check, self._holds = schedule, reducer, step_check, holds
         self._lanes, self._is_sharded = sharded.lanes, any(unit.sharded for unit in sharded.units)
         # For each unit, the number of calls with outputs that backward has reached and inputs that it has not.
         self._open_calls = [0] * len(self._units)
         self.encodes_gradients: bool | None = True if self._plan.wire.schedule == 1.0 else None
         self.gradients_count = True
         self.deliveries: list[Delivery] = []
-        self._taken = _TakenGradients(reducer, agreements.used)
+        self._taken = _TakenGradients(reducer, step_check.used)
         self.may_be_unreported = False
         self._needed, self._grads_ready = (moments(p, self._units) for p in (Phase.PRE_BACKWARD, Phase.GRADS_READY))
         self.after_last: Callable[[], None] = lambda: None
@@ -156,7 +156,7 @@ class BackwardPass:
         """Take the gradient of a unit's trained parameter number ``slot``, in the parameter's shape, by itself; returns
         whether the unit is now complete."""
         self._taken.flush()
-        self._agreements.used.note(index, slot)
+        self._step_check.used.note(index, slot)
         return self._reducer.collect(index, slot, grad if self.gradients_count else torch.zeros_like(grad))
 
     def gradients_ready(self, index: int) -> None:
@@ -193,7 +193,7 @@ class BackwardPass:
         if self._state.present is not Pass.BACKWARD or recomputing():
             return
         self._state.enter(self._state.before)
-        self._agreements.used.undo_backward()
+        self._step_check.used.undo_backward()
         for unit in self.deliveries:
             unit.forget()
         self._taken.drop()
@@ -228,7 +228,7 @@ class BackwardPass:
         self._state.had_backward = True
         for index in self._holds.begin_backward():
             self._units[index].need(from_secondary=True)
-        self._agreements.begin_backward()
+        self._step_check.begin_backward()
         self._reducer.begin(self._schedule.turns(), last=self._schedule.last)
 
     def _end_backward(self) -> None:

@@ -33,8 +33,8 @@ class Passes:
         state: State of the model's passes.
         backward: Handles the events of backwards.
         before_computing: Called before parameters are used for computation.
-        alone: Number of the unit that was called outside of the model's forward, so that its own forward is the current
-            pass; ``None`` otherwise.
+        root_unit: Number of the unit that was called outside of the model's forward, so that its own forward is the
+            current pass; ``None`` otherwise.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class Passes:
         self._begins, self._ends = (moments(p, self._units) for p in (Phase.PRE_FORWARD, Phase.POST_FORWARD))
         self.before_computing: Callable[[], None] = lambda: None
         self._is_sharded = any(unit.sharded for unit in self._units)
-        self.alone: int | None = None
-        self._alone_depth = 0  # number of nested calls of that unit
+        self.root_unit: int | None = None
+        self._root_depth = 0  # number of nested calls of that unit
 
     def is_inside(self) -> bool:
         """Whether modules see the tensors that they compute with rather than shares. Unlike ``state.inside``, the
@@ -127,10 +127,10 @@ class Passes:
         if state.present is not Pass.FORWARD:
             self.backward.forget_failed()
             if state.present is Pass.IDLE:
-                self.alone = index
+                self.root_unit = index
                 self.enter_forward()
-        if index == self.alone:
-            self._alone_depth += 1
+        if index == self.root_unit:
+            self._root_depth += 1
         unit = self._units[index]
         if not torch.is_grad_enabled():
             self._evaluate(unit)
@@ -185,13 +185,13 @@ class Passes:
         if not kept:
             self._holds.free(index)
 
-    def leave_alone(self, index: int) -> None:
+    def leave_root_unit(self, index: int) -> None:
         """Handle the end of a unit's forward, which may have failed. It ends the pass if the unit was called alone."""
-        if index != self.alone:
+        if index != self.root_unit:
             return
-        self._alone_depth -= 1
-        if not self._alone_depth:
-            self.alone = None
+        self._root_depth -= 1
+        if not self._root_depth:
+            self.root_unit = None
             self.leave_forward()
 
     @contextlib.contextmanager

@@ -221,13 +221,13 @@ class Programs:
             program = self.program(micro_batches, trace=trace, unit_by_unit=unit_by_unit)
             return reduction_turns(program, position, [u for u in trace.reduction_order if self.infos[u].trainable])
 
-        def alone(unit: int) -> ReductionTurn:
+        def late(unit: int) -> ReductionTurn:
             if unit not in trace.reduction_order:
                 # The forward skipped the unit, but other code read its parameters.
-                return self._cut(default_trace(self.infos, recompute=self.plan.recompute), place).alone(unit)
+                return self._cut(default_trace(self.infos, recompute=self.plan.recompute), place).late(unit)
             return table(unit_by_unit=True)[unit]
 
-        return Turns(table(unit_by_unit=False), alone)
+        return Turns(table(unit_by_unit=False), late)
 
     def _forget_tables(self) -> None:
         self._prefetches.clear()

@@ -32,7 +32,7 @@ class ShardedModel:
         model: Root module.
         plan: Plan of the model.
         part: Part of a larger model that this rank trains.
-        alone: Whether the model is complete, rather than a part of a larger model.
+        is_whole_model: Whether the model is complete, rather than a part of a larger model.
         rank: Index of this rank among the data-parallel ranks.
         position: Position of this rank in the plan's mesh; differs from ``rank`` if the plan has a ``placement``.
         units: Units of the model, by number.
@@ -52,7 +52,7 @@ class ShardedModel:
     model: nn.Module
     plan: Plan
     part: LocalPart
-    alone: bool
+    is_whole_model: bool
     rank: int
     position: int
     units: tuple[Unit, ...]

@@ -22,7 +22,7 @@ from thinwire.sharding.step.grad_norm import GradientNorm
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.step.sharded_model import ShardedModel
 
-__all__ = ["Agreements", "StepResult", "UsedGradients"]
+__all__ = ["StepCheck", "StepResult", "UsedGradients"]
 
 _UNFINISHED: Final = 1
 """Flag of a rank whose last micro-batch lacks its backward."""
@@ -129,7 +129,7 @@ class UsedGradients:
         return self._anywhere[self._first_bit[unit] + slot]
 
 
-class Agreements:
+class StepCheck:
     """Performs the exchanges of one model's steps, on the control lane.
 
     Args:
