@@ -82,6 +82,7 @@ lint: install ## ruff, mypy, import contracts, clang-format
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/lint-imports --config tools/rooms.toml
 
 format: install ## format the code and apply safe fixes
 	$(BIN)/ruff check --fix .
@@ -116,7 +117,7 @@ audit: install ## look up the pinned packages in a copy of the OSV database: mak
 docs: install structure ## regenerate the pages docs/*-reference.md from the types, and the drawn structure
 	$(BIN)/python -m thinwire.spec.reference docs
 
-structure: install ## list and draw the packages of the source, in docs/architecture.md and docs/structure.svg
+structure: install ## count what a reader feels, and draw the packages in docs/architecture.md and docs/structure.svg
 	$(BIN)/python tools/structure.py --page docs/architecture.md --svg docs/structure.svg
 
 wheels: install ## build one sdist and manylinux wheels into dist, and try each wheel in an empty environment

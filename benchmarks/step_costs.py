@@ -34,8 +34,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import thinwire as tw
-from thinwire.collectives.nccl import replace_nccl
-from thinwire.collectives.streams import replace_streams
+from thinwire.collectives.links.nccl import replace_nccl
+from thinwire.collectives.links.streams import replace_streams
 from thinwire.report.sheet import Sheet, insert, markdown_table
 from thinwire.testing import check_streams, run_ranks
 

@@ -1,13 +1,16 @@
-"""Lists and draws the structure of the source: packages, lines, imports, and the shapes that grow without notice.
+"""Counts what a reader of this repository feels, and draws the packages of the source.
 
     python tools/structure.py
-    python tools/structure.py --json
+    python tools/structure.py --source ../old/src --json
     python tools/structure.py --page docs/architecture.md --svg docs/structure.svg
-    python tools/structure.py --source ../old/src
+
+One table: how much there is, how it hangs together, and how much of it one step, one save and one `thinwire plan`
+visit. No number of it has a limit; a change that makes one larger says what for.
 
 A *room* is a directory of modules, or a module that lies directly in a package of the top. An *arrow* is an import
-between two children of the same package. Children stand on *floors*: each one above everything it imports. An arrow
-points *upwards* if it belongs to a circle, because then no order of floors makes all arrows point down.
+between two children of the same package, those for types only included. Children stand on *floors*: each one above
+everything it imports. A *circle* is an arrow that no order of floors makes point down. A file *reaches through* an
+object if it takes an attribute of an attribute of a `Runtime`.
 """
 
 from __future__ import annotations
@@ -15,21 +18,23 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
+import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import grimp
+import probes
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("thinwire", "thinwire_bench")
 BEGIN, END = "<!-- structure: begin -->", "<!-- structure: end -->"
 
-MAX_LINES, MAX_PARAMETERS, MAX_METHODS = 60, 7, 15
-"""A function or class beyond these is listed."""
+LONG_FILE, FULL_FOLDER = 500, 14
+"""Lines of a file and files of a folder above which they are counted."""
 
 
 @dataclass(frozen=True)
@@ -54,37 +59,22 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A function or class that is larger than it should be.
-
-    Attributes:
-        where: file and name.
-        size: lines, parameters or methods.
-    """
-
-    where: str
-    size: int
-
-
-@dataclass(frozen=True)
 class Structure:
     """The structure of a source tree.
 
     Attributes:
         rooms: from the top floor down, by package.
-        upwards: imports that belong to a circle, as ``importer -> imported``.
-        long_functions: functions of more than :data:`MAX_LINES` lines, longest first.
-        wide_functions: functions of more than :data:`MAX_PARAMETERS` parameters without ``self``, widest first.
-        large_classes: classes of more than :data:`MAX_METHODS` methods, largest first.
-        homonyms: class names that several files define, with the files.
+        circles: imports that belong to a circle, as ``importer -> imported``.
+        long_files: lines of files of more than :data:`LONG_FILE`, longest first.
+        full_folders: files of folders of more than :data:`FULL_FOLDER`, fullest first.
+        reaching: expressions that reach through a runtime, by file.
     """
 
     rooms: tuple[Room, ...]
-    upwards: tuple[str, ...]
-    long_functions: tuple[Shape, ...]
-    wide_functions: tuple[Shape, ...]
-    large_classes: tuple[Shape, ...]
-    homonyms: Mapping[str, tuple[str, ...]]
+    circles: tuple[str, ...]
+    long_files: Mapping[str, int]
+    full_folders: Mapping[str, int]
+    reaching: Mapping[str, int]
 
 
 def read(source: Path) -> Structure:
@@ -117,14 +107,13 @@ def read(source: Path) -> Structure:
         )
         for name, files in directories.items()
     ]
-    functions, classes = _definitions(source, packages)
+    files = {path: len(path.read_text(encoding="utf-8").splitlines()) for of in directories.values() for path in of}
     return Structure(
         rooms=tuple(sorted(rooms, key=lambda room: (room.name.split(".")[0], -_top_floor(room, floors), room.name))),
-        upwards=tuple(sorted(upwards)),
-        long_functions=_beyond(((where, lines) for where, lines, _ in functions), MAX_LINES),
-        wide_functions=_beyond(((where, width) for where, _, width in functions), MAX_PARAMETERS),
-        large_classes=_beyond(((f"{file}:{name}", methods) for file, name, methods in classes), MAX_METHODS),
-        homonyms=_homonyms(classes),
+        circles=tuple(sorted(upwards)),
+        long_files=_beyond({str(path.relative_to(source)): lines for path, lines in files.items()}, LONG_FILE),
+        full_folders=_beyond({room.name: room.files for room in rooms}, FULL_FOLDER),
+        reaching={str(path.relative_to(source)): found for path in sorted(files) if (found := _reaches(path))},
     )
 
 
@@ -135,7 +124,7 @@ def _import_graph(source: Path, packages: list[str]) -> grimp.ImportGraph:
     # An editable installation would find its own checkout, regardless of the path.
     sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
     sys.path.insert(0, str(source.resolve()))
-    return grimp.build_graph(*packages, exclude_type_checking_imports=True, cache_dir=None)
+    return grimp.build_graph(*packages, exclude_type_checking_imports=False, cache_dir=None)
 
 
 def _imported_siblings(graph: grimp.ImportGraph, child: str) -> set[str]:
@@ -197,60 +186,69 @@ def _count_lines(files: Iterable[Path]) -> int:
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
 
 
-Function = tuple[str, int, int]
-"""Location, number of lines and number of parameters."""
-Class = tuple[str, str, int]
-"""File, name and number of methods."""
+def _beyond(sizes: Mapping[str, int], limit: int) -> dict[str, int]:
+    return dict(sorted(((name, size) for name, size in sizes.items() if size > limit), key=lambda pair: -pair[1]))
 
 
-def _definitions(source: Path, packages: list[str]) -> tuple[list[Function], list[Class]]:
-    functions: list[Function] = []
-    classes: list[Class] = []
-    for package in packages:
-        for path in sorted((source / package).rglob("*.py")):
-            file = str(path.relative_to(source))
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                    lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                    functions.append((f"{file}:{node.name}", lines, len(list(_parameters(node)))))
-                elif isinstance(node, ast.ClassDef):
-                    methods = sum(isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) for item in node.body)
-                    classes.append((file, node.name, methods))
-    return functions, classes
+def _reaches(path: Path) -> int:
+    """Expressions of a file that take an attribute of an attribute of a runtime."""
+    found = 0
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+            found += _name_of(node.value.value) in ("runtime", "_runtime", "runtime_of")
+    return found
 
 
-def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
-    arguments = function.args
-    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
-        if argument.arg not in ("self", "cls"):
-            yield argument.arg
+def _name_of(node: ast.expr) -> str:
+    if isinstance(node, ast.Call):
+        node = node.func
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
-def _beyond(sized: Iterable[tuple[str, int]], limit: int) -> tuple[Shape, ...]:
-    return tuple(
-        Shape(where, size) for where, size in sorted(sized, key=lambda pair: (-pair[1], pair[0])) if size > limit
-    )
+# -- the table --------------------------------------------------------------------------------------------------------
 
 
-def _homonyms(classes: Iterable[Class]) -> dict[str, tuple[str, ...]]:
-    files: dict[str, set[str]] = defaultdict(set)
-    for file, name, _ in classes:
-        files[name].add(file)
-    return {name: tuple(sorted(places)) for name, places in sorted(files.items()) if len(places) > 1}
+def measure(source: Path, structure: Structure) -> dict[str, int]:
+    """Everything that the table says, by what it is.
+
+    Args:
+        source: the directory that holds the packages.
+        structure: its structure.
+    """
+    root = source.resolve().parent
+    top = Counter[str]()
+    for room in structure.rooms:
+        top[".".join(room.name.split(".")[:2])] += room.lines
+    table = {f"lines of {name}": lines for name, lines in sorted(top.items(), key=lambda pair: -pair[1])}
+    table |= {
+        "lines in all": sum(top.values()),
+        f"files above {LONG_FILE} lines": len(structure.long_files),
+        f"folders above {FULL_FOLDER} files": len(structure.full_folders),
+        "most files of a folder": max(room.files for room in structure.rooms),
+        "circles, of types too": len(structure.circles),
+        "files that reach through a runtime": len(structure.reaching),
+    }
+    pages = sorted((root / "docs").glob("*.md"))
+    table |= {"pages": len(pages), "words of pages": sum(len(page.read_text("utf-8").split()) for page in pages)}
+    table["test cases"] = _test_cases(root)
+    table |= probes.surface(source)
+    for kind, of in probes.visits(source).items():
+        table |= {f"{what} that one {kind} visits": number for what, number in probes.summary(of).items()}
+    for kind, pattern in (("wheel", "*.whl"), ("sdist", "*.tar.gz")):
+        sizes = [path.stat().st_size for path in (root / "dist").glob(pattern)]
+        table |= {f"bytes of the largest {kind}": max(sizes)} if sizes else {}
+    return table
+
+
+def _test_cases(root: Path) -> int:
+    """Cases that pytest collects, slow ones and those for GPUs included."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "--quiet", "--no-header", "-m", "slow or not slow"]
+    said = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout
+    found = re.findall(r"^(\d+)(?:/\d+)? tests? collected", said, re.MULTILINE)
+    return int(found[-1]) if found else 0
 
 
 # -- output ----------------------------------------------------------------------------------------------------------
-
-
-def counts(structure: Structure) -> dict[str, int]:
-    """How many shapes of each kind there are, by what the kind is."""
-    return {
-        f"functions above {MAX_LINES} lines": len(structure.long_functions),
-        f"functions above {MAX_PARAMETERS} parameters": len(structure.wide_functions),
-        f"classes above {MAX_METHODS} methods": len(structure.large_classes),
-        "class names that several files define": len(structure.homonyms),
-        "arrows upwards": len(structure.upwards),
-    }
 
 
 def markdown(structure: Structure) -> str:
@@ -266,20 +264,6 @@ def markdown(structure: Structure) -> str:
         f"{', '.join(room.imports)} |"
         for room in structure.rooms
     ]
-    lines += ["", "| count | now |", "|---|---:|"]
-    lines += [f"| {what} | {count} |" for what, count in counts(structure).items()]
-    for title, shapes in (
-        (f"Functions above {MAX_LINES} lines", structure.long_functions),
-        (f"Functions above {MAX_PARAMETERS} parameters", structure.wide_functions),
-        (f"Classes above {MAX_METHODS} methods", structure.large_classes),
-    ):
-        if shapes:
-            lines += ["", f"{title}: " + ", ".join(f"`{shape.where}` ({shape.size})" for shape in shapes) + "."]
-    if structure.homonyms:
-        lines += [
-            "",
-            "Class names that several files define: " + ", ".join(map("`{}`".format, structure.homonyms)) + ".",
-        ]
     return "\n".join(lines) + "\n"
 
 
@@ -368,7 +352,8 @@ def _blocks(structure: Structure) -> dict[str, Block]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, default=ROOT / "src", help="the directory that holds the packages")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--static", action="store_true", help="print what the source alone says; with --json")
     parser.add_argument("--page", type=Path, help="rewrite the part between the marks of this Markdown page")
     parser.add_argument("--svg", type=Path, help="draw the packages here")
     arguments = parser.parse_args()
@@ -377,8 +362,14 @@ def main() -> None:
         rewrite(arguments.page, markdown(structure))
     if arguments.svg:
         draw(structure, arguments.svg)
-    as_json: dict[str, Any] = asdict(structure) | {"counts": counts(structure)}
-    print(json.dumps(as_json, indent=1) if arguments.json else markdown(structure), end="")
+    if arguments.static:
+        print(json.dumps(asdict(structure), indent=1))
+        return
+    table = measure(arguments.source, structure)
+    if arguments.json:
+        print(json.dumps(table, indent=1))
+    else:
+        print(*(f"{number:>12,}  {what}" for what, number in table.items()), sep="\n")
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         traffic,
         worked,
     )
-    from thinwire.sharding.loss_scale import LossScale
+    from thinwire.sharding.step.loss_scale import LossScale
     from thinwire.spec import ClusterSpec, CodecSpec, Factor, ModelSpec, Overlap, Plan, Wire
     from thinwire.spec.policy import HybridPolicy
 
@@ -146,7 +146,7 @@ _HOMES = {
         "traffic",
         "worked",
     ),
-    "thinwire.sharding.loss_scale": ("LossScale",),
+    "thinwire.sharding.step.loss_scale": ("LossScale",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

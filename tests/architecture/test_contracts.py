@@ -29,9 +29,22 @@ PLANTED = {
 }
 """For each contract a file and the import in it that breaks the contract."""
 
+TYPES = "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    "
+PLANTED_TYPES = {
+    "the rooms of sharding stand on floors": (
+        "thinwire/sharding/grads/planted.py",
+        f"{TYPES}import thinwire.sharding.runtime.runtime",
+    ),
+    "no cycles, of types neither": ("thinwire/train/data/planted.py", f"{TYPES}import thinwire.train.trainer"),
+}
+"""The same for the contracts that count imports of types."""
 
-def contracts() -> list[str]:
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+BY_FILE = {"pyproject.toml": PLANTED, "tools/rooms.toml": PLANTED_TYPES}
+
+
+def contracts(file: str) -> list[str]:
+    settings = tomllib.loads((ROOT / file).read_text(encoding="utf-8"))
     return [contract["name"] for contract in settings["tool"]["importlinter"]["contracts"]]
 
 
@@ -39,16 +52,19 @@ def contracts() -> list[str]:
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("copy")
     shutil.copytree(ROOT / "src", directory / "src", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    shutil.copy(ROOT / "pyproject.toml", directory)
+    (directory / "tools").mkdir()
+    for file in BY_FILE:
+        shutil.copy(ROOT / file, directory / file)
     return directory
 
 
-def broken(directory: Path) -> set[str]:
+def broken(directory: Path, file: str) -> set[str]:
     """Names of the contracts that the source in a directory breaks."""
     # An editable installation would find its own checkout, regardless of the path.
     code = (
         "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in type(f).__module__]; "
-        "sys.path.insert(0, 'src'); from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+        "sys.path.insert(0, 'src'); from importlinter.cli import lint_imports; "
+        f"sys.exit(lint_imports({file!r}, no_cache=True))"
     )
     result = subprocess.run(
         [sys.executable, "-c", code],
@@ -59,20 +75,21 @@ def broken(directory: Path) -> set[str]:
         check=False,
     )
     assert "Contracts:" in result.stdout, result.stdout + result.stderr
-    return {name for name in contracts() if f"{name} BROKEN" in result.stdout}
+    return {name for name in contracts(file) if f"{name} BROKEN" in result.stdout}
 
 
-def test_every_contract_has_a_planted_violation(copied: Path) -> None:
-    assert set(PLANTED) == set(contracts())
-    assert broken(copied) == set()
+@pytest.mark.parametrize("file", BY_FILE)
+def test_every_contract_has_a_planted_violation(copied: Path, file: str) -> None:
+    assert set(BY_FILE[file]) == set(contracts(file))
+    assert broken(copied, file) == set()
 
 
-@pytest.mark.parametrize("contract", PLANTED)
-def test_a_planted_violation_is_caught(copied: Path, contract: str) -> None:
-    file, line = PLANTED[contract]
-    planted = copied / "src" / file
+@pytest.mark.parametrize(("file", "contract"), [(file, name) for file, planted in BY_FILE.items() for name in planted])
+def test_a_planted_violation_is_caught(copied: Path, file: str, contract: str) -> None:
+    place, line = BY_FILE[file][contract]
+    planted = copied / "src" / place
     planted.write_text(line + "\n")
     try:
-        assert contract in broken(copied)
+        assert contract in broken(copied, file)
     finally:
         planted.unlink()

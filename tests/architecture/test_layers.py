@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 import subprocess
@@ -40,16 +39,17 @@ ABOVE = {"cli", "integrations", "lab", "testing"}
 def _modules() -> set[str]:
     """Packages and modules directly below thinwire that hold code."""
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    return packages | {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "shard"}
+    return packages | {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
 
 
 def _configuration() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
 
 
-def test_import_contracts() -> None:
+@pytest.mark.parametrize("configuration", ["pyproject.toml", "tools/rooms.toml"])
+def test_import_contracts(configuration: str) -> None:
     linter = Path(sys.executable).with_name("lint-imports")
-    result = subprocess.run([linter], cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run([linter, "--config", configuration], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -99,16 +99,3 @@ def test_the_ban_on_collectives_covers_every_one_that_torch_has() -> None:
     }
     assert len(calls) > 20
     assert {f"torch.distributed.{name}" for name in calls} - set(banned) == set()
-
-
-def test_the_runtime_s_old_package_names_the_new_one() -> None:
-    with pytest.raises(ImportError, match=r"from thinwire\.sharding\.memory\.initial import parameters_on_meta"):
-        importlib.import_module("thinwire.shard.initial")
-    assert callable(thinwire.shard)
-
-
-def test_no_room_of_training_holds_more_than_ten_files() -> None:
-    rooms = {path.parent for path in (PACKAGE / "train").rglob("*.py")}
-    assert len(rooms) > 5
-    sizes = {str(room.relative_to(PACKAGE)): len(list(room.glob("*.py"))) for room in rooms}
-    assert {room: size for room, size in sizes.items() if size > 10} == {}

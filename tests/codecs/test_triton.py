@@ -510,7 +510,7 @@ def test_a_plan_compiles_the_kernels_of_its_codecs(interpreter: Interpreter) -> 
 
 def check_warm_up_of_a_plan() -> None:
     from thinwire.codecs.triton import transcode
-    from thinwire.sharding.encoding import PlanCodecs
+    from thinwire.sharding.params.plan_codecs import PlanCodecs
     from thinwire.spec import Plan
 
     launched = []

@@ -8,13 +8,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+from thinwire.sharding.reducer import Reducer
+from thinwire.sharding.unit import Unit
 from torch import nn
 
 import thinwire as tw
-from thinwire.collectives.nccl import Membership, replace_nccl
+from thinwire.collectives.links.nccl import Membership, replace_nccl
 from thinwire.sharding.lanes import stream_workers, thread_workers
-from thinwire.sharding.reducer import Reducer
-from thinwire.sharding.unit import Unit
 from thinwire.testing.delays import Place, delay_streams
 
 WORLD = 4

@@ -16,7 +16,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.sharding.api import runtime
-from thinwire.sharding.shares.parameter import ShardedParameter
+from thinwire.sharding.tensors.parameter import ShardedParameter
 
 WIDTH = 8
 TOLERANCE = 1e-6

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.collectives.group import connect
-from thinwire.collectives.nccl import MakeBackend, Membership
+from thinwire.collectives.links.nccl import MakeBackend, Membership
 
 
 def use_alone(make: MakeBackend, device: torch.device) -> dict[str, list[float]]:

@@ -20,7 +20,7 @@ import thinwire as tw
 from thinwire.checkpoint.store import verify
 from thinwire.collectives import group
 from thinwire.errors import CheckpointError
-from thinwire.sharding import snapshot
+from thinwire.sharding.checkpointing import saving as snapshot
 from thinwire.spec import Plan
 from thinwire.testing import run_ranks
 

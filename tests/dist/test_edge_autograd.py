@@ -35,8 +35,9 @@ from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
 from thinwire.sharding.api import runtime
-from thinwire.sharding.passes import BackwardPass, Passes
-from thinwire.sharding.unit import State
+from thinwire.sharding.params.param_group import State
+from thinwire.sharding.step.backward import BackwardPass
+from thinwire.sharding.step.forward import Passes
 from thinwire.testing import run_ranks
 
 Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], None]

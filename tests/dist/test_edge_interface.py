@@ -30,7 +30,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.sharding.shares.tensor import ShareTensor
+from thinwire.sharding.tensors.tensor import ShareTensor
 from thinwire.testing import run_ranks
 
 

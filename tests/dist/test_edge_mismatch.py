@@ -18,7 +18,7 @@ from tests.dist.test_edge_models import Stack
 from torch import nn
 
 import thinwire as tw
-from thinwire.collectives import group as groups
+from thinwire.collectives.job.current import job
 from thinwire.errors import ThinwireError
 from thinwire.sharding.api import runtime
 from thinwire.testing.ranks import RankPool, free_port
@@ -80,7 +80,7 @@ def nothing() -> None:
 
 
 def guarded(action: Callable[..., None], *args: Any) -> Outcome:
-    groups._timeout = datetime.timedelta(seconds=TIMEOUT)  # for the groups that are made from here on
+    job.timeout = datetime.timedelta(seconds=TIMEOUT)  # for the groups that are made from here on
     dist.barrier()
     started = time.monotonic()
     try:

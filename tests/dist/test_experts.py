@@ -16,7 +16,7 @@ from thinwire.cost import parts, units
 from thinwire.errors import SpecError, UsageError
 from thinwire.parallel import ParallelModel, ParallelOptimizer
 from thinwire.program import lower
-from thinwire.sharding.runtime import runtime_of, sent_bytes
+from thinwire.sharding.runtime.runtime import runtime_of, sent_bytes
 from thinwire.sim.neighbours import exchanged_values
 from thinwire.spec import ModelSpec
 from thinwire.testing import run_ranks
@@ -114,7 +114,7 @@ def train_and_save(kind: str, plan: tw.Plan, path: Path) -> tuple[list[float], l
 
 
 def saved_parameters(path: Path) -> dict[str, torch.Tensor]:
-    from thinwire.sharding.snapshot import SavedModel
+    from thinwire.sharding.checkpointing.saved_model import SavedModel
 
     saved = SavedModel(path)
     return {name: saved.read(name) for name in saved.shapes}

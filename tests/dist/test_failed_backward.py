@@ -12,7 +12,7 @@ import thinwire as tw
 from thinwire.collectives.group import control
 from thinwire.errors import UsageError
 from thinwire.sharding.api import runtime
-from thinwire.sharding.unit import State
+from thinwire.sharding.params.param_group import State
 from thinwire.spec import Plan
 from thinwire.testing import RankError, run_ranks
 

@@ -30,7 +30,7 @@ from thinwire.collectives.gateway.keys import Keys, make_keys
 from thinwire.collectives.gateway.process import MOST_STRANGERS
 from thinwire.collectives.gateway.shelter import Shelter
 from thinwire.collectives.gateway.store import BACKEND, Door, ShelteredStore
-from thinwire.collectives.rendezvous import Rendezvous
+from thinwire.collectives.links.rendezvous import Rendezvous
 from thinwire.errors import CollectiveError, UsageError
 from thinwire.testing.ranks import free_port
 

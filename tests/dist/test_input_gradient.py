@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.dist.edge import ADAMW, TOLERANCE, build, every, gap, plan, raised, train_alone, train_sharded, whole
+from tests.dist.journal import keep_journal
 from tests.dist.parity import Case, assert_parity
 from tests.dist.test_edge_autograd import (
     CHECKPOINTED,
@@ -224,7 +225,7 @@ def reductions_before_products(first: bool) -> list[tuple[int, int]]:
     for _ in range(2):
         model(torch.randn(5, 8, requires_grad=True)).sum().backward()
         engine.zero_grad()
-    with engine.lanes.keep_journal(engine.now) as journal:
+    with keep_journal(engine) as journal:
         loss = model(torch.randn(5, 8)).sum()
 
         def started() -> int:

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from thinwire import intercept
 from thinwire.collectives import group
-from thinwire.collectives.torch_groups import exchange_counts, exchange_rows
+from thinwire.collectives.job.torch_groups import exchange_counts, exchange_rows
 from thinwire.testing import run_ranks
 
 WIDTH = 128

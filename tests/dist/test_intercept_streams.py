@@ -22,9 +22,9 @@ from tests.dist.test_parallel import batches, plan_for, start, train
 import thinwire as tw
 from thinwire.codecs import registry
 from thinwire.collectives import group as groups
-from thinwire.collectives.connections import StagedLinks
-from thinwire.collectives.gloo import GlooLinks, make_device
-from thinwire.collectives.nccl import MakeBackend, Membership
+from thinwire.collectives.links.connections import StagedLinks
+from thinwire.collectives.links.gloo import GlooLinks, make_device
+from thinwire.collectives.links.nccl import MakeBackend, Membership
 from thinwire.errors import UsageError
 from thinwire.intercept import adapters, members, queued
 from thinwire.testing import run_ranks

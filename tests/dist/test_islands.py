@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.dist.journal import keep_journal
 from tests.dist.parity import Model, batches, build, loss_of
 from tests.dist.test_program import Queue, by_queue
 from torch import nn
@@ -334,7 +335,7 @@ def follow(toml: str, steps: int) -> dict[int, tuple[int, int]]:
     _, model, optimizer = start(toml)
     engine, counts = runtime(model), {}
     go_on(plan, model, optimizer, 0, 1)
-    with engine.lanes.keep_journal(engine.now) as journal:
+    with keep_journal(engine) as journal:
         for step in range(2, steps + 1):
             engine.lanes.drain()
             with recording() as records:

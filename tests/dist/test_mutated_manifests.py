@@ -17,7 +17,7 @@ from torch import nn
 import thinwire as tw
 from thinwire.checkpoint.manifest import MANIFEST_NAME, seal
 from thinwire.errors import CheckpointError
-from thinwire.sharding.snapshot import SavedModel
+from thinwire.sharding.checkpointing.saved_model import SavedModel
 from thinwire.spec import Plan
 from thinwire.testing import run_ranks
 

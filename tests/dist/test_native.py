@@ -13,16 +13,16 @@ from tests.dist.nccl_alone import EXPECTED, use_alone
 from torch import nn
 
 import thinwire as tw
-from thinwire.collectives import gloo
 from thinwire.collectives import group as groups
 from thinwire.collectives.group import Meter, Subgroup, control, mesh_group
-from thinwire.collectives.nccl import Membership, NcclLinks
+from thinwire.collectives.links import gloo
+from thinwire.collectives.links.nccl import Membership, NcclLinks
+from thinwire.collectives.links.transport import agree_on_transport, choose_transport
 from thinwire.collectives.point_to_point import point_to_point
-from thinwire.collectives.transport import agree_on_transport, choose_transport
 from thinwire.errors import CollectiveError
 from thinwire.program import Lane
 from thinwire.program.stages import Stage
-from thinwire.sharding.encoding import PlanCodecs
+from thinwire.sharding.params.plan_codecs import PlanCodecs
 from thinwire.testing import RankError, RankPool, check_streams, run_ranks
 from thinwire.testing.nccl import Issue, NcclDouble, compare_issues
 

@@ -40,7 +40,7 @@ import thinwire as tw
 from thinwire.collectives.group import Subgroup, recording
 from thinwire.program import UNDER_WAY, Lane
 from thinwire.sharding.api import runtime
-from thinwire.sharding.unit import State
+from thinwire.sharding.params.param_group import State
 from thinwire.testing import run_ranks
 
 SWITCHES = ("gather", "reduce", "sync", "spread")

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.dist.journal import JournaledStep, StartedCollective, keep_journal
 from torch import nn
 
 import thinwire as tw
 from thinwire.collectives.group import Record, recording
 from thinwire.program import Axis, Kind, Lane, Phase, Scope, StepProgram, Trace, axis_members
 from thinwire.sharding.api import runtime
-from thinwire.sharding.lanes.journal import JournaledStep, StartedCollective
-from thinwire.sharding.unit import State
+from thinwire.sharding.params.param_group import State
 from thinwire.spec import Plan
 from thinwire.testing import run_ranks
 
@@ -134,7 +134,7 @@ def follow(plan_toml: str, num_micro_batches: int) -> tuple[int, int]:
     engine = runtime(model)
     for _ in range(2):
         train_step(model, optim, num_micro_batches)
-    with engine.lanes.keep_journal(engine.now) as journal:  # spreads are waited for a step later
+    with keep_journal(engine) as journal:  # spreads are waited for a step later
         train_step(model, optim, num_micro_batches)
         engine.lanes.drain()
         with recording() as records:

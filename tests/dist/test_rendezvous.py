@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from thinwire.collectives.rendezvous import Rendezvous
+from thinwire.collectives.links.rendezvous import Rendezvous
 from thinwire.errors import UsageError
 from thinwire.testing.ranks import free_port
 

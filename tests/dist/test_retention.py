@@ -15,7 +15,7 @@ import thinwire as tw
 from thinwire.errors import SpecError
 from thinwire.program import Lane, gathered_peak
 from thinwire.sharding.api import runtime
-from thinwire.sharding.unit import State
+from thinwire.sharding.params.param_group import State
 from thinwire.testing import run_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from tests.dist.test_edge_models import Stack
 from torch import nn
 
 import thinwire as tw
-from thinwire.collectives.rollcall import MeetingPlace, NotedExchange, Report, RollCall, judge
+from thinwire.collectives.job.rollcall import MeetingPlace, NotedExchange, Report, RollCall, judge
 from thinwire.errors import MismatchError
 from thinwire.testing import RankPool
 

@@ -21,8 +21,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vect
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.sharding.shares.boxes import boxes
-from thinwire.sharding.shares.tensor import ShareTensor
+from thinwire.sharding.tensors.boxes import boxes
+from thinwire.sharding.tensors.tensor import ShareTensor
 from thinwire.testing import run_ranks
 
 PLANS = ("zero1", "zero3", "whole tensors")

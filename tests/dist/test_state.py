@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from thinwire.checkpoint.background import BackgroundWriter
 from thinwire.checkpoint.store import Alone, Chunk, ShardedVector, read, read_values, verify, write
-from thinwire.collectives.streams import streams_of
+from thinwire.collectives.links.streams import streams_of
 from thinwire.errors import CheckpointError
 
 # The server has torch loaded, so that a rank starts in milliseconds.

@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
+from thinwire.sharding.corruption_check import sums_of
 from thinwire.sharding.lanes import stream_workers
-from thinwire.sharding.replicas import sums_of
 from thinwire.testing import run_ranks
 from thinwire.testing.nccl import Issue, compare_issues
 from thinwire.testing.streams import Answer, SimulatedStream, SimulatedStreams, StreamCheck, check_streams

@@ -15,9 +15,10 @@ from tests.dist.test_edge_models import Stack
 from torch import nn
 
 import thinwire as tw
-from thinwire.collectives import gloo, group
+from thinwire.collectives import group
 from thinwire.collectives.group import recording
-from thinwire.collectives.nccl import Membership, replace_nccl
+from thinwire.collectives.links import gloo
+from thinwire.collectives.links.nccl import Membership, replace_nccl
 from thinwire.errors import MismatchError, SpecError
 from thinwire.network import finding
 from thinwire.network.order import order_ranks

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.dist.delayed import PRESETS, STEPS, WORLD, Loopback, planted, train, train_on_streams
 
-from thinwire.collectives.nccl import replace_nccl
+from thinwire.collectives.links.nccl import replace_nccl
 from thinwire.testing import RankPool, run_ranks
 from thinwire.testing.delays import Place
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.dist.nccl_alone import EXPECTED, use_alone
 from torch._C import _distributed_c10d as c10d
 
-from thinwire.collectives.nccl import Membership, NcclLinks, _finish, _make_nccl
+from thinwire.collectives.links.nccl import Membership, NcclLinks, _finish, _make_nccl
 
 pytestmark = [
     pytest.mark.gpu,

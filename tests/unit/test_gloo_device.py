@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.collectives.gloo import make_device
+from thinwire.collectives.links.gloo import make_device
 
 TASKS = Path("/proc/self/task")
 

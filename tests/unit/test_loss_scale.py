@@ -9,7 +9,7 @@ import torch
 
 import thinwire as tw
 from thinwire.errors import CheckpointError, NonFiniteError, SpecError, UsageError
-from thinwire.sharding.loss_scale import checked_state
+from thinwire.sharding.step.loss_scale import checked_state
 from thinwire.spec.recipe import LossScaleRecipe
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from thinwire.errors import UsageError
-from thinwire.sharding.optimizers.trials import refuse_per_tensor, updates_in_parts
+from thinwire.sharding.optimizer.probes import refuse_per_tensor, updates_in_parts
 
 CPU = torch.device("cpu")
 

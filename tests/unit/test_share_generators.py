@@ -8,8 +8,8 @@ from typing import cast
 import pytest
 import torch
 
-from thinwire.sharding.shares.operations import _first_generator
-from thinwire.sharding.shares.spec import ShareSpec
+from thinwire.sharding.tensors.operations import _first_generator
+from thinwire.sharding.tensors.spec import ShareSpec
 
 
 @pytest.mark.parametrize(("device", "number"), [("cuda", 2), ("cuda:0", 0), ("cuda:1", 1)])

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from thinwire.collectives import group, patience
-from thinwire.collectives.rollcall import RollCall
+from thinwire.collectives.job import failures
+from thinwire.collectives.job.rollcall import RollCall
+from thinwire.collectives.links import patience
 
 
 class CutOff:
@@ -34,11 +35,11 @@ def test_a_store_that_does_not_answer_does_not_hold_a_failure_up(monkeypatch: py
     monkeypatch.setattr(dist, "get_rank", lambda: 2)
     monkeypatch.setattr(patience, "STORE_PATIENCE", 0.1)
     started = time.monotonic()
-    assert "The store has not answered" in group._publish_and_ask("failed in all_gather", [0, 2])
+    assert "The store has not answered" in failures._publish_and_ask("failed in all_gather", [0, 2])
     assert time.monotonic() - started < 10
     store.back.set()
     monkeypatch.setattr(patience, "STORE_PATIENCE", 20.0)
-    assert "The store is gone too" in group._publish_and_ask("failed in all_gather", [0, 2])
+    assert "The store is gone too" in failures._publish_and_ask("failed in all_gather", [0, 2])
 
 
 def test_a_store_that_does_not_answer_does_not_hold_the_roll_call_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ _ALIGNMENT: Final = 64
 
 
 class CopyStreams(Protocol):
-    """What a writer needs of a device's streams; see :class:`thinwire.collectives.streams.Streams`."""
+    """What a writer needs of a device's streams; see :class:`thinwire.collectives.links.streams.Streams`."""
 
     def current(self) -> Any:
         """The stream that operations of this thread are queued on."""

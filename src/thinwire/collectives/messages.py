@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,34 @@ class Residual:
     gain: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class MessageLayout:
+    """Where messages lie in a buffer. It follows from the codec, the sizes and the dtype of what is encoded.
+
+    Attributes:
+        starts: First byte of the room of each message, and the end of the last.
+        lengths: Bytes of each message; the most that they can be if they vary.
+        varies: Whether the codec makes messages of variable length.
+        has_rows: Whether the messages are the rows of a matrix.
+    """
+
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    varies: bool
+    has_rows: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(codec: Codec, sizes: tuple[int, ...], dtype: torch.dtype) -> MessageLayout:
+    """The layout of messages, which every step makes anew."""
+    return MessageLayout(
+        starts=(0, *itertools.accumulate(codec.slot_bytes(size, dtype) for size in sizes)),
+        lengths=tuple(codec.max_wire_bytes(size, dtype) for size in sizes),
+        varies=codec.spec.is_variable_length,
+        has_rows=len(set(sizes)) == 1 and not codec.spec.is_variable_length,
+    )
+
+
 class Messages:
     """A buffer with room for one message of each piece, one after the other.
 
@@ -49,15 +78,15 @@ class Messages:
     def __init__(self, codec: Codec, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.codec = codec
         self._sizes, self._dtype = sizes, dtype
-        rooms = [codec.slot_bytes(size, dtype) for size in sizes]
-        self._starts = [0, *itertools.accumulate(rooms)]
+        layout = _layout(codec, tuple(sizes), dtype)
+        self._starts, self._has_rows = layout.starts, layout.has_rows
+        self._known: Sequence[int] = layout.lengths
+        self._varies = layout.varies
         self.buffer = allocate(self._starts[-1], torch.uint8, device)
-        self._known = [codec.max_wire_bytes(size, dtype) for size in sizes]
-        self._has_rows = len(set(sizes)) == 1 and not codec.spec.is_variable_length
-        # Only variable lengths are sent, so others need not be copied to a device.
-        lengths = self._known if codec.spec.is_variable_length else []
-        self._lengths = allocate(len(lengths), torch.int64, device)
-        self._lengths.copy_(torch.tensor(lengths, dtype=torch.int64))
+        if self._varies:
+            # Only variable lengths are sent, so others need not be copied to a device.
+            self._lengths = allocate(len(self._known), torch.int64, device)
+            self._lengths.copy_(torch.tensor(self._known, dtype=torch.int64))
 
     # -- encoding and decoding ---------------------------------------------------------------------------------
 
@@ -76,8 +105,8 @@ class Messages:
             message = self.codec.encode_feedback(
                 piece, residual.lost, gain=residual.gain, seed=seed, out=self.room(index)
             )
-        if self.codec.spec.is_variable_length:
-            self._known[index] = message.numel()
+        if self._varies:
+            self._known = (*self._known[:index], message.numel(), *self._known[index + 1 :])
             self._lengths[index] = message.numel()
 
     def encode_slices(
@@ -157,7 +186,7 @@ class Messages:
 
     def gather(self, subgroup: Subgroup, columns: Sequence[range], kind: Kind) -> None:
         """Fill the messages ``columns[i]`` with those of member i. This rank's own column is sent."""
-        if not self.codec.spec.is_variable_length:
+        if not self._varies:
             subgroup.gather([self.buffer[self._starts[c.start] : self._starts[c.stop]] for c in columns], kind)
             return
         subgroup.gather([self._lengths[c.start : c.stop] for c in columns], kind)
@@ -191,7 +220,7 @@ class Messages:
             )
             subgroup.exchange(_with_own(sent, subgroup), _with_own(received, subgroup))
             return
-        if self.codec.spec.is_variable_length:
+        if self._varies:
             sent, received = ([messages._lengths[i : i + 1] for i in numbers] for messages in (self, incoming))
             subgroup.exchange(_with_own(sent, subgroup), _with_own(received, subgroup))
             incoming._known = incoming._announced()
@@ -200,7 +229,7 @@ class Messages:
 
     def send(self, subgroup: Subgroup, source: int, target: int) -> None:
         """Send the only message from one member to another, which receives it into its own."""
-        if self.codec.spec.is_variable_length:
+        if self._varies:
             subgroup.send(self._lengths, source, target)
             if subgroup.index == target:
                 self._known = self._announced()

@@ -10,10 +10,10 @@ import torch
 
 from thinwire.codecs import Codec, Sum, get
 from thinwire.collectives.group import Subgroup
+from thinwire.collectives.links.streams import streams_of
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.messages import Messages, Residual
 from thinwire.collectives.moves import Move, Moves
-from thinwire.collectives.streams import streams_of
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program.stages import Stage
 

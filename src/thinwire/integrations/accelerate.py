@@ -25,9 +25,9 @@ from thinwire.errors import UsageError
 from thinwire.integrations.optimizers import follow, is_sharded, over_shares
 from thinwire.integrations.plans import chosen_plan, launched_mesh
 from thinwire.integrations.steps import begin_micro_batch, without_sync
-from thinwire.sharding.loss_scale import LossScale
-from thinwire.sharding.optim import ShardedOptimizer
-from thinwire.sharding.runtime import runtime_of
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
+from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
 
 __all__ = ["STATE", "SteppingOptimizer", "ThinwireAccelerator"]

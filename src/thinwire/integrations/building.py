@@ -13,7 +13,7 @@ import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.integrations.optimizers import is_sharded
 from thinwire.sharding.memory.recorded import RecordedValues, Recording, initialize_meta_modules
-from thinwire.sharding.shares.parameter import ShardedParameter
+from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.spec import Plan
 
 __all__ = ["Building"]

@@ -27,8 +27,8 @@ from thinwire.integrations.optimizers import follow, is_sharded, over_shares
 from thinwire.integrations.plans import chosen_plan
 from thinwire.integrations.steps import without_sync
 from thinwire.integrations.typed_state import decoded, encoded
-from thinwire.sharding.loss_scale import LossScale
-from thinwire.sharding.optim import ShardedOptimizer
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
+from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Factor
 
 __all__ = ["ThinwireFabricPrecision", "ThinwireFabricStrategy"]

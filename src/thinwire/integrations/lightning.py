@@ -33,8 +33,8 @@ from thinwire.integrations.optimizers import follow, over_shares
 from thinwire.integrations.plans import chosen_plan
 from thinwire.integrations.steps import begin_micro_batch
 from thinwire.integrations.typed_state import decoded, encoded
-from thinwire.sharding.loss_scale import LossScale
-from thinwire.sharding.whole_state import load_whole_state, whole_state, whole_value
+from thinwire.sharding.checkpointing.full_state import load_whole_state, whole_state, whole_value
+from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Factor
 
 __all__ = ["ThinwirePrecision", "ThinwireStrategy"]

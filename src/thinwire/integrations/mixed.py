@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from thinwire.errors import UsageError
-from thinwire.sharding.loss_scale import LossScale
+from thinwire.sharding.step.loss_scale import LossScale
 
 __all__ = ["COMPUTE_DTYPES", "autocast", "checked_precision", "restore_scaler", "scale_like", "scaler_state"]
 

@@ -12,9 +12,9 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.sharding.loss_scale import LossScale
-from thinwire.sharding.optim import ShardedOptimizer
-from thinwire.sharding.runtime import runtime_of
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
+from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.step.loss_scale import LossScale
 
 __all__ = ["follow", "is_sharded", "over_shares"]
 

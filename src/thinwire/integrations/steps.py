@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from thinwire.sharding.runtime import runtime_of
+from thinwire.sharding.runtime.runtime import runtime_of
 
 __all__ = ["begin_micro_batch", "without_sync"]
 

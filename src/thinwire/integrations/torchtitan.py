@@ -42,9 +42,9 @@ from thinwire.integrations.torchtitan_parts import (
     refuse_training,
     shard,
 )
-from thinwire.sharding.foreign import INNER
 from thinwire.sharding.modules.graphs import cuda_graphs_error
-from thinwire.sharding.optim import ShardedOptimizer
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
+from thinwire.sharding.optimizer.stock_optimizers import INNER
 
 __all__ = [
     "ShardedCheckpoints",

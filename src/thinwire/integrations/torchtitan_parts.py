@@ -33,7 +33,7 @@ from thinwire.errors import CheckpointError, UsageError
 from thinwire.integrations.steps import begin_micro_batch
 from thinwire.integrations.typed_state import decoded, encoded
 from thinwire.sharding.memory.initial import Region
-from thinwire.sharding.runtime import runtime_of
+from thinwire.sharding.runtime.runtime import runtime_of
 
 __all__ = [
     "CheckpointsOfShares",

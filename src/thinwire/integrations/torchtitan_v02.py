@@ -45,8 +45,8 @@ from thinwire.integrations.torchtitan_parts import (
     refuse_training,
     shard,
 )
-from thinwire.sharding.foreign import INNER
-from thinwire.sharding.optim import ShardedOptimizer
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
+from thinwire.sharding.optimizer.stock_optimizers import INNER
 
 __all__ = ["PlannedJob", "ShardedCheckpoints", "ShardedOptimizers", "ThinwireTrainer", "main", "parallelize"]
 

@@ -23,9 +23,9 @@ from thinwire.integrations.automatic import automatic_plan
 from thinwire.integrations.optimizers import is_sharded
 from thinwire.integrations.plans import chosen_plan, launched_mesh
 from thinwire.plan import CODEC_LEVELS, CodecLevel
-from thinwire.sharding.loss_scale import LossScale
-from thinwire.sharding.optim import ShardedOptimizer
-from thinwire.sharding.runtime import runtime_of
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
+from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
 
 __all__ = ["ThinwireArguments", "ThinwireTrainer", "ThinwireTrainerMixin"]

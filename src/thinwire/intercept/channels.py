@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.codecs import Codec
+from thinwire.collectives.links.nccl import Membership
+from thinwire.collectives.links.streams import streams_of
 from thinwire.collectives.memory import allocate
-from thinwire.collectives.nccl import Membership
-from thinwire.collectives.streams import streams_of
 from thinwire.errors import UsageError
 from thinwire.intercept.encoded import decode, deliver, flat, ready
 from thinwire.intercept.members import MemberGroup, part_of

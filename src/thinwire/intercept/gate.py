@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from thinwire import codecs
 from thinwire.codecs import Codec
+from thinwire.collectives.links.streams import streams_of
 from thinwire.collectives.reduce_scatter import HopCodecs
-from thinwire.collectives.streams import streams_of
 from thinwire.errors import UsageError
 from thinwire.intercept.scope import in_step, is_exact
 from thinwire.spec import CodecSpec

@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import (
 
 from thinwire.codecs import Codec
 from thinwire.collectives.group import before_shutdown
-from thinwire.collectives.nccl import Membership
-from thinwire.collectives.streams import streams_of
+from thinwire.collectives.links.nccl import Membership
+from thinwire.collectives.links.streams import streams_of
 from thinwire.errors import UsageError, WireError
 from thinwire.intercept import encoded, exchange
 from thinwire.intercept.channels import Channels

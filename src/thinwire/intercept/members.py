@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from thinwire.collectives.connections import Connections
 from thinwire.collectives.group import Meter, Subgroup, connect
-from thinwire.collectives.nccl import Membership, backend_maker
+from thinwire.collectives.links.connections import Connections
+from thinwire.collectives.links.nccl import Membership, backend_maker
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import CollectiveError
 from thinwire.program import Kind, Lane, Scope

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BarrierOptions
 
-from thinwire.collectives.streams import streams_of
+from thinwire.collectives.links.streams import streams_of
 from thinwire.intercept.traffic import AxisTraffic, Ledger
 from thinwire.intercept.works import Stopwatch, Watched
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.collectives.streams import Stream, StreamEvent, Streams
+from thinwire.collectives.links.streams import Stream, StreamEvent, Streams
 
 __all__ = ["QueuedWork", "StreamQueue"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.collectives.streams import EventPairs, Streams
+from thinwire.collectives.links.streams import EventPairs, Streams
 
 __all__ = ["AllOf", "Courier", "Promise", "Stopwatch", "Watched", "done"]
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire.collectives.torch_groups import gather_along
+from thinwire.collectives.job.torch_groups import gather_along
 from thinwire.errors import UsageError
 from thinwire.spec import Plan
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from thinwire.collectives.torch_groups import exchange_counts, exchange_rows
+from thinwire.collectives.job.torch_groups import exchange_counts, exchange_rows
 from thinwire.errors import SpecError, UsageError
 from thinwire.spec import Plan
 

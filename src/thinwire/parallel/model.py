@@ -29,14 +29,16 @@ from thinwire.parallel.experts import expert_modules, share_experts
 from thinwire.parallel.grid import Grid
 from thinwire.parallel.neighbours import alike, neighbour_mesh
 from thinwire.parallel.tensor import cast_parts, cut_matrices, tensor_axis, vocabulary_parallel_loss
-from thinwire.sharding import api, snapshot
+from thinwire.sharding import api
 from thinwire.sharding.build import build
-from thinwire.sharding.clip import scale_to_norm, spoil
-from thinwire.sharding.loss_scale import LossScale
+from thinwire.sharding.checkpointing import loading, saving
+from thinwire.sharding.checkpointing.stored_parameters import ModelAndOptimizer
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.memory.local import LocalPart
-from thinwire.sharding.optim import ShardedOptimizer, adjust, build_optimizer, names_of
-from thinwire.sharding.runtime import Runtime, runtime_of
+from thinwire.sharding.optimizer.clip import scale_to_norm, spoil
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, adjust, build_optimizer, names_of
+from thinwire.sharding.runtime.runtime import Runtime, runtime_of
+from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
 from thinwire.spec.pipeline import STAGES_OF_A_RANK
 
@@ -199,7 +201,7 @@ class ParallelModel:
         self, optim: ParallelOptimizer | None, path: str | Path, *, extra: Mapping[str, Any] | None = None
     ) -> None:
         """Write a checkpoint of the whole model; see :func:`thinwire.save`."""
-        snapshot.save(_trained(self, optim), Path(path), extra)
+        saving.save(_trained(self, optim), Path(path), extra)
 
     def async_save(
         self,
@@ -224,11 +226,11 @@ class ParallelModel:
         Returns:
             A future.
         """
-        return snapshot.start_saving(_trained(self, optim), Path(path), extra, then, limit=limit, copies=copies)
+        return saving.start_saving(_trained(self, optim), Path(path), extra, then, limit=limit, copies=copies)
 
     def load(self, optim: ParallelOptimizer | None, path: str | Path) -> dict[str, Any]:
         """Read a checkpoint written under any plan and on any grid; see :func:`thinwire.load`."""
-        return snapshot.load(_trained(self, optim), Path(path))
+        return loading.load(_trained(self, optim), Path(path))
 
     def axis_traffic(self) -> dict[str, AxisTraffic]:
         """Traffic of this rank on the axes ``tp``, ``pp``, ``ep`` and ``cp`` since the last call."""
@@ -256,7 +258,7 @@ class ParallelModel:
             yield
 
 
-def _trained(model: ParallelModel, optim: ParallelOptimizer | None) -> list[snapshot.Trained]:
+def _trained(model: ParallelModel, optim: ParallelOptimizer | None) -> list[ModelAndOptimizer]:
     """The parts of a model, each with its optimizer."""
     parts: Sequence[ShardedOptimizer | None] = [None] * len(model.chunks) if optim is None else optim.parts
     return list(zip(model.chunks, parts, strict=True))
@@ -318,7 +320,8 @@ class ParallelOptimizer:
 
     def _is_finite(self) -> bool:
         """Whether the gradient of the whole model is finite."""
-        finite = all(part.runtime.agree(measure=True).finite for part in self.parts)
+        results = [part.runtime.close_step(measure=True) for part in self.parts]  # all of them exchange
+        finite = all(result.finite for result in results)
         if self._whole is None:
             return finite
         return self._whole.all_reduce_mean([float(finite)])[0] == 1.0
@@ -331,7 +334,7 @@ class ParallelOptimizer:
 
 def _norm(runtimes: Sequence[Runtime], whole: groups.Control | None) -> Tensor:
     """Norm of the gradient of all parts of a model, 0-D, fp64."""
-    norms = [runtime.agree(measure=True).norm for runtime in runtimes]
+    norms = [runtime.close_step(measure=True).norm for runtime in runtimes]
     if whole is None and len(norms) == 1:
         return norms[0]
     squares = [float(norm.square()) for norm in norms]

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from thinwire.sharding.loss_scale import LossScale
-from thinwire.sharding.runtime import runtime_of
+from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
 
 __all__ = ["Pipeline", "Shapes"]

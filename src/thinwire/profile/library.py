@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.collectives.group import Control
-from thinwire.collectives.torch_groups import library_call, named_group
+from thinwire.collectives.job.torch_groups import library_call, named_group
 from thinwire.profile.exchanging import COPIES, LARGE
 from thinwire.profile.timing import Deadline, in_turn, timed
 from thinwire.program import Kind

@@ -13,7 +13,7 @@ import torch
 from thinwire.agreement import Typed
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.group import Control
-from thinwire.collectives.nccl import backend_maker
+from thinwire.collectives.links.nccl import backend_maker
 from thinwire.errors import UsageError
 from thinwire.profile.coding import NUMELS, measure_codec
 from thinwire.profile.computing import ModelPiece, measure_model, measure_touch, measure_update

@@ -15,20 +15,20 @@ from thinwire.collectives import group as groups
 from thinwire.errors import UsageError
 from thinwire.network.order import order_ranks
 from thinwire.program.timeline import Timeline
-from thinwire.sharding import snapshot
 from thinwire.sharding.build import build
-from thinwire.sharding.clip import clip_grad_norm_
-from thinwire.sharding.hooks import as_forward
+from thinwire.sharding.checkpointing import loading, saving
+from thinwire.sharding.checkpointing.full_state import whole_value
+from thinwire.sharding.edited_parameters import Written
+from thinwire.sharding.hooks.module_hooks import as_forward
+from thinwire.sharding.incremental import join_parts
 from thinwire.sharding.islands.elastic import ElasticExchanges, Exchanged
 from thinwire.sharding.islands.others import OtherIslands
-from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.modules.discover import Selection, ignore
-from thinwire.sharding.optim import ShardedOptimizer, build_optimizer
-from thinwire.sharding.parts import join_parts
-from thinwire.sharding.runtime import Runtime, runtime_of, sent_bytes
-from thinwire.sharding.whole_state import whole_value
-from thinwire.sharding.written import Written
+from thinwire.sharding.optimizer.clip import clip_grad_norm_
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, build_optimizer
+from thinwire.sharding.runtime.runtime import Runtime, runtime_of, sent_bytes
+from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
 
 __all__ = [
@@ -71,8 +71,8 @@ def shard(
     """Shard a model's parameters, gradients and optimizer states by a plan, in place.
 
     Call this on every rank, before you make the optimizer. From then on, ``model.parameters()`` returns this rank's
-    shares of the fp32 masters (:class:`~thinwire.sharding.shares.parameter.ShardedParameter`): you can read them, write
-    to them, take their ``.grad``, and pass them to any optimizer. Inside forward and backward, modules see whole
+    shares of the fp32 masters (:class:`~thinwire.sharding.tensors.parameter.ShardedParameter`): you can read them,
+    write to them, take their ``.grad``, and pass them to any optimizer. Inside forward and backward, modules see whole
     tensors in the plan's compute dtype. Updated parameters travel while the next forward runs. If ``torch.distributed``
     is not initialised yet, this joins the job described by torchrun's environment.
 
@@ -280,7 +280,7 @@ def enter_islands(model: nn.Module, optim: ShardedOptimizer | None, *, island: i
     runtime.holds.refuse("enter_islands()")
     runtime.join_spreads()
     exchanges.hold()
-    exchanges.enter(others, optim)
+    exchanges.enter(others, None if optim is None else optim.owned)
     if (step := exchanges.take_fetched()) is not None:
         runtime.loaded(step, with_replicas=False)
     return runtime.num_steps
@@ -324,7 +324,7 @@ def save(
     Raises:
         CheckpointError: A rank has failed. Raised on every rank.
     """
-    snapshot.save([(model, optim)], Path(path), extra)
+    saving.save([(model, optim)], Path(path), extra)
 
 
 def async_save(
@@ -359,7 +359,7 @@ def async_save(
     Raises:
         CheckpointError: The save before has failed, and no rank has asked for its result. Raised on every rank.
     """
-    return snapshot.start_saving([(model, optim)], Path(path), extra, limit=limit)
+    return saving.start_saving([(model, optim)], Path(path), extra, limit=limit)
 
 
 def load(model: nn.Module, optim: ShardedOptimizer | None, path: str | Path) -> dict[str, Any]:
@@ -382,7 +382,7 @@ def load(model: nn.Module, optim: ShardedOptimizer | None, path: str | Path) -> 
         CheckpointError: The checkpoint is missing, incomplete or corrupt, or does not fit the model or the optimizer.
             Raised on every rank.
     """
-    return snapshot.load([(model, optim)], Path(path))
+    return loading.load([(model, optim)], Path(path))
 
 
 def progress(model: nn.Module, share: float) -> None:

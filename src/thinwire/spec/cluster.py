@@ -92,7 +92,9 @@ class ClusterSpec(Spec):
 
     def _merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         merged = super()._merged(changes)
-        return in_proportion(self, changes, merged) if self.groups and "groups" not in changes else merged
+        if not self.groups or "groups" in changes:
+            return merged
+        return in_proportion({name: getattr(self, name) for name in type(self).model_fields}, changes, merged)
 
     @property
     def gpus(self) -> int:

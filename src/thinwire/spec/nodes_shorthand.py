@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from thinwire import units
 from thinwire.errors import SpecError
 from thinwire.spec.base import Spec
 from thinwire.spec.nodes import Link, NodeGroup, completed, machine_figures, weakest
-
-if TYPE_CHECKING:
-    from thinwire.spec.cluster import ClusterSpec
 
 __all__ = ["expanded", "in_proportion"]
 
@@ -57,37 +54,38 @@ def _with_groups(data: dict[str, Any], groups: Sequence[Any]) -> dict[str, Any]:
     return {**data, **least, **nodes, **per_node, "links": links, "groups": tuple(whole)}
 
 
-def in_proportion(cluster: ClusterSpec, changes: Mapping[str, Any], merged: dict[str, Any]) -> dict[str, Any]:
+def in_proportion(before: Mapping[str, Any], changes: Mapping[str, Any], merged: dict[str, Any]) -> dict[str, Any]:
     """Changes of a cluster's figures, which are those of its slowest group, for all groups in proportion.
 
     Args:
-        cluster: The cluster before the changes.
+        before: All keys of the cluster before the changes.
         changes: What changes, by key of the cluster.
         merged: All keys after the changes.
 
     Raises:
         SpecError: ``nodes`` is no multiple of the nodes of the groups.
     """
-    times, rest = divmod(changes.get("nodes", cluster.nodes), cluster.nodes)
+    nodes, links, peaks = before["nodes"], before["links"], before["peak_flops"]
+    times, rest = divmod(changes.get("nodes", nodes), nodes)
     if rest or not times:
-        count = f"= {merged['nodes']}: the groups have {cluster.nodes} nodes"
+        count = f"= {merged['nodes']}: the groups have {nodes} nodes"
         raise SpecError("nodes", [f"{count}; change the groups instead"])
-    links = _table(merged["links"]) or {}
+    new_links = _table(merged["links"]) or {}
     groups = []
-    for group in cluster.groups:
+    for group in before["groups"]:
         scaled: dict[str, Any] = {"nodes": group.nodes * times}
         for key, parse in _QUANTITIES.items():
-            before, own = getattr(cluster, key), getattr(group, key)
-            if changes.get(key) is not None and before is not None and own is not None:
-                scaled[key] = type(own)(own * parse(changes[key]) / before)
+            former, own = before[key], getattr(group, key)
+            if changes.get(key) is not None and former is not None and own is not None:
+                scaled[key] = type(own)(own * parse(changes[key]) / former)
         if "peak_flops" in changes and group.peak_flops is not None:
-            peaks = changes["peak_flops"]
+            new_peaks = changes["peak_flops"]
             scaled["peak_flops"] = {
-                dtype: peak * peaks[dtype] / cluster.peak_flops[dtype] if dtype in cluster.peak_flops else peak
+                dtype: peak * new_peaks[dtype] / peaks[dtype] if dtype in peaks else peak
                 for dtype, peak in group.peak_flops.items()
             }
         for key in _LINKS:
-            scaled[key] = _scaled_link(getattr(group, key), getattr(cluster.links, key), links[key])
+            scaled[key] = _scaled_link(getattr(group, key), getattr(links, key), new_links[key])
         groups.append(group.with_(**scaled))
     return {**merged, "groups": tuple(groups)}
 

@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from thinwire.collectives.streams import CudaStreams, Streams, replace_streams
+from thinwire.collectives.links.streams import CudaStreams, Streams, replace_streams
 from thinwire.sharding.lanes.thread_workers import ThreadWorker
 from thinwire.sharding.lanes.worker import Body, Ticket
 

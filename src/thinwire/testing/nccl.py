@@ -1,7 +1,7 @@
 """A double of NCCL for machines without a GPU: torch's calls, NCCL's rules, and gloo's connections.
 
 Code that exchanges by NCCL makes calls that gloo would forgive. The double has the methods of torch's backend that
-:class:`~thinwire.collectives.nccl.NcclLinks` calls, and holds it to what NCCL demands:
+:class:`~thinwire.collectives.links.nccl.NcclLinks` calls, and holds it to what NCCL demands:
 
 - Every member of a communicator makes every call, in one order, even those that send nothing. ``send`` and ``recv``
   concern two members only. A member that stays away lets the others wait until the timeout.
@@ -26,8 +26,8 @@ from typing import Any, Final
 
 import torch
 
-from thinwire.collectives.gloo import GlooLinks
-from thinwire.collectives.nccl import Membership
+from thinwire.collectives.links.gloo import GlooLinks
+from thinwire.collectives.links.nccl import Membership
 
 __all__ = ["Issue", "NcclDouble", "compare_issues"]
 

@@ -41,9 +41,10 @@ from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from thinwire.codecs.cpp.fixed import FixedCodec
-from thinwire.collectives import gloo, memory
-from thinwire.collectives.nccl import Membership, replace_nccl
-from thinwire.collectives.streams import replace_streams
+from thinwire.collectives import memory
+from thinwire.collectives.links import gloo
+from thinwire.collectives.links.nccl import Membership, replace_nccl
+from thinwire.collectives.links.streams import replace_streams
 from thinwire.testing.nccl import Issue, NcclDouble
 
 __all__ = ["Answer", "Hazard", "StreamCheck", "check_streams"]

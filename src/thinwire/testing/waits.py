@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thinwire.collectives.streams import CudaStreams, replace_streams
+from thinwire.collectives.links.streams import CudaStreams, replace_streams
 
 __all__ = ["HostWait", "HostWaits", "check_host_waits"]
 

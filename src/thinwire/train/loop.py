@@ -155,7 +155,10 @@ def _place(trainer: Trainer) -> dict[str, object]:
 def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress: ProgressReport) -> str | None:
     """Step until the recipe's last step; returns the reason if the run stops early."""
     position, steps = trainer.position, trainer.run.recipe.train.steps
-    tracer = StepTracer(trainer)
+    run = trainer.run
+    tracer = StepTracer(
+        run.recipe.train.trace_steps, run.directory.traces, trainer.model, trainer.ranks, trainer.device
+    )
     while position.step < steps:
         reason = stop.reason
         tracer.begin(position.step + 1)

@@ -21,13 +21,13 @@ from torch import nn
 
 from thinwire.checkpoint.background import PendingSave
 from thinwire.collectives.group import Control, control
-from thinwire.collectives.streams import streams_of
+from thinwire.collectives.links.streams import streams_of
 from thinwire.errors import CheckpointError, DataError
 from thinwire.network.order import Ordered, order_ranks
 from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
+from thinwire.sharding.checkpointing.saving import settle
 from thinwire.sharding.lanes.late import read_later
-from thinwire.sharding.loss_scale import LossScale
-from thinwire.sharding.snapshot import settle
+from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import LossScaleRecipe
 from thinwire.train.checkpoint import Checkpoint, checkpoint_path, delete_old

@@ -12,9 +12,9 @@ from typing import Final, NoReturn
 from thinwire.agreement import Typed
 from thinwire.collectives.group import Control
 from thinwire.errors import NonFiniteError
+from thinwire.sharding.checkpointing.saving import wait_for_writer
 from thinwire.sharding.lanes.late import Late
-from thinwire.sharding.loss_scale import LossScale
-from thinwire.sharding.snapshot import wait_for_writer
+from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.train.checkpoint import checkpoints
 from thinwire.train.position import Position
 

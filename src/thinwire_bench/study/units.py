@@ -299,7 +299,7 @@ class _System:
         options: dict[str, Any] = {"lr": _LEARNING_RATE, "fused": True}
         if name in PEERS:
             import thinwire as tw
-            from thinwire.sharding.runtime import runtime_of
+            from thinwire.sharding.runtime.runtime import runtime_of
 
             batches: dict[str, Any] = dict.fromkeys(BATCHES[name], batch) if batch else {}
             plan = tw.Plan.preset(name, nodes=1, local=dist.get_world_size(), **batches)

@@ -8,9 +8,9 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+import thinwire.codecs.cpp._native as _native
 from thinwire.codecs.codec import Codec
 from thinwire.codecs.coder import Coder, Sum
-from thinwire.codecs.cpp import _native
 from thinwire.codecs.seeds import slice_seed
 from thinwire.errors import UsageError
 from thinwire.spec import CodecSpec

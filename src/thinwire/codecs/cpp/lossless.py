@@ -7,8 +7,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+import thinwire.codecs.cpp._native as _native
 from thinwire.codecs.codec import Codec
-from thinwire.codecs.cpp import _native
 from thinwire.errors import UsageError, WireError
 from thinwire.spec import CodecSpec
 from thinwire.spec.codec import DTYPES, FAMILIES

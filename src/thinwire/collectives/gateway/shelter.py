@@ -17,8 +17,8 @@ from thinwire.collectives.gateway.addresses import inside_of
 from thinwire.collectives.gateway.client import Gateway, GatewayRefusedError
 from thinwire.collectives.gateway.keys import Keys
 from thinwire.collectives.gateway.store import BACKEND, Door, ShelteredStore
-from thinwire.collectives.gloo import make_device
-from thinwire.collectives.rendezvous import Rendezvous
+from thinwire.collectives.links.gloo import make_device
+from thinwire.collectives.links.rendezvous import Rendezvous
 from thinwire.errors import UsageError
 
 __all__ = ["BACKEND", "Shelter"]

@@ -16,23 +16,20 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from zlib_ng import zlib_ng
 
 from thinwire.errors import CollectiveError, UsageError, WireError
-from thinwire.sharding.islands.exchanges import Exchanges
+from thinwire.sharding.grads.optimizer_state import InnerOptimizer, state_of
+from thinwire.sharding.islands.exchanges import Ended, Exchanges
 from thinwire.sharding.islands.island_state import Fetched, packed_state, shared_state
 from thinwire.sharding.islands.others import OtherIslands
 from thinwire.sharding.islands.outer_group import OuterGroup
 from thinwire.sharding.islands.peers import PeerAxis
 from thinwire.sharding.islands.quorum import Expected, Quorum
-from thinwire.sharding.optimizers.state import state_of
-from thinwire.sharding.sharded import ShardedModel
-
-if TYPE_CHECKING:
-    from thinwire.sharding.optim import ShardedOptimizer
+from thinwire.sharding.step.sharded_model import ShardedModel
 
 __all__ = ["ElasticExchanges", "Exchanged"]
 
@@ -133,7 +130,7 @@ class ElasticExchanges(Exchanges):
         super().__init__(sharded, OuterGroup(PeerAxis(None, 0, 1, sharded.meter), sharded.codecs.outer))
         self.fetched: int | None = None
         self.log: list[Exchanged] = []
-        self.optimizer: ShardedOptimizer | None = None
+        self.optimizer: InnerOptimizer | None = None
         self._membership: OtherIslands | None = None
         self._has_trained = False
         self._pace = Tempo()
@@ -141,36 +138,35 @@ class ElasticExchanges(Exchanges):
         self._meets_at: int | None = None
         self._problem = "nothing on this rank"
 
-    def enter(self, membership: OtherIslands, optimizer: ShardedOptimizer | None) -> None:
+    def enter(self, membership: OtherIslands, optimizer: InnerOptimizer | None) -> None:
         """Begin to train with the others that are there: the state becomes theirs, if they are ahead."""
         self._membership, self.optimizer = membership, optimizer
         self._sharded.seeds.be_island(membership.island)
         self._has_trained = optimizer is not None and any(state_of(optimizer, owned) for owned in optimizer.fragments)
-        self._together(self._sharded.seeds.step, (), entering=True)
+        self._together(self._sharded.steps.taken, (), entering=True)
 
     def writes(self) -> bool:
         """Whether the step under way ends with an exchange, or with a fetch in its place."""
-        step = self._sharded.seeds.step + 1
+        step = self._sharded.steps.taken + 1
         due = next(later for later in itertools.count(step) if self._due(later))
         others = self._entered()
         comes = due == step or (self._pace.others is not None and others.decide(wanted=self._pace.is_late(step, due)))
         self._meets_at = due if comes else None
         return comes
 
-    def end_step(self) -> frozenset[int]:
+    def end_step(self) -> Ended:
         """See :meth:`Exchanges.end_step`; if the island fetched a state, all units have new masters."""
         self._has_trained = True
         self._made += 1
         at, self._meets_at = self._meets_at, None
         if at is None:
-            return frozenset()
+            return Ended(frozenset(), self._sharded.steps.taken + 1)
         written = self._together(at, self._due(at))
-        self._sharded.seeds.step = at - 1  # a slow island goes on at the others' step
-        return written
+        return Ended(written, at)  # a slow island goes on at the others' step
 
     def settle(self) -> frozenset[int]:
         """Exchange everything that was not exchanged after the last step with the islands that are there."""
-        step = self._sharded.seeds.step
+        step = self._sharded.steps.taken
         due = tuple(f for f in range(self._settings.fragments) if self.alike_since.get(f) != step)
         return self._together(step, due) if due else frozenset()
 
@@ -195,7 +191,7 @@ class ElasticExchanges(Exchanges):
         """Meet the others until an exchange or a fetch has succeeded; returns the units with new masters."""
         membership, started = self._entered(), time.monotonic()
         made, self._made = self._made, 0
-        cycle = 0.0 if entering else self._pace.cycle(self._sharded.seeds.step + 1, step)
+        cycle = 0.0 if entering else self._pace.cycle(self._sharded.steps.taken + 1, step)
         deadline, attempts, checksum = started + self._settings.patience, 0, self._checksum()
         while True:
             meeting = membership.meet(

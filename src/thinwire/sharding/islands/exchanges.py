@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Lane, due_fragments, exchange_parts, exchanged_units
 from thinwire.sharding.islands.fragment_state import PartState
 from thinwire.sharding.islands.outer_group import OuterGroup
-from thinwire.sharding.lanes.journal import Load
 from thinwire.sharding.lanes.lanes import Ticket
-from thinwire.sharding.sharded import ShardedModel
+from thinwire.sharding.lanes.load import Load
+from thinwire.sharding.step.sharded_model import ShardedModel
 
-__all__ = ["Exchanges"]
+__all__ = ["Ended", "Exchanges"]
+
+
+class Ended(NamedTuple):
+    """What the end of a step has brought from other islands.
+
+    Attributes:
+        units: Numbers of the units with new masters.
+        step: Optimizer steps taken now: one more, unless a slow island goes on at the step of the others.
+    """
+
+    units: frozenset[int]
+    step: int
 
 
 @dataclass
@@ -65,17 +78,13 @@ class Exchanges:
 
     def writes(self) -> bool:
         """Whether the step under way ends with new masters from an exchange."""
-        step = self._sharded.seeds.step + 1
+        step = self._sharded.steps.taken + 1
         arrives = any(pending.due <= step for pending in self.pending.values())
         return arrives or (self._settings.delay == 0 and bool(self._due(step)))
 
-    def end_step(self) -> frozenset[int]:
-        """Write what has arrived to the masters, and start the exchanges that are due, after an update.
-
-        Returns:
-            Numbers of the units with new masters.
-        """
-        step = self._sharded.seeds.step + 1
+    def end_step(self) -> Ended:
+        """Write what has arrived to the masters, and start the exchanges that are due, after an update."""
+        step = self._sharded.steps.taken + 1
         written = [self._finish(f) for f in sorted(self.pending) if self.pending[f].due <= step]
         for fragment in self._due(step):
             if fragment in self.pending:  # its turn came sooner than before, as every has changed
@@ -84,7 +93,7 @@ class Exchanges:
             if self._settings.delay == 0:
                 written.append(self._finish(fragment))
                 self.alike_since[fragment] = step
-        return frozenset(unit for units in written for unit in units)
+        return Ended(frozenset(unit for units in written for unit in units), step)
 
     def settle(self) -> frozenset[int]:
         """End the exchanges under way, and exchange everything that was not exchanged after the last step, without a
@@ -93,7 +102,7 @@ class Exchanges:
         Returns:
             Numbers of the units with new masters.
         """
-        step = self._sharded.seeds.step
+        step = self._sharded.steps.taken
         written = [self._finish(fragment) for fragment in sorted(self.pending)]
         for fragment in range(self._settings.fragments):
             if self.alike_since.get(fragment) != step:

@@ -11,9 +11,9 @@ from thinwire.collectives.messages import Residual
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import ExchangePart
-from thinwire.sharding.gathers import FlatBuffer
 from thinwire.sharding.islands.outer_group import OuterGroup
 from thinwire.sharding.memory.layout import Run
+from thinwire.sharding.params.gathers import FlatBuffer
 from thinwire.spec.islands import Islands
 
 __all__ = ["PartState"]

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from thinwire.agreement import Typed
 from thinwire.errors import CollectiveError
+from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state, state_of
 from thinwire.sharding.islands.fragment_state import PartState
 from thinwire.sharding.islands.transfer import pack, unpack
-from thinwire.sharding.optimizers.state import make_state, state_of
-
-if TYPE_CHECKING:
-    from thinwire.sharding.optim import ShardedOptimizer
 
 __all__ = ["Fetched", "packed_state", "shared_state"]
 
@@ -52,7 +49,7 @@ def shared_state(parts: Parts) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def packed_state(parts: Parts, optimizer: ShardedOptimizer | None, step: int) -> bytes:
+def packed_state(parts: Parts, optimizer: InnerOptimizer | None, step: int) -> bytes:
     """The state of this rank as a message.
 
     Args:
@@ -96,7 +93,7 @@ class Fetched:
             state.lost = [None, None]
             state.write()
 
-    def take_inner(self, optimizer: ShardedOptimizer | None) -> bool:
+    def take_inner(self, optimizer: InnerOptimizer | None) -> bool:
         """Take over the inner optimizer's state; returns whether there is one.
 
         Raises:
@@ -113,11 +110,11 @@ class Fetched:
                 if name in own:
                     own[name].copy_(self._tensors[name])
                 elif name in self._numbers:
-                    optimizer.state[owned.value][key] = self._numbers[name]
+                    optimizer.optimizer.state[owned.value][key] = self._numbers[name]
         return True
 
 
-def _inner_state(optimizer: ShardedOptimizer | None) -> dict[str, Any]:
+def _inner_state(optimizer: InnerOptimizer | None) -> dict[str, Any]:
     fragments = () if optimizer is None else optimizer.fragments
     return {
         f"inner/{number}/{key}": value

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from thinwire.collectives.connections import Connections
 from thinwire.collectives.group import Meter, Subgroup, connect
-from thinwire.collectives.nccl import Membership
+from thinwire.collectives.links.connections import Connections
+from thinwire.collectives.links.nccl import Membership
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Kind, Lane, Scope
 from thinwire.program.stages import TRANSFERS, Stage

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from thinwire.sharding.fragments import OwnedFragment
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.islands.exchanges import Exchanges
 
 __all__ = [

@@ -1,1 +1,1 @@
-"""Communication in parallel with computation: queues of collectives, and a journal of their actions."""
+"""Communication in parallel with computation: queues of collectives."""

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
-from thinwire.collectives.streams import Streams
+from thinwire.collectives.links.streams import Streams
 
 __all__ = ["HomeStream"]
 

@@ -12,20 +12,19 @@ lifetime of buffers in flight live in this package only. The rules, which :mod:`
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from thinwire.collectives.links.streams import streams_of
 from thinwire.collectives.moves import Move, Moves
-from thinwire.collectives.streams import streams_of
-from thinwire.program import Axis, Event
+from thinwire.program import Axis
 from thinwire.program import Lane as LaneName
 from thinwire.program.stages import TRANSFERS, Stage
 from thinwire.program.timeline import Timeline
 from thinwire.sharding.lanes.home import HomeStream
-from thinwire.sharding.lanes.journal import Journal, Load
 from thinwire.sharding.lanes.late import Late, read_later
+from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.lanes.recorder import Mark, Recorder
 from thinwire.sharding.lanes.stream_workers import StreamWorker
 from thinwire.sharding.lanes.thread_workers import ThreadWorker
@@ -48,7 +47,7 @@ class Lanes:
 
     Attributes:
         home: The stream that the memory of units and gradients belongs to.
-        recorder: What keeps timelines and journals.
+        recorder: What keeps timelines.
     """
 
     def __init__(self, device: torch.device, *, stages: bool = True) -> None:
@@ -73,7 +72,7 @@ class Lanes:
             work: The moves, at least one, or a single body for the whole collective. They must not allocate memory that
                 outlives them.
             after: Tickets that must finish first.
-            load: Description of the data, for timelines and journals.
+            load: Description of the data, for timelines.
         """
         moves = work if isinstance(work, Moves) else Moves([Move(Stage.SCATTER_INSIDE, work)])
         ready = (*after, self._newest[lane]) if not self._stages and lane in self._newest else tuple(after)
@@ -82,8 +81,6 @@ class Lanes:
             ready = (ticket,)
         if not self._stages:
             self._newest[lane] = ticket
-        if (journal := self.recorder.journal) is not None:
-            journal.started(lane, load, ticket, tuple(after))
         return ticket
 
     def exposed(self) -> dict[LaneName, float]:
@@ -112,24 +109,6 @@ class Lanes:
     def stop_timeline(self) -> None:
         """Stop recording, which completes the timeline."""
         self.recorder.stop()
-
-    @property
-    def journal(self) -> Journal | None:
-        """The journal that is being kept; ``None`` if there is none."""
-        return self.recorder.journal
-
-    @contextlib.contextmanager
-    def keep_journal(self, now: Callable[[], tuple[int, Event]]) -> Iterator[Journal]:
-        """Keep a journal of the collectives that start, the waits of computation, and the units that are freed.
-
-        Args:
-            now: Returns the number of the current step and its current event.
-        """
-        self.recorder.journal = journal = Journal(now)
-        try:
-            yield journal
-        finally:
-            self.recorder.journal = None
 
     def mark(self) -> Mark:
         """The current time of computation; ``None`` while no timeline is recorded."""

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from thinwire.collectives.streams import Streams
+from thinwire.collectives.links.streams import Streams
 
 __all__ = ["Late", "read_later"]
 

@@ -1,13 +1,12 @@
-"""Collects what lanes do: timelines of spans, and journals of collectives."""
+"""Collects what lanes do: timelines of spans."""
 
 from __future__ import annotations
 
 import time
 from typing import TypeAlias
 
-from thinwire.collectives.streams import StreamEvent, Streams
+from thinwire.collectives.links.streams import StreamEvent, Streams
 from thinwire.program.timeline import COMPUTE, Timeline
-from thinwire.sharding.lanes.journal import Journal
 
 __all__ = ["Mark", "Recorder"]
 
@@ -24,7 +23,6 @@ class Recorder:
 
     def __init__(self, streams: Streams | None) -> None:
         self.timeline: Timeline | None = None
-        self.journal: Journal | None = None
         self._streams = streams
         self._origin: StreamEvent | None = None
         self._events: list[tuple[str, str, StreamEvent, StreamEvent]] = []

@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from thinwire.collectives.streams import EventPairs, Stream, StreamEvent, Streams
+from thinwire.collectives.links.streams import EventPairs, Stream, StreamEvent, Streams
 from thinwire.program.timeline import WAITING
 from thinwire.sharding.lanes.recorder import Recorder
 from thinwire.sharding.lanes.worker import Body, Ticket, Worker, nothing
@@ -26,7 +26,6 @@ class _StreamTicket(Ticket):
         self._body, self._after = body, tuple(after)
 
     def wait(self) -> None:
-        self._worker.waited_for(self)
         compute = self._worker.streams.current()
         if not self.done():
             before = self._worker.time_of(compute)

@@ -12,7 +12,7 @@ from typing import ClassVar, final
 
 import torch
 
-from thinwire.collectives.group import DEFAULT_TIMEOUT, rollcall
+from thinwire.collectives.job.current import DEFAULT_TIMEOUT, job
 from thinwire.program.timeline import WAITING
 from thinwire.sharding.lanes.recorder import Recorder
 from thinwire.sharding.lanes.worker import Body, Ticket, Worker, nothing
@@ -55,12 +55,11 @@ class _ThreadTicket(Ticket):
             raise self._error
 
     def wait(self) -> None:
-        self._worker.waited_for(self)
         if self._finished:  # units that were gathered together wait for one ticket
             self.raise_error()
         else:
             started = time.perf_counter()
-            watcher = rollcall()
+            watcher = job.rollcall
             watcher.blocked_since = started
             self.finished()
             watcher.blocked_since = None

@@ -40,11 +40,6 @@ class Worker(ABC):
     def __init__(self, name: str, recorder: Recorder) -> None:
         self.name, self._recorder = name, recorder
 
-    def waited_for(self, ticket: Ticket) -> None:
-        """Record that computation waits for a ticket."""
-        if (journal := self._recorder.journal) is not None:
-            journal.waited(ticket)
-
     @abstractmethod
     def submit(self, body: Body, after: Sequence[Ticket], label: str) -> Ticket: ...
 

@@ -13,7 +13,7 @@ from thinwire.agreement import Typed
 from thinwire.collectives.group import control
 from thinwire.errors import ReplicaError, UsageError
 from thinwire.parallel.model import ParallelModel, ParallelOptimizer, TokenBatch
-from thinwire.sharding.replicas import SUMS, Disagreement, Sums, compare, sums_of
+from thinwire.sharding.corruption_check import SUMS, Disagreement, Sums, compare, sums_of
 
 __all__ = ["ReplicaChecks"]
 

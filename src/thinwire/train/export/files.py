@@ -20,7 +20,7 @@ from torch import Tensor
 
 from thinwire.checkpoint.manifest import SAFETENSORS_CODES
 from thinwire.errors import CheckpointError, UsageError
-from thinwire.sharding.snapshot import SavedModel
+from thinwire.sharding.checkpointing.saved_model import SavedModel
 from thinwire.spec.plan import Dtype
 from thinwire.spec.recipe import Recipe
 from thinwire.train.checkpoint import Checkpoint, checkpoints

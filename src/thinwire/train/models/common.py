@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from thinwire.collectives.streams import streams_of
+from thinwire.collectives.links.streams import streams_of
 from thinwire.cost import GPU_LOSS_CHUNK, HOST_LOSS_CHUNK
 
 IGNORED: Final = -100

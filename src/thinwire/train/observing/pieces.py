@@ -13,7 +13,7 @@ from thinwire.cost.memory import largest_memory, stage_model
 from thinwire.errors import UsageError
 from thinwire.profile import ModelPiece, Weightless
 from thinwire.sharding.api import micro_batches, optimizer, shard
-from thinwire.sharding.runtime import runtime_of
+from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.spec import Factor, ModelSpec, Plan
 from thinwire.spec.plan import Dtype
 from thinwire.train.models.common import cross_entropy

@@ -18,19 +18,18 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from thinwire.agreement import NOTHING, Typed, agree
+from thinwire.collectives.group import Control
 from thinwire.errors import ThinwireError, UsageError
+from thinwire.parallel import ParallelModel
 from thinwire.program.timeline import COMPUTE, STEP, WAITING, Span, Timeline, chrome_trace
 from thinwire.sharding import api
 from thinwire.train.directory import write_atomically
-
-if TYPE_CHECKING:
-    from thinwire.train.trainer import Trainer
 
 __all__ = ["MOST_OPERATIONS", "MOST_SPANS", "Clocks", "StepTracer", "longest"]
 
@@ -86,15 +85,26 @@ class Clocks:
 
 
 class StepTracer:
-    """Traces the steps that a trainer's recipe names. All ranks make the same calls.
+    """Traces the steps that a recipe names. All ranks make the same calls.
 
     Args:
-        trainer: Trainer of this rank.
+        steps: Numbers of the first and the last step to trace; ``None`` traces none.
+        directory: Directory of the traces.
+        model: Model of this rank.
+        ranks: All ranks.
+        device: Device of this rank.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._range = trainer.run.recipe.train.trace_steps
+    def __init__(
+        self,
+        steps: tuple[int, int] | None,
+        directory: Path,
+        model: ParallelModel,
+        ranks: Control,
+        device: torch.device,
+    ) -> None:
+        self._range, self._directory = steps, directory
+        self._model, self._ranks, self._device = model, ranks, device
         self._session: _Session | None = None
 
     def begin(self, step: int) -> None:
@@ -106,7 +116,7 @@ class StepTracer:
         if self._range is None or not self._range[0] <= step <= self._range[1]:
             return
         if self._session is None:
-            self._session = _Session(self._trainer)
+            self._session = _Session(self._directory, self._model, self._ranks, self._device)
         self._session.begin(step)
 
     def end(self, *, interrupted: bool) -> str | None:
@@ -144,10 +154,9 @@ def longest(spans: Iterable[Span], most: int) -> list[Span]:
 class _Session:
     """Consecutive traced steps on one rank."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._device = trainer, trainer.device
-        self._directory = trainer.run.directory.traces
-        self._clocks = _compare_clocks(trainer)
+    def __init__(self, directory: Path, model: ParallelModel, ranks: Control, device: torch.device) -> None:
+        self._directory, self._model, self._ranks, self._device = directory, model, ranks, device
+        self._clocks = _compare_clocks(ranks)
         self._marks: list[tuple[int, float, float]] = []
         # The profiler logs its start and stop to stderr as errors of the highest severity.
         os.environ.setdefault("KINETO_LOG_LEVEL", "10")
@@ -164,9 +173,9 @@ class _Session:
         self._wait()
         # On CUDA timelines count from an event on the idle stream, on CPU they are on the host's clock.
         self._origin = time.perf_counter() if self._device.type == "cuda" else 0.0
-        self._timelines = [self._recording.enter_context(api.timeline(chunk)) for chunk in trainer.model.chunks]
+        self._timelines = [self._recording.enter_context(api.timeline(chunk)) for chunk in model.chunks]
         self._begun: tuple[int, float] | None = None
-        trainer.ranks.barrier()
+        ranks.barrier()
 
     @property
     def last(self) -> int:
@@ -181,20 +190,19 @@ class _Session:
         self._marks.append((*self._begun, time.perf_counter()))
 
     def write(self) -> str:
-        for chunk in self._trainer.model.chunks:
+        for chunk in self._model.chunks:
             api.runtime(chunk).lanes.drain()  # communication still in flight belongs to these steps
         self._wait()
         self._recording.close()
         self._profile.stop()
-        ranks = self._trainer.ranks
-        by_rank = agree(ranks, self._collect, self._unwritten, _SPANS, message=str)
+        by_rank = agree(self._ranks, self._collect, self._unwritten, _SPANS, message=str)
         merged = self._directory / f"{self._name}.json"
 
         def write() -> None:
-            if ranks.rank == 0:
+            if self._ranks.rank == 0:
                 write_atomically(merged, json.dumps(self._merged(by_rank)))
 
-        agree(ranks, write, self._unwritten, NOTHING, message=str)
+        agree(self._ranks, write, self._unwritten, NOTHING, message=str)
         first = self._marks[0][0]
         which = f"step {first} is" if first == self.last else f"steps {first} to {self.last} are"
         return f"{which} traced: open {merged} at https://ui.perfetto.dev"
@@ -202,7 +210,7 @@ class _Session:
     def _collect(self) -> list[Span]:
         """This rank's spans; the total over all ranks is bounded."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        size = self._trainer.ranks.size
+        size = self._ranks.size
         return self._own_spans(MOST_SPANS // size, MOST_OPERATIONS // size)
 
     def _unwritten(self, problems: Mapping[int, str]) -> UsageError:
@@ -224,12 +232,12 @@ class _Session:
         for number, timeline in enumerate(self._timelines):
             spans += _renamed(timeline, number if len(self._timelines) > 1 else None, self._origin)
         kept = [*longest(spans, most), *longest(self._torch_spans(), most_operations)]
-        ahead = self._clocks.offsets[self._trainer.ranks.rank]
+        ahead = self._clocks.offsets[self._ranks.rank]
         return [replace(span, start=span.start - ahead, end=span.end - ahead) for span in kept]
 
     def _torch_spans(self) -> list[Span]:
         """Spans that torch's profiler recorded; also writes its trace, compressed."""
-        path = self._directory / f"torch-rank-{self._trainer.ranks.rank}-{self._name}.json.gz"
+        path = self._directory / f"torch-rank-{self._ranks.rank}-{self._name}.json.gz"
         with tempfile.TemporaryDirectory(dir=self._directory) as scratch:
             plain, packed = Path(scratch) / "trace.json", Path(scratch) / "trace.json.gz"
             self._profile.export_chrome_trace(str(plain))
@@ -241,7 +249,7 @@ class _Session:
     def _merged(self, by_rank: Sequence[Sequence[Span]]) -> dict[str, Any]:
         about = {
             "steps": [step for step, _, _ in self._marks],
-            "plan": self._trainer.run.plan.describe(),
+            "plan": self._model.plan.describe(),
             "clock_offsets_seconds": list(self._clocks.offsets),
             "clock_spread_seconds": self._clocks.spread,
         }
@@ -291,12 +299,12 @@ def _torch_spans(events: Sequence[dict[str, Any]], marked: Sequence[float]) -> l
     ]
 
 
-def _compare_clocks(trainer: Trainer) -> Clocks:
+def _compare_clocks(ranks: Control) -> Clocks:
     readings = []
     for _ in range(_ROUNDS):
-        trainer.ranks.barrier()
+        ranks.barrier()
         readings.append(time.perf_counter())
-    names, times = zip(*trainer.ranks.all_gather_typed((_clock_name(), readings), _READINGS), strict=True)
+    names, times = zip(*ranks.all_gather_typed((_clock_name(), readings), _READINGS), strict=True)
     return Clocks.compare(names, times)
 
 

@@ -1,0 +1,66 @@
+"""The job that this process is part of, which everything in it shares."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import Final
+
+import torch.distributed as dist
+
+from thinwire.collectives.gateway.shelter import Shelter
+from thinwire.collectives.job.rollcall import RollCall
+
+__all__ = [
+    "CurrentJob",
+    "DEFAULT_TIMEOUT",
+    "job",
+]
+
+
+DEFAULT_TIMEOUT: Final = datetime.timedelta(seconds=300)
+
+
+class CurrentJob:
+    """What a process knows about its job.
+
+    Attributes:
+        timeout: Limit of every exchange, in every group made from now on.
+        joined_here: Whether thinwire has initialised ``torch.distributed``.
+        has_failed: Whether an exchange of this job has failed.
+        number: Jobs that this process has left; part of the names in the store, so that jobs do not share entries.
+        shelter: What protects everything between hosts by keys; ``None`` without keys.
+        aborts: Functions that abort the exchanges of this process.
+        rollcall: The roll call of this process, which watches its exchanges.
+    """
+
+    def __init__(self) -> None:
+        self.timeout = DEFAULT_TIMEOUT
+        self.joined_here = False
+        self.has_failed = False
+        self.number = 0
+        self.shelter: Shelter | None = None
+        self.aborts: list[Callable[[], None]] = []
+        self.rollcall = RollCall(self._give_up, self._rollcall_store)
+
+    def default_store(self) -> dist.Store:
+        """The store of torch's default group."""
+        store: dist.Store = dist.distributed_c10d._get_default_store()
+        return store
+
+    def begin_rollcall(self) -> None:
+        """Close the roll call, and begin another one for the next job."""
+        self.rollcall.close()
+        self.rollcall = RollCall(self._give_up, self._rollcall_store)
+
+    def _give_up(self) -> None:
+        """Abort every exchange of this process, because the ranks wait for each other."""
+        self.has_failed = True
+        for abort in self.aborts:
+            abort()
+
+    def _rollcall_store(self) -> dist.Store:
+        return dist.PrefixStore(f"thinwire/{self.number}/rollcall", self.default_store())
+
+
+job: Final = CurrentJob()

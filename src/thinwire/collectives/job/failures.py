@@ -1,0 +1,117 @@
+"""Explains failures of the transport: which exchange, for how long, and where the other ranks are."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+
+import torch.distributed as dist
+
+from thinwire.collectives.job.connecting import abort_native
+from thinwire.collectives.job.current import job
+from thinwire.collectives.links.patience import STORE_PATIENCE, within_patience
+from thinwire.errors import CollectiveError, MismatchError
+
+__all__ = ["explained_transport", "failure_of"]
+
+
+def failure_of(
+    error: RuntimeError, started: float, kind: str, lane: str, ranks: Sequence[int], nbytes: int | None = None
+) -> CollectiveError | MismatchError:
+    """Turn an error of the transport, which names neither operation nor culprit, into a sentence that names both.
+
+    Args:
+        error: The error.
+        started: Moment of ``time.monotonic()`` at which the exchange began.
+        kind: Kind of the exchange.
+        lane: Lane that it ran on.
+        ranks: Its ranks.
+        nbytes: Bytes that this rank sent, if that matters.
+    """
+    job.has_failed = True
+    abort_native()
+    if verdict := job.rollcall.find_verdict():
+        return MismatchError(f"rank {dist.get_rank()}: {verdict}")
+    waited = time.monotonic() - started
+    size = "" if nbytes is None else f"{nbytes} bytes, "
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    others = _publish_and_ask(f"failed in {kind} on the {lane} lane ({size}after {waited:.1f} s)", ranks)
+    return CollectiveError(
+        f"rank {dist.get_rank()}: {kind} on the {lane} lane with ranks {list(ranks)} failed after {waited:.1f} s "
+        f"({size}timeout {job.timeout.total_seconds():.0f} s): {reason}. {others}{job.rollcall.absence()}"
+    )
+
+
+@contextlib.contextmanager
+def explained_transport(doing: str, ranks: Sequence[int]) -> Iterator[None]:
+    """Explain errors of the transport in communication of other code. Other errors pass unchanged.
+
+    Args:
+        doing: What this rank is doing, for the message.
+        ranks: Ranks that it communicates with.
+
+    Raises:
+        CollectiveError: In place of an error of the transport.
+    """
+    started = time.monotonic()
+    try:
+        yield
+    except CollectiveError:
+        raise
+    except RuntimeError as error:
+        reason = _transport_reason(error)
+        if reason is None:
+            raise
+        waited = time.monotonic() - started
+        others = _publish_and_ask(f"failed in {doing} (after {waited:.1f} s)", ranks)
+        raise CollectiveError(
+            f"rank {dist.get_rank()}: {doing} with ranks {list(ranks)} failed after {waited:.1f} s "
+            f"(timeout {job.timeout.total_seconds():.0f} s): {reason}. {others}"
+        ) from error
+
+
+_TRANSPORT_SIGNS = ("gloo", "Connection closed", "Connection reset", "Connection refused", "imed out", "NCCL")
+
+
+def _transport_reason(error: BaseException | None) -> str | None:
+    """The line of an error or of its causes that reports a failure of the transport; ``None`` if there is none."""
+    while error is not None:
+        for line in str(error).strip().splitlines():
+            if any(sign in line for sign in _TRANSPORT_SIGNS):
+                return line.strip()
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _publish_and_ask(what: str, ranks: Sequence[int]) -> str:
+    """Publish where this rank failed in the store, and return a sentence on where the others did."""
+    answer = within_patience(lambda: _ask_store(what, ranks))
+    silence = f"The store has not answered for {STORE_PATIENCE:.0f} s: this host or its host, rank 0's, is cut off."
+    return answer or silence
+
+
+def _ask_store(what: str, ranks: Sequence[int]) -> str:
+    """Publish and ask. This blocks until the store answers."""
+    try:
+        store = job.default_store()
+        me = dist.get_rank()
+        store.set(f"thinwire/failure/{me}", what)
+        time.sleep(0.5)  # by then, peers that failed at the same moment have published too
+        silent = []
+        failures = []
+        for rank in ranks:
+            if rank == me:
+                continue
+            key = f"thinwire/failure/{rank}"
+            if store.check([key]):
+                failures.append(f"rank {rank} {store.get(key).decode()}")
+            else:
+                silent.append(str(rank))
+        lost = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)} said nothing: dead, stuck or cut off"
+        if silent:  # ranks that wait for this one learn for whom it waited
+            store.set(f"thinwire/failure/{me}", f"{what} ({lost})")
+    except RuntimeError:
+        return "The store is gone too: the rank that hosted it, rank 0 as a rule, has died."
+    sentence = "; ".join([*failures, lost] if silent else failures)
+    return f"{sentence[:1].upper()}{sentence[1:]}."

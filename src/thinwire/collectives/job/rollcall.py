@@ -1,0 +1,349 @@
+"""Detects ranks that wait for each other forever, within seconds instead of at the timeout.
+
+A rank that evaluates, saves or gathers alone, or has fewer batches, makes other calls than the other ranks. Each rank
+then waits in an exchange that some member never enters, and the timeout of the transport cannot explain why.
+
+Every exchange is noted here. Once a second, a thread of each process checks whether an exchange has taken longer than
+:data:`PATIENCE`. If so, the rank publishes its exchanges in the store and reads those of the others. Ranks are
+certainly stuck if every rank's computing thread waits, no exchange has been entered by all of its members alike, and
+none of that changes. Every rank then aborts its exchanges and raises an error that says where each rank waits. If some
+rank does not wait, it may just be slow, so the waiting ranks only log a warning, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from thinwire.collectives.links.patience import within_patience
+
+__all__ = ["PATIENCE", "MeetingPlace", "RollCall"]
+
+log = logging.getLogger("thinwire")
+
+PATIENCE = 5.0
+"""Seconds that an exchange may take before a rank asks the others where they are."""
+
+INTERVAL = 1.0
+"""Seconds between two checks."""
+
+REMEDY = (
+    "Every rank has to make the same calls: run forward, backward, evaluation, generation, saving and gathering on all "
+    "ranks, not under `if rank == 0`; give every rank as many batches, or iterate over thinwire.join(model, batches)"
+)
+"""Remedy for ranks that make different calls."""
+
+
+@dataclass(frozen=True)
+class NotedExchange:
+    """An exchange that a rank has entered.
+
+    Attributes:
+        ranks: Global ranks of its members.
+        place: Lane and stage.
+        number: Number of exchanges that this rank has entered at this place with these members, including this one.
+        kind: Kind of the exchange.
+        sends: Bytes sent to each member; empty if unknown.
+        receives: Bytes received from each member; empty if unknown.
+    """
+
+    ranks: tuple[int, ...]
+    place: str
+    number: int
+    kind: str
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
+
+
+Pieces = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | tuple[()]
+"""Tensors sent to each member and received from each member; empty if unknown."""
+
+
+class MeetingPlace:
+    """Some ranks on a stage of a lane, as a context manager around each of their exchanges.
+
+    Every exchange passes through it, so it does nothing but note that the exchange has begun.
+
+    Args:
+        rollcall: The roll call of the process.
+        ranks: Global ranks of the members.
+        name: Name of the lane and the stage.
+    """
+
+    __slots__ = ("_kind", "_name", "_number", "_pieces", "_ranks", "_rollcall", "on_main", "since")
+
+    def __init__(self, rollcall: RollCall, ranks: tuple[int, ...], name: str) -> None:
+        self._rollcall, self._ranks, self._name = rollcall, ranks, name
+        self._number, self._kind, self._pieces = 0, "", cast(Pieces, ())
+        self.since = 0.0  # time.monotonic() at the beginning of the current exchange
+        self.on_main = False  # whether the computing thread itself is in the exchange
+
+    def doing(self, kind: str, *pieces: Sequence[torch.Tensor]) -> MeetingPlace:
+        """Describe the exchange that this thread is about to enter.
+
+        Args:
+            kind: Kind of the exchange.
+            pieces: Tensors sent to and received from each member, if known.
+        """
+        self._kind, self._pieces = kind, cast(Pieces, pieces)
+        return self
+
+    def __enter__(self) -> None:
+        self._number += 1
+        self.since = time.monotonic()
+        self.on_main = threading.get_ident() == self._rollcall.main or _is_torchs_own()
+        self._rollcall.under_way[id(self)] = self
+        if not self._rollcall.watching:
+            self._rollcall.watch()
+
+    def __exit__(self, *_: object) -> None:
+        self._rollcall.under_way.pop(id(self), None)
+        self._pieces = ()
+
+    def exchange(self) -> NotedExchange:
+        """The current exchange, in the form that is published."""
+        sizes = [tuple(t.numel() * t.element_size() for t in tensors) for tensors in self._pieces]
+        return NotedExchange(self._ranks, self._name, self._number, self._kind, *sizes)
+
+
+def _is_torchs_own() -> bool:
+    """Whether Python has not started this thread: autograd computes the backward of a GPU on such a thread, while the
+    main thread waits for it."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank is doing.
+
+    Attributes:
+        beat: Number of the report; it grows with every report of a rank.
+        blocked: Whether the rank's computing thread waits.
+        at: What the rank computes, in words.
+        exchanges: Exchanges that have begun and not ended.
+    """
+
+    beat: int
+    blocked: bool
+    at: str
+    exchanges: tuple[NotedExchange, ...]
+
+    def to_json(self) -> str:
+        """Encode the report for the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Decode a report from the store."""
+        fields = json.loads(text)
+        exchanges = tuple(
+            NotedExchange(tuple(ranks), place, number, kind, tuple(sends), tuple(receives))
+            for ranks, place, number, kind, sends, receives in (e.values() for e in fields.pop("exchanges"))
+        )
+        return cls(exchanges=exchanges, **fields)
+
+    def same_place(self, other: Report) -> bool:
+        """Whether nothing has changed between two reports."""
+        return self.exchanges == other.exchanges and self.blocked == other.blocked
+
+
+class RollCall:
+    """The exchanges of this process, and the thread that watches them.
+
+    Attributes:
+        verdict: Sentence that says where each rank waits, once ranks are found to be stuck; empty before.
+        describe: Returns what the computing thread is doing, in words; set by the runtime.
+        under_way: Meeting places of exchanges that have begun and not ended, by ``id``.
+        blocked_since: time.perf_counter() at which the computing thread began to wait for a lane; ``None`` if it does
+        not
+            wait.
+        main: Identifier of the computing thread.
+        watching: Whether the watching thread has been started.
+    """
+
+    def __init__(self, give_up: Callable[[], None], store: Callable[[], dist.Store]) -> None:
+        """Prepare a roll call. Its thread starts with the first exchange.
+
+        Args:
+            give_up: Aborts the pending exchanges.
+            store: Returns the job's store.
+        """
+        self._store = store
+        self.verdict = ""
+        self.describe: Callable[[], str] = str
+        self._give_up = give_up
+        self.under_way: dict[int, MeetingPlace] = {}
+        self.blocked_since: float | None = None
+        self.main = threading.main_thread().ident
+        self.watching = False
+        self._closed = threading.Event()
+        self._warned = False
+        self._absent: tuple[int, ...] = ()  # ranks that were in no exchange when this rank last asked
+        self._asked = 0.0  # time.monotonic() of that moment
+        self._asking = False  # whether this rank is comparing reports at the moment
+
+    def watch(self) -> None:
+        """Start the watching thread."""
+        self.watching = True
+        threading.Thread(target=self._watch, name="thinwire-rollcall", daemon=True).start()
+
+    def find_verdict(self) -> str:
+        """The verdict of this rank or another; empty if there is none. Another rank may have aborted this rank's
+        exchanges before this rank could find out why."""
+        if not self.verdict and self._asking:
+            self.verdict = within_patience(lambda: _verdict(self._store())) or ""
+        return self.verdict
+
+    def absence(self) -> str:
+        """Sentence for a failed exchange that names the ranks that were in no exchange when this rank last asked."""
+        if not self._absent or time.monotonic() - self._asked > PATIENCE:
+            return ""
+        return f" {_ranks(self._absent).capitalize()} in no exchange: dead, slow, or done. {REMEDY}."
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+
+    # -- the watching thread -----------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._closed.wait(INTERVAL):
+            if self._is_stuck():
+                with contextlib.suppress(RuntimeError):  # the store is gone, so exchanges will fail soon
+                    self._ask()
+
+    def _is_stuck(self) -> bool:
+        now = time.monotonic()
+        return any(now - one.since > PATIENCE for one in list(self.under_way.values()))
+
+    def _ask(self) -> None:
+        """Publish where this rank waits and compare with the other ranks, as long as it waits."""
+        store, me = self._store(), dist.get_rank()
+        beats = itertools.count()
+        before: dict[int, Report] = {}
+        started = time.monotonic()
+        self._asking = True
+        while self._is_stuck() and not self._closed.is_set():
+            store.set(_key(me), self._report(next(beats)).to_json())
+            reports = _reports(store)
+            verdict = judge(before, reports, dist.get_world_size())
+            if verdict:
+                self.verdict = f"{verdict}. {REMEDY}"
+                store.set(_VERDICT, self.verdict)
+                self._give_up()
+                return
+            self._asked = time.monotonic()
+            self._absent = tuple(rank for rank in range(dist.get_world_size()) if rank not in reports)
+            if not self._warned and time.monotonic() - started > PATIENCE:
+                self._warned = True
+                self._warn(reports[me].at, me)
+            before = reports
+            self._closed.wait(INTERVAL)
+        self._asking = False
+        store.set(_key(me), "")  # not deleted: not every store can
+
+    def _report(self, beat: int) -> Report:
+        under_way = list(self.under_way.values())
+        since = self.blocked_since  # the computing thread may clear it at any time
+        blocked = since is not None and time.perf_counter() - since > INTERVAL
+        return Report(
+            beat,
+            blocked or any(one.on_main for one in under_way),
+            self.describe(),
+            tuple(one.exchange() for one in under_way),
+        )
+
+    def _warn(self, at: str, me: int) -> None:
+        if self._absent:
+            log.warning(
+                "rank %d has waited for %.0f s%s: %s not there. If they are slow, all is well. %s",
+                me,
+                2 * PATIENCE,
+                f" ({at})" if at else "",
+                _ranks(self._absent),
+                REMEDY,
+            )
+
+
+def judge(before: dict[int, Report], now: dict[int, Report], world: int) -> str:
+    """Judge from two rounds of reports whether ranks wait for each other forever.
+
+    Args:
+        before: Reports of the previous round, by rank.
+        now: Reports of this round, by rank.
+        world: Number of ranks.
+
+    Returns:
+        A sentence that says where each rank waits; empty if the ranks may still go on.
+    """
+    for rank in range(world):
+        one, other = before.get(rank), now.get(rank)
+        if one is None or other is None or not other.blocked:
+            return ""
+        if one.beat == other.beat or not one.same_place(other):
+            return ""
+    for report in now.values():
+        for exchange in report.exchanges:
+            if _may_go_on(exchange, now):
+                return ""
+    places = "; ".join(f"rank {rank} {_place(report)}" for rank, report in sorted(now.items()))
+    return f"ranks wait for each other and none can go on: {places}"
+
+
+def _may_go_on(exchange: NotedExchange, reports: dict[int, Report]) -> bool:
+    """Whether all members have entered an exchange and send as many bytes as the others expect."""
+    entered = []
+    for rank in exchange.ranks:
+        same = [other for other in reports[rank].exchanges if _identity(other) == _identity(exchange)]
+        if not same:
+            return False
+        entered.append(same[0])
+    return all(
+        not one.sends or not other.receives or one.sends[j] == other.receives[i]
+        for i, one in enumerate(entered)
+        for j, other in enumerate(entered)
+        if i != j
+    )
+
+
+def _identity(exchange: NotedExchange) -> tuple[object, ...]:
+    return exchange.ranks, exchange.place, exchange.number, exchange.kind
+
+
+def _place(report: Report) -> str:
+    where = ", ".join(f"{e.kind} on the {e.place} lane with ranks {list(e.ranks)}" for e in report.exchanges[:2])
+    return f"waits in {where}" + (f" ({report.at})" if report.at else "")
+
+
+_VERDICT = "verdict"
+
+
+def _verdict(store: dist.Store) -> str:
+    return store.get(_VERDICT).decode() if store.check([_VERDICT]) else ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Subject and verb of a sentence about ranks: "rank 1 is", "ranks 1, 2 are"."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'are' if len(ranks) > 1 else 'is'}"
+
+
+def _key(rank: int) -> str:
+    return str(rank)
+
+
+def _reports(store: dist.Store) -> dict[int, Report]:
+    reports = {}
+    for rank in range(dist.get_world_size()):
+        if store.check([_key(rank)]) and (report := store.get(_key(rank)).decode()):
+            reports[rank] = Report.from_json(report)
+    return reports

@@ -1,0 +1,159 @@
+"""The state of a sharded optimizer as torch's own state dict of the whole model, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import safetensors.torch
+import torch
+
+from thinwire.agreement import Typed
+from thinwire.collectives.group import control
+from thinwire.errors import CheckpointError
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
+from thinwire.sharding.tensors.tensor import ShareTensor
+
+__all__ = ["load_whole_state", "whole_state", "whole_value"]
+
+Names = Sequence[Sequence[str]]
+"""Names of the parameters of each group, in the order of the optimizer of the whole model."""
+
+
+@dataclass(frozen=True)
+class _WholeEntry:
+    """One entry of a parameter's state.
+
+    Attributes:
+        cut: Whether it has an element for each of the parameter, so that ranks hold pieces of it.
+        tensor: It in safetensors, without elements if it is cut; ``None`` if it is no tensor.
+        plain: What it is instead: a number, text, or lists and dictionaries of such.
+    """
+
+    cut: bool
+    tensor: bytes | None
+    plain: object = None
+
+    @classmethod
+    def of(cls, value: Any, owned: OwnedFragment) -> _WholeEntry:
+        if not isinstance(value, torch.Tensor):
+            return cls(False, None, value)
+        cut = value.dim() > 0 and value.numel() == owned.value.numel()
+        sent = value.new_empty(0) if cut else value.detach()
+        return cls(cut, safetensors.torch.save({"": sent.cpu().contiguous()}))
+
+    def value(self) -> Any:
+        """It, on the CPU; of a cut one, only the dtype."""
+        return self.plain if self.tensor is None else safetensors.torch.load(self.tensor)[""]
+
+
+_ENTRIES: Final[Typed[dict[str, dict[str, _WholeEntry]]]] = Typed(dict[str, dict[str, _WholeEntry]])
+
+
+@torch.no_grad()
+def whole_value(value: Any, *, keep: bool) -> Any:
+    """An entry of a sharded model's state dict, whole and on the CPU. Collective.
+
+    Args:
+        value: The entry.
+        keep: Whether this rank needs it; if not, ``None`` is returned.
+    """
+    if isinstance(value, ShareTensor):
+        whole = value.full_tensor()
+        return whole.cpu() if keep else None
+    if not keep:
+        return None
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+
+@torch.no_grad()
+def whole_state(optim: ShardedOptimizer, names: Names) -> dict[str, Any]:
+    """The state dict of the optimizer of the whole model. Collective.
+
+    Args:
+        optim: A sharded optimizer of a model that is trained by data-parallel ranks only.
+        names: Names of its parameters.
+
+    Returns:
+        ``{"state": {number: {key: value}}, "param_groups": [...]}`` as in torch, on the CPU; empty on all ranks but the
+        first.
+    """
+    outside, ranks = optim.runtime.outside, control()
+    assert outside is not None
+    owned = {item.fragment.slot.name: item for item in optim.fragments}
+    mine = {
+        name: {key: _WholeEntry.of(value, item) for key, value in optim.state.get(item.value, {}).items()}
+        for name, item in owned.items()
+    }
+    entries: dict[str, dict[str, _WholeEntry]] = {}
+    for everyone in ranks.all_gather_typed(mine, _ENTRIES):
+        for name, of_name in everyone.items():
+            entries.setdefault(name, {}).update(of_name)
+    numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
+    state: dict[int, dict[str, Any]] = {}
+    for name, number in numbers.items():
+        for key, entry in entries.get(name, {}).items():
+            value = entry.value()
+            if entry.cut:
+                share = outside.parameters[name]
+                piece = torch.empty(0, dtype=value.dtype, device=share.device)
+                if name in owned:
+                    piece = optim.state[owned[name].value][key].reshape(-1)
+                value = ShareTensor(piece, share.spec).full_tensor().cpu()
+            if ranks.rank == 0:
+                state.setdefault(number, {})[key] = value
+    if ranks.rank != 0:
+        return {}
+    groups = [
+        _options(group) | {"params": [numbers[name] for name in of_group]}
+        for group, of_group in zip(optim.param_groups, names, strict=True)
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def load_whole_state(optim: ShardedOptimizer, names: Names, whole: Mapping[str, Any]) -> None:
+    """Load a state dict of the optimizer of the whole model; this rank takes its pieces.
+
+    Args:
+        optim: A sharded optimizer.
+        names: Names of its parameters.
+        whole: Result of the whole optimizer's ``state_dict()``.
+
+    Raises:
+        CheckpointError: It has other groups or other parameters.
+    """
+    groups = whole["param_groups"]
+    sizes, present = [len(group["params"]) for group in groups], [len(of_group) for of_group in names]
+    if sizes != present:
+        raise CheckpointError(
+            f"the checkpoint's optimizer has groups of {sizes} parameters, and this one has {present}: make the "
+            "optimizer with the groups that it was saved with"
+        )
+    numbers = {
+        name: number
+        for group, of_group in zip(groups, names, strict=True)
+        for number, name in zip(group["params"], of_group, strict=True)
+    }
+    owned = {id(item.value): item for item in optim.fragments}
+    local = optim.inner.state_dict()["param_groups"]
+    state: dict[int, Any] = {}
+    for group, own in zip(optim.inner.param_groups, local, strict=True):
+        for value, index in zip(group["params"], own["params"], strict=True):
+            item = owned[id(value)]
+            if entries := whole["state"].get(numbers[item.fragment.slot.name]):
+                state[index] = {key: _piece(entry, item) for key, entry in entries.items()}
+    options = [_options(group) | {"params": own["params"]} for group, own in zip(groups, local, strict=True)]
+    optim.inner.load_state_dict({"state": state, "param_groups": options})
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _piece(entry: Any, item: OwnedFragment) -> Any:
+    if not isinstance(entry, torch.Tensor) or entry.dim() == 0 or entry.numel() != item.fragment.slot.numel:
+        return entry
+    begin = item.fragment.offset
+    return entry.reshape(-1)[begin : begin + item.fragment.length].clone().view(item.value.shape)

@@ -1,0 +1,371 @@
+"""Loads a checkpoint under any plan: nothing changes until all ranks know that it holds what they need."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from thinwire.agreement import NOTHING
+from thinwire.checkpoint import store
+from thinwire.checkpoint.manifest import VectorEntry
+from thinwire.collectives.group import control
+from thinwire.errors import CheckpointError
+from thinwire.sharding.checkpointing.manifest_values import check_groups, check_values
+from thinwire.sharding.checkpointing.saving import settle
+from thinwire.sharding.checkpointing.stored_parameters import (
+    Json,
+    ModelAndOptimizer,
+    StoredParameters,
+    Vectors,
+    check_slices,
+    frozen,
+    of_part,
+    persistent_buffers,
+    shapes_of,
+    union,
+)
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.grads.optimizer_state import make_state, state_of
+from thinwire.sharding.islands.exchanges import Exchanges
+from thinwire.sharding.islands.saved import (
+    own_key,
+    own_masters,
+    restore_lost,
+    resume_turns,
+    shared_pieces,
+)
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, rescale_lost
+from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.step.loss_scale import checked_state
+from thinwire.sharding.step.sharded_model import ShardedModel
+
+__all__ = ["load"]
+
+log = logging.getLogger("thinwire")
+
+T = TypeVar("T")
+
+
+def load(parts: Sequence[ModelAndOptimizer], path: Path) -> dict[str, Json]:
+    """Read a checkpoint; see :func:`thinwire.load`.
+
+    Args:
+        parts: Parts that this rank trains; the same number on every rank.
+        path: Directory of the checkpoint.
+    """
+    settle()
+    for model, _ in parts:
+        runtime_of(model).holds.refuse("load()")
+    shapes = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()})
+    opened = _everywhere(lambda: _open(shapes, parts, path))
+    manifest = opened.manifest
+    same_plan = manifest.values["plan"] == runtime_of(parts[0][0]).plan.to_toml()  # those of other parts follow from it
+    loading = [_Loading(model, optim, manifest, path, same_plan=same_plan) for model, optim in parts]
+    vectors = Vectors()
+    try:
+        # Check on all ranks before any rank reads, so that no rank waits for another that has failed.
+        _everywhere(lambda: _want_all(loading, vectors))
+        store.read(opened, vectors.sharded(), control=control(), before_filling=lambda: _begin(loading))
+    except BaseException:  # whatever it is, the optimizer must not go on with what a load has left
+        for part in loading:
+            part.undo()
+        raise
+    for part in loading:
+        part.finish()
+    return dict(manifest.values["extra"])
+
+
+def _begin(loading: Sequence[_Loading]) -> None:
+    for part in loading:
+        part.begin()
+
+
+def _want_all(loading: Sequence[_Loading], vectors: Vectors) -> None:
+    for part in loading:
+        part.want(vectors)
+
+
+class _Loading:
+    """Loads one part. Nothing in the part changes until the checkpoint is known to hold everything it needs; from then
+    on, the part is half loaded until the end."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: ShardedOptimizer | None,
+        manifest: store.Manifest,
+        path: Path,
+        *,
+        same_plan: bool,
+    ) -> None:
+        self._model, self._optim, self._manifest, self._path = model, optim, manifest, path
+        self._runtime = runtime = runtime_of(model)
+        runtime.join_spreads()
+        runtime.zero_grad()
+        self._same_plan = same_plan
+        self._with_held = runtime.plan.wire.spread_difference and self._same_plan
+        self._new = make_state(optim.owned) if optim is not None else []
+        self._numbers: list[tuple[dict[str, Any], str, Json]] = []
+        self._copies: list[Callable[[], object]] = []
+        self._lost: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
+        # Islands go on by themselves if there are as many as before; otherwise all start from what they agreed on.
+        self._same_islands = manifest.values.get("islands", 1) == runtime.plan.job_islands
+        self._island = runtime.part.data.island if self._same_islands else 0
+        self._loss_scale: Mapping[str, Json] | None = None
+
+    def want(self, vectors: Vectors) -> None:
+        """Register the vectors to read and their targets.
+
+        Raises:
+            CheckpointError: The checkpoint lacks state of the optimizer, or its loss scale is corrupt.
+        """
+        self._loss_scale = checked_state(self._manifest.values.get(own_key("loss_scale", self._island)))
+        stored = StoredParameters(self._manifest, self._runtime.slices, vectors)
+        self._copies = _want_unoptimized(self._runtime.sharded, self._manifest, vectors, stored)
+        fragments = self._optim.fragments if self._optim is not None else self._runtime.sharded.fragments()
+        exchanges = self._runtime.exchanges
+        apart = exchanges is not None and self._same_islands
+        for owned in fragments:
+            masters = own_masters(self._island) if apart else "model"
+            stored.want(masters, owned, "", owned.value.detach().view(-1))
+            if self._with_held:
+                stored.want(own_key("held", self._island), owned, "", owned.held)
+        if exchanges is not None:
+            exchanges.wait()
+            self._want_shared(exchanges, fragments, stored)
+        self._lost = _want_feedback(self._runtime.sharded, self._manifest, vectors, same_plan=self._same_plan)
+        if self._optim is not None:
+            prefix = own_key("optimizer", self._island)
+            self._numbers = _want_state(self._optim, self._manifest, stored, self._path, prefix)
+        self._copies += stored.copies
+
+    def _want_shared(self, exchanges: Exchanges, fragments: Sequence[OwnedFragment], stored: StoredParameters) -> None:
+        """Register what islands share: what they agreed on last, and the outer momentum, which may be new."""
+        for piece in shared_pieces(exchanges, fragments):
+            slot = piece.owned.fragment.slot
+            stored.want_fragment(f"model/{slot.name}", slot.name, slot.numel, piece.offset, piece.anchor)
+            key = f"outer/momentum/{slot.name}"
+            if piece.momentum is not None and stored.dtype_of(key) is not None:
+                stored.want_fragment(key, slot.name, slot.numel, piece.offset, piece.momentum)
+            elif piece.momentum is not None:
+                self._copies.append(piece.momentum.zero_)
+
+    def begin(self) -> None:
+        """Note that the part and its optimizer will hold values of no single moment until the load has succeeded."""
+        self._runtime.half_loaded = (
+            f"the model is half loaded: the load of {self._path} failed after it had begun to fill the model; load a "
+            "checkpoint, this one or another, before you use the model again"
+        )
+        if self._optim is not None:
+            self._new = list(self._optim.fragments)
+
+    def undo(self) -> None:
+        """Remove the optimizer state that was created for loading, or all of it if it is half loaded."""
+        for owned in self._new:
+            assert self._optim is not None
+            self._optim.state.pop(owned.value, None)
+
+    def finish(self) -> None:
+        """Put the values that were read into place, and spread them."""
+        for copy in self._copies:
+            copy()
+        for state, key, value in self._numbers:
+            if isinstance(state[key], torch.Tensor):
+                state[key].fill_(value)
+            else:
+                state[key] = value
+        if self._optim is not None:
+            _restore_groups(self._optim, self._manifest.values["groups"])
+        runtime = self._runtime
+        runtime.reducer.lost, outer = self._lost
+        self._restore_loss_scale()
+        if runtime.exchanges is not None:
+            restore_lost(runtime.exchanges, outer)
+            turns = self._manifest.values.get(of_part("outer", runtime.part), {}) if self._same_islands else {}
+            resume_turns(runtime.exchanges, turns)
+        # The spread counts as the update of the last saved step.
+        runtime.loaded(int(self._manifest.values["num_steps"]), with_replicas=self._with_held)
+        runtime.join_spreads()
+        runtime.half_loaded = None
+
+    def _restore_loss_scale(self) -> None:
+        """Continue with the loss scale of the checkpoint; rounding errors of another scale follow the present one."""
+        saved, scale = self._loss_scale, self._runtime.step_check.loss_scale
+        if saved is not None and self._optim is not None and scale is not None:
+            scale.restore(saved)
+        before, present = 1.0 if saved is None else saved["value"], 1.0 if scale is None else scale.value
+        rescale_lost(self._runtime, present / before)
+
+
+def _everywhere(action: Callable[[], T]) -> T:
+    """Run an action that does not communicate on every rank; an error on any rank is raised on all."""
+
+    def first(problems: Mapping[int, str]) -> CheckpointError:
+        return CheckpointError(next(iter(problems.values())))
+
+    done: list[T] = []
+    control().agree(lambda: done.append(action()), first, NOTHING)
+    return done[0]
+
+
+def _open(shapes: Mapping[str, Json], parts: Sequence[ModelAndOptimizer], path: Path) -> store.Opened:
+    """Read and verify the manifest of a checkpoint, and check that it fits the model and the optimizer."""
+    opened = store.open_checkpoint(path)
+    manifest = opened.manifest
+    check_values(manifest.values, path)
+    saved_shapes = manifest.values.get("shapes", {})
+    differences = [
+        f"{name} is {saved_shapes.get(name, 'missing')} in the checkpoint, {shapes.get(name, 'missing')} in the model"
+        for name in {**shapes, **saved_shapes}
+        if saved_shapes.get(name) != shapes.get(name)
+    ]
+    if differences:
+        more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise CheckpointError(f"{path}: saved from another model: {'; '.join(differences[:3])}{more}")
+    check_slices(manifest, shapes, path)
+    optim = parts[0][1]
+    if optim is None:
+        return opened
+    saved, present = manifest.values.get("optimizer"), type(optim.inner).__name__
+    alone = "load the parameters alone with thinwire.load(model, None, path)"
+    if saved is None:
+        raise CheckpointError(f"{path}: saved without an optimizer; {alone}")
+    if saved != present:
+        raise CheckpointError(f"{path}: saved with optimizer {saved}, loaded into {present}; use {saved}, or {alone}")
+    num_saved, num_present = len(manifest.values["groups"]), len(optim.param_groups)
+    if num_saved != num_present:
+        raise CheckpointError(
+            f"{path}: the checkpoint has {num_saved} parameter groups, the optimizer {num_present}; make the optimizer "
+            "with the param_groups it was saved with"
+        )
+    check_groups(manifest.values["groups"], optim.param_groups, path)
+    return opened
+
+
+def _want_unoptimized(
+    sharded: ShardedModel, manifest: store.Manifest, vectors: Vectors, parameters: StoredParameters
+) -> list[Callable[[], object]]:
+    """Register frozen parameters and buffers for reading, in their stored dtype.
+
+    Returns:
+        Functions that copy the values, once they are read, to the parameters and buffers.
+    """
+    copies: list[Callable[[], object]] = []
+    for name, numel, offset, target in frozen(sharded):
+        dtype = parameters.dtype_of(f"model/{name}") or target.dtype
+        place = target if dtype == target.dtype else torch.empty(target.numel(), dtype=dtype, device=target.device)
+        parameters.want_fragment(f"model/{name}", name, numel, offset, place)
+        if place is not target:
+            copies.append(functools.partial(target.copy_, place))
+    for name, buffer in persistent_buffers(sharded.model):
+        entry = manifest.vectors.get(f"buffer/{name}")
+        dtype = entry.dtype if entry is not None and entry.dtype is not None else buffer.dtype
+        stored = torch.empty(buffer.numel(), dtype=dtype, device=buffer.device)
+        vectors.add(f"buffer/{name}", buffer.numel(), 0, stored)
+        copies.append(functools.partial(buffer.copy_, stored.view(buffer.shape)))
+    return copies
+
+
+def _want_state(
+    optim: ShardedOptimizer, manifest: store.Manifest, parameters: StoredParameters, path: Path, prefix: str
+) -> list[tuple[dict[str, Any], str, Json]]:
+    """Register this rank's optimizer state for reading.
+
+    Returns:
+        State that is a single number: the dictionary and the key where it belongs, and its value.
+    """
+    stored = {*(key.partition("@")[0] for key in manifest.vectors), *manifest.values}
+    stepped = {key.rpartition("/")[0] for key in stored if key.startswith(f"{prefix}/")}
+    numbers = []
+    for owned in optim.fragments:
+        slot = owned.fragment.slot
+        name = f"{prefix}/{slot.name}"
+        if name not in stepped:
+            optim.state.pop(owned.value, None)
+            continue
+        for key, entry in state_of(optim.owned, owned).items():
+            full = f"{name}/{key}"
+            if full not in stored:
+                raise CheckpointError(
+                    f"{path}: the checkpoint has optimizer state for {slot.name} but none called {key!r}; load it with "
+                    "the optimizer options it was saved with"
+                )
+            if full in manifest.values:
+                numbers.append((optim.state[owned.value], key, manifest.values[full]))
+            elif entry.numel() == owned.value.numel():
+                parameters.want(prefix, owned, f"/{key}", entry.view(-1))
+            else:
+                parameters.want_fragment(full, slot.name, entry.numel(), 0, entry.view(-1))
+    return numbers
+
+
+def _want_feedback(
+    sharded: ShardedModel, manifest: store.Manifest, vectors: Vectors, *, same_plan: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Register this rank's error feedback for reading, if it comes from the same plan; returns targets by reduction,
+    and by exchange with other islands."""
+    islands, data = sharded.plan.islands, sharded.part.data
+    wanted = _want_lost(
+        own_key("feedback", data.island),
+        sharded,
+        data.ranks,
+        manifest,
+        vectors,
+        same_plan=same_plan,
+        keeps=sharded.plan.wire.error_feedback,
+    )
+    outer = _want_lost(
+        "outer/lost",
+        sharded,
+        data.everyone,
+        manifest,
+        vectors,
+        same_plan=same_plan,
+        keeps=islands is not None and islands.error_feedback,
+    )
+    return wanted, outer
+
+
+def _want_lost(
+    key: str,
+    sharded: ShardedModel,
+    ranks: Sequence[int],
+    manifest: store.Manifest,
+    vectors: Vectors,
+    *,
+    same_plan: bool,
+    keeps: bool,
+) -> dict[str, torch.Tensor]:
+    stored = manifest.values.get(of_part(key, sharded.part), {})
+    if not keeps or not stored:
+        return {}
+    if not same_plan:
+        if control().rank == 0:
+            log.warning("the checkpoint's error feedback belongs to another plan: error feedback starts from zero")
+        return {}
+    rank, wanted = sorted(ranks).index(control().ranks[control().rank]), {}
+    for number in stored:
+        name = of_part(f"{key}/{number}", sharded.part)
+        sizes = _sizes_of_ranks(stored[number], manifest.vectors.get(name), len(ranks), name)
+        wanted[number] = torch.zeros(sizes[rank], device=sharded.arena.device)
+        vectors.add(name, sum(sizes), sum(sizes[:rank]), wanted[number])
+    return wanted
+
+
+def _sizes_of_ranks(sizes: Json, vector: VectorEntry | None, ranks: int, name: str) -> list[int]:
+    """Check the sizes in the manifest that divide a vector among ranks, before memory is allocated for them."""
+    well_formed = isinstance(sizes, list) and all(type(size) is int and size >= 0 for size in sizes)
+    if not well_formed or vector is None or len(sizes) != ranks or sum(sizes) != vector.numel:
+        raise CheckpointError(f"the manifest does not say how {name} is shared out among {ranks} ranks: it is damaged")
+    return list(sizes)
+
+
+def _restore_groups(optim: ShardedOptimizer, saved: list[dict[str, Json]]) -> None:
+    for group, values in zip(optim.param_groups, saved, strict=True):
+        group.update({key: tuple(v) if isinstance(group.get(key), tuple) else v for key, v in values.items()})

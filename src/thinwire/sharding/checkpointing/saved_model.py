@@ -1,0 +1,63 @@
+"""Reads a checkpoint in a single process, without a job."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from thinwire.checkpoint import store
+from thinwire.errors import CheckpointError
+from thinwire.sharding.checkpointing.manifest_values import check_values
+from thinwire.sharding.checkpointing.stored_parameters import check_slices, sliced
+
+__all__ = ["SavedModel"]
+
+
+class SavedModel:
+    """Reads the parameters and buffers of a checkpoint one at a time, in a single process without a job.
+
+    Args:
+        path: Directory of the checkpoint.
+
+    Attributes:
+        shapes: Shapes of parameters and persistent buffers, by name.
+
+    Raises:
+        CheckpointError: The checkpoint is missing, incomplete or corrupt.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._reader = store.Reader(path)
+        values = self._reader.manifest.values
+        check_values(values, path)
+        self.shapes: dict[str, list[int]] = values.get("shapes", {})
+        check_slices(self._reader.manifest, self.shapes, path)
+        self._cuts: dict[str, list[int]] = values.get("slices", {})
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read a whole parameter or buffer, even if it is stored in slices.
+
+        Args:
+            name: A key of :attr:`shapes`.
+
+        Returns:
+            Tensor on the CPU, in fp32; frozen parameters and buffers have their own dtype.
+
+        Raises:
+            CheckpointError: The tensor cannot be read, or its length does not match its shape.
+        """
+        key = f"buffer/{name}" if f"buffer/{name}" in self._reader.manifest.vectors else f"model/{name}"
+        shape = list(self.shapes[name])
+        dim, ways = self._cuts.get(name, (0, 1))
+        if name not in self._cuts:
+            return self._shaped(key, shape)
+        part = [*shape[:dim], shape[dim] // ways, *shape[dim + 1 :]]
+        return torch.cat([self._shaped(sliced(key, index), part) for index in range(ways)], dim)
+
+    def _shaped(self, key: str, shape: list[int]) -> torch.Tensor:
+        vector = self._reader.vector(key)
+        if vector.numel() != math.prod(shape):
+            raise CheckpointError(f"corrupt: {key} has {vector.numel()} elements, and the shape {shape}")
+        return vector.view(shape)

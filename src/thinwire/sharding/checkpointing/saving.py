@@ -1,0 +1,274 @@
+"""Saves a sharded model to a checkpoint, and loads it under any other plan.
+
+Everything is stored per parameter, as flat vectors: ``model/NAME`` in fp32, and ``optimizer/NAME/KEY`` for state of the
+parameter's length. State that is one number per parameter (Adam's ``step``) is stored as a value. Two kinds of vectors
+are valid only under the plan that wrote them. ``feedback/REDUCTION`` holds the rounding errors of error feedback, rank
+after rank; they contain the loss scale, whose state is the value ``loss_scale``. ``held/NAME`` holds the P-shard values
+in compute dtype, if the plan spreads differences.
+
+Plans with islands add keys; see :mod:`thinwire.sharding.islands.saved`.
+
+A parameter that tensor parallelism cuts is stored slice by slice, as ``model/NAME@INDEX``. The value ``slices`` holds
+the dimension and the number of slices. When a rank loads a parameter, it assembles the slice that it needs. Keys of
+values that belong to one part of a model, under tensor or pipeline parallelism, contain the label of the part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from thinwire.agreement import Typed
+from thinwire.checkpoint import store
+from thinwire.checkpoint.background import BackgroundWriter, PendingSave
+from thinwire.checkpoint.store import ShardedVector
+from thinwire.collectives.group import Control, before_shutdown, control, control_beside
+from thinwire.collectives.links.streams import streams_of
+from thinwire.errors import CheckpointError
+from thinwire.program import Axis, Lane
+from thinwire.sharding.checkpointing.stored_parameters import (
+    Json,
+    ModelAndOptimizer,
+    Vectors,
+    cuts_of,
+    frozen,
+    of_part,
+    persistent_buffers,
+    shapes_of,
+    sliced,
+    union,
+)
+from thinwire.sharding.grads.optimizer_state import state_of
+from thinwire.sharding.islands.saved import (
+    lost_of,
+    own_key,
+    own_masters,
+    shared_pieces,
+    turns_of,
+)
+from thinwire.sharding.memory.local import LocalPart
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
+from thinwire.sharding.runtime.runtime import runtime_of
+
+__all__ = ["save", "settle", "start_saving", "wait_for_writer"]
+
+
+_SIZES: Final[Typed[dict[str, int]]] = Typed(dict[str, int])
+
+
+_writer: BackgroundWriter | None = None
+"""Writes this process's checkpoints in the background; ``None`` before the first one of a job."""
+
+
+_given_up: list[BackgroundWriter] = []
+"""Writers whose last save took longer than its limit. Their groups may have timed out, so each needs a successor."""
+
+
+_FLAG: Final[Typed[bool]] = Typed(bool)
+
+
+def save(parts: Sequence[ModelAndOptimizer], path: Path, extra: Mapping[str, Json] | None) -> None:
+    """Write a checkpoint of everything that the ranks of the job train; see :func:`thinwire.save`.
+
+    Args:
+        parts: Parts that this rank trains; the same number on every rank.
+        path: Directory of the checkpoint.
+        extra: Further JSON values to save.
+    """
+    settle()
+    vectors, values = _collect(parts, extra)
+    store.write(path, vectors, values, control=control())
+
+
+def start_saving(
+    parts: Sequence[ModelAndOptimizer],
+    path: Path,
+    extra: Mapping[str, Json] | None,
+    then: Callable[[], None] | None = None,
+    *,
+    limit: float | None = None,
+    copies: bool = True,
+) -> PendingSave:
+    """Begin to write a checkpoint in the background; see :func:`thinwire.async_save`.
+
+    Args:
+        parts: Parts that this rank trains; the same number on every rank.
+        path: Directory of the checkpoint.
+        extra: Further JSON values to save.
+        then: What the writing thread of this rank does once the checkpoint is complete.
+        limit: Seconds that the save may take; see :func:`thinwire.async_save`.
+        copies: False if the caller waits for the save, so that nothing need be copied.
+
+    Returns:
+        The save.
+
+    Raises:
+        CheckpointError: The save before has failed, or one that was given up still hangs. Raised on every rank.
+    """
+    global _writer
+    settle()
+    if _given_up:
+        _refuse_beside_hanging(path)
+    vectors, values = _collect(parts, extra)
+    if _writer is None:
+        purpose = f"checkpoint-{len(_given_up)}" if _given_up else "checkpoint"
+        beside = control_beside(purpose)
+        _writer = BackgroundWriter(beside, streams_of, beside.close)
+        before_shutdown(_close_writer)
+    return _writer.start(path, vectors, values, then=then, limit=limit, copies=copies)
+
+
+def _refuse_beside_hanging(path: Path) -> None:
+    """Refuse to begin a save while an earlier one hangs on any rank: memory for another copy would be lost, too."""
+    hangs: list[bool] = control().all_gather_typed(any(writer.hangs for writer in _given_up), _FLAG)
+    if any(hangs):
+        ranks = ", ".join(str(rank) for rank, hanging in enumerate(hangs) if hanging)
+        raise CheckpointError(f"{path}: cannot save: an earlier save still waits for the file system on rank {ranks}")
+
+
+def settle() -> None:
+    """Wait until no checkpoint is being written in the background. Collective.
+
+    Raises:
+        CheckpointError: The last one failed, and nobody has asked for its result, or it takes longer than its limit.
+            Raised on every rank.
+    """
+    global _writer
+    if _writer is None:
+        return
+    try:
+        _writer.settle(control())
+    finally:
+        if _writer.given_up:
+            _given_up.append(_writer)
+            _writer = None
+
+
+def wait_for_writer() -> None:
+    """Wait until no checkpoint is being written in the background, however it ends. Exchanges nothing."""
+    if _writer is not None:
+        _writer.join()
+
+
+def _close_writer() -> None:
+    global _writer
+    _given_up.clear()
+    if _writer is not None:
+        _writer.close()
+        _writer = None
+
+
+def _collect(
+    parts: Sequence[ModelAndOptimizer], extra: Mapping[str, Json] | None
+) -> tuple[dict[str, ShardedVector], dict[str, Json]]:
+    """The vectors and the values of a checkpoint."""
+    for model, _ in parts:
+        runtime_of(model).refuse_half_loaded()
+    vectors = Vectors()
+    plan, num_steps = runtime_of(parts[0][0]).plan, runtime_of(parts[0][0]).num_steps
+    values: dict[str, Json] = {"plan": plan.to_toml(), "num_steps": num_steps, "extra": dict(extra or {})}
+    values["shapes"] = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()})
+    values["slices"] = union(
+        {name: cut for model, _ in parts for name, cut in cuts_of(runtime_of(model).slices).items()}
+    )
+    for model, optim in parts:
+        _save_part(model, optim, vectors, values)
+    return vectors.sharded(), values
+
+
+def _save_part(model: nn.Module, optim: ShardedOptimizer | None, vectors: Vectors, values: dict[str, Json]) -> None:
+    runtime = runtime_of(model)
+    runtime.join_spreads()
+    first_replica = runtime.axes[Axis.REPLICA, Lane.SYNC].index == 0
+    first_holder = first_replica and runtime.axes[Axis.SHARD, Lane.REDUCE].index == 0
+    first_tensor = runtime.part.tensor == 0
+    island, exchanges = runtime.part.data.island, runtime.exchanges
+    fragments = optim.fragments if optim is not None else runtime.sharded.fragments()
+
+    def add(prefix: str, name: str, suffix: str, numel: int, offset: int, tensor: torch.Tensor | None) -> None:
+        cut = runtime.slices.get(name)
+        if cut is not None:
+            vectors.add(sliced(f"{prefix}/{name}{suffix}", cut.index), numel, offset, tensor)
+        else:
+            vectors.add(f"{prefix}/{name}{suffix}", numel, offset, tensor if first_tensor else None)
+
+    for name, numel, offset, tensor in frozen(runtime.sharded):
+        add("model", name, "", numel, offset, tensor if first_holder and island == 0 else None)
+    for name, buffer in persistent_buffers(model):
+        add("buffer", name, "", buffer.numel(), 0, buffer.reshape(-1) if runtime.rank == island == 0 else None)
+    if exchanges is not None:
+        exchanges.wait()
+        for piece in shared_pieces(exchanges, fragments):
+            slot = piece.owned.fragment.slot
+            add("model", slot.name, "", slot.numel, piece.offset, piece.anchor if island == 0 else None)
+            if piece.momentum is not None:
+                momentum = piece.momentum if island == 0 else None
+                add("outer/momentum", slot.name, "", slot.numel, piece.offset, momentum)
+    inner = None if optim is None else optim.owned
+    for owned in fragments:
+        slot, offset = owned.fragment.slot, owned.fragment.offset
+        value = owned.value.detach().reshape(-1) if first_replica else None
+        add("model" if exchanges is None else own_masters(island), slot.name, "", slot.numel, offset, value)
+        if runtime.plan.wire.spread_difference:
+            add(own_key("held", island), slot.name, "", slot.numel, offset, owned.held if first_replica else None)
+        for key, entry in state_of(inner, owned).items():
+            if isinstance(entry, torch.Tensor) and entry.dim() > 0:
+                as_long = entry.numel() == owned.value.numel()
+                numel, begin = (slot.numel, offset) if as_long else (entry.numel(), 0)
+                moment = entry.reshape(-1) if first_replica else None
+                add(own_key("optimizer", island), slot.name, f"/{key}", numel, begin, moment)
+            else:
+                number = entry.item() if isinstance(entry, torch.Tensor) else entry
+                values[own_key(f"optimizer/{slot.name}/{key}", island)] = number
+    runtime.reducer.join()
+    _save_lost(own_key("feedback", island), runtime.part, runtime.reducer.lost, vectors, values)
+    if exchanges is not None:
+        _save_lost("outer/lost", runtime.part, lost_of(exchanges), vectors, values, everywhere=True)
+        values[of_part("outer", runtime.part)] = turns_of(exchanges)
+        values["islands"] = runtime.plan.job_islands
+    if optim is not None:
+        if optim.loss_scale is not None:
+            values[own_key("loss_scale", island)] = optim.loss_scale.state()
+        values["optimizer"] = type(optim.inner).__name__
+        values["groups"] = [
+            {key: _as_json(value) for key, value in group.items() if key != "params" and _is_json(value)}
+            for group in optim.param_groups
+        ]
+
+
+def _save_lost(
+    key: str,
+    part: LocalPart,
+    lost: Mapping[str, torch.Tensor],
+    vectors: Vectors,
+    values: dict[str, Json],
+    *,
+    everywhere: bool = False,
+) -> None:
+    """Add rounding errors to a checkpoint, those of one rank after those of another: of the ranks that step together,
+    or ``everywhere``, of all islands. Collective."""
+    data = part.data
+    ranks = control(data.everyone if everywhere else data.ranks)
+    values[of_part(key, part)] = sizes = _sizes_everywhere(ranks, lost)
+    for name, of_rank in lost.items():
+        vectors.add(of_part(f"{key}/{name}", part), sum(sizes[name]), sum(sizes[name][: ranks.rank]), of_rank)
+
+
+def _sizes_everywhere(ranks: Control, lost: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
+    """For each name, the number of elements that each rank keeps for error feedback. Collective."""
+    everyone = ranks.all_gather_typed({key: errors.numel() for key, errors in lost.items()}, _SIZES)
+    return {key: [sizes[key] for sizes in everyone] for key in lost}
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_json(item) for item in value)
+    return value is None or isinstance(value, str | int | float | bool)
+
+
+def _as_json(value: Any) -> Json:
+    return [_as_json(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,204 @@
+"""How a checkpoint stores parameters: their keys, slices and shapes, and the chunks that a rank reads and writes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from thinwire.agreement import Typed
+from thinwire.checkpoint import store
+from thinwire.checkpoint.store import Chunk, ShardedVector
+from thinwire.collectives.group import control
+from thinwire.errors import CheckpointError
+from thinwire.program import Axis, Lane
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.memory.local import LocalPart, Slice
+from thinwire.sharding.modules.discover import is_ignored
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
+from thinwire.sharding.step.sharded_model import ShardedModel
+
+__all__ = [
+    "Json",
+    "ModelAndOptimizer",
+    "StoredParameters",
+    "Vectors",
+    "check_slices",
+    "cuts_of",
+    "frozen",
+    "of_part",
+    "persistent_buffers",
+    "shapes_of",
+    "sliced",
+    "union",
+]
+
+
+_VALUES: Final[Typed[dict[str, Json]]] = Typed(dict[str, object])
+
+
+Json = Any
+
+
+ModelAndOptimizer = tuple[nn.Module, ShardedOptimizer | None]
+"""A sharded model, or a part of one, and its optimizer; ``None`` if the optimizer is neither saved nor loaded."""
+
+
+def union(mine: Mapping[str, Json]) -> dict[str, Json]:
+    """Merge the dictionaries of all ranks. Collective."""
+    return {key: value for part in control().all_gather_typed(dict(mine), _VALUES) for key, value in part.items()}
+
+
+def of_part(key: str, part: LocalPart) -> str:
+    label = part.label
+    return f"{key} of {label}" if label else key
+
+
+def check_slices(manifest: store.Manifest, shapes: Mapping[str, Json], path: Path) -> None:
+    """Check that the slices in the manifest match the shapes of the parameters.
+
+    Raises:
+        CheckpointError: A parameter cannot have such slices; the error names it.
+    """
+    slices = manifest.values.get("slices", {})
+    for name, cut in slices.items() if isinstance(slices, dict) else [("slices", slices)]:
+        shape = shapes.get(name, [])
+        dim, ways = cut if isinstance(cut, list) and len(cut) == 2 else (None, None)
+        whole = type(dim) is int and type(ways) is int and 0 <= dim < len(shape) and ways > 0
+        if not whole or shape[dim] % ways:
+            raise CheckpointError(f"{path}: corrupt: its slices of {name}, of shape {shape}, are {cut!r}")
+
+
+class StoredParameters:
+    """Registers fragments of parameters for reading, even if they are stored in other slices than this rank's.
+
+    Attributes:
+        copies: Functions that assemble fragments, to be called in order once everything has been read.
+    """
+
+    def __init__(self, manifest: store.Manifest, slices: Mapping[str, Slice | None], vectors: Vectors) -> None:
+        self._manifest, self._slices, self._vectors = manifest, slices, vectors
+        self._cuts: dict[str, list[int]] = manifest.values.get("slices", {})
+        self.copies: list[Callable[[], object]] = []
+
+    def dtype_of(self, key: str) -> torch.dtype | None:
+        """Dtype of a vector or of its slices; ``None`` if there is no such vector."""
+        entry = self._manifest.vectors.get(key) or self._manifest.vectors.get(sliced(key, 0))
+        return None if entry is None else entry.dtype
+
+    def want(self, prefix: str, owned: OwnedFragment, suffix: str, target: torch.Tensor) -> None:
+        """Register the elements of a fragment, from a vector of its parameter's length."""
+        slot = owned.fragment.slot
+        self.want_fragment(f"{prefix}/{slot.name}{suffix}", slot.name, slot.numel, owned.fragment.offset, target)
+
+    def want_fragment(self, key: str, name: str, numel: int, offset: int, target: torch.Tensor) -> None:
+        """Register elements of this rank's slice of a vector.
+
+        Args:
+            key: Key of the vector, without its slice.
+            name: Name of the parameter.
+            numel: Number of elements in this rank's slice.
+            offset: First element, relative to the slice.
+            target: 1-D, contiguous; filled once everything has been read and copied.
+        """
+        mine, cut = self._slices.get(name), self._cuts.get(name)
+        if cut is None and mine is None:
+            self._vectors.add(key, numel, offset, target)
+        elif mine is not None and cut == [mine.dim, mine.ways]:
+            self._vectors.add(sliced(key, mine.index), numel, offset, target)
+        elif target.numel():
+            self._assemble(key, self._manifest.values["shapes"][name], mine, cut, offset, target)
+
+    def _assemble(
+        self, key: str, shape: list[int], mine: Slice | None, cut: list[int] | None, offset: int, target: torch.Tensor
+    ) -> None:
+        """Register the rows that a fragment touches, in every slice that stores a part of them.
+
+        A *row* spans the cut dimension and all later dimensions, so it is contiguous in the whole parameter.
+        """
+        dim = mine.dim if mine is not None else cut[0] if cut is not None else 0
+        inner = math.prod(shape[dim + 1 :])
+        row = shape[dim] * inner  # elements of a row of the whole parameter
+        begin, width = (0, row) if mine is None else (mine.index * row // mine.ways, row // mine.ways)
+        ways = 1 if cut is None else cut[1]
+        stored_width = row // ways
+        if math.prod(shape[:dim]) == 1:  # a single row: slices lie end to end
+            for index in range(ways):
+                low = max(begin + offset, index * stored_width)
+                high = min(begin + offset + target.numel(), (index + 1) * stored_width)
+                if low < high:
+                    name = key if cut is None else sliced(key, index)
+                    place = target[low - begin - offset : high - begin - offset]
+                    self._vectors.add(name, stored_width, low - index * stored_width, place)
+            return
+        first, last = offset // width, (offset + target.numel() - 1) // width + 1
+        rows = torch.empty(last - first, width, dtype=target.dtype, device=target.device)
+        for index in range(ways):
+            low, high = max(begin, index * stored_width), min(begin + width, (index + 1) * stored_width)
+            if low >= high:
+                continue
+            stored = torch.empty((last - first) * stored_width, dtype=target.dtype, device=target.device)
+            name = key if cut is None else sliced(key, index)
+            self._vectors.add(name, math.prod(shape) // ways, first * stored_width, stored)
+            piece = stored.view(last - first, stored_width)[:, low - index * stored_width : high - index * stored_width]
+            self.copies.append(functools.partial(rows[:, low - begin : high - begin].copy_, piece))
+        start = offset - first * width
+        self.copies.append(lambda: target.copy_(rows.view(-1)[start : start + target.numel()]))
+
+
+def sliced(key: str, index: int) -> str:
+    return f"{key}@{index}"
+
+
+def cuts_of(slices: Mapping[str, Slice | None]) -> dict[str, Json]:
+    """Dimension and number of slices of every parameter that tensor parallelism cuts, by name."""
+    return {name: [cut.dim, cut.ways] for name, cut in slices.items() if cut is not None}
+
+
+class Vectors:
+    """Collects chunks by key."""
+
+    def __init__(self) -> None:
+        self._numel: dict[str, int] = {}
+        self._chunks: dict[str, list[Chunk]] = {}
+
+    def add(self, key: str, numel: int, offset: int, tensor: torch.Tensor | None) -> None:
+        """Add a chunk of a vector; with ``None``, this rank declares the vector but holds none of its elements."""
+        self._numel[key] = numel
+        chunks = self._chunks.setdefault(key, [])
+        if tensor is not None:
+            chunks.append(Chunk(offset, tensor))
+
+    def sharded(self) -> dict[str, ShardedVector]:
+        """The vectors, by key."""
+        return {key: ShardedVector(numel, tuple(self._chunks[key])) for key, numel in self._numel.items()}
+
+
+def shapes_of(model: nn.Module) -> dict[str, Json]:
+    """Shapes of the parameters and persistent buffers that a checkpoint of a model holds, by name."""
+    parameters = [(name, parameter) for name, parameter in model.named_parameters() if not is_ignored(parameter)]
+    named = [*parameters, *persistent_buffers(model)]
+    return {name: list(tensor.shape) for name, tensor in named}
+
+
+def frozen(sharded: ShardedModel) -> Iterator[tuple[str, int, int, torch.Tensor]]:
+    """Frozen parameters in this rank's P shard: name and length of the parameter, offset in it, values."""
+    shard = sharded.axes[Axis.PARAMS, Lane.REDUCE].index
+    for unit in sharded.units:
+        for buffer in unit.buffers:
+            if not buffer.layout.trainable:
+                for slot, offset, run in buffer.layout.pieces(shard):
+                    part = buffer.shard[run.start : run.start + run.length]
+                    yield slot.name, slot.numel, offset, part
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, value in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, value

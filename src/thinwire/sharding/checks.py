@@ -1,0 +1,229 @@
+"""Checks that the ranks can shard a model as its plan says, and that all of them shard the same."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import nn
+
+from thinwire.agreement import Typed
+from thinwire.collectives.group import Control
+from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
+from thinwire.network.order import WITH_PLAN
+from thinwire.program import node_order
+from thinwire.sharding.memory.initial import InitialValues, is_on_meta, place_model
+from thinwire.sharding.memory.local import local_tensor
+from thinwire.sharding.modules.discover import UnitModules, is_ignored
+from thinwire.sharding.modules.graphs import refuse_cuda_graphs
+from thinwire.sharding.modules.linears import is_plain_linear
+from thinwire.sharding.params.plan_codecs import (
+    codec_problems,
+)
+from thinwire.spec import Plan
+
+__all__ = [
+    "check_agreement",
+    "check_input_gradients",
+    "check_modules",
+    "check_overrides",
+    "check_parameters",
+    "check_supported",
+    "is_lone_linear",
+    "place_on",
+]
+
+
+_CHECKED: Final[Typed[tuple[str, int, str, tuple[str, ...]]]] = Typed(tuple[str, int, str, tuple[str, ...]])
+
+
+def check_supported(plan: Plan, world: int, *, whole: bool = True) -> None:
+    """Check that this runtime supports a plan, and report all problems at once.
+
+    Args:
+        plan: The plan.
+        world: Number of data-parallel ranks in the job, over all islands.
+        whole: Whether the model is trained without tensor and pipeline parallelism.
+
+    Raises:
+        SpecError: The plan is not supported; the error names every key, its value and the valid values.
+    """
+    problems = []
+    if plan.job_mesh.ranks != world:
+        of_islands = "" if plan.job_islands == 1 else f" on each of islands.count = {plan.num_islands} islands"
+        problems.append(
+            f"mesh = {plan.mesh} has {plan.world} ranks{of_islands}, the job has {world}; start {plan.job_mesh.ranks} "
+            "ranks, or make the plan for this mesh: Plan.preset(name, nodes=..., local=...)"
+        )
+    problems += codec_problems(plan)
+    if whole:
+        problems += [
+            f"{axis} = {ways}: thinwire.shard(model, plan) knows data-parallel ranks only; use "
+            "thinwire.parallelize(model, plan), or set it to 1"
+            for axis, ways in (("tp", plan.tp), ("pp", plan.pp), ("ep", plan.ep), ("cp", plan.cp))
+            if ways != 1
+        ]
+    if plan.pp > 1 and plan.params.ranks > 1:
+        problems.append(
+            f"params = {plan.params}: parameters of a pipeline stage stay whole, or every micro-batch would gather "
+            f"them anew; with pp = {plan.pp} use params = 1x1 and shard grads or optimizer"
+        )
+    if plan.placement is not None:
+        if not whole and plan.placement != tuple(range(plan.world)):
+            problems.append(
+                f"placement = {list(plan.placement)}: with tp or pp the launcher's order of hosts places the ranks; "
+                "leave it unset"
+            )
+        problems += _placement_problems(plan)
+    if problems:
+        raise SpecError(f"plan {plan.name or plan.fingerprint()}", problems)
+
+
+def place_on(device: torch.device | None, model: nn.Module, values: InitialValues) -> str:
+    """Check the initial values of a meta-device model and move it, without memory; returns the values' identity."""
+    if device is None:
+        raise UsageError("values= without device=: give the device for the parameters, for example device='cuda:0'")
+    if not is_on_meta(model):
+        raise UsageError("values= are for models on the meta device, but this one's parameters have values already")
+    source = values.open()
+    place_model(model, device)
+    return source
+
+
+def check_parameters(model: nn.Module, *, whole: bool) -> None:
+    devices = set()
+    for name, parameter in model.named_parameters():
+        if is_ignored(parameter):
+            continue
+        if parameter.is_meta:
+            raise UsageError(
+                f"parameter {name} is on the meta device and has no values: say where they come from with values= and "
+                "device=, or materialise the model before, with model.to_empty(device=...) and its initialiser"
+            )
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UsageError(f"parameter {name} of a lazy layer has no shape yet: run a forward before thinwire.shard")
+        if parameter.is_complex():
+            raise UsageError(f"parameter {name} is complex; floating-point parameters are supported")
+        if parameter.dtype == torch.float64:
+            raise UsageError(
+                f"parameter {name} is float64; masters are float32, which would lose digits: convert the model with "
+                "model.float() first"
+            )
+        if type(local_tensor(parameter.data) if not whole else parameter.data) is not torch.Tensor:
+            raise UsageError(f"parameter {name} is a {type(parameter.data).__name__}; plain tensors are supported")
+        if parameter.grad is not None:
+            raise UsageError(f"parameter {name} has a gradient already: call model.zero_grad() before thinwire.shard")
+        devices.add(str(parameter.device))
+    if not devices:
+        raise UsageError(f"{type(model).__name__} has no parameters to shard")
+    if len(devices) > 1:
+        raise UsageError(f"parameters lie on {', '.join(sorted(devices))}: move the model to one device first")
+
+
+def check_modules(model: nn.Module, plan: Plan) -> None:
+    """Refuse CUDA graphs, and modules whose forward writes to gathered parameters, because the next gather would undo
+    the write."""
+    refuse_cuda_graphs(model)
+    for name, module in model.named_modules():
+        if plan.params.ranks > 1 and getattr(module, "max_norm", None) is not None:
+            raise UsageError(
+                f"{name}.max_norm = {module.max_norm}: its forward writes to its weight, which is gathered anew each "
+                "time where parameters are sharded; use a plan with params = 1x1, or scale rows in the forward"
+            )
+
+
+def check_agreement(
+    plan: Plan,
+    model: nn.Module,
+    modules: Sequence[UnitModules],
+    source: str,
+    versions: tuple[str, ...],
+    problem: ThinwireError | None,
+    control: Control,
+) -> None:
+    """Raise on every rank if plans or models differ or a rank cannot use its own, before a collective hangs."""
+    shapes = [
+        (unit.name, name, tuple(p.shape), str(p.dtype), p.requires_grad)
+        for unit in modules
+        for name, p in unit.parameters
+    ]
+    buffers = [(name, tuple(value.shape), str(value.dtype)) for name, value in model.named_buffers()]
+    digest = hashlib.sha256(repr((shapes, buffers)).encode()).hexdigest()[:12]
+    mine = plan.fingerprint(), plan.describe(), _CHECKED.encode((digest, len(shapes), source, versions))
+
+    def checked() -> tuple[str, str, bytes]:
+        if problem is not None:
+            raise problem
+        return mine
+
+    def unusable(problems: Mapping[int, str]) -> MismatchError:
+        rank, text = next(iter(problems.items()))
+        return MismatchError(f"rank {rank} cannot shard its model, while rank {control.rank} can: {text}")
+
+    everyone = control.agree(checked, unusable, WITH_PLAN, raises_own=True)
+    for rank, other in enumerate(everyone):
+        if other[0] != everyone[0][0]:
+            raise MismatchError(
+                f"rank {rank} and rank 0 have different plans: [{other[1]}; {other[0]}] against [{everyone[0][1]}; "
+                f"{everyone[0][0]}]. Give every rank the same plan file"
+            )
+    first, *_ = models = [_CHECKED.decode(other[2]) for other in everyone]
+    for rank, model_of in enumerate(models):
+        layout, count, start, present = model_of
+        if present != first[3]:
+            raise MismatchError(
+                f"rank {rank} and rank 0 have different codecs: {', '.join(present)} against "
+                f"{', '.join(first[3])}. Install the same version of the codec's package on every rank"
+            )
+        if start != first[2]:
+            raise MismatchError(
+                f"rank {rank} and rank 0 would start from different values: {start or 'its own'} against "
+                f"{first[2] or 'its own'}. Give every rank the same weights"
+            )
+        if model_of != first:
+            raise MismatchError(
+                f"rank {rank} and rank 0 have different models: {count} parameters with layout {layout} against "
+                f"{first[1]} with {first[0]}. Build the same model on every rank"
+            )
+
+
+def check_overrides(plan: Plan, modules: Sequence[UnitModules]) -> None:
+    """Refuse a plan with exceptions that match no unit and no block; the error names their patterns."""
+    names = {name for unit in modules for name in (unit.name, unit.list_element)}
+    idle = [unit.match for unit in plan.units if not fnmatch.filter(names, unit.match)]
+    if idle:
+        example = next((name for name in sorted(names) if name), "")
+        raise SpecError(
+            f"plan {plan.name or plan.fingerprint()}",
+            [f"units: match = {match!r} matches no unit; names look like {example!r}" for match in idle],
+        )
+
+
+def check_input_gradients(plan: Plan, model: nn.Module, modules: Sequence[UnitModules]) -> None:
+    """Refuse input gradients after weight gradients for a model in which no unit's reduction would start earlier."""
+    if plan.overlap.input_gradient and not any(is_lone_linear(unit) for unit in modules):
+        raise SpecError(
+            f"plan {plan.name or plan.fingerprint()}",
+            [
+                f"overlap.input_gradient = true, but no unit of {type(model).__name__} is a trained nn.Linear of its "
+                f"own, with granularity = {plan.granularity!r}; set granularity = 'module', whose units are single "
+                "modules, or set overlap.input_gradient = false"
+            ],
+        )
+
+
+def _placement_problems(plan: Plan) -> Sequence[str]:
+    try:
+        node_order(plan)
+    except SpecError as error:
+        return [f"placement = {list(plan.placement or ())}: {problem}" for problem in error.problems]
+    return ()
+
+
+def is_lone_linear(unit: UnitModules) -> bool:
+    """Whether a unit is a linear layer whose backward can deliver the gradients of all its parameters first."""
+    own = {id(p) for p in unit.module._parameters.values() if p is not None}
+    return is_plain_linear(unit.module) and own == {id(p) for _, p in unit.parameters}

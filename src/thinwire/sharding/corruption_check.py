@@ -1,0 +1,123 @@
+"""Compares what several ranks hold of the same thing, and names the rank that holds something else.
+
+A processor, a memory chip or a link may compute or carry a wrong number without any error. Replicas are computed from
+the same messages by the same operations, so they agree to the last bit. Each rank adds up the bits of what it holds as
+integers; a single wrong bit always changes such a sum. The sums of all ranks that hold the same pieces must be equal.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from thinwire.agreement import Typed
+from thinwire.program import Axis, Lane
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.runtime.runtime import Runtime
+
+__all__ = ["SUMS", "Disagreement", "Sums", "compare", "sums_of"]
+
+Sums = dict[str, int]
+"""Sum of the bits of a kind of state in a unit, by what it is."""
+
+SUMS: Final[Typed[Sums]] = Typed(Sums)
+
+_GRADIENT: Final = "gradients"
+
+_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their bytes, as which values are added up."""
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Replicas of one thing that differ.
+
+    Attributes:
+        kind: ``gradients``, ``master values`` or ``parameters``.
+        unit: Name of the unit.
+        wrong: Ranks that hold something else than most.
+        ranks: All ranks that hold it.
+    """
+
+    kind: str
+    unit: str
+    wrong: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def decided(self) -> bool:
+        """Whether most ranks agree, so that the others are wrong."""
+        return bool(self.wrong)
+
+
+def sums_of(runtime: Runtime, fragments: Sequence[OwnedFragment]) -> Sums:
+    """The sums of everything on this rank of which another rank may hold a replica.
+
+    Args:
+        runtime: Runtime of the model, after a backward.
+        fragments: What this rank updates.
+    """
+    runtime.join_spreads()
+    runtime.reducer.join()
+    found: Sums = {}
+    shard = runtime.axes[Axis.PARAMS, Lane.REDUCE].index
+    for unit in runtime.units:
+        own = [owned for owned in fragments if owned.unit == unit.index]
+        place = _place(f"{one.fragment.slot.name}:{one.fragment.offset}+{one.value.numel()}" for one in own)
+        if own:
+            found[f"{_GRADIENT}|{unit.name}|{place}"] = _sum(_words(own, gradient=True))
+            found[f"master values|{unit.name}|{place}"] = _sum(_words(own, gradient=False))
+        found[f"parameters|{unit.name}|{shard}"] = _sum(buffer.shard for buffer in unit.buffers)
+    return found
+
+
+def compare(sums: Sequence[Sums], ranks: Sequence[int]) -> tuple[list[Disagreement], int]:
+    """Compare the sums of all ranks.
+
+    Args:
+        sums: By position.
+        ranks: Global rank at each position.
+
+    Returns:
+        What differs, the kinds in the order in which an error spreads; and the number of things with a replica.
+    """
+    holders: dict[str, dict[int, int]] = {}
+    for rank, mine in zip(ranks, sums, strict=True):
+        for key, value in mine.items():
+            holders.setdefault(key, {})[rank] = value
+    shared = {key: values for key, values in holders.items() if len(values) > 1}
+    differing = [_judged(key, values) for key, values in shared.items() if len(set(values.values())) > 1]
+    return sorted(differing, key=lambda one: one.kind), len(shared)
+
+
+def _judged(key: str, values: Mapping[int, int]) -> Disagreement:
+    kind, unit, _ = key.split("|")
+    (usual, count), *_ = Counter(values.values()).most_common()
+    wrong = tuple(rank for rank, value in values.items() if value != usual) if 2 * count > len(values) else ()
+    return Disagreement(kind, unit, wrong, tuple(values))
+
+
+def _words(fragments: Iterable[OwnedFragment], *, gradient: bool) -> Iterator[torch.Tensor]:
+    for owned in fragments:
+        if not gradient:
+            yield owned.value.detach()
+        elif not owned.source.owned.empty:
+            yield owned.grad
+
+
+def _sum(tensors: Iterable[torch.Tensor]) -> int:
+    """The bits of tensors, added up as integers."""
+    total = 0
+    for tensor in tensors:
+        words = tensor.detach().reshape(-1).view(_WORDS[tensor.itemsize])
+        total += int(words.sum(dtype=torch.int64))
+    return total
+
+
+def _place(texts: Iterable[str]) -> int:
+    return zlib.crc32(" ".join(texts).encode())

@@ -1,0 +1,105 @@
+"""Detects writes to whole parameters inside ``full_parameters``, and carries them into the masters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+from torch import nn
+
+from thinwire.agreement import Typed
+from thinwire.collectives.group import control
+from thinwire.errors import UsageError
+from thinwire.program import Axis, Lane
+from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.runtime.runtime import Runtime
+from thinwire.sharding.runtime.sharded_parameters import ShardedParameters
+from thinwire.sharding.tensors.parameter import ShardedParameter
+
+__all__ = ["Written"]
+
+_NAMES: Final[Typed[set[str]]] = Typed(set[str])
+
+
+class Written:
+    """Detects changes of gathered parameters, and carries them into the masters.
+
+    Args:
+        runtime: Runtime of a model whose parameters have just been gathered.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._versions = {id(p): p._version for p in runtime.model.parameters()}
+
+    def settle(self, *, keep: bool) -> None:
+        """Carry changes into the masters.
+
+        Args:
+            keep: Whether changes are allowed.
+
+        Raises:
+            UsageError: There are changes, and ``keep`` is false.
+        """
+        outside = self._runtime.outside
+        if outside is None:
+            return
+        changes = {}
+        for name, share, compute, unit in self._parameters():
+            changed = self._changes(share, compute, unit)
+            if changed is None:
+                continue
+            if not keep:
+                raise UsageError(
+                    f"{name} was written inside full_parameters(model), which would lose the change: use "
+                    "full_parameters(model, write=True) on every rank"
+                )
+            changes[name] = changed
+        if keep:
+            for name in sorted(set().union(*control().all_gather_typed(set(changes), _NAMES))):
+                self._keep(outside, name, changes.get(name))
+
+    def _keep(self, outside: ShardedParameters, name: str, changed: torch.Tensor | None) -> None:
+        share = outside.parameters[name]
+        if changed is not None:
+            compute = share.live.compute_tensor.detach()
+            share.piece[changed] = share.spec.cut(compute)[changed].to(share.dtype)
+        share.live.after_write()
+
+    def _parameters(self) -> Iterator[tuple[str, ShardedParameter, nn.Parameter, Unit]]:
+        assert self._runtime.outside is not None
+        for unit in self._runtime.units:
+            for buffer in unit.buffers:
+                for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True):
+                    yield slot.name, self._runtime.outside.parameters[slot.name], compute, unit
+
+    def _changes(self, share: ShardedParameter, compute: nn.Parameter, unit: Unit) -> torch.Tensor | None:
+        """Mask of the changed elements of this rank's piece; ``None`` if no change of the parameter was detected."""
+        counted = compute._version != self._versions[id(compute)]
+        if not counted and not unit.sharded:
+            return None
+        piece = share.spec.cut(compute.detach())
+        original = self._original(share, unit)
+        if original.data_ptr() == piece.data_ptr():
+            changed = torch.full((piece.numel(),), counted)  # the piece is the master, which has no other copy
+        else:
+            changed = (piece != original) & ~(piece.isnan() & original.isnan())
+        return changed if counted or bool(changed.any()) else None
+
+    def _original(self, share: ShardedParameter, unit: Unit) -> torch.Tensor:
+        """This rank's piece in compute dtype, as it was before any write to the gathered parameter."""
+        if not unit.sharded:
+            return share.piece.detach().to(share.live.compute_tensor.dtype)
+        if not share.spec.length:
+            return share.live.compute_tensor.detach().reshape(-1)[:0]
+        shard = self._runtime.axes[Axis.PARAMS, Lane.REDUCE].index
+        pieces = (
+            (buffer, offset, run)
+            for buffer in unit.buffers
+            for slot, offset, run in buffer.layout.pieces(shard)
+            if slot.name == share.spec.name
+        )
+        buffer, offset, run = next(pieces)
+        begin = run.start + share.spec.offset - offset
+        return buffer.shard[begin : begin + share.spec.length]

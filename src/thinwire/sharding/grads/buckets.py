@@ -1,0 +1,196 @@
+"""Buckets of gradients, the chunks that they are cut into, and copies between chunks and the gradients in them.
+
+The *pieces* of a bucket are what its owners get of the sum: the optimizer ranks of a reduce-scatter, or this rank alone
+if the bucket is all-reduced. A piece holds its owner's share of each gradient, one after the other. A chunk is the same
+span of every piece, so it holds a part of some of the gradients.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.collectives.memory import allocate
+from thinwire.program import Span, chunk_spans
+from thinwire.sharding.grads.unit_gradient import UnitGradient
+
+__all__ = ["Bucket", "BucketChunk", "ChunkPart"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPart:
+    """The part of one gradient that a chunk holds.
+
+    Attributes:
+        gradient: The gradient.
+        spans: By owner, the elements of its share, with the share's runs laid end to end.
+    """
+
+    gradient: UnitGradient
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketChunk:
+    """One chunk of a bucket.
+
+    Attributes:
+        fragments: Parts of gradients in the chunk, in order.
+        sizes: Number of elements by owner.
+        begin: First element of the chunk in each piece.
+        device: Device of the gradients.
+        is_even: Whether every gradient is a table with a row for each owner, of which the chunk has some columns.
+        gradients: Gradients with elements in the chunk.
+    """
+
+    fragments: tuple[ChunkPart, ...]
+    sizes: tuple[int, ...]
+    begin: int
+    device: torch.device
+    is_even: bool
+    gradients: tuple[UnitGradient, ...]
+
+    def packed(
+        self, sources: Mapping[UnitGradient, torch.Tensor], dtype: torch.dtype, *, pad: int = 0, scratch: bool = False
+    ) -> tuple[torch.Tensor, Callable[[], None] | None]:
+        """The chunk in wire dtype, owner by owner.
+
+        Args:
+            sources: Tensors that hold the gradients.
+            dtype: The wire dtype.
+            pad: Number of zeros to append.
+            scratch: Whether the vector will be overwritten, while the sources must keep their values.
+
+        Returns:
+            The vector, and the function that fills it; ``None`` if the source itself is the vector.
+        """
+        of_fragments = [(fragment, sources[fragment.gradient]) for fragment in self.fragments]
+        if len(of_fragments) == 1 and self.is_even and not pad and not scratch:
+            ((fragment, source),) = of_fragments
+            if source.dtype == dtype and sum(self.sizes) == source.numel():
+                return source, None
+            if source.dtype == dtype and len(self.sizes) == 1:
+                return source[slice(*fragment.spans[0])], None
+        vector = allocate(sum(self.sizes) + pad, dtype, self.device)
+
+        def fill() -> None:
+            if self.is_even:
+                self._fill_rows(vector[: sum(self.sizes)], of_fragments)
+            else:
+                self._fill_runs(vector, of_fragments)
+            if pad:
+                vector[-pad:].zero_()
+
+        return vector, fill
+
+    def _fill_rows(self, vector: torch.Tensor, of_fragments: Sequence[tuple[ChunkPart, torch.Tensor]]) -> None:
+        """Equal shares: every gradient is a table with a row for each owner."""
+        owners = len(self.sizes)
+        pieces = []
+        for fragment, source in of_fragments:
+            rows, (begin, end) = source.view(owners, -1), fragment.spans[0]
+            pieces.append(rows if end - begin == rows.shape[1] else rows[:, begin:end])
+        table = vector.view(owners, -1)
+        if all(piece.dtype == vector.dtype for piece in pieces):
+            torch.cat(pieces, 1, out=table)
+        else:
+            columns = table.split([piece.shape[1] for piece in pieces], 1)
+            torch._foreach_copy_(list(columns), pieces)
+
+    def _fill_runs(self, vector: torch.Tensor, of_fragments: Sequence[tuple[ChunkPart, torch.Tensor]]) -> None:
+        """Whole fragments of parameters: each owner's runs, one after another."""
+        position = 0
+        for owner in range(len(self.sizes)):
+            for fragment, source in of_fragments:
+                begin, end = fragment.spans[owner]
+                at = 0  # in the share
+                for run in fragment.gradient.shares[owner]:
+                    first, last = max(begin - at, 0), min(end - at, run.length)
+                    at += run.length
+                    if first < last:
+                        vector[position : position + last - first].copy_(source[run.start + first : run.start + last])
+                        position += last - first
+
+    def deliver(
+        self, owner: int, values: torch.Tensor, targets: Mapping[UnitGradient, torch.Tensor], adds: Sequence[bool]
+    ) -> None:
+        """Write or add an owner's sums to what holds its shares, with one rounding after the fp32 addition.
+
+        Args:
+            owner: Number of the owner.
+            values: Its part of the chunk, fp32.
+            targets: Its shares of the gradients.
+            adds: Whether to add to the share, by fragment.
+        """
+        spans = [fragment.spans[owner] for fragment in self.fragments]
+        parts = values.split([end - begin for begin, end in spans])
+        places = [
+            _between(targets[fragment.gradient], *span) for fragment, span in zip(self.fragments, spans, strict=True)
+        ]
+        for write, adding in ((torch._foreach_add_, True), (torch._foreach_copy_, False)):
+            chosen = [number for number, add in enumerate(adds) if add is adding]
+            if chosen:
+                write([places[number] for number in chosen], [parts[number] for number in chosen])
+
+
+def _between(values: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Elements ``[begin, end)`` of a vector."""
+    return values if end - begin == values.numel() else values[begin:end]
+
+
+class Bucket:
+    """Gradients that are reduced as one vector.
+
+    Args:
+        gradients: The gradients in order.
+        pieces: By owner, the number of elements of each gradient.
+        is_even: Whether every gradient is a table with a row for each owner.
+        members: Number of ranks that the pieces are divided among later.
+        chunks: Largest number of chunks.
+        longest: Number of elements of the longest piece of any rank.
+
+    Attributes:
+        gradients: The gradients in order.
+        numels: Number of elements of each owner's piece.
+        chunks: The chunks.
+        chunks_of: Number of chunks with elements of each gradient.
+    """
+
+    def __init__(
+        self,
+        gradients: Sequence[UnitGradient],
+        pieces: Sequence[Sequence[int]],
+        *,
+        is_even: bool,
+        members: int,
+        chunks: int,
+        longest: int,
+    ) -> None:
+        self.gradients = tuple(gradients)
+        self.numels = tuple(sum(piece) for piece in pieces)
+        offsets = [tuple(itertools.accumulate(piece, initial=0)) for piece in pieces]
+        self.chunks = tuple(
+            self._chunk(span, offsets, is_even=is_even) for span in chunk_spans(longest, chunks, members)
+        )
+        self.chunks_of = Counter(gradient for chunk in self.chunks for gradient in chunk.gradients)
+
+    def _chunk(self, span: Span, offsets: Sequence[Sequence[int]], *, is_even: bool) -> BucketChunk:
+        begin, end = span
+        fragments = []
+        for number, gradient in enumerate(self.gradients):
+            spans = tuple(_clipped(begin, end, of_owner[number], of_owner[number + 1]) for of_owner in offsets)
+            if any(first < last for first, last in spans):
+                fragments.append(ChunkPart(gradient, spans))
+        sizes = tuple(max(0, min(end, numel) - begin) for numel in self.numels)
+        device, inside = self.gradients[0].owned.values.device, tuple(fragment.gradient for fragment in fragments)
+        return BucketChunk(tuple(fragments), sizes, begin, device, is_even, inside)
+
+
+def _clipped(begin: int, end: int, first: int, last: int) -> Span:
+    """The part of ``[first, last)`` inside ``[begin, end)``, counted from ``first``; empty spans begin at 0."""
+    begin, end = max(begin, first) - first, min(end, last) - first
+    return (begin, end) if begin < end else (0, 0)

@@ -1,0 +1,70 @@
+"""The fragments of parameters that a rank updates: its shares of the P shards, cut where parameters end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from thinwire.sharding.grads.unit_gradient import UnitGradient
+from thinwire.sharding.memory.layout import Fragment
+from thinwire.sharding.params.param_group import Unit
+
+__all__ = ["OwnedFragment", "own_fragments"]
+
+
+@dataclass(frozen=True)
+class OwnedFragment:
+    """A fragment that this rank updates.
+
+    Attributes:
+        unit: Index of the fragment's unit.
+        slot: Index of the fragment's parameter within the unit.
+        fragment: Position of the fragment in the parameter and in the share.
+        value: Master values that the optimizer updates, fp32; in the parameter's shape if the fragment is the whole
+            parameter, otherwise 1-D.
+        held: The same elements of the P shard, which ranks compute with; 1-D, in the compute dtype.
+        grad: Gradient of the fragment in the plan's ``accumulate_dtype``, with the shape of ``value``.
+        source: Gradient of the unit's buffer that ``grad`` is a part of.
+    """
+
+    unit: int
+    slot: int
+    fragment: Fragment
+    value: nn.Parameter
+    held: torch.Tensor
+    grad: torch.Tensor
+    source: UnitGradient
+
+
+def own_fragments(
+    units: Iterable[Unit], gradients: Mapping[int, Sequence[UnitGradient]], shard: int, share: int
+) -> list[OwnedFragment]:
+    """List every fragment in a rank's shares, with views of its master values and its gradient.
+
+    Args:
+        units: Units of the model.
+        gradients: Gradients by unit.
+        shard: Index of the P shard that the rank holds.
+        share: Index of the share of this shard that the rank updates.
+    """
+    owned = []
+    for unit in units:
+        trained = [buffer for buffer in unit.buffers if buffer.layout.trainable]
+        for buffer, part in zip(trained, gradients.get(unit.index, ()), strict=True):
+            gradient = part.owned.values
+            position = 0
+            for run in buffer.shares[share]:
+                for fragment in buffer.layout.fragments(shard, [run]):
+                    begin, start = position + fragment.position, run.start + fragment.position
+                    held = buffer.shard[start : start + fragment.length]
+                    value = held if buffer.master is None else buffer.master[begin : begin + fragment.length]
+                    grad = gradient[begin : begin + fragment.length]
+                    if fragment.whole:
+                        value, grad = value.view(fragment.slot.shape), grad.view(fragment.slot.shape)
+                    slot = part.first_slot + buffer.layout.slots.index(fragment.slot)
+                    owned.append(OwnedFragment(unit.index, slot, fragment, nn.Parameter(value), held, grad, part))
+                position += run.length
+    return owned

@@ -1,0 +1,245 @@
+"""Reduces gradients: keeps track of whose turn it is, and of the reductions in flight.
+
+Every rank reduces units in the same order, the reverse of their forward, no matter in which order autograd delivers
+gradients. A unit that is ready early waits for its predecessors. A unit that never becomes ready is reduced at the end
+of the backward. The program determines which reductions start in a unit's turn, and which of them computation then
+waits for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from thinwire.program import ReductionTurn
+from thinwire.sharding.grads.reductions import Reductions
+from thinwire.sharding.grads.unit_gradient import UnitGradient
+from thinwire.sharding.lanes.lanes import Lanes, Ticket
+
+__all__ = ["Reducer", "Turns"]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The program of one backward.
+
+    Attributes:
+        by_unit: Turns of the trainable units of the forward, in reduction order.
+        late: Returns the turn of a unit that is reduced by itself because its gradients came late.
+    """
+
+    by_unit: Mapping[int, ReductionTurn]
+    late: Callable[[int], ReductionTurn]
+
+    @cached_property
+    def acting(self) -> frozenset[int]:
+        """Units in whose turn reductions start, or computation waits."""
+        return frozenset(unit for unit, turn in self.by_unit.items() if turn.starts or turn.waits)
+
+
+@dataclass
+class _UnderWay:
+    """A reduction that has started.
+
+    Attributes:
+        ticket: Ticket of the reduction.
+        units: Units whose gradients the reduction carries.
+        waited: Whether computation has waited for the reduction.
+    """
+
+    ticket: Ticket
+    units: tuple[int, ...]
+    waited: bool = False
+
+    def wait(self) -> None:
+        """Let computation wait for the reduction, unless it has done so before."""
+        if not self.waited:
+            self.waited = True
+            self.ticket.wait()
+
+
+class Reducer:
+    """Reduces the gradients of all units.
+
+    Args:
+        gradients: Gradients by unit, for units with trainable parameters; one for each trainable buffer, in order.
+        reductions: Builds the collectives.
+        lanes: Lanes that the collectives run on.
+
+    Attributes:
+        parts: Gradients of all units.
+    """
+
+    def __init__(self, gradients: Mapping[int, Sequence[UnitGradient]], reductions: Reductions, lanes: Lanes) -> None:
+        self.gradients, self.reductions = gradients, reductions
+        self.parts = tuple(part for parts in gradients.values() for part in parts)
+        self._lanes = lanes
+        self._turns = Turns({}, lambda _: ReductionTurn())
+        self._pending: deque[int] = deque()  # units whose turn has not come yet, in order
+        self._ready: set[int] = set()  # units whose gradients are complete, and whose turn has not come yet
+        self._reduced: set[int] = set()  # units whose turn is over
+        self._under_way: deque[_UnderWay] = deque()  # from the oldest one not waited for; the newest is last
+        self._tickets: dict[int, Ticket] = {}  # tickets of this backward, by the operation's index
+        self._last = True  # whether this is the step's last backward
+
+    # -- a backward, from begin to end -------------------------------------------------------------------------
+
+    def begin(self, turns: Turns, *, last: bool) -> None:
+        """Begin a backward.
+
+        Args:
+            turns: Turns of the backward, in the same order on every rank.
+            last: Whether the backward belongs to the step's last micro-batch.
+        """
+        if self._last:
+            # If backwards follow each other without a step in between, reductions may still be in flight, and nothing
+            # may be added to the buffers that they write.
+            self.join()
+        self._last, self._turns = last, turns
+        self._pending = deque(turns.by_unit)
+        self._ready.clear()
+        self._reduced.clear()
+        self._tickets.clear()
+
+    def collect(self, unit: int, index: int, grad: torch.Tensor) -> bool:
+        """Take one parameter's gradient; returns whether its unit is now complete."""
+        parts = self.gradients[unit]
+        part = parts[0] if len(parts) == 1 else next(p for p in reversed(parts) if p.first_slot <= index)
+        if late := unit in self._reduced:
+            self.join()  # a late gradient must not be added to a buffer that a lane is reading
+        part.collect(index - part.first_slot, grad, last=self._last, late=late)
+        part.unsynced = True
+        return part.complete and _complete(parts)
+
+    def take_whole(self, unit: int, grads: list[torch.Tensor]) -> None:
+        """Take the gradients of all trained parameters of a unit, in order, and mark the unit as complete."""
+        parts, turn = self.gradients[unit], self._turns.by_unit.get(unit)
+        if len(parts) == 1 and turn is not None and not turn.starts and not turn.waits:
+            is_next = self._pending and self._pending[0] == unit and not self._ready
+            staged = parts[0].take_whole(grads, last=self._last) if is_next else None
+            if staged is not None:
+                self._pending.popleft()
+                self._reduced.add(unit)
+                self.reductions.take(parts[0], staged)
+                self.reductions.settle(turn.settles, last=self._last)
+                return
+        if late := unit in self._reduced:
+            self.join()  # as for a single gradient
+        for part in parts:
+            part.collect_all(grads, last=self._last, late=late)
+            part.unsynced = True
+        self.ready(unit)
+
+    def ready(self, unit: int) -> None:
+        """Mark a unit as complete. Reduce it, and the units that waited for it, in order."""
+        self._ready.add(unit)
+        while self._pending and self._pending[0] in self._ready:
+            due = self._pending.popleft()
+            self._ready.discard(due)
+            self._perform(due, self._turns.by_unit[due])
+
+    def may_wait(self, unit: int) -> bool:
+        """Whether a unit that is ready can be marked later, together with the next one: nothing happens in its turn,
+        and no other unit waits for it."""
+        return not self._ready and unit not in self._turns.acting
+
+    def delivered(self, unit: int) -> bool:
+        """Whether every parameter of a unit has delivered its gradient in this backward."""
+        return unit in self._reduced or _complete(self.gradients[unit])
+
+    def end(self) -> None:
+        """End the backward: reduce the units that never became complete, and gradients that came late."""
+        while self._pending:
+            self.ready(self._pending[0])
+        for unit, parts in self.gradients.items():
+            if any(part.seen or (self._last and part.unsynced) for part in parts):
+                self._tickets.clear()
+                self._perform(unit, self._turns.late(unit))
+
+    def abort(self) -> None:
+        """Drop the gradients that a failed backward has collected and not sent; reductions in flight finish."""
+        self._pending.clear()
+        self._ready.clear()
+        self.reductions.drop_sources()
+        self.join()
+        for part in self.parts:
+            part.drop()
+
+    def join(self) -> None:
+        """Wait until every reduction has finished."""
+        while self._under_way:
+            self._under_way.popleft().wait()
+
+    def join_unit(self, unit: int) -> None:
+        """Wait until every reduction of one unit has finished."""
+        for reduction in self._under_way:
+            if unit in reduction.units:
+                reduction.wait()
+
+    def arrivals(self, order: Iterable[int], *, apart: bool) -> Iterator[Sequence[int]]:
+        """Wait for the gradients of units, one reduction after another.
+
+        Args:
+            order: Numbers of the units in the order in which their gradients arrive.
+            apart: Whether to yield every unit by itself.
+
+        Yields:
+            Units whose gradients have arrived together. The first are those that computation has waited for before.
+        """
+        last = {unit: number for number, one in enumerate(self._under_way) if not one.waited for unit in one.units}
+        for _, units in itertools.groupby(order, lambda unit: (last.get(unit), unit if apart else None)):
+            together = tuple(units)
+            for unit in together if together[0] in last else ():
+                self.join_unit(unit)
+            yield together
+
+    def encode(self, *, wanted: bool) -> None:
+        """Set whether gradients are encoded from now on; they are by default. Rounding errors end with encoding; those
+        of a checkpoint stay where it goes on."""
+        if wanted:
+            self.join()
+        else:
+            self.forget_lost()
+        self.reductions.encode(wanted=wanted)
+
+    @property
+    def lost(self) -> dict[str, torch.Tensor]:
+        """The rounding errors that error feedback keeps, by reduction."""
+        return self.reductions.feedback.lost
+
+    @lost.setter
+    def lost(self, lost: dict[str, torch.Tensor]) -> None:
+        self.reductions.feedback.lost = lost
+
+    def forget_lost(self) -> None:
+        """Forget the rounding errors of earlier gradients (error feedback)."""
+        self.join()
+        self.reductions.feedback.lost.clear()
+
+    # -- one unit's turn ---------------------------------------------------------------------------------------
+
+    def _perform(self, unit: int, turn: ReductionTurn) -> None:
+        self._reduced.add(unit)
+        for part in self.gradients[unit]:
+            self.reductions.take(part, part.finish(last=self._last))
+        for operation in turn.starts:
+            moves, load = self.reductions.moves(operation, goes_on=operation.index in turn.continued)
+            after = [self._tickets[index] for index in operation.after if index in self._tickets]
+            ticket = self._tickets[operation.index] = self._lanes.submit(operation.lane, moves, after=after, load=load)
+            self._under_way.append(_UnderWay(ticket, load.units))
+        self.reductions.settle(turn.settles, last=self._last)
+        # Resolve all counts before waiting, because they count back from the newest reduction.
+        for reduction in [self._under_way[-1 - ago] for ago in turn.waits if ago < len(self._under_way)]:
+            reduction.wait()
+        while self._under_way and self._under_way[0].waited:
+            self._under_way.popleft()
+
+
+def _complete(parts: Sequence[UnitGradient]) -> bool:
+    """Whether every parameter of a unit has delivered its gradient in this backward."""
+    return all(part.complete for part in parts)

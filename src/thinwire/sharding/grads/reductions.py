@@ -1,0 +1,376 @@
+"""Builds the collectives that reduce gradients: turns an operation of the program into moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.collectives.all_reduce import all_reduce
+from thinwire.collectives.memory import allocate
+from thinwire.collectives.moves import Moves
+from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter
+from thinwire.collectives.topology import AxisGroup
+from thinwire.program import Axis, Operation, padded
+from thinwire.sharding.grads.buckets import Bucket, BucketChunk
+from thinwire.sharding.grads.residuals import ErrorFeedback
+from thinwire.sharding.grads.unit_gradient import Accumulator, ReductionConfig, UnitGradient
+from thinwire.sharding.lanes.load import Load
+from thinwire.sharding.params.seeds import Seeds
+from thinwire.spec import Plan
+
+__all__ = ["Reductions"]
+
+_VERBS = {Axis.PARAMS: "reduce", Axis.SHARD: "scatter", Axis.REPLICA: "sync"}
+
+
+@dataclass(slots=True)
+class _Way:
+    """What holds a gradient on its way through the reductions of a micro-batch.
+
+    Attributes:
+        staged: This rank's gradient, in the layout of the flat buffer.
+        shard: The gradient of this rank's P shard; the same tensor if P is not sharded.
+        share: The gradient of this rank's optimizer share; the same tensor if the P shard is not sharded further.
+        adds: By axis, whether its reductions add to what they write. All chunks of a gradient have the same answer.
+        left: Number of chunks of the gradient that have not been reduced over the params axis yet.
+    """
+
+    staged: torch.Tensor
+    shard: torch.Tensor
+    share: torch.Tensor
+    adds: dict[Axis, bool]
+    left: int = 0
+
+    def claim_shard(self, part: UnitGradient, bucket: Bucket, *, scatters_on: bool) -> bool:
+        """Announce that a chunk's reduction over the params axis writes the P-shard gradient.
+
+        Args:
+            part: The gradient.
+            bucket: Bucket of the chunk.
+            scatters_on: Whether each micro-batch's P-shard gradient goes on to the optimizer shares, so that nothing
+                accumulates in it.
+
+        Returns:
+            Whether the reduction adds to what it writes.
+        """
+        if Axis.PARAMS not in self.adds:
+            self.left = bucket.chunks_of[part]
+            if scatters_on:
+                target = Accumulator(allocate(part.layout.shard_numel, torch.float32, self.staged.device))
+            else:
+                target = part.local
+            self.shard = self.share = target.values
+            self.adds[Axis.PARAMS] = target.claim()
+        self.left -= 1
+        return self.adds[Axis.PARAMS]
+
+
+@dataclass(slots=True)
+class _Vector:
+    """A bucket's sums between a reduce-scatter and an all-reduce.
+
+    Attributes:
+        values: 1-D tensor in wire dtype, padded for the replicas.
+        left: Number of chunks that have not gone on yet.
+    """
+
+    values: torch.Tensor
+    left: int
+
+
+class Reductions:
+    """Turns operations into moves, and keeps track of the tensors that hold gradients between two operations.
+
+    Args:
+        plan: The plan.
+        gradients: Gradients by unit, for units with trainable parameters; one for each trainable buffer, in order.
+        groups: Groups of ranks along the axes ``PARAMS``, ``SHARD`` and ``REPLICA``.
+        codecs: Codecs of gradients, by hop, for each of these axes.
+        seeds: Seeds for codecs with stochastic rounding.
+
+    Attributes:
+        feedback: Rounding errors of this rank's messages.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        gradients: Mapping[int, Sequence[UnitGradient]],
+        groups: Mapping[Axis, AxisGroup],
+        codecs: Mapping[Axis, HopCodecs],
+        seeds: Seeds,
+    ) -> None:
+        self._plan, self._gradients, self._groups, self._seeds = plan, gradients, groups, seeds
+        self._codecs, self._encoding = codecs, True
+        self._topology = ReductionConfig(plan)
+        self._ways: dict[UnitGradient, _Way] = {}  # gradients of units from their turn until they settle
+        self._vectors: dict[tuple[UnitGradient, ...], _Vector] = {}
+        self._buckets: dict[tuple[Axis, tuple[int, ...], bool], Bucket] = {}
+        self._loads: dict[tuple[Axis, tuple[int, ...], bool], Load] = {}
+        self.feedback = ErrorFeedback(plan, groups)
+
+    def take(self, part: UnitGradient, staged: torch.Tensor) -> None:
+        """Take the finished gradient of a buffer in this micro-batch, at its unit's turn.
+
+        Args:
+            part: The gradient.
+            staged: What :meth:`UnitGradient.finish` returned.
+        """
+        self._ways[part] = _Way(staged, staged, staged, {})
+
+    def moves(self, operation: Operation, *, goes_on: bool) -> tuple[Moves, Load]:
+        """Build the moves of an operation, and the description of its data.
+
+        Args:
+            operation: Reduction of the program.
+            goes_on: Whether another reduction continues with the result.
+        """
+        bucket = self._bucket(operation)
+        if operation.axis is Axis.PARAMS:
+            moves = self._over_params(bucket, operation.chunk)
+        elif operation.axis is Axis.REPLICA:
+            moves = self._synchronise(bucket, operation.chunk)
+        elif goes_on and not self._topology.scatter_always:
+            moves = self._scatter(bucket, operation.chunk)
+        else:
+            moves = self._scatter_into_owned(bucket, operation.chunk)
+        return moves, self._load(operation, bucket)
+
+    def settle(self, units: Sequence[int], *, last: bool) -> None:
+        """Release what holds the gradients of units that take part in no later reduction of this micro-batch.
+
+        Args:
+            units: Numbers of the units.
+            last: Whether this is the step's last micro-batch, so that gradients are complete.
+        """
+        for unit in units:
+            for part in self._gradients[unit]:
+                self._ways.pop(part, None)
+                if last:
+                    part.unsynced = False
+                    if not part.owned.values.numel():
+                        part.owned.empty = False  # no reduction writes it, but the gradient is there, as on other ranks
+                    if self._topology.shard > 1 and part.has_local:
+                        part.local.empty = True
+
+    def drop_sources(self) -> None:
+        """Drop gradients that were collected and not reduced. Where only some chunks of a gradient are reduced, its
+        earlier content is lost as well."""
+        for part, way in self._ways.items():
+            if Axis.SHARD in way.adds or Axis.REPLICA in way.adds:
+                part.owned.empty = True
+            if way.left and not self._topology.scatter_always:
+                part.local.empty = True
+        self._ways.clear()
+        self._vectors.clear()
+
+    def encode(self, *, wanted: bool) -> None:
+        """Set whether gradients are encoded from now on."""
+        self._encoding = wanted
+
+    # -- the three axes ----------------------------------------------------------------------------------------
+
+    def _over_params(self, bucket: Bucket, number: int) -> Moves:
+        """Reduce-scatter a chunk of the micro-batch's gradients over the ranks that share P, into P-shard gradients."""
+        topology, group, chunk = self._topology, self._groups[Axis.PARAMS], bucket.chunks[number]
+        on = topology.scatter_always
+        adds = [self._ways[part].claim_shard(part, bucket, scatters_on=on) for part in chunk.gradients]
+        shards = self._shards(chunk)
+        staged = {part: self._ways[part].staged for part in chunk.gradients}
+        shard = shards[bucket.gradients[0]] if len(bucket.gradients) == 1 else None
+        in_place = shard is not None and shard.dtype == torch.float32
+        mine = chunk.sizes[group.index]
+        out = (
+            shard[chunk.begin : chunk.begin + mine]
+            if shard is not None and in_place
+            else allocate(mine, torch.float32, chunk.device)
+        )
+        moves = self._reduce(Axis.PARAMS, bucket, number, staged, out, accumulate=in_place and any(adds))
+        return moves if in_place else moves.then(lambda: chunk.deliver(group.index, out, shards, adds))
+
+    def _scatter(self, bucket: Bucket, number: int) -> Moves:
+        """Reduce-scatter a chunk over the shard axis, into a vector that goes on to the replicas in wire dtype."""
+        topology, group = self._topology, self._groups[Axis.SHARD]
+        chunk, replicas = bucket.chunks[number], self._groups[Axis.REPLICA].size
+        numel = bucket.numels[group.index]
+        if bucket.gradients not in self._vectors:
+            values = allocate(padded(numel, replicas), topology.wire_dtype, chunk.device)
+            self._vectors[bucket.gradients] = _Vector(values, len(bucket.chunks))
+        vector = self._vectors[bucket.gradients].values
+        end = chunk.begin + chunk.sizes[group.index]
+        moves = self._reduce(Axis.SHARD, bucket, number, self._shards(chunk), vector[chunk.begin : end])
+        ends_here = chunk.begin < numel == end < vector.numel()
+        return moves.then(lambda: _zero(vector[numel:])) if ends_here else moves
+
+    def _scatter_into_owned(self, bucket: Bucket, number: int) -> Moves:
+        """Reduce-scatter a chunk over the shard axis, into the gradients of the optimizer shares."""
+        group, chunk = self._groups[Axis.SHARD], bucket.chunks[number]
+        shards = self._shards(chunk)
+        adds = [self._claim(Axis.SHARD, part) for part in chunk.gradients]
+        mine = chunk.sizes[group.index]
+        in_place = _takes_sums(bucket)
+        out = (
+            bucket.gradients[0].owned.values[chunk.begin : chunk.begin + mine]
+            if in_place
+            else allocate(mine, torch.float32, chunk.device)
+        )
+        moves = self._reduce(Axis.SHARD, bucket, number, shards, out, accumulate=in_place and any(adds))
+        return moves if in_place else moves.then(lambda: chunk.deliver(group.index, out, _owned(chunk), adds))
+
+    def _reduce(
+        self,
+        axis: Axis,
+        bucket: Bucket,
+        number: int,
+        source: Mapping[UnitGradient, torch.Tensor],
+        out: torch.Tensor,
+        *,
+        accumulate: bool = False,
+    ) -> Moves:
+        """Reduce-scatter a chunk over an axis.
+
+        Args:
+            axis: The axis.
+            bucket: Bucket of the chunk.
+            number: Number of the chunk.
+            source: Values of each of its gradients.
+            out: This rank's piece of the result.
+            accumulate: Whether to add to ``out``.
+        """
+        group, chunk, codecs = self._groups[axis], bucket.chunks[number], self._codecs_of(axis, bucket)
+        whole, pack = chunk.packed(source, self._topology.wire_dtype)
+        moves = reduce_scatter(
+            group,
+            whole,
+            out,
+            scale=self._topology.scale(group.size),
+            accumulate=accumulate,
+            sizes=list(chunk.sizes),
+            codecs=codecs,
+            residual=self.feedback.of_scatter(axis, bucket, number, codecs),
+            seed=self._seeds.next(),
+        )
+        return moves if pack is None else moves.after(pack)
+
+    def _synchronise(self, bucket: Bucket, number: int) -> Moves:
+        """All-reduce a chunk of a bucket's optimizer shares over their replicas.
+
+        The shares come from the vector of a previous scatter (in wire dtype), which may be overwritten, or from what
+        holds them.
+        """
+        topology, group, chunk = self._topology, self._groups[Axis.REPLICA], bucket.chunks[number]
+        (numel,) = chunk.sizes
+        pad = padded(numel, group.size) - numel
+        between = self._vectors.get(bucket.gradients)
+        shares = {part: self._ways[part].share for part in chunk.gradients}
+        # A share that already is the accumulated gradient is replaced by its mean; any other share is added.
+        adds = [
+            False if between is None and share is part.owned.values else self._claim(Axis.REPLICA, part)
+            for part, share in shares.items()
+        ]
+        for part in chunk.gradients:
+            part.synchronised = between is None
+        if between is None:
+            accumulated = any(_accumulates(part, share) for part, share in shares.items())
+            vector, pack = chunk.packed(shares, topology.wire_dtype, pad=pad, scratch=accumulated)
+        else:
+            vector, pack = between.values[chunk.begin : chunk.begin + numel + pad], None
+            between.left -= 1
+            if not between.left:
+                del self._vectors[bucket.gradients]
+        in_place = _takes_sums(bucket)
+        summed = (
+            bucket.gradients[0].owned.values[chunk.begin : chunk.begin + numel]
+            if in_place
+            else allocate(numel, torch.float32, chunk.device)
+        )
+        moves = all_reduce(
+            group,
+            vector,
+            summed,
+            scale=topology.scale(group.size),
+            accumulate=in_place and any(adds),
+            codecs=self._codecs_of(Axis.REPLICA, bucket),
+            feedback=self.feedback.of_sync(bucket, number, self._codecs_of(Axis.REPLICA, bucket)),
+            seed=self._seeds.next(),
+        )
+        if not in_place:
+            moves = moves.then(lambda: chunk.deliver(0, summed, _owned(chunk), adds))
+        return moves if pack is None else moves.after(pack)
+
+    # -- gradients on their way --------------------------------------------------------------------------------
+
+    def _bucket(self, operation: Operation) -> Bucket:
+        """The bucket that an operation carries a chunk of, which is cut once."""
+        key = operation.axis, operation.bucket, operation.encoded
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            parts = [
+                part
+                for unit in operation.bucket
+                for part in self._gradients[unit]
+                if part.layout.encoded is operation.encoded
+            ]
+            bucket = self._buckets[key] = _cut(operation.axis, parts, self._groups, self._plan.bucket_chunks)
+        return bucket
+
+    def _shards(self, chunk: BucketChunk) -> dict[UnitGradient, torch.Tensor]:
+        """P-shard gradients with elements in a chunk."""
+        return {part: self._ways[part].shard for part in chunk.gradients}
+
+    def _claim(self, axis: Axis, part: UnitGradient) -> bool:
+        """Announce that reductions along an axis write the gradient of an optimizer share; returns whether they add."""
+        way = self._ways[part]
+        if axis not in way.adds:
+            way.adds[axis] = part.owned.claim()
+        if axis is Axis.SHARD:
+            way.share = part.owned.values
+        return way.adds[axis]
+
+    def _codecs_of(self, axis: Axis, bucket: Bucket) -> HopCodecs:
+        return self._codecs[axis] if self._encoding and bucket.gradients[0].layout.encoded else EXACT
+
+    def _load(self, operation: Operation, bucket: Bucket) -> Load:
+        """The description of a reduction's data, which is created once."""
+        key = operation.axis, operation.units, operation.encoded
+        load = self._loads.get(key)
+        if load is None:
+            parts = [part for part in bucket.gradients if part.unit in operation.units]
+            label = f"{_VERBS[operation.axis]} {', '.join(part.name for part in parts)}"
+            units = tuple(part.unit for part in parts)
+            load = self._loads[key] = Load(label, operation.axis, units, operation.encoded)
+        return load
+
+
+def _cut(axis: Axis, parts: Sequence[UnitGradient], groups: Mapping[Axis, AxisGroup], chunks: int) -> Bucket:
+    """Cut a bucket of these gradients into at most this many chunks, for a reduction along an axis."""
+    if axis is Axis.PARAMS:
+        pieces = [[part.layout.shard_numel for part in parts]] * groups[axis].size
+        return Bucket(parts, pieces, is_even=True, members=1, chunks=chunks, longest=sum(pieces[0]))
+    by_owner = [list(piece) for piece in zip(*(part.share_sizes for part in parts), strict=True)]
+    longest, replicas = max(map(sum, by_owner)), groups[Axis.REPLICA].size
+    if axis is Axis.REPLICA:
+        by_owner = [[part.owned.values.numel() for part in parts]]
+    is_even = axis is Axis.REPLICA or all(part.even for part in parts)
+    return Bucket(parts, by_owner, is_even=is_even, members=replicas, chunks=chunks, longest=longest)
+
+
+def _accumulates(part: UnitGradient, values: torch.Tensor) -> bool:
+    """Whether a tensor is one of the buffers that accumulate a gradient."""
+    return values is part.owned.values or (part.has_local and values is part.local.values)
+
+
+def _owned(chunk: BucketChunk) -> dict[UnitGradient, torch.Tensor]:
+    """Gradients of this rank's optimizer shares, for a chunk's sums."""
+    return {part: part.owned.values for part in chunk.gradients}
+
+
+def _zero(padding: torch.Tensor) -> None:
+    padding.zero_()
+
+
+def _takes_sums(bucket: Bucket) -> bool:
+    """Whether fp32 sums can be written directly into the buffer of a bucket's only gradient."""
+    return len(bucket.gradients) == 1 and bucket.gradients[0].owned.values.dtype == torch.float32

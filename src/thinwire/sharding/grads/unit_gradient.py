@@ -1,0 +1,439 @@
+"""One unit's gradients on this rank: from autograd's tensors to the share that the optimizer reads.
+
+There are three buffers, each allocated only if the plan needs it:
+
+- ``staging``: the micro-batch's whole gradient in wire dtype, laid out like the parameters; freed once it is sent;
+- ``local``: the gradient shard ``G`` that accumulates over micro-batches, if ``s_g = s_p < s_os``;
+- ``owned``: the gradient of this rank's optimizer share; if ``s_g = s_os``, it is ``G``.
+
+``local`` and ``owned`` have the plan's ``accumulate_dtype``. Each reduction is summed in fp32, added to the accumulator
+in fp32, and rounded to that dtype once.
+
+Every reduction is a mean (or a sum) over its axis and is added to the buffer's content, so the result is right no
+matter how many backwards run before the step. A mean over replicas may be averaged again; a sum is divided among them
+first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Final
+
+import torch
+
+from thinwire.collectives.links.streams import streams_of
+from thinwire.collectives.memory import allocate
+from thinwire.program import Axis, axis_shape
+from thinwire.sharding.memory.layout import FlatLayout, Run, Slot
+from thinwire.spec import Plan
+
+__all__ = ["Accumulator", "ReductionConfig", "UnitGradient"]
+
+_CONVERTED: Final = 1 << 20
+"""Most elements of a gradient that are converted to the dtype of the sum at once."""
+
+_TOGETHER: Final = 256 << 10
+"""Most bytes of a buffer whose gradients wait for each other on a processor, where a larger one's would take memory."""
+
+
+class ReductionConfig:
+    """The sizes of the axes, and the scales of reductions that follow from them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.params, self.shard, self.replica = (
+            math.prod(axis_shape(plan, axis)) for axis in (Axis.PARAMS, Axis.SHARD, Axis.REPLICA)
+        )
+        self.scatter_always = self.shard > 1 and plan.grads_like_optimizer
+        self.wire_dtype: torch.dtype = getattr(torch, plan.effective_reduce_dtype)
+        self.accumulate_dtype: torch.dtype = getattr(torch, plan.accumulate_dtype)
+        self.mean = plan.grad_reduce == "mean"
+
+    def scale(self, size: int) -> float:
+        """Factor that scales a sum over ``size`` ranks."""
+        return 1.0 / size if self.mean else 1.0
+
+
+class Accumulator:
+    """A buffer that keeps track of whether it is empty.
+
+    Args:
+        values: 1-D tensor; its content is undefined while the accumulator is ``empty``.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+        self.empty = True
+
+    def claim(self) -> bool:
+        """Announce a write; returns whether to add to the content (``True``) or to overwrite it (``False``)."""
+        accumulate, self.empty = not self.empty, False
+        return accumulate
+
+
+class _Copies:
+    """Gradients that are still to be copied to their places, all at once.
+
+    Args:
+        layout: Layout of the buffer with the places.
+        joins: Whether to join all gradients into one vector first, padding included. It takes memory for that, and is
+            the faster way where every copy is a call; a device with streams copies as many in one launch.
+    """
+
+    def __init__(self, layout: FlatLayout, *, joins: bool) -> None:
+        self._layout, self._joins = layout, joins
+        self._grads: dict[int, torch.Tensor] = {}
+        self._whole: list[torch.Tensor] = []  # the gradients of all parameters, if they came together
+        self._target: torch.Tensor | None = None
+        self._targets: list[torch.Tensor] = []  # all places in that buffer, and then its padding
+        self._paddings: dict[torch.dtype, list[torch.Tensor]] = {}  # by dtype, zeros for each gap of the layout
+
+    def put(self, index: int, grad: torch.Tensor) -> None:
+        """Copy the gradient of parameter ``index`` later."""
+        self._grads[index] = grad
+
+    def put_all(self, grads: list[torch.Tensor]) -> None:
+        """Copy the gradients of all parameters, in order, later."""
+        self._whole = grads
+
+    def perform(self, target: torch.Tensor, *, add: bool, stays: bool) -> bool:
+        """Copy the gradients to their places in a buffer, or add them to what is there.
+
+        Args:
+            target: The buffer.
+            add: Whether to add.
+            stays: Whether the next gradients go to the same buffer.
+
+        Returns:
+            Whether the whole buffer has its values now, the zeros of its padding included.
+        """
+        grads, whole = self._grads, self._whole
+        if len(grads) == len(self._layout.slots):
+            grads, whole = {}, [grads[index] for index in range(len(grads))]
+        self._grads, self._whole = {}, []
+        if whole:
+            places = self._targets if target is self._target else self._places(target, stays=stays)
+            if add:
+                torch._foreach_add_(places[: len(whole)], whole)
+            elif len(places) == len(whole):
+                torch._foreach_copy_(places, whole)
+            else:
+                torch._foreach_copy_(places, [*whole, *self._zeros(whole[0])])
+            return True
+        if grads:
+            copy = torch._foreach_add_ if add else torch._foreach_copy_
+            copy([_place(target, self._layout.slots[index]) for index in grads], list(grads.values()))
+        return False
+
+    def joined(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """All gradients as one new vector, padding included.
+
+        Args:
+            dtype: What their dtype must be; by default, that of any of them.
+
+        Returns:
+            The vector; ``None`` if they cannot be joined, and are still to be copied.
+        """
+        if len(self._grads) == len(self._layout.slots):
+            self._whole, self._grads = [self._grads[index] for index in range(len(self._grads))], {}
+        whole = self._whole
+        if not self._joins or not whole or dtype not in (None, whole[0].dtype):
+            return None
+        if len({grad.dtype for grad in whole}) > 1:
+            return None
+        self.clear()
+        return torch._C._nn.flatten_dense_tensors(self._with_paddings(whole))
+
+    def _places(self, target: torch.Tensor, *, stays: bool) -> list[torch.Tensor]:
+        """The places of all gradients in a buffer, and its padding; those in one that stays are made once."""
+        places = [_place(target, slot) for slot in self._layout.slots]
+        places += [target[gap] for gap in self._layout.gaps]
+        if stays:
+            self._target, self._targets = target, places
+        return places
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        self._grads, self._whole = {}, []
+
+    def _with_paddings(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients, and between them the zeros that fill the buffer up."""
+        gaps = self._layout.gaps
+        if not gaps:
+            return grads
+        zeros = self._zeros(grads[0])
+        if len(gaps) == 1 and gaps[0].stop == self._layout.numel:
+            return [*grads, *zeros]
+        of_gaps = {gap.start: zero for gap, zero in zip(gaps, zeros, strict=True)}
+        behind = [of_gaps.get(slot.offset + slot.numel) for slot in self._layout.slots]
+        return [piece for pair in zip(grads, behind, strict=True) for piece in pair if piece is not None]
+
+    def _zeros(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """Zeros for each gap of the layout, made once for each dtype."""
+        zeros = self._paddings.get(like.dtype)
+        if zeros is None:
+            zeros = [like.new_zeros(gap.stop - gap.start) for gap in self._layout.gaps]
+            self._paddings[like.dtype] = zeros
+        return zeros
+
+
+def _place(target: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """A parameter's elements in a flat buffer, in the parameter's shape."""
+    return target.as_strided(slot.shape, slot.strides, target.storage_offset() + slot.offset)
+
+
+def _add(total: torch.Tensor, grad: torch.Tensor) -> None:
+    """Add a gradient to a sum. A processor converts a gradient of another dtype in memory of its own, so it gets a few
+    rows at a time."""
+    if total.dtype == grad.dtype or grad.numel() <= _CONVERTED:
+        total.add_(grad)
+        return
+    rows = max(1, _CONVERTED * len(grad) // grad.numel())
+    for part, addend in zip(total.split(rows), grad.split(rows), strict=True):
+        part.add_(addend)
+
+
+class UnitGradient:
+    """The gradient of one of a unit's trainable buffers.
+
+    Args:
+        unit: Number of the unit.
+        name: Name of the unit, for timelines.
+        first_slot: Number of parameters in the unit's earlier buffers.
+        layout: Layout of the buffer.
+        shares: Shares of this rank's P shard, by optimizer rank.
+        owned: Memory for the gradient of this rank's share, 1-D, in the plan's ``accumulate_dtype``.
+        topology: Sizes of the axes.
+
+    Attributes:
+        seen: Slots whose parameters have delivered their gradients since the last reduction.
+    """
+
+    def __init__(
+        self,
+        unit: int,
+        name: str,
+        first_slot: int,
+        layout: FlatLayout,
+        shares: tuple[tuple[Run, ...], ...],
+        owned: torch.Tensor,
+        topology: ReductionConfig,
+    ) -> None:
+        self.unit, self.name, self.first_slot = unit, name, first_slot
+        self.layout, self.shares, self.topology = layout, shares, topology
+        self.share_sizes = tuple(sum(run.length for run in share) for share in shares)
+        # Whole-tensor shares may also be one run each and cover the shard, but out of order or with unequal lengths.
+        length = layout.shard_numel // len(shares)
+        self.even = all(share == (Run(i * length, length),) for i, share in enumerate(shares))
+        self.owned = Accumulator(owned)
+        self.staging: torch.Tensor | None = None
+        self.unsynced = False
+        self.synchronised = False  # whether ``owned`` is a sum over the replicas, which the next sum will include
+        self._local: Accumulator | None = self.owned if topology.shard == 1 else None
+        self.seen: set[int] = set()
+        self._forgotten: set[int] = set()  # slots forgotten since gradients came last
+        self._into_local = False
+        # Whether gradients of micro-batches may accumulate in ``local``, and whether a sum of ranks follows.
+        self._at_home = topology.params == 1 and not topology.scatter_always
+        self._networked = topology.shard > 1 or topology.replica > 1
+        # Gradients are copied once all of them are there: in one launch on a device with streams, and where they are
+        # small in one call. A large one is copied at once, so that autograd's memory is free again.
+        joins = streams_of(owned.device) is None
+        together = not joins or layout.numel * topology.wire_dtype.itemsize <= _TOGETHER
+        self._copies = _Copies(layout, joins=joins) if together else None
+        self._slots = range(first_slot, first_slot + len(layout.slots))
+        self.waits = together
+
+    @property
+    def local(self) -> Accumulator:
+        """The gradient shard ``G`` if it is not sharded like the optimizer; allocated on first use."""
+        if self._local is None:
+            device = self.owned.values.device
+            self._local = Accumulator(allocate(self.layout.shard_numel, self.topology.accumulate_dtype, device))
+        return self._local
+
+    @property
+    def has_local(self) -> bool:
+        """Whether a separate ``G`` exists and is not empty."""
+        return self._local is not None and not self._local.empty
+
+    @property
+    def complete(self) -> bool:
+        """Whether every parameter has delivered its gradient in this backward."""
+        return len(self.seen) == len(self.layout.slots)
+
+    def collect_all(self, grads: Sequence[torch.Tensor], *, last: bool, late: bool) -> None:
+        """Take the gradients of all parameters; see :meth:`collect`.
+
+        Args:
+            grads: Gradients of the whole unit's trained parameters, in order.
+            last: Whether this is the step's last micro-batch.
+            late: Whether the unit's turn in this backward is over.
+        """
+        if self._copies is None or self.seen:
+            for index, slot in enumerate(self._slots):
+                self.collect(index, grads[slot], last=last, late=late)
+            return
+        self._begin(last=last, late=late)
+        self._copies.put_all(list(grads[self._slots.start : self._slots.stop]))
+        self.seen.update(range(len(self._slots)))
+
+    def take_whole(self, grads: list[torch.Tensor], *, last: bool) -> torch.Tensor | None:
+        """Take the gradients of all parameters of a unit with one buffer, and close the micro-batch, as
+        :meth:`collect_all` and :meth:`finish` do, which small units would spend most of their time in.
+
+        Returns:
+            The result of :meth:`finish`; ``None`` if nothing was taken, because these two have to do it.
+        """
+        copies = self._copies
+        if copies is None or self.seen or len(grads) != len(self.layout.slots):
+            return None
+        self.unsynced = True
+        self._begin(last=last)
+        copies.put_all(grads)
+        if not self._into_local:
+            joined = copies.joined(self.topology.wire_dtype)
+            if joined is not None:
+                return joined
+        target, accumulates = self._target()
+        copies.perform(target, add=accumulates, stays=self._into_local)
+        if self._into_local:
+            self.local.empty = False
+        else:
+            self.staging = None
+        return target
+
+    def collect(self, index: int, grad: torch.Tensor, *, last: bool, late: bool) -> None:
+        """Take the gradient of parameter ``index``; the caller then drops autograd's tensor.
+
+        Args:
+            index: Slot of the parameter.
+            grad: Gradient, in the parameter's shape.
+            last: Whether this is the step's last micro-batch.
+            late: Whether the unit's turn in this backward is over.
+        """
+        seen = self.seen
+        if not seen:
+            self._begin(last=last, late=late)
+        if self._copies is not None and index not in seen:
+            self._copies.put(index, grad)
+            seen.add(index)
+            return
+        target, accumulates = self._target()
+        if self._copies is not None:
+            self._copies.perform(target, add=accumulates, stays=self._into_local)
+        place = _place(target, self.layout.slots[index])
+        if accumulates or index in seen:
+            _add(place, grad)
+        else:
+            place.copy_(grad)
+        seen.add(index)
+
+    def finish(self, *, last: bool) -> torch.Tensor:
+        """Close the micro-batch: parameters without a gradient count as zero.
+
+        Returns:
+            The whole gradient on this rank: ``staging`` (wire dtype), or ``local`` if gradients accumulate there.
+        """
+        if not self.seen:
+            self._begin(last=last)
+        if not self._into_local and self._copies is not None:
+            joined = self._copies.joined(self.topology.wire_dtype)
+            if joined is not None:
+                self.seen.clear()
+                return joined
+        target, accumulates = self._target()
+        whole = self._copies is not None and self._copies.perform(target, add=accumulates, stays=self._into_local)
+        if not accumulates and not whole:
+            _zero_missing(target, self.layout, self.seen)
+        if self._into_local:
+            self.local.empty = False
+        else:
+            self.staging = None
+        self.seen.clear()
+        return target
+
+    def drop(self) -> None:
+        """Drop the gradients that a failed backward has delivered. If they were added to ``local``, its earlier content
+        is lost as well: zero the gradients and repeat the step's micro-batches."""
+        if self._into_local and self.seen:
+            self.local.empty = True
+        self.staging = None
+        self.seen.clear()
+        if self._copies is not None:
+            self._copies.clear()
+
+    def reset(self) -> None:
+        """Forget every gradient (``zero_grad``)."""
+        self.owned.empty = True
+        if self._local is not None:
+            self._local.empty = True
+        self.drop()
+        self._forgotten.clear()
+        self.unsynced = self.synchronised = False
+
+    def forget(self, index: int, owned: slice, shard: slice) -> None:
+        """Forget the gradient of parameter ``index`` (``parameter.grad = None``).
+
+        Args:
+            index: slot of the parameter.
+            owned: its elements in ``owned``.
+            shard: its elements in this rank's P shard.
+        """
+        self._forgotten.add(index)
+        if len(self._forgotten) == len(self.layout.slots):
+            self.reset()
+            return
+        if not self.owned.empty:
+            self.owned.values[owned].zero_()
+        if self.topology.shard > 1 and self.has_local:
+            self.local.values[shard].zero_()
+
+    def add(self, owned: slice, values: torch.Tensor) -> None:
+        """Add to the gradient that ranks have combined; the caller has waited for it.
+
+        Args:
+            owned: elements of ``owned``.
+            values: what to add to them, 1-D.
+        """
+        if self.owned.claim():
+            self.owned.values[owned].add_(values)
+            return
+        self.owned.values.zero_()
+        self.owned.values[owned].copy_(values)
+
+    @property
+    def absent(self) -> bool:
+        """Whether no parameter has a gradient, on any rank."""
+        return self.owned.empty and not self.unsynced
+
+    def _begin(self, *, last: bool, late: bool = False) -> None:
+        """Choose the buffer for this micro-batch's gradients.
+
+        If P is not sharded and G is not sharded like OS, gradients accumulate in ``local``, unless the step's only
+        micro-batch can be sent at once. In the last micro-batch, late gradients are sent by themselves: what ``local``
+        holds may still wait for the rest of its bucket, and would be sent twice.
+        """
+        if self._forgotten:
+            self._forgotten.clear()
+        if self.synchronised and not self.topology.mean:
+            self.owned.values.mul_(1.0 / self.topology.replica)
+        self.synchronised = False
+        self._into_local = self._at_home and not (last and self._networked and (late or not self.has_local))
+
+    def _target(self) -> tuple[torch.Tensor, bool]:
+        """The buffer of this micro-batch's gradients, and whether they are added to its content."""
+        if self._into_local:
+            return self.local.values, not self.local.empty
+        if self.staging is None:
+            self.staging = allocate(self.layout.numel, self.topology.wire_dtype, self.owned.values.device)
+        return self.staging, False
+
+
+def _zero_missing(buffer: torch.Tensor, layout: FlatLayout, present: Collection[int]) -> None:
+    """Zero what no gradient has written: gradients that are not present, by number of the parameter, and gaps."""
+    for index, slot in enumerate(layout.slots) if len(present) < len(layout.slots) else ():
+        if index not in present:
+            buffer[slot.offset : slot.offset + slot.numel].zero_()
+    for gap in layout.gaps:
+        buffer[gap].zero_()

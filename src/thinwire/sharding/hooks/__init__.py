@@ -1,0 +1,1 @@
+"""Hooks that report what PyTorch does to the runtime."""

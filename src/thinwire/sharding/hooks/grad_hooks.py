@@ -1,0 +1,214 @@
+"""Takes the gradients of a unit's parameters from autograd.
+
+autograd calls a hook for every parameter whose gradient is complete, and each call into Python costs as much as the
+copy of a small gradient. A small unit therefore *settles* on one hook. In its first backwards, every parameter has a
+hook. If the same parameter comes last in :data:`_STEADY` of them, only that one keeps its hook. From then on, autograd
+leaves the gradients of the others in ``.grad``, and the hook takes all of them at once.
+
+If one of them is missing at that moment, the parameters get their hooks back for good. What is still in ``.grad`` at
+the end of a backward, because the last parameter had no gradient or another's came again, is taken there. A backward
+that reaches only parameters without hooks is found by the next step, or by the next read of a gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, cast
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch.utils.hooks import RemovableHandle
+
+from thinwire.sharding.grads.unit_gradient import UnitGradient
+from thinwire.sharding.lanes.home import HomeStream
+from thinwire.sharding.memory.local import local_gradient
+from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.step.backward import Delivery
+from thinwire.sharding.step.forward import Passes
+from thinwire.sharding.step.pass_state import Pass
+
+__all__ = ["NOT_COMPILED", "Deliveries"]
+
+NOT_COMPILED: Final = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+"""Keeps a function, and everything that it calls, out of compiled graphs."""
+
+_STEADY: Final = 2
+"""Backwards in a row in which the same parameter must come last before the others lose their hooks."""
+
+_gradient_of: Final = cast(Any, torch._C.TensorBase.grad).__get__
+"""``parameter.grad``, without a call into Python for each parameter."""
+
+_DENSE: Final = {torch.Tensor}
+"""Types of gradients that are taken at once."""
+
+
+class Deliveries(Delivery):
+    """The hooks on the trained parameters of one unit.
+
+    Args:
+        unit: The unit.
+        gradients: Gradients of its trained buffers.
+        passes: Receives the events of the model's passes.
+        home: The stream that the memory of gradients belongs to.
+    """
+
+    def __init__(self, unit: Unit, gradients: Sequence[UnitGradient], passes: Passes, home: HomeStream) -> None:
+        self._index, self._backward, self._state, self._home = unit.index, passes.backward, passes.state, home
+        self._parameters: list[torch.Tensor] = [
+            parameter for buffer in unit.buffers if buffer.layout.trainable for parameter in buffer.parameters
+        ]
+        # Gradients that wait for the rest of the unit in this backward, by number of the parameter. None stands for one
+        # that does not wait, because a gradient of the unit has come twice.
+        self._waiting: dict[int, torch.Tensor | None] = {}
+        # Whether they may wait for each other without memory that they do not take otherwise.
+        self._waits = all(part.waits for part in gradients)
+        # On a device with streams, each gradient may belong to another one.
+        self._may_settle = self._waits and not self._home.exists and len(self._parameters) > 1
+        self._may_settle &= all(type(parameter) is nn.Parameter for parameter in self._parameters)
+        self._came_last, self._times = -1, 0  # the parameter that came last, and in how many backwards in a row
+        self._only: int | None = None  # the parameter that has the unit's only hook, once it has settled
+        self._handles = [self._hook(slot) for slot in range(len(self._parameters))]
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def settled(self) -> bool:
+        """Whether the unit has one hook only."""
+        return self._only is not None
+
+    def has_left(self) -> bool:
+        """See :class:`~thinwire.sharding.step.backward.Delivery`."""
+        return self._only is not None and list(map(_gradient_of, self._parameters)).count(None) < len(self._parameters)
+
+    def end_backward(self) -> None:
+        """See :class:`~thinwire.sharding.step.backward.Delivery`."""
+        if self._waiting:
+            self._stop_waiting()
+            self._waiting.clear()
+        if self.has_left():
+            self._unsettle()
+            for slot, grad in self._take():
+                self._backward.collect(self._index, slot, grad)
+
+    def forget(self) -> None:
+        """See :class:`~thinwire.sharding.step.backward.Delivery`."""
+        self._waiting.clear()
+        if self._only is not None:
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    # -- hooks -------------------------------------------------------------------------------------------------
+
+    def _hook(self, slot: int) -> RemovableHandle:
+        # The garbage collector cannot see this kind of hook, so a strong reference would keep the model alive forever.
+        alive = weakref.ref(self)
+
+        def hook(parameter: torch.Tensor) -> None:
+            if (unit := alive()) is None:
+                return
+            if unit._only is not None:
+                grads: list[Any] = list(map(_gradient_of, unit._parameters))
+                if set(map(type, grads)) != _DENSE or torch.is_grad_enabled():
+                    unit._take_each()
+                    return
+                for parameter in unit._parameters:
+                    parameter.grad = None
+                if unit._state.present is not Pass.BACKWARD:
+                    unit._backward.begin()
+                unit._backward.all_gradients(unit._index, grads)
+            elif parameter.grad is not None:
+                unit._take_one(slot, parameter)
+
+        # As torch.compiler.disable, whose wrapper adds half a microsecond to every call.
+        set_code_exec_strategy(hook.__code__, NOT_COMPILED)
+        hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+        return cast(RemovableHandle, self._parameters[slot].register_post_accumulate_grad_hook(hook))
+
+    def _take_one(self, slot: int, parameter: torch.Tensor) -> None:
+        """Take one gradient, and those of the whole unit if it is the last."""
+        waiting, grad = self._waiting, cast(torch.Tensor, parameter.grad)
+        parameter.grad = None
+        if type(grad) is not torch.Tensor or grad.requires_grad or grad.layout is not torch.strided:
+            grad = self._plain(parameter, grad)
+        if not self._waits or slot in waiting or (self._home.exists and self._home.is_elsewhere()):
+            self._deliver(slot, grad)
+            return
+        if self._state.present is not Pass.BACKWARD:
+            self._backward.begin()
+        waiting[slot] = grad
+        count = len(self._parameters)
+        if len(waiting) == count:
+            self._note_last(slot)
+            self._backward.all_gradients(self._index, [cast(torch.Tensor, waiting[number]) for number in range(count)])
+            waiting.clear()
+
+    def _take_each(self) -> None:
+        """Take gradients that came in another way than before, one by one, from now on."""
+        self._unsettle()
+        for slot, grad in self._take():
+            self._deliver(slot, grad)
+
+    def _take(self) -> Iterable[tuple[int, torch.Tensor]]:
+        """Take the gradients that autograd has left, with the numbers of their parameters."""
+        for slot, parameter in enumerate(self._parameters):
+            grad, parameter.grad = parameter.grad, None
+            if grad is not None:
+                yield slot, self._plain(parameter, grad)
+
+    def _deliver(self, slot: int, grad: torch.Tensor) -> None:
+        """Deliver a gradient by itself."""
+        with self._home.visit() as is_away:
+            if self._state.present is not Pass.BACKWARD:
+                self._backward.begin()
+            if self._waiting:
+                self._stop_waiting()
+            # The runtime drops what it is given when it likes.
+            if self._backward.collect(self._index, slot, grad.clone() if is_away else grad):
+                self._backward.gradients_ready(self._index)
+
+    def _stop_waiting(self) -> None:
+        """Deliver the gradients that wait for the rest of the unit, and let none wait until the backward ends."""
+        waiting = self._waiting
+        for slot in range(len(self._parameters)):
+            grad, waiting[slot] = waiting.get(slot), None
+            if grad is not None:
+                self._backward.collect(self._index, slot, grad)
+
+    def _plain(self, parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """A gradient as a dense tensor of this rank; a backward with create_graph delivers one that requires a
+        gradient."""
+        grad = local_gradient(parameter, grad.detach())
+        if grad.layout is torch.strided:
+            return grad
+        self._may_settle = False
+        return grad.to_dense()
+
+    # -- how many parameters have hooks ------------------------------------------------------------------------
+
+    def _note_last(self, slot: int) -> None:
+        """Note which parameter came last, and settle on it if it always does."""
+        self._times = self._times + 1 if slot == self._came_last else 1
+        self._came_last = slot
+        if self._times < _STEADY or not self._may_settle:
+            return
+        self._only = slot
+        for number, handle in enumerate(self._handles):
+            if number != slot:
+                handle.remove()
+                # torch calls an empty table of hooks as it calls a full one.
+                parameter: Any = self._parameters[number]
+                if not parameter._post_accumulate_grad_hooks:
+                    parameter._post_accumulate_grad_hooks = None
+
+    def _unsettle(self) -> None:
+        """Give all parameters their hooks back, for good."""
+        only, self._only, self._may_settle = self._only, None, False
+        for number in range(len(self._parameters)):
+            if number != only:
+                self._handles[number] = self._hook(number)

@@ -1,0 +1,355 @@
+"""Module and autograd hooks that report PyTorch's actions to the runtime as events. They make no decisions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
+from typing import Any, Final, TypeVar, cast
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
+
+from thinwire.errors import UsageError
+from thinwire.sharding.hooks.grad_hooks import NOT_COMPILED, Deliveries
+from thinwire.sharding.hooks.parameter_access import refuse_copy, watch_reads
+from thinwire.sharding.lanes.home import HomeStream
+from thinwire.sharding.modules.graphs import refuse_cuda_graphs
+from thinwire.sharding.modules.inputs import cast_inputs, gradient_sources, tensors_in
+from thinwire.sharding.modules.linears import compute_weight_gradient_first
+from thinwire.sharding.modules.norms import compute_beside_statistics, keeps_statistics
+from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.params.write_audit import WriteAudit
+from thinwire.sharding.runtime.runtime import Runtime, runtime_of
+from thinwire.sharding.step.backward import BackwardPass
+from thinwire.sharding.step.forward import Passes
+from thinwire.sharding.step.pass_state import Pass
+from thinwire.sharding.step.pinned_units import Holds
+from thinwire.sharding.step.sharded_model import ShardedModel
+from thinwire.sharding.tensors.tensor import ShareTensor
+
+__all__ = ["as_forward", "install"]
+
+
+def install(runtime: Runtime) -> None:
+    """Hook every unit of a model, and the root."""
+    sharded, passes, undo = runtime.sharded, runtime.passes, runtime.undo
+    model, home = sharded.model, sharded.lanes.home
+    dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
+    for unit in sharded.units:
+        _hook_unit(unit, sharded, passes, runtime.audit, undo)
+        if unit.info.trainable:
+            deliveries = Deliveries(unit, sharded.gradients[unit.index], passes, home)
+            passes.backward.deliveries.append(deliveries)
+            undo.append(deliveries.remove)
+    undo.append(
+        model.register_forward_pre_hook(_outside_compile(cast_inputs(dtype)), prepend=True, with_kwargs=True).remove
+    )
+    _hook_forward(sharded, passes, runtime.holds, runtime.audit, undo)
+    undo += watch_reads(model, sharded.units, runtime.outside.parameters if runtime.outside is not None else {}, passes)
+    undo += [compute_beside_statistics(module) for module in model.modules() if keeps_statistics(module)]
+    if runtime.outside is not None:
+        model.forward = as_forward(model, model.forward)
+        undo.append(functools.partial(delattr, model, "forward"))
+        object.__setattr__(model, "__reduce_ex__", refuse_copy)
+        undo.append(functools.partial(object.__delattr__, model, "__reduce_ex__"))
+    for module in model.modules():
+        if next(module.parameters(), None) is None:
+            continue  # other models may share it, as they share activation functions in transformers
+        if runtime.outside is None:
+            module.register_state_dict_pre_hook(_state_dict_hook(runtime.join_spreads, runtime.holds, sharded.units))
+            module.register_load_state_dict_pre_hook(_refuse_load)
+        if module._parameters:
+            undo.append(module.register_state_dict_post_hook(_copy_parameters).remove)
+            if runtime.outside is not None:
+                undo.append(module.register_load_state_dict_pre_hook(_refuse_assign).remove)
+
+
+def as_forward(model: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method to run like the forward of a sharded model, including hooks. Calls inside a pass run unchanged.
+
+    Args:
+        model: The model.
+        method: Bound method of the model.
+    """
+    passes = runtime_of(model).passes
+
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or passes.is_inside():
+            return method(*args, **kwargs)
+        own_forward = model.__dict__.get("forward")
+        model.forward = method
+        try:
+            return model(*args, **kwargs)
+        finally:
+            if own_forward is None:
+                del model.forward
+            else:
+                model.forward = own_forward
+
+    return called
+
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def _outside_compile(hook: Hook) -> Hook:
+    """Keep a hook, and everything that it calls, out of compiled graphs, which must not trace the re-pointing of
+    storages. The wrapper of ``torch.compiler.disable`` does the same and adds half a microsecond to every call."""
+    code = cast(FunctionType, hook)
+    set_code_exec_strategy(code.__code__, NOT_COMPILED)
+    code._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return hook
+
+
+def _hook_forward(
+    sharded: ShardedModel, passes: Passes, holds: Holds, audit: WriteAudit, undo: list[Callable[[], None]]
+) -> None:
+    from_any_stream = sharded.lanes.home.visited_by
+    is_known = False  # whether the model has run, so that what it is compiled with has been seen
+
+    @_outside_compile
+    @from_any_stream
+    def enter(module: nn.Module, _args: Any) -> None:
+        nonlocal is_known
+        if not is_known:
+            refuse_cuda_graphs(module)
+            is_known = True
+        passes.enter_forward()
+        passes.state.is_plain = (
+            passes.state.present is Pass.FORWARD
+            and passes.root_unit is None
+            and not holds.depth
+            and not audit.compares_values
+            and not sharded.lanes.records_timeline
+        )
+
+    @_outside_compile
+    @from_any_stream
+    def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+        if holds.has_reads and torch.is_grad_enabled():
+            # A parent that computes with a child's weight is no unit, so no other hook runs before its backward.
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(begin_backward)
+        passes.leave_forward()
+
+    @from_any_stream
+    def begin_backward(_grad: torch.Tensor) -> None:
+        passes.backward.begin()
+
+    undo.append(sharded.model.register_forward_pre_hook(enter, prepend=True).remove)
+    undo.append(sharded.model.register_forward_hook(leave, always_call=True).remove)
+
+
+def _hook_unit(
+    unit: Unit, sharded: ShardedModel, passes: Passes, audit: WriteAudit, undo: list[Callable[[], None]]
+) -> None:
+    index, home = unit.index, sharded.lanes.home
+    begins_plainly, ends_plainly = passes.note_plain(ends=False), passes.note_plain(ends=True)
+    from_any_stream = home.visited_by
+
+    # Nothing waits for the backward of a whole unit, except that its weight's gradient comes first.
+    is_sharded, recorder = unit.sharded, sharded.lanes.recorder
+    announces = is_sharded or unit.info.weight_first
+    cast = _cast_of(sharded, unit)
+    leaves = False  # whether ``leave_root_unit`` is registered, which ends a pass that the unit's own forward began
+
+    # Collected before the forward, because the forward may add tensors to its inputs.
+    sources: list[torch.Tensor] = []
+
+    @_outside_compile
+    @from_any_stream
+    def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        nonlocal leaves
+        if not is_sharded and begins_plainly(index):
+            return None if cast is None else cast(module, args, kwargs)
+        passes.pre_forward(index)
+        if audit.compares_values:
+            audit.before_forward(unit)
+        if not leaves and passes.root_unit == index:
+            leaves = True
+            undo.append(module.register_forward_hook(leave_root_unit, always_call=True).remove)
+        # Only a sharded unit is freed after its backward.
+        if is_sharded and torch.is_grad_enabled():
+            sources[:] = gradient_sources(args, kwargs)
+        return None if cast is None else cast(module, args, kwargs)
+
+    @_outside_compile
+    @from_any_stream
+    def leave_root_unit(_module: nn.Module, _args: Any, _output: Any) -> None:
+        passes.leave_root_unit(index)
+
+    @_outside_compile
+    @from_any_stream
+    def post_forward(_module: nn.Module, _args: Any, output: Any) -> Any:
+        if not announces and ends_plainly(index):
+            return None
+        if audit.compares_values:
+            audit.after_forward(unit)
+        if is_sharded and not _is_fresh(output):
+            output = _keep(output, gathered)
+        hears = (announces or recorder.timeline is not None) and torch.is_grad_enabled()
+        if hears:
+            hears = _announce_backward(passes.backward, home, unit, tuple(sources), output)
+            sources.clear()
+        passes.post_forward(index, will_hear=hears)
+        return output
+
+    gathered = frozenset(b.full.untyped_storage()._cdata for u in sharded.units if u.sharded for b in u.buffers)
+    if unit.info.weight_first:
+        undo.append(compute_weight_gradient_first(unit.module, _InputGradientOf(passes.backward, home, index)))
+    undo.append(unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True).remove)
+    undo.append(unit.module.register_forward_hook(post_forward).remove)
+
+
+def _cast_of(sharded: ShardedModel, unit: Unit) -> Callable[..., Any] | None:
+    """What casts the inputs of a unit to its dtype, as in FSDP2: an fp32 buffer promotes activations to fp32, which do
+    not match the next unit's parameters."""
+    plan = sharded.plan
+    if unit.module is sharded.model or (plan.compute_dtype == "float32" and not plan.units):
+        return None
+    return cast_inputs(getattr(torch, plan.unit_dtype(unit.name)))
+
+
+class _InputGradientOf:
+    """Reports the input gradient of a unit that computes it after the gradients of its parameters."""
+
+    def __init__(self, backward: BackwardPass, home: HomeStream, index: int) -> None:
+        self._backward, self._home, self._index = backward, home, index
+
+    def expect(self) -> None:
+        """Keep the unit's parameters."""
+        self._backward.expect_input_gradient(self._index)
+
+    def begin(self) -> None:
+        """Note that the parameters' gradients come first."""
+        self._backward.input_gradient(self._index)
+
+    def end(self) -> None:
+        """Free the unit's parameters, unless another call needs them."""
+        with self._home.visit():
+            self._backward.post_backward(self._index)
+
+
+_FOLLOWERS: Final = "_thinwire_followers"
+"""Attribute of a unit's output: callbacks of the units that take it, called before backward reaches this unit."""
+
+
+def _announce_backward(
+    backward: BackwardPass, home: HomeStream, unit: Unit, sources: Sequence[torch.Tensor], output: Any
+) -> bool:
+    """Register hooks that report ``pre_backward`` at the first gradient of an output, and ``post_backward`` at the
+    first of the unit's ``sources`` that backward reaches. Returns whether every backward that needs the unit will be
+    reported."""
+    outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+    if not outputs:
+        return not unit.info.trainable and not sources  # without both there is no backward to report
+    inner = [tensor for tensor in sources if tensor.grad_fn is not None]
+    # A leaf's gradient is complete only at the end of a backward, and frozen parameters may be read on the way to it.
+    stays = len(inner) < len(sources) and not all(buffer.layout.trainable for buffer in unit.buffers)
+    # Hooks hold no tensors: an input held by an output's hook would live until the next garbage collection.
+    will_leave = bool(inner) or stays
+    announced_in = left_in = -1  # ids of backwards, because a retained graph may run several
+
+    def pre_backward(_grad: torch.Tensor, followers: list[Callable[[Any], None]]) -> None:
+        nonlocal announced_in
+        for follower in followers:
+            follower(None)
+        if announced_in != (task := torch._C._current_graph_task_id()):
+            announced_in = task
+            backward.pre_backward(unit.index, will_leave=will_leave)
+
+    def post_backward(_grad: Any) -> None:
+        nonlocal left_in
+        task = torch._C._current_graph_task_id()
+        if announced_in == task and left_in != task:
+            left_in = task
+            backward.post_backward(unit.index)
+
+    enter, leave = pre_backward, post_backward
+    if home.exists:
+        enter, leave = home.visited_by(enter), home.visited_by(leave)
+    for tensor in outputs:
+        followers: list[Callable[[Any], None]] = []
+        tensor.register_hook(functools.partial(enter, followers=followers))
+        setattr(tensor, _FOLLOWERS, followers)
+    if stays:
+        return True
+    for tensor in inner:
+        # Backward often leaves this unit and reaches the previous unit at the same gradient. A separate hook would run
+        # after the hook of the previous unit, which gathers: one unit too many would be in memory.
+        before: list[Callable[[Any], None]] | None = getattr(tensor, _FOLLOWERS, None)
+        if before is None:
+            tensor.register_hook(leave)
+        else:
+            before.append(leave)
+    return True
+
+
+def _is_fresh(output: Any) -> bool:
+    """Whether an output certainly has memory of its own, as with most modules."""
+    return type(output) is torch.Tensor and output.grad_fn is not None and not output._is_view()
+
+
+def _keep(output: Any, gathered: frozenset[int]) -> Any:
+    """Copy an output that is a parameter or a view of one, because it outlives the unit's gathered memory.
+
+    Args:
+        output: Output of a unit's forward.
+        gathered: Identities of the gathered storages of all units.
+    """
+    if not any(tensor.untyped_storage()._cdata in gathered for tensor in tensors_in(output) if _has_storage(tensor)):
+        return output
+    return tree_map_only(
+        torch.Tensor,
+        lambda tensor: tensor.clone() if tensor.untyped_storage()._cdata in gathered else tensor,
+        output,
+    )
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+
+
+def _state_dict_hook(join_spreads: Callable[[], None], holds: Holds, units: Sequence[Unit]) -> Callable[..., None]:
+    def hook(*_: Any) -> None:
+        join_spreads()
+        if not holds.depth and any(unit.sharded for unit in units):
+            raise UsageError(
+                "state_dict() of a model whose parameters are sharded: use thinwire.save(model, optim, path), or call "
+                "it inside `with thinwire.full_parameters(model):`"
+            )
+
+    return hook
+
+
+def _copy_parameters(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Copy the parameters in a state dict, which outlives the gathered memory of ``full_parameters``. Shares that are
+    whole on every rank become plain tensors, which any program can save and read."""
+    for name in module._parameters:
+        value = state_dict.get(prefix + name)
+        if isinstance(value, ShareTensor):
+            if value.spec.pieces == 1:
+                state_dict[prefix + name] = value.full_tensor()
+        elif isinstance(value, torch.Tensor):
+            state_dict[prefix + name] = value.detach().clone()
+
+
+def _refuse_assign(_module: nn.Module, _state_dict: Any, _prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        raise UsageError(
+            "load_state_dict(assign=True) would put other parameters in the place of those that are sharded: leave out "
+            "assign, which copies the values"
+        )
+
+
+def _refuse_load(*_: Any) -> None:
+    raise UsageError(
+        "load_state_dict() into a sharded model would leave the optimizer's master copy behind: load before "
+        "thinwire.shard(model, plan), or use thinwire.load(model, optim, path)"
+    )

@@ -1,0 +1,203 @@
+"""Resolves a module's parameter attributes: compute tensors inside passes, shares of the parameters outside.
+
+A unit's parameters are whole and up to date when its own forward runs. A parent that computes with a child's weight
+(a tied head, ``F.linear(x, self.embedding.weight)``, ``self.positions.weight[:T]``) does not call the child's forward.
+Every attribute access ends in the module's table of parameters. This file replaces that table, as DeepSpeed's ZeRO
+does, to detect reads and to return different tensors inside and outside of passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+
+from thinwire.errors import UsageError
+from thinwire.sharding.params.param_group import Tables, Unit
+from thinwire.sharding.step.forward import Passes
+from thinwire.sharding.tensors.parameter import ShardedParameter
+
+__all__ = ["refuse_copy", "watch_reads"]
+
+
+_stored = dict[str, Any].__getitem__  # every read comes this way, and super() costs a third of it
+_read = torch._dynamo.disable(Passes.read)  # re-points storages, which a compiled graph must not trace
+
+
+class _Entry(NamedTuple):
+    """A parameter of a unit.
+
+    Attributes:
+        unit: Unit of the parameter.
+        compute: Tensor that modules compute with.
+        share: Share that replaces the tensor outside of passes; ``None`` if the tensor is the same everywhere.
+    """
+
+    unit: Unit
+    compute: nn.Parameter
+    share: ShardedParameter | None
+
+
+class _Table(dict[str, Any]):
+    """A module's parameters by name. It stores the tensors that modules compute with.
+
+    A table is closed or open, which its class says: a reader of an open one gets what is stored, at the speed of a
+    dict.
+
+    Args:
+        table: All parameters of the module.
+        entries: Entries of the parameters that belong to units.
+        passes: Passes of the model.
+    """
+
+    def __init__(self, table: Mapping[str, nn.Parameter | None], entries: Mapping[str, _Entry], passes: Passes) -> None:
+        super().__init__(table)
+        self._entries, self._passes, self._state = entries, passes, passes.state
+        units = list({entry.unit.index: entry.unit for entry in entries.values()}.values())
+        self.unit = units[0] if len(units) == 1 else None  # None if they belong to several
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Look up a parameter, like ``dict.get``."""
+        return self[name] if dict.__contains__(self, name) else default
+
+    def items(self) -> Any:
+        """Pairs of names and parameters. Listing them gathers nothing."""
+        if self._passes.is_inside():
+            return super().items()
+        return [(name, self._outside(name, stored)) for name, stored in super().items()]
+
+    def values(self) -> Any:
+        """The parameters of :meth:`items`."""
+        return [pair[1] for pair in self.items()]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        entry = self._entries.get(name)
+        if entry is None:
+            super().__setitem__(name, value)
+        elif value is entry.share or value is entry.compute:
+            super().__setitem__(name, entry.compute)
+        elif isinstance(value, nn.Parameter) or value is None:
+            raise UsageError(
+                f"{self._name(name)} = another parameter: the model is sharded, and the new parameter would never "
+                "train. Replace it before thinwire.shard, or write to this one with copy_()"
+            )
+        else:
+            super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        if name in self._entries:
+            raise UsageError(
+                f"{self._name(name)} cannot be taken out of its module, as pruning and parametrizations do: the "
+                "model is sharded. Do it before thinwire.shard"
+            )
+        super().__delitem__(name)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        refuse_copy()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_copy()
+
+    def _name(self, name: str) -> str:
+        """A parameter's name in the model if it is known, otherwise its name in the module."""
+        share = self._entries[name].share
+        return share.spec.name if share is not None else name
+
+    def stored(self) -> dict[str, Any]:
+        """A plain dict of the tensors that modules compute with."""
+        return dict(super().items())
+
+    def _outside(self, name: str, stored: Any) -> Any:
+        entry = self._entries.get(name)
+        return stored if entry is None or entry.share is None or stored is not entry.compute else entry.share
+
+
+class _Closed(_Table):
+    """A table whose readers may need shares, or parameters that are not ready."""
+
+    def __getitem__(self, name: str) -> Any:
+        stored = _stored(self, name)
+        entry = self._entries.get(name)
+        if entry is None:
+            return stored
+        unit, compute, share = entry
+        if stored is not compute:
+            return stored  # torch.func.functional_call has replaced the parameter
+        if share is not None and not self._state.inside and not self._passes.is_inside():
+            return share
+        if not unit.ready:
+            _read(self._passes, unit.index)
+        elif unit is self.unit:
+            self._state.open(unit)
+        return stored
+
+
+class _Open(_Table):
+    """A table whose unit is ready, inside a pass. It has no ``__getitem__`` but that of a dict."""
+
+
+class _UnitTables(Tables):
+    def __init__(self) -> None:
+        self._tables: list[_Table] = []
+
+    def add(self, table: _Table) -> None:
+        self._tables.append(table)
+
+    def open(self) -> None:
+        for table in self._tables:
+            table.__class__ = _Open
+
+    def close(self) -> None:
+        for table in self._tables:
+            table.__class__ = _Closed
+
+
+def refuse_copy(*_: Any) -> NoReturn:
+    """Refuse to copy or pickle the model or one of its modules."""
+    raise UsageError(
+        "a sharded model cannot be copied or pickled: copy it before thinwire.shard; save it with thinwire.save, "
+        "torch.distributed.checkpoint, or state_dict() inside thinwire.full_parameters(model); for an average of "
+        "weights keep shares: {name: p.detach().clone() for name, p in model.named_parameters()}"
+    )
+
+
+def watch_reads(
+    model: nn.Module, units: Sequence[Unit], shares: Mapping[str, ShardedParameter], passes: Passes
+) -> list[Callable[[], None]]:
+    """Replace the table of parameters in every module of a model.
+
+    Args:
+        model: The model.
+        units: Its units.
+        shares: Shares of its parameters, by name; none for a part of a larger model.
+        passes: Receives the events of its passes.
+
+    Returns:
+        Functions that put the tables of torch back.
+    """
+    undo: list[Callable[[], None]] = []
+    entries = {
+        id(compute): _Entry(unit, compute, shares.get(slot.name))
+        for unit in units
+        for buffer in unit.buffers
+        for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True)
+    }
+    of_units = {unit: _UnitTables() for unit in units}
+    for unit, tables in of_units.items():
+        unit.tables = tables
+    for module in model.modules():
+        own = {name: entries[id(p)] for name, p in module._parameters.items() if id(p) in entries}
+        if own:
+            module._parameters = table = _Closed(module._parameters, own, passes)
+            if table.unit is not None:
+                of_units[table.unit].add(table)
+            undo.append(partial(_remove_table, module))
+    return undo
+
+
+def _remove_table(module: nn.Module) -> None:
+    assert isinstance(module._parameters, _Table)
+    module._parameters = module._parameters.stored()

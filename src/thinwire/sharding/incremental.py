@@ -1,0 +1,76 @@
+"""Handles models that are sharded part by part, as with ``fully_shard``: first each block, then the whole model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from thinwire.errors import UsageError
+from thinwire.sharding.memory.local import set_local
+from thinwire.sharding.modules.discover import Selection
+from thinwire.sharding.runtime.runtime import detach, runtime_of
+from thinwire.sharding.runtime.sharded_parameters import forget_share
+from thinwire.spec import Plan
+
+__all__ = ["join_parts"]
+
+_PART = "_thinwire_part"
+"""Attribute of a module that was sharded before the module around it; it becomes a unit."""
+
+
+def join_parts(model: nn.Module, plan: Plan, units: Selection) -> Selection:
+    """Turn the sharded parts of a model back into plain modules, so that the model can be sharded as a whole.
+    Collective.
+
+    Args:
+        model: The model.
+        plan: Plan of the model.
+        units: Units that the user has chosen, or ``None``.
+
+    Returns:
+        The units of the model: the parts, unless the user has chosen units.
+
+    Raises:
+        UsageError: The model itself is sharded, or a part has another plan or an optimizer.
+    """
+    if hasattr(model, "_thinwire_runtime"):
+        raise UsageError(f"{type(model).__name__} is sharded already; build a new model to use another plan")
+    for name, module in model.named_modules():
+        if hasattr(module, "_thinwire_runtime"):
+            _check(name, module, plan)
+            _dissolve(module)
+            object.__setattr__(module, _PART, True)
+    parts = [module for module in model.modules() if hasattr(module, _PART)]
+    return units if units is not None or not parts else parts
+
+
+def _check(name: str, part: nn.Module, plan: Plan) -> None:
+    runtime = runtime_of(part)
+    if runtime.plan.fingerprint() != plan.fingerprint():
+        raise UsageError(
+            f"its module {name!r} is sharded already, under another plan ({runtime.plan.describe()}): give every "
+            "part and the model the same plan"
+        )
+    if runtime.optimizer is not None or runtime.num_steps:
+        raise UsageError(
+            f"its module {name!r} is sharded already and in training: shard all parts and the model before the "
+            "optimizer is made"
+        )
+
+
+def _dissolve(part: nn.Module) -> None:
+    """Restore the whole parameters of a sharded module and remove its runtime."""
+    runtime = runtime_of(part)
+    assert runtime.outside is not None
+    runtime.join_spreads()
+    with torch.no_grad():
+        wholes = {name: share.full_tensor() for name, share in runtime.outside.parameters.items()}
+    for undo in reversed(runtime.undo):
+        undo()
+    for unit in runtime.units:
+        for buffer in unit.buffers:
+            for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
+                set_local([parameter], [wholes[slot.name]])
+                forget_share(parameter)
+    runtime.lanes.close()
+    detach(part)

@@ -1,0 +1,1 @@
+"""Optimizers over this rank's part of the masters."""

@@ -1,0 +1,95 @@
+"""Supports optimizers that users make from ``model.parameters()``: torch's own and others with the same interface.
+
+They update shares piece by piece. torch calls the hooks in this file before and after the step of every optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from thinwire.errors import UsageError
+from thinwire.sharding.runtime.live_parameter import ModelParameter
+from thinwire.sharding.runtime.masters import Masters, refuse_in_backward
+from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.runtime.sharded_parameters import sharded_parameter_of
+from thinwire.sharding.tensors.parameter import ShardedParameter
+
+__all__ = ["INNER", "watch_optimizers"]
+
+INNER = "_thinwire_inner"
+"""Attribute of an optimizer that a ``ShardedOptimizer`` wraps; the hooks skip it."""
+
+_MODELS = "_thinwire_models"
+"""Attribute of an optimizer that caches the number of parameters in its groups, and the models they belong to."""
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Register hooks for the steps of all optimizers, once per process."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    del args, kwargs
+    if getattr(optimizer, INNER, False):
+        return
+    for model in _models_of(optimizer):
+        _prepare(model, optimizer)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    del args, kwargs
+    if getattr(optimizer, INNER, False):
+        return
+    for model in _models_of(optimizer):
+        model.finish_update()
+
+
+def _prepare(model: Masters, optimizer: torch.optim.Optimizer) -> None:
+    """Prepare a model for an optimizer that will read its gradients and write its masters."""
+    runtime, name = runtime_of(model.sharded.model), type(optimizer).__name__
+    refuse_in_backward(f"{name}.step()")
+    model.refuse(f"{name}.step()")
+    if runtime.optimizer is not None:
+        raise UsageError(
+            f"{name}.step(): the model has an optimizer of thinwire.optimizer(...) as well, and both would update "
+            "it; use one of them"
+        )
+    if model.sharded.plan.accumulate_dtype != "float32":
+        raise UsageError(
+            f"accumulate_dtype = {model.sharded.plan.accumulate_dtype}: {name} reads gradients in fp32; use "
+            'thinwire.optimizer(model, ...), which widens them unit by unit, or accumulate_dtype = "float32"'
+        )
+    model.check_all_managed()
+    runtime.close_step()
+
+
+def _models_of(optimizer: torch.optim.Optimizer) -> tuple[Masters, ...]:
+    """The sharded models whose parameters an optimizer updates.
+
+    Raises:
+        UsageError: The optimizer was made before the model was sharded.
+    """
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    known = getattr(optimizer, _MODELS, None)
+    if known is not None and known[0] == count:
+        models: tuple[Masters, ...] = known[1]
+        return models
+    by_id: dict[int, Masters] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, ShardedParameter) and isinstance(parameter.live, ModelParameter):
+                by_id[id(parameter.live.masters)] = parameter.live.masters
+            elif (share := sharded_parameter_of(parameter)) is not None:
+                raise UsageError(
+                    f"{type(optimizer).__name__} was made before thinwire.shard: it holds {share.spec.name} as it "
+                    "was, and would train nothing. Make it after thinwire.shard, from model.parameters()"
+                )
+    models = tuple(by_id.values())
+    object.__setattr__(optimizer, _MODELS, (count, models))
+    return models

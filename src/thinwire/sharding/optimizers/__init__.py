@@ -1,1 +1,0 @@
-"""Properties of optimizers that sharding depends on."""

@@ -1,0 +1,1 @@
+"""Parameters of a unit: sharded, gathered, and freed again."""

@@ -1,0 +1,141 @@
+"""Lays out the flat buffers of a model, and carves them from one allocation for each kind of shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from thinwire.collectives.topology import AxisGroup
+from thinwire.program import Axis, Lane
+from thinwire.sharding.memory.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
+from thinwire.sharding.memory.local import local_tensor
+from thinwire.sharding.modules.discover import UnitModules
+from thinwire.sharding.params.gathers import FlatBuffer
+from thinwire.sharding.params.plan_codecs import (
+    is_excluded,
+    rounds_parameters,
+)
+from thinwire.spec import Plan
+
+__all__ = ["Arenas", "Flat", "draw"]
+
+
+@dataclass
+class Flat:
+    """A flat buffer that has a layout but no memory yet; ``shares`` is empty for frozen parameters."""
+
+    unit: int
+    layout: FlatLayout
+    parameters: list[nn.Parameter]
+    shares: tuple[tuple[Run, ...], ...] = ()
+
+
+def draw(modules: Sequence[UnitModules], plan: Plan, rank: int) -> list[Flat]:
+    """Lay out the flat buffers of all units, with the shares of a rank's P shard."""
+    flats = []
+    for number, unit in enumerate(modules):
+        compute: torch.dtype = getattr(torch, plan.unit_dtype(unit.name))
+        exact = plan.override(unit.name).codec is not None
+        kinds: dict[tuple[bool, torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in unit.parameters:
+            dtype = compute if parameter.is_floating_point() else parameter.dtype
+            encoded = dtype.is_floating_point and not exact and not is_excluded(plan, name)
+            kinds.setdefault((parameter.requires_grad, dtype, encoded), []).append((name, parameter))
+        # Encoded buffers come first, in the order of reductions.
+        for (trainable, dtype, encoded), named in sorted(kinds.items(), key=lambda kind: not kind[0][2]):
+            shapes = [(name, local_tensor(p).shape) for name, p in named]
+            layout = lay_out(shapes, plan, dtype, trainable=trainable, encoded=encoded)
+            flats.append(Flat(number, layout, [p for _, p in named]))
+    trained = [flat for flat in flats if flat.layout.trainable]
+    if plan.partition == "inter" and plan.optimizer != plan.params:
+        dealt = deal_shares([flat.layout for flat in trained], plan, shard_index(plan, rank))
+        for flat, shares in zip(trained, dealt, strict=True):
+            flat.shares = shares
+    else:
+        for flat in trained:
+            flat.shares = even_shares(flat.layout, plan)
+    return flats
+
+
+class Arenas:
+    """One contiguous allocation for each kind of shard. Buffers are carved from it in order, without fragmentation."""
+
+    def __init__(
+        self,
+        flats: Sequence[Flat],
+        plan: Plan,
+        axes: dict[tuple[Axis, Lane], AxisGroup],
+        device: torch.device,
+    ) -> None:
+        self._device, self._rounds = device, rounds_parameters(plan)
+        self._params = axes[Axis.PARAMS, Lane.GATHER]
+        self._secondary = axes.get((Axis.SECONDARY, Lane.GATHER))
+        self._share = axes[Axis.SHARD, Lane.REDUCE].index
+        by_dtype: dict[torch.dtype, int] = {}
+        for flat in flats:
+            by_dtype[flat.layout.dtype] = by_dtype.get(flat.layout.dtype, 0) + flat.layout.shard_numel
+        self._shards = {dtype: _Arena(numel, dtype, device) for dtype, numel in by_dtype.items()}
+        self._seconds = (
+            {
+                dtype: _Arena(numel * self._params.size // self._secondary.size, dtype, device)
+                for dtype, numel in by_dtype.items()
+            }
+            if self._secondary is not None
+            else {}
+        )
+        owned = sum(self._owned(flat) for flat in flats if flat.layout.trainable)
+        separate = sum(self._owned(flat) for flat in flats if self._has_master(flat.layout))
+        self._masters = _Arena(separate, torch.float32, device)
+        self.gradients = torch.zeros(owned, dtype=getattr(torch, plan.accumulate_dtype), device=device)
+        self._gradient_at = 0
+
+    def carve(self, flat: Flat, initial: torch.Tensor) -> FlatBuffer:
+        """Place a flat buffer and fill this rank's part of it.
+
+        Args:
+            flat: The buffer.
+            initial: Initial values of this rank's P shard, ``[layout.shard_numel]``, in the parameters' dtype or wider.
+        """
+        layout = flat.layout
+        shard = self._shards[layout.dtype].carve(layout.shard_numel)
+        shard.copy_(initial)
+        whole = self._params.size == 1
+        full = shard if whole else torch.empty(layout.numel, dtype=layout.dtype, device=self._device)
+        secondary = None
+        if self._secondary is not None:
+            secondary = self._seconds[layout.dtype].carve(layout.numel // self._secondary.size)
+        master = None
+        if self._has_master(layout):
+            master = self._masters.carve(self._owned(flat))
+            position = 0
+            for run in flat.shares[self._share]:
+                source = initial[run.start : run.start + run.length]
+                master[position : position + run.length].copy_(source)
+                position += run.length
+        return FlatBuffer(layout, flat.parameters, full, shard, flat.shares, secondary, master)
+
+    def carve_gradient(self, flat: Flat) -> torch.Tensor:
+        """Memory for the gradient of this rank's share, in the plan's ``accumulate_dtype``."""
+        size = self._owned(flat)
+        self._gradient_at += size
+        return self.gradients[self._gradient_at - size : self._gradient_at]
+
+    def _has_master(self, layout: FlatLayout) -> bool:
+        """Whether the masters have memory of their own, apart from the P shard."""
+        return layout.trainable and (layout.dtype != torch.float32 or (self._rounds and layout.encoded))
+
+    def _owned(self, flat: Flat) -> int:
+        return sum(run.length for run in flat.shares[self._share])
+
+
+class _Arena:
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._memory = torch.zeros(numel, dtype=dtype, device=device)
+        self._at = 0
+
+    def carve(self, numel: int) -> torch.Tensor:
+        self._at += numel
+        return self._memory[self._at - numel : self._at]

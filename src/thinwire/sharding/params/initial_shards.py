@@ -1,0 +1,83 @@
+"""The initial values of the P shards of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from thinwire.agreement import NOTHING
+from thinwire.collectives.group import Control
+from thinwire.errors import MismatchError, ThinwireError
+from thinwire.sharding.memory.initial import InitialValues, read_shard
+from thinwire.sharding.memory.local import LocalPart, Slice, local_tensor
+from thinwire.sharding.params.arenas import Flat
+
+__all__ = ["InitialShards"]
+
+
+class InitialShards:
+    """Provides the initial values of this rank's P shards, one flat buffer at a time.
+
+    Args:
+        part: Part of a larger model that this rank trains.
+        control: Control of the ranks that start from the first rank's values; ``None`` if each rank uses its own.
+        values: Initial values; ``None`` if the parameters hold them.
+        slices: Slices of the parameters that tensor parallelism cuts, by name.
+        shard: Index of this rank's P shard.
+    """
+
+    def __init__(
+        self,
+        part: LocalPart,
+        control: Control | None,
+        values: InitialValues | None,
+        slices: Mapping[str, Slice | None],
+        shard: int,
+    ) -> None:
+        self._part, self._control, self._values, self._slices, self._shard = part, control, values, slices, shard
+        self._problem: ThinwireError | None = None
+
+    def __call__(self, flat: Flat) -> torch.Tensor:
+        """Initial values, ``[flat.layout.shard_numel]``: fp32, or the buffer's dtype if it is not floating-point."""
+        layout = flat.layout
+        if self._values is None:
+            begin = self._shard * layout.shard_numel
+            return self._whole(flat)[begin : begin + layout.shard_numel]
+        if self._problem is None:
+            try:
+                return read_shard(layout, self._shard, self._values, self._slices)
+            except ThinwireError as error:
+                self._problem = error  # agree() raises it, because the other ranks continue until then
+        return torch.zeros(layout.shard_numel, dtype=layout.dtype)
+
+    def agree(self, control: Control) -> None:
+        """Raise on every rank if any rank could not read its values.
+
+        Raises:
+            ThinwireError: The error of this rank, or a :class:`MismatchError` that quotes the error of another rank.
+        """
+        if self._values is None:
+            return
+
+        def raise_own() -> None:
+            if self._problem is not None:
+                raise self._problem
+
+        def unread(problems: Mapping[int, str]) -> MismatchError:
+            rank, text = next(iter(problems.items()))
+            return MismatchError(f"rank {rank} cannot read its initial values: {text}")
+
+        control.agree(raise_own, unread, NOTHING, raises_own=True)
+
+    def _whole(self, flat: Flat) -> torch.Tensor:
+        """Initial values of a whole buffer, taken from the first rank if ranks are synchronised."""
+        first = flat.parameters[0]
+        dtype = torch.float32 if first.is_floating_point() else first.dtype
+        values = torch.zeros(flat.layout.numel, dtype=dtype, device=first.device)
+        for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
+            value = self._part.masters.get(slot.name, parameter.detach())
+            values[slot.offset : slot.offset + slot.numel].copy_(local_tensor(value).reshape(-1))
+        if self._control is not None:
+            self._control.broadcast(values)
+        return values

@@ -1,0 +1,147 @@
+"""Creates a plan's codecs for a device, and checks whether this runtime supports them."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from thinwire import codecs
+from thinwire.codecs import Codec
+from thinwire.codecs.triton.warmup import warm_up
+from thinwire.collectives.links.nccl import backend_maker
+from thinwire.collectives.reduce_scatter import HopCodecs
+from thinwire.errors import SpecError
+from thinwire.program import Axis
+from thinwire.program.wire import axis_shape, is_excluded, reduction_codecs, sums_dtype
+from thinwire.spec import CodecSpec, Plan
+from thinwire.spec.codec import length_problem
+
+__all__ = ["PlanCodecs", "agreed_codecs", "check_exclusions", "codec_problems", "is_excluded", "rounds_parameters"]
+
+_REDUCED = (Axis.PARAMS, Axis.SHARD, Axis.REPLICA)
+"""Axes along which gradients are reduced."""
+
+
+@dataclass(frozen=True)
+class PlanCodecs:
+    """The codecs of a plan; ``None`` sends values unencoded.
+
+    Attributes:
+        gather: Codec of parameters that are gathered before a unit runs.
+        reduce: Codecs of gradients, by hop, for each axis along which they are reduced.
+        spread: Codec of parameters that are spread after an update.
+        outer: Codecs of parameters' changes between islands.
+    """
+
+    gather: Codec | None
+    reduce: Mapping[Axis, HopCodecs]
+    spread: Codec | None
+    outer: HopCodecs
+
+    @classmethod
+    def of(cls, plan: Plan, device: torch.device, backend: str | None = None) -> PlanCodecs:
+        """Create the codecs of a plan, with the given backend or the device's default."""
+
+        _refuse_lengths_on_devices(plan, device)
+
+        @cache
+        def made(spec: CodecSpec) -> Codec | None:
+            return None if spec.is_none else codecs.get(spec, backend=backend, device=device)
+
+        hops = {axis: HopCodecs(*map(made, reduction_codecs(plan, axis))) for axis in _REDUCED}
+        changes = None if plan.islands is None else made(plan.islands.codec)
+        return cls(made(plan.wire.gather), hops, made(plan.wire.spread), HopCodecs(None, changes))
+
+    def warm_up(self, plan: Plan, device: torch.device) -> None:
+        """Compile the kernels of the codecs, if they have any, before a step needs them and peers wait for it."""
+        of_gradients = (codec for hops in self.reduce.values() for codec in (hops.inside, hops.across))
+        used = dict.fromkeys((self.gather, *of_gradients, self.spread, self.outer.across))
+        kernels = [codec for codec in used if codec is not None and codec.backend == "triton"]
+        if not kernels:
+            return
+        ranks = {n for axis in (*_REDUCED, Axis.ISLANDS) for n in axis_shape(plan, axis) if n > 1}
+        dtypes = [getattr(torch, name) for name in (plan.compute_dtype, plan.effective_reduce_dtype, "float32")]
+        # A reduction adds the messages of the other ranks; two replicas add both of their messages.
+        counts = sorted({rank - 1 for rank in ranks} | ({2} if 2 in ranks else set()))
+        gain = plan.wire.feedback_gain if plan.wire.error_feedback else None
+        warm_up(kernels, dtypes, device, messages=counts, gain=gain)
+
+
+def _refuse_lengths_on_devices(plan: Plan, device: torch.device) -> None:
+    """Refuse codecs of variable length where exchanges are queued on a device: the host would wait for the length of
+    every message, and computation with it.
+
+    Raises:
+        SpecError: The plan has such a codec.
+    """
+    if backend_maker(device) is None:
+        return
+    problems = [
+        f"wire.{name}: {problem}"
+        for name, spec in plan.wire.codecs().items()
+        if (problem := length_problem(spec)) is not None
+    ]
+    if problems:
+        raise SpecError(f"plan {plan.name or plan.fingerprint()}", problems)
+
+
+def agreed_codecs(plan: Plan) -> tuple[str, ...]:
+    """Import the plan's codecs of other packages, and name each with the version that all ranks must share.
+
+    Raises:
+        SpecError: A codec cannot be loaded.
+    """
+    named = [*plan.wire.codecs().values(), *(unit.codec for unit in plan.units if unit.codec is not None)]
+    specs = {spec for spec in named if spec.plugin is not None}
+    for spec in specs:
+        codecs.get(spec)
+    return tuple(sorted(f"{spec} version {spec.plugin.version}" for spec in specs if spec.plugin is not None))
+
+
+def check_exclusions(plan: Plan, names: Sequence[str]) -> None:
+    """Raise if a pattern of ``wire.exclude`` matches none of the model's parameters.
+
+    Raises:
+        SpecError: Some patterns match nothing; the error names them.
+    """
+    idle = [pattern for pattern in plan.wire.exclude if not fnmatch.filter(names, pattern)]
+    if idle:
+        raise SpecError(
+            f"plan {plan.name or plan.fingerprint()}",
+            [f"wire.exclude: {pattern!r} matches no parameter; names look like {names[0]!r}" for pattern in idle],
+        )
+
+
+def rounds_parameters(plan: Plan) -> bool:
+    """Whether a codec changes the parameters on their way from the optimizer to the ranks that compute with them. The
+    optimizer then keeps its own values even if they have the same dtype."""
+    return not plan.wire.spread.is_lossless and axis_shape(plan, Axis.SHARD) != (1, 1)
+
+
+def codec_problems(plan: Plan) -> Iterator[str]:
+    """One sentence for each setting of a plan's ``wire`` that this runtime does not support."""
+    dtypes: dict[str, set[str]] = {
+        "gather": {plan.compute_dtype},
+        "spread": {plan.compute_dtype},
+        "reduce_intra": {plan.effective_reduce_dtype},
+        "reduce_inter": {plan.effective_reduce_dtype, sums_dtype(plan.wire.reduce_inter, plan.effective_reduce_dtype)},
+    }
+    codecs_by_name = plan.wire.codecs()
+    local, nodes = axis_shape(plan, Axis.REPLICA)
+    if local * nodes > 2:  # two replicas exchange whole vectors; more of them gather sums, which are fp32
+        farthest = "reduce_inter" if nodes > 1 else "reduce_intra"
+        dtypes[farthest].add("float32")
+    if plan.wire.scatter is not None:
+        dtypes["scatter"] = {plan.effective_reduce_dtype}
+        if all(ranks > 1 for ranks in axis_shape(plan, Axis.SHARD)):
+            dtypes["scatter"].add(sums_dtype(plan.wire.scatter, plan.effective_reduce_dtype))
+    for name, needed in dtypes.items():
+        for dtype in sorted(needed):
+            try:
+                codecs_by_name[name].check_dtype(dtype)
+            except SpecError as error:
+                yield f"wire.{name}: {error.problems[0]}"

@@ -1,0 +1,119 @@
+"""Detects writes to parameters inside a forward, which the next gather or spread would silently undo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from thinwire.sharding.memory.local import local_tensor
+from thinwire.sharding.params.param_group import Unit
+
+__all__ = ["WriteAudit"]
+
+_FIRST_REGULAR = 64
+"""Values are compared in the first step, then in the step with this number and at every doubling of the number."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass
+class _Comparison:
+    """A unit's values before and after a forward: for each parameter, the sum of its bits (0-D, int64, on the device).
+
+    Attributes:
+        unit: The unit.
+        before: Sums before the forward.
+        after: Sums after the forward; empty until then.
+    """
+
+    unit: Unit
+    before: list[torch.Tensor]
+    after: list[torch.Tensor]
+
+    @property
+    def differs(self) -> bool:
+        return any(not torch.equal(a, b) for a, b in zip(self.before, self.after, strict=True))
+
+
+class WriteAudit:
+    """Detects forwards that write to the parameters they compute with.
+
+    These parameters are copies of masters. The next gather or spread undoes a write such as ``self.weight.clamp_()``.
+    torch counts in-place writes, and the audit compares the counts in every step. torch does not count writes through
+    ``parameter.data``, so the audit also compares values; this takes two passes over memory, so only a few steps do it.
+    If parameters stay whole, a forward can also re-point one (``self.weight.data = ...``), and updates would no longer
+    reach it. The audit therefore compares addresses in every step.
+
+    Args:
+        units: Units of the model.
+
+    Attributes:
+        compares_values: Whether forwards of this step must call ``before_forward`` and ``after_forward``.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = [unit for unit in units if unit.computes_with_copies]
+        self._parameters = {unit.index: [p for b in unit.buffers for p in b.parameters] for unit in self._units}
+        self._whole = [(unit, _addresses(unit)) for unit in units if not unit.sharded]
+        self._others: dict[int, int] = {}  # by unit, the number of excused writes that were not updates
+        self._comparisons: list[_Comparison] = []
+        self.compares_values = bool(self._units)
+        self.excuse()
+
+    def excuse(self) -> None:
+        """Accept all writes so far, because they are already in the masters."""
+        self._others = {unit.index: self._written_to(unit) for unit in self._units}
+
+    def begin_step(self, number: int) -> None:
+        """Begin a step.
+
+        Args:
+            number: Number of steps taken before.
+        """
+        self._comparisons.clear()
+        is_power = number & (number - 1) == 0
+        self.compares_values = bool(self._units) and is_power and (number == 0 or number >= _FIRST_REGULAR)
+
+    def before_forward(self, unit: Unit) -> None:
+        """Record a gathered unit's values at the beginning of its forward, in a step that compares values."""
+        if unit.computes_with_copies:
+            self._comparisons.append(_Comparison(unit, _sums_of_bits(unit), []))
+
+    def after_forward(self, unit: Unit) -> None:
+        """Record a unit's values at the end of its forward, while the unit is still gathered."""
+        for comparison in reversed(self._comparisons):
+            if comparison.unit is unit and not comparison.after:
+                comparison.after = _sums_of_bits(unit)
+                return
+
+    def written(self) -> Unit | None:
+        """The first unit with a forward that wrote to its parameters in this step, or ``None``. Re-pointed parameters
+        of the unit are restored."""
+        for unit in self._units:
+            if self._written_to(unit) != self._others[unit.index]:
+                return unit
+        for unit, addresses in self._whole:
+            if _addresses(unit) != addresses:
+                for buffer in unit.buffers:
+                    buffer.show(whole=True)
+                return unit
+        return next((done.unit for done in self._comparisons if done.after and done.differs), None)
+
+    def _written_to(self, unit: Unit) -> int:
+        """In-place writes that torch has counted and that are no updates, over all parameters of a unit."""
+        parameters = self._parameters[unit.index]
+        return sum(parameter._version for parameter in parameters) - unit.num_updates * len(parameters)
+
+
+def _addresses(unit: Unit) -> list[int]:
+    parameters = [parameter for buffer in unit.buffers for parameter in buffer.parameters]
+    # Not a function for each of them: nearly all are plain, and every step asks.
+    return [p.data_ptr() if type(p) is nn.Parameter else local_tensor(p).data_ptr() for p in parameters]
+
+
+def _sums_of_bits(unit: Unit) -> list[torch.Tensor]:
+    values = [local_tensor(parameter.detach()) for buffer in unit.buffers for parameter in buffer.parameters]
+    return [value.view(_BITS[value.element_size()]).sum(dtype=torch.int64) for value in values]

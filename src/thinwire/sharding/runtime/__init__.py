@@ -1,0 +1,1 @@
+"""Everything that one model needs while it trains, and its parameters between passes."""

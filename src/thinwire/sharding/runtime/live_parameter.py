@@ -1,0 +1,189 @@
+"""What stands behind the share of one parameter: its masters, its gradient, its compute tensor."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from thinwire.errors import UsageError
+from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.runtime.masters import Masters
+from thinwire.sharding.runtime.share_gradients import ShareGradients, TrainedParameter
+from thinwire.sharding.tensors.parameter import GradientHook, ShardedParameter
+from thinwire.sharding.tensors.tensor import ShareTensor
+
+__all__ = ["ModelParameter"]
+
+_TORCHS_GRAD: Any = torch.Tensor.grad
+"""torch's own ``grad`` of a share, which autograd fills in the backward of operations on shares."""
+
+
+class ModelParameter:
+    """Connects the share of one parameter to the runtime.
+
+    Args:
+        masters: Masters of the model.
+        gradients: Gradients of the model.
+        unit: Unit of the parameter.
+        compute: Tensor that the parameter's module computes with.
+        trained: Place of the parameter in the runtime; ``None`` if it is frozen.
+    """
+
+    share: ShardedParameter
+
+    def __init__(
+        self,
+        masters: Masters,
+        gradients: ShareGradients,
+        unit: Unit,
+        compute: nn.Parameter,
+        trained: TrainedParameter | None,
+    ) -> None:
+        self.masters, self.gradients = masters, gradients
+        self.unit, self.compute_tensor, self.trained = unit, compute, trained
+        self.hooks: OrderedDict[int, Callable[[torch.Tensor], None]] = OrderedDict()
+        self._gradient: ShareTensor | None = None
+
+    # -- the values --------------------------------------------------------------------------------------------
+
+    def before_write(self) -> None:
+        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
+        self.masters.before_write()
+
+    def after_write(self) -> None:
+        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
+        self.masters.written(self.unit.index)
+
+    def overflowed(self) -> None:
+        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
+
+    def norms(self, order: float) -> torch.Tensor | None:
+        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
+        del order
+        return None
+
+    def compute(self, share: ShareTensor, dtypes: set[torch.dtype]) -> torch.Tensor:
+        """The whole parameter, for an operation that needs it. Collective.
+
+        This is the module's compute tensor if gradients flow through the operation, or if the operation has plain
+        tensors of the same dtype. Otherwise it is the exact values.
+
+        Args:
+            share: The parameter, or a detached alias of it.
+            dtypes: Dtypes of the operation's plain floating-point tensors.
+        """
+        follows = torch.is_grad_enabled() and share.requires_grad
+        if not follows and (self.compute_tensor.dtype == share.dtype or self.compute_tensor.dtype not in dtypes):
+            return share.full_tensor()
+        value = self.compute_tensor if follows else self.compute_tensor.detach()
+        with self.masters.reading(self.unit.index):
+            # Gathered memory is freed even if the caller still has a view of it, so return a copy.
+            return value.clone() if self.unit.sharded else value
+
+    # -- the gradient ------------------------------------------------------------------------------------------
+
+    def gradient(self) -> ShareTensor | None:
+        """See :class:`~thinwire.sharding.tensors.parameter.LiveParameter`."""
+        if self.trained is None or not self.gradients.exists(self.trained):
+            return None
+        if self._gradient is None:
+            values = self.trained.part.owned.values[self.trained.owned]
+            self._gradient = ShareTensor(self.gradient_piece, self.share.spec, like=values, live=_LiveGradient(self))
+        return self._gradient
+
+    def gradient_piece(self) -> torch.Tensor:
+        """Wait for the combined gradient and return this rank's share of it, 1-D.
+
+        Raises:
+            UsageError: The backward of the step's last micro-batch has not run.
+        """
+        assert self.trained is not None
+        return self.gradients.piece(self.trained, self.share.spec.name)
+
+    def set_gradient(self, value: torch.Tensor | None) -> None:
+        """See :class:`~thinwire.sharding.tensors.parameter.LiveParameter`."""
+        trained = self.trained
+        if trained is None:
+            if value is not None:
+                raise UsageError(
+                    f"{self.share.spec.name} was frozen when the model was sharded and takes no gradient: set "
+                    "requires_grad before thinwire.shard"
+                )
+            return
+        if value is None:
+            if not self.gradients.is_absent(trained):
+                self.gradients.forget(trained)
+            return
+        if tuple(value.shape) != tuple(self.share.spec.shape):
+            raise UsageError(
+                f"{self.share.spec.name}.grad = a tensor of shape {tuple(value.shape)}; the parameter's is "
+                f"{tuple(self.share.spec.shape)}"
+            )
+        if trained.part.unsynced:
+            raise UsageError(f"{self.share.spec.name}.grad is set before the step's last backward")
+        with torch.no_grad():
+            piece = value.piece if isinstance(value, ShareTensor) else self.share.spec.cut(value)
+            if self._gradient is None or value is not self._gradient:
+                self.gradients.replace(trained, piece)
+        self.gradients.note_set(trained)
+
+    def accumulated(self, share: torch.Tensor) -> None:
+        """Move the gradient of an operation on shares from torch's own ``.grad`` to the runtime."""
+        assert self.trained is not None
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = _TORCHS_GRAD.__get__(share)
+            _TORCHS_GRAD.__set__(share, None)
+        spec = self.share.spec
+        piece = grad.piece if isinstance(grad, ShareTensor) else spec.cut(spec.holders.mean(grad))
+        self.gradients.add(self.trained, piece.detach().clone())
+
+    # -- settings and hooks ------------------------------------------------------------------------------------
+
+    def train(self, *, wanted: bool) -> None:
+        """See :class:`~thinwire.sharding.tensors.parameter.LiveParameter`."""
+        if wanted and self.trained is None:
+            raise UsageError(
+                f"{self.share.spec.name} was frozen when the model was sharded, so that it has no master, no "
+                "gradient and no optimizer state: set requires_grad = True before thinwire.shard, and freeze it "
+                "again afterwards if its training is to begin later"
+            )
+        self.compute_tensor.requires_grad_(wanted)
+
+    def hook_gradient(self, hook: GradientHook) -> RemovableHandle:
+        """See :class:`~thinwire.sharding.tensors.parameter.LiveParameter`."""
+        handle: RemovableHandle = self.compute_tensor.register_hook(hook)
+        return handle
+
+    def hook_accumulation(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+        """See :class:`~thinwire.sharding.tensors.parameter.LiveParameter`."""
+        handle = RemovableHandle(self.hooks)
+        self.hooks[handle.id] = hook
+        return handle
+
+
+class _LiveGradient:
+    """Connects the gradient of one parameter to the runtime."""
+
+    def __init__(self, parameter: ModelParameter) -> None:
+        self._parameter = parameter
+
+    def before_write(self) -> None:
+        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
+        self._parameter.gradient_piece()
+
+    def after_write(self) -> None:
+        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
+        self._parameter.gradients.changed()
+
+    def overflowed(self) -> None:
+        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
+        self._parameter.gradients.overflowed()
+
+    def norms(self, order: float) -> torch.Tensor | None:
+        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
+        return self._parameter.gradients.norms.by_parameter(order)[self._parameter.share.spec.name]

@@ -1,0 +1,339 @@
+"""Runs the steps of one sharded model, from the first forward to the updated parameters.
+
+[Note: the nouns of the runtime]
+
+- *Unit*: parameters that are gathered, freed and reduced together, for example those of one transformer block.
+- *Flat buffer*: parameters of a unit with the same dtype that agree in whether they are trained and encoded. They lie
+  end to end in one 1-D tensor, padded so that every factor of the plan divides it.
+- *Shard*: the contiguous part of a flat buffer that a rank holds between steps (the P shard). Gathering a unit restores
+  the whole buffers on every rank.
+- *Share*: the part of a P shard whose fp32 values (*masters*) and optimizer states a rank owns and updates. It is
+  *spread* to the other ranks that hold the same P shard.
+- *Replica*: a rank that owns the same share as another rank. Replicas *sync*: they add up their gradients.
+- *Secondary shard*: a copy of a gathered buffer, cut among the ranks of a node, from which backward gathers again
+  without crossing nodes (hpZ).
+- *Trace*: the order in which units ran in a micro-batch, as reported by hooks.
+- *Program*: the collectives that the plan prescribes for a trace, and the events at which they start, computation waits
+  for them, and units are freed. See :mod:`thinwire.program`.
+- *Lane*: an in-order queue of collectives that run in parallel with computation.
+- *Ticket*: a collective that was submitted to a lane. Computation waits for it when it needs the result.
+
+A runtime is a handful of objects with one responsibility each. Hooks report events to :class:`Passes`.
+:class:`Schedule` tracks the position of the step in the program. :class:`Unit` gathers and frees parameters, and
+:class:`Holds` keeps those that are still read. :class:`Reducer` reduces gradients in order. :class:`StepCheck`
+exchanges with the other ranks. :class:`Spreads` sends updated parameters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Set
+
+from torch import nn
+
+from thinwire.collectives.group import rollcall
+from thinwire.errors import CheckpointError, UsageError
+from thinwire.program import Axis, Lane, Scope
+from thinwire.sharding.grads.reducer import Reducer
+from thinwire.sharding.grads.reductions import Reductions
+from thinwire.sharding.islands.elastic import ElasticExchanges
+from thinwire.sharding.islands.exchanges import Exchanges
+from thinwire.sharding.islands.outer_group import OuterGroup
+from thinwire.sharding.params.write_audit import WriteAudit
+from thinwire.sharding.runtime.masters import Masters
+from thinwire.sharding.runtime.sharded_parameters import ShardedParameters
+from thinwire.sharding.runtime.share_gradients import ShareGradients
+from thinwire.sharding.step.backward import BackwardPass
+from thinwire.sharding.step.forward import Passes
+from thinwire.sharding.step.param_broadcast import Spreads
+from thinwire.sharding.step.pass_state import PassState
+from thinwire.sharding.step.pinned_units import Holds
+from thinwire.sharding.step.program_tables import Programs
+from thinwire.sharding.step.sharded_model import ShardedModel
+from thinwire.sharding.step.step_check import StepCheck, StepResult
+from thinwire.sharding.step.trace_cursor import Schedule
+
+__all__ = ["Runtime", "attach", "detach", "runtime_of", "sent_bytes"]
+
+
+class Runtime:
+    """Everything that one model needs while it trains.
+
+    Args:
+        sharded: The model, in units.
+
+    Attributes:
+        sharded: The model, in units. The fields that are read most often are also attributes of the runtime.
+        schedule: Position of the step in the program.
+        reducer: Reduces gradients.
+        passes: Receives the events that hooks report.
+        holds: Keeps gathered parameters that may still be read.
+        spreads: Spreads updated parameters.
+        exchanges: Exchanges with other islands; ``None`` without islands.
+        step_check: Exchanges of the steps.
+        audit: Detects writes to parameters inside a forward.
+        undo: Functions that remove the hooks from the model; call them in reverse order.
+        optimizer: Optimizer made by ``thinwire.optimizer``, which then owns the updates; ``None`` without one.
+        outside: The parameters as shares; ``None`` for a part of a larger model, which has no shares.
+        half_loaded: Why the model holds values of no single moment, since a load has begun to fill it and has not
+            ended; ``None`` otherwise.
+    """
+
+    def __init__(self, sharded: ShardedModel) -> None:
+        self.sharded = sharded
+        self.model, self.plan, self.part, self.rank = sharded.model, sharded.plan, sharded.part, sharded.rank
+        self.units, self.arena, self.slices = sharded.units, sharded.arena, sharded.slices
+        self.lanes, self.axes, self.meter = sharded.lanes, sharded.axes, sharded.meter
+        self.schedule = Schedule(Programs(self.plan, [unit.info for unit in self.units], sharded.position))
+        groups = {
+            Axis.PARAMS: self.axes[Axis.PARAMS, Lane.REDUCE],
+            Axis.SHARD: self.axes[Axis.SHARD, Lane.REDUCE],
+            Axis.REPLICA: self.axes[Axis.REPLICA, Lane.SYNC],
+        }
+        reductions = Reductions(self.plan, sharded.gradients, groups, sharded.codecs.reduce, sharded.seeds)
+        self.reducer = Reducer(sharded.gradients, reductions, self.lanes)
+        self.holds = Holds(self.units)
+        self.audit = WriteAudit(self.units)
+        self.step_check = StepCheck(sharded, self.reducer, self.audit)
+        self.spreads = Spreads(sharded, self.schedule.programs)
+        self.exchanges = _exchanges(sharded)
+        self.undo: list[Callable[[], None]] = []
+        self.optimizer: object | None = None
+        state = PassState(len(self.units))
+        backward = BackwardPass(state, sharded, self.schedule, self.reducer, self.step_check, self.holds)
+        self.passes = Passes(sharded, self.schedule, backward, state, self.holds)
+        rollcall().describe = _describer(self)
+        self.outside: ShardedParameters | None = None
+        if sharded.is_whole_model:
+            masters = Masters(sharded, self.passes, self.spreads, self.holds, self.finish_step)
+            gradients = ShareGradients(self.plan, backward, self.reducer, self.step_check, self.close_step)
+            self.outside = ShardedParameters(sharded, masters, gradients)
+        self.half_loaded: str | None = None
+        self.passes.before_computing = self.holds.before_gathering = self._before_use
+        if self.outside is not None:
+            self.passes.backward.after_last = self.outside.after_backward
+
+    @property
+    def num_steps(self) -> int:
+        """Number of optimizer steps taken so far."""
+        return self.sharded.steps.taken
+
+    def refuse_half_loaded(self) -> None:
+        """Refuse to use a model that a load has left half filled.
+
+        Raises:
+            CheckpointError: The last load failed after it had begun to fill the model.
+        """
+        if self.half_loaded is not None:
+            raise CheckpointError(self.half_loaded)
+
+    def _before_use(self) -> None:
+        self.refuse_half_loaded()
+        if self.outside is not None:
+            self.outside.masters.flush()
+
+    # -- micro-batches -----------------------------------------------------------------------------------------
+
+    def begin_micro_batch(self, number: int, *, last: bool) -> None:
+        """Begin a micro-batch, to which the next forward and backward belong.
+
+        Args:
+            number: Number of the micro-batch, from 0.
+            last: Whether its backward is the step's last.
+        """
+        self.schedule.begin_micro_batch(number, last=last)
+
+    # -- gradients ---------------------------------------------------------------------------------------------
+
+    def close_step(self, *, measure: bool = False) -> StepResult:
+        """Exchange the order of units, the used parameters and, on request, the norm with the other ranks, unless this
+        step is closed already and no gradient has come since.
+
+        Args:
+            measure: Whether to measure the gradient norm.
+
+        Raises:
+            MismatchError: Two ranks ran units in a different order or took a different number of steps.
+            UsageError: On some rank, the backward of the last micro-batch is missing, or a forward wrote to parameters.
+                Raised on every rank.
+            CheckpointError: The model is half loaded.
+        """
+        if self.step_check.result is None or self.passes.backward.may_be_unreported:
+            self._close_step()
+        if measure and not self.step_result.measured:
+            self.step_check.measure()
+        return self.step_result
+
+    def _close_step(self) -> None:
+        self.refuse_half_loaded()
+        self.passes.reach_step()
+        if self.outside is not None:
+            self.passes.refuse_missing_backward()
+        if self.step_check.result is None:
+            self.step_check.close(self.schedule.order.value, self.schedule.backwards)
+            self.schedule.ranks_met(same_order=self.step_check.same_order)
+        if self.exchanges is not None:
+            self.exchanges.hold()
+        if self.outside is not None:
+            self.outside.gradients.merge()
+
+    @property
+    def step_result(self) -> StepResult:
+        """What ranks have agreed on in this step, which :meth:`close_step` has closed."""
+        result = self.step_check.result
+        assert result is not None
+        return result
+
+    def zero_grad(self) -> None:
+        """Forget every gradient."""
+        self.passes.backward.forget_failed()
+        for unit in self.passes.backward.deliveries:
+            unit.forget()
+        self.reducer.join()
+        for part in self.reducer.parts:
+            part.reset()
+        self.step_check.forget_gradients()
+        if self.outside is not None:
+            self.outside.gradients.drop_added()
+
+    def progress(self, share: float) -> None:
+        """Report the share of training that is done, 0 to 1; from ``wire.schedule`` on, gradients travel exactly."""
+        if self.exchanges is not None:
+            self.exchanges.share = share
+        encodes = share < self.plan.wire.schedule or self.plan.wire.schedule == 1.0
+        if encodes == self.passes.backward.encodes_gradients:
+            return
+        self.passes.backward.encodes_gradients = encodes
+        self.reducer.encode(wanted=encodes)
+        self.schedule.programs.replan(self.plan if encodes else self.plan.with_exact_gradients())
+
+    # -- the update --------------------------------------------------------------------------------------------
+
+    def finish_step(self, *, updated: bool, only: Set[int] | None = None) -> None:
+        """End the step: exchange with other islands, spread the updated P shards in the order of the forward, and begin
+        the next step.
+
+        Args:
+            updated: Whether parameters have new values. A step may be taken without an update.
+            only: Numbers of the units that were updated and have not begun to spread; all by default.
+        """
+        step = self.num_steps + 1
+        if self.exchanges is not None:
+            if self.exchanges.writes():
+                self.spreads.join()  # they may read the masters
+            written, step = self.exchanges.end_step()
+            if (fetched := self.exchanges.take_fetched()) is not None:
+                self.loaded(fetched, with_replicas=False)
+                return
+            self.spreads.write_back(sorted(written))
+            if written:
+                only = written if not updated else None if only is None else only | written
+                updated = True
+        self._begin_next(step, updated=updated, only=only)
+
+    def _begin_next(self, step: int, *, updated: bool, exactly: bool = False, only: Set[int] | None = None) -> None:
+        """Spread updated P shards and begin the next step.
+
+        Args:
+            step: Number of optimizer steps taken now.
+            updated: Whether parameters have new values.
+            exactly: See :meth:`Spreads.start`.
+            only: See :meth:`Spreads.start`.
+        """
+        self.sharded.steps.taken = step - 1  # the spread belongs to the step that ends
+        if updated:
+            self.holds.end_step()
+            self.spreads.start(exactly=exactly, only=only)
+        self.sharded.steps.taken = step
+        self.holds.release_reads()
+        self.passes.state.end_step()
+        self.audit.begin_step(self.num_steps)
+        self.schedule.abandon()
+        self.step_check.forget()
+
+    def join_islands(self) -> None:
+        """Give all islands the same parameters. Collective over all islands."""
+        if self.exchanges is None:
+            return
+        self.holds.refuse("join_islands()")
+        self.join_spreads()
+        written = self.exchanges.settle()
+        if (step := self.exchanges.take_fetched()) is not None:
+            self.loaded(step, with_replicas=False)
+            return
+        self.spreads.write_back(sorted(written), differences=True)
+        if written:
+            self.spreads.start(exactly=True, only=written)
+
+    def loaded(self, num_steps: int, *, with_replicas: bool) -> None:
+        """Write back and spread all masters after they were loaded.
+
+        Args:
+            num_steps: Number of optimizer steps taken before the checkpoint was saved.
+            with_replicas: Whether the P-shard values that a plan with spread differences keeps were loaded as well.
+        """
+        self.join_spreads()
+        self.spreads.write_back(range(len(self.units)), differences=not with_replicas)
+        self._begin_next(num_steps, updated=True, exactly=True)
+
+    def join_spreads(self) -> None:
+        """Wait until every unit's parameters are up to date. Collective, if shares were written."""
+        if self.outside is not None:
+            self.outside.masters.flush()
+        self.spreads.join()
+
+
+def _exchanges(sharded: ShardedModel) -> Exchanges | None:
+    """The exchanges with other islands, if there are others."""
+    if sharded.plan.is_elastic:
+        return ElasticExchanges(sharded)
+    axis = sharded.axes.get((Axis.ISLANDS, Lane.OUTER))
+    return None if axis is None else Exchanges(sharded, OuterGroup(axis, sharded.codecs.outer))
+
+
+def _describer(runtime: Runtime) -> Callable[[], str]:
+    """Create a function for other threads that describes the position of the step without keeping the runtime alive."""
+    alive = weakref.ref(runtime)
+
+    def describe() -> str:
+        if (present := alive()) is None:
+            return ""
+        moment, unit = present.passes.state.at
+        where = f" of {present.units[unit].name}" if 0 <= unit < len(present.units) else ""
+        return f"step {present.num_steps}, {str(moment).replace('_', ' ')}{where}"
+
+    return describe
+
+
+_RUNTIME = "_thinwire_runtime"
+
+
+def attach(model: nn.Module, runtime: Runtime) -> None:
+    """Store the runtime of a model."""
+    object.__setattr__(model, _RUNTIME, runtime)
+
+
+def detach(model: nn.Module) -> None:
+    """Remove the runtime of a model."""
+    object.__delattr__(model, _RUNTIME)
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    """The runtime of a sharded model.
+
+    Raises:
+        UsageError: The model is not sharded.
+    """
+    runtime = getattr(model, _RUNTIME, None)
+    if not isinstance(runtime, Runtime):
+        raise UsageError(
+            f"{type(model).__name__} is not sharded: call thinwire.shard(model, plan) first and pass the same object"
+        )
+    return runtime
+
+
+def sent_bytes(runtime: Runtime) -> dict[str, dict[str, int]]:
+    """Bytes sent since the last call, by lane and scope."""
+    return {
+        str(lane): {str(scope): by_scope[scope] for scope in Scope} for lane, by_scope in runtime.meter.take().items()
+    }

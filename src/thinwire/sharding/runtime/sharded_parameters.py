@@ -1,0 +1,150 @@
+"""The parameters of a model outside of its forward and backward: shares of the masters, with their gradients.
+
+Reads and writes of share tensors end in :class:`~thinwire.sharding.runtime.masters.Masters` and
+:class:`~thinwire.sharding.runtime.share_gradients.ShareGradients`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from thinwire.program import Axis, Lane
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.grads.unit_gradient import UnitGradient
+from thinwire.sharding.params.gathers import FlatBuffer
+from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.runtime.live_parameter import ModelParameter
+from thinwire.sharding.runtime.masters import Masters
+from thinwire.sharding.runtime.share_gradients import ShareGradients, TrainedParameter
+from thinwire.sharding.runtime.tensor_collectives import ModelHolders
+from thinwire.sharding.step.sharded_model import ShardedModel
+from thinwire.sharding.tensors.parameter import ShardedParameter
+from thinwire.sharding.tensors.spec import ShareSpec
+
+__all__ = ["ShardedParameters", "forget_share", "sharded_parameter_of"]
+
+_MANAGED = "_thinwire_share"
+"""Attribute of a compute tensor that holds its share, which replaces it outside of passes."""
+
+
+def sharded_parameter_of(compute: torch.Tensor) -> ShardedParameter | None:
+    """The share of a parameter that a module computes with; ``None`` if the parameter is not sharded."""
+    share: ShardedParameter | None = getattr(compute, _MANAGED, None)
+    return share
+
+
+def forget_share(compute: torch.Tensor) -> None:
+    """Remove the share of a parameter that is no longer sharded."""
+    object.__delattr__(compute, _MANAGED)
+
+
+class ShardedParameters:
+    """The parameters of one model, as share tensors.
+
+    Args:
+        sharded: The model.
+        masters: Its masters.
+        gradients: Its gradients.
+
+    Attributes:
+        masters: Its masters.
+        gradients: Its gradients.
+        parameters: Share of each parameter, by name, in the order of units.
+    """
+
+    def __init__(self, sharded: ShardedModel, masters: Masters, gradients: ShareGradients) -> None:
+        self._sharded, self.masters, self.gradients = sharded, masters, gradients
+        self.parameters: dict[str, ShardedParameter] = {}
+        self._live: list[ModelParameter] = []
+        spans: dict[str, tuple[int, int]] = {}
+        trained = ModelHolders(sharded, spans, trained=True)
+        frozen = ModelHolders(sharded, spans, trained=False)
+        fragments = {owned.fragment.slot.name: owned for owned in sharded.fragments()}
+        for unit in sharded.units:
+            parts = iter(sharded.gradients.get(unit.index, ()))
+            for buffer in unit.buffers:
+                if buffer.layout.trainable:
+                    self._place_trained(unit, buffer, next(parts), fragments, trained, spans)
+                else:
+                    self._place_frozen(unit, buffer, frozen, spans)
+
+    def after_backward(self) -> None:
+        """Call the hooks that wait for combined gradients, after the step's last backward."""
+        self.gradients.norms.forget()
+        for live in self._live:
+            if live.hooks and live.share.grad is not None:
+                for hook in list(live.hooks.values()):
+                    hook(live.share)
+
+    def _place_trained(
+        self,
+        unit: Unit,
+        buffer: FlatBuffer,
+        part: UnitGradient,
+        fragments: dict[str, OwnedFragment],
+        holders: ModelHolders,
+        spans: dict[str, tuple[int, int]],
+    ) -> None:
+        shard = self._sharded.axes[Axis.PARAMS, Lane.REDUCE].index
+        of_shard = {slot.name: run for slot, _, run in buffer.layout.pieces(shard)}
+        masters = buffer.shard if buffer.master is None else buffer.master
+        first = int(part.owned.values.storage_offset())
+        for index, (slot, compute) in enumerate(zip(buffer.layout.slots, buffer.parameters, strict=True)):
+            owned = fragments.get(slot.name)
+            if owned is None:
+                piece, offset, mine = masters[:0].detach(), 0, slice(0, 0)
+            else:
+                piece, offset = owned.value.detach().reshape(-1), owned.fragment.offset
+                begin = int(owned.grad.storage_offset()) - first
+                mine = slice(begin, begin + owned.fragment.length)
+            run = of_shard.get(slot.name)
+            in_shard = slice(run.start, run.start + run.length) if run is not None else slice(0, 0)
+            trained = TrainedParameter(unit.index, part.first_slot + index, part, index, mine, in_shard)
+            spans[slot.name] = (offset, piece.numel())
+            spec = ShareSpec(slot.name, slot.shape, offset, piece.numel(), holders)
+            self._add(
+                ModelParameter(self.masters, self.gradients, unit, compute, trained), piece, spec, requires_grad=True
+            )
+
+    def _place_frozen(
+        self, unit: Unit, buffer: FlatBuffer, holders: ModelHolders, spans: dict[str, tuple[int, int]]
+    ) -> None:
+        pieces = {
+            slot.name: (offset, run)
+            for slot, offset, run in buffer.layout.pieces(self._sharded.axes[Axis.PARAMS, Lane.REDUCE].index)
+        }
+        for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True):
+            offset, run = pieces.get(slot.name, (0, None))
+            piece = buffer.shard[run.start : run.start + run.length] if run is not None else buffer.shard[:0]
+            spans[slot.name] = (offset, piece.numel())
+            spec = ShareSpec(slot.name, slot.shape, offset, piece.numel(), holders)
+            self._add(
+                ModelParameter(self.masters, self.gradients, unit, compute, None),
+                piece.detach(),
+                spec,
+                requires_grad=False,
+            )
+
+    def _add(self, live: ModelParameter, piece: torch.Tensor, spec: ShareSpec, *, requires_grad: bool) -> None:
+        share = ShardedParameter(piece, spec, live, requires_grad=requires_grad)
+        live.share = share
+        if requires_grad:
+            torch.Tensor.register_post_accumulate_grad_hook(share, _accumulation_hook(live))
+            self.gradients.norms.shares.append(share)
+        self.parameters[spec.name] = share
+        self._live.append(live)
+        object.__setattr__(live.compute_tensor, _MANAGED, share)
+
+
+def _accumulation_hook(live: ModelParameter) -> Callable[[torch.Tensor], None]:
+    # The garbage collector cannot see this kind of hook, so a strong reference would keep the model alive forever.
+    alive = weakref.ref(live)
+
+    def hook(share: torch.Tensor) -> None:
+        if (owner := alive()) is not None:
+            owner.accumulated(share)
+
+    return hook

@@ -1,0 +1,162 @@
+"""Sends updated parameters from the ranks that own them to the ranks that hold the same P shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from dataclasses import replace
+
+import torch
+
+from thinwire.codecs import Codec
+from thinwire.collectives.all_gather import all_gather
+from thinwire.collectives.joint_gather import Part, joint_gather
+from thinwire.collectives.memory import allocate
+from thinwire.collectives.moves import Moves
+from thinwire.collectives.topology import AxisGroup
+from thinwire.program import Axis, BufferKey, Kind, Lane, Operation
+from thinwire.sharding.lanes.load import Load
+from thinwire.sharding.params.gathers import FlatBuffer
+from thinwire.sharding.step.program_tables import Programs
+from thinwire.sharding.step.sharded_model import ShardedModel
+
+__all__ = ["Spreads"]
+
+
+class Spreads:
+    """Spreads the updated parameters of one model, as its program says.
+
+    Args:
+        sharded: The model.
+        programs: Programs of the model.
+    """
+
+    def __init__(self, sharded: ShardedModel, programs: Programs) -> None:
+        self._sharded, self._programs = sharded, programs
+        self._group = sharded.axes[Axis.SHARD, Lane.SPREAD]
+        self._parts: dict[BufferKey, Part] = {}  # parts of joint spreads without a codec, made once
+
+    def write_back(self, indices: Iterable[int], *, differences: bool = False) -> None:
+        """Cast the new values of units' masters into their P shards.
+
+        Args:
+            indices: Numbers of the units.
+            differences: Whether to include buffers whose spreads carry differences from the masters.
+        """
+        places: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for index in indices:
+            unit = self._sharded.units[index]
+            unit.updated()
+            for buffer in unit.buffers:
+                if buffer.layout.trainable and (differences or not self._spreads_difference(buffer)):
+                    of_shard, of_master = buffer.master_runs(self._group.index)
+                    places += of_shard
+                    values += of_master
+        if places:
+            torch._foreach_copy_(places, values)
+
+    def start(self, *, exactly: bool = False, only: Set[int] | None = None) -> None:
+        """Start spreading P shards.
+
+        Args:
+            exactly: Whether a plan that spreads differences spreads the values themselves this time, without a codec.
+            only: Numbers of the units to spread, the same on every rank; all by default.
+        """
+        for batch in self._programs.spreads():
+            if only is None or not only.isdisjoint(batch):
+                self.start_batch(batch, exactly=exactly, only=only)
+
+    def start_batch(self, batch: tuple[int, ...], *, exactly: bool = False, only: Set[int] | None = None) -> None:
+        """Start spreading the P shards of units that travel together; see :meth:`start`. Ranks start batches in the
+        same order."""
+        operations = self._programs.spreads().get(batch, ())
+        for operation, _ in operations:
+            if operation.buffers:
+                self._start_together(operation, only)
+                continue
+            unit = self._sharded.units[operation.units[0]]
+            for number, buffer in enumerate(unit.buffers):
+                if buffer.layout.trainable and buffer.layout.encoded is operation.encoded:
+                    unit.spread(number, operation.lane, self._moves(operation, buffer, exactly=exactly))
+        if any(waited for _, waited in operations):
+            for index in batch:
+                self._sharded.units[index].join_spread()
+
+    def _start_together(self, operation: Operation, only: Set[int] | None) -> None:
+        units, codec = self._sharded.units, self._sharded.codecs.spread if operation.encoded else None
+        parts, names = [], {}
+        for key in operation.buffers:
+            index, _ = key
+            if only is None or index in only:
+                parts.append(self._part(key, encoded=codec is not None))
+                names[index] = units[index].name
+        if not parts:
+            return
+        moves = joint_gather(self._group, parts, codec=codec)
+        load = Load(f"spread {', '.join(names.values())}", Axis.SHARD, tuple(names), operation.encoded)
+        ticket = self._sharded.lanes.submit(operation.lane, moves, load=load)
+        for index in names:
+            units[index].expect_spread(ticket)
+
+    def _part(self, key: BufferKey, *, encoded: bool) -> Part:
+        """A buffer as a part of a joint spread."""
+        index, number = key
+        if key not in self._parts:
+            shard = self._sharded.units[index].buffers[number].shard
+            self._parts[key] = Part(shard, shard.view(self._group.size, -1)[self._group.index])
+        return (
+            replace(self._parts[key], seed=self._sharded.seeds.of_unit(Lane.SPREAD, index))
+            if encoded
+            else self._parts[key]
+        )
+
+    def join(self) -> None:
+        """Wait until every unit's parameters are up to date, and its P shard may be written."""
+        for unit in self._sharded.units:
+            unit.release_shard()
+
+    def _moves(self, operation: Operation, buffer: FlatBuffer, *, exactly: bool) -> Moves:
+        codec = self._sharded.codecs.spread if buffer.layout.encoded else None
+        update = None
+        if self._spreads_difference(buffer):
+            codec, update = (None, None) if exactly else (codec, buffer.master)
+        seed = self._sharded.seeds.of_unit(Lane.SPREAD, operation.units[0])
+        return _gather_shares(self._group, buffer, operation.kind, codec, update, seed)
+
+    def _spreads_difference(self, buffer: FlatBuffer) -> bool:
+        """Whether spreads of a buffer carry the difference between the masters and the values that ranks hold."""
+        spreads = self._group.size > 1 and buffer.layout.encoded and buffer.master is not None
+        return self._sharded.plan.wire.spread_difference and spreads
+
+
+def _gather_shares(
+    group: AxisGroup, buffer: FlatBuffer, kind: Kind, codec: Codec | None, update: torch.Tensor | None, seed: int
+) -> Moves:
+    """Gather all shares of a P shard, in place if they are contiguous, otherwise packed.
+
+    With ``update``, which holds this rank's masters, the differences from the masters travel instead.
+    """
+    if kind is Kind.ALL_GATHER:
+        return all_gather(group, buffer.shard, codec=codec, update=update, seed=seed)
+    sizes = [sum(run.length for run in share) for share in buffer.shares]
+    whole = allocate(sum(sizes), buffer.layout.dtype, buffer.shard.device)
+    shares = list(enumerate(buffer.shares))
+    packed = shares if update is not None else [shares[group.index]]
+    unpacked = shares if codec is not None else [share for share in shares if share[0] != group.index]
+
+    def pack() -> None:
+        for owner, share in packed:
+            offset = sum(sizes[:owner])
+            for run in share:
+                whole[offset : offset + run.length].copy_(buffer.shard[run.start : run.start + run.length])
+                offset += run.length
+
+    def unpack() -> None:
+        for owner, share in unpacked:
+            offset = sum(sizes[:owner])
+            for run in share:
+                buffer.shard[run.start : run.start + run.length].copy_(whole[offset : offset + run.length])
+                offset += run.length
+
+    moves = all_gather(group, whole, sizes, kind, codec=codec, update=update, seed=seed)
+    return moves.after(pack).then(unpack)

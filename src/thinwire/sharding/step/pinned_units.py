@@ -1,0 +1,140 @@
+"""Keeps parameters gathered for longer than the program says, while other code may read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from thinwire.errors import UsageError
+from thinwire.sharding.params.param_group import Unit
+
+__all__ = ["Holds", "recomputing"]
+
+
+_running_backward = torch._C._current_graph_task_id
+
+
+def recomputing() -> bool:
+    """Whether a backward is running on this thread, which makes a forward a recomputation."""
+    return _running_backward() != -1
+
+
+class Holds:
+    """Frees units, unless code outside the program may still read them.
+
+    Args:
+        units: Units of the model, by number.
+
+    Attributes:
+        depth: Number of open ``full_parameters()`` blocks; parameters stay whole inside them.
+        before_gathering: Called before all parameters are gathered for reading.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self.depth = 0
+        self.before_gathering: Callable[[], None] = lambda: None
+        # Units read outside their own forward. No hook runs when such a reader is done, so these units stay whole until
+        # the backward ends.
+        self._read: set[int] = set()
+        # Those of them that the last backward has released. Another backward over a retained graph needs them again.
+        self._released: set[int] = set()
+        # A backward with create_graph leaves nodes that read parameters without a hook. Nothing may be freed until a
+        # backward without create_graph or the step has ended.
+        self._graphs_of_graphs = False
+        self._creates_graph = False  # whether the current backward runs with create_graph
+
+    def free(self, index: int) -> bool:
+        """Free a unit's gathered parameters unless they are held; returns whether they were freed."""
+        if self.depth or self._graphs_of_graphs or index in self._read:
+            return False
+        return self._units[index].free()
+
+    def free_all(self, *, keep: Collection[int] = ()) -> None:
+        """Free every unit that is not held.
+
+        Args:
+            keep: Numbers of units to leave as they are.
+        """
+        for unit in self._units:
+            if unit.index not in keep:
+                self.free(unit.index)
+
+    def read(self, index: int) -> None:
+        """Hold a unit that is read outside its forward."""
+        self._read.add(index)
+
+    @property
+    def has_reads(self) -> bool:
+        """Whether units are held that were read outside their forward."""
+        return bool(self._read)
+
+    def release_reads(self, *, free: bool = False) -> None:
+        """Release the units that were read outside their forward.
+
+        Args:
+            free: Whether to free those units now.
+        """
+        read, self._read = self._read, set()
+        for index in read if free else ():
+            self.free(index)
+
+    def begin_forward(self) -> None:
+        """Begin a forward, whose graph is the one that the next backward runs over."""
+        self._released.clear()
+
+    def begin_backward(self) -> Sequence[int]:
+        """Begin a backward. Gradients are enabled on its thread if it runs with create_graph.
+
+        Returns:
+            Units that the backward reads without a hook, and that an earlier one over the same graph has released. They
+            are held again.
+        """
+        self._creates_graph = torch.is_grad_enabled()
+        self._graphs_of_graphs |= self._creates_graph
+        again = sorted(self._released - self._read)
+        self._read.update(again)
+        return again
+
+    def end_backward(self) -> None:
+        """End the backward: release its readers and, if it ran without create_graph, earlier graphs."""
+        self._graphs_of_graphs &= self._creates_graph
+        self._released = set(self._read)
+        self.release_reads()
+
+    def end_step(self) -> None:
+        """Release all graphs, which are invalid after parameters were updated."""
+        self._graphs_of_graphs = False
+        self._released.clear()
+
+    def gather_all(self) -> None:
+        """Gather every unit without a codec, and keep it gathered until :meth:`release_all`.
+
+        Raises:
+            UsageError: A backward is running.
+        """
+        if recomputing():
+            raise UsageError("full_parameters() cannot be entered inside a backward")
+        self.before_gathering()
+        self.depth += 1
+        for unit in self._units:
+            if not unit.exact:
+                unit.free()  # a codec has rounded its values
+            unit.start_gather(from_secondary=False, exact=True)
+        for unit in self._units:
+            unit.need(from_secondary=False)
+
+    def release_all(self) -> None:
+        """Undo one :meth:`gather_all`."""
+        self.depth -= 1
+        self.free_all()
+
+    def refuse(self, action: str) -> None:
+        """Refuse an action inside ``full_parameters()`` that would make its parameters stale.
+
+        Raises:
+            UsageError: A ``full_parameters()`` block is open; the error names the action.
+        """
+        if self.depth:
+            raise UsageError(f"{action} inside full_parameters(), which is for reading: leave the block first")

@@ -1,0 +1,73 @@
+"""The description of a sharded model on one rank. It never changes, except that the runtime counts its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from thinwire.collectives.group import Meter
+from thinwire.collectives.topology import AxisGroup
+from thinwire.program import Axis, Lane
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment, own_fragments
+from thinwire.sharding.grads.unit_gradient import UnitGradient
+from thinwire.sharding.lanes.lanes import Lanes
+from thinwire.sharding.memory.local import LocalPart, Slice
+from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.params.plan_codecs import PlanCodecs
+from thinwire.sharding.params.seeds import Seeds
+from thinwire.sharding.params.step_counter import StepCounter
+from thinwire.spec import Plan
+
+__all__ = ["ShardedModel"]
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedModel:
+    """A model in units, on this rank.
+
+    Attributes:
+        model: Root module.
+        plan: Plan of the model.
+        part: Part of a larger model that this rank trains.
+        is_whole_model: Whether the model is complete, rather than a part of a larger model.
+        rank: Index of this rank among the data-parallel ranks.
+        position: Position of this rank in the plan's mesh; differs from ``rank`` if the plan has a ``placement``.
+        units: Units of the model, by number.
+        gradients: Gradients by unit, for units with trainable parameters; one for each trainable buffer, in order.
+        arena: Memory of all owned gradients, 1-D, in the plan's ``accumulate_dtype``.
+        slices: By parameter, the slice that tensor parallelism leaves on this rank; ``None`` for a whole parameter.
+        lanes: Lanes that communication runs on.
+        axes: Groups of ranks, by axis and lane.
+        world: All ranks, for numbers that stay on the device, so that the host waits for none; ``None`` where the host
+            decides about a step.
+        meter: Counts the bytes that this rank sends.
+        codecs: Codecs of the plan.
+        steps: Counts the optimizer steps; the runtime writes it.
+        seeds: Seeds for codecs that round at random.
+    """
+
+    model: nn.Module
+    plan: Plan
+    part: LocalPart
+    is_whole_model: bool
+    rank: int
+    position: int
+    units: tuple[Unit, ...]
+    gradients: Mapping[int, Sequence[UnitGradient]]
+    arena: torch.Tensor
+    slices: Mapping[str, Slice | None]
+    lanes: Lanes
+    axes: Mapping[tuple[Axis, Lane], AxisGroup]
+    world: AxisGroup | None
+    meter: Meter
+    codecs: PlanCodecs
+    steps: StepCounter
+    seeds: Seeds
+
+    def fragments(self) -> list[OwnedFragment]:
+        """The pieces of parameters that this rank updates."""
+        shard = self.axes[Axis.PARAMS, Lane.REDUCE].index
+        return own_fragments(self.units, self.gradients, shard, self.axes[Axis.SHARD, Lane.REDUCE].index)

@@ -1,0 +1,307 @@
+"""The small exchanges of a step: ranks compare their steps, merge their used parameters, and add up the norm."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import torch
+
+from thinwire.errors import MismatchError, UsageError
+from thinwire.program import UnitInfo, control_bytes
+from thinwire.sharding.grads.reducer import Reducer
+from thinwire.sharding.lanes.late import Late
+from thinwire.sharding.params.write_audit import WriteAudit
+from thinwire.sharding.step.control_rows import exchange_bytes
+from thinwire.sharding.step.grad_norm import GradientNorm
+from thinwire.sharding.step.loss_scale import LossScale
+from thinwire.sharding.step.sharded_model import ShardedModel
+
+__all__ = ["StepCheck", "StepResult", "UsedGradients"]
+
+_UNFINISHED: Final = 1
+"""Flag of a rank whose last micro-batch lacks its backward."""
+
+_WRITTEN: Final = 2
+"""Flag of a rank on which a forward wrote to parameters."""
+
+_UNKNOWN: Final = torch.tensor(math.nan, dtype=torch.float64)
+"""The norm before it is measured."""
+
+_NUM_FLAGS: Final = 2
+"""Number of low bits that hold flags; the number of backwards follows above them."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of the step's exchanges, which is the same on every rank.
+
+    Attributes:
+        norm: L2 norm of the whole gradient, without the loss scale; NaN unless it was measured. 0-D, fp64; on the
+            device if the model has a group ``world``, else on the CPU.
+        measured: Whether the norm was measured.
+        unscaled: Whether the gradients were divided by the loss scale.
+    """
+
+    norm: torch.Tensor
+    measured: bool
+    unscaled: bool = False
+
+    @property
+    def finite(self) -> bool:
+        """Whether the norm, and so every gradient, is finite. The host waits for a norm on the device."""
+        return math.isfinite(float(self.norm))
+
+
+class UsedGradients:
+    """Tracks which trainable parameters have gradients: on this rank and, after an exchange, on any rank.
+
+    Args:
+        infos: Descriptions of the units.
+
+    Attributes:
+        mine: For each trainable parameter in order, 1 if this rank has a gradient for it, else 0.
+    """
+
+    def __init__(self, infos: Sequence[UnitInfo]) -> None:
+        self._counts = [info.parameters for info in infos]
+        # Index of each unit's first trainable parameter among those of the model.
+        self._first_bit = list(itertools.accumulate(self._counts[:-1], initial=0))
+        self.mine = bytearray(sum(self._counts))
+        self._before = bytes(self.mine)  # the state before the current backward, in case the backward fails
+        self._anywhere: list[bool] | None = None  # set by an exchange, dropped by the next backward
+
+    def note(self, unit: int, slot: int) -> None:
+        """Record that this rank has a gradient for a parameter."""
+        self.mine[self._first_bit[unit] + slot] = 1
+
+    def note_all(self, unit: int) -> None:
+        """Record that this rank has a gradient for every trainable parameter of a unit."""
+        first, count = self._first_bit[unit], self._counts[unit]
+        self.mine[first : first + count] = b"\1" * count
+
+    def begin_backward(self) -> None:
+        """Begin a backward, which adds gradients."""
+        self._before = bytes(self.mine)
+        self._anywhere = None
+
+    def undo_backward(self) -> None:
+        """Discard the gradients of a backward that failed."""
+        self.mine[:] = self._before
+
+    def forget(self) -> None:
+        """Record that no parameter has a gradient any more."""
+        self.mine = bytearray(len(self.mine))
+        self._anywhere = [False] * len(self.mine)
+
+    def set(self, unit: int, slot: int, *, used: bool) -> None:
+        """Record whether a parameter has a gradient; called alike on every rank."""
+        bit = self._first_bit[unit] + slot
+        self.mine[bit] = used
+        if self._anywhere is not None:
+            self._anywhere[bit] = used
+
+    def learn(self, anywhere: Sequence[bool]) -> None:
+        """Store the result of an exchange.
+
+        Args:
+            anywhere: For each trainable parameter, whether any rank has a gradient.
+        """
+        self._anywhere = list(anywhere)
+
+    def is_known(self) -> bool:
+        """Whether ranks have exchanged their flags since the last backward."""
+        return self._anywhere is not None
+
+    @property
+    def all_used(self) -> bool:
+        """Whether every parameter is known to have a gradient on some rank."""
+        return self._anywhere is not None and all(self._anywhere)
+
+    def is_used(self, unit: int, slot: int) -> bool:
+        """Whether any rank has a gradient for a parameter. Requires an exchange since the last backward."""
+        assert self._anywhere is not None
+        return self._anywhere[self._first_bit[unit] + slot]
+
+
+class StepCheck:
+    """Performs the exchanges of one model's steps, on the control lane.
+
+    Args:
+        sharded: The model.
+        reducer: Reducer of the model's gradients.
+        audit: Detects writes to parameters inside a forward.
+
+    Attributes:
+        used: Flags of the parameters that have gradients.
+        same_order: Whether the last exchange found the same order of units on all ranks. A difference is an error
+            unless every rank holds whole parameters.
+        loss_scale: Factor of the losses, and so of all gradients; ``None`` without one.
+        result: What ranks have agreed on in this step; ``None`` before, and after gradients have come since.
+    """
+
+    def __init__(self, sharded: ShardedModel, reducer: Reducer, audit: WriteAudit) -> None:
+        self._sharded, self._reducer, self._audit = sharded, reducer, audit
+        infos = [unit.info for unit in sharded.units]
+        self._row_bytes = control_bytes(infos)
+        self._is_whole = sharded.plan.params.ranks == 1  # then ranks may run different units
+        self._norm = GradientNorm(sharded, reducer)
+        self.used = UsedGradients(infos)
+        self.same_order = True
+        self.loss_scale: LossScale | None = None
+        self.result: StepResult | None = None
+        self._late: list[Late] = []  # norms that the host has not read
+        self._then: list[Callable[[bool], None]] = []  # called once it has
+
+    # -- gradients as they come --------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Begin a backward, whose gradients invalidate the agreement of this step."""
+        self.settle()
+        self.used.begin_backward()
+        self.result = None
+
+    def forget(self) -> None:
+        """Drop the agreement at the end of a step."""
+        self.result = None
+
+    def forget_gradients(self) -> None:
+        """Record that no parameter has a gradient any more."""
+        self.used.forget()
+        self.result = None
+
+    def forget_norm(self) -> None:
+        """Drop the norm, because gradients have changed since it was measured."""
+        if self.result is not None:
+            self.result = replace(self.result, norm=_UNKNOWN, measured=False)
+
+    def set_used(self, unit: int, slot: int, *, used: bool) -> None:
+        """Record that a parameter was given a gradient or has lost it; called alike on every rank."""
+        self.used.set(unit, slot, used=used)
+        self.forget_norm()
+
+    # -- exchanges ---------------------------------------------------------------------------------------------
+
+    def close(self, order_hash: int, backwards: int) -> None:
+        """Exchange with the other ranks. Reductions continue in the background.
+
+        Args:
+            order_hash: Hash of this rank's events.
+            backwards: Number of backwards that this rank has run in this step.
+
+        Raises:
+            MismatchError: Two ranks ran units in a different order or took a different number of steps.
+            UsageError: On some rank, the backward of the last micro-batch is missing, or a forward wrote to parameters.
+                Raised on every rank.
+        """
+        self.settle()
+        # Compare before joining the reductions: if ranks ran different steps, reductions would never finish.
+        self.used.learn(self._compare_steps(order_hash, backwards))
+        self.result = StepResult(_UNKNOWN, False)
+
+    def measure(self) -> None:
+        """Measure the gradient norm after :meth:`close`. This waits for every reduction, makes a pass over this rank's
+        share, and needs an exchange of its own."""
+        assert self.result is not None
+        norm = self._norm.measure() / self.gradient_scale
+        self._reducer.join()
+        self.result = replace(self.result, norm=norm, measured=True)
+        if self._sharded.world is not None:
+            self._late.append(self._sharded.lanes.late(norm))
+        elif not self.result.finite:
+            self._reducer.forget_lost()  # the rounding errors of such gradients are not finite either
+
+    def settle(self) -> None:
+        """Read norms that have stayed on the device, and do what depends on them. The device computed them before it
+        began what the host has queued since, so that it does not run out of work."""
+        late, self._late = self._late, []
+        if not late:
+            return
+        then, self._then = self._then, []
+        finite = all(math.isfinite(norm.read()) for norm in late)
+        if not finite:
+            self._reducer.forget_lost()
+        for act in then:
+            act(finite)
+
+    def once_settled(self, act: Callable[[bool], None]) -> None:
+        """Call a function with whether the gradient of this step is finite, once the host has read its norm."""
+        assert self.result is not None
+        if self._late:
+            self._then.append(act)
+        else:  # the loop has read it
+            act(self.result.finite)
+
+    def spoil(self, norm: torch.Tensor) -> None:
+        """Make the norm NaN after :meth:`measure` if that of the whole model, 0-D, is not finite."""
+        assert self.result is not None
+        self.result = replace(self.result, norm=self.result.norm + (norm - norm))
+
+    @property
+    def gradient_scale(self) -> float:
+        """The loss scale that the gradients still contain; 1 once they were divided by it."""
+        unscaled = self.result is not None and self.result.unscaled
+        return 1.0 if self.loss_scale is None or unscaled else self.loss_scale.applied_value
+
+    def multiplied(self, factor: torch.Tensor | float) -> None:
+        """Record after :meth:`close` that gradients were divided by the loss scale and multiplied by a factor."""
+        assert self.result is not None
+        self.result = replace(self.result, norm=self.result.norm * factor, unscaled=True)
+
+    def _compare_steps(self, order_hash: int, backwards: int) -> tuple[bool, ...]:
+        """Check that all ranks ran the same step.
+
+        Returns:
+            For each trainable parameter, whether any rank had a gradient.
+        """
+        unfinished = any(gradient.unsynced for gradient in self._reducer.parts)
+        written = self._audit.written()
+        flags = _UNFINISHED * unfinished | _WRITTEN * (written is not None)
+        words = struct.pack("<qqq", order_hash, flags | backwards << _NUM_FLAGS, self._sharded.steps.taken)
+        bits = _to_bits(self.used.mine)
+        everyone = exchange_bytes(self._sharded, words + bits, self._row_bytes)
+        rows = [struct.unpack_from("<qqq", row) for row in everyone]
+        self.same_order = all(row[0] == rows[0][0] for row in rows)
+        for rank, row in enumerate(rows):
+            num_backwards, expected = row[1] >> _NUM_FLAGS, rows[0][1] >> _NUM_FLAGS
+            same_counts = row[2] == rows[0][2] and num_backwards == expected
+            if not same_counts or (row[0] != rows[0][0] and not self._is_whole):
+                raise MismatchError(
+                    f"rank {rank} and rank 0 ran different steps: order of units {row[0]:#x} against "
+                    f"{rows[0][0]:#x}, step {row[2]} against {rows[0][2]}, {num_backwards} backwards against "
+                    f"{expected}. Every rank must run the same units in the "
+                    "same order; look for branches that depend on the data or the rank. Nothing was updated"
+                )
+        if (unfinished_rank := _first_with(_UNFINISHED, rows)) is not None:
+            raise UsageError(
+                f"rank {unfinished_rank} has gradients that were never "
+                "synchronised: the backward of the last of thinwire.micro_batches(...) is missing. Run it, or call "
+                "zero_grad() to drop the step. Nothing was updated"
+            )
+        if (writing_rank := _first_with(_WRITTEN, rows)) is not None:
+            where = f"the forward of {written.name}" if written is not None else f"a forward on rank {writing_rank}"
+            self._audit.excuse()
+            raise UsageError(
+                f"{where} writes to parameters of its unit, which are made anew from their masters: the change "
+                "would be lost. Write to them between steps, as in `with torch.no_grad(): parameter.clamp_(...)` after "
+                "optimizer.step(), or compute with a changed copy. Nothing was updated"
+            )
+        rows_of_bits = [np.frombuffer(row, np.uint8, offset=len(words)) for row in everyone]
+        used = np.unpackbits(np.bitwise_or.reduce(rows_of_bits), count=len(self.used.mine), bitorder="little")
+        return tuple(used.astype(bool).tolist())
+
+
+def _first_with(flag: int, rows: Sequence[tuple[int, ...]]) -> int | None:
+    """The first rank that has set a flag; ``None`` if there is none."""
+    return next((rank for rank, row in enumerate(rows) if row[1] & flag), None)
+
+
+def _to_bits(flags: bytearray) -> bytes:
+    """Flags as bits, filled up to whole words of 64."""
+    bits = np.packbits(np.frombuffer(flags, np.uint8), bitorder="little").tobytes()
+    return bits.ljust(-(-len(flags) // 64) * 8, b"\0")

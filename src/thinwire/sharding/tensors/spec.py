@@ -1,0 +1,114 @@
+"""Describes the piece of a tensor that a rank holds, and the ranks that hold the other pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from thinwire.sharding.tensors.boxes import Box, boxes
+
+__all__ = ["Holders", "Live", "NeedsWhole", "ShareSpec"]
+
+
+class NeedsWhole(Exception):
+    """An operation cannot act on pieces, because it needs the whole tensor."""
+
+
+class Holders(Protocol):
+    """The ranks that hold the pieces of a tensor.
+
+    Attributes:
+        pieces: Number of distinct pieces; 1 if every rank holds the whole tensor.
+    """
+
+    pieces: int
+
+    def combined(self, partial: torch.Tensor) -> torch.Tensor:
+        """Exchange the contributions of all pieces to a reduction. Collective.
+
+        Args:
+            partial: Contribution of this rank's piece: ``[k]``, on the CPU or the device of the parameters.
+
+        Returns:
+            float64, ``[pieces, k]``, on either; a piece that several ranks hold appears once.
+        """
+
+    def gather(self, name: str, piece: torch.Tensor) -> torch.Tensor:
+        """Gather the whole tensor from all pieces. Collective.
+
+        Args:
+            name: Name of a parameter with the same cut.
+            piece: This rank's piece: contiguous, 1-D, any dtype.
+
+        Returns:
+            The flattened tensor, 1-D, on the device of ``piece``.
+        """
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Average a plain tensor over all ranks. Collective."""
+
+    def first(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the first rank's ``values``, which are uint8 on the CPU. Collective."""
+
+
+class Live(Protocol):
+    """The runtime behind a share tensor that is a view of the runtime's memory."""
+
+    def before_write(self) -> None:
+        """Prepare for a change of the piece."""
+
+    def after_write(self) -> None:
+        """Take note that the piece has changed."""
+
+    def overflowed(self) -> None:
+        """Take note that a gradient scaler has found the whole tensor, or another one, not to be finite."""
+
+    def norms(self, order: float) -> torch.Tensor | None:
+        """Norm of the whole tensor from one exchange for many tensors, fp32, 0-D; ``None`` if the runtime has no such
+        exchange. Collective."""
+
+
+@dataclass(frozen=True, eq=False)
+class ShareSpec:
+    """Position of a rank's piece in a tensor.
+
+    Attributes:
+        name: Name of the parameter with the same cut.
+        shape: Shape of the whole tensor.
+        offset: First element of the piece in the flattened tensor.
+        length: Number of elements in the piece; 0 if this rank holds nothing.
+        holders: Ranks that hold the pieces.
+    """
+
+    name: str
+    shape: torch.Size
+    offset: int
+    length: int
+    holders: Holders
+
+    @property
+    def pieces(self) -> int:
+        """Number of distinct pieces."""
+        return self.holders.pieces
+
+    def same_cut(self, other: ShareSpec) -> bool:
+        """Whether the pieces of two tensors have the same elements on every rank."""
+        return self is other or (
+            self.holders is other.holders
+            and (self.name == other.name)
+            and (self.shape, self.offset, self.length) == (other.shape, other.offset, other.length)
+        )
+
+    @property
+    def boxes(self) -> Sequence[Box]:
+        """The piece as boxes of the whole tensor."""
+        return boxes(self.shape, self.offset, self.length)
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """Cut this rank's piece, 1-D, from a plain tensor that broadcasts to the whole shape."""
+        if whole.numel() == 1:
+            return whole.reshape(1).expand(self.length)
+        return whole.expand(self.shape).reshape(-1)[self.offset : self.offset + self.length]

@@ -1,0 +1,297 @@
+"""A tensor that is cut among ranks and stores one rank's piece.
+
+[Note: share tensors]
+
+After :func:`thinwire.shard`, ``model.parameters()`` returns a :class:`ShareTensor` for each parameter. It has the shape
+of the whole parameter, but stores only the elements with masters (fp32 values) that this rank owns: one contiguous
+piece of the flattened parameter, which may be empty or the whole parameter. Gradients (``parameter.grad``) and
+optimizer states (``torch.zeros_like(parameter)``) are share tensors too.
+
+There are three kinds of operations:
+
+1. *Element by element* (``add_``, ``sqrt``, ``lerp_``, ``copy_``, torch's foreach and fused optimizers): the operation
+   acts on the piece, without communication. Plain tensors among the arguments are cut to the same piece.
+2. *Reductions over the whole tensor* (``sum``, ``norm``, ``max``, ``all``): each rank reduces its piece, and the ranks
+   combine the results. Every rank must call the operation.
+3. *Everything else* (``matmul``, slicing, ``view(-1)``) needs the whole tensor. Ranks gather it, and the operation runs
+   on a plain tensor. Every rank must call the operation.
+
+``__torch_dispatch__`` handles the first two kinds and raises :class:`NeedsWhole` for the third.
+``__torch_function__``, which sees a function before autograd decomposes it, then gathers and calls the function again.
+
+DTensor does not fit, because its placements cut along dimensions. A piece may begin and end inside a row, its size may
+differ from rank to rank, and a single rank may own a whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import torch
+
+from thinwire.errors import UsageError
+from thinwire.sharding.tensors.operations import perform
+from thinwire.sharding.tensors.spec import Live, NeedsWhole, ShareSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+__all__ = ["ShareTensor"]
+
+
+class ShareTensor(torch.Tensor):
+    """One rank's piece of a tensor of ``spec.shape``; see the note above.
+
+    Args:
+        piece: The piece: contiguous, 1-D, ``[spec.length]``; or a function that returns it, called at every access.
+        spec: Position of the piece in the tensor.
+        like: Tensor with the dtype and the device of the piece; required if ``piece`` is a function.
+        live: Runtime to notify of changes; ``None`` if the piece is not the runtime's memory.
+        requires_grad: As in torch.
+    """
+
+    spec: ShareSpec
+    live: Live | None
+    _piece: torch.Tensor | Callable[[], torch.Tensor]
+
+    @staticmethod
+    def __new__(
+        cls: type[ShareTensor],
+        piece: torch.Tensor | Callable[[], torch.Tensor],
+        spec: ShareSpec,
+        *,
+        like: torch.Tensor | None = None,
+        live: Live | None = None,
+        requires_grad: bool = False,
+    ) -> ShareTensor:
+        options = piece if isinstance(piece, torch.Tensor) else like
+        assert options is not None
+        share: ShareTensor = torch.Tensor._make_wrapper_subclass(
+            cls, spec.shape, dtype=options.dtype, device=options.device, requires_grad=requires_grad
+        )
+        share._piece, share.spec, share.live = piece, spec, live
+        return share
+
+    # -- public interface --------------------------------------------------------------------------------------
+
+    @property
+    def piece(self) -> torch.Tensor:
+        """This rank's elements: contiguous, 1-D, ``[spec.length]``."""
+        return self._piece() if callable(self._piece) and not isinstance(self._piece, torch.Tensor) else self._piece
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's elements, which share memory with the tensor; 1-D, or in the whole shape if this rank holds the
+        whole tensor."""
+        piece = self.piece.detach()
+        return piece.view(self.spec.shape) if self.spec.length == self.spec.shape.numel() else piece
+
+    def full_tensor(self) -> torch.Tensor:
+        """Gather the whole tensor into a new plain tensor on every rank. Collective: every rank must call it."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            whole: torch.Tensor = _Whole.apply(self)
+            return whole
+        return self._gathered()
+
+    def tolist(self) -> Any:
+        """Return the values of the whole tensor as nested lists. Collective."""
+        return self._gathered().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the whole tensor as a new array. As in torch, a tensor that requires gradients needs ``force``.
+        Collective."""
+        whole = self._gathered()
+        return whole.requires_grad_(self.requires_grad).numpy(force=force)
+
+    def _gathered(self) -> torch.Tensor:
+        if self.spec.pieces == 1:
+            return self.piece.detach().clone().view(self.spec.shape)
+        return self.spec.holders.gather(self.spec.name, self.piece.detach()).view(self.spec.shape)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Describe the parameter, its whole shape, and this rank's piece. Values would need communication."""
+        del tensor_contents
+        spec, total = self.spec, self.spec.shape.numel()
+        if spec.length == total:
+            place = "whole"
+        else:
+            place = f"elements {spec.offset} to {spec.offset + spec.length} of {total}" if spec.length else "nothing"
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"{type(self).__name__}({spec.name!r}, {tuple(spec.shape)}, {self.dtype}, here: {place}{grad})"
+
+    # -- torch's protocols -------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            # Autograd graphs contain the tensors that modules compute with. As in DDP, the result is not combined.
+            return func(*_computed(args), **_computed(kwargs))
+        try:
+            if _mixes_with_plain(args, kwargs):
+                raise NeedsWhole
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        except NeedsWhole:
+            pass
+        written = _written_shares(func, args, kwargs)
+        if written:
+            return _write_whole(func, written, args, kwargs)
+        wholes = _WholeArguments(args, kwargs)
+        return func(*wholes.args, **wholes.kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return perform(ShareTensor, func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShareTensor:
+        copied = ShareTensor(self.piece.detach().clone(), self.spec, requires_grad=self.requires_grad)
+        if getattr(self, "_is_param", False):
+            copied._is_param = True
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            f"{self.spec.name} cannot be pickled, as torch.save and copies between processes do: it is one rank's "
+            "piece of the parameter. Save with thinwire.save or torch.distributed.checkpoint, or take "
+            "thinwire.full_state_dict(model) on every rank"
+        )
+
+    # -- torch.distributed.checkpoint, whose callers have paid for its import ----------------------------------
+
+    def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self.piece)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, torch.Size(box.offsets)),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
+                    properties,
+                    self.spec.shape,
+                ),
+            )
+            for box in self.spec.boxes
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.spec.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for box in self.spec.boxes:
+            if index.offset is None or tuple(index.offset) == box.offsets:
+                if self.live is not None:
+                    self.live.before_write()
+                    self.live.after_write()
+                return self.piece.detach()[box.start : box.start + box.numel].view(box.sizes)
+        raise ValueError(f"{index} is no chunk of {self!r}")
+
+
+class _Whole(torch.autograd.Function):
+    """Gathers a tensor. Its gradient is this rank's piece of the mean of all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, share: ShareTensor) -> torch.Tensor:
+        ctx.spec = share.spec
+        with torch.no_grad():
+            return cast(ShareTensor, share.detach())._gathered()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        spec: ShareSpec = ctx.spec
+        return ShareTensor(spec.cut(spec.holders.mean(grad)).clone(), spec)
+
+
+def _written_shares(func: Callable[..., Any], args: Any, kwargs: Any) -> list[ShareTensor]:
+    """The share tensors that a torch function changes, judged by its name: ``x.add_``, ``x[i] = ...``, ``out=x``."""
+    name = getattr(func, "__name__", "")
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    written = [*(_tensors(args[0]) if in_place and args else ()), *_tensors(kwargs.get("out"))]
+    return [tensor for tensor in written if isinstance(tensor, ShareTensor)]
+
+
+def _write_whole(func: Callable[..., Any], written: Sequence[ShareTensor], args: Any, kwargs: Any) -> Any:
+    """Call a function that changes whole tensors on gathered copies, and copy this rank's pieces back."""
+    if torch.is_grad_enabled() and any(share.requires_grad and share.is_leaf for share in written):
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    with torch.no_grad():
+        copies = {id(share): share.full_tensor() for share in written}
+        wholes = _WholeArguments(args, kwargs, copies)
+        result = func(*wholes.args, **wholes.kwargs)
+        for share in written:
+            share.copy_(copies[id(share)])
+    by_copy = {id(copies[id(share)]): share for share in written}
+    return by_copy.get(id(result), result)
+
+
+def _computed(value: Any) -> Any:
+    """Replace parameters in arguments by the tensors that modules compute with."""
+    if isinstance(value, ShareTensor):
+        return getattr(value.live, "compute_tensor", value)
+    if isinstance(value, dict):
+        return {key: _computed(item) for key, item in value.items()}
+    return type(value)(map(_computed, value)) if isinstance(value, list | tuple) else value
+
+
+class _WholeArguments:
+    """The arguments of a call, with share tensors replaced by plain tensors.
+
+    Args:
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        copies: Plain tensors that are already gathered, by ``id`` of the share tensor.
+    """
+
+    def __init__(self, args: Any, kwargs: Any, copies: Mapping[int, torch.Tensor] | None = None) -> None:
+        self._copies = copies or {}
+        dtypes = {t.dtype for t in _tensors((args, kwargs)) if not isinstance(t, ShareTensor) and t.is_floating_point()}
+        self._dtypes = dtypes
+        self.args = tuple(self._plain(arg) for arg in args)
+        self.kwargs = {name: self._plain(value) for name, value in kwargs.items()}
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, ShareTensor):
+            return self._whole(value)
+        if isinstance(value, list | tuple) and any(isinstance(item, ShareTensor) for item in value):
+            return type(value)(self._plain(item) for item in value)
+        return value
+
+    def _whole(self, share: ShareTensor) -> torch.Tensor:
+        if id(share) in self._copies:
+            return self._copies[id(share)]
+        computes = getattr(share.live, "compute", None)
+        if computes is not None:
+            value: torch.Tensor = computes(share, self._dtypes)
+            return value
+        return share.full_tensor()
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in _tensors(item)]
+    return []
+
+
+def _mixes_with_plain(args: Any, kwargs: Any) -> bool:
+    """Whether autograd would record an operation on a share tensor and a plain tensor. Plain tensors may differ between
+    ranks, so the gradient must be averaged over ranks, which requires the gathered parameter."""
+    if not torch.is_grad_enabled():
+        return False
+    tensors = _tensors((args, kwargs))
+    shares = [tensor for tensor in tensors if isinstance(tensor, ShareTensor)]
+    return len(shares) < len(tensors) and any(share.requires_grad for share in shares)
