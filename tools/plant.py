@@ -66,13 +66,12 @@ INTERCEPT: Final = (
 TESTS: Final = (
     ("sharding/islands/lighthouse.py", ("dist/test_islands_faults.py",)),
     ("sharding/lanes/thread_workers.py", ("unit/test_lanes.py", "dist/test_delays.py")),
-    ("sharding/lanes/recorder.py", ("unit/test_lanes.py", "dist/test_trace.py")),
     ("sharding/", None),
     ("intercept/queued.py", None),
     ("intercept/", INTERCEPT),
     ("collectives/gateway/", ("dist/test_gateway.py",)),
-    ("collectives/rollcall.py", ("dist/test_rollcall.py", "dist/test_faults.py")),
-    ("collectives/nccl.py", None),
+    ("collectives/job/rollcall.py", ("dist/test_rollcall.py", "dist/test_faults.py")),
+    ("collectives/links/nccl.py", None),
     ("collectives/", CONNECTIONS),
     ("checkpoint/", ("dist/test_background_saves.py", "dist/test_state.py", "dist/test_streams.py")),
 )

@@ -58,8 +58,8 @@ CASES: Final[dict[str, list[Case]]] = {
     ],
     "sharding/lanes/late.py": [(norms.test_steps_equal_those_that_the_host_decides, (norms.FIRST,))],
     "sharding/": [*_STEPS, (norms.test_steps_equal_those_that_the_host_decides, (norms.FIRST,))],
-    "collectives/streams.py": [*_STEPS, (intercept.test_works_wait_on_streams_only, ())],
-    "collectives/nccl.py": _STEPS,
+    "collectives/links/streams.py": [*_STEPS, (intercept.test_works_wait_on_streams_only, ())],
+    "collectives/links/nccl.py": _STEPS,
     "checkpoint/": [(streams.test_a_save_in_the_background_writes_what_has_arrived, (Path, "never"))],
     "intercept/": [
         (intercept.test_works_wait_on_streams_only, ()),
