@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from thinwire.cost import (
     AMSP_STATES,
     AmspSums,
-    FlatCollectives,
+    LibraryCollectives,
     NominalRates,
     largest_share,
     memory,
     parts,
     units,
 )
-from thinwire.cost.flat import Call
+from thinwire.cost.collectives import Call
 from thinwire.errors import SpecError
 from thinwire.plan import AmspPlan, TrainingJob, amsp_search
 from thinwire.plan.chains import ChainChoice, in_order
@@ -86,7 +86,7 @@ def brute_force(job: TrainingJob) -> list[AmspPlan]:
             accumulate_dtype="bfloat16", micro_batch=micro_batch, micro_batches=micro_batches, recompute=again,
         )  # fmt: skip
         cut = job.parts(plan)
-        sums = AmspSums(cut, FlatCollectives(job.cluster), job.mesh, micro_batches)
+        sums = AmspSums(cut, LibraryCollectives(job.cluster), job.mesh, micro_batches)
         forward = sum(job.rates.forward(part, plan, job.seq) for part in cut if part.kind == "block")
         needed = memory(job.model, plan, job.units(plan), seq=job.seq, states=AMSP_STATES, overhead=job.overhead)
         times = sums.times((params, grads, optimizer))

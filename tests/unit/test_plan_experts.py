@@ -17,7 +17,7 @@ from thinwire.plan.experts import sharings
 from thinwire.plan.search import Search
 from thinwire.plan.simulations import candidate
 from thinwire.program import Lane, Phase, Scope, lower
-from thinwire.sim.neighbours import exchanged_values
+from thinwire.sim.axes import exchanged_values
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 from thinwire.spec.block_shapes import expert_parameters
 

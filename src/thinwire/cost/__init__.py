@@ -2,8 +2,8 @@
 
 from thinwire.cost.amsp import AmspSums, AmspTimes
 from thinwire.cost.anatomy import ModelPart, alike, largest_share, parts, units
+from thinwire.cost.collectives import CollectiveTimes, HopCollectives, LibraryCollectives, library_moves
 from thinwire.cost.estimate import Busy, GroupShape, Pricer, Traffic, UnitKind
-from thinwire.cost.flat import Collectives, FlatCollectives, flat_moves
 from thinwire.cost.measured import MeasuredLibrary, ProfiledCollectives, ProfiledRates
 from thinwire.cost.memory import (
     AMSP_STATES,
@@ -35,9 +35,10 @@ __all__ = [
     "Beside",
     "Busy",
     "Efficiency",
-    "Collectives",
-    "FlatCollectives",
+    "CollectiveTimes",
     "GroupShape",
+    "HopCollectives",
+    "LibraryCollectives",
     "ProfiledCollectives",
     "MeasuredLibrary",
     "Memory",
@@ -54,10 +55,10 @@ __all__ = [
     "Work",
     "alike",
     "ZeroSettings",
-    "flat_moves",
     "kept_activations",
     "largest_memory",
     "largest_share",
+    "library_moves",
     "memory",
     "moves",
     "nominal_rates",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from thinwire.cost.anatomy import ModelPart
-from thinwire.cost.flat import Collectives
+from thinwire.cost.collectives import CollectiveTimes
 from thinwire.spec import Factor
 
 __all__ = ["AmspSums", "AmspTimes"]
@@ -55,7 +55,9 @@ class AmspSums:
         micro_batches: Micro-batches per step (``M``).
     """
 
-    def __init__(self, parts: Sequence[ModelPart], collectives: Collectives, mesh: Factor, micro_batches: int) -> None:
+    def __init__(
+        self, parts: Sequence[ModelPart], collectives: CollectiveTimes, mesh: Factor, micro_batches: int
+    ) -> None:
         self._sizes = [_ITEMSIZE * part.numel for part in parts if part.numel]
         self._collectives, self._mesh, self._micro_batches = collectives, mesh, micro_batches
         self.params = cache(self._params)

@@ -10,8 +10,8 @@ from thinwire.cost import (
     AMSP_STATES,
     AmspSums,
     AmspTimes,
-    Collectives,
-    FlatCollectives,
+    CollectiveTimes,
+    LibraryCollectives,
     Memory,
     ProfiledCollectives,
     ProfiledRates,
@@ -253,14 +253,14 @@ def _condition(job: TrainingJob, rows: list[AmspPlan]) -> str | None:
     return None
 
 
-def _collectives(job: TrainingJob, *, contention: bool) -> Collectives:
+def _collectives(job: TrainingJob, *, contention: bool) -> CollectiveTimes:
     """Seconds of collectives from the job's profile if it has one, otherwise from the cluster's published figures.
 
     Raises:
         SpecError: The job has a profile, and ``contention`` is false.
     """
     if not isinstance(job.rates, ProfiledRates):
-        return FlatCollectives(job.cluster, contention=contention)
+        return LibraryCollectives(job.cluster, contention=contention)
     if not contention:
         problem = "False has no price in a profile, which measures all groups at once; plan without --profile"
         raise SpecError("contention", [problem])

@@ -8,25 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from thinwire.cost import ModelPart, Rates, alike, working_memory
+from thinwire.cost import HopCollectives, ModelPart, alike, working_memory
 from thinwire.cost.memory import PipelineShare, demanding_stages, stages
 from thinwire.plan.rules import Cut
 from thinwire.plan.traffic import codec_choices
 from thinwire.plan.training_job import TrainingJob
-from thinwire.program.wire import ITEMSIZE
-from thinwire.sim.axes import (
-    HopCalls,
-    StageLink,
-    TensorParallelRates,
-    idle_of,
-    message_seconds,
-    pass_seconds,
-    sent_seconds,
-)
-from thinwire.sim.neighbours import neighbour_rates
+from thinwire.sim.axes import StageLink, idle_of, message_seconds, sent_seconds
+from thinwire.sim.step import part_seconds
 from thinwire.spec import Plan
 
-__all__ = ["BatchChoice", "BatchMemory", "Batches", "axis_rates", "demanding", "stage_message"]
+__all__ = ["BatchChoice", "BatchMemory", "Batches", "demanding", "stage_message"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +64,9 @@ class BatchChoice(BatchMemory):
         return self.recompute + sum(codec != "none" for codec in self.codecs)
 
 
-def axis_rates(job: TrainingJob, plan: Plan) -> Rates:
-    """The job's rates, including sums over the plan's tensor-parallel ranks, and exchanges with neighbours."""
-    if plan.tp == 1:
-        return neighbour_rates(job.rates, plan, job.model)
-    calls = HopCalls(job.rates)
-    return TensorParallelRates(job.rates, calls, plan.tp, job.model.hidden, ITEMSIZE[plan.compute_dtype])
-
-
 def stage_message(job: TrainingJob, plan: Plan) -> float:
     """Seconds of sending a micro-batch to the next stage; every tensor-parallel rank sends its share of the tokens."""
-    calls, crosses = HopCalls(job.rates), job.cluster.nodes > 1
+    calls, crosses = HopCollectives(job.rates), job.cluster.nodes > 1
     link = StageLink(job.model.hidden, crosses, sharers=plan.tp, gathered=False)
     return sent_seconds(plan, job.seq, job.rates, calls, link)
 
@@ -156,8 +139,11 @@ def _batch_choice(
     job: TrainingJob, counted: Sequence[tuple[int, ModelPart]], batch: BatchMemory, plan: Plan
 ) -> BatchChoice:
     """A choice of the batch with its costs."""
-    rates, seq = axis_rates(job, plan), job.seq
-    each = [(count, part.kind, *pass_seconds(plan, [(1, part)], rates, seq)) for count, part in counted]
+    exchanges = job.axes(plan).exchanges([part for _, part in counted]) or (0.0,) * len(counted)
+    each = [
+        (count, part.kind, *part_seconds(job.rates, part, plan, job.seq, exchange))
+        for (count, part), exchange in zip(counted, exchanges, strict=True)
+    ]
     parts: dict[str, tuple[float, float]] = {}
     for _, kind, forward, backward in each:
         again = forward if plan.recompute and kind == "block" else 0.0
@@ -170,7 +156,7 @@ def _batch_choice(
     if plan.pp > 1:
         message = stage_message(job, plan)
         standing = idle_of(plan, forward, backward, message) + message_seconds(plan, message)
-    computing = plan.micro_batches * (forward + backward + again) + rates.handling.step
+    computing = plan.micro_batches * (forward + backward + again) + job.rates.handling.step
     return BatchChoice(
         batch.micro_batch, batch.micro_batches, batch.recompute, batch.working,
         (str(plan.wire.tp), str(plan.wire.pp)), computing, standing, forward, backward + again,

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 from thinwire.cost import Memory, Pricer, Rates, views_of
 from thinwire.cost.memory import largest_memory
-from thinwire.plan.batches import axis_rates, stage_message
+from thinwire.plan.batches import stage_message
 from thinwire.plan.candidates import AxisSeconds, Candidate
 from thinwire.plan.training_job import TrainingJob
-from thinwire.sim.axes import TensorParallelRates, idle_seconds, message_seconds
-from thinwire.sim.neighbours import NeighbourRates
+from thinwire.sim.axes import idle_seconds, message_seconds
 from thinwire.sim.step import PLAYED, Played, play, with_exchanges
 from thinwire.spec import ModelSpec, Plan
 
@@ -38,19 +37,17 @@ class Simulations:
         return max((self._candidate(view, plan, label) for view in views), key=lambda seen: seen.seconds)
 
     def _candidate(self, job: TrainingJob, plan: Plan, label: str | None) -> Candidate:
-        workload, rates = job.workload(plan), axis_rates(job, plan)
+        workload, rates = job.workload(plan), job.rates
         simulated = self._played(job, plan).step(plan.micro_batches)
         if plan.num_islands > 1:
             simulated = with_exchanges(plan, workload.units, rates, simulated)
         axes = AxisSeconds()
-        passes = 3 if plan.recompute else 2
-        if isinstance(rates, NeighbourRates):
-            each = [(rates.experts(part, plan, job.seq), rates.context(part, plan, job.seq)) for part in workload.parts]
-            times = plan.micro_batches * passes
-            axes = replace(axes, experts=times * sum(e for e, _ in each), context=times * sum(c for _, c in each))
-        elif isinstance(rates, TensorParallelRates):
-            sums = sum(rates.summing(part, plan, job.seq) for part in workload.parts)
-            axes = replace(axes, sums=plan.micro_batches * passes * sums)
+        if workload.exchanges:
+            costs, passes = job.axes(plan), plan.micro_batches * (3 if plan.recompute else 2)
+            sums, experts, context = (
+                passes * sum(map(of_part, workload.parts)) for of_part in (costs.sums, costs.experts, costs.context)
+            )
+            axes = AxisSeconds(sums=sums, experts=experts, context=context)
         if plan.pp > 1:
             message = stage_message(job, plan)
             idle = idle_seconds(plan, workload, rates, message)
@@ -63,8 +60,7 @@ class Simulations:
         count = min(plan.micro_batches, PLAYED + 1)
         key = plan.model_copy(update={"micro_batches": count}), job.rates, job.model, job.seq, job.clip
         if key not in self._steps:
-            rates, count = axis_rates(job, plan), plan.micro_batches
-            self._steps[key] = play(plan, job.workload(plan), rates, micro_batches=count)
+            self._steps[key] = play(plan, job.workload(plan), job.rates, micro_batches=plan.micro_batches)
         return self._steps[key]
 
     def memory(self, job: TrainingJob, plan: Plan) -> Memory:

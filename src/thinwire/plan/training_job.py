@@ -7,12 +7,23 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from thinwire.cost import GPU_LOSS_CHUNK, HOST_LOSS_CHUNK, OVERHEAD, ModelPart, ProfiledRates, Rates, parts, units
+from thinwire.cost import (
+    GPU_LOSS_CHUNK,
+    HOST_LOSS_CHUNK,
+    OVERHEAD,
+    HopCollectives,
+    ModelPart,
+    ProfiledRates,
+    Rates,
+    parts,
+    units,
+)
 from thinwire.cost.memory import stage_model, stages
 from thinwire.errors import SpecError
 from thinwire.plan.rules import UNCUT, Cut, cut_problems, cuts, divided, powers_of_two
 from thinwire.program import UnitInfo
 from thinwire.sim import Workload
+from thinwire.sim.axes import AxisCosts
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan, mean_peak
 from thinwire.spec.pipeline import keeps_busy
 from thinwire.spec.plan import Dtype
@@ -185,7 +196,12 @@ class TrainingJob:
 
     def workload(self, plan: Plan) -> Workload:
         """The work of one step on a rank of the largest stage."""
-        return Workload(self.parts(plan), self.units(plan), self.seq, self.clip)
+        parts = self.parts(plan)
+        return Workload(parts, self.units(plan), self.seq, self.clip, exchanges=self.axes(plan).exchanges(parts))
+
+    def axes(self, plan: Plan) -> AxisCosts:
+        """What ranks exchange that share tensors, experts or sequences under a plan."""
+        return AxisCosts(plan, self.model, self.seq, self.rates, HopCollectives(self.rates))
 
 
 def _largest_stage(model: ModelSpec, plan: Plan) -> ModelSpec:

@@ -197,7 +197,7 @@ def answer(case: Case, *, trace: bool = False, slowed: Slowed = NOT_SLOWED) -> A
     kept = kept_activations(stage, plan, cut, seq=model.seq) if trace else ()
     workload = Workload(cut, infos, model.seq, clip=True, kept=kept)
     machine = slowed.cluster(cluster)
-    simulated = engine.step(plan, workload, machine, micro_batches=plan.micro_batches, hidden=model.hidden, trace=trace)
+    simulated = engine.step(plan, workload, machine, micro_batches=plan.micro_batches, model=model, trace=trace)
     # The last stage holds the head; the first one holds the embedding.
     held = [unit for part, unit in zip(cut, infos, strict=True) if plan.pp == 1 or part.kind != "embedding"]
     needed = engine.memory(stage, plan, held, seq=model.seq)

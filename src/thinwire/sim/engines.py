@@ -15,20 +15,19 @@ from thinwire.cost import (
     AMSP_STATES,
     OVERHEAD,
     Efficiency,
-    FlatCollectives,
+    LibraryCollectives,
     Memory,
     ModelPart,
     NominalRates,
     PricedStage,
     Rates,
     States,
-    flat_moves,
+    library_moves,
     memory,
 )
 from thinwire.program import Axis, Lane, Operation, Phase, UnitInfo, axis_shape
 from thinwire.program.stages import Stage
-from thinwire.program.wire import ITEMSIZE
-from thinwire.sim.axes import StageLink, TensorParallelRates, idle_seconds, sent_seconds
+from thinwire.sim.axes import AxisCosts, StageLink, idle_seconds, sent_seconds
 from thinwire.sim.hardware import EngineRates
 from thinwire.sim.host_overhead import NO_STALLS, SMALL_TENSOR, HostOverhead
 from thinwire.sim.script import Headroom, Workload
@@ -42,10 +41,10 @@ ALL = ("gather", "reduce", "sync", "spread")
 
 
 class _Asked(NamedTuple):
-    """What a step is asked for: micro-batches, the width of the residual stream, and whether to keep spans."""
+    """What a step is asked for: micro-batches, the whole model, and whether to keep spans."""
 
     micro_batches: int
-    hidden: int
+    model: ModelSpec
     trace: bool
 
 
@@ -152,7 +151,7 @@ class Engine:
         cluster: ClusterSpec,
         *,
         micro_batches: int,
-        hidden: int,
+        model: ModelSpec,
         trace: bool = False,
     ) -> Simulated:
         """Play a step on a cluster with published rates.
@@ -162,21 +161,20 @@ class Engine:
             workload: A rank's part of the model.
             cluster: Links and peak FLOP/s.
             micro_batches: Micro-batches per step.
-            hidden: Width of the residual stream.
+            model: Dimensions of the whole model.
             trace: Whether to keep the spans.
 
         Returns:
             The step; of unlike nodes, as the slowest of them see it.
         """
         groups: Sequence[int | None] = range(len(cluster.groups)) or (None,)
-        steps = (self._step(plan, workload, cluster, group, _Asked(micro_batches, hidden, trace)) for group in groups)
+        steps = (self._step(plan, workload, cluster, group, _Asked(micro_batches, model, trace)) for group in groups)
         return max(steps, key=lambda step: step.seconds)
 
     def _step(
         self, plan: Plan, workload: Workload, cluster: ClusterSpec, group: int | None, asked: _Asked
     ) -> Simulated:
         """The step as nodes of a group see it."""
-        hidden = asked.hidden
         if self.whole_sync:
             plan = _without_scatter(plan)
         if self.latency is not None:
@@ -187,10 +185,10 @@ class Engine:
         if self.cards is not None:
             doublings = max(0.0, math.log2(cluster.links.nic.bandwidth / _CARD))
             efficiency = replace(efficiency, nic=self.cards[0] * self.cards[1] ** doublings)
-        flat = FlatCollectives(cluster, efficiency, group=group)
+        calls = LibraryCollectives(cluster, efficiency, group=group)
         rates: Rates = self._rates(plan, cluster, efficiency, group)
-        if plan.tp > 1:
-            rates = TensorParallelRates(rates, flat, plan.tp, hidden, ITEMSIZE[plan.compute_dtype])
+        exchanges = AxisCosts(plan, asked.model, workload.seq, rates, calls).exchanges(workload.parts)
+        workload = replace(workload, exchanges=exchanges)
         large = [_large_tensors(part) for part in workload.parts]
         memory = cluster.memory_bandwidth / 8 * self.efficiency.memory
 
@@ -198,8 +196,8 @@ class Engine:
 
         def pricing(plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> list[PricedStage]:
             gathers = operation.lane is Lane.GATHER
-            calls = max(1, sum(large[u] for u in operation.units)) if self.call_by_tensor and gathers else 1
-            moves = flat_moves(plan, operation, units, rates, flat, whole_sync=self.whole_sync, calls=calls)
+            count = max(1, sum(large[u] for u in operation.units)) if self.call_by_tensor and gathers else 1
+            moves = library_moves(plan, operation, units, rates, calls, whole_sync=self.whole_sync, calls=count)
             stall = self._stall(plan, operation, units, sum(large[u] for u in operation.units))
             if stall:
                 moves = [PricedStage(Stage.HOST, None, stall), *moves]
@@ -222,7 +220,9 @@ class Engine:
         if plan.pp == 1:
             return played
         sharers = plan.tp if self.scatters_stages else 1
-        message = sent_seconds(plan, workload.seq, rates, flat, StageLink(hidden, cluster.nodes > 1, sharers))
+        message = sent_seconds(
+            plan, workload.seq, rates, calls, StageLink(asked.model.hidden, cluster.nodes > 1, sharers)
+        )
         idle = idle_seconds(plan, workload, rates, message)
         return replace(played, seconds=played.seconds + idle)
 

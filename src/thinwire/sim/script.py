@@ -35,7 +35,7 @@ from thinwire.spec import Plan
 __all__ = [
     "ACTIVATIONS", "GATHERED", "GRADIENTS", "UNLIMITED", "Compute", "Headroom", "Hold", "Instruction",
     "Pricing", "Ref", "Repeated", "Script", "Section", "StartOperations",
-    "StartedOperation", "UpdateParameters", "Wait", "Workload", "repeated", "write",
+    "StartedOperation", "UpdateParameters", "Wait", "Workload", "part_seconds", "repeated", "write",
 ]  # fmt: skip
 
 Pricing = Callable[[Plan, Operation, Sequence[UnitInfo]], list[PricedStage]]
@@ -61,6 +61,8 @@ class Workload:
         seq: Tokens per sequence.
         clip: Whether the update waits for the gradient norm.
         kept: Bytes that each part keeps from its forward to its backward; empty if memory is not simulated.
+        exchanges: Seconds that ranks which share a part exchange in one pass over it, while computation waits; empty if
+            they exchange nothing.
     """
 
     parts: tuple[ModelPart, ...]
@@ -68,6 +70,21 @@ class Workload:
     seq: int
     clip: bool = False
     kept: tuple[int, ...] = ()
+    exchanges: tuple[float, ...] = ()
+
+
+def part_seconds(rates: Rates, part: ModelPart, plan: Plan, seq: int, exchange: float = 0.0) -> tuple[float, float]:
+    """Seconds of the forward and of the backward of this rank's tokens through a part, exchanges included.
+
+    Args:
+        rates: Seconds of a part.
+        part: The part.
+        plan: The plan; ranks may share sequences.
+        seq: Tokens per sequence.
+        exchange: Seconds that ranks which share the part exchange in one pass over it.
+    """
+    forward, backward = rates.forward(part, plan, seq), rates.backward(part, plan, seq)
+    return forward / plan.cp + exchange, backward / plan.cp + exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,13 +265,14 @@ def repeated(plan: Plan, workload: Workload) -> Repeated | None:
         return None
     kept = length - missing * period
     out = slice(first + kept * size, first + length * size)
-    units, parts = list(workload.units), list(workload.parts)
+    units, parts, exchanges = list(workload.units), list(workload.parts), list(workload.exchanges)
     # The control exchange has a bit for each parameter, of all blocks.
     parameters = sum(unit.parameters for unit in units[out])
     blocks = frozenset(unit.block for unit in units[first : out.start])
-    del units[out], parts[out]
+    del units[out], parts[out], exchanges[out]
     units[-1] = replace(units[-1], parameters=units[-1].parameters + parameters)
-    return Repeated(replace(workload, units=tuple(units), parts=tuple(parts), kept=()), blocks, period, missing)
+    fewer = replace(workload, units=tuple(units), parts=tuple(parts), kept=(), exchanges=tuple(exchanges))
+    return Repeated(fewer, blocks, period, missing)
 
 
 def _equal_blocks(workload: Workload) -> tuple[int, int, int]:
@@ -372,10 +390,11 @@ class _Writer:
         seq, plan = workload.seq, self._plan
         same: dict[object, tuple[float, float]] = {}
         seconds = []
-        for unit, part in zip(workload.units, workload.parts, strict=True):
+        exchanges = workload.exchanges or (0.0,) * len(workload.parts)
+        for unit, part, exchange in zip(workload.units, workload.parts, exchanges, strict=True):
             key = _work(unit, part)
             if key not in same:
-                same[key] = rates.forward(part, plan, seq), rates.backward(part, plan, seq)
+                same[key] = part_seconds(rates, part, plan, seq, exchange)
             seconds.append((*same[key], part, unit))
         forward = [times[0] for times in seconds]
         backward = [_Backward.of(*times, plan, seq) for times in seconds]

@@ -18,10 +18,10 @@ from thinwire.program import Axis, Event, Lane, Operation, Phase, StepProgram, U
 from thinwire.program.timeline import Level, Span
 from thinwire.sim.clock import Resource
 from thinwire.sim.player import Player
-from thinwire.sim.script import UNLIMITED, Headroom, Pricing, Script, Section, Workload, repeated, write
+from thinwire.sim.script import UNLIMITED, Headroom, Pricing, Script, Section, Workload, part_seconds, repeated, write
 from thinwire.spec import Plan
 
-__all__ = ["PLAYED", "Played", "Pricing", "Simulated", "Workload", "play", "simulate"]
+__all__ = ["PLAYED", "Played", "Pricing", "Simulated", "Workload", "part_seconds", "play", "simulate"]
 
 PLAYED = 3
 """Most micro-batches to play; further ones repeat the last of the middle ones."""
