@@ -31,10 +31,11 @@ from typing import Any
 import numpy
 
 import thinwire_bench.published
-from thinwire.sim import ENGINES, Answer, Case, Engine, answer
+from thinwire.sim import Answer, Case, answer
 from thinwire.spec import ModelSpec
 from thinwire_bench.published import TABLES, Table
 from thinwire_bench.published.calibration import PublishedRow
+from thinwire_bench.published.engines import ENGINES, Engine
 
 FOLDS = 5
 NOISE = 0.06
@@ -149,7 +150,7 @@ SYSTEMS: dict[str, tuple[Constant, ...]] = {
         Constant("ZFP", 100e9, 5e9, 500e9, (("mvapich", None, "codecs.zfp"),)),
     ),
 }
-"""Fitted constants by system; all other values in ``sim/engines.py`` are published or taken over."""
+"""Fitted constants by system; all other values in ``published/engines.py`` are published or taken over."""
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """Seconds of whole collectives: one interface, whatever they follow from.
 
 :class:`LibraryCollectives` has published links, :class:`HopCollectives` the hops that rates know; a profile has
-measured ones (``cost/measured.py``). thinwire's own collectives have two hops, which ``cost/operations.py`` prices one by one;
-those of other engines are one library call over the whole group, as a ring or a tree.
+measured ones (``cost/measured.py``). thinwire's own collectives have two hops, which ``cost/operations.py`` prices one
+by one; those of other engines are one library call over the whole group, as a ring or a tree.
 """
 
 from __future__ import annotations

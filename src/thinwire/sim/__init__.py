@@ -3,11 +3,10 @@
 from thinwire.sim.cases import Answer, Case, Slowed, answer, read_cases
 from thinwire.sim.clock import Resource
 from thinwire.sim.disturbed import Disturbance, Disturbed, disturbed
-from thinwire.sim.engines import ENGINES, Engine
+from thinwire.sim.engine import Engine, engines
 from thinwire.sim.step import Simulated, Workload, simulate
 
 __all__ = [
-    "ENGINES",
     "Answer",
     "Case",
     "Disturbance",
@@ -19,6 +18,7 @@ __all__ = [
     "Workload",
     "answer",
     "disturbed",
+    "engines",
     "read_cases",
     "simulate",
 ]

@@ -6,20 +6,20 @@ These are exchanges inside a block while computation waits, idle stages, and mes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from thinwire.cost import CollectiveTimes, ModelPart, Rates, Work, alike
 from thinwire.cost.rates import wire_bytes_per_value
 from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
-from thinwire.sim.step import Workload, part_seconds
+from thinwire.sim.step import Simulated, Workload, part_seconds
 from thinwire.spec import CodecSpec, Factor, ModelSpec, Plan
 from thinwire.spec.pipeline import STAGES_OF_A_RANK
 
 __all__ = [
     "AxisCosts", "StageLink", "exchanged_values", "idle_of", "idle_seconds", "message_seconds", "pass_seconds",
-    "sent_seconds",
+    "sent_seconds", "with_stages",
 ]  # fmt: skip
 
 SUMS = 2
@@ -205,3 +205,13 @@ def sent_seconds(plan: Plan, seq: int, rates: Rates, calls: CollectiveTimes, lin
     if not link.gathered:
         return seconds
     return seconds + calls.seconds("AG", values * ITEMSIZE[dtype], Factor(local=link.sharers))
+
+
+def with_stages(
+    step: Simulated, plan: Plan, workload: Workload, rates: Rates, calls: CollectiveTimes, link: StageLink
+) -> Simulated:
+    """A step with the seconds in which stages idle while the pipeline fills and drains."""
+    if plan.pp == 1:
+        return step
+    message = sent_seconds(plan, workload.seq, rates, calls, link)
+    return replace(step, seconds=step.seconds + idle_seconds(plan, workload, rates, message))

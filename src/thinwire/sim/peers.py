@@ -15,7 +15,7 @@ from thinwire.cost import CollectiveTimes, PricedStage, ProfiledRates, Rates, li
 from thinwire.program import Axis, Lane, Operation, UnitInfo, axis_shape
 from thinwire.program.stages import Stage
 from thinwire.sim.script import Workload
-from thinwire.sim.step import Simulated, simulate
+from thinwire.sim.step import Execution, Simulated, simulate
 from thinwire.spec import Plan
 
 __all__ = ["PEER_FRAMEWORKS", "PeerFramework", "peer_step"]
@@ -75,7 +75,7 @@ def peer_step(framework: str, plan: Plan, workload: Workload, rates: Rates, call
             moves = [*moves, PricedStage(Stage.DECODE, None, copied, copies=True)]
         return moves
 
-    return simulate(plan, workload, rates, micro_batches=plan.micro_batches, pricing=pricing)
+    return simulate(plan, workload, rates, micro_batches=plan.micro_batches, execution=Execution(pricing))
 
 
 def _copied(plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> float:

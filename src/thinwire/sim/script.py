@@ -33,7 +33,7 @@ from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import Plan
 
 __all__ = [
-    "ACTIVATIONS", "GATHERED", "GRADIENTS", "UNLIMITED", "Compute", "Headroom", "Hold", "Instruction",
+    "ACTIVATIONS", "GATHERED", "GRADIENTS", "Compute", "Execution", "Hold", "Instruction",
     "Pricing", "Ref", "Repeated", "Script", "Section", "StartOperations",
     "StartedOperation", "UpdateParameters", "Wait", "Workload", "part_seconds", "repeated", "write",
 ]  # fmt: skip
@@ -72,6 +72,10 @@ class Workload:
     kept: tuple[int, ...] = ()
     exchanges: tuple[float, ...] = ()
 
+    def exchanging(self, exchanges: tuple[float, ...]) -> Workload:
+        """The work with these exchanges."""
+        return replace(self, exchanges=exchanges)
+
 
 def part_seconds(rates: Rates, part: ModelPart, plan: Plan, seq: int, exchange: float = 0.0) -> tuple[float, float]:
     """Seconds of the forward and of the backward of this rank's tokens through a part, exchanges included.
@@ -88,23 +92,21 @@ def part_seconds(rates: Rates, part: ModelPart, plan: Plan, seq: int, exchange: 
 
 
 @dataclass(frozen=True, slots=True)
-class Headroom:
-    """What an engine's buffers have room for, as shares of a block.
+class Execution:
+    """How another engine than thinwire's runtime performs a program.
 
     Attributes:
-        ahead: Share of the next unit's parameters that is gathered while a unit of the forward computes. The rest, and
-            in the backward all, is gathered when it is needed. 1: gathers start as early as in the program.
-        bucket: Share of a unit's gradients that waits in a bucket until the next unit of the backward is gathered, and
-            is reduced while that unit computes. Computation waits for the rest. ``None``: every reduction starts as
-            soon as its gradients exist, and nothing waits for it.
+        pricing: Prices operations.
+        revised: The program as the engine performs it.
+        needed_first: Whether operations of the forward that computation waits for start before others of their event.
+        holds_reductions: Whether reductions that nothing waits for start only once the next unit of the backward is
+            gathered.
     """
 
-    ahead: float = 1.0
-    bucket: float | None = None
-
-
-UNLIMITED = Headroom()
-"""Room for everything."""
+    pricing: Pricing
+    revised: Callable[[StepProgram], StepProgram] = lambda program: program
+    needed_first: bool = False
+    holds_reductions: bool = False
 
 
 # -- instructions ------------------------------------------------------------------------------------------------
@@ -120,7 +122,6 @@ class StartedOperation:
         after: Operations that must end first.
         queues: Queues of its lane that it passes.
         update: Seconds of the optimizer's update of what this operation completes; ``None`` if it completes nothing.
-        turn: Its turn among the updates; of equal ones, those that start first come first.
         operation: The operation of the program.
     """
 
@@ -129,7 +130,6 @@ class StartedOperation:
     after: tuple[Ref, ...]
     queues: tuple[Queue, ...]
     update: float | None
-    turn: int = field(compare=False)
     operation: Operation = field(compare=False)
 
 
@@ -319,10 +319,9 @@ def write(
     workload: Workload,
     rates: Rates,
     program: StepProgram,
-    pricing: Pricing,
+    execution: Execution,
     *,
     trace: bool = False,
-    room: Headroom = UNLIMITED,
     fewer: Repeated | None = None,
 ) -> Script | None:
     """Write the script of a program.
@@ -332,15 +331,14 @@ def write(
         workload: Work of the whole model.
         rates: Seconds of each part.
         program: Program of the step, lowered for the blocks that ``fewer`` leaves.
-        pricing: Prices operations.
+        execution: How the engine performs it.
         trace: Whether instructions carry names and memory levels.
-        room: What the engine's buffers have room for.
         fewer: The blocks that are repeated; ``None``: the program has all of them.
 
     Returns:
         The script; ``None`` if the blocks that are to be repeated differ from those before them.
     """
-    writer = _Writer(plan, workload, rates, program, pricing, trace, room, fewer)
+    writer = _Writer(plan, workload, rates, program, execution, trace, fewer)
     try:
         return writer.script()
     except _Differs:
@@ -370,14 +368,13 @@ class _Writer:
     _whole: Workload
     _rates: Rates
     _program: StepProgram
-    _pricing: Pricing
+    _execution: Execution
     _trace: bool
-    _room: Headroom
     _fewer: Repeated | None
 
     def __post_init__(self) -> None:
         self._workload = self._whole if self._fewer is None else self._fewer.workload
-        self._moves = _memoised_moves(self._plan, self._program, self._pricing)
+        self._moves = _memoised_moves(self._plan, self._program, self._execution.pricing)
         self._counts = dict.fromkeys(Lane, 0)
         self._numbers: dict[int, int] = {}  # operation -> its number in its lane
         self._updates = {} if self._whole.clip else _updates(self._workload, self._rates, self._program)
@@ -492,11 +489,10 @@ class _Writer:
     def _forward(self, moment: Moment, seconds: Sequence[float], micro_batch: int) -> Iterator[_RawInstruction]:
         (phase, unit), program, kept = moment, self._program, self._whole.kept
         event, name = Event(phase, unit, micro_batch), program.units[unit].name
-        # With little room, what the unit needs is gathered first.
-        ahead = self._unawaited(event) if self._room.ahead < 1 else ()
-        yield from self._reach(event, ahead)
-        if ahead:
-            yield _Raw(ahead, starts=True)
+        later = self._unawaited(event) if self._execution.needed_first else ()
+        yield from self._reach(event, later)
+        if later:
+            yield _Raw(later, starts=True)
         if phase is Phase.PRE_FORWARD and name:
             yield Compute(seconds[unit], f"forward {name}" if self._trace else "")
             if kept:
@@ -516,7 +512,8 @@ class _Writer:
             yield Compute(of_unit.gradients, label)
             if kept:
                 yield Hold(ACTIVATIONS, -kept[unit])
-        holding = self._unawaited(event) if self._room.bucket is not None and phase is Phase.GRADS_READY else ()
+        holds = self._execution.holds_reductions and phase is Phase.GRADS_READY
+        holding = self._unawaited(event) if holds else ()
         yield from self._reach(event, holding)
         held += holding
         if phase is Phase.PRE_BACKWARD:
@@ -571,9 +568,8 @@ class _Writer:
                 stages = [None]
             after = self._refs(operation.after)
             update = self._updates.get(index, 0.0) if index in self._final else None
-            turn = 0 if self._room is UNLIMITED else index
             queues = tuple((lane, stage) for stage in stages)
-            launches.append(StartedOperation(lane, moves, after, queues, update, turn, operation))
+            launches.append(StartedOperation(lane, moves, after, queues, update, operation))
             self._numbers[index] = self._counts[lane]
             self._counts[lane] += 1
         return StartOperations(tuple(launches))

@@ -1,4 +1,4 @@
-"""Engines, the systems that perform a step: thinwire, and the systems that papers measured.
+"""Engines that papers measured: the systems that perform a step as their authors ran them.
 
 Each constant models one cause. Its comment states its source or what it was fitted to. All cases of an engine use the
 same constants.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from thinwire.cost import (
     AMSP_STATES,
@@ -18,34 +18,24 @@ from thinwire.cost import (
     LibraryCollectives,
     Memory,
     ModelPart,
-    NominalRates,
     PricedStage,
-    Rates,
     States,
     library_moves,
     memory,
 )
 from thinwire.program import Axis, Lane, Operation, Phase, UnitInfo, axis_shape
 from thinwire.program.stages import Stage
-from thinwire.sim.axes import AxisCosts, StageLink, idle_seconds, sent_seconds
-from thinwire.sim.hardware import EngineRates
-from thinwire.sim.host_overhead import NO_STALLS, SMALL_TENSOR, HostOverhead
-from thinwire.sim.script import Headroom, Workload
-from thinwire.sim.step import Simulated, simulate
+from thinwire.sim.axes import AxisCosts, StageLink, with_stages
+from thinwire.sim.step import Execution, Simulated, Workload, simulate
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
+from thinwire_bench.published.engine_rates import EngineRates
+from thinwire_bench.published.headroom import Headroom
+from thinwire_bench.published.host_overhead import NO_STALLS, SMALL_TENSOR, HostOverhead
 
 __all__ = ["ENGINES", "Engine"]
 
 ALL = ("gather", "reduce", "sync", "spread")
 """Transfers that can overlap computation."""
-
-
-class _Asked(NamedTuple):
-    """What a step is asked for: micro-batches, the whole model, and whether to keep spans."""
-
-    micro_batches: int
-    model: ModelSpec
-    trace: bool
 
 
 @dataclass(frozen=True)
@@ -55,7 +45,6 @@ class Engine:
     Attributes:
         summary: One line about the system.
         efficiency: Shares of nominal rates that it reaches.
-        flat: Whether a collective is one call over its group; otherwise it has thinwire's two hops.
         whole_sync: Whether every rank receives the whole sum of gradients, and keeps only its share.
         partition: How it cuts optimizer states unless a case sets this.
         states: Bytes per parameter of its states; ``None``: those of thinwire.
@@ -88,7 +77,6 @@ class Engine:
 
     summary: str
     efficiency: Efficiency
-    flat: bool = True
     whole_sync: bool = False
     partition: Literal["intra", "inter"] = "intra"
     states: States | None = None
@@ -149,32 +137,12 @@ class Engine:
         plan: Plan,
         workload: Workload,
         cluster: ClusterSpec,
-        *,
-        micro_batches: int,
         model: ModelSpec,
+        *,
+        group: int | None,
         trace: bool = False,
     ) -> Simulated:
-        """Play a step on a cluster with published rates.
-
-        Args:
-            plan: The plan.
-            workload: A rank's part of the model.
-            cluster: Links and peak FLOP/s.
-            micro_batches: Micro-batches per step.
-            model: Dimensions of the whole model.
-            trace: Whether to keep the spans.
-
-        Returns:
-            The step; of unlike nodes, as the slowest of them see it.
-        """
-        groups: Sequence[int | None] = range(len(cluster.groups)) or (None,)
-        steps = (self._step(plan, workload, cluster, group, _Asked(micro_batches, model, trace)) for group in groups)
-        return max(steps, key=lambda step: step.seconds)
-
-    def _step(
-        self, plan: Plan, workload: Workload, cluster: ClusterSpec, group: int | None, asked: _Asked
-    ) -> Simulated:
-        """The step as nodes of a group see it."""
+        """Play a step on a cluster with published rates; arguments as of :class:`thinwire.sim.Engine`."""
         if self.whole_sync:
             plan = _without_scatter(plan)
         if self.latency is not None:
@@ -186,9 +154,9 @@ class Engine:
             doublings = max(0.0, math.log2(cluster.links.nic.bandwidth / _CARD))
             efficiency = replace(efficiency, nic=self.cards[0] * self.cards[1] ** doublings)
         calls = LibraryCollectives(cluster, efficiency, group=group)
-        rates: Rates = self._rates(plan, cluster, efficiency, group)
-        exchanges = AxisCosts(plan, asked.model, workload.seq, rates, calls).exchanges(workload.parts)
-        workload = replace(workload, exchanges=exchanges)
+        multiplied = "bfloat16" if self.messages else plan.compute_dtype
+        rates = EngineRates(cluster, multiplied, efficiency, self.codecs, group)
+        workload = workload.exchanging(AxisCosts(plan, model, workload.seq, rates, calls).exchanges(workload.parts))
         large = [_large_tensors(part) for part in workload.parts]
         memory = cluster.memory_bandwidth / 8 * self.efficiency.memory
 
@@ -208,27 +176,12 @@ class Engine:
                 moves = [replace(move, seconds=more * move.seconds) for move in moves]
             return moves
 
-        played = simulate(
-            plan,
-            workload,
-            rates,
-            micro_batches=asked.micro_batches,
-            trace=asked.trace,
-            pricing=pricing if self.flat else None,
-            room=self._room(plan, workload.parts),
-        )
-        if plan.pp == 1:
-            return played
+        room = self._room(plan, workload.parts)
+        execution = Execution(pricing, room.revised, room.ahead < 1, room.bucket is not None)
+        played = simulate(plan, workload, rates, micro_batches=plan.micro_batches, trace=trace, execution=execution)
         sharers = plan.tp if self.scatters_stages else 1
-        message = sent_seconds(
-            plan, workload.seq, rates, calls, StageLink(asked.model.hidden, cluster.nodes > 1, sharers)
-        )
-        idle = idle_seconds(plan, workload, rates, message)
-        return replace(played, seconds=played.seconds + idle)
-
-    def _rates(self, plan: Plan, cluster: ClusterSpec, efficiency: Efficiency, group: int | None) -> NominalRates:
-        multiplied = "bfloat16" if self.messages else plan.compute_dtype
-        return EngineRates(cluster, multiplied, efficiency, self.codecs, group)
+        link = StageLink(model.hidden, cluster.nodes > 1, sharers)
+        return with_stages(played, plan, workload, rates, calls, link)
 
     def _copied(self, plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> float:
         """Bytes that the accelerator copies for an operation."""
@@ -242,8 +195,10 @@ class Engine:
     def _room(self, plan: Plan, parts: Sequence[ModelPart]) -> Headroom:
         """What the engine's limits leave room for beside the largest block."""
         block = max(part.numel for part in parts if part.kind == "block")
-        ahead = 1.0 if self.live is None or plan.params.ranks == 1 else max(0.0, 1 - block / self.live)
-        return Headroom(ahead, None if self.bucket is None else min(1.0, self.bucket / block))
+        limits_gathers = self.live is not None and plan.params.ranks > 1 and plan.overlap.gather
+        ahead = max(0.0, 1 - block / self.live) if self.live is not None and limits_gathers else 1.0
+        limits_reductions = self.bucket is not None and plan.overlap.reduce
+        return Headroom(ahead, min(1.0, self.bucket / block) if self.bucket is not None and limits_reductions else None)
 
     def _again(self, part: ModelPart) -> float:
         """Share of a block that is gathered twice in the backward: for its recomputation, and for its gradients.
@@ -393,9 +348,6 @@ _INTERNEVO = Engine(
 )
 
 ENGINES: dict[str, Engine] = {
-    "thinwire": Engine(
-        "this library: collectives in two hops, everything overlapped", Efficiency(), flat=False, bucket_bytes=4 << 20
-    ),
     "amsp": Engine(
         "AMSP on InternLM's engine (arXiv 2311.00257): whole tensors dealt, all-reduce, grouped broadcasts",
         _evo(0.067),
