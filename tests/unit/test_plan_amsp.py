@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from thinwire.cost import (
     AMSP_STATES,
-    AmspSums,
     LibraryCollectives,
     NominalRates,
     largest_share,
@@ -24,8 +23,8 @@ from thinwire.cost import (
 )
 from thinwire.cost.collectives import Call
 from thinwire.errors import SpecError
-from thinwire.plan import AmspPlan, TrainingJob, amsp_search
-from thinwire.plan.chains import ChainChoice, in_order
+from thinwire.plan import AmspPlan, AmspSums, TrainingJob, amsp_search
+from thinwire.plan.amsp.chains import ChainChoice, in_order
 from thinwire.plan.rules import Chain, chain_ends
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
 

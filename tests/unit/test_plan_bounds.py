@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from thinwire.cost import NominalRates, ProfiledRates
 from thinwire.plan import Search, TrainingJob, profiled_cluster, search
-from thinwire.plan.drafts import PlanDraft
+from thinwire.plan.space.drafts import PlanDraft
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 from thinwire.spec.profile import Profile
 

@@ -27,11 +27,11 @@ from thinwire.plan import (
     search,
     shortage,
 )
+from thinwire.plan.priced import Simulations
 from thinwire.plan.refine import Refinement
 from thinwire.plan.rules import chain_ends, factors, knobs, secondaries
 from thinwire.plan.search import RESOLUTION
-from thinwire.plan.simulations import Simulations
-from thinwire.plan.traffic import codec_choices
+from thinwire.plan.space.traffic import codec_choices
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
 
 SMALL = ModelSpec(name="small", layers=4, hidden=1024, heads=8, vocab=8192, seq=1024)

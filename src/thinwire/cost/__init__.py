@@ -1,6 +1,5 @@
 """The cost model: memory, and seconds of computation, codecs and collectives. Never imports torch."""
 
-from thinwire.cost.amsp import AmspSums, AmspTimes
 from thinwire.cost.anatomy import ModelPart, alike, largest_share, parts, units
 from thinwire.cost.collectives import CollectiveTimes, HopCollectives, LibraryCollectives, library_moves
 from thinwire.cost.estimate import Busy, GroupShape, Pricer, Traffic, UnitKind
@@ -29,8 +28,6 @@ __all__ = [
     "HOST_LOSS_CHUNK",
     "OVERHEAD",
     "PEER_SYSTEMS",
-    "AmspSums",
-    "AmspTimes",
     "Basis",
     "Beside",
     "Busy",

@@ -1,9 +1,16 @@
 """The planner: rules, search, placement and explanation. Never imports torch."""
 
-from thinwire.plan.amsp import AmspPlan, amsp_flips, amsp_search
+from thinwire.plan.amsp import (
+    AmspPlan,
+    AmspSums,
+    AmspTimes,
+    BothObjectives,
+    UnderBoth,
+    amsp_flips,
+    amsp_search,
+    both_objectives,
+)
 from thinwire.plan.automatic import Chosen, Freedom, choose, profiled_job, replaced_keys, search_fitting
-from thinwire.plan.basis import RestsOn, rests_on
-from thinwire.plan.candidates import AxisSeconds, Candidate
 from thinwire.plan.compare import Quantity, RunComparison, compare, refit
 from thinwire.plan.explain import (
     Explanation,
@@ -16,9 +23,7 @@ from thinwire.plan.explain import (
     shortage,
     summary,
 )
-from thinwire.plan.island_plans import IslandPlan, island_plans
-from thinwire.plan.loss_law import LAW_FILE, ExchangeWay, LossLaw, parse_budget
-from thinwire.plan.objectives import BothObjectives, UnderBoth, both_objectives
+from thinwire.plan.islands import LAW_FILE, ExchangeWay, IslandPlan, LossLaw, island_plans, parse_budget
 from thinwire.plan.peers import PeerPlan, losses, nearest, predicted
 from thinwire.plan.placement import (
     Placed,
@@ -29,16 +34,19 @@ from thinwire.plan.placement import (
     rankfile,
     slurm_hostfile,
 )
+from thinwire.plan.priced import AxisSeconds, Candidate, RestsOn, candidate, rests_on
 from thinwire.plan.profiled import profiled_cluster
 from thinwire.plan.renting import Offer, Rental, SweptNodes, cheapest, offers, parts_of, rentals, sweep_nodes
 from thinwire.plan.rules import Cut
-from thinwire.plan.search import CLASSICS, Search, Searched, candidate, search
+from thinwire.plan.search import CLASSICS, Search, Searched, search
 from thinwire.plan.training_job import CODEC_LEVELS, CodecLevel, TrainingJob
 
 __all__ = [
     "CLASSICS",
     "CODEC_LEVELS",
     "AmspPlan",
+    "AmspSums",
+    "AmspTimes",
     "AxisSeconds",
     "Candidate",
     "Chosen",

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from thinwire.cost import ProfiledRates
 from thinwire.errors import SpecError, UsageError
-from thinwire.plan.candidates import Candidate
 from thinwire.plan.explain import remedies, shortage, summary
+from thinwire.plan.priced import Candidate
 from thinwire.plan.profiled import profiled_cluster
 from thinwire.plan.search import Searched, search
 from thinwire.plan.training_job import CodecLevel, TrainingJob

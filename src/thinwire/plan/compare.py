@@ -11,9 +11,8 @@ from typing import Literal
 
 from thinwire.cost import ProfiledRates
 from thinwire.errors import DataError
-from thinwire.plan.candidates import Candidate
+from thinwire.plan.priced import Candidate, candidate
 from thinwire.plan.profiled import profiled_cluster
-from thinwire.plan.search import candidate
 from thinwire.plan.training_job import TrainingJob, refuse_context
 from thinwire.program import Lane, Scope, lower
 from thinwire.record import WARM_UP, Record, RunRecord, began, read_run, steady

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from thinwire.plan.candidates import Candidate
-from thinwire.plan.simulations import Simulations
+from thinwire.plan.priced import Candidate, Simulations
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import Plan
 

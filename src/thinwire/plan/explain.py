@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from thinwire.cost import NominalRates, ProfiledRates
-from thinwire.plan.candidates import Candidate
+from thinwire.plan.priced import Candidate, candidate
 from thinwire.plan.rules import Cut, cut_problems, cuts, powers_of_two
-from thinwire.plan.search import Search, Searched, candidate, elsewhere
+from thinwire.plan.search import Search, Searched, elsewhere
 from thinwire.plan.training_job import TrainingJob
 from thinwire.sim import Resource
 from thinwire.spec import ClusterSpec, Link, Plan

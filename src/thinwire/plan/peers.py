@@ -20,9 +20,9 @@ from thinwire.cost import (
     views_of,
 )
 from thinwire.errors import UsageError
-from thinwire.plan.batches import stage_message
-from thinwire.plan.candidates import Candidate
+from thinwire.plan.priced import Candidate
 from thinwire.plan.rules import UNCUT, Cut, divided, factors
+from thinwire.plan.space.batches import stage_message
 from thinwire.plan.training_job import TrainingJob
 from thinwire.sim.axes import idle_seconds, message_seconds
 from thinwire.sim.peers import peer_step

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from thinwire.errors import SpecError
-from thinwire.plan.search import candidate, elsewhere
+from thinwire.plan.priced import candidate
+from thinwire.plan.search import elsewhere
 from thinwire.plan.training_job import TrainingJob
 from thinwire.program import Traffic, crossing_bytes, host_orders, leaf_by_leaf, lower, traffic_across
 from thinwire.spec import Plan

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from thinwire.cost import NominalRates
-from thinwire.plan.candidates import Candidate
-from thinwire.plan.simulations import Simulations
+from thinwire.plan.priced import Candidate, Simulations
 from thinwire.plan.training_job import TrainingJob
 from thinwire.program import Lane
 from thinwire.sim import Resource

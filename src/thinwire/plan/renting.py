@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from thinwire.cost.goodput import Goodput, goodput
 from thinwire.errors import SpecError, UsageError
-from thinwire.plan.candidates import Candidate
 from thinwire.plan.explain import shortage
+from thinwire.plan.priced import Candidate
 from thinwire.plan.search import Searched, elsewhere, search
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import ClusterSpec, Failures, NodeGroup, Spot, first_nodes

@@ -1,8 +1,8 @@
 """Exhaustive search: bound the step of every valid plan, then simulate the most promising ones.
 
-The search simulates plans in the order of their :mod:`bounds <thinwire.plan.bounds>`. It ends when the best simulated
-time is within the resolution of the next bound, or after a number of simulations; its result says by how much any plan
-of the whole space can be faster than the first. If the job allows tensor and pipeline parallelism, the search goes
+The search simulates plans in the order of their :mod:`bounds <thinwire.plan.space.bounds>`. It ends when the best
+simulated time is within the resolution of the next bound, or after a number of simulations; its result says by how much
+any plan of the whole space can be faster than the first. If the job allows tensor and pipeline parallelism, the search goes
 through the cuts of the model one by one. It drops a batch early if its computation and idle time alone exceed the step
 of the best plan so far.
 """
@@ -16,18 +16,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from thinwire.cost import Memory, NominalRates
-from thinwire.plan.candidates import Candidate
-from thinwire.plan.drafts import DraftGroup, Drafts, PlanDraft
 from thinwire.plan.experts import expert_candidates
-from thinwire.plan.promising import Promising
+from thinwire.plan.priced import Candidate, Simulations
 from thinwire.plan.refine import Refinement
 from thinwire.plan.rules import UNCUT, Cut, knobs
-from thinwire.plan.simulations import Simulations, candidate
-from thinwire.plan.state_bytes import fits
+from thinwire.plan.space.drafts import DraftGroup, Drafts, PlanDraft
+from thinwire.plan.space.promising import Promising
+from thinwire.plan.space.state_bytes import fits
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import ClusterSpec, Plan
 
-__all__ = ["CLASSICS", "RESOLUTION", "Search", "Searched", "candidate", "elsewhere", "search"]
+__all__ = ["CLASSICS", "RESOLUTION", "Search", "Searched", "elsewhere", "search"]
 
 CLASSICS = ("zero1", "zero2", "zero3", "mics", "zeropp")
 """Presets that every table shows for comparison."""

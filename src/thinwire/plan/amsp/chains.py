@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from thinwire.cost import AmspSums, AmspTimes
+from thinwire.plan.amsp.sums import AmspSums, AmspTimes
 from thinwire.plan.rules import Chain, factors
 from thinwire.spec import Factor
 

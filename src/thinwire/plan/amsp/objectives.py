@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from thinwire.cost import ProfiledRates
 from thinwire.cost.memory import largest_memory
 from thinwire.errors import SpecError
-from thinwire.plan.amsp import AmspPlan, amsp_plan, amsp_search, seconds_by_reducing
-from thinwire.plan.candidates import Candidate
+from thinwire.plan.amsp.solver import AmspPlan, amsp_plan, amsp_search, seconds_by_reducing
+from thinwire.plan.priced import Candidate, Simulations
 from thinwire.plan.search import Search
-from thinwire.plan.simulations import Simulations
 from thinwire.plan.training_job import TrainingJob
 from thinwire.sim import Resource
 from thinwire.spec import Plan

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from thinwire.cost import GroupShape, NominalRates, Pricer, Traffic
-from thinwire.plan.batches import BatchChoice, Batches
-from thinwire.plan.bounds import Array, Computation, least_seconds
 from thinwire.plan.rules import Chain, Cut, chain_ends, secondaries
-from thinwire.plan.state_bytes import StateBytes, needed_bytes
-from thinwire.plan.traffic import WIRE, TrafficSeconds, UnitSizes
+from thinwire.plan.space.batches import BatchChoice, Batches
+from thinwire.plan.space.bounds import Array, Computation, least_seconds
+from thinwire.plan.space.state_bytes import StateBytes, needed_bytes
+from thinwire.plan.space.traffic import WIRE, TrafficSeconds, UnitSizes
 from thinwire.plan.training_job import TrainingJob
 from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE

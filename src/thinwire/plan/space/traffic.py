@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from thinwire.cost import Busy, GroupShape, Pricer, Traffic, UnitKind
-from thinwire.plan.bounds import Array, Communication, seconds_of
+from thinwire.plan.space.bounds import Array, Communication, seconds_of
 from thinwire.plan.training_job import CODEC_LEVELS, CodecLevel, TrainingJob
 from thinwire.program import control_bytes, default_trace
 from thinwire.program.batches import grouped

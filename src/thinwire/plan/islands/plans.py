@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from thinwire.errors import SpecError
-from thinwire.plan.candidates import Candidate
-from thinwire.plan.loss_law import ExchangeWay, LossLaw
+from thinwire.plan.islands.loss_law import ExchangeWay, LossLaw
+from thinwire.plan.priced import Candidate, Simulations
 from thinwire.plan.search import Search, elsewhere
-from thinwire.plan.simulations import Simulations
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import Plan
 from thinwire.spec.islands import Islands

@@ -8,8 +8,6 @@ from functools import cache
 
 from thinwire.cost import (
     AMSP_STATES,
-    AmspSums,
-    AmspTimes,
     CollectiveTimes,
     LibraryCollectives,
     Memory,
@@ -19,7 +17,8 @@ from thinwire.cost import (
     memory,
 )
 from thinwire.errors import SpecError
-from thinwire.plan.chains import ChainChoice, in_order
+from thinwire.plan.amsp.chains import ChainChoice, in_order
+from thinwire.plan.amsp.sums import AmspSums, AmspTimes
 from thinwire.plan.rules import Chain
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import Factor, Link, Plan

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from thinwire.plan.drafts import DraftGroup, PlanDraft
+from thinwire.plan.space.drafts import DraftGroup, PlanDraft
 
 __all__ = ["Promising"]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from thinwire.cost.memory import States, held_units, stage_model
 from thinwire.cost.transient import Transient
-from thinwire.plan.batches import BatchMemory, demanding
 from thinwire.plan.rules import Chain
+from thinwire.plan.space.batches import BatchMemory, demanding
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import Factor, Plan
 from thinwire.spec.plan import cut_alike

@@ -11,7 +11,7 @@ from functools import cached_property
 from thinwire.cost import HopCollectives, ModelPart, alike, working_memory
 from thinwire.cost.memory import PipelineShare, demanding_stages, stages
 from thinwire.plan.rules import Cut
-from thinwire.plan.traffic import codec_choices
+from thinwire.plan.space.traffic import codec_choices
 from thinwire.plan.training_job import TrainingJob
 from thinwire.sim.axes import StageLink, idle_of, message_seconds, sent_seconds
 from thinwire.sim.step import part_seconds
