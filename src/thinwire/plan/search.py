@@ -2,9 +2,9 @@
 
 The search simulates plans in the order of their :mod:`bounds <thinwire.plan.space.bounds>`. It ends when the best
 simulated time is within the resolution of the next bound, or after a number of simulations; its result says by how much
-any plan of the whole space can be faster than the first. If the job allows tensor and pipeline parallelism, the search goes
-through the cuts of the model one by one. It drops a batch early if its computation and idle time alone exceed the step
-of the best plan so far.
+any plan of the whole space can be faster than the first. If the job allows tensor and pipeline parallelism, the search
+goes through the cuts of the model one by one. It drops a batch early if its computation and idle time alone exceed the
+step of the best plan so far.
 """
 
 from __future__ import annotations
