@@ -13,8 +13,10 @@ from thinwire.program import UNDER_WAY, Lane, Operation, UnitInfo, lower
 from thinwire.program.timeline import COMPUTE
 from thinwire.sim import Resource, Workload, simulate
 from thinwire.sim.player import Player
-from thinwire.sim.script import GATHERED, GRADIENTS, Execution, repeated, write
+from thinwire.sim.repetition import repeated
+from thinwire.sim.script import GATHERED, GRADIENTS, Execution
 from thinwire.sim.step import Simulated
+from thinwire.sim.writer import write
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 from thinwire_bench.published.headroom import Headroom
 

@@ -1,6 +1,5 @@
 """The cost model: memory, and seconds of computation, codecs and collectives. Never imports torch."""
 
-from thinwire.cost.anatomy import ModelPart, alike, largest_share, parts, units
 from thinwire.cost.collectives import CollectiveTimes, HopCollectives, LibraryCollectives, library_moves
 from thinwire.cost.estimate import Busy, GroupShape, Pricer, Traffic, UnitKind
 from thinwire.cost.measured import MeasuredLibrary, ProfiledCollectives, ProfiledRates
@@ -20,6 +19,8 @@ from thinwire.cost.mixed import MixedRates, nominal_rates, views_of
 from thinwire.cost.operations import PricedStage, moves
 from thinwire.cost.peers import PEER_SYSTEMS, ZeroSettings, peer_memory
 from thinwire.cost.rates import ALONE, Basis, Beside, Efficiency, NominalRates, Rates, Work
+from thinwire.cost.shapes import ModelPart, alike, parts
+from thinwire.cost.units import largest_share, units
 
 __all__ = [
     "ALONE",

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from thinwire.cost.anatomy import ModelPart, parts
-from thinwire.cost.anatomy import units as units_of
+from thinwire.cost.shapes import ModelPart, parts
 from thinwire.cost.transient import Transient
+from thinwire.cost.units import units as units_of
 from thinwire.program import (
     Axis,
     Even,

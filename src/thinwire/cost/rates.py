@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from thinwire.cost.anatomy import ModelPart
 from thinwire.cost.kernel_table import TabledKernels
 from thinwire.cost.kernels import Kernels
+from thinwire.cost.shapes import ModelPart
 from thinwire.errors import SpecError
 from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE

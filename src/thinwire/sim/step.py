@@ -18,7 +18,9 @@ from thinwire.program import Lane, Operation, UnitInfo, exchange_operations, low
 from thinwire.program.timeline import Level, Span
 from thinwire.sim.clock import Resource
 from thinwire.sim.player import Player
-from thinwire.sim.script import Execution, Pricing, Script, Section, Workload, part_seconds, repeated, write
+from thinwire.sim.repetition import repeated
+from thinwire.sim.script import Execution, Pricing, Script, Section, Workload, part_seconds
+from thinwire.sim.writer import write
 from thinwire.spec import Plan
 
 __all__ = ["PLAYED", "Execution", "Played", "Pricing", "Simulated", "Workload", "part_seconds", "play", "simulate"]
