@@ -8,16 +8,18 @@ from thinwire.cost.memory import (
     GPU_LOSS_CHUNK,
     HOST_LOSS_CHUNK,
     OVERHEAD,
+    PEER_SYSTEMS,
     Memory,
     States,
+    ZeroSettings,
     kept_activations,
     largest_memory,
     memory,
+    peer_memory,
     working_memory,
 )
 from thinwire.cost.mixed import MixedRates, nominal_rates, views_of
 from thinwire.cost.operations import PricedStage, moves
-from thinwire.cost.peers import PEER_SYSTEMS, ZeroSettings, peer_memory
 from thinwire.cost.rates import ALONE, Basis, Beside, Efficiency, NominalRates, Rates, Work
 from thinwire.cost.shapes import ModelPart, alike, parts
 from thinwire.cost.units import largest_share, units
