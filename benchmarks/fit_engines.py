@@ -35,7 +35,7 @@ from thinwire.sim import Answer, Case, answer
 from thinwire.spec import ModelSpec
 from thinwire_bench.published import TABLES, Table
 from thinwire_bench.published.calibration import PublishedRow
-from thinwire_bench.published.engines import ENGINES, Engine
+from thinwire_bench.published.engines import ENGINES, PublishedEngine
 
 FOLDS = 5
 NOISE = 0.06
@@ -384,8 +384,8 @@ def _models_directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory()
 
 
-def _engines(constants: Sequence[Constant], values: Mapping[str, float]) -> dict[str, Engine]:
-    engines: dict[str, Engine] = {}
+def _engines(constants: Sequence[Constant], values: Mapping[str, float]) -> dict[str, PublishedEngine]:
+    engines: dict[str, PublishedEngine] = {}
     for constant in constants:
         for name, machine, path in (*constant.places, *constant.twice):
             engine = engines.get(name, ENGINES[name])

@@ -9,11 +9,11 @@ from typing import Final
 from thinwire.cost import Basis, Memory, Pricer, ProfiledRates, Rates, views_of
 from thinwire.cost.memory import largest_memory
 from thinwire.plan.space.batches import stage_message
-from thinwire.plan.training_job import TrainingJob
+from thinwire.plan.training_job import TrainingJob, axis_costs
 from thinwire.sim import Simulated
 from thinwire.sim.axes import idle_seconds, message_seconds
 from thinwire.sim.step import PLAYED, Played, play, with_exchanges
-from thinwire.spec import ModelSpec, Plan
+from thinwire.spec import ModelSpec, Plan, mean_peak
 
 __all__ = ["AxisSeconds", "Candidate", "RestsOn", "Simulations", "candidate", "rests_on"]
 
@@ -72,9 +72,9 @@ class Candidate:
         return job.tokens_per_step / self.seconds / job.cluster.gpus
 
     def mfu(self, job: TrainingJob) -> float:
-        """Model FLOPs utilisation (MFU); recomputation does not count."""
+        """Model FLOPs utilisation (MFU); recomputation does not count. Of unlike nodes, the mean peak is 100 %."""
         flops = job.model.flops_per_token(job.seq, causal=job.causal_flops)
-        return self.tokens_per_gpu_second(job) * flops / job.peak_flops
+        return self.tokens_per_gpu_second(job) * flops / mean_peak(job.cluster, job.compute_dtype)
 
     def cost_per_billion_tokens(self, job: TrainingJob) -> float | None:
         """Price of a billion tokens, in the currency of ``price_per_gpu_hour``; ``None`` if that is unset."""
@@ -109,7 +109,7 @@ class Simulations:
             simulated = with_exchanges(plan, workload.units, rates, simulated)
         axes = AxisSeconds()
         if workload.exchanges:
-            costs, passes = job.axes(plan), plan.micro_batches * (3 if plan.recompute else 2)
+            costs, passes = axis_costs(job, plan), plan.micro_batches * (3 if plan.recompute else 2)
             sums, experts, context = (
                 passes * sum(map(of_part, workload.parts)) for of_part in (costs.sums, costs.experts, costs.context)
             )

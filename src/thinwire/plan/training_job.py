@@ -24,11 +24,11 @@ from thinwire.plan.rules import UNCUT, Cut, cut_problems, cuts, divided, powers_
 from thinwire.program import UnitInfo
 from thinwire.sim import Workload
 from thinwire.sim.axes import AxisCosts
-from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan, mean_peak
+from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
 from thinwire.spec.pipeline import keeps_busy
 from thinwire.spec.plan import Dtype
 
-__all__ = ["CODEC_LEVELS", "CodecLevel", "TrainingJob", "refuse_context"]
+__all__ = ["CODEC_LEVELS", "CodecLevel", "TrainingJob", "axis_costs", "refuse_context"]
 
 CodecLevel = Literal["none", "lossless", "standard", "aggressive"]
 
@@ -125,11 +125,6 @@ class TrainingJob:
         on_host = isinstance(self.rates, ProfiledRates) and self.rates.profile.backend == "gloo"
         return HOST_LOSS_CHUNK if on_host else GPU_LOSS_CHUNK
 
-    @property
-    def peak_flops(self) -> float:
-        """Peak FLOP/s of one accelerator in the compute dtype; of unlike nodes, the mean."""
-        return mean_peak(self.cluster, self.compute_dtype)
-
     # -- how the ranks may share the model ---------------------------------------------------------------------------
 
     @property
@@ -197,11 +192,12 @@ class TrainingJob:
     def workload(self, plan: Plan) -> Workload:
         """The work of one step on a rank of the largest stage."""
         parts = self.parts(plan)
-        return Workload(parts, self.units(plan), self.seq, self.clip, exchanges=self.axes(plan).exchanges(parts))
+        return Workload(parts, self.units(plan), self.seq, self.clip, exchanges=axis_costs(self, plan).exchanges(parts))
 
-    def axes(self, plan: Plan) -> AxisCosts:
-        """What ranks exchange that share tensors, experts or sequences under a plan."""
-        return AxisCosts(plan, self.model, self.seq, self.rates, HopCollectives(self.rates))
+
+def axis_costs(job: TrainingJob, plan: Plan) -> AxisCosts:
+    """What ranks exchange that share tensors, experts or sequences under a plan of a job."""
+    return AxisCosts(plan, job.model, job.seq, job.rates, HopCollectives(job.rates))
 
 
 def _largest_stage(model: ModelSpec, plan: Plan) -> ModelSpec:

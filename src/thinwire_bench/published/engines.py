@@ -32,14 +32,14 @@ from thinwire_bench.published.engine_rates import EngineRates
 from thinwire_bench.published.headroom import Headroom
 from thinwire_bench.published.host_overhead import NO_STALLS, SMALL_TENSOR, HostOverhead
 
-__all__ = ["ENGINES", "Engine"]
+__all__ = ["ENGINES", "PublishedEngine"]
 
 ALL = ("gather", "reduce", "sync", "spread")
 """Transfers that can overlap computation."""
 
 
 @dataclass(frozen=True)
-class Engine:
+class PublishedEngine:
     """How a system performs a program.
 
     Attributes:
@@ -97,9 +97,9 @@ class Engine:
     messages: Literal["float32"] | None = None
     scatters_stages: bool = False
     known: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    machines: Mapping[tuple[str, int], Engine] = field(default_factory=dict)
+    machines: Mapping[tuple[str, int], PublishedEngine] = field(default_factory=dict)
 
-    def on(self, gpu: str, gpus_per_node: int) -> Engine:
+    def on(self, gpu: str, gpus_per_node: int) -> PublishedEngine:
         """The engine as measured on these machines."""
         return self.machines.get((gpu, gpus_per_node), self)
 
@@ -279,7 +279,7 @@ libraries. Fitted to its table of memory; AMSP runs on the same code."""
 _BUCKET = 1_000_000_000
 """Bytes of DeepSpeed's reduce_bucket_size at 16 bits; gradients fill one such buffer while another is reduced."""
 
-_DEEPSPEED = Engine(
+_DEEPSPEED = PublishedEngine(
     "DeepSpeed's ZeRO: modules are gathered one by one, everything else waits (AMSP's baselines, late 2023)",
     _TODAY,
     whole_sync=True,
@@ -315,7 +315,7 @@ _P4D = replace(_TODAY, compute=0.675, attention=None)
 _VOLTAS = replace(_TODAY, compute=_VOLTA, attention=None)
 """On machines with V100s."""
 
-_MVAPICH = Engine(
+_MVAPICH = PublishedEngine(
     "GPT-NeoX on MVAPICH2-GDR with compression on the fly (arXiv 2409.02423): fp32 messages, nothing overlapped",
     Efficiency(compute=0.32, inside=0.76, nic=0.77, beside=1.0, step=0.1),
     whole_sync=True,
@@ -335,7 +335,7 @@ def _evo(step: float) -> Efficiency:
     return Efficiency(compute=_AMPERE, inside=0.70, nic=0.875, beside=1.15, step=step, update_bytes=150)
 
 
-_INTERNEVO = Engine(
+_INTERNEVO = PublishedEngine(
     "InternEvo's hybrid ZeRO (train_performance.md): as AMSP's engine, with a costlier end of a step",
     _evo(0.41),
     whole_sync=True,
@@ -347,8 +347,8 @@ _INTERNEVO = Engine(
     known={"a100-80g": (8, 512)},
 )
 
-ENGINES: dict[str, Engine] = {
-    "amsp": Engine(
+ENGINES: dict[str, PublishedEngine] = {
+    "amsp": PublishedEngine(
         "AMSP on InternLM's engine (arXiv 2311.00257): whole tensors dealt, all-reduce, grouped broadcasts",
         _evo(0.067),
         whole_sync=True,
@@ -396,7 +396,7 @@ ENGINES: dict[str, Engine] = {
         host=HostOverhead(decision=_DECISION),
         known={"a100-40g": (64, 256)},
     ),
-    "megatron": Engine(
+    "megatron": PublishedEngine(
         "Megatron-LM of 2023: states of the optimizer over all ranks, nothing overlapped; rates are DeepSpeed's",
         _TODAY,
         overlaps=dict.fromkeys(range(4), ()),

@@ -12,7 +12,7 @@ from thinwire.cost import HopCollectives, ModelPart, alike, working_memory
 from thinwire.cost.memory import PipelineShare, demanding_stages, stages
 from thinwire.plan.rules import Cut
 from thinwire.plan.space.traffic import codec_choices
-from thinwire.plan.training_job import TrainingJob
+from thinwire.plan.training_job import TrainingJob, axis_costs
 from thinwire.sim.axes import StageLink, idle_of, message_seconds, sent_seconds
 from thinwire.sim.step import part_seconds
 from thinwire.spec import Plan
@@ -139,7 +139,7 @@ def _batch_choice(
     job: TrainingJob, counted: Sequence[tuple[int, ModelPart]], batch: BatchMemory, plan: Plan
 ) -> BatchChoice:
     """A choice of the batch with its costs."""
-    exchanges = job.axes(plan).exchanges([part for _, part in counted]) or (0.0,) * len(counted)
+    exchanges = axis_costs(job, plan).exchanges([part for _, part in counted]) or (0.0,) * len(counted)
     each = [
         (count, part.kind, *part_seconds(job.rates, part, plan, job.seq, exchange))
         for (count, part), exchange in zip(counted, exchanges, strict=True)
