@@ -391,7 +391,7 @@ def steps(measured: Profile) -> dict[tuple[object, ...], tuple[float, float]]:
     job = replace(amsp_job(measured), codecs="none")
     searching = Search(job)
     found = {}
-    for draft in searching.drafts():
+    for draft in searching.candidates():
         row = candidate(job, searching.plan(draft))
         busy = row.simulated.busy[Resource.INSIDE] + row.simulated.busy[Resource.ACROSS]
         found[*draft.chain, draft.secondary] = row.seconds, busy
@@ -407,7 +407,7 @@ def test_steps_and_their_bounds_are_the_profiles() -> None:
         assert busy > 0
         assert after[factors][1] == pytest.approx(50 * busy)
         assert after[factors][0] > seconds + 20 * busy, "the step waits for what computation does not hide"
-    bounds = [[draft.bound for draft in Search(replace(amsp_job(measured), codecs="none")).drafts()]
+    bounds = [[draft.bound for draft in Search(replace(amsp_job(measured), codecs="none")).candidates()]
               for measured in (quick, slow)]  # fmt: skip
     assert all(late > early for early, late in zip(*bounds, strict=True))
 

@@ -34,7 +34,7 @@ from thinwire.plan.placement import (
     rankfile,
     slurm_hostfile,
 )
-from thinwire.plan.priced import AxisSeconds, Candidate, RestsOn, candidate, rests_on
+from thinwire.plan.priced import AxisSeconds, PricedPlan, RestsOn, price_plan, rests_on
 from thinwire.plan.profiled import profiled_cluster
 from thinwire.plan.renting import Offer, Rental, SweptNodes, cheapest, offers, parts_of, rentals, sweep_nodes
 from thinwire.plan.rules import Cut
@@ -49,6 +49,7 @@ __all__ = [
     "AmspTimes",
     "AxisSeconds",
     "Candidate",
+    "PricedPlan",
     "Chosen",
     "CodecLevel",
     "RunComparison",
@@ -94,6 +95,7 @@ __all__ = [
     "offers",
     "parts_of",
     "place",
+    "price_plan",
     "placed",
     "profiled_cluster",
     "predicted",
@@ -109,3 +111,7 @@ __all__ = [
     "summary",
     "sweep_nodes",
 ]
+
+# The names of version 0.2, for one release.
+Candidate = PricedPlan
+candidate = price_plan

@@ -20,11 +20,11 @@ from thinwire.cost import (
     views_of,
 )
 from thinwire.errors import UsageError
-from thinwire.plan.priced import Candidate
+from thinwire.plan.priced import PricedPlan
 from thinwire.plan.rules import UNCUT, Cut, divided, factors
 from thinwire.plan.space.batches import stage_message
 from thinwire.plan.training_job import TrainingJob
-from thinwire.sim.axes import idle_seconds, message_seconds
+from thinwire.sim.axes import bubble_seconds, message_seconds
 from thinwire.sim.peers import peer_step
 from thinwire.spec import Factor, Plan
 from thinwire.units import format_bytes
@@ -117,7 +117,7 @@ def _computing_plainly(job: TrainingJob) -> Rates:
     return ProfiledRates(job.rates.profile.of_others(), job.model, job.compute_dtype, job.rates.quartile)
 
 
-def losses(ours: Candidate, peer: PeerPlan) -> list[str]:
+def losses(ours: PricedPlan, peer: PeerPlan) -> list[str]:
     """What a framework's configuration leaves out of the plan that was chosen, in words."""
     mine, theirs = ours.plan, peer.plan
     missing = []
@@ -169,7 +169,7 @@ def _seconds(job: TrainingJob, framework: str, plan: Plan) -> float:
     if plan.pp == 1:
         return step.seconds
     message = stage_message(job, plan)
-    return step.seconds + idle_seconds(plan, workload, rates, message) + message_seconds(plan, message)
+    return step.seconds + bubble_seconds(plan, workload, rates, message) + message_seconds(plan, message)
 
 
 def _calls(job: TrainingJob, rates: Rates) -> CollectiveTimes:

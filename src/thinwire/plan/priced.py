@@ -11,11 +11,11 @@ from thinwire.cost.memory import largest_memory
 from thinwire.plan.space.batches import stage_message
 from thinwire.plan.training_job import TrainingJob, axis_costs
 from thinwire.sim import Simulated
-from thinwire.sim.axes import idle_seconds, message_seconds
+from thinwire.sim.axes import bubble_seconds, message_seconds
 from thinwire.sim.step import PLAYED, Played, play, with_exchanges
 from thinwire.spec import ModelSpec, Plan, mean_peak
 
-__all__ = ["AxisSeconds", "Candidate", "RestsOn", "Simulations", "candidate", "rests_on"]
+__all__ = ["AxisSeconds", "PricedPlan", "RestsOn", "Simulations", "price_plan", "rests_on"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class AxisSeconds:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PricedPlan:
     """A plan with its predicted step time and memory.
 
     Attributes:
@@ -94,15 +94,15 @@ class Simulations:
         self._memory: dict[tuple[Plan, ModelSpec, int, int, int], Memory] = {}
         self._pricers: dict[tuple[Rates, str], Pricer] = {}
 
-    def candidate(self, job: TrainingJob, plan: Plan, label: str | None = None) -> Candidate:
-        """Predict the step time and the memory of one plan; arguments as of :func:`candidate`.
+    def price(self, job: TrainingJob, plan: Plan, label: str | None = None) -> PricedPlan:
+        """Predict the step time and the memory of one plan; arguments as of :func:`price_plan`.
 
         Of unlike nodes, the slowest decide.
         """
         views = (replace(job, rates=rates) for rates in views_of(job.rates))
-        return max((self._candidate(view, plan, label) for view in views), key=lambda seen: seen.seconds)
+        return max((self._price(view, plan, label) for view in views), key=lambda seen: seen.seconds)
 
-    def _candidate(self, job: TrainingJob, plan: Plan, label: str | None) -> Candidate:
+    def _price(self, job: TrainingJob, plan: Plan, label: str | None) -> PricedPlan:
         workload, rates = job.workload(plan), job.rates
         simulated = self._played(job, plan).step(plan.micro_batches)
         if plan.num_islands > 1:
@@ -116,11 +116,11 @@ class Simulations:
             axes = AxisSeconds(sums=sums, experts=experts, context=context)
         if plan.pp > 1:
             message = stage_message(job, plan)
-            idle = idle_seconds(plan, workload, rates, message)
+            idle = bubble_seconds(plan, workload, rates, message)
             axes = replace(axes, idle=idle, messages=message_seconds(plan, message))
             simulated = replace(simulated, seconds=simulated.seconds + axes.idle + axes.messages)
         needed = self.memory(job, plan)
-        return Candidate(plan, simulated, needed, needed.total <= job.cluster.memory, label, axes)
+        return PricedPlan(plan, simulated, needed, needed.total <= job.cluster.memory, label, axes)
 
     def _played(self, job: TrainingJob, plan: Plan) -> Played:
         count = min(plan.micro_batches, PLAYED + 1)
@@ -146,7 +146,7 @@ class Simulations:
         return self._pricers[key]
 
 
-def candidate(job: TrainingJob, plan: Plan, label: str | None = None) -> Candidate:
+def price_plan(job: TrainingJob, plan: Plan, label: str | None = None) -> PricedPlan:
     """Predict the step time and the memory of one plan.
 
     Args:
@@ -154,7 +154,7 @@ def candidate(job: TrainingJob, plan: Plan, label: str | None = None) -> Candida
         plan: The plan, including micro-batch, micro-batches and recomputation.
         label: Name of the plan in tables.
     """
-    return Simulations().candidate(job, plan, label)
+    return Simulations().price(job, plan, label)
 
 
 # -- what a prediction rests on --------------------------------------------------------------------------------------
@@ -181,8 +181,8 @@ class RestsOn:
         return min(self.computation, self.transfers, key=_WORST_FIRST.index)
 
 
-def rests_on(job: TrainingJob, row: Candidate) -> RestsOn:
-    """What a candidate's step rests on.
+def rests_on(job: TrainingJob, row: PricedPlan) -> RestsOn:
+    """What a plan's step rests on.
 
     Args:
         job: The job.
@@ -198,10 +198,10 @@ def rests_on(job: TrainingJob, row: Candidate) -> RestsOn:
     return RestsOn(computation, _transfers(job, row))
 
 
-def _transfers(job: TrainingJob, row: Candidate) -> Basis:
+def _transfers(job: TrainingJob, row: PricedPlan) -> Basis:
     """Of collectives and codecs: a profile's rates say whether a step asked for something that was not measured."""
     if not isinstance(job.rates, ProfiledRates):
         return "extrapolated"
     rates = ProfiledRates(job.rates.profile, job.model, job.compute_dtype, job.rates.quartile)
-    candidate(replace(job, rates=rates), row.plan)
+    price_plan(replace(job, rates=rates), row.plan)
     return "extrapolated" if rates.transfers_extrapolated else "measured here"

@@ -18,7 +18,7 @@ from thinwire.spec import CodecSpec, Factor, ModelSpec, Plan
 from thinwire.spec.pipeline import STAGES_OF_A_RANK
 
 __all__ = [
-    "AxisCosts", "StageLink", "exchanged_values", "idle_of", "idle_seconds", "message_seconds", "pass_seconds",
+    "AxisCosts", "StageLink", "exchanged_values", "bubble_of", "bubble_seconds", "message_seconds", "pass_seconds",
     "sent_seconds", "with_stages",
 ]  # fmt: skip
 
@@ -124,7 +124,7 @@ def exchanged_values(part: ModelPart, plan: Plan, seq: int, hidden: int) -> floa
 # -- pipelines ---------------------------------------------------------------------------------------------------
 
 
-def idle_seconds(plan: Plan, workload: Workload, rates: Rates, message: float) -> float:
+def bubble_seconds(plan: Plan, workload: Workload, rates: Rates, message: float) -> float:
     """Seconds per step that a pipeline stage idles while the pipeline fills and drains.
 
     This is the time of ``pp - 1`` micro-batches under 1F1B. Under the interleaved schedule, each of them passes through
@@ -138,7 +138,7 @@ def idle_seconds(plan: Plan, workload: Workload, rates: Rates, message: float) -
     """
     each = dict(zip((part.work for part in workload.parts), workload.exchanges, strict=False))
     counted = [(count, part, each.get(part.work, 0.0)) for count, part in alike(workload.parts)]
-    return idle_of(plan, *pass_seconds(plan, counted, rates, workload.seq), message)
+    return bubble_of(plan, *pass_seconds(plan, counted, rates, workload.seq), message)
 
 
 def pass_seconds(
@@ -149,8 +149,8 @@ def pass_seconds(
     return sum(count * forward for count, forward, _ in each), sum(count * backward for count, _, backward in each)
 
 
-def idle_of(plan: Plan, forward: float, backward: float, message: float) -> float:
-    """The same as :func:`idle_seconds`, from the seconds of a forward and of a backward through all parts."""
+def bubble_of(plan: Plan, forward: float, backward: float, message: float) -> float:
+    """The same as :func:`bubble_seconds`, from the seconds of a forward and of a backward through all parts."""
     again = forward if plan.recompute else 0.0
     return (plan.pp - 1) * ((forward + backward + again) / STAGES_OF_A_RANK[plan.schedule] + 2 * message)
 
@@ -214,4 +214,4 @@ def with_stages(
     if plan.pp == 1:
         return step
     message = sent_seconds(plan, workload.seq, rates, calls, link)
-    return replace(step, seconds=step.seconds + idle_seconds(plan, workload, rates, message))
+    return replace(step, seconds=step.seconds + bubble_seconds(plan, workload, rates, message))

@@ -13,7 +13,7 @@ from thinwire.cost.memory import PipelineShare, demanding_stages, stages
 from thinwire.plan.rules import Cut
 from thinwire.plan.space.traffic import codec_choices
 from thinwire.plan.training_job import TrainingJob, axis_costs
-from thinwire.sim.axes import StageLink, idle_of, message_seconds, sent_seconds
+from thinwire.sim.axes import StageLink, bubble_of, message_seconds, sent_seconds
 from thinwire.sim.step import part_seconds
 from thinwire.spec import Plan
 
@@ -45,7 +45,7 @@ class BatchChoice(BatchMemory):
         codecs: Codecs of tp and pp.
         computing: Seconds of all forwards and backwards of a step, including sums over tensor-parallel ranks, and its
             fixed seconds.
-        standing: Seconds during which a pipeline rank idles or waits for messages.
+        bubble: Seconds during which a pipeline rank idles or waits for messages.
         forward: Seconds of a forward.
         backward: Seconds of a backward, with what it recomputes.
         parts: Seconds of the backward of each kind of part, with what it recomputes, and of its forward.
@@ -53,7 +53,7 @@ class BatchChoice(BatchMemory):
 
     codecs: tuple[str, str]
     computing: float
-    standing: float
+    bubble: float
     forward: float
     backward: float
     parts: Mapping[str, tuple[float, float]]
@@ -92,7 +92,7 @@ class Batches:
     @property
     def least(self) -> float:
         """Seconds of the batch that computes and idles least, whether it fits into memory or not."""
-        return min((batch.computing + batch.standing for batch in self.choices), default=math.inf)
+        return min((batch.computing + batch.bubble for batch in self.choices), default=math.inf)
 
     def _all(self) -> Iterator[BatchChoice]:
         level = codec_choices(self._job)
@@ -152,14 +152,14 @@ def _batch_choice(
     forward = sum(count * seconds for count, _, seconds, _ in each)
     backward = sum(count * seconds for count, _, _, seconds in each)
     again = sum(count * seconds for count, kind, seconds, _ in each if plan.recompute and kind == "block")
-    standing = 0.0
+    bubble = 0.0
     if plan.pp > 1:
         message = stage_message(job, plan)
-        standing = idle_of(plan, forward, backward, message) + message_seconds(plan, message)
+        bubble = bubble_of(plan, forward, backward, message) + message_seconds(plan, message)
     computing = plan.micro_batches * (forward + backward + again) + job.rates.handling.step
     return BatchChoice(
         batch.micro_batch, batch.micro_batches, batch.recompute, batch.working,
-        (str(plan.wire.tp), str(plan.wire.pp)), computing, standing, forward, backward + again,
+        (str(plan.wire.tp), str(plan.wire.pp)), computing, bubble, forward, backward + again,
         {"embedding": (0.0, 0.0), "head": (0.0, 0.0), "rest": (0.0, 0.0), **parts},
     )  # fmt: skip
 

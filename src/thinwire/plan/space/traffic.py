@@ -24,7 +24,7 @@ Places = npt.NDArray[np.int64]
 __all__ = ["TrafficSeconds", "UnitSizes", "WIRE", "codec_choices"]
 
 WIRE = ("gather", "reduce_intra", "reduce_inter", "spread", "tp", "pp")
-"""Fields of ``wire`` in the order in which drafts name their codecs."""
+"""Fields of ``wire`` in the order in which candidates name their codecs."""
 
 
 def codec_choices(job: TrainingJob) -> dict[str, tuple[str, ...]]:

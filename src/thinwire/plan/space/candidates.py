@@ -1,8 +1,8 @@
-"""Every valid plan in compact form: drafts, each with a lower bound of its step time.
+"""Every valid plan in compact form: candidates, each with a lower bound of its step time.
 
-One :class:`Drafts` covers one cut of the model, that is, one number of tensor-parallel ranks and pipeline stages. Its
-plans differ in factors, codecs and batches. Those with the same factors form a :class:`DraftGroup`, whose bounds are
-computed at once.
+One :class:`Candidates` covers one cut of the model, that is, one number of tensor-parallel ranks and pipeline stages.
+Its plans differ in factors, codecs and batches. Those with the same factors form a :class:`CandidateGroup`, whose bounds
+are computed at once; :class:`ByBound` brings the candidates of all groups into order.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import Factor, Plan
 
-__all__ = ["DraftGroup", "Drafts", "PlanDraft"]
+__all__ = ["CandidateGroup", "Candidates", "Candidate", "ByBound"]
 
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 4 << 20, 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class PlanDraft:
+class Candidate:
     """A plan in compact form, with a lower bound of its step time.
 
     Attributes:
@@ -57,7 +57,7 @@ class PlanDraft:
 
 
 @dataclass(frozen=True)
-class DraftGroup:
+class CandidateGroup:
     """All plans with the same factors that fit into memory without codecs.
 
     Attributes:
@@ -78,11 +78,11 @@ class DraftGroup:
     bounds: Array
     knobs: npt.NDArray[np.int64]
 
-    def draft(self, number: int) -> PlanDraft:
-        """The draft at a place of the flattened arrays."""
+    def candidate(self, number: int) -> Candidate:
+        """The candidate at a place of the flattened arrays."""
         which, choice = divmod(number, len(self.codecs))
         batch = self.batches[which]
-        return PlanDraft(
+        return Candidate(
             float(self.bounds[which, choice]),
             int(self.knobs[which, choice]),
             self.cut,
@@ -94,7 +94,41 @@ class DraftGroup:
         )
 
 
-class Drafts:
+class ByBound:
+    """The candidates of some groups.
+
+    Args:
+        groups: The groups.
+    """
+
+    def __init__(self, groups: Sequence[CandidateGroup]) -> None:
+        self._groups = groups
+        sizes = [group.bounds.size for group in groups]
+        self._ends = np.cumsum(sizes, dtype=np.int64)
+
+    @cached_property
+    def _bounds(self) -> npt.NDArray[np.float64]:
+        return np.concatenate([group.bounds.ravel() for group in self._groups] or [np.empty(0)])
+
+    @cached_property
+    def _knobs(self) -> npt.NDArray[np.int64]:
+        return np.concatenate([group.knobs.ravel() for group in self._groups] or [np.empty(0, dtype=np.int64)])
+
+    def in_order(self) -> Iterator[Candidate]:
+        """Yield every candidate, the least bound first; of equal ones, the one with the fewest knobs."""
+        yield from map(self._draft, np.lexsort((self._knobs, self._bounds)))
+
+    def plainest(self, most: float) -> Iterator[Candidate]:
+        """Yield every candidate whose bound is at most ``most`` seconds, the one with the fewest knobs first."""
+        places = np.flatnonzero(self._bounds <= most)
+        yield from map(self._draft, places[np.lexsort((self._bounds[places], self._knobs[places]))])
+
+    def _draft(self, place: np.int64) -> Candidate:
+        group = int(np.searchsorted(self._ends, place, side="right"))
+        return self._groups[group].candidate(int(place) - int(self._ends[group - 1] if group else 0))
+
+
+class Candidates:
     """All plans of one cut.
 
     Args:
@@ -104,7 +138,7 @@ class Drafts:
 
     Attributes:
         states: Bytes of every plan that do not depend on the batch.
-        considered: Number of plans that :meth:`drafts` has gone through.
+        considered: Number of plans that :meth:`candidates` has gone through.
         fitting: Number of these that fit into memory without codecs and may stay below the limit.
     """
 
@@ -141,12 +175,12 @@ class Drafts:
         """Seconds of the batch that computes and idles least, whether it fits into memory or not."""
         return self._batches.least
 
-    def drafts(self) -> Iterator[PlanDraft]:
+    def candidates(self) -> Iterator[Candidate]:
         """Every valid plan that fits into memory without codecs."""
         for group in self.groups():
-            yield from map(group.draft, range(group.bounds.size))
+            yield from map(group.candidate, range(group.bounds.size))
 
-    def groups(self, limit: float = math.inf) -> Iterator[DraftGroup]:
+    def groups(self, limit: float = math.inf) -> Iterator[CandidateGroup]:
         """Every valid plan that fits into memory without codecs, with a lower bound of its step.
 
         Args:
@@ -154,7 +188,7 @@ class Drafts:
                 those above it are not.
         """
         fixed = self._control + self.job.rates.update(self._parameters // self.mesh.ranks)
-        promising = [batch for batch in self.batches if batch.computing + batch.standing + fixed <= limit]
+        promising = [batch for batch in self.batches if batch.computing + batch.bubble + fixed <= limit]
         for params, optimizer in chain_ends(self.mesh):
             if self.cut.pp > 1 and params.ranks > 1:  # every micro-batch would gather the parameters again
                 continue
@@ -176,7 +210,7 @@ class Drafts:
         batches: Sequence[BatchChoice],
         *,
         complete: int,
-    ) -> Iterator[DraftGroup]:
+    ) -> Iterator[CandidateGroup]:
         """The plans with these factors of ``P`` and ``OS``, with each secondary shard, that fit into memory.
 
         Args:
@@ -207,7 +241,7 @@ class Drafts:
             fitting = [batches[row] for row in rows]
             extra = np.array([[batch.knobs + (secondary is not None) + self.cut.knobs] for batch in fitting])
             place = of_grads[grads].index(secondary)
-            yield DraftGroup(
+            yield CandidateGroup(
                 self.cut, (params, grads, optimizer), secondary, fitting, codecs, bounds[place, rows], knobs + extra
             )
 
@@ -249,7 +283,7 @@ class Drafts:
             entrance=column(batch.parts["embedding"][0] for batch in batches),
             backward=column(batch.backward for batch in batches),
             before=column(sum(batch.parts[kind][1] for kind in before) for batch in batches),
-            standing=column(batch.standing for batch in batches),
+            bubble=column(batch.bubble for batch in batches),
             update=job.rates.update(self._parameters // optimizer.ranks),
             step=job.rates.handling.step,
             control=self._control,
@@ -264,21 +298,21 @@ class Drafts:
             return 0.0
         return sum(self._pricer.control(self.mesh, nbytes) for nbytes in self._units.control)
 
-    def plan(self, draft: PlanDraft) -> Plan:
-        """The full plan of a draft."""
-        params, grads, optimizer = draft.chain
+    def plan(self, candidate: Candidate) -> Plan:
+        """The full plan of a candidate."""
+        params, grads, optimizer = candidate.chain
         return self._base.with_(
             params=params,
             grads=grads,
             optimizer=optimizer,
-            secondary=draft.secondary,
-            micro_batch=draft.micro_batch,
-            micro_batches=self.job.sequences(self.mesh) // draft.micro_batch,
-            recompute=draft.recompute,
-            wire={name: codec for name, codec in zip(WIRE, draft.codecs, strict=True) if codec != "none"},
+            secondary=candidate.secondary,
+            micro_batch=candidate.micro_batch,
+            micro_batches=self.job.sequences(self.mesh) // candidate.micro_batch,
+            recompute=candidate.recompute,
+            wire={name: codec for name, codec in zip(WIRE, candidate.codecs, strict=True) if codec != "none"},
         )
 
-    def smallest(self) -> tuple[int, PlanDraft]:
+    def smallest(self) -> tuple[int, Candidate]:
         """The bytes of the plan that needs the least memory, and the plan; among several, the one with the least
         sharding."""
         batch = min(self._batches.sizes, key=lambda batch: max(batch.working))
@@ -293,7 +327,7 @@ class Drafts:
                 needed = needed_bytes(self.states.of(chain, None)[several], batch)
                 least, best = (needed, chain) if needed <= least else (least, best)
         codecs = ("none",) * len(WIRE)
-        return int(least), PlanDraft(0.0, 0, self.cut, best, None, codecs, batch.micro_batch, batch.recompute)
+        return int(least), Candidate(0.0, 0, self.cut, best, None, codecs, batch.micro_batch, batch.recompute)
 
 
 def _bucket_bytes(job: TrainingJob, mesh: Factor, parameters: int) -> int:
