@@ -76,10 +76,6 @@ class AmspSums:
             self.params(params), self.grads(params, grads), self.sync(params), self.spread(params, optimizer)
         )
 
-    def least(self, params: Factor) -> AmspTimes:
-        """The part of the sums that depends on ``P`` alone, which no chain with this ``P`` stays below."""
-        return AmspTimes(self.params(params), 0.0, self.sync(params), 0.0)
-
     def reducing(self, chain: tuple[Factor, Factor, Factor]) -> float:
         """Seconds of T_g and T_os0 if gradients are reduced to the ranks that keep them, as thinwire does it.
 

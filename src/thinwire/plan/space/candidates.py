@@ -1,8 +1,8 @@
 """Every valid plan in compact form: candidates, each with a lower bound of its step time.
 
 One :class:`Candidates` covers one cut of the model, that is, one number of tensor-parallel ranks and pipeline stages.
-Its plans differ in factors, codecs and batches. Those with the same factors form a :class:`CandidateGroup`, whose bounds
-are computed at once; :class:`ByBound` brings the candidates of all groups into order.
+Its plans differ in factors, codecs and batches. Those with the same factors form a :class:`CandidateGroup`, whose
+bounds are computed at once; :class:`ByBound` brings the candidates of all groups into order.
 """
 
 from __future__ import annotations
