@@ -18,9 +18,19 @@ from thinwire.cost.memory import (
     peer_memory,
     working_memory,
 )
-from thinwire.cost.mixed import MixedRates, nominal_rates, views_of
 from thinwire.cost.operations import PricedStage, moves
-from thinwire.cost.rates import ALONE, Basis, Beside, Efficiency, NominalRates, Rates, Work
+from thinwire.cost.rates import (
+    ALONE,
+    Basis,
+    Beside,
+    Efficiency,
+    MixedRates,
+    NominalRates,
+    Rates,
+    Work,
+    nominal_rates,
+    views_of,
+)
 from thinwire.cost.shapes import ModelPart, alike, parts
 from thinwire.cost.units import largest_share, units
 
