@@ -29,7 +29,7 @@ from thinwire.plan import (
 )
 from thinwire.plan.priced import Simulations
 from thinwire.plan.refine import Refinement
-from thinwire.plan.rules import chain_ends, factors, knobs, secondaries
+from thinwire.plan.rules import chain_ends, complexity, factors, secondaries
 from thinwire.plan.search import RESOLUTION
 from thinwire.plan.space.traffic import codec_choices
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
@@ -72,7 +72,7 @@ def test_the_first_place_is_the_optimum_of_all_plans(gbps: float) -> None:
     assert result.candidates[0].seconds <= fastest * (1 + RESOLUTION) ** 2
     tied = [c for c in everything if c.seconds <= fastest * (1 + RESOLUTION)]
     assert min(c.seconds for c in result.candidates) <= fastest * (1 + RESOLUTION)
-    assert knobs(result.candidates[0].plan) <= max(knobs(c.plan) for c in tied)
+    assert complexity(result.candidates[0].plan) <= max(complexity(c.plan) for c in tied)
 
 
 def below_leaves(oversubscription: float) -> TrainingJob:
@@ -201,7 +201,7 @@ def test_impossible_batches_are_refused(changes: dict[str, Any], complaint: str)
 
 def test_ties_go_to_fewer_knobs() -> None:
     plain, turned = (Plan.preset(name, nodes=2, local=2) for name in ("ddp", "zeropp"))
-    assert knobs(plain) == 0 < knobs(turned)
+    assert complexity(plain) == 0 < complexity(turned)
 
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -34,7 +34,7 @@ from thinwire.plan.placement import (
     rankfile,
     slurm_hostfile,
 )
-from thinwire.plan.priced import AxisSeconds, PricedPlan, RestsOn, price_plan, rests_on
+from thinwire.plan.priced import AxisSeconds, PricedPlan, Provenance, price_plan, provenance
 from thinwire.plan.profiled import profiled_cluster
 from thinwire.plan.renting import Offer, Rental, SweptNodes, cheapest, offers, parts_of, rentals, sweep_nodes
 from thinwire.plan.rules import Cut
@@ -68,7 +68,7 @@ __all__ = [
     "Quantity",
     "Remedy",
     "Rental",
-    "RestsOn",
+    "Provenance",
     "Search",
     "Searched",
     "SweptNodes",
@@ -105,6 +105,7 @@ __all__ = [
     "replaced_keys",
     "rentals",
     "rests_on",
+    "provenance",
     "search",
     "shortage",
     "slurm_hostfile",
@@ -115,3 +116,4 @@ __all__ = [
 # The names of version 0.2, for one release.
 Candidate = PricedPlan
 candidate = price_plan
+rests_on = provenance

@@ -15,7 +15,7 @@ from thinwire.sim.axes import bubble_seconds, message_seconds
 from thinwire.sim.step import PLAYED, Played, play, with_exchanges
 from thinwire.spec import ModelSpec, Plan, mean_peak
 
-__all__ = ["AxisSeconds", "PricedPlan", "RestsOn", "Simulations", "price_plan", "rests_on"]
+__all__ = ["AxisSeconds", "PricedPlan", "Provenance", "Simulations", "price_plan", "provenance"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ _WORST_FIRST: Final[tuple[Basis, ...]] = ("extrapolated", "measured elsewhere", 
 
 
 @dataclass(frozen=True, slots=True)
-class RestsOn:
+class Provenance:
     """What the parts of a predicted step rest on.
 
     Attributes:
@@ -181,7 +181,7 @@ class RestsOn:
         return min(self.computation, self.transfers, key=_WORST_FIRST.index)
 
 
-def rests_on(job: TrainingJob, row: PricedPlan) -> RestsOn:
+def provenance(job: TrainingJob, row: PricedPlan) -> Provenance:
     """What a plan's step rests on.
 
     Args:
@@ -195,7 +195,7 @@ def rests_on(job: TrainingJob, row: PricedPlan) -> RestsOn:
         if part.matrices or part.attention_width or part.routed
     ]
     computation: Basis = min(bases, key=_WORST_FIRST.index, default=_WORST_FIRST[0])
-    return RestsOn(computation, _transfers(job, row))
+    return Provenance(computation, _transfers(job, row))
 
 
 def _transfers(job: TrainingJob, row: PricedPlan) -> Basis:

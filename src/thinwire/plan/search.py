@@ -19,7 +19,7 @@ from thinwire.cost import Memory, NominalRates
 from thinwire.plan.experts import expert_candidates
 from thinwire.plan.priced import PricedPlan, Simulations
 from thinwire.plan.refine import Refinement
-from thinwire.plan.rules import UNCUT, Cut, knobs
+from thinwire.plan.rules import UNCUT, Cut, complexity
 from thinwire.plan.space.candidates import ByBound, Candidate, CandidateGroup, Candidates
 from thinwire.plan.space.state_bytes import fits
 from thinwire.plan.training_job import TrainingJob
@@ -239,9 +239,9 @@ _TRIED = 8
 
 def _ranked(candidates: list[PricedPlan], tie: float) -> list[PricedPlan]:
     """Fitting candidates, fastest first; among those that tie with the fastest, the one with the fewest knobs leads."""
-    by_time = sorted((c for c in candidates if c.fits), key=lambda c: (c.seconds, knobs(c.plan)))
+    by_time = sorted((c for c in candidates if c.fits), key=lambda c: (c.seconds, complexity(c.plan)))
     if not by_time:
         return []
     tied = [c for c in by_time if c.seconds <= by_time[0].seconds * (1 + tie)]
-    first = min(tied, key=lambda c: (knobs(c.plan), c.seconds))
+    first = min(tied, key=lambda c: (complexity(c.plan), c.seconds))
     return [first, *(c for c in by_time if c is not first)]

@@ -59,7 +59,7 @@ class BatchChoice(BatchMemory):
     parts: Mapping[str, tuple[float, float]]
 
     @property
-    def knobs(self) -> int:
+    def complexity(self) -> int:
         """Number of knobs that the choice turns."""
         return self.recompute + sum(codec != "none" for codec in self.codecs)
 

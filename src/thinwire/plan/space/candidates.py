@@ -37,7 +37,7 @@ class Candidate:
 
     Attributes:
         bound: Lower bound of the step time in seconds.
-        knobs: Number of codecs, secondary shards, recomputation and further axes that the plan uses.
+        complexity: Number of codecs, secondary shards, recomputation and further axes that the plan uses.
         cut: Tensor and pipeline parallelism.
         chain: Factors of ``P``, ``G`` and ``OS``.
         secondary: Factor of the secondary shard; ``None`` without one.
@@ -47,7 +47,7 @@ class Candidate:
     """
 
     bound: float
-    knobs: int
+    complexity: int
     cut: Cut
     chain: Chain
     secondary: Factor | None
@@ -67,7 +67,7 @@ class CandidateGroup:
         batches: Choices of the batch.
         codecs: Choices of codecs of gather, reduce_intra, reduce_inter and spread.
         bounds: Lower bounds of steps in seconds, shape ``(batches, codecs)``.
-        knobs: Numbers of knobs, of the same shape.
+        complexity: Numbers of knobs, of the same shape.
     """
 
     cut: Cut
@@ -76,7 +76,7 @@ class CandidateGroup:
     batches: Sequence[BatchChoice]
     codecs: Sequence[tuple[str, ...]]
     bounds: Array
-    knobs: npt.NDArray[np.int64]
+    complexity: npt.NDArray[np.int64]
 
     def candidate(self, number: int) -> Candidate:
         """The candidate at a place of the flattened arrays."""
@@ -84,7 +84,7 @@ class CandidateGroup:
         batch = self.batches[which]
         return Candidate(
             float(self.bounds[which, choice]),
-            int(self.knobs[which, choice]),
+            int(self.complexity[which, choice]),
             self.cut,
             self.chain,
             self.secondary,
@@ -111,19 +111,19 @@ class ByBound:
         return np.concatenate([group.bounds.ravel() for group in self._groups] or [np.empty(0)])
 
     @cached_property
-    def _knobs(self) -> npt.NDArray[np.int64]:
-        return np.concatenate([group.knobs.ravel() for group in self._groups] or [np.empty(0, dtype=np.int64)])
+    def _complexity(self) -> npt.NDArray[np.int64]:
+        return np.concatenate([group.complexity.ravel() for group in self._groups] or [np.empty(0, dtype=np.int64)])
 
     def in_order(self) -> Iterator[Candidate]:
         """Yield every candidate, the least bound first; of equal ones, the one with the fewest knobs."""
-        yield from map(self._draft, np.lexsort((self._knobs, self._bounds)))
+        yield from map(self._candidate, np.lexsort((self._complexity, self._bounds)))
 
     def plainest(self, most: float) -> Iterator[Candidate]:
         """Yield every candidate whose bound is at most ``most`` seconds, the one with the fewest knobs first."""
         places = np.flatnonzero(self._bounds <= most)
-        yield from map(self._draft, places[np.lexsort((self._bounds[places], self._knobs[places]))])
+        yield from map(self._candidate, places[np.lexsort((self._bounds[places], self._complexity[places]))])
 
-    def _draft(self, place: np.int64) -> Candidate:
+    def _candidate(self, place: np.int64) -> Candidate:
         group = int(np.searchsorted(self._ends, place, side="right"))
         return self._groups[group].candidate(int(place) - int(self._ends[group - 1] if group else 0))
 
@@ -237,12 +237,19 @@ class Candidates:
                     break
         priced = {grads: self._priced((params, grads, optimizer), each, batches) for grads, each in of_grads.items()}
         for grads, secondary, rows in found:
-            codecs, knobs, bounds = priced[grads]
+            codecs, complexity, bounds = priced[grads]
             fitting = [batches[row] for row in rows]
-            extra = np.array([[batch.knobs + (secondary is not None) + self.cut.knobs] for batch in fitting])
+            more = (secondary is not None) + self.cut.complexity
+            extra = np.array([[batch.complexity + more] for batch in fitting])
             place = of_grads[grads].index(secondary)
             yield CandidateGroup(
-                self.cut, (params, grads, optimizer), secondary, fitting, codecs, bounds[place, rows], knobs + extra
+                self.cut,
+                (params, grads, optimizer),
+                secondary,
+                fitting,
+                codecs,
+                bounds[place, rows],
+                complexity + extra,
             )
 
     def _hopeless(self, chain: Chain, batches: Sequence[BatchChoice], limit: float) -> bool:
@@ -262,8 +269,8 @@ class Candidates:
         traffic = self._groups_of(chain, None)
         secondaries = [self._groups_of(chain, secondary).secondary for secondary in closer]
         codecs, sent = self._traffic.choices(traffic, secondaries, self._traffic.levels(traffic))
-        knobs = np.array([[4 - choice.count("none") for choice in codecs]])
-        return codecs, knobs, least_seconds(self._computation(batches, chain), sent)
+        complexity = np.array([[4 - choice.count("none") for choice in codecs]])
+        return codecs, complexity, least_seconds(self._computation(batches, chain), sent)
 
     def _groups_of(self, chain: Chain, secondary: Factor | None) -> Traffic:
         strided = bool(self.job.cluster.links.spine or self.job.cluster.groups)

@@ -183,9 +183,8 @@ class TrafficSeconds:
         pricer, kinds = self._pricer, self._units.kinds
         reductions = [self._priced(traffic, *pair) for pair in itertools.product(intras, inters)]
         # All in the order of the product of reductions, gathers and spreads.
-        of_reductions = np.repeat(np.arange(len(reductions)), len(gathers) * len(spreads))
-        of_gathers = np.tile(np.repeat(np.arange(len(gathers)), len(spreads)), len(reductions))
-        of_spreads = np.tile(np.arange(len(spreads)), len(reductions) * len(gathers))
+        shape = len(reductions), len(gathers), len(spreads)
+        of_reductions, of_gathers, of_spreads = (places.ravel() for places in np.indices(shape))
         names: list[tuple[str, ...]] = [
             (str(gather), str(intra), str(inter), str(codec))
             for (intra, inter), gather, codec in itertools.product(itertools.product(intras, inters), gathers, spreads)
