@@ -1,9 +1,10 @@
 """The cost model: memory, and seconds of computation, codecs and collectives. Never imports torch.
 
-``shapes.py`` says what a model consists of (``blocks.py`` what a block does), and ``units.py`` how a plan cuts it. Prices
-of parts, hops and codecs are :class:`Rates`: published (``rates.py``, with ``kernels.py`` and ``kernel_table.py``) or
-measured (``measured.py``). ``operations.py`` makes the stages of a program's operation of them, ``collectives.py`` whole
-collectives, and ``estimate.py`` sums over a step. ``memory/`` counts bytes, and ``goodput.py`` what failures cost.
+``shapes.py`` says what a model consists of (``blocks.py`` what a block does), and ``units.py`` how a plan cuts it.
+Prices of parts, hops and codecs are :class:`Rates`: published (``rates.py``, with ``kernels.py`` and
+``kernel_table.py``) or measured (``measured.py``). ``operations.py`` makes the stages of a program's operation of
+them, ``collectives.py`` whole collectives, and ``estimate.py`` sums over a step. ``memory/`` counts bytes, and
+``goodput.py`` what failures cost.
 """
 
 from thinwire.cost.collectives import CollectiveTimes, HopCollectives, LibraryCollectives, library_moves

@@ -3,15 +3,15 @@
 The way of a plan, in the order in which to read it:
 
 1. ``training_job.py``: what is asked, and ``rules.py``: which plans are valid.
-2. ``space/``: every valid plan as a candidate. ``batches.py`` and ``state_bytes.py`` say what fits; ``traffic.py`` prices
-   communication, and ``bounds.py`` makes a lower bound of the step of it.
+2. ``space/``: every valid plan as a candidate. ``batches.py`` and ``state_bytes.py`` say what fits; ``traffic.py``
+   prices communication, and ``bounds.py`` makes a lower bound of the step of it.
 3. ``priced.py``: a plan with its simulated step, its memory, and what both rest on.
-4. ``search.py``: simulates candidates in the order of their bounds until none can be better; ``refine.py`` turns what is
-   left to turn on the best one.
+4. ``search.py``: simulates candidates in the order of their bounds until none can be better; ``refine.py`` turns what
+   is left to turn on the best one.
 
 Everything else asks the search: why (``explain.py``), where (``placement.py``, ``renting.py``), for a run
-(``automatic.py``), after it (``compare.py``), with experts or islands, beside other frameworks (``peers.py``), and under
-AMSP's objective (``amsp/``).
+(``automatic.py``), after it (``compare.py``), with experts or islands, beside other frameworks (``peers.py``), and
+under AMSP's objective (``amsp/``).
 """
 
 from thinwire.plan.amsp import (

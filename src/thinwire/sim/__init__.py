@@ -1,9 +1,10 @@
 """The simulator: it prices the program that the runtime performs. Never imports torch.
 
 A program becomes a script of instructions (``script.py``, ``writer.py``), in which equal blocks are repeated sections
-(``repetition.py``). A player performs it on a clock (``player.py``, ``clock.py``), and ``step.py`` makes a step of that.
-``axes.py`` adds what tensor, pipeline, expert and context parallelism cost. Cases (``cases.py``) are steps of an engine
-(``engine.py``): thinwire's own, or one that a package adds; ``peers.py`` has other frameworks at thinwire's rates.
+(``repetition.py``). A player performs it on a clock (``player.py``, ``clock.py``), and ``step.py`` makes a step of
+that. ``axes.py`` adds what tensor, pipeline, expert and context parallelism cost. Cases (``cases.py``) are steps of
+an engine (``engine.py``): thinwire's own, or one that a package adds; ``peers.py`` has other frameworks at thinwire's
+rates.
 """
 
 from thinwire.sim.cases import Answer, Case, Slowed, answer, read_cases
