@@ -31,10 +31,11 @@ from typing import Any
 import numpy
 
 import thinwire_bench.published
-from thinwire.sim import ENGINES, Answer, Case, Engine, answer
+from thinwire.sim import Answer, Case, answer
 from thinwire.spec import ModelSpec
 from thinwire_bench.published import TABLES, Table
 from thinwire_bench.published.calibration import PublishedRow
+from thinwire_bench.published.engines import ENGINES, PublishedEngine
 
 FOLDS = 5
 NOISE = 0.06
@@ -149,7 +150,7 @@ SYSTEMS: dict[str, tuple[Constant, ...]] = {
         Constant("ZFP", 100e9, 5e9, 500e9, (("mvapich", None, "codecs.zfp"),)),
     ),
 }
-"""Fitted constants by system; all other values in ``sim/engines.py`` are published or taken over."""
+"""Fitted constants by system; all other values in ``published/engines.py`` are published or taken over."""
 
 
 def main() -> None:
@@ -383,8 +384,8 @@ def _models_directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory()
 
 
-def _engines(constants: Sequence[Constant], values: Mapping[str, float]) -> dict[str, Engine]:
-    engines: dict[str, Engine] = {}
+def _engines(constants: Sequence[Constant], values: Mapping[str, float]) -> dict[str, PublishedEngine]:
+    engines: dict[str, PublishedEngine] = {}
     for constant in constants:
         for name, machine, path in (*constant.places, *constant.twice):
             engine = engines.get(name, ENGINES[name])

@@ -122,7 +122,8 @@ def chosen(point: Point, codecs: CodecLevel) -> Found:
     job = TrainingJob(
         model, point.cluster, point.tokens, SEQ, micro_batch=1, codecs=codecs, rates=NominalRates(point.cluster)
     )
-    if not Search(job).smallest().fits:
+    _, needed = Search(job).smallest()
+    if needed.total > point.cluster.memory:
         return Found(None)
     best = search(job, top=1).candidates
     return Found(best[0].mfu(job), summary(best[0].plan).partition("; micro-batch")[0]) if best else Found(None)

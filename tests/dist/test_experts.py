@@ -17,7 +17,7 @@ from thinwire.errors import SpecError, UsageError
 from thinwire.parallel import ParallelModel, ParallelOptimizer
 from thinwire.program import lower
 from thinwire.sharding.runtime.runtime import runtime_of, sent_bytes
-from thinwire.sim.neighbours import exchanged_values
+from thinwire.sim.axes import exchanged_values
 from thinwire.spec import ModelSpec
 from thinwire.testing import run_ranks
 from thinwire.train.data.samples import Batch

@@ -13,7 +13,7 @@ from thinwire.cost import (
     AMSP_STATES,
     GPU_LOSS_CHUNK,
     HOST_LOSS_CHUNK,
-    FlatCollectives,
+    LibraryCollectives,
     Memory,
     NominalRates,
     Pricer,
@@ -148,7 +148,7 @@ def test_hops_share_a_nodes_cards() -> None:
 
 
 def test_flat_collectives_know_contention_and_latency() -> None:
-    flat, printed = FlatCollectives(CLUSTER), FlatCollectives(CLUSTER, contention=False)
+    flat, printed = LibraryCollectives(CLUSTER), LibraryCollectives(CLUSTER, contention=False)
     one_rank_a_node = Factor(local=1, nodes=4)
     size = 1 << 30
     assert flat.seconds("AG", size, one_rank_a_node) > 7 * printed.seconds("AG", size, one_rank_a_node)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from thinwire.cost.anatomy import units as units_of
+from thinwire.cost.units import units as units_of
 from thinwire.program import Axis, BufferInfo, Event, Lane, Phase, UnitInfo, lower
 from thinwire.spec import ModelSpec, Plan
 

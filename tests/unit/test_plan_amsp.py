@@ -14,18 +14,14 @@ from hypothesis import strategies as st
 
 from thinwire.cost import (
     AMSP_STATES,
-    AmspSums,
-    FlatCollectives,
+    LibraryCollectives,
     NominalRates,
     largest_share,
     memory,
-    parts,
     units,
 )
-from thinwire.cost.flat import Call
 from thinwire.errors import SpecError
-from thinwire.plan import AmspPlan, TrainingJob, amsp_search
-from thinwire.plan.chains import ChainChoice, in_order
+from thinwire.plan import AmspPlan, AmspSums, TrainingJob, amsp_search
 from thinwire.plan.rules import Chain, chain_ends
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
 
@@ -37,37 +33,6 @@ def chains(mesh: Factor) -> Iterator[Chain]:
     """Every chain: G is cut like P or like OS."""
     for params, optimizer in chain_ends(mesh):
         yield from dict.fromkeys(((params, params, optimizer), (params, optimizer, optimizer)))
-
-
-class Drawn:
-    """Prices of collectives that follow no rule at all, from a few values, so that many chains tie."""
-
-    def __init__(self, prices: list[float]) -> None:
-        self._prices = itertools.cycle(prices)
-        self._drawn: dict[tuple[Call, float, Factor], float] = {}
-
-    def seconds(self, kind: Call, size: float, mesh: Factor) -> float:
-        return 0.0 if mesh.ranks == 1 else self._drawn.setdefault((kind, size, mesh), next(self._prices))
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    mesh=st.builds(Factor, local=st.integers(1, 12), nodes=st.integers(1, 48)),
-    prices=st.lists(st.sampled_from([0.0, 1.0, 1.0005, 2.0, 3.7]), min_size=1, max_size=97),
-    micro_batches=st.integers(1, 4),
-    recomputing=st.sampled_from([{False: 0.0}, {True: 0.7}, {False: 0.0, True: 0.0}, {False: 0.0, True: 1.0}]),
-)
-def test_chains_come_in_the_order_of_brute_force(
-    mesh: Factor, prices: list[float], micro_batches: int, recomputing: dict[bool, float]
-) -> None:
-    sums = AmspSums(parts(MODEL, "block"), Drawn(prices), mesh, micro_batches)
-    everything = []
-    for chain in chains(mesh):
-        times = sums.times(chain)
-        everything += [ChainChoice(chain, again, times, times.total + s) for again, s in recomputing.items()]
-    assert list(in_order(mesh, sums, recomputing, lambda params: True)) == sorted(
-        everything, key=lambda choice: choice.objective
-    )
 
 
 def asked(cluster: str, sequences: int = 1, model: ModelSpec = MODEL, **rest: Any) -> TrainingJob:
@@ -86,7 +51,7 @@ def brute_force(job: TrainingJob) -> list[AmspPlan]:
             accumulate_dtype="bfloat16", micro_batch=micro_batch, micro_batches=micro_batches, recompute=again,
         )  # fmt: skip
         cut = job.parts(plan)
-        sums = AmspSums(cut, FlatCollectives(job.cluster), job.mesh, micro_batches)
+        sums = AmspSums(cut, LibraryCollectives(job.cluster), job.mesh, micro_batches)
         forward = sum(job.rates.forward(part, plan, job.seq) for part in cut if part.kind == "block")
         needed = memory(job.model, plan, job.units(plan), seq=job.seq, states=AMSP_STATES, overhead=job.overhead)
         times = sums.times((params, grads, optimizer))

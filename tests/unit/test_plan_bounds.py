@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from thinwire.cost import NominalRates, ProfiledRates
 from thinwire.plan import Search, TrainingJob, profiled_cluster, search
-from thinwire.plan.drafts import PlanDraft
+from thinwire.plan.space.candidates import Candidate
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 from thinwire.spec.profile import Profile
 
@@ -69,16 +69,20 @@ def profiled(link: str, layers: int, sequences: int, *, clip: bool) -> TrainingJ
 def check_bounds(job: TrainingJob, choose: Any) -> None:
     """Simulate a few of a job's plans, the first among them."""
     searching = Search(job)
-    drafts = sorted(searching.drafts(), key=lambda draft: draft.bound)
-    picked = drafts[:2] + [drafts[choose(st.integers(0, len(drafts) - 1))] for _ in range(6)] if drafts else []
+    candidates = sorted(searching.candidates(), key=lambda candidate: candidate.bound)
+    picked = (
+        candidates[:2] + [candidates[choose(st.integers(0, len(candidates) - 1))] for _ in range(6)]
+        if candidates
+        else []
+    )
     hold(searching, picked)
 
 
-def hold(searching: Search, drafts: Iterable[PlanDraft]) -> None:
+def hold(searching: Search, candidates: Iterable[Candidate]) -> None:
     job = searching.job
-    for draft in drafts:
-        seconds = searching.simulations.candidate(job, searching.plan(draft)).seconds
-        assert draft.bound * ROUNDING <= seconds, searching.plan(draft).describe()
+    for candidate in candidates:
+        seconds = searching.simulations.price(job, searching.plan(candidate)).seconds
+        assert candidate.bound * ROUNDING <= seconds, searching.plan(candidate).describe()
 
 
 quick = settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
@@ -134,14 +138,14 @@ def test_bounds_hold_where_the_root_holds_the_embedding() -> None:
         *map("layers.{}".format, range(8)),
     }
     searching = Search(job)
-    hold(searching, (draft for draft in searching.drafts() if draft.chain[0].ranks == 8))
+    hold(searching, (candidate for candidate in searching.candidates() if candidate.chain[0].ranks == 8))
 
 
 def test_the_gap_holds_for_every_plan() -> None:
     """Against simulating all plans of a small space, with a profile, where bounds are loosest."""
     job = profiled("200mbit", 4, 1, clip=True)
     searched, searching = search(job, top=2), Search(job)
-    every = [searching.simulations.candidate(job, searching.plan(draft)) for draft in searching.drafts()]
+    every = [searching.simulations.price(job, searching.plan(candidate)) for candidate in searching.candidates()]
     fastest = min(each.seconds for each in every if each.fits)
     assert len(every) > searched.simulated
     assert fastest >= searched.candidates[0].seconds * (1 - searched.gap) * ROUNDING

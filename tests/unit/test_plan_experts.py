@@ -14,10 +14,10 @@ from thinwire.cost.memory import largest_memory
 from thinwire.errors import SpecError
 from thinwire.plan import TrainingJob, search
 from thinwire.plan.experts import sharings
+from thinwire.plan.priced import candidate
 from thinwire.plan.search import Search
-from thinwire.plan.simulations import candidate
 from thinwire.program import Lane, Phase, Scope, lower
-from thinwire.sim.neighbours import exchanged_values
+from thinwire.sim.axes import exchanged_values
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 from thinwire.spec.block_shapes import expert_parameters
 

@@ -17,7 +17,7 @@ from thinwire.errors import SpecError
 from thinwire.plan import Cut, Search, TrainingJob, binding, candidate, critical_path, remedies, search, summary
 from thinwire.plan.rules import cut_problems, divided, powers_of_two
 from thinwire.plan.search import RESOLUTION
-from thinwire.sim.axes import idle_seconds, message_seconds
+from thinwire.sim.axes import bubble_seconds, message_seconds
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
 from thinwire.spec.pipeline import keeps_busy
 
@@ -82,7 +82,7 @@ def test_every_stage_has_a_micro_batch() -> None:
 def test_every_draft_is_a_plan_of_all_ranks_and_tokens() -> None:
     asked = job(tp=None, pp=None, micro_batch=1)
     searching = Search(asked)
-    plans = [searching.plan(draft) for draft in searching.drafts()]
+    plans = [searching.plan(draft) for draft in searching.candidates()]
     assert len({plan.fingerprint() for plan in plans}) == len(plans)
     assert {plan.tp for plan in plans} == {1, 2, 4}
     for plan in plans:
@@ -94,7 +94,7 @@ def test_every_draft_is_a_plan_of_all_ranks_and_tokens() -> None:
 
 def test_codecs_of_activations_come_from_the_same_families() -> None:
     codecs = {
-        level: {(str(p.wire.tp), str(p.wire.pp)) for s in [Search(asked)] for p in map(s.plan, s.drafts())}
+        level: {(str(p.wire.tp), str(p.wire.pp)) for s in [Search(asked)] for p in map(s.plan, s.candidates())}
         for level in ("none", "lossless", "standard")
         for asked in [job(tp=(2,), pp=(2,), codecs=level, micro_batch=1, recompute=False)]
     }
@@ -109,7 +109,7 @@ def test_estimates_are_bounds_and_nothing_better_is_left_out(gbps: float) -> Non
     rest = {"codecs": "none", "micro_batch": 1, "recompute": False}
     asked = job("a800-80g:2x2", machine={"links": links}, tp=None, pp=None, **rest)
     searching, fastest = Search(asked), float("inf")
-    for draft in searching.drafts():
+    for draft in searching.candidates():
         rated = candidate(asked, searching.plan(draft))
         assert rated.seconds >= draft.bound * 0.97
         fastest = min(fastest, rated.seconds)
@@ -123,7 +123,7 @@ def test_a_pipeline_stands_still_for_all_stages_but_one() -> None:
     asked = job(tp=(1,), pp=(2,), sequences=8)
     plain, interleaved = grid(pp=2, micro_batches=16), grid(pp=2, micro_batches=16, schedule="interleaved")
     work, rates = asked.workload(plain), asked.rates
-    assert idle_seconds(interleaved, work, rates, 0.0) == pytest.approx(idle_seconds(plain, work, rates, 0.0) / 2)
+    assert bubble_seconds(interleaved, work, rates, 0.0) == pytest.approx(bubble_seconds(plain, work, rates, 0.0) / 2)
     assert message_seconds(interleaved, 1.0) == 2 * message_seconds(plain, 1.0) == 64
     rated = candidate(asked, plain)
     assert rated.axes.idle > 0

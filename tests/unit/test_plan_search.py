@@ -27,11 +27,11 @@ from thinwire.plan import (
     search,
     shortage,
 )
+from thinwire.plan.priced import Simulations
 from thinwire.plan.refine import Refinement
-from thinwire.plan.rules import chain_ends, factors, knobs, secondaries
+from thinwire.plan.rules import chain_ends, complexity, factors, secondaries
 from thinwire.plan.search import RESOLUTION
-from thinwire.plan.simulations import Simulations
-from thinwire.plan.traffic import codec_choices
+from thinwire.plan.space.traffic import codec_choices
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
 
 SMALL = ModelSpec(name="small", layers=4, hidden=1024, heads=8, vocab=8192, seq=1024)
@@ -53,7 +53,7 @@ def test_factors_fill_a_node_first() -> None:
 
 def test_every_draft_is_a_valid_plan() -> None:
     searching = Search(job("a800-80g:2x4"))
-    plans = [searching.plan(draft) for draft in searching.drafts()]
+    plans = [searching.plan(candidate) for candidate in searching.candidates()]
     assert len(plans) > 100
     assert len({plan.fingerprint() for plan in plans}) == len(plans)
 
@@ -67,12 +67,12 @@ def test_the_first_place_is_the_optimum_of_all_plans(gbps: float) -> None:
     result = search(asked, top=3)
     assert result.complete
     searching = Search(asked)
-    everything = [candidate(asked, searching.plan(draft)) for draft in searching.drafts()]
+    everything = [candidate(asked, searching.plan(candidate)) for candidate in searching.candidates()]
     fastest = min(c.seconds for c in everything if c.fits)
     assert result.candidates[0].seconds <= fastest * (1 + RESOLUTION) ** 2
     tied = [c for c in everything if c.seconds <= fastest * (1 + RESOLUTION)]
     assert min(c.seconds for c in result.candidates) <= fastest * (1 + RESOLUTION)
-    assert knobs(result.candidates[0].plan) <= max(knobs(c.plan) for c in tied)
+    assert complexity(result.candidates[0].plan) <= max(complexity(c.plan) for c in tied)
 
 
 def below_leaves(oversubscription: float) -> TrainingJob:
@@ -201,7 +201,7 @@ def test_impossible_batches_are_refused(changes: dict[str, Any], complaint: str)
 
 def test_ties_go_to_fewer_knobs() -> None:
     plain, turned = (Plan.preset(name, nodes=2, local=2) for name in ("ddp", "zeropp"))
-    assert knobs(plain) == 0 < knobs(turned)
+    assert complexity(plain) == 0 < complexity(turned)
 
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:

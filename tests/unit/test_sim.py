@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from thinwire.cost import Efficiency, NominalRates, Rates, moves, parts, units
-from thinwire.program import UNDER_WAY, Lane, lower
+from thinwire.cost import Efficiency, NominalRates, PricedStage, Rates, moves, parts, units
+from thinwire.program import UNDER_WAY, Lane, Operation, UnitInfo, lower
 from thinwire.program.timeline import COMPUTE
 from thinwire.sim import Resource, Workload, simulate
 from thinwire.sim.player import Player
-from thinwire.sim.script import GATHERED, GRADIENTS, Headroom, repeated, write
+from thinwire.sim.repetition import repeated
+from thinwire.sim.script import GATHERED, GRADIENTS, Execution
 from thinwire.sim.step import Simulated
+from thinwire.sim.writer import write
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
+from thinwire_bench.published.headroom import Headroom
 
 MODEL = ModelSpec(layers=6, hidden=1024, heads=8, vocab=4096, seq=2048)
 CLUSTER = ClusterSpec.named("a800-80g:2x4", links={"nic": {"bandwidth": "10gbit", "latency": "20us"}})
@@ -34,7 +38,7 @@ def preset(name: str, **overrides: Any) -> Plan:
 def whole(plan: Plan, work: Workload, rates: Rates, micro_batches: int = 1) -> Simulated:
     """A step of which every block and every micro-batch is lowered and played."""
     program = lower(plan, work.units, micro_batches=micro_batches)
-    script = write(plan, work, rates, program, lambda plan, operation, _: moves(plan, operation, rates))
+    script = write(plan, work, rates, program, Execution(lambda plan, operation, _: moves(plan, operation, rates)))
     assert script is not None
     passes = [
         section
@@ -230,10 +234,14 @@ def test_units_that_stay_gathered_are_not_sent_again() -> None:
 
 
 def test_memory_counts_once_where_operations_are_split() -> None:
-    plan = preset("zero3")
+    plan, rates, room = preset("zero3"), NominalRates(CLUSTER), Headroom(ahead=0.5, bucket=0.5)
+
+    def pricing(plan: Plan, operation: Operation, _: Sequence[UnitInfo]) -> list[PricedStage]:
+        return moves(plan, operation, rates)
+
     whole, split = (
-        simulate(plan, workload(plan), NominalRates(CLUSTER), trace=True, room=room)
-        for room in (Headroom(), Headroom(ahead=0.5, bucket=0.5))
+        simulate(plan, workload(plan), rates, trace=True, execution=execution)
+        for execution in (Execution(pricing), Execution(pricing, room.revised, True, True))
     )
     for name in (GATHERED, GRADIENTS):
         most = [max(level.amount for level in step.levels if level.name == name) for step in (whole, split)]

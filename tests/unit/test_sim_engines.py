@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from thinwire.cost import Work
-from thinwire.sim import ENGINES, Case, Resource, answer
-from thinwire.sim.hardware import EngineRates
-from thinwire.sim.host_overhead import HostOverhead
+from thinwire.sim import Case, Resource, answer
 from thinwire.spec import ClusterSpec, CodecSpec
+from thinwire_bench.published.engine_rates import EngineRates
+from thinwire_bench.published.engines import ENGINES
+from thinwire_bench.published.host_overhead import HostOverhead
 
 NODE = {"local": 8, "nodes": 1}
 

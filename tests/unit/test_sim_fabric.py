@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.sums import closed_form
 
-from thinwire.cost import Efficiency, FlatCollectives, NominalRates, Pricer, parts, units
+from thinwire.cost import Efficiency, LibraryCollectives, NominalRates, Pricer, parts, units
 from thinwire.errors import SpecError
 from thinwire.program import Kind, Scope
 from thinwire.sim import Case, Resource, Workload, answer, simulate
@@ -140,7 +140,7 @@ def test_closed_form_sums_are_what_the_simulator_adds_up(name: str) -> None:
 
 
 def test_engines_cross_the_spine_too() -> None:
-    flat, thin = FlatCollectives(cluster(oversubscription=None)), FlatCollectives(cluster())
+    flat, thin = LibraryCollectives(cluster(oversubscription=None)), LibraryCollectives(cluster())
     near, far = Factor(local=4, nodes=4), Factor(local=1, nodes=4)
     assert thin.seconds("AG", 1 << 30, near) == flat.seconds("AG", 1 << 30, near)
     assert thin.seconds("AR", 1 << 30, far, 8) > 3.5 * flat.seconds("AR", 1 << 30, far, 8)

@@ -14,11 +14,10 @@ from rich.console import Console
 from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained, writing
 from thinwire.cli.options import InternodeGbps, NodesPerLeaf, Seq, SpineGbps, expand_options
-from thinwire.cli.plan_amsp import least_sum
+from thinwire.cli.plan_amsp import least_sum, objectives_json, show_objectives
 from thinwire.cli.plan_compare import compare_run
 from thinwire.cli.plan_emit import NOTHING_EMITTED, EmitOptions, emit
 from thinwire.cli.plan_job import ClusterChanges, cluster_of, compute_dtype_of, rates_of, ways_of
-from thinwire.cli.plan_objectives import objectives_json, show_objectives
 from thinwire.cli.plan_rent import NO_RENT, RentOptions, counts_of, show_rentals, show_sweep, with_rent
 from thinwire.cli.plan_tables import (
     basis_line,

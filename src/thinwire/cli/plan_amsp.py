@@ -1,4 +1,4 @@
-"""``thinwire plan --objective amsp``: plans by AMSP's sum of communication."""
+"""``thinwire plan --objective amsp``: plans by AMSP's sum of communication, and that optimum beside ours."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from thinwire.cli.errors import writing
-from thinwire.cli.plan_objectives import objectives_json, show_objectives
 from thinwire.cli.plan_tables import introduce, row_json
 
 if TYPE_CHECKING:
-    from thinwire.plan import AmspPlan, TrainingJob
+    from thinwire.plan import AmspPlan, BothObjectives, TrainingJob, UnderBoth
+
+_GIB = 2**30
 
 
 def least_sum(job: TrainingJob, top: int, out: Path | None, console: Console, *, explain: bool) -> dict[str, Any]:
@@ -75,6 +76,58 @@ def _cells(number: int, row: AmspPlan) -> list[str]:
         f"{chosen.micro_batch} x {chosen.micro_batches}{' recompute' if chosen.recompute else ''}",
         *(f"{seconds:.3f}" for seconds in (times.params, times.grads, times.sync, times.spread, row.recomputing)),
         f"{row.objective:.3f}",
-        f"{row.memory.total / 2**30:.1f}",
+        f"{row.memory.total / _GIB:.1f}",
         "" if row.fits else "does not fit",
+    ]
+
+
+# -- both objectives -----------------------------------------------------------------------------------------------
+
+
+def show_objectives(both: BothObjectives, console: Console) -> None:
+    """Print both plans under both objectives, and the terms in which they differ."""
+    from thinwire.report import Sheet, rich_table
+
+    columns = [
+        "least", "P", "G", "OS", "batch", "T_p s", "T_g s", "T_os0 s", "T_os1 s", "recompute s", "sum s",
+        "transfers s", "waiting s", "step s", "GiB, as AMSP counts", "GiB",
+    ]  # fmt: skip
+    cells = [_cells_of_both(name, row) for name, row in both.rows.items()]
+    if cells:
+        console.print(rich_table(Sheet("Both objectives, without codecs", columns, 5, cells)))
+    for sentence in both.differences:
+        console.print(sentence, markup=False)
+
+
+def objectives_json(job: TrainingJob, both: BothObjectives | None) -> dict[str, Any] | None:
+    """Both plans under both objectives as JSON."""
+    if both is None:
+        return None
+    plans = {
+        name: {
+            **row_json(job, 1, row.step),
+            "transfer_seconds": row.transferring,
+            "sum_seconds": {**row.summed.terms, "sum": row.summed.objective},
+            "reducing_seconds": row.reducing,
+            "amsp_memory_bytes": row.summed.memory.total,
+            "fp32_gradients_memory_bytes": row.in_fp32,
+        }
+        for name, row in both.rows.items()
+    }
+    return {"by_sum": plans.get("sum"), "by_step": plans.get("step"), "differences": list(both.differences)}
+
+
+def _cells_of_both(name: str, row: UnderBoth) -> list[str]:
+    plan, step = row.plan, row.step
+    terms = (*row.summed.terms.values(), row.summed.objective)
+    times = (*terms, row.transferring, row.waiting, step.seconds)
+    return [
+        name,
+        str(plan.params),
+        str(plan.grads),
+        str(plan.optimizer),
+        f"{plan.micro_batch} x {plan.micro_batches}{' recompute' if plan.recompute else ''}",
+        *(f"{seconds:.3f}" for seconds in times),
+        f"{row.summed.memory.total / _GIB:.1f}",
+        f"{step.memory.total / _GIB:.1f}",
     ]

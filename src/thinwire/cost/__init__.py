@@ -1,26 +1,45 @@
-"""The cost model: memory, and seconds of computation, codecs and collectives. Never imports torch."""
+"""The cost model: memory, and seconds of computation, codecs and collectives. Never imports torch.
 
-from thinwire.cost.amsp import AmspSums, AmspTimes
-from thinwire.cost.anatomy import ModelPart, alike, largest_share, parts, units
+``shapes.py`` says what a model consists of (``blocks.py`` what a block does), and ``units.py`` how a plan cuts it.
+Prices of parts, hops and codecs are :class:`Rates`: published (``rates.py``, with ``kernels.py`` and
+``kernel_table.py``) or measured (``measured.py``). ``operations.py`` makes the stages of a program's operation of
+them, ``collectives.py`` whole collectives, and ``estimate.py`` sums over a step. ``memory/`` counts bytes, and
+``goodput.py`` what failures cost.
+"""
+
+from thinwire.cost.collectives import CollectiveTimes, HopCollectives, LibraryCollectives, library_moves
 from thinwire.cost.estimate import Busy, GroupShape, Pricer, Traffic, UnitKind
-from thinwire.cost.flat import Collectives, FlatCollectives, flat_moves
 from thinwire.cost.measured import MeasuredLibrary, ProfiledCollectives, ProfiledRates
 from thinwire.cost.memory import (
     AMSP_STATES,
     GPU_LOSS_CHUNK,
     HOST_LOSS_CHUNK,
     OVERHEAD,
+    PEER_SYSTEMS,
     Memory,
     States,
+    ZeroSettings,
     kept_activations,
     largest_memory,
     memory,
+    peer_memory,
     working_memory,
 )
-from thinwire.cost.mixed import MixedRates, nominal_rates, views_of
 from thinwire.cost.operations import PricedStage, moves
-from thinwire.cost.peers import PEER_SYSTEMS, ZeroSettings, peer_memory
-from thinwire.cost.rates import ALONE, Basis, Beside, Efficiency, NominalRates, Rates, Work
+from thinwire.cost.rates import (
+    ALONE,
+    Basis,
+    Beside,
+    Efficiency,
+    MixedRates,
+    NominalRates,
+    Rates,
+    Work,
+    nominal_rates,
+    views_of,
+)
+from thinwire.cost.shapes import ModelPart, alike, parts
+from thinwire.cost.units import largest_share, units
 
 __all__ = [
     "ALONE",
@@ -29,15 +48,14 @@ __all__ = [
     "HOST_LOSS_CHUNK",
     "OVERHEAD",
     "PEER_SYSTEMS",
-    "AmspSums",
-    "AmspTimes",
     "Basis",
     "Beside",
     "Busy",
     "Efficiency",
-    "Collectives",
-    "FlatCollectives",
+    "CollectiveTimes",
     "GroupShape",
+    "HopCollectives",
+    "LibraryCollectives",
     "ProfiledCollectives",
     "MeasuredLibrary",
     "Memory",
@@ -54,10 +72,10 @@ __all__ = [
     "Work",
     "alike",
     "ZeroSettings",
-    "flat_moves",
     "kept_activations",
     "largest_memory",
     "largest_share",
+    "library_moves",
     "memory",
     "moves",
     "nominal_rates",

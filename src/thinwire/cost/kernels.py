@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from thinwire.cost.anatomy import ModelPart, Routed
+from thinwire.cost.blocks import Routed
+from thinwire.cost.shapes import ModelPart
 
 __all__ = ["Kernels"]
 

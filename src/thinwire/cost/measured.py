@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
-from thinwire.cost.anatomy import ModelPart
-from thinwire.cost.flat import KINDS, Call
+from thinwire.cost.collectives import KINDS, Call, CollectiveTimes
 from thinwire.cost.rates import ALONE, Basis, Beside, Work, declared_seconds
+from thinwire.cost.shapes import ModelPart
 from thinwire.errors import SpecError
 from thinwire.program import Even, Kind, MessageSizes, Scope, hops
 from thinwire.spec import Factor, ModelSpec, Plan
@@ -118,7 +118,7 @@ class ProfiledRates:
         self.profile, self.quartile, self._model, self._dtype = profile, quartile, model, dtype
         self.transfers_extrapolated = self._scaled_parts = False
         self.handling = profile.handling.with_(step=profile.step_seconds + profile.handling.step)
-        self._collectives = _CollectiveTimes(profile.collectives, profile.crowding, quartile)
+        self._collectives = _CollectiveRows(profile.collectives, profile.crowding, quartile)
         self._codecs = _lines(
             profile.codecs, lambda row: (row.codec, row.dtype, row.work), lambda row: row.numel, quartile
         )
@@ -251,7 +251,7 @@ def _plugin_seconds(codecs: Mapping[_Key, _Line], work: Work, way: str, values: 
     return max(line.at(values) for line in same_name)
 
 
-class ProfiledCollectives:
+class ProfiledCollectives(CollectiveTimes):
     """Measured collectives by operator, size and shape of group, every group of the cluster at once.
 
     Args:
@@ -263,9 +263,9 @@ class ProfiledCollectives:
 
     def __init__(self, rates: ProfiledRates) -> None:
         self._rates, self.extrapolated = rates, False
-        self._measured = _CollectiveTimes(rates.profile.collectives, rates.profile.crowding, rates.quartile)
+        self._measured = _CollectiveRows(rates.profile.collectives, rates.profile.crowding, rates.quartile)
 
-    def seconds(self, kind: Call, size: float, mesh: Factor) -> float:
+    def seconds(self, kind: Call, size: float, mesh: Factor, stride: int = 1) -> float:
         """Seconds of one collective, from the rows of its operator and its shape of group.
 
         If a profile with a small budget lacks the shape, the collective takes as long as its hops one after another.
@@ -274,10 +274,12 @@ class ProfiledCollectives:
             kind: All-gather, reduce-scatter, all-reduce or broadcast.
             size: Bytes of the whole vector.
             mesh: Shape of the group, inside a node and across.
+            stride: Makes no difference: groups of neighbouring nodes were measured.
 
         Raises:
             SpecError: The profile has no collective over the links that the group uses.
         """
+        del stride
         if mesh.ranks == 1 or not size:
             return 0.0
         operator, shares = KINDS[kind], Even(math.ceil(size / mesh.ranks), mesh.ranks)
@@ -291,30 +293,52 @@ class ProfiledCollectives:
         return line.at(sent)
 
 
-class MeasuredLibrary:
-    """Measured library calls, one over a whole group, every group of its shape at once.
+class MeasuredLibrary(CollectiveTimes):
+    """Library calls over a whole group at the rates of a profile.
+
+    A profile that was made with ``--library`` has timed them. For others, calls follow from thinwire's own: a ring over
+    all ranks enters and leaves each node once. What crosses a node's link in it takes as long as the same bytes of all
+    ranks of the node together; the other rounds add the latency of a small message inside the node. gloo reduces and
+    scatters by an all-reduce, of which each rank keeps its share, and adds on the processor.
 
     Args:
-        rates: Rates from the profile of the cluster.
+        rates: Rates of the profiled cluster.
     """
 
     def __init__(self, rates: ProfiledRates) -> None:
-        self._measured = _CollectiveTimes(rates.profile.library, rates.profile.crowding, rates.quartile)
+        self._rates = rates
+        self._measured = _CollectiveRows(rates.profile.library, rates.profile.crowding, rates.quartile)
+        self._whole_sums = rates.profile.backend == "gloo"
 
-    def seconds(self, kind: Kind, size: float, mesh: Factor) -> float | None:
-        """Seconds of one call; ``None`` if the profile has no such call over such a group.
+    def seconds(self, kind: Call, size: float, mesh: Factor, stride: int = 1) -> float:
+        """Seconds of one call, whatever the distance from one node of the group to the next."""
+        del stride
+        ranks = mesh.ranks
+        if ranks == 1 or not size:
+            return 0.0
+        line = self._measured.exact(str(KINDS[kind]), mesh)
+        if line is not None:
+            return line.at(size * (ranks - 1) / ranks * (2 if kind == "AR" else 1))
+        if self._whole_sums and kind in ("RS", "AR"):
+            return 2 * self._ring(Kind.ALL_GATHER, size, mesh) + self._rates.touch(size / 2)
+        if kind == "AR":
+            return self._ring(Kind.REDUCE_SCATTER, size, mesh) + self._ring(Kind.ALL_GATHER, size, mesh)
+        return self._ring(KINDS[kind], size, mesh)
 
-        Args:
-            kind: All-gather, reduce-scatter or all-reduce.
-            size: Bytes of the whole vector.
-            mesh: Shape of the group.
-        """
-        line = self._measured.exact(str(kind), mesh)
-        sent = size * (mesh.ranks - 1) / mesh.ranks * (2 if kind is Kind.ALL_REDUCE else 1)
-        return None if line is None else line.at(sent)
+    def _ring(self, operator: Kind, size: float, mesh: Factor) -> float:
+        ranks, sent = mesh.ranks, size * (mesh.ranks - 1) / mesh.ranks
+        if mesh.nodes == 1:
+            return self._rates.hop(operator, Scope.INSIDE, ranks, round(sent), encoded=False)
+        # R / local groups cross each node's cards at the same time; the profile's rows have all R ranks send.
+        across = self._rates.hop(operator, Scope.ACROSS, mesh.nodes, round(sent / mesh.local), encoded=False)
+        if mesh.local == 1:
+            return across
+        # The ranks of a node pass everything on to each other at the same time.
+        inside = self._rates.hop(operator, Scope.INSIDE, mesh.local, round(sent), encoded=False)
+        return max(across, inside)
 
 
-class _CollectiveTimes:
+class _CollectiveRows:
     """Seconds of collectives, and the share of the processor that they take, by shape of group.
 
     Args:
@@ -370,7 +394,7 @@ class _CollectiveTimes:
         )
 
 
-def _slowdowns(profile: Profile, hidden: int, collectives: _CollectiveTimes) -> dict[Scope, Beside]:
+def _slowdowns(profile: Profile, hidden: int, collectives: _CollectiveRows) -> dict[Scope, Beside]:
     """How transfers and computation slow each other down, by links.
 
     The delay of a transfer depends only on the scheduler, so it is the median of all rows. How much computation is held
@@ -398,7 +422,7 @@ def _slowdowns(profile: Profile, hidden: int, collectives: _CollectiveTimes) -> 
     return slowdowns
 
 
-def _loss(row: OverlapRow, profile: Profile, collectives: _CollectiveTimes) -> tuple[float, float]:
+def _loss(row: OverlapRow, profile: Profile, collectives: _CollectiveRows) -> tuple[float, float]:
     """Factor and delay of a row.
 
     A row without a delay was measured with transfers of one size; its factor is converted to the delay that it was.

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from thinwire.cost import ProfiledRates
 from thinwire.errors import SpecError, UsageError
-from thinwire.plan.candidates import Candidate
 from thinwire.plan.explain import remedies, shortage, summary
+from thinwire.plan.priced import PricedPlan
 from thinwire.plan.profiled import profiled_cluster
 from thinwire.plan.search import Searched, search
 from thinwire.plan.training_job import CodecLevel, TrainingJob
@@ -73,7 +73,7 @@ class Chosen:
     job: TrainingJob
     searched: Searched
     plan: Plan
-    predicted: Candidate
+    predicted: PricedPlan
     consent: str | None
 
 
@@ -134,7 +134,7 @@ def choose(job: TrainingJob, template: Plan, asked: str, *, free: Freedom) -> Ch
         )
     job, searched = _widened(job, template, asked, free)
     plan = with_kept(searched.candidates[0].plan, template)
-    predicted = searched.simulations.candidate(job, plan)
+    predicted = searched.simulations.price(job, plan)
     if not predicted.fits:
         lacking = format_bytes(predicted.memory.total - job.cluster.memory)
         raise UsageError(
@@ -237,7 +237,7 @@ def lossy_codecs(job: TrainingJob, searched: Searched, plan: Plan) -> str | None
     )
 
 
-def _with_lossy(job: TrainingJob, searched: Searched) -> Candidate | None:
+def _with_lossy(job: TrainingJob, searched: Searched) -> PricedPlan | None:
     """The best plan with lossy codecs; ``None`` if their prices are unknown."""
     try:
         found = search(replace(job, codecs="standard"), simulations=searched.simulations).candidates

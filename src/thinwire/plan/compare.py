@@ -11,9 +11,8 @@ from typing import Literal
 
 from thinwire.cost import ProfiledRates
 from thinwire.errors import DataError
-from thinwire.plan.candidates import Candidate
+from thinwire.plan.priced import PricedPlan, price_plan
 from thinwire.plan.profiled import profiled_cluster
-from thinwire.plan.search import candidate
 from thinwire.plan.training_job import TrainingJob, refuse_context
 from thinwire.program import Lane, Scope, lower
 from thinwire.record import WARM_UP, Record, RunRecord, began, read_run, steady
@@ -80,7 +79,7 @@ def compare(run: Path, profile: Profile) -> RunComparison:
     record = read_run(run)
     rows = _measured(record)
     job = _job(record, profile)
-    priced = candidate(job, record.plan)
+    priced = price_plan(job, record.plan)
     quantities = (*_times(priced, rows), *_bytes(job, record.plan, rows), *_memory(priced, rows))
     return RunComparison(quantities, sum(count for _, count in rows))
 
@@ -148,7 +147,7 @@ def _vocab(run: Path) -> int:
     return int(max(ids)) + 1
 
 
-def _times(priced: Candidate, rows: Rows) -> list[Quantity]:
+def _times(priced: PricedPlan, rows: Rows) -> list[Quantity]:
     quantities = [Quantity("step", "s", priced.seconds, _median(rows, lambda record, _: record["step_seconds"]))]
     waiting = {str(lane): priced.simulated.exposed[lane] for lane in Lane}
     # While the pipeline fills and drains, a stage waits for messages too: the run cannot tell the two apart.
@@ -181,7 +180,7 @@ def _bytes(job: TrainingJob, plan: Plan, rows: Rows) -> list[Quantity]:
     return quantities
 
 
-def _memory(priced: Candidate, rows: Rows) -> list[Quantity]:
+def _memory(priced: PricedPlan, rows: Rows) -> list[Quantity]:
     peaks = [max(record["memory"].values()) for record, _ in rows if record.get("memory")]
     return [Quantity("memory of a rank", "B", float(priced.memory.total), float(max(peaks)))] if peaks else []
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from thinwire.plan.candidates import Candidate
-from thinwire.plan.simulations import Simulations
+from thinwire.plan.priced import PricedPlan, Simulations
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import Plan
 
@@ -25,7 +24,7 @@ def sharings(job: TrainingJob) -> list[int]:
     return [ways for ways in range(2, experts + 1) if experts % ways == 0 and job.mesh.group(ways) is not None]
 
 
-def expert_candidates(job: TrainingJob, simulations: Simulations, bucket_bytes: int) -> list[Candidate]:
+def expert_candidates(job: TrainingJob, simulations: Simulations, bucket_bytes: int) -> list[PricedPlan]:
     """The fastest plan that fits for each number of ranks that share experts.
 
     Args:
@@ -47,7 +46,7 @@ def expert_candidates(job: TrainingJob, simulations: Simulations, bucket_bytes: 
             for name in SHARDED
         )
         fitting = [plan for each in plans for plan in _batched(job, simulations, each)]
-        priced = [simulations.candidate(job, plan, f"ep {ways}") for plan in fitting]
+        priced = [simulations.price(job, plan, f"ep {ways}") for plan in fitting]
         if priced:
             found.append(min(priced, key=lambda candidate: candidate.seconds))
     return found

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from thinwire.cost import NominalRates, ProfiledRates
-from thinwire.plan.candidates import Candidate
+from thinwire.plan.priced import PricedPlan, price_plan
 from thinwire.plan.rules import Cut, cut_problems, cuts, powers_of_two
-from thinwire.plan.search import Search, Searched, candidate, elsewhere
+from thinwire.plan.search import Search, Searched, elsewhere
 from thinwire.plan.training_job import TrainingJob
 from thinwire.sim import Resource
 from thinwire.spec import ClusterSpec, Link, Plan
@@ -83,7 +83,7 @@ def summary(plan: Plan) -> str:
     return "; ".join([" ".join(ways), *words] if ways else words)
 
 
-def critical_path(candidate: Candidate) -> dict[str, float]:
+def critical_path(candidate: PricedPlan) -> dict[str, float]:
     """Seconds of a step by cause.
 
     The causes are computation, its slowdown by codecs and transfers, waiting for each lane, and the additions of tensor
@@ -179,7 +179,7 @@ _LINKS = {
 }
 
 
-def binding(job: TrainingJob, chosen: Candidate) -> str:
+def binding(job: TrainingJob, chosen: PricedPlan) -> str:
     """The bottleneck of a plan's step, in one sentence."""
     busy, seconds = chosen.simulated.busy, chosen.seconds
     shares = {resource: work / seconds for resource, work in busy.items()}
@@ -204,12 +204,12 @@ def binding(job: TrainingJob, chosen: Candidate) -> str:
     return f"computation: {computing:.0%} of the step{sums}; {link} are busy for {shares[busiest]:.0%}; {memory}"
 
 
-def _noise(job: TrainingJob, chosen: Candidate) -> tuple[float, float] | None:
+def _noise(job: TrainingJob, chosen: PricedPlan) -> tuple[float, float] | None:
     if not isinstance(job.rates, ProfiledRates):
         return None
     quartiles: tuple[Literal["low", "high"], ...] = ("low", "high")
     low, high = (
-        candidate(
+        price_plan(
             replace(job, rates=ProfiledRates(job.rates.profile, job.model, job.compute_dtype, which)), chosen.plan
         )
         for which in quartiles

@@ -8,7 +8,9 @@ from typing import Any
 
 from thinwire.cost import (
     GPU_LOSS_CHUNK,
-    FlatCollectives,
+    CollectiveTimes,
+    LibraryCollectives,
+    MeasuredLibrary,
     Memory,
     ProfiledRates,
     Rates,
@@ -17,14 +19,13 @@ from thinwire.cost import (
     peer_memory,
     views_of,
 )
-from thinwire.cost.flat import GroupCalls
 from thinwire.errors import UsageError
-from thinwire.plan.batches import axis_rates, stage_message
-from thinwire.plan.candidates import Candidate
+from thinwire.plan.priced import PricedPlan
 from thinwire.plan.rules import UNCUT, Cut, divided, factors
+from thinwire.plan.space.batches import stage_message
 from thinwire.plan.training_job import TrainingJob
-from thinwire.sim.axes import idle_seconds, message_seconds
-from thinwire.sim.peers import MeasuredCalls, peer_step
+from thinwire.sim.axes import bubble_seconds, message_seconds
+from thinwire.sim.peers import peer_step
 from thinwire.spec import Factor, Plan
 from thinwire.units import format_bytes
 
@@ -116,7 +117,7 @@ def _computing_plainly(job: TrainingJob) -> Rates:
     return ProfiledRates(job.rates.profile.of_others(), job.model, job.compute_dtype, job.rates.quartile)
 
 
-def losses(ours: Candidate, peer: PeerPlan) -> list[str]:
+def losses(ours: PricedPlan, peer: PeerPlan) -> list[str]:
     """What a framework's configuration leaves out of the plan that was chosen, in words."""
     mine, theirs = ours.plan, peer.plan
     missing = []
@@ -163,16 +164,16 @@ def _shardings(framework: str, mesh: Factor) -> Iterator[dict[str, Any]]:
 
 
 def _seconds(job: TrainingJob, framework: str, plan: Plan) -> float:
-    rates, workload = axis_rates(job, plan), job.workload(plan)
-    step = peer_step(framework, plan, workload, rates, _calls(job, job.rates))
+    rates, workload = job.rates, job.workload(plan)
+    step = peer_step(framework, plan, workload, rates, _calls(job, rates))
     if plan.pp == 1:
         return step.seconds
     message = stage_message(job, plan)
-    return step.seconds + idle_seconds(plan, workload, rates, message) + message_seconds(plan, message)
+    return step.seconds + bubble_seconds(plan, workload, rates, message) + message_seconds(plan, message)
 
 
-def _calls(job: TrainingJob, rates: Rates) -> GroupCalls:
-    return MeasuredCalls(rates) if isinstance(rates, ProfiledRates) else FlatCollectives(job.cluster)
+def _calls(job: TrainingJob, rates: Rates) -> CollectiveTimes:
+    return MeasuredLibrary(rates) if isinstance(rates, ProfiledRates) else LibraryCollectives(job.cluster)
 
 
 def _memory(job: TrainingJob, framework: str, plan: Plan) -> Memory:

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from thinwire.errors import SpecError
-from thinwire.plan.search import candidate, elsewhere
+from thinwire.plan.priced import price_plan
+from thinwire.plan.search import elsewhere
 from thinwire.plan.training_job import TrainingJob
 from thinwire.program import Traffic, crossing_bytes, host_orders, leaf_by_leaf, lower, traffic_across
 from thinwire.spec import Plan
@@ -98,7 +99,7 @@ def slurm_hostfile(order: Sequence[str], local: int) -> str:
 def _placed(job: TrainingJob, plan: Plan, order: Sequence[str], hosts: Mapping[str, str], traffic: Traffic) -> Placed:
     leaves = leaf_numbers(hosts, order)
     cluster = job.cluster.with_(nodes_per_leaf=None, leaves=leaves)
-    seconds = candidate(elsewhere(job, cluster), plan).seconds
+    seconds = price_plan(elsewhere(job, cluster), plan).seconds
     return Placed(tuple(order), seconds, crossing_bytes(traffic, leaves) / max(1, sum(traffic.values())))
 
 

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from thinwire.cost import NominalRates
-from thinwire.plan.candidates import Candidate
-from thinwire.plan.simulations import Simulations
+from thinwire.plan.priced import PricedPlan, Simulations
 from thinwire.plan.training_job import TrainingJob
 from thinwire.program import Lane
 from thinwire.sim import Resource
@@ -53,7 +52,7 @@ class Refinement:
     job: TrainingJob
     simulations: Simulations
 
-    def of(self, best: Candidate) -> Candidate:
+    def of(self, best: PricedPlan) -> PricedPlan:
         """The best plan with every knob that makes it faster by more than a tie, unless its links and its computation
         leave nothing to gain; and with error feedback where it is free."""
         if best.seconds > self._least(best) * (1 + self.job.tie):
@@ -61,40 +60,40 @@ class Refinement:
                 best = refine(best)
         return self._fed_back(self._dealt_out(self._retaining(best)))
 
-    def _least(self, best: Candidate) -> float:
+    def _least(self, best: PricedPlan) -> float:
         """A lower bound of the seconds of a step with the work of this one, whatever overlaps what.
 
         Computation takes longer beside transfers, or waits for them. At published rates, messages that are cut up take
         longer together than a whole one. Measured seconds need not grow that way, so that only computation counts.
         """
         busy = best.simulated.busy
-        computing, standing = busy[Resource.COMPUTE], best.axes.idle + best.axes.messages
+        computing, bubble = busy[Resource.COMPUTE], best.axes.idle + best.axes.messages
         if not isinstance(self.job.rates, NominalRates):
-            return computing + standing
+            return computing + bubble
         computing += busy[Resource.CODEC]
         links = max(busy[Resource.INSIDE], busy[Resource.ACROSS], busy[Resource.SPINE])
         # Waiting for a transfer costs a second for each of its seconds; computing beside it costs at most that.
         beside = min(1.0, self.job.rates.least_slowing - 1) * min(computing, links)
-        return max(computing + beside, links) + standing
+        return max(computing + beside, links) + bubble
 
-    def _waits(self, best: Candidate, *lanes: Lane) -> bool:
+    def _waits(self, best: PricedPlan, *lanes: Lane) -> bool:
         """Whether computation waits for these lanes for longer than a tie."""
         return sum(best.simulated.exposed[lane] for lane in lanes) > self.job.tie * best.seconds
 
-    def _candidate(self, plan: Plan) -> Candidate:
-        return self.simulations.candidate(self.job, plan)
+    def _price(self, plan: Plan) -> PricedPlan:
+        return self.simulations.price(self.job, plan)
 
-    def _faster(self, best: Candidate, plans: Iterable[Plan]) -> Candidate:
+    def _faster(self, best: PricedPlan, plans: Iterable[Plan]) -> PricedPlan:
         """The fastest of the plans that fit, if it is faster than the best by more than a tie."""
-        tried = (self._candidate(plan) for plan in plans)
+        tried = (self._price(plan) for plan in plans)
         faster = [c for c in tried if c.fits and c.seconds * (1 + self.job.tie) < best.seconds]
         return min(faster, key=lambda c: c.seconds, default=best)
 
-    def _in_chunks(self, best: Candidate) -> Candidate:
+    def _in_chunks(self, best: PricedPlan) -> PricedPlan:
         """With reductions in chunks: they shorten a unit's reduction and the last bucket's at most."""
         return self._faster(best, [best.plan.with_(bucket_chunks=chunks) for chunks in _CHUNKS])
 
-    def _under_input_gradients(self, best: Candidate) -> Candidate:
+    def _under_input_gradients(self, best: PricedPlan) -> PricedPlan:
         """With reductions that start before the input gradient: those of the head alone, or of every linear layer,
         which are then units of their own."""
         if best.plan.tp > 1 or best.plan.ep > 1:
@@ -102,7 +101,7 @@ class Refinement:
         first = {"overlap": {"input_gradient": True}}
         return self._faster(best, [best.plan.with_(**first, granularity=size) for size in ("block", "module")])
 
-    def _in_buckets(self, best: Candidate) -> Candidate:
+    def _in_buckets(self, best: PricedPlan) -> PricedPlan:
         """With smaller or larger buckets."""
         plan = best.plan
         if not self._waits(best, Lane.REDUCE, Lane.SYNC) or plan.optimizer == plan.params == plan.mesh:
@@ -110,13 +109,13 @@ class Refinement:
         sizes = {max(_SMALLEST_BUCKET, int(plan.bucket_bytes * times)) for times in _BUCKETS}
         return self._faster(best, [plan.with_(bucket_bytes=size) for size in sorted(sizes - {plan.bucket_bytes})])
 
-    def _further_ahead(self, best: Candidate) -> Candidate:
+    def _further_ahead(self, best: PricedPlan) -> PricedPlan:
         """With gathers that start two units ahead."""
         if best.plan.params.ranks == 1 or not self._waits(best, Lane.GATHER):
             return best
         return self._faster(best, [best.plan.with_(prefetch=best.plan.prefetch + 1)])
 
-    def _retaining(self, best: Candidate) -> Candidate:
+    def _retaining(self, best: PricedPlan) -> PricedPlan:
         """With units that travel together, or that stay gathered as far as memory reaches: both spare gathers, whose
         bytes the choice between ways of sharding has counted."""
         plan = best.plan
@@ -134,7 +133,7 @@ class Refinement:
         changes = (together, stays, {**together, **stays})
         return self._faster(best, [plan.with_(**change) for change in changes])
 
-    def _dealt_out(self, best: Candidate) -> Candidate:
+    def _dealt_out(self, best: PricedPlan) -> PricedPlan:
         """With whole tensors dealt to the ranks that share the optimizer states."""
         plan = best.plan
         owners = plan.optimizer.ranks // plan.params.ranks
@@ -142,12 +141,12 @@ class Refinement:
             return best
         return self._faster(best, [plan.with_(partition="inter")])
 
-    def _fed_back(self, best: Candidate) -> Candidate:
+    def _fed_back(self, best: PricedPlan) -> PricedPlan:
         """With error feedback, if gradients have few bits, it fits, and the step ties with the one without."""
         wire = best.plan.wire
         if not any(_has_few_bits(codec) for codec in (wire.reduce_intra, wire.reduce_inter)):
             return best
-        fed = self._candidate(best.plan.with_(wire={"error_feedback": True}))
+        fed = self._price(best.plan.with_(wire={"error_feedback": True}))
         return fed if fed.fits and fed.seconds <= best.seconds * (1 + self.job.tie) else best
 
 

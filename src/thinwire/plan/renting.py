@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from thinwire.cost.goodput import Goodput, goodput
 from thinwire.errors import SpecError, UsageError
-from thinwire.plan.candidates import Candidate
 from thinwire.plan.explain import shortage
+from thinwire.plan.priced import PricedPlan
 from thinwire.plan.search import Searched, elsewhere, search
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import ClusterSpec, Failures, NodeGroup, Spot, first_nodes
@@ -53,7 +53,7 @@ class Rental:
         per_billion: Price of 10^9 tokens, failures included; ``None`` if prices are unknown.
     """
 
-    candidate: Candidate
+    candidate: PricedPlan
     offer: Offer
     tokens_per_second: float
     per_billion: float | None
@@ -92,14 +92,14 @@ def offers(cluster: ClusterSpec) -> list[Offer]:
     return [_offer(groups, cluster.gpus_per_node, frozenset(spot), failures) for spot in choices]
 
 
-def rental(job: TrainingJob, candidate: Candidate, offer: Offer) -> Rental:
+def rental(job: TrainingJob, candidate: PricedPlan, offer: Offer) -> Rental:
     """A plan on nodes that are rented in one way."""
     rate = job.tokens_per_step / candidate.seconds * offer.goodput.share
     price = None if offer.per_hour is None else math.inf if not rate else offer.per_hour / 3600 / rate * 1e9
     return Rental(candidate, offer, rate, price)
 
 
-def rentals(job: TrainingJob, candidate: Candidate) -> list[Rental]:
+def rentals(job: TrainingJob, candidate: PricedPlan) -> list[Rental]:
     """A plan on the job's nodes, rented in every way; see :func:`offers`."""
     return [rental(job, candidate, offer) for offer in offers(job.cluster)]
 

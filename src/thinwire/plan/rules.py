@@ -11,7 +11,7 @@ from thinwire.spec import Factor, ModelSpec, Plan
 from thinwire.spec.pipeline import STAGES_OF_A_RANK
 
 __all__ = [
-    "UNCUT", "Chain", "Cut", "chain_ends", "cut_problems", "cuts", "divided", "factors", "knobs",
+    "UNCUT", "Chain", "Cut", "chain_ends", "cut_problems", "cuts", "divided", "factors", "complexity",
     "powers_of_two", "secondaries",
 ]  # fmt: skip
 
@@ -38,7 +38,7 @@ class Cut(NamedTuple):
         return self.tp * self.pp
 
     @property
-    def knobs(self) -> int:
+    def complexity(self) -> int:
         """How many knobs the cut turns."""
         return (self.tp > 1) + (self.pp > 1) + (self.schedule != "1f1b")
 
@@ -135,7 +135,7 @@ def _secondaries(mesh: Factor, params: Factor) -> tuple[Factor | None, ...]:
     return (None, *inner)
 
 
-def knobs(plan: Plan) -> int:
+def complexity(plan: Plan) -> int:
     """How many things a plan does that plain data parallelism does not. A tie goes to the plan with fewer.
 
     Error feedback does not count: it is turned on where it is free, for the sake of the loss.
@@ -146,7 +146,7 @@ def knobs(plan: Plan) -> int:
     turned += [plan.gather_bytes > 0 or plan.reduce_bytes > 0, plan.persist_bytes > 0 or plan.reuse_bytes > 0]
     turned += [plan.bucket_chunks > 1, plan.params.ranks > 1, plan.grads != plan.params, plan.optimizer != plan.params]
     turned += [plan.ep > 1, plan.cp > 1]
-    return sum(turned) + Cut.of(plan).knobs
+    return sum(turned) + Cut.of(plan).complexity
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,10 +1,10 @@
 """Exhaustive search: bound the step of every valid plan, then simulate the most promising ones.
 
-The search simulates plans in the order of their :mod:`bounds <thinwire.plan.bounds>`. It ends when the best simulated
-time is within the resolution of the next bound, or after a number of simulations; its result says by how much any plan
-of the whole space can be faster than the first. If the job allows tensor and pipeline parallelism, the search goes
-through the cuts of the model one by one. It drops a batch early if its computation and idle time alone exceed the step
-of the best plan so far.
+The search simulates plans in the order of their :mod:`bounds <thinwire.plan.space.bounds>`. It ends when the best
+simulated time is within the resolution of the next bound, or after a number of simulations; its result says by how much
+any plan of the whole space can be faster than the first. If the job allows tensor and pipeline parallelism, the search
+goes through the cuts of the model one by one. It drops a batch early if its computation and idle time alone exceed the
+step of the best plan so far.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from thinwire.cost import Memory, NominalRates
-from thinwire.plan.candidates import Candidate
-from thinwire.plan.drafts import DraftGroup, Drafts, PlanDraft
 from thinwire.plan.experts import expert_candidates
-from thinwire.plan.promising import Promising
+from thinwire.plan.priced import PricedPlan, Simulations
 from thinwire.plan.refine import Refinement
-from thinwire.plan.rules import UNCUT, Cut, knobs
-from thinwire.plan.simulations import Simulations, candidate
-from thinwire.plan.state_bytes import fits
+from thinwire.plan.rules import UNCUT, Cut, complexity
+from thinwire.plan.space.candidates import ByBound, Candidate, CandidateGroup, Candidates
+from thinwire.plan.space.state_bytes import fits
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import ClusterSpec, Plan
 
-__all__ = ["CLASSICS", "RESOLUTION", "Search", "Searched", "candidate", "elsewhere", "search"]
+__all__ = ["CLASSICS", "RESOLUTION", "Search", "Searched", "elsewhere", "search"]
 
 CLASSICS = ("zero1", "zero2", "zero3", "mics", "zeropp")
 """Presets that every table shows for comparison."""
@@ -58,8 +56,8 @@ class Searched:
         simulations: What was simulated; what-ifs begin with it.
     """
 
-    candidates: tuple[Candidate, ...]
-    classics: tuple[Candidate, ...]
+    candidates: tuple[PricedPlan, ...]
+    classics: tuple[PricedPlan, ...]
     cuts: int
     considered: int
     fitting: int
@@ -99,31 +97,31 @@ class Search:
         self.job = job
         self.simulations = simulations or Simulations()
         self._pricer = self.simulations.pricer(job)
-        self._cuts = {cut: Drafts(job, cut, self._pricer) for cut in job.cuts}
+        self._cuts = {cut: Candidates(job, cut, self._pricer) for cut in job.cuts}
 
-    def _candidate(self, plan: Plan, label: str | None = None) -> Candidate:
-        return self.simulations.candidate(self.job, plan, label)
+    def _price(self, plan: Plan, label: str | None = None) -> PricedPlan:
+        return self.simulations.price(self.job, plan, label)
 
     def run(self, top: int) -> Searched:
         """Bound all plans, and simulate the best; classic systems are left out."""
         promising, simulated = self._promising()
         best = min((priced.seconds for priced in simulated.values() if priced.fits), default=math.inf)
         most, least = max(top, 16 + MOST_BLOCKS // self.job.model.layers), math.inf
-        for draft in promising.in_order():
-            if draft in simulated:
+        for candidate in promising.in_order():
+            if candidate in simulated:
                 continue
-            done = len(simulated) >= top and draft.bound * (1 + RESOLUTION) > best
+            done = len(simulated) >= top and candidate.bound * (1 + RESOLUTION) > best
             if done or len(simulated) >= most:
-                least = draft.bound
+                least = candidate.bound
                 break
-            if self._fits(draft):
-                simulated[draft] = self._candidate(self.plan(draft))
-                best = min(best, simulated[draft].seconds)
+            if self._fits(candidate):
+                simulated[candidate] = self._price(self.plan(candidate))
+                best = min(best, simulated[candidate].seconds)
         # The plans with the fewest knobs among those that may tie with the best.
         # Memory is checked last: thousands of plans may tie, and computing the memory of a plan is the slowest step.
-        tying = (draft for draft in promising.plainest(best * (1 + self.job.tie)) if draft not in simulated)
-        for draft in list(itertools.islice(filter(self._fits, tying), top)):
-            simulated[draft] = self._candidate(self.plan(draft))
+        tying = (candidate for candidate in promising.plainest(best * (1 + self.job.tie)) if candidate not in simulated)
+        for candidate in list(itertools.islice(filter(self._fits, tying), top)):
+            simulated[candidate] = self._price(self.plan(candidate))
         ranked = _ranked(
             [*simulated.values(), *_sharing_experts(self.job, self._cuts.get(UNCUT), self.simulations)], self.job.tie
         )
@@ -141,72 +139,72 @@ class Search:
             simulations=self.simulations,
         )
 
-    def _promising(self) -> tuple[Promising, dict[PlanDraft, Candidate]]:
-        """All drafts, and the simulated best of every cut but the last.
+    def _promising(self) -> tuple[ByBound, dict[Candidate, PricedPlan]]:
+        """All candidates, and the simulated best of every cut but the last.
 
-        That best time is a limit for the following cuts: drafts that take longer are not generated. Pipelines come
+        That best time is a limit for the following cuts: candidates that take longer are not generated. Pipelines come
         first, which have the fewest plans, then the cuts that compute least, so that the limit is low early.
         """
-        groups: dict[Cut, list[DraftGroup]] = {cut: [] for cut in self._cuts}
-        simulated: dict[PlanDraft, Candidate] = {}
+        groups: dict[Cut, list[CandidateGroup]] = {cut: [] for cut in self._cuts}
+        simulated: dict[Candidate, PricedPlan] = {}
         best = math.inf
         # The order of the cuts alone would take longer. Plans that share experts may still fit, and count these.
         if self.job.model.experts is None and not self._may_fit():
-            return Promising([]), simulated
+            return ByBound([]), simulated
         order = sorted(self._cuts, key=lambda cut: (cut.pp == 1, self._cuts[cut].least))
         for cut in order:
             groups[cut] = list(self._cuts[cut].groups(best * (1 + self.job.tie)))
             if cut == order[-1]:
                 break
-            drafts = itertools.islice(Promising(groups[cut]).in_order(), _TRIED)
-            first = next((draft for draft in drafts if self._fits(draft)), None)
+            candidates = itertools.islice(ByBound(groups[cut]).in_order(), _TRIED)
+            first = next((candidate for candidate in candidates if self._fits(candidate)), None)
             if first is not None and first.bound < best:
-                simulated[first] = self._candidate(self.plan(first))
+                simulated[first] = self._price(self.plan(first))
                 best = min(best, simulated[first].seconds)
-        return Promising([group for of_cut in groups.values() for group in of_cut]), simulated
+        return ByBound([group for of_cut in groups.values() for group in of_cut]), simulated
 
-    def _fits(self, draft: PlanDraft) -> bool:
-        """Whether a draft fits into memory, including the messages of its codecs."""
-        return self.simulations.memory(self.job, self.plan(draft)).total <= self.job.cluster.memory
+    def _fits(self, candidate: Candidate) -> bool:
+        """Whether a candidate fits into memory, including the messages of its codecs."""
+        return self.simulations.memory(self.job, self.plan(candidate)).total <= self.job.cluster.memory
 
-    def drafts(self) -> Iterator[PlanDraft]:
+    def candidates(self) -> Iterator[Candidate]:
         """Every valid plan that fits into memory without codecs, with its estimate."""
         for part in self._cuts.values():
-            yield from part.drafts()
+            yield from part.candidates()
 
-    def plan(self, draft: PlanDraft) -> Plan:
-        """The full plan of a draft."""
-        return self._cuts[draft.cut].plan(draft)
+    def plan(self, candidate: Candidate) -> Plan:
+        """The full plan of a candidate."""
+        return self._cuts[candidate.cut].plan(candidate)
 
-    def classics(self) -> Iterator[Candidate]:
+    def classics(self) -> Iterator[PricedPlan]:
         """Every classic system with its best micro-batch and recomputation; all ranks are data-parallel."""
         if not self.job.allows(UNCUT):
             return
-        drafts = self._cuts.get(UNCUT) or Drafts(self.job, UNCUT, self._pricer)
+        candidates = self._cuts.get(UNCUT) or Candidates(self.job, UNCUT, self._pricer)
         for name in CLASSICS:
             preset = Plan.preset(
                 name,
-                nodes=drafts.mesh.nodes,
-                local=drafts.mesh.local,
+                nodes=candidates.mesh.nodes,
+                local=candidates.mesh.local,
                 compute_dtype=self.job.compute_dtype,
-                bucket_bytes=drafts.bucket_bytes,
+                bucket_bytes=candidates.bucket_bytes,
             )
-            yield self._best_batch(drafts, preset, name)
+            yield self._best_batch(candidates, preset, name)
 
-    def _best_batch(self, drafts: Drafts, plan: Plan, label: str) -> Candidate:
+    def _best_batch(self, candidates: Candidates, plan: Plan, label: str) -> PricedPlan:
         """A plan with the batch that makes it fastest, or with the smallest batch if none fits."""
-        states = drafts.states.of((plan.params, plan.grads, plan.optimizer), plan.secondary)
-        fitting = [batch for batch in drafts.batches if fits(states, batch, self.job.cluster.memory)]
+        states = candidates.states.of((plan.params, plan.grads, plan.optimizer), plan.secondary)
+        fitting = [batch for batch in candidates.batches if fits(states, batch, self.job.cluster.memory)]
         tried = sorted(fitting, key=lambda batch: batch.computing)[:2] if fitting else []
         if not tried:
-            tried = [min(drafts.batches, key=lambda batch: max(batch.working))]
-        best: Candidate | None = None
+            tried = [min(candidates.batches, key=lambda batch: max(batch.working))]
+        best: PricedPlan | None = None
         for batch in tried:
-            if best is not None and batch.computing + batch.standing > best.seconds:
+            if best is not None and batch.computing + batch.bubble > best.seconds:
                 break
             count, again = batch.micro_batches, batch.recompute
             batched = plan.with_(micro_batch=batch.micro_batch, micro_batches=count, recompute=again)
-            priced = self._candidate(batched, label)
+            priced = self._price(batched, label)
             best = priced if best is None or priced.seconds < best.seconds else best
         assert best is not None, "there is a batch"
         return best
@@ -217,33 +215,33 @@ class Search:
         Among several, it is the one with the fewest tensor-parallel ranks and stages, then the one with the least
         sharding.
         """
-        _, draft = min((drafts.smallest() for drafts in self._cuts.values()), key=lambda found: found[0])
-        plan = self.plan(draft)
+        _, candidate = min((candidates.smallest() for candidates in self._cuts.values()), key=lambda found: found[0])
+        plan = self.plan(candidate)
         return plan, self.simulations.memory(self.job, plan)
 
     def _may_fit(self) -> bool:
         """Whether any plan fits, without the messages of codecs."""
         cuts = reversed(self._cuts.values())  # from the one with the most tensor-parallel ranks and stages
-        return any(drafts.smallest()[0] <= self.job.cluster.memory for drafts in cuts)
+        return any(candidates.smallest()[0] <= self.job.cluster.memory for candidates in cuts)
 
 
-def _sharing_experts(job: TrainingJob, drafts: Drafts | None, simulations: Simulations) -> list[Candidate]:
-    """Plans whose ranks share experts, if the model has any; ``drafts`` are those without tensor and pipeline
+def _sharing_experts(job: TrainingJob, candidates: Candidates | None, simulations: Simulations) -> list[PricedPlan]:
+    """Plans whose ranks share experts, if the model has any; ``candidates`` are those without tensor and pipeline
     parallelism, if they are allowed."""
-    if drafts is None or job.model.experts is None:
+    if candidates is None or job.model.experts is None:
         return []
-    return expert_candidates(job, simulations, drafts.bucket_bytes)
+    return expert_candidates(job, simulations, candidates.bucket_bytes)
 
 
 _TRIED = 8
-"""Drafts of a cut to check at most for one that fits with its codecs' messages, before the search goes on."""
+"""Candidates of a cut to check at most for one that fits with its codecs' messages, before the search goes on."""
 
 
-def _ranked(candidates: list[Candidate], tie: float) -> list[Candidate]:
+def _ranked(candidates: list[PricedPlan], tie: float) -> list[PricedPlan]:
     """Fitting candidates, fastest first; among those that tie with the fastest, the one with the fewest knobs leads."""
-    by_time = sorted((c for c in candidates if c.fits), key=lambda c: (c.seconds, knobs(c.plan)))
+    by_time = sorted((c for c in candidates if c.fits), key=lambda c: (c.seconds, complexity(c.plan)))
     if not by_time:
         return []
     tied = [c for c in by_time if c.seconds <= by_time[0].seconds * (1 + tie)]
-    first = min(tied, key=lambda c: (knobs(c.plan), c.seconds))
+    first = min(tied, key=lambda c: (complexity(c.plan), c.seconds))
     return [first, *(c for c in by_time if c is not first)]

@@ -7,17 +7,28 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from thinwire.cost import GPU_LOSS_CHUNK, HOST_LOSS_CHUNK, OVERHEAD, ModelPart, ProfiledRates, Rates, parts, units
+from thinwire.cost import (
+    GPU_LOSS_CHUNK,
+    HOST_LOSS_CHUNK,
+    OVERHEAD,
+    HopCollectives,
+    ModelPart,
+    ProfiledRates,
+    Rates,
+    parts,
+    units,
+)
 from thinwire.cost.memory import stage_model, stages
 from thinwire.errors import SpecError
 from thinwire.plan.rules import UNCUT, Cut, cut_problems, cuts, divided, powers_of_two
 from thinwire.program import UnitInfo
 from thinwire.sim import Workload
-from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan, mean_peak
+from thinwire.sim.axes import AxisCosts
+from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
 from thinwire.spec.pipeline import keeps_busy
 from thinwire.spec.plan import Dtype
 
-__all__ = ["CODEC_LEVELS", "CodecLevel", "TrainingJob", "refuse_context"]
+__all__ = ["CODEC_LEVELS", "CodecLevel", "TrainingJob", "axis_costs", "refuse_context"]
 
 CodecLevel = Literal["none", "lossless", "standard", "aggressive"]
 
@@ -114,11 +125,6 @@ class TrainingJob:
         on_host = isinstance(self.rates, ProfiledRates) and self.rates.profile.backend == "gloo"
         return HOST_LOSS_CHUNK if on_host else GPU_LOSS_CHUNK
 
-    @property
-    def peak_flops(self) -> float:
-        """Peak FLOP/s of one accelerator in the compute dtype; of unlike nodes, the mean."""
-        return mean_peak(self.cluster, self.compute_dtype)
-
     # -- how the ranks may share the model ---------------------------------------------------------------------------
 
     @property
@@ -185,7 +191,13 @@ class TrainingJob:
 
     def workload(self, plan: Plan) -> Workload:
         """The work of one step on a rank of the largest stage."""
-        return Workload(self.parts(plan), self.units(plan), self.seq, self.clip)
+        parts = self.parts(plan)
+        return Workload(parts, self.units(plan), self.seq, self.clip, exchanges=axis_costs(self, plan).exchanges(parts))
+
+
+def axis_costs(job: TrainingJob, plan: Plan) -> AxisCosts:
+    """What ranks exchange that share tensors, experts or sequences under a plan of a job."""
+    return AxisCosts(plan, job.model, job.seq, job.rates, HopCollectives(job.rates))
 
 
 def _largest_stage(model: ModelSpec, plan: Plan) -> ModelSpec:

@@ -1,13 +1,19 @@
-"""The simulator: it prices the program that the runtime performs. Never imports torch."""
+"""The simulator: it prices the program that the runtime performs. Never imports torch.
+
+A program becomes a script of instructions (``script.py``, ``writer.py``), in which equal blocks are repeated sections
+(``repetition.py``). A player performs it on a clock (``player.py``, ``clock.py``), and ``step.py`` makes a step of
+that. ``axes.py`` adds what tensor, pipeline, expert and context parallelism cost. Cases (``cases.py``) are steps of
+an engine (``engine.py``): thinwire's own, or one that a package adds; ``peers.py`` has other frameworks at thinwire's
+rates.
+"""
 
 from thinwire.sim.cases import Answer, Case, Slowed, answer, read_cases
 from thinwire.sim.clock import Resource
 from thinwire.sim.disturbed import Disturbance, Disturbed, disturbed
-from thinwire.sim.engines import ENGINES, Engine
+from thinwire.sim.engine import Engine, engines
 from thinwire.sim.step import Simulated, Workload, simulate
 
 __all__ = [
-    "ENGINES",
     "Answer",
     "Case",
     "Disturbance",
@@ -19,6 +25,7 @@ __all__ = [
     "Workload",
     "answer",
     "disturbed",
+    "engines",
     "read_cases",
     "simulate",
 ]

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field
 from thinwire.cost import Memory, kept_activations, parts, units
 from thinwire.errors import SpecError
 from thinwire.program import Lane, node_order
-from thinwire.sim.engines import ENGINES, Engine
+from thinwire.sim.engine import Engine, engines
 from thinwire.sim.step import Simulated, Workload
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan, mean_peak
 from thinwire.spec.accelerators import ACCELERATORS
@@ -60,7 +60,9 @@ class Case(Spec):
     recompute: Flag = Field(default=False, description="blocks are recomputed in the backward")
     tp: Count = Field(default=1, description="ranks of a tensor-parallel group")
     pp: Count = Field(default=1, description="pipeline stages")
-    engine: str = Field(default="thinwire", description=f"system that performs the step: {', '.join(ENGINES)}")
+    engine: str = Field(
+        default="thinwire", description="system that performs the step: thinwire, or one that a package adds"
+    )
     plan: str | dict[str, Any] = Field(description="preset, or factors: params, grads, optimizer, secondary, partition")
     wire: str | dict[str, Any] | None = Field(default=None, description="policy, or fields of a plan's wire")
     dtype: Annotated[Literal["bfloat16", "float16", "float32"], BeforeValidator(_long_name)] = Field(
@@ -197,7 +199,10 @@ def answer(case: Case, *, trace: bool = False, slowed: Slowed = NOT_SLOWED) -> A
     kept = kept_activations(stage, plan, cut, seq=model.seq) if trace else ()
     workload = Workload(cut, infos, model.seq, clip=True, kept=kept)
     machine = slowed.cluster(cluster)
-    simulated = engine.step(plan, workload, machine, micro_batches=plan.micro_batches, hidden=model.hidden, trace=trace)
+    # Of unlike nodes, the step is as the slowest of them see it.
+    groups: Sequence[int | None] = range(len(machine.groups)) or (None,)
+    steps = [engine.step(plan, workload, machine, model, group=group, trace=trace) for group in groups]
+    simulated = max(steps, key=lambda step: step.seconds)
     # The last stage holds the head; the first one holds the embedding.
     held = [unit for part, unit in zip(cut, infos, strict=True) if plan.pp == 1 or part.kind != "embedding"]
     needed = engine.memory(stage, plan, held, seq=model.seq)
@@ -206,9 +211,11 @@ def answer(case: Case, *, trace: bool = False, slowed: Slowed = NOT_SLOWED) -> A
 
 
 def _engine(case: Case) -> Engine:
-    if case.engine not in ENGINES:
-        raise SpecError(_what(case), [f"engine = {case.engine!r} is unknown; valid are {', '.join(ENGINES)}"])
-    return ENGINES[case.engine]
+    known = engines()
+    if case.engine not in known:
+        more = "" if len(known) > 1 else "; the systems of publications come with thinwire-bench"
+        raise SpecError(_what(case), [f"engine = {case.engine!r} is unknown; valid are {', '.join(known)}{more}"])
+    return known[case.engine]
 
 
 def _what(case: Case) -> str:

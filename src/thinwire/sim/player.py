@@ -122,7 +122,7 @@ class _Lanes:
         self._queues: dict[Queue, deque[_Flight]] = {}
         self._busy_queues: set[Queue] = set()
         self._loads: dict[int, Burden] = {}
-        self._finals: list[tuple[int, float, _Flight | None]] = []  # turn, seconds of the update, and the operation
+        self._finals: list[tuple[float, _Flight | None]] = []  # seconds of the update, and the operation
         self._spreads = 0  # spreads by which references are further on
 
     @property
@@ -145,7 +145,7 @@ class _Lanes:
         self._pending[lane][run.number] = run
         self._counts[lane] += 1
         if launch.update is not None and launch.lane in (Lane.REDUCE, Lane.SYNC):
-            self._finals.append((launch.turn, launch.update, run))
+            self._finals.append((launch.update, run))
         for other in needed:
             other.then.append(run)
         for key in launch.queues:
@@ -308,7 +308,7 @@ class Player(_Lanes):
         other._pending = {lane: {n: of(run) for n, run in pending.items()} for lane, pending in self._pending.items()}
         other._queues = {key: deque(map(of, queue)) for key, queue in self._queues.items()}
         other._busy_queues = set(self._busy_queues)
-        other._finals = [(turn, s, None if run is None else of(run)) for turn, s, run in self._finals]
+        other._finals = [(seconds, None if run is None else of(run)) for seconds, run in self._finals]
         other._spreads = self._spreads
         return other
 
@@ -389,9 +389,8 @@ class Player(_Lanes):
 
     def _begin_update(self, instruction: UpdateParameters) -> bool:
         """Update parameters as their gradients arrive. Returns whether computation is busy or waits."""
-        finals = sorted(self._finals, key=lambda final: final[0])
         each = instruction.seconds is not None
-        self._updating.extend((run, seconds if each else None) for _, seconds, run in finals)
+        self._updating.extend((run, seconds if each else None) for seconds, run in self._finals)
         return self._update()
 
     def _update(self) -> bool:
@@ -472,7 +471,7 @@ class Player(_Lanes):
                 run.number += more
             self._pending[lane] = {run.number: run for run in pending}
         # All of the skipped operations have ended, except those that are on their way now.
-        again = [(turn, seconds, None) for turn, seconds, _ in self._finals[before.finals : mark.finals]]
+        again = [(seconds, None) for seconds, _ in self._finals[before.finals : mark.finals]]
         self._finals[before.finals : before.finals] = again * times
 
 

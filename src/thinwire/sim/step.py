@@ -14,14 +14,16 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from thinwire.cost import PricedStage, Rates, moves
-from thinwire.program import Axis, Event, Lane, Operation, Phase, StepProgram, UnitInfo, exchange_operations, lower
+from thinwire.program import Lane, Operation, UnitInfo, exchange_operations, lower
 from thinwire.program.timeline import Level, Span
 from thinwire.sim.clock import Resource
 from thinwire.sim.player import Player
-from thinwire.sim.script import UNLIMITED, Headroom, Pricing, Script, Section, Workload, repeated, write
+from thinwire.sim.repetition import repeated
+from thinwire.sim.script import Execution, Pricing, Script, Section, Workload, part_seconds
+from thinwire.sim.writer import write
 from thinwire.spec import Plan
 
-__all__ = ["PLAYED", "Played", "Pricing", "Simulated", "Workload", "play", "simulate"]
+__all__ = ["PLAYED", "Execution", "Played", "Pricing", "Simulated", "Workload", "part_seconds", "play", "simulate"]
 
 PLAYED = 3
 """Most micro-batches to play; further ones repeat the last of the middle ones."""
@@ -58,8 +60,7 @@ def simulate(
     *,
     micro_batches: int = 1,
     trace: bool = False,
-    pricing: Pricing | None = None,
-    room: Headroom = UNLIMITED,
+    execution: Execution | None = None,
 ) -> Simulated:
     """Play one step in steady state. Its exchanges with other islands count with their mean over many steps.
 
@@ -69,10 +70,9 @@ def simulate(
         rates: Seconds of each part without slowdown.
         micro_batches: Micro-batches per step (``M``).
         trace: Whether to keep spans and levels.
-        pricing: Prices operations in an engine other than thinwire.
-        room: What the engine's buffers have room for.
+        execution: How an engine other than thinwire performs it.
     """
-    played = play(plan, workload, rates, micro_batches=micro_batches, trace=trace, pricing=pricing, room=room)
+    played = play(plan, workload, rates, micro_batches=micro_batches, trace=trace, execution=execution)
     step = played.step(micro_batches)
     return step if plan.num_islands == 1 else with_exchanges(plan, workload.units, rates, step)
 
@@ -130,11 +130,10 @@ def play(
     *,
     micro_batches: int = 1,
     trace: bool = False,
-    pricing: Pricing | None = None,
-    room: Headroom = UNLIMITED,
+    execution: Execution | None = None,
 ) -> Played:
     """Play one step in steady state, with three micro-batches if it has more; arguments as of :func:`simulate`."""
-    script = _script(plan, workload, rates, min(micro_batches, PLAYED), trace, pricing, room)
+    script = _script(plan, workload, rates, min(micro_batches, PLAYED), trace, execution)
     player = Player(plan, script, trace=trace)
     if micro_batches <= PLAYED:
         player.play([*script.begin, *_passes(script, range(micro_batches)), *script.end])
@@ -185,8 +184,7 @@ def _script(
     rates: Rates,
     micro_batches: int,
     trace: bool = False,
-    pricing: Pricing | None = None,
-    room: Headroom = UNLIMITED,
+    execution: Execution | None = None,
 ) -> Script:
     """The script of a step, of fewer blocks if those that are left out repeat others."""
 
@@ -196,67 +194,14 @@ def _script(
         shared = bool(operation.units) and units[operation.units[0]].experts
         return moves(of_experts if shared else plan, operation, rates)
 
-    whole = trace or pricing is not None or room != UNLIMITED
-    fewer = None if whole else repeated(plan, workload)
+    fewer = None if trace or execution is not None else repeated(plan, workload)
+    execution = execution or Execution(thinwire)
     if fewer is not None:
         program = lower(plan, fewer.workload.units, micro_batches=micro_batches)
-        script = write(plan, workload, rates, program, thinwire, fewer=fewer)
+        script = write(plan, workload, rates, program, execution, fewer=fewer)
         if script is not None:
             return script
-    program = lower(plan, workload.units, micro_batches=micro_batches)
-    if not plan.overlap.gather:
-        room = replace(room, ahead=1.0)
-    if not plan.overlap.reduce:
-        room = replace(room, bucket=None)
-    program = _split_reductions(_split_gathers(program, room), room)
-    script = write(plan, workload, rates, program, pricing or thinwire, trace=trace, room=room)
+    program = execution.revised(lower(plan, workload.units, micro_batches=micro_batches))
+    script = write(plan, workload, rates, program, execution, trace=trace)
     assert script is not None, "a whole script repeats nothing"
     return script
-
-
-def _split_gathers(program: StepProgram, room: Headroom) -> StepProgram:
-    """The program with gathers of parameters that start ahead only as far as there is room, and only in the forward.
-
-    The rest of a gather starts when its unit is needed. What hosts and accelerators do for a unit counts once, with
-    the share that starts ahead.
-    """
-    if room.ahead >= 1:
-        return program
-    operations, waits = list(program.operations), dict(program.waits)
-    for event, awaited in program.waits.items():
-        for operation in map(program.operations.__getitem__, awaited):
-            if operation.lane is not Lane.GATHER or operation.start == event:
-                continue
-            if event.phase is not Phase.PRE_FORWARD or room.ahead <= 0:
-                operations[operation.index] = replace(operation, start=event)
-                continue
-            operations[operation.index] = _scaled(operation, room.ahead)
-            rest = _without_units(_scaled(operation, 1 - room.ahead), len(operations), event)
-            operations.append(rest)
-            waits[event] = (*waits[event], rest.index)
-    return replace(program, operations=tuple(operations), waits=waits)
-
-
-def _split_reductions(program: StepProgram, room: Headroom) -> StepProgram:
-    """The program with each reduction over the parameters' shards in two: computation waits for what overflows."""
-    overflow = 0.0 if room.bucket is None else 1 - room.bucket
-    operations, waits = list(program.operations), dict(program.waits)
-    for operation in program.operations if overflow > 0 else ():
-        if operation.lane is not Lane.REDUCE or operation.axis is not Axis.PARAMS:
-            continue
-        operations[operation.index] = _scaled(operation, 1 - overflow)
-        # What the host and the accelerator do for its units counts once, with the other share.
-        waited = _without_units(_scaled(operation, overflow), len(operations), operation.start)
-        operations.append(waited)
-        waits[operation.start] = (*waits.get(operation.start, ()), waited.index)
-    return replace(program, operations=tuple(operations), waits=waits)
-
-
-def _without_units(operation: Operation, index: int, start: Event) -> Operation:
-    """A share of an operation as one of its own. Its units and their memory count with the other share."""
-    return replace(operation, index=index, start=start, units=(), buffers=(), bucket=())
-
-
-def _scaled(operation: Operation, share: float) -> Operation:
-    """A share of an operation's bytes."""
-    return replace(operation, hops=tuple(replace(hop, sent=round(hop.sent * share)) for hop in operation.hops))

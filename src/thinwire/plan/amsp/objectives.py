@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from thinwire.cost import ProfiledRates
 from thinwire.cost.memory import largest_memory
 from thinwire.errors import SpecError
-from thinwire.plan.amsp import AmspPlan, amsp_plan, amsp_search, seconds_by_reducing
-from thinwire.plan.candidates import Candidate
+from thinwire.plan.amsp.solver import AmspPlan, amsp_plan, amsp_search, seconds_by_reducing
+from thinwire.plan.priced import PricedPlan, Simulations
 from thinwire.plan.search import Search
-from thinwire.plan.simulations import Simulations
 from thinwire.plan.training_job import TrainingJob
 from thinwire.sim import Resource
 from thinwire.spec import Plan
@@ -33,7 +32,7 @@ class UnderBoth:
         in_fp32: Bytes on a rank if it accumulates gradients in fp32.
     """
 
-    step: Candidate
+    step: PricedPlan
     summed: AmspPlan
     reducing: float
     in_fp32: int
@@ -83,7 +82,7 @@ class BothObjectives:
 
 
 def both_objectives(
-    job: TrainingJob, chosen: Candidate | None = None, simulations: Simulations | None = None
+    job: TrainingJob, chosen: PricedPlan | None = None, simulations: Simulations | None = None
 ) -> BothObjectives:
     """Find the optimum by each objective, and say why they differ.
 
@@ -99,12 +98,12 @@ def both_objectives(
         return BothObjectives(None, None, (f"AMSP's sum knows data parallelism only, and {error.problems[0]}.",))
     summed = [row for row in amsp_search(plain, top=1) if row.fits]
     searched = Search(plain, simulations).run(10).candidates
-    by_sum = _under_both(plain, simulations.candidate(plain, summed[0].plan)) if summed else None
+    by_sum = _under_both(plain, simulations.price(plain, summed[0].plan)) if summed else None
     by_time = _under_both(plain, searched[0]) if searched else None
     return BothObjectives(by_sum, by_time, tuple(_differences(plain, by_sum, by_time, chosen)))
 
 
-def _under_both(job: TrainingJob, step: Candidate) -> UnderBoth:
+def _under_both(job: TrainingJob, step: PricedPlan) -> UnderBoth:
     plan = step.plan
     wide = largest_memory(
         job.model,
@@ -117,7 +116,7 @@ def _under_both(job: TrainingJob, step: Candidate) -> UnderBoth:
 
 
 def _differences(
-    job: TrainingJob, by_sum: UnderBoth | None, by_time: UnderBoth | None, chosen: Candidate | None
+    job: TrainingJob, by_sum: UnderBoth | None, by_time: UnderBoth | None, chosen: PricedPlan | None
 ) -> Iterator[str]:
     """One sentence for each term, with the seconds or bytes that it makes up."""
     if by_sum is None:
@@ -207,7 +206,7 @@ def _memory(job: TrainingJob, row: UnderBoth) -> str:
     )
 
 
-def _what_else(by_sum: UnderBoth | None, by_time: UnderBoth, chosen: Candidate | None) -> Iterator[str]:
+def _what_else(by_sum: UnderBoth | None, by_time: UnderBoth, chosen: PricedPlan | None) -> Iterator[str]:
     """The choices that only the search by step time has."""
     plan = by_time.plan
     if by_sum is not None and (plan.micro_batch, plan.recompute) != (by_sum.plan.micro_batch, by_sum.plan.recompute):

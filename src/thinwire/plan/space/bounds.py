@@ -49,7 +49,7 @@ class Computation:
         entrance: Part of a forward that may run before the first block is gathered.
         backward: A backward, with what it recomputes.
         before: Part of a backward that runs before the first reduction over the ranks of ``P``, or else over others.
-        standing: Seconds that a pipeline adds.
+        bubble: Seconds that a pipeline adds.
         update: The optimizer.
         step: Fixed seconds per step.
         control: Exchanges of all ranks at the end of a step.
@@ -62,7 +62,7 @@ class Computation:
     entrance: Array
     backward: Array
     before: Array
-    standing: Array
+    bubble: Array
     update: float
     step: float
     control: float
@@ -126,7 +126,7 @@ def least_seconds(computing: Computation, sent: Communication) -> Array:
 
     whole = computing.count[..., None] * in_passes + sent.spread + sent.sync + (0.0 if sent.every else sent.shard)
     busy = computing.count * passes + computing.update + computing.step
-    return computing.standing + np.maximum(first + between + last, _span(computing, busy, whole))
+    return computing.bubble + np.maximum(first + between + last, _span(computing, busy, whole))
 
 
 def _span(computing: Computation, busy: Array, sent: Array, exposed: Any = 0.0, hidden: Any = 0.0) -> Array:

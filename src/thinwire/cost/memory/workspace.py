@@ -19,7 +19,7 @@ from thinwire.program import (
 from thinwire.program.wire import ITEMSIZE, Encoding, reduction_encodings
 from thinwire.spec import Plan
 
-__all__ = ["Transient"]
+__all__ = ["Workspace"]
 
 
 class _BucketShape(NamedTuple):
@@ -47,7 +47,7 @@ class _Travelling(NamedTuple):
 
 
 @final
-class Transient:
+class Workspace:
     """What a rank holds for a while, under any plan of the same units. Plans share what they cut alike.
 
     Args:

@@ -8,25 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from thinwire.cost import ModelPart, Rates, alike, working_memory
+from thinwire.cost import HopCollectives, ModelPart, alike, working_memory
 from thinwire.cost.memory import PipelineShare, demanding_stages, stages
 from thinwire.plan.rules import Cut
-from thinwire.plan.traffic import codec_choices
-from thinwire.plan.training_job import TrainingJob
-from thinwire.program.wire import ITEMSIZE
-from thinwire.sim.axes import (
-    HopCalls,
-    StageLink,
-    TensorParallelRates,
-    idle_of,
-    message_seconds,
-    pass_seconds,
-    sent_seconds,
-)
-from thinwire.sim.neighbours import neighbour_rates
+from thinwire.plan.space.traffic import codec_choices
+from thinwire.plan.training_job import TrainingJob, axis_costs
+from thinwire.sim.axes import StageLink, bubble_of, message_seconds, sent_seconds
+from thinwire.sim.step import part_seconds
 from thinwire.spec import Plan
 
-__all__ = ["BatchChoice", "BatchMemory", "Batches", "axis_rates", "demanding", "stage_message"]
+__all__ = ["BatchChoice", "BatchMemory", "Batches", "demanding", "stage_message"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +45,7 @@ class BatchChoice(BatchMemory):
         codecs: Codecs of tp and pp.
         computing: Seconds of all forwards and backwards of a step, including sums over tensor-parallel ranks, and its
             fixed seconds.
-        standing: Seconds during which a pipeline rank idles or waits for messages.
+        bubble: Seconds during which a pipeline rank idles or waits for messages.
         forward: Seconds of a forward.
         backward: Seconds of a backward, with what it recomputes.
         parts: Seconds of the backward of each kind of part, with what it recomputes, and of its forward.
@@ -62,28 +53,20 @@ class BatchChoice(BatchMemory):
 
     codecs: tuple[str, str]
     computing: float
-    standing: float
+    bubble: float
     forward: float
     backward: float
     parts: Mapping[str, tuple[float, float]]
 
     @property
-    def knobs(self) -> int:
+    def complexity(self) -> int:
         """Number of knobs that the choice turns."""
         return self.recompute + sum(codec != "none" for codec in self.codecs)
 
 
-def axis_rates(job: TrainingJob, plan: Plan) -> Rates:
-    """The job's rates, including sums over the plan's tensor-parallel ranks, and exchanges with neighbours."""
-    if plan.tp == 1:
-        return neighbour_rates(job.rates, plan, job.model)
-    calls = HopCalls(job.rates)
-    return TensorParallelRates(job.rates, calls, plan.tp, job.model.hidden, ITEMSIZE[plan.compute_dtype])
-
-
 def stage_message(job: TrainingJob, plan: Plan) -> float:
     """Seconds of sending a micro-batch to the next stage; every tensor-parallel rank sends its share of the tokens."""
-    calls, crosses = HopCalls(job.rates), job.cluster.nodes > 1
+    calls, crosses = HopCollectives(job.rates), job.cluster.nodes > 1
     link = StageLink(job.model.hidden, crosses, sharers=plan.tp, gathered=False)
     return sent_seconds(plan, job.seq, job.rates, calls, link)
 
@@ -109,7 +92,7 @@ class Batches:
     @property
     def least(self) -> float:
         """Seconds of the batch that computes and idles least, whether it fits into memory or not."""
-        return min((batch.computing + batch.standing for batch in self.choices), default=math.inf)
+        return min((batch.computing + batch.bubble for batch in self.choices), default=math.inf)
 
     def _all(self) -> Iterator[BatchChoice]:
         level = codec_choices(self._job)
@@ -156,8 +139,11 @@ def _batch_choice(
     job: TrainingJob, counted: Sequence[tuple[int, ModelPart]], batch: BatchMemory, plan: Plan
 ) -> BatchChoice:
     """A choice of the batch with its costs."""
-    rates, seq = axis_rates(job, plan), job.seq
-    each = [(count, part.kind, *pass_seconds(plan, [(1, part)], rates, seq)) for count, part in counted]
+    exchanges = axis_costs(job, plan).exchanges([part for _, part in counted]) or (0.0,) * len(counted)
+    each = [
+        (count, part.kind, *part_seconds(job.rates, part, plan, job.seq, exchange))
+        for (count, part), exchange in zip(counted, exchanges, strict=True)
+    ]
     parts: dict[str, tuple[float, float]] = {}
     for _, kind, forward, backward in each:
         again = forward if plan.recompute and kind == "block" else 0.0
@@ -166,14 +152,14 @@ def _batch_choice(
     forward = sum(count * seconds for count, _, seconds, _ in each)
     backward = sum(count * seconds for count, _, _, seconds in each)
     again = sum(count * seconds for count, kind, seconds, _ in each if plan.recompute and kind == "block")
-    standing = 0.0
+    bubble = 0.0
     if plan.pp > 1:
         message = stage_message(job, plan)
-        standing = idle_of(plan, forward, backward, message) + message_seconds(plan, message)
-    computing = plan.micro_batches * (forward + backward + again) + rates.handling.step
+        bubble = bubble_of(plan, forward, backward, message) + message_seconds(plan, message)
+    computing = plan.micro_batches * (forward + backward + again) + job.rates.handling.step
     return BatchChoice(
         batch.micro_batch, batch.micro_batches, batch.recompute, batch.working,
-        (str(plan.wire.tp), str(plan.wire.pp)), computing, standing, forward, backward + again,
+        (str(plan.wire.tp), str(plan.wire.pp)), computing, bubble, forward, backward + again,
         {"embedding": (0.0, 0.0), "head": (0.0, 0.0), "rest": (0.0, 0.0), **parts},
     )  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""Every valid plan in compact form: drafts, each with a lower bound of its step time.
+"""Every valid plan in compact form: candidates, each with a lower bound of its step time.
 
-One :class:`Drafts` covers one cut of the model, that is, one number of tensor-parallel ranks and pipeline stages. Its
-plans differ in factors, codecs and batches. Those with the same factors form a :class:`DraftGroup`, whose bounds are
-computed at once.
+One :class:`Candidates` covers one cut of the model, that is, one number of tensor-parallel ranks and pipeline stages.
+Its plans differ in factors, codecs and batches. Those with the same factors form a :class:`CandidateGroup`, whose
+bounds are computed at once; :class:`ByBound` brings the candidates of all groups into order.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import numpy as np
 import numpy.typing as npt
 
 from thinwire.cost import GroupShape, NominalRates, Pricer, Traffic
-from thinwire.plan.batches import BatchChoice, Batches
-from thinwire.plan.bounds import Array, Computation, least_seconds
 from thinwire.plan.rules import Chain, Cut, chain_ends, secondaries
-from thinwire.plan.state_bytes import StateBytes, needed_bytes
-from thinwire.plan.traffic import WIRE, TrafficSeconds, UnitSizes
+from thinwire.plan.space.batches import BatchChoice, Batches
+from thinwire.plan.space.bounds import Array, Computation, least_seconds
+from thinwire.plan.space.state_bytes import StateBytes, needed_bytes
+from thinwire.plan.space.traffic import WIRE, TrafficSeconds, UnitSizes
 from thinwire.plan.training_job import TrainingJob
 from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import Factor, Plan
 
-__all__ = ["DraftGroup", "Drafts", "PlanDraft"]
+__all__ = ["CandidateGroup", "Candidates", "Candidate", "ByBound"]
 
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 4 << 20, 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class PlanDraft:
+class Candidate:
     """A plan in compact form, with a lower bound of its step time.
 
     Attributes:
         bound: Lower bound of the step time in seconds.
-        knobs: Number of codecs, secondary shards, recomputation and further axes that the plan uses.
+        complexity: Number of codecs, secondary shards, recomputation and further axes that the plan uses.
         cut: Tensor and pipeline parallelism.
         chain: Factors of ``P``, ``G`` and ``OS``.
         secondary: Factor of the secondary shard; ``None`` without one.
@@ -47,7 +47,7 @@ class PlanDraft:
     """
 
     bound: float
-    knobs: int
+    complexity: int
     cut: Cut
     chain: Chain
     secondary: Factor | None
@@ -57,7 +57,7 @@ class PlanDraft:
 
 
 @dataclass(frozen=True)
-class DraftGroup:
+class CandidateGroup:
     """All plans with the same factors that fit into memory without codecs.
 
     Attributes:
@@ -67,7 +67,7 @@ class DraftGroup:
         batches: Choices of the batch.
         codecs: Choices of codecs of gather, reduce_intra, reduce_inter and spread.
         bounds: Lower bounds of steps in seconds, shape ``(batches, codecs)``.
-        knobs: Numbers of knobs, of the same shape.
+        complexity: Numbers of knobs, of the same shape.
     """
 
     cut: Cut
@@ -76,15 +76,15 @@ class DraftGroup:
     batches: Sequence[BatchChoice]
     codecs: Sequence[tuple[str, ...]]
     bounds: Array
-    knobs: npt.NDArray[np.int64]
+    complexity: npt.NDArray[np.int64]
 
-    def draft(self, number: int) -> PlanDraft:
-        """The draft at a place of the flattened arrays."""
+    def candidate(self, number: int) -> Candidate:
+        """The candidate at a place of the flattened arrays."""
         which, choice = divmod(number, len(self.codecs))
         batch = self.batches[which]
-        return PlanDraft(
+        return Candidate(
             float(self.bounds[which, choice]),
-            int(self.knobs[which, choice]),
+            int(self.complexity[which, choice]),
             self.cut,
             self.chain,
             self.secondary,
@@ -94,7 +94,41 @@ class DraftGroup:
         )
 
 
-class Drafts:
+class ByBound:
+    """The candidates of some groups.
+
+    Args:
+        groups: The groups.
+    """
+
+    def __init__(self, groups: Sequence[CandidateGroup]) -> None:
+        self._groups = groups
+        sizes = [group.bounds.size for group in groups]
+        self._ends = np.cumsum(sizes, dtype=np.int64)
+
+    @cached_property
+    def _bounds(self) -> npt.NDArray[np.float64]:
+        return np.concatenate([group.bounds.ravel() for group in self._groups] or [np.empty(0)])
+
+    @cached_property
+    def _complexity(self) -> npt.NDArray[np.int64]:
+        return np.concatenate([group.complexity.ravel() for group in self._groups] or [np.empty(0, dtype=np.int64)])
+
+    def in_order(self) -> Iterator[Candidate]:
+        """Yield every candidate, the least bound first; of equal ones, the one with the fewest knobs."""
+        yield from map(self._candidate, np.lexsort((self._complexity, self._bounds)))
+
+    def plainest(self, most: float) -> Iterator[Candidate]:
+        """Yield every candidate whose bound is at most ``most`` seconds, the one with the fewest knobs first."""
+        places = np.flatnonzero(self._bounds <= most)
+        yield from map(self._candidate, places[np.lexsort((self._bounds[places], self._complexity[places]))])
+
+    def _candidate(self, place: np.int64) -> Candidate:
+        group = int(np.searchsorted(self._ends, place, side="right"))
+        return self._groups[group].candidate(int(place) - int(self._ends[group - 1] if group else 0))
+
+
+class Candidates:
     """All plans of one cut.
 
     Args:
@@ -104,7 +138,7 @@ class Drafts:
 
     Attributes:
         states: Bytes of every plan that do not depend on the batch.
-        considered: Number of plans that :meth:`drafts` has gone through.
+        considered: Number of plans that :meth:`candidates` has gone through.
         fitting: Number of these that fit into memory without codecs and may stay below the limit.
     """
 
@@ -141,12 +175,12 @@ class Drafts:
         """Seconds of the batch that computes and idles least, whether it fits into memory or not."""
         return self._batches.least
 
-    def drafts(self) -> Iterator[PlanDraft]:
+    def candidates(self) -> Iterator[Candidate]:
         """Every valid plan that fits into memory without codecs."""
         for group in self.groups():
-            yield from map(group.draft, range(group.bounds.size))
+            yield from map(group.candidate, range(group.bounds.size))
 
-    def groups(self, limit: float = math.inf) -> Iterator[DraftGroup]:
+    def groups(self, limit: float = math.inf) -> Iterator[CandidateGroup]:
         """Every valid plan that fits into memory without codecs, with a lower bound of its step.
 
         Args:
@@ -154,7 +188,7 @@ class Drafts:
                 those above it are not.
         """
         fixed = self._control + self.job.rates.update(self._parameters // self.mesh.ranks)
-        promising = [batch for batch in self.batches if batch.computing + batch.standing + fixed <= limit]
+        promising = [batch for batch in self.batches if batch.computing + batch.bubble + fixed <= limit]
         for params, optimizer in chain_ends(self.mesh):
             if self.cut.pp > 1 and params.ranks > 1:  # every micro-batch would gather the parameters again
                 continue
@@ -176,7 +210,7 @@ class Drafts:
         batches: Sequence[BatchChoice],
         *,
         complete: int,
-    ) -> Iterator[DraftGroup]:
+    ) -> Iterator[CandidateGroup]:
         """The plans with these factors of ``P`` and ``OS``, with each secondary shard, that fit into memory.
 
         Args:
@@ -203,12 +237,19 @@ class Drafts:
                     break
         priced = {grads: self._priced((params, grads, optimizer), each, batches) for grads, each in of_grads.items()}
         for grads, secondary, rows in found:
-            codecs, knobs, bounds = priced[grads]
+            codecs, complexity, bounds = priced[grads]
             fitting = [batches[row] for row in rows]
-            extra = np.array([[batch.knobs + (secondary is not None) + self.cut.knobs] for batch in fitting])
+            more = (secondary is not None) + self.cut.complexity
+            extra = np.array([[batch.complexity + more] for batch in fitting])
             place = of_grads[grads].index(secondary)
-            yield DraftGroup(
-                self.cut, (params, grads, optimizer), secondary, fitting, codecs, bounds[place, rows], knobs + extra
+            yield CandidateGroup(
+                self.cut,
+                (params, grads, optimizer),
+                secondary,
+                fitting,
+                codecs,
+                bounds[place, rows],
+                complexity + extra,
             )
 
     def _hopeless(self, chain: Chain, batches: Sequence[BatchChoice], limit: float) -> bool:
@@ -228,8 +269,8 @@ class Drafts:
         traffic = self._groups_of(chain, None)
         secondaries = [self._groups_of(chain, secondary).secondary for secondary in closer]
         codecs, sent = self._traffic.choices(traffic, secondaries, self._traffic.levels(traffic))
-        knobs = np.array([[4 - choice.count("none") for choice in codecs]])
-        return codecs, knobs, least_seconds(self._computation(batches, chain), sent)
+        complexity = np.array([[4 - choice.count("none") for choice in codecs]])
+        return codecs, complexity, least_seconds(self._computation(batches, chain), sent)
 
     def _groups_of(self, chain: Chain, secondary: Factor | None) -> Traffic:
         strided = bool(self.job.cluster.links.spine or self.job.cluster.groups)
@@ -249,7 +290,7 @@ class Drafts:
             entrance=column(batch.parts["embedding"][0] for batch in batches),
             backward=column(batch.backward for batch in batches),
             before=column(sum(batch.parts[kind][1] for kind in before) for batch in batches),
-            standing=column(batch.standing for batch in batches),
+            bubble=column(batch.bubble for batch in batches),
             update=job.rates.update(self._parameters // optimizer.ranks),
             step=job.rates.handling.step,
             control=self._control,
@@ -264,21 +305,21 @@ class Drafts:
             return 0.0
         return sum(self._pricer.control(self.mesh, nbytes) for nbytes in self._units.control)
 
-    def plan(self, draft: PlanDraft) -> Plan:
-        """The full plan of a draft."""
-        params, grads, optimizer = draft.chain
+    def plan(self, candidate: Candidate) -> Plan:
+        """The full plan of a candidate."""
+        params, grads, optimizer = candidate.chain
         return self._base.with_(
             params=params,
             grads=grads,
             optimizer=optimizer,
-            secondary=draft.secondary,
-            micro_batch=draft.micro_batch,
-            micro_batches=self.job.sequences(self.mesh) // draft.micro_batch,
-            recompute=draft.recompute,
-            wire={name: codec for name, codec in zip(WIRE, draft.codecs, strict=True) if codec != "none"},
+            secondary=candidate.secondary,
+            micro_batch=candidate.micro_batch,
+            micro_batches=self.job.sequences(self.mesh) // candidate.micro_batch,
+            recompute=candidate.recompute,
+            wire={name: codec for name, codec in zip(WIRE, candidate.codecs, strict=True) if codec != "none"},
         )
 
-    def smallest(self) -> tuple[int, PlanDraft]:
+    def smallest(self) -> tuple[int, Candidate]:
         """The bytes of the plan that needs the least memory, and the plan; among several, the one with the least
         sharding."""
         batch = min(self._batches.sizes, key=lambda batch: max(batch.working))
@@ -293,7 +334,7 @@ class Drafts:
                 needed = needed_bytes(self.states.of(chain, None)[several], batch)
                 least, best = (needed, chain) if needed <= least else (least, best)
         codecs = ("none",) * len(WIRE)
-        return int(least), PlanDraft(0.0, 0, self.cut, best, None, codecs, batch.micro_batch, batch.recompute)
+        return int(least), Candidate(0.0, 0, self.cut, best, None, codecs, batch.micro_batch, batch.recompute)
 
 
 def _bucket_bytes(job: TrainingJob, mesh: Factor, parameters: int) -> int:

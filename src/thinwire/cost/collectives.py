@@ -1,13 +1,16 @@
-"""Prices of other engines' collectives: one library call over the whole group, as a ring or a tree.
+"""Seconds of whole collectives: one interface, whatever they follow from.
 
-thinwire's own collectives have two hops, which ``cost/operations.py`` prices one by one.
+:class:`LibraryCollectives` has published links, :class:`HopCollectives` the hops that rates know; a profile has
+measured ones (``cost/measured.py``). thinwire's own collectives have two hops, which ``cost/operations.py`` prices one
+by one; those of other engines are one library call over the whole group, as a ring or a tree.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal, final
 
 from thinwire.cost.operations import CodedHop, PricedStage, codec_seconds, coded_hops, moves
 from thinwire.cost.rates import Efficiency, Rates, wire_bytes_per_value
@@ -15,7 +18,7 @@ from thinwire.program import Axis, Kind, Lane, Operation, Scope, UnitInfo, axis_
 from thinwire.program.stages import Stage
 from thinwire.spec import ClusterSpec, Fabric, Factor, Plan
 
-__all__ = ["KINDS", "Call", "GroupCalls", "Collectives", "FlatCollectives", "flat_moves"]
+__all__ = ["KINDS", "Call", "CollectiveTimes", "HopCollectives", "LibraryCollectives", "library_moves"]
 
 Call = Literal["AG", "RS", "AR", "BC"]
 
@@ -30,37 +33,58 @@ KINDS: dict[Call, Kind] = {call: kind for kind, call in _CALLS.items()}
 """The operator of each call."""
 
 
-class Collectives(Protocol):
-    """Seconds of whole collectives by operator, size and shape of group: AMSP's ``t(o, v, p0 x p1)``."""
+class CollectiveTimes(ABC):
+    """Seconds of collectives, every group of the cluster at once: AMSP's ``t(o, v, p0 x p1)``."""
 
-    def seconds(self, kind: Call, size: float, mesh: Factor) -> float:
+    @abstractmethod
+    def seconds(self, kind: Call, size: float, mesh: Factor, stride: int = 1) -> float:
         """Seconds of one collective.
 
         Args:
             kind: All-gather, reduce-scatter, all-reduce or broadcast.
             size: Bytes of the whole vector.
             mesh: Shape of the group.
+            stride: Distance from one node of the group to the next, in nodes.
         """
-        ...
-
-
-class GroupCalls(Protocol):
-    """Seconds of library calls over a group, every group of the cluster at once; as :class:`FlatCollectives`."""
-
-    def seconds(self, kind: Call, size: float, mesh: Factor, stride: int = 1) -> float:
-        """Seconds of one call for a vector of ``size`` bytes."""
-        ...
 
     def broadcasts(self, size: float, owners: int, mesh: Factor, stride: int = 1) -> float:
-        """Seconds of grouped broadcasts of a vector's parts from their owners."""
-        ...
+        """Seconds of grouped broadcasts, of one part of a vector from each of ``owners`` ranks; by default as long as
+        an all-gather of the same vector."""
+        del owners
+        return self.seconds("AG", size, mesh, stride)
 
     def spine_load(self, mesh: Factor, stride: int) -> float:
-        """Busy time of the spine over busy time of a node's network cards."""
-        ...
+        """Busy time of the spine over busy time of a node's network cards; by default 0, as nothing is known of it."""
+        del mesh, stride
+        return 0.0
 
 
-class FlatCollectives:
+@final
+class HopCollectives(CollectiveTimes):
+    """Collectives inside a node, and between pairs of ranks, like the hops of a program.
+
+    Args:
+        rates: Seconds of hops, published or measured.
+    """
+
+    def __init__(self, rates: Rates) -> None:
+        self._rates = rates
+
+    def seconds(self, kind: Call, size: float, mesh: Factor, stride: int = 1) -> float:
+        """Seconds of one collective inside a node, or of one with a single rank on each node. An all-reduce is a
+        reduce-scatter, then an all-gather; a broadcast goes to one other rank."""
+        if mesh.ranks == 1:
+            return 0.0
+        scope = Scope.ACROSS if mesh.nodes > 1 else Scope.INSIDE
+        sent = round(size if kind == "BC" else size * (mesh.ranks - 1) / mesh.ranks)
+        kinds = {"AR": (Kind.REDUCE_SCATTER, Kind.ALL_GATHER), "RS": (Kind.REDUCE_SCATTER,)}.get(
+            kind, (Kind.ALL_GATHER,)
+        )
+        return sum(self._rates.hop(hop, scope, mesh.ranks, sent, encoded=False, stride=stride) for hop in kinds)
+
+
+@final
+class LibraryCollectives(CollectiveTimes):
     """Ring collectives over a sub-mesh, every group of the cluster at once.
 
     Args:
@@ -88,15 +112,8 @@ class FlatCollectives:
         """Busy time of the spine over busy time of a node's network cards; 0 if the group does not cross the spine."""
         return self._fabric.route(mesh.nodes, stride).load
 
-    def seconds(self, kind: Literal["AG", "RS", "AR", "BC"], size: float, mesh: Factor, stride: int = 1) -> float:
-        """Seconds of one collective.
-
-        Args:
-            kind: All-gather, reduce-scatter, all-reduce or broadcast.
-            size: Bytes of the whole vector.
-            mesh: Shape of the group.
-            stride: Distance from one node of the group to the next, in nodes.
-        """
+    def seconds(self, kind: Call, size: float, mesh: Factor, stride: int = 1) -> float:
+        """Seconds of one collective as a ring; an all-reduce may also be a tree."""
         ranks = mesh.ranks
         if ranks == 1:
             return 0.0
@@ -136,12 +153,12 @@ class FlatCollectives:
         ) * (1 - 1 / mesh.ranks if owners > 1 else 1)
 
 
-def flat_moves(
+def library_moves(
     plan: Plan,
     operation: Operation,
     units: Sequence[UnitInfo],
     rates: Rates,
-    flat: GroupCalls,
+    collectives: CollectiveTimes,
     *,
     whole_sync: bool,
     calls: int = 1,
@@ -156,7 +173,7 @@ def flat_moves(
         operation: Operation of the plan's program.
         units: Units of the program.
         rates: Seconds of codecs, and the slowdown between computation and transfers.
-        flat: Seconds of library calls.
+        collectives: Seconds of library calls.
         whole_sync: Whether gradients are synchronized by one all-reduce over all ranks that hold them, after which
             each rank keeps its share (AMSP's select and drop), instead of a reduce-scatter and an all-reduce of shares.
         calls: Number of calls that the engine splits the operation into; each has the latency of its group.
@@ -176,19 +193,19 @@ def flat_moves(
     per_value = wire_bytes_per_value(coded[0].encoding.codec, coded[0].encoding.dtype)
     if whole_sync and gradients and operation.axis is Axis.SHARD:
         mesh = plan.params.quotient(plan.mesh)
-        seconds = calls * flat.seconds("AR", values * per_value / calls, mesh, stride)
+        seconds = calls * collectives.seconds("AR", values * per_value / calls, mesh, stride)
     elif operation.kind is Kind.BROADCAST:
         owned = [sum(shares) for shares in zip(*_shares(operation, units), strict=True)]
         values, owners = float(sum(owned)), sum(1 for numel in owned if numel)
-        seconds = flat.broadcasts(values * per_value, owners, mesh, stride)
+        seconds = collectives.broadcasts(values * per_value, owners, mesh, stride)
     else:
-        seconds = calls * flat.seconds(_CALLS[operation.kind], values * per_value / calls, mesh, stride)
+        seconds = calls * collectives.seconds(_CALLS[operation.kind], values * per_value / calls, mesh, stride)
     scope = Scope.ACROSS if mesh.nodes > 1 else Scope.INSIDE
     encoded = not coded[0].encoding.codec.is_none
     beside = rates.beside(operation.kind, scope, mesh.ranks, round(values * per_value), encoded=encoded)
     priced = [
         PricedStage(Stage.ENCODE, None, codec_seconds(rates, coded[0], encoded=values / mesh.ranks)),
-        PricedStage(Stage.CALL, scope, seconds, beside, flat.spine_load(mesh, stride)),
+        PricedStage(Stage.CALL, scope, seconds, beside, collectives.spine_load(mesh, stride)),
         PricedStage(Stage.DECODE, None, codec_seconds(rates, coded[0], decoded=values)),
     ]
     return [stage for stage in priced if stage.seconds]

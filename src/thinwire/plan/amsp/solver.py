@@ -8,10 +8,8 @@ from functools import cache
 
 from thinwire.cost import (
     AMSP_STATES,
-    AmspSums,
-    AmspTimes,
-    Collectives,
-    FlatCollectives,
+    CollectiveTimes,
+    LibraryCollectives,
     Memory,
     ProfiledCollectives,
     ProfiledRates,
@@ -19,8 +17,8 @@ from thinwire.cost import (
     memory,
 )
 from thinwire.errors import SpecError
-from thinwire.plan.chains import ChainChoice, in_order
-from thinwire.plan.rules import Chain
+from thinwire.plan.amsp.sums import AmspSums, AmspTimes
+from thinwire.plan.rules import Chain, chain_ends
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import Factor, Link, Plan
 from thinwire.units import format_bandwidth, format_bytes
@@ -119,6 +117,23 @@ def _space_of(job: TrainingJob, plan: Plan) -> _Space:
     return _Space(replace(job, micro_batch=plan.micro_batch, recompute=plan.recompute), contention=True)
 
 
+@dataclass(frozen=True, slots=True)
+class _ChainChoice:
+    """A chain of factors with or without recomputation, and its objective.
+
+    Attributes:
+        chain: Factors of ``P``, ``G`` and ``OS``.
+        recompute: Whether blocks are recomputed in the backward.
+        times: Seconds of communication.
+        objective: The sum to minimise, in seconds: communication, and recomputation.
+    """
+
+    chain: Chain
+    recompute: bool
+    times: AmspTimes
+    objective: float
+
+
 class _Space:
     """The plans of a job under AMSP's objective, priced only when they are asked for.
 
@@ -156,19 +171,30 @@ class _Space:
 
     def fitting(self) -> Iterator[AmspPlan]:
         """Every plan that fits, in the order of its objective."""
-        for choice in in_order(self._job.mesh, self.sums, self._recomputing, self._may_fit):
+        for choice in self._in_order():
             if self._least_bytes(choice) <= self._room and (plan := self.priced(choice)).fits:
                 yield plan
 
-    def choices_of(self, chain: Chain | None) -> list[ChainChoice]:
+    def _in_order(self) -> list[_ChainChoice]:
+        """Chains whose ``P`` may fit, best first. Even a million ranks have no more than some thousand of them."""
+        choices = [
+            choice
+            for params, optimizer in chain_ends(self._job.mesh)
+            if self._may_fit(params)
+            for grads in dict.fromkeys((params, optimizer))
+            for choice in self.choices_of((params, grads, optimizer))
+        ]
+        return sorted(choices, key=lambda choice: choice.objective)
+
+    def choices_of(self, chain: Chain | None) -> list[_ChainChoice]:
         """A chain without and with recomputation, as far as the job allows; empty without a chain."""
         if chain is None:
             return []
         times = self.sums.times(chain)
-        return [ChainChoice(chain, recompute, times, times.total + seconds)
+        return [_ChainChoice(chain, recompute, times, times.total + seconds)
                 for recompute, seconds in self._recomputing.items()]  # fmt: skip
 
-    def priced(self, choice: ChainChoice) -> AmspPlan:
+    def priced(self, choice: _ChainChoice) -> AmspPlan:
         """A plan with its memory."""
         params, grads, optimizer = choice.chain
         plan = self._base.with_(params=params, grads=grads, optimizer=optimizer, recompute=choice.recompute)
@@ -180,7 +206,7 @@ class _Space:
         states = AMSP_STATES.params * self._numel // params.ranks
         return states + min(self._working.values()) <= self._room
 
-    def _least_bytes(self, choice: ChainChoice) -> int:
+    def _least_bytes(self, choice: _ChainChoice) -> int:
         """Bytes of states and activations, without buffers."""
         params, grads, optimizer = choice.chain
         sharded = AMSP_STATES.params * self._numel // params.ranks + AMSP_STATES.grads * (self._numel // grads.ranks)
@@ -253,14 +279,14 @@ def _condition(job: TrainingJob, rows: list[AmspPlan]) -> str | None:
     return None
 
 
-def _collectives(job: TrainingJob, *, contention: bool) -> Collectives:
+def _collectives(job: TrainingJob, *, contention: bool) -> CollectiveTimes:
     """Seconds of collectives from the job's profile if it has one, otherwise from the cluster's published figures.
 
     Raises:
         SpecError: The job has a profile, and ``contention`` is false.
     """
     if not isinstance(job.rates, ProfiledRates):
-        return FlatCollectives(job.cluster, contention=contention)
+        return LibraryCollectives(job.cluster, contention=contention)
     if not contention:
         problem = "False has no price in a profile, which measures all groups at once; plan without --profile"
         raise SpecError("contention", [problem])

@@ -1,4 +1,4 @@
-"""Engines, the systems that perform a step: thinwire, and the systems that papers measured.
+"""Engines that papers measured: the systems that perform a step as their authors ran them.
 
 Each constant models one cause. Its comment states its source or what it was fitted to. All cases of an engine use the
 same constants.
@@ -9,54 +9,42 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from thinwire.cost import (
     AMSP_STATES,
     OVERHEAD,
     Efficiency,
-    FlatCollectives,
+    LibraryCollectives,
     Memory,
     ModelPart,
-    NominalRates,
     PricedStage,
-    Rates,
     States,
-    flat_moves,
+    library_moves,
     memory,
 )
 from thinwire.program import Axis, Lane, Operation, Phase, UnitInfo, axis_shape
 from thinwire.program.stages import Stage
-from thinwire.program.wire import ITEMSIZE
-from thinwire.sim.axes import StageLink, TensorParallelRates, idle_seconds, sent_seconds
-from thinwire.sim.hardware import EngineRates
-from thinwire.sim.host_overhead import NO_STALLS, SMALL_TENSOR, HostOverhead
-from thinwire.sim.script import Headroom, Workload
-from thinwire.sim.step import Simulated, simulate
+from thinwire.sim.axes import AxisCosts, StageLink, with_stages
+from thinwire.sim.step import Execution, Simulated, Workload, simulate
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
+from thinwire_bench.published.engine_rates import EngineRates
+from thinwire_bench.published.headroom import Headroom
+from thinwire_bench.published.host_overhead import NO_STALLS, SMALL_TENSOR, HostOverhead
 
-__all__ = ["ENGINES", "Engine"]
+__all__ = ["ENGINES", "PublishedEngine"]
 
 ALL = ("gather", "reduce", "sync", "spread")
 """Transfers that can overlap computation."""
 
 
-class _Asked(NamedTuple):
-    """What a step is asked for: micro-batches, the width of the residual stream, and whether to keep spans."""
-
-    micro_batches: int
-    hidden: int
-    trace: bool
-
-
 @dataclass(frozen=True)
-class Engine:
+class PublishedEngine:
     """How a system performs a program.
 
     Attributes:
         summary: One line about the system.
         efficiency: Shares of nominal rates that it reaches.
-        flat: Whether a collective is one call over its group; otherwise it has thinwire's two hops.
         whole_sync: Whether every rank receives the whole sum of gradients, and keeps only its share.
         partition: How it cuts optimizer states unless a case sets this.
         states: Bytes per parameter of its states; ``None``: those of thinwire.
@@ -89,7 +77,6 @@ class Engine:
 
     summary: str
     efficiency: Efficiency
-    flat: bool = True
     whole_sync: bool = False
     partition: Literal["intra", "inter"] = "intra"
     states: States | None = None
@@ -110,9 +97,9 @@ class Engine:
     messages: Literal["float32"] | None = None
     scatters_stages: bool = False
     known: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    machines: Mapping[tuple[str, int], Engine] = field(default_factory=dict)
+    machines: Mapping[tuple[str, int], PublishedEngine] = field(default_factory=dict)
 
-    def on(self, gpu: str, gpus_per_node: int) -> Engine:
+    def on(self, gpu: str, gpus_per_node: int) -> PublishedEngine:
         """The engine as measured on these machines."""
         return self.machines.get((gpu, gpus_per_node), self)
 
@@ -150,33 +137,12 @@ class Engine:
         plan: Plan,
         workload: Workload,
         cluster: ClusterSpec,
+        model: ModelSpec,
         *,
-        micro_batches: int,
-        hidden: int,
+        group: int | None,
         trace: bool = False,
     ) -> Simulated:
-        """Play a step on a cluster with published rates.
-
-        Args:
-            plan: The plan.
-            workload: A rank's part of the model.
-            cluster: Links and peak FLOP/s.
-            micro_batches: Micro-batches per step.
-            hidden: Width of the residual stream.
-            trace: Whether to keep the spans.
-
-        Returns:
-            The step; of unlike nodes, as the slowest of them see it.
-        """
-        groups: Sequence[int | None] = range(len(cluster.groups)) or (None,)
-        steps = (self._step(plan, workload, cluster, group, _Asked(micro_batches, hidden, trace)) for group in groups)
-        return max(steps, key=lambda step: step.seconds)
-
-    def _step(
-        self, plan: Plan, workload: Workload, cluster: ClusterSpec, group: int | None, asked: _Asked
-    ) -> Simulated:
-        """The step as nodes of a group see it."""
-        hidden = asked.hidden
+        """Play a step on a cluster with published rates; arguments as of :class:`thinwire.sim.Engine`."""
         if self.whole_sync:
             plan = _without_scatter(plan)
         if self.latency is not None:
@@ -187,10 +153,10 @@ class Engine:
         if self.cards is not None:
             doublings = max(0.0, math.log2(cluster.links.nic.bandwidth / _CARD))
             efficiency = replace(efficiency, nic=self.cards[0] * self.cards[1] ** doublings)
-        flat = FlatCollectives(cluster, efficiency, group=group)
-        rates: Rates = self._rates(plan, cluster, efficiency, group)
-        if plan.tp > 1:
-            rates = TensorParallelRates(rates, flat, plan.tp, hidden, ITEMSIZE[plan.compute_dtype])
+        calls = LibraryCollectives(cluster, efficiency, group=group)
+        multiplied = "bfloat16" if self.messages else plan.compute_dtype
+        rates = EngineRates(cluster, multiplied, efficiency, self.codecs, group)
+        workload = workload.exchanging(AxisCosts(plan, model, workload.seq, rates, calls).exchanges(workload.parts))
         large = [_large_tensors(part) for part in workload.parts]
         memory = cluster.memory_bandwidth / 8 * self.efficiency.memory
 
@@ -198,8 +164,8 @@ class Engine:
 
         def pricing(plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> list[PricedStage]:
             gathers = operation.lane is Lane.GATHER
-            calls = max(1, sum(large[u] for u in operation.units)) if self.call_by_tensor and gathers else 1
-            moves = flat_moves(plan, operation, units, rates, flat, whole_sync=self.whole_sync, calls=calls)
+            count = max(1, sum(large[u] for u in operation.units)) if self.call_by_tensor and gathers else 1
+            moves = library_moves(plan, operation, units, rates, calls, whole_sync=self.whole_sync, calls=count)
             stall = self._stall(plan, operation, units, sum(large[u] for u in operation.units))
             if stall:
                 moves = [PricedStage(Stage.HOST, None, stall), *moves]
@@ -210,25 +176,12 @@ class Engine:
                 moves = [replace(move, seconds=more * move.seconds) for move in moves]
             return moves
 
-        played = simulate(
-            plan,
-            workload,
-            rates,
-            micro_batches=asked.micro_batches,
-            trace=asked.trace,
-            pricing=pricing if self.flat else None,
-            room=self._room(plan, workload.parts),
-        )
-        if plan.pp == 1:
-            return played
+        room = self._room(plan, workload.parts)
+        execution = Execution(pricing, room.revised, room.ahead < 1, room.bucket is not None)
+        played = simulate(plan, workload, rates, micro_batches=plan.micro_batches, trace=trace, execution=execution)
         sharers = plan.tp if self.scatters_stages else 1
-        message = sent_seconds(plan, workload.seq, rates, flat, StageLink(hidden, cluster.nodes > 1, sharers))
-        idle = idle_seconds(plan, workload, rates, message)
-        return replace(played, seconds=played.seconds + idle)
-
-    def _rates(self, plan: Plan, cluster: ClusterSpec, efficiency: Efficiency, group: int | None) -> NominalRates:
-        multiplied = "bfloat16" if self.messages else plan.compute_dtype
-        return EngineRates(cluster, multiplied, efficiency, self.codecs, group)
+        link = StageLink(model.hidden, cluster.nodes > 1, sharers)
+        return with_stages(played, plan, workload, rates, calls, link)
 
     def _copied(self, plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> float:
         """Bytes that the accelerator copies for an operation."""
@@ -242,8 +195,10 @@ class Engine:
     def _room(self, plan: Plan, parts: Sequence[ModelPart]) -> Headroom:
         """What the engine's limits leave room for beside the largest block."""
         block = max(part.numel for part in parts if part.kind == "block")
-        ahead = 1.0 if self.live is None or plan.params.ranks == 1 else max(0.0, 1 - block / self.live)
-        return Headroom(ahead, None if self.bucket is None else min(1.0, self.bucket / block))
+        limits_gathers = self.live is not None and plan.params.ranks > 1 and plan.overlap.gather
+        ahead = max(0.0, 1 - block / self.live) if self.live is not None and limits_gathers else 1.0
+        limits_reductions = self.bucket is not None and plan.overlap.reduce
+        return Headroom(ahead, min(1.0, self.bucket / block) if self.bucket is not None and limits_reductions else None)
 
     def _again(self, part: ModelPart) -> float:
         """Share of a block that is gathered twice in the backward: for its recomputation, and for its gradients.
@@ -324,7 +279,7 @@ libraries. Fitted to its table of memory; AMSP runs on the same code."""
 _BUCKET = 1_000_000_000
 """Bytes of DeepSpeed's reduce_bucket_size at 16 bits; gradients fill one such buffer while another is reduced."""
 
-_DEEPSPEED = Engine(
+_DEEPSPEED = PublishedEngine(
     "DeepSpeed's ZeRO: modules are gathered one by one, everything else waits (AMSP's baselines, late 2023)",
     _TODAY,
     whole_sync=True,
@@ -360,7 +315,7 @@ _P4D = replace(_TODAY, compute=0.675, attention=None)
 _VOLTAS = replace(_TODAY, compute=_VOLTA, attention=None)
 """On machines with V100s."""
 
-_MVAPICH = Engine(
+_MVAPICH = PublishedEngine(
     "GPT-NeoX on MVAPICH2-GDR with compression on the fly (arXiv 2409.02423): fp32 messages, nothing overlapped",
     Efficiency(compute=0.32, inside=0.76, nic=0.77, beside=1.0, step=0.1),
     whole_sync=True,
@@ -380,7 +335,7 @@ def _evo(step: float) -> Efficiency:
     return Efficiency(compute=_AMPERE, inside=0.70, nic=0.875, beside=1.15, step=step, update_bytes=150)
 
 
-_INTERNEVO = Engine(
+_INTERNEVO = PublishedEngine(
     "InternEvo's hybrid ZeRO (train_performance.md): as AMSP's engine, with a costlier end of a step",
     _evo(0.41),
     whole_sync=True,
@@ -392,11 +347,8 @@ _INTERNEVO = Engine(
     known={"a100-80g": (8, 512)},
 )
 
-ENGINES: dict[str, Engine] = {
-    "thinwire": Engine(
-        "this library: collectives in two hops, everything overlapped", Efficiency(), flat=False, bucket_bytes=4 << 20
-    ),
-    "amsp": Engine(
+ENGINES: dict[str, PublishedEngine] = {
+    "amsp": PublishedEngine(
         "AMSP on InternLM's engine (arXiv 2311.00257): whole tensors dealt, all-reduce, grouped broadcasts",
         _evo(0.067),
         whole_sync=True,
@@ -444,7 +396,7 @@ ENGINES: dict[str, Engine] = {
         host=HostOverhead(decision=_DECISION),
         known={"a100-40g": (64, 256)},
     ),
-    "megatron": Engine(
+    "megatron": PublishedEngine(
         "Megatron-LM of 2023: states of the optimizer over all ranks, nothing overlapped; rates are DeepSpeed's",
         _TODAY,
         overlaps=dict.fromkeys(range(4), ()),

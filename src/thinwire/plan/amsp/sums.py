@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from thinwire.cost.anatomy import ModelPart
-from thinwire.cost.flat import Collectives
+from thinwire.cost.collectives import CollectiveTimes
+from thinwire.cost.shapes import ModelPart
 from thinwire.spec import Factor
 
 __all__ = ["AmspSums", "AmspTimes"]
@@ -55,7 +55,9 @@ class AmspSums:
         micro_batches: Micro-batches per step (``M``).
     """
 
-    def __init__(self, parts: Sequence[ModelPart], collectives: Collectives, mesh: Factor, micro_batches: int) -> None:
+    def __init__(
+        self, parts: Sequence[ModelPart], collectives: CollectiveTimes, mesh: Factor, micro_batches: int
+    ) -> None:
         self._sizes = [_ITEMSIZE * part.numel for part in parts if part.numel]
         self._collectives, self._mesh, self._micro_batches = collectives, mesh, micro_batches
         self.params = cache(self._params)
@@ -73,10 +75,6 @@ class AmspSums:
         return AmspTimes(
             self.params(params), self.grads(params, grads), self.sync(params), self.spread(params, optimizer)
         )
-
-    def least(self, params: Factor) -> AmspTimes:
-        """The part of the sums that depends on ``P`` alone, which no chain with this ``P`` stays below."""
-        return AmspTimes(self.params(params), 0.0, self.sync(params), 0.0)
 
     def reducing(self, chain: tuple[Factor, Factor, Factor]) -> float:
         """Seconds of T_g and T_os0 if gradients are reduced to the ranks that keep them, as thinwire does it.

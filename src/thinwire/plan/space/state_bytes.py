@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from thinwire.cost.memory import States, held_units, stage_model
-from thinwire.cost.transient import Transient
-from thinwire.plan.batches import BatchMemory, demanding
+from thinwire.cost.memory import ModelStates, States, Workspace, held_units, stage_model
 from thinwire.plan.rules import Chain
+from thinwire.plan.space.batches import BatchMemory, demanding
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import Factor, Plan
-from thinwire.spec.plan import cut_alike
 
 __all__ = ["KeptBytes", "StateBytes", "fits", "needed_bytes"]
 
@@ -31,7 +29,7 @@ class StateBytes:
         stages = [held_units(stage_model(job.model, stage.blocks), base, stage) for stage in demanding(job, base, 1)]
         # Padding depends on the world size alone, so all plans have the same units, and cut them evenly.
         self._numels = [sum(buffer.numel for unit in held for buffer in unit.buffers) for held in stages]
-        self._stages = [Transient(held) for held in stages]
+        self._stages = [Workspace(held) for held in stages]
         self._held: dict[tuple[Factor, Factor], tuple[int, ...]] = {}
 
     def of(self, chain: Chain, secondary: Factor | None) -> KeptBytes:
@@ -64,21 +62,14 @@ class StateBytes:
         return [row for row in rows if fits(states, batches[row], self._room)]
 
     def _model_states(self, chain: Chain, secondary: Factor | None, *, several: bool) -> tuple[int, ...]:
-        """Bytes of the model states of each stage.
-
-        As in :func:`~thinwire.cost.memory`, no ``G`` shard is made beside the optimizer's share of the gradients where
-        they go straight to the reduction.
-        """
-        params, grads, optimizer = chain
-        apart = not cut_alike(grads, optimizer) and (params.ranks > 1 or several)
-        of = States.of_dtypes(self._base.compute_dtype, self._base.accumulate_dtype, alike=params == optimizer)
-        sizes = []
-        for numel in self._numels:
-            share = numel // optimizer.ranks
-            size = of.params * numel // params.ranks + of.optimizer * share
-            size += of.grads * (share + (numel // grads.ranks if apart else 0))
-            sizes.append(size + (of.params * numel // secondary.ranks if secondary else 0))
-        return tuple(sizes)
+        """Bytes of the model states of each stage."""
+        params, _, optimizer = chain
+        base, ranks = self._base, optimizer.ranks
+        states = States.of_dtypes(base.compute_dtype, base.accumulate_dtype, alike=params == optimizer)
+        return tuple(
+            sum(ModelStates.of(states, chain, secondary, numel, numel // ranks, several=several))
+            for numel in self._numels
+        )
 
 
 def needed_bytes(kept: tuple[int, ...], batch: BatchMemory) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from thinwire.cost import Busy, GroupShape, Pricer, Traffic, UnitKind
-from thinwire.plan.bounds import Array, Communication, seconds_of
+from thinwire.plan.space.bounds import Array, Communication, seconds_of
 from thinwire.plan.training_job import CODEC_LEVELS, CodecLevel, TrainingJob
 from thinwire.program import control_bytes, default_trace
 from thinwire.program.batches import grouped
@@ -24,7 +24,7 @@ Places = npt.NDArray[np.int64]
 __all__ = ["TrafficSeconds", "UnitSizes", "WIRE", "codec_choices"]
 
 WIRE = ("gather", "reduce_intra", "reduce_inter", "spread", "tp", "pp")
-"""Fields of ``wire`` in the order in which drafts name their codecs."""
+"""Fields of ``wire`` in the order in which candidates name their codecs."""
 
 
 def codec_choices(job: TrainingJob) -> dict[str, tuple[str, ...]]:
@@ -183,9 +183,8 @@ class TrafficSeconds:
         pricer, kinds = self._pricer, self._units.kinds
         reductions = [self._priced(traffic, *pair) for pair in itertools.product(intras, inters)]
         # All in the order of the product of reductions, gathers and spreads.
-        of_reductions = np.repeat(np.arange(len(reductions)), len(gathers) * len(spreads))
-        of_gathers = np.tile(np.repeat(np.arange(len(gathers)), len(spreads)), len(reductions))
-        of_spreads = np.tile(np.arange(len(spreads)), len(reductions) * len(gathers))
+        shape = len(reductions), len(gathers), len(spreads)
+        of_reductions, of_gathers, of_spreads = (places.ravel() for places in np.indices(shape))
         names: list[tuple[str, ...]] = [
             (str(gather), str(intra), str(inter), str(codec))
             for (intra, inter), gather, codec in itertools.product(itertools.product(intras, inters), gathers, spreads)

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from thinwire.errors import SpecError
-from thinwire.plan.candidates import Candidate
-from thinwire.plan.loss_law import ExchangeWay, LossLaw
+from thinwire.plan.islands.loss_law import ExchangeWay, LossLaw
+from thinwire.plan.priced import PricedPlan, Simulations
 from thinwire.plan.search import Search, elsewhere
-from thinwire.plan.simulations import Simulations
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import Plan
 from thinwire.spec.islands import Islands
@@ -30,7 +29,7 @@ class IslandPlan:
         percent: Loss above synchronous training at equal tokens, in percent, by the law.
     """
 
-    candidate: Candidate
+    candidate: PricedPlan
     way: ExchangeWay
     percent: float
 
@@ -75,7 +74,7 @@ def island_plans(
     for count, every, way in choices:
         outer = law.outer_at(every).to_dict()
         islands = {"count": count, "every": every, "outer": outer, **way.islands}
-        priced = (simulations.candidate(job, plan.with_(islands=islands)) for plan in insides[count])
+        priced = (simulations.price(job, plan.with_(islands=islands)) for plan in insides[count])
         candidate = next((one for one in priced if one.fits), None)  # what islands keep needs memory, too
         if candidate is not None:
             # Elastic islands send the same while all are there, so the same price is theirs.

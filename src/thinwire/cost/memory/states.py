@@ -1,0 +1,132 @@
+"""What lives from step to step: model states, rounding errors, and what islands agreed on.
+
+Model states are counted as the runtime keeps them: ``P`` in the compute dtype, ``G`` in the accumulate dtype, fp32
+masters and AdamW's two moments. If whole tensors are assigned to ranks, the largest share counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from thinwire.program import Axis, Even, UnitInfo, axis_shape, together
+from thinwire.program.wire import ITEMSIZE, reduction_codecs
+from thinwire.spec import Factor, Plan
+from thinwire.spec.plan import cut_alike
+
+__all__ = ["AMSP_STATES", "ModelStates", "States", "feedback_bytes", "island_bytes", "largest_owned"]
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Bytes of model states per parameter.
+
+    Attributes:
+        params: Bytes of ``P``.
+        grads: Bytes of ``G``.
+        optimizer: Bytes of ``OS``: the master parameter and the moments.
+    """
+
+    params: int
+    grads: int
+    optimizer: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> States:
+        """The states of thinwire's runtime with AdamW. fp32 parameters serve as their own masters."""
+        return cls.of_dtypes(plan.compute_dtype, plan.accumulate_dtype, alike=plan.params == plan.optimizer)
+
+    @classmethod
+    def of_dtypes(cls, compute_dtype: str, accumulate_dtype: str, *, alike: bool) -> States:
+        """The same by dtypes; ``alike``: whether ``P`` and ``OS`` are cut alike."""
+        master = 0 if compute_dtype == "float32" and alike else 4
+        return cls(ITEMSIZE[compute_dtype], ITEMSIZE[accumulate_dtype], master + 8)
+
+
+AMSP_STATES = States(2, 2, 12)
+"""States as AMSP counts them (section 3), with bf16 gradients."""
+
+
+class ModelStates(NamedTuple):
+    """Bytes of a rank's model states.
+
+    Attributes:
+        params: Bytes of the ``P`` shard.
+        grads: Bytes of the ``G`` shard, and of the gradients of the optimizer's share.
+        optimizer: Bytes of the ``OS`` shard.
+        secondary: Bytes of the secondary parameter shard.
+    """
+
+    params: int
+    grads: int
+    optimizer: int
+    secondary: int
+
+    @classmethod
+    def of(
+        cls,
+        states: States,
+        chain: tuple[Factor, Factor, Factor],
+        secondary: Factor | None,
+        numel: int,
+        share: int,
+        *,
+        several: bool,
+    ) -> ModelStates:
+        """The states of thinwire's runtime.
+
+        With one micro-batch and whole parameters, no ``G`` shard is made beside the gradients of the optimizer's share:
+        gradients go straight from autograd to the reduction.
+
+        Args:
+            states: Bytes per parameter.
+            chain: Factors of ``P``, ``G`` and ``OS``.
+            secondary: Factor of the secondary shard.
+            numel: Elements of all units.
+            share: Elements on the rank that owns the most.
+            several: Whether a step has several micro-batches.
+        """
+        params, grads, optimizer = chain
+        apart = not cut_alike(grads, optimizer) and (params.ranks > 1 or several)
+        return cls(
+            states.params * numel // params.ranks,
+            states.grads * (share + (numel // grads.ranks if apart else 0)),
+            states.optimizer * share,
+            states.params * numel // secondary.ranks if secondary else 0,
+        )
+
+
+def largest_owned(units: Sequence[UnitInfo]) -> int:
+    """Number of elements on the rank that owns the most."""
+    shares = together([buffer.shares for unit in units for buffer in unit.buffers])
+    return shares[0] if isinstance(shares, Even) else max(shares)
+
+
+def island_bytes(plan: Plan, share: int) -> int:
+    """Bytes of what a rank keeps for exchanges with other islands, in fp32, and of the largest exchange under way: the
+    change and its mean, and the new values where ranks of an island keep parts for each other."""
+    islands = plan.islands
+    if islands is None or islands.count == 1:
+        return 0
+    replicas = plan.world // plan.optimizer.ranks
+    piece = -(-share // replicas)
+    kept = piece * (1 + (islands.outer.momentum > 0))
+    if islands.error_feedback:
+        kept += piece if islands.count == 2 else piece + piece // islands.count
+    under_way = 2 * piece + (share if replicas > 1 else 0)
+    return 4 * (kept + -(-under_way // islands.fragments))
+
+
+def feedback_bytes(plan: Plan, padded: int) -> int:
+    """Bytes of fp32 rounding errors, one for each value that the last hop of a reduction sends."""
+    if not plan.wire.error_feedback:
+        return 0
+    shard, total = padded // plan.params.ranks, 0
+    for axis, numel in ((Axis.PARAMS, padded), (Axis.SHARD, shard), (Axis.REPLICA, padded // plan.optimizer.ranks)):
+        local, nodes = axis_shape(plan, axis)
+        intra, inter = reduction_codecs(plan, axis)
+        codec = inter if nodes > 1 else intra
+        if local * nodes > 1 and not codec.is_lossless:
+            total += 4 * (numel // local if nodes > 1 else numel)
+    return total

@@ -1,0 +1,148 @@
+"""Engines, the systems that perform a step: thinwire itself, and those that installed packages add.
+
+``thinwire-bench`` adds the systems that papers measured, under the entry point ``thinwire.engines``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Literal, Protocol, final
+
+from thinwire.cost import LibraryCollectives, Memory, NominalRates, memory
+from thinwire.program import UnitInfo
+from thinwire.sim.axes import AxisCosts, StageLink, with_stages
+from thinwire.sim.step import Simulated, Workload, simulate
+from thinwire.spec import ClusterSpec, Fabric, ModelSpec, Plan, seen_by
+
+__all__ = ["GROUP", "Engine", "ThinwireEngine", "engines"]
+
+GROUP = "thinwire.engines"
+"""Entry points of mappings from names to engines."""
+
+
+class Engine(Protocol):
+    """How a system performs a program."""
+
+    @property
+    def partition(self) -> Literal["intra", "inter"]:
+        """How it cuts optimizer states unless a case sets this."""
+        ...
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of gradients that it reduces together."""
+        ...
+
+    @property
+    def messages(self) -> Literal["float32"] | None:
+        """Dtype of its messages; ``None``: the compute dtype."""
+        ...
+
+    def on(self, gpu: str, gpus_per_node: int) -> Engine:
+        """The engine as measured on these machines."""
+        ...
+
+    def extrapolates(self, gpu: str, count: int) -> bool:
+        """Whether ``count`` accelerators of this kind are outside the range to which its constants were fitted."""
+        ...
+
+    def overlapped(self, plan: Plan) -> Plan:
+        """The plan without the overlap that this engine cannot do."""
+        ...
+
+    def memory(self, model: ModelSpec, plan: Plan, units: Sequence[UnitInfo], *, seq: int) -> Memory:
+        """Bytes per rank.
+
+        Args:
+            model: The part of the model in the rank's stage.
+            plan: The plan.
+            units: Units of the stage.
+            seq: Tokens per sequence.
+        """
+        ...
+
+    def step(
+        self,
+        plan: Plan,
+        workload: Workload,
+        cluster: ClusterSpec,
+        model: ModelSpec,
+        *,
+        group: int | None,
+        trace: bool = False,
+    ) -> Simulated:
+        """Play a step on a cluster with published rates.
+
+        Args:
+            plan: The plan.
+            workload: A rank's part of the model.
+            cluster: Links and peak FLOP/s.
+            model: Dimensions of the whole model.
+            group: Of a cluster of unlike nodes, the number of the group whose nodes see the step.
+            trace: Whether to keep the spans.
+        """
+        ...
+
+
+@final
+class ThinwireEngine:
+    """This library: collectives in two hops, everything overlapped."""
+
+    partition: Literal["intra", "inter"] = "intra"
+    bucket_bytes = 4 << 20
+    messages: Literal["float32"] | None = None
+
+    def on(self, gpu: str, gpus_per_node: int) -> ThinwireEngine:
+        """The same on all machines."""
+        del gpu, gpus_per_node
+        return self
+
+    def extrapolates(self, gpu: str, count: int) -> bool:
+        """Yes: rates are nominal, and nothing was fitted."""
+        del gpu, count
+        return True
+
+    def overlapped(self, plan: Plan) -> Plan:
+        """The plan as it is."""
+        return plan
+
+    def memory(self, model: ModelSpec, plan: Plan, units: Sequence[UnitInfo], *, seq: int) -> Memory:
+        """As the runtime uses it."""
+        return memory(model, plan, units, seq=seq)
+
+    def step(
+        self,
+        plan: Plan,
+        workload: Workload,
+        cluster: ClusterSpec,
+        model: ModelSpec,
+        *,
+        group: int | None,
+        trace: bool = False,
+    ) -> Simulated:
+        """As the runtime performs it; tensor-parallel sums and messages between stages are the library's calls."""
+        seen = cluster if group is None else seen_by(cluster, group)
+        rates = NominalRates(seen, plan.compute_dtype, fabric=Fabric(cluster, group))
+        calls = LibraryCollectives(cluster, group=group)
+        workload = workload.exchanging(AxisCosts(plan, model, workload.seq, rates, calls).exchanges(workload.parts))
+        step = simulate(plan, workload, rates, micro_batches=plan.micro_batches, trace=trace)
+        return with_stages(step, plan, workload, rates, calls, StageLink(model.hidden, cluster.nodes > 1))
+
+
+_OWN: Mapping[str, Engine] = {"thinwire": ThinwireEngine()}
+
+
+def engines() -> dict[str, Engine]:
+    """Every engine by the name that ``--engine`` takes."""
+    found = dict(_OWN)
+    for added in _added():
+        found |= added
+    return found
+
+
+@cache
+def _added() -> tuple[Mapping[str, Engine], ...]:
+    """The engines of other packages, each package's as it registers them."""
+    return tuple(point.load() for point in entry_points(group=GROUP))

@@ -1,0 +1,77 @@
+"""Little room in an engine's buffers: what does not fit ahead of its use is sent when computation waits for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from thinwire.program import Axis, Event, Lane, Operation, Phase, StepProgram
+
+__all__ = ["Headroom"]
+
+
+@dataclass(frozen=True, slots=True)
+class Headroom:
+    """What an engine's buffers have room for, as shares of a block.
+
+    Attributes:
+        ahead: Share of the next unit's parameters that is gathered while a unit of the forward computes. The rest, and
+            in the backward all, is gathered when it is needed. 1: gathers start as early as in the program.
+        bucket: Share of a unit's gradients that waits in a bucket until the next unit of the backward is gathered, and
+            is reduced while that unit computes. Computation waits for the rest. ``None``: every reduction starts as
+            soon as its gradients exist, and nothing waits for it.
+    """
+
+    ahead: float = 1.0
+    bucket: float | None = None
+
+    def revised(self, program: StepProgram) -> StepProgram:
+        """The program with operations that start ahead only as far as there is room."""
+        return _split_reductions(_split_gathers(program, self), self)
+
+
+def _split_gathers(program: StepProgram, room: Headroom) -> StepProgram:
+    """The program with gathers of parameters that start ahead only as far as there is room, and only in the forward.
+
+    The rest of a gather starts when its unit is needed. What hosts and accelerators do for a unit counts once, with
+    the share that starts ahead.
+    """
+    if room.ahead >= 1:
+        return program
+    operations, waits = list(program.operations), dict(program.waits)
+    for event, awaited in program.waits.items():
+        for operation in map(program.operations.__getitem__, awaited):
+            if operation.lane is not Lane.GATHER or operation.start == event:
+                continue
+            if event.phase is not Phase.PRE_FORWARD or room.ahead <= 0:
+                operations[operation.index] = replace(operation, start=event)
+                continue
+            operations[operation.index] = _scaled(operation, room.ahead)
+            rest = _without_units(_scaled(operation, 1 - room.ahead), len(operations), event)
+            operations.append(rest)
+            waits[event] = (*waits[event], rest.index)
+    return replace(program, operations=tuple(operations), waits=waits)
+
+
+def _split_reductions(program: StepProgram, room: Headroom) -> StepProgram:
+    """The program with each reduction over the parameters' shards in two: computation waits for what overflows."""
+    overflow = 0.0 if room.bucket is None else 1 - room.bucket
+    operations, waits = list(program.operations), dict(program.waits)
+    for operation in program.operations if overflow > 0 else ():
+        if operation.lane is not Lane.REDUCE or operation.axis is not Axis.PARAMS:
+            continue
+        operations[operation.index] = _scaled(operation, 1 - overflow)
+        # What the host and the accelerator do for its units counts once, with the other share.
+        waited = _without_units(_scaled(operation, overflow), len(operations), operation.start)
+        operations.append(waited)
+        waits[operation.start] = (*waits.get(operation.start, ()), waited.index)
+    return replace(program, operations=tuple(operations), waits=waits)
+
+
+def _without_units(operation: Operation, index: int, start: Event) -> Operation:
+    """A share of an operation as one of its own. Its units and their memory count with the other share."""
+    return replace(operation, index=index, start=start, units=(), buffers=(), bucket=())
+
+
+def _scaled(operation: Operation, share: float) -> Operation:
+    """A share of an operation's bytes."""
+    return replace(operation, hops=tuple(replace(hop, sent=round(hop.sent * share)) for hop in operation.hops))
