@@ -3,7 +3,7 @@
     python tools/structure.py
     python tools/structure.py --json
     python tools/structure.py --page docs/architecture.md --svg docs/structure.svg
-    python tools/structure.py --source ../old/src
+    python tools/structure.py --source ../old/src ../old/bench/src
 
 A *room* is a directory of modules, or a module that lies directly in a package of the top. An *arrow* is an import
 between two children of the same package. Children stand on *floors*: each one above everything it imports. An arrow
@@ -17,7 +17,7 @@ import ast
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import grimp
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("thinwire", "thinwire_bench")
+SOURCES = (ROOT / "src", ROOT / "bench" / "src")
 BEGIN, END = "<!-- structure: begin -->", "<!-- structure: end -->"
 
 MAX_LINES, MAX_PARAMETERS, MAX_METHODS = 60, 7, 15
@@ -87,15 +88,15 @@ class Structure:
     homonyms: Mapping[str, tuple[str, ...]]
 
 
-def read(source: Path) -> Structure:
+def read(sources: Sequence[Path]) -> Structure:
     """Measure a source tree.
 
     Args:
-        source: the directory that holds the packages.
+        sources: the directories that hold the packages.
     """
-    packages = [name for name in PACKAGES if (source / name).is_dir()]
-    graph = _import_graph(source, packages)
-    directories = _directories(source, packages)
+    packages = {name: source / name for name in PACKAGES for source in sources if (source / name).is_dir()}
+    graph = _import_graph(sources, packages)
+    directories = _directories(packages)
     total = sum(_count_lines(files) for files in directories.values())
     floors: dict[str, int] = {}
     arrows: dict[str, tuple[str, ...]] = {}
@@ -117,7 +118,7 @@ def read(source: Path) -> Structure:
         )
         for name, files in directories.items()
     ]
-    functions, classes = _definitions(source, packages)
+    functions, classes = _definitions(packages)
     return Structure(
         rooms=tuple(sorted(rooms, key=lambda room: (room.name.split(".")[0], -_top_floor(room, floors), room.name))),
         upwards=tuple(sorted(upwards)),
@@ -131,10 +132,10 @@ def read(source: Path) -> Structure:
 # -- imports ----------------------------------------------------------------------------------------------------------
 
 
-def _import_graph(source: Path, packages: list[str]) -> grimp.ImportGraph:
+def _import_graph(sources: Sequence[Path], packages: Iterable[str]) -> grimp.ImportGraph:
     # An editable installation would find its own checkout, regardless of the path.
     sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
-    sys.path.insert(0, str(source.resolve()))
+    sys.path[:0] = [str(source.resolve()) for source in sources]
     return grimp.build_graph(*packages, exclude_type_checking_imports=True, cache_dir=None)
 
 
@@ -181,12 +182,12 @@ def _top_floor(room: Room, floors: Mapping[str, int]) -> int:
 # -- files and definitions --------------------------------------------------------------------------------------------
 
 
-def _directories(source: Path, packages: list[str]) -> dict[str, list[Path]]:
+def _directories(packages: Mapping[str, Path]) -> dict[str, list[Path]]:
     """Modules by room: directories, and modules that lie directly in a top package."""
     rooms: dict[str, list[Path]] = defaultdict(list)
-    for package in packages:
-        for path in sorted((source / package).rglob("*.py")):
-            name = ".".join(path.parent.relative_to(source).parts)
+    for package, directory in packages.items():
+        for path in sorted(directory.rglob("*.py")):
+            name = ".".join(path.parent.relative_to(directory.parent).parts)
             if name == package and path.stem != "__init__":
                 name = f"{package}.{path.stem}"
             rooms[name].append(path)
@@ -203,12 +204,12 @@ Class = tuple[str, str, int]
 """File, name and number of methods."""
 
 
-def _definitions(source: Path, packages: list[str]) -> tuple[list[Function], list[Class]]:
+def _definitions(packages: Mapping[str, Path]) -> tuple[list[Function], list[Class]]:
     functions: list[Function] = []
     classes: list[Class] = []
-    for package in packages:
-        for path in sorted((source / package).rglob("*.py")):
-            file = str(path.relative_to(source))
+    for directory in packages.values():
+        for path in sorted(directory.rglob("*.py")):
+            file = str(path.relative_to(directory.parent))
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                     lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -367,7 +368,9 @@ def _blocks(structure: Structure) -> dict[str, Block]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", type=Path, default=ROOT / "src", help="the directory that holds the packages")
+    parser.add_argument(
+        "--source", type=Path, nargs="+", default=SOURCES, help="the directories that hold the packages"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--page", type=Path, help="rewrite the part between the marks of this Markdown page")
     parser.add_argument("--svg", type=Path, help="draw the packages here")

@@ -15,16 +15,14 @@ ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "structure.py"
 
 
-def structure(source: Path) -> dict[str, Any]:
-    result = subprocess.run(
-        [sys.executable, TOOL, "--json", "--source", source], capture_output=True, text=True, check=True
-    )
+def structure(*options: str | Path) -> dict[str, Any]:
+    result = subprocess.run([sys.executable, TOOL, "--json", *options], capture_output=True, text=True, check=True)
     return dict(json.loads(result.stdout))
 
 
 @pytest.fixture(scope="module")
 def ours() -> dict[str, Any]:
-    return structure(ROOT / "src")
+    return structure()
 
 
 def test_no_room_holds_more_than_an_eighth_of_the_lines(ours: dict[str, Any]) -> None:
@@ -70,7 +68,7 @@ def test_the_tool_counts_lines_parameters_methods_and_homonyms(tmp_path: Path) -
     (package / "lower" / "b.py").write_text("class Same:\n    pass\n" + wide + long)
     (package / "lower" / "c.py").write_text("import thinwire.round.d\n")
     (package / "round" / "d.py").write_text("import thinwire.lower.c\n")
-    measured = structure(tmp_path)
+    measured = structure("--source", tmp_path)
     floors = {room["name"]: room["floor"] for room in measured["rooms"]}
     assert floors["thinwire.upper"] > floors["thinwire.lower"]
     assert measured["upwards"] == ["thinwire.lower -> thinwire.round", "thinwire.round -> thinwire.lower"]

@@ -29,7 +29,7 @@ from thinwire_bench.codecs.speeds import COPY, CodecSpeed, TimedCall, interleave
 from thinwire_bench.codecs.study import CodecStudy
 from thinwire_bench.codecs.targets import TARGET_DIRECTIONS, known_targets, native_target
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 SMALL = ["--backend", "reference", "--sizes", "1MiB", "--rounds", "2", "--values", "8192", "--data", "normal,student"]
 CHOSEN = ["--codecs", "int8:256,int8:tensor,int4:256,hadamard,exp3", "--peers", "eager,deepspeed-form"]

@@ -34,7 +34,7 @@ from thinwire_bench.study.loss_page import markdown
 from thinwire_bench.study.outcome import missing_note, outcomes, plain, sheets, verdicts
 from thinwire_bench.systems.rows import SystemRow
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 STUDY = ROOT / "recipes/convergence/study.toml"
 
 

@@ -10,7 +10,7 @@ import pytest
 from thinwire.errors import UsageError
 from thinwire_bench.study.peer_steps import bases, compared, sheets_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RESULTS = [ROOT / f"docs/results/emit/{model}/step.json" for model in ("llama-17m", "llama-5m")]
 
 

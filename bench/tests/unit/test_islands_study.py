@@ -47,7 +47,7 @@ from thinwire_bench.study.loop import Loop
 from thinwire_bench.study.queue import Queue
 from thinwire_bench.systems.rows import SystemRow
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 STUDY = ROOT / "recipes/islands/study.toml"
 
 needs_torchft = pytest.mark.skipif(

@@ -14,7 +14,7 @@ from thinwire_bench.peers.interface import SystemSpec
 from thinwire_bench.systems.controller import Controller
 from thinwire_bench.systems.protocol import BenchError, TurnRequest
 
-BUILDER = "tests.lab.bench_systems:scripted"
+BUILDER = "bench.tests.lab.bench_systems:scripted"
 
 
 @dataclass
@@ -48,7 +48,7 @@ def system(label: str, **options: object) -> SystemSpec:
     return SystemSpec(label, BUILDER, options, joined=False)
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from thinwire_bench.cli.planner import planner
 from thinwire_bench.study.pairs import Choice, Pair, sheets
 from thinwire_bench.study.planning import _add
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def pair(plan: str, predicted: float, measured: float, **changes: Any) -> Pair:
