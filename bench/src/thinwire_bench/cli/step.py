@@ -59,16 +59,6 @@ class StepOptions:
     steps: Steps = 3
     seq: Annotated[int, typer.Option("--seq", "--tokens", min=1, help="Tokens per step of each rank.")] = 128
     model: Annotated[str, typer.Option(help="Model: llama-59m, llama-17m, llama-5m or llama-1m.")] = "llama-17m"
-    profiles: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="First profile every link, and last measure memory without what allocators keep, for thinwire bench "
-            "emit. Profiles that the directory already holds stay.",
-            show_default=False,
-        ),
-    ] = None
-    budget: Annotated[str, typer.Option(metavar="TIME", help="Time budget of each profile.")] = "60s"
     timeout: Timeout = 600.0
     json_path: Annotated[
         Path | None, typer.Option("--json", metavar="OUT.json", help="Write rows, ratios and environment.")
@@ -96,14 +86,9 @@ def step(options: StepOptions) -> None:
         from thinwire_bench.systems.interleave import Session
         from thinwire_bench.systems.ratios import goals
 
-        lean = options.profiles is not None
-        session = Session(
-            options.nodes, options.ranks, options.rounds, options.steps, options.timeout, progress, lean=lean
-        )
+        session = Session(options.nodes, options.ranks, options.rounds, options.steps, options.timeout, progress)
         systems = _systems(options)
         settings = settings_of(words(options.bandwidth), words(options.clip))
-        if options.profiles is not None:
-            _profile(options, options.profiles)
         rows = measured(systems, settings, session, tokens=options.seq * session.world)
         ratios = goals(rows)
         _show(rows, ratios)
@@ -124,15 +109,11 @@ def _systems(options: StepOptions) -> list[SystemSpec]:
         UsageError: a system is not installed.
     """
     from thinwire.errors import SpecError
-    from thinwire_bench.peers.catalog import base_system, peer_systems, plan_systems
+    from thinwire_bench.peers.catalog import peer_systems, plan_systems
 
     workload = {"model": checked_model(options.model), "seq": options.seq}
     plans = plan_systems(words(options.plans), workload, nodes=options.nodes, ranks=options.ranks)
     systems = [*peer_systems(words(options.peers), workload), *plans]
-    if options.profiles is not None:
-        from thinwire_bench.study.peer_steps import bases
-
-        systems += [base_system(name, options.seq) for name in bases(words(options.peers))]
     labels = [system.label for system in systems]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
@@ -140,29 +121,6 @@ def _systems(options: StepOptions) -> list[SystemSpec]:
     if not systems:
         raise SpecError("bench step", ["there is nothing to run; name systems with --plans or --peers"])
     return systems
-
-
-def _profile(options: StepOptions, directory: Path) -> None:
-    """Profile every link and the model's parts into a directory."""
-    from thinwire.train.environment import num_cores
-    from thinwire.units import parse_duration
-    from thinwire_bench.study.planning import Setup, alone_links, profile_links
-
-    setup = Setup(
-        models=[options.model],
-        settings=settings_of(words(options.bandwidth)),
-        seq=options.seq,
-        nodes=options.nodes,
-        ranks=options.ranks,
-        rounds=options.rounds,
-        timeout=options.timeout,
-        cores=num_cores(),
-        report=progress,
-        library=True,
-    )
-    directory.mkdir(parents=True, exist_ok=True)
-    profile_links(setup, parse_duration(options.budget), directory)
-    alone_links(setup, directory)
 
 
 def _content(rows: Sequence[SystemRow], ratios: Mapping[str, Sequence[Ratio]], options: StepOptions) -> dict[str, Any]:

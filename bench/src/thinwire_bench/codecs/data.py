@@ -12,7 +12,7 @@ from thinwire.train.data.packing import prepare
 from thinwire.train.data.samples import Samples
 from thinwire.train.models.llama import Llama, LlamaConfig
 
-__all__ = ["DATA_SETS", "data_sets", "gradients_by_rank", "normal", "student"]
+__all__ = ["DATA_SETS", "data_sets", "normal", "student"]
 
 DATA_SETS: Mapping[str, str] = {
     "normal": "N(0,1)",
@@ -60,26 +60,6 @@ def student(num_values: int, seed: int = 1) -> Tensor:
         top, *below = torch.randn(4, min(_PIECE, num_values - start), generator=generator)
         pieces.append(top / (torch.stack(below).square().sum(0) / 3).sqrt())
     return torch.cat(pieces)
-
-
-def gradients_by_rank(ranks: int, report: Callable[[str], None] = lambda line: None) -> list[Tensor]:
-    """Gradients of one model on different samples: what that many ranks would add up.
-
-    Args:
-        ranks: Number of ranks.
-        report: Called with a line of text before anything that takes long.
-
-    Returns:
-        1-D fp32 on CPU, one for each rank.
-    """
-    report("training a small model for its gradients")
-    model, samples = _trained_model(report)
-    by_rank = []
-    for rank in range(ranks):
-        model.zero_grad()
-        _backward(model, samples, _STEPS + rank)
-        by_rank.append(_flat(parameter.grad for parameter in _matrices(model) if parameter.grad is not None))
-    return by_rank
 
 
 def _of_a_model(report: Callable[[str], None]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from thinwire.errors import SpecError, UsageError
 from thinwire.spec import Plan
 from thinwire_bench.peers.interface import SystemKind, SystemSpec
 
-__all__ = ["MODELS", "PEERS", "TINY", "base_system", "named_plan", "peer_systems", "plan_system", "plan_systems"]
+__all__ = ["MODELS", "PEERS", "TINY", "named_plan", "peer_systems", "plan_system", "plan_systems"]
 
 REFERENCE: Final = "local"
 """The peer that does not communicate."""
@@ -120,17 +120,6 @@ def check_packages(names: Iterable[str]) -> None:
             raise UsageError(f"peer {name} needs the package {package}, which is not installed: run `make bench-peers`")
 
 
-def base_system(name: str, seq: int) -> SystemSpec:
-    """A peer around a model of no weight, labelled ``base:NAME``: the memory of its processes without a model.
-
-    Args:
-        name: A key of ``PEERS``.
-        seq: Sequence length in tokens.
-    """
-    spec = _peer(name, {"model": dict(TINY), "seq": seq})
-    return replace(spec, label=f"base:{name}", kind=SystemKind.CHANGED)
-
-
 def plan_systems(names: Sequence[str], workload: Mapping[str, Any], *, nodes: int, ranks: int) -> list[SystemSpec]:
     """Plans by preset name or path, labelled ``tw:NAME`` so that a peer may have the same name.
 
@@ -150,7 +139,7 @@ def plan_systems(names: Sequence[str], workload: Mapping[str, Any], *, nodes: in
 
 
 def plan_system(name: str, plan: Plan, workload: Mapping[str, Any]) -> SystemSpec:
-    """One plan, labelled ``tw:NAME``; ``workload`` may name a ``codec_backend``."""
+    """One plan, labelled ``tw:NAME``."""
     spec = SystemSpec(
         f"tw:{name}", "thinwire_bench.peers.plans:plan", {**workload, "plan": plan.to_toml()}, SystemKind.PLAN
     )

@@ -91,10 +91,6 @@ class System(ABC):
         """Bytes that this rank should send to other nodes in a step; None where the system does not tell."""
         return None
 
-    def sent(self) -> dict[str, int]:
-        """Bytes that this rank sent since the last call, by axis and codec; empty where the system does not tell."""
-        return {}
-
     def waited(self) -> dict[str, float]:
         """Seconds that computation waited since the last call, by lane; empty where the system does not tell."""
         return {}

@@ -11,7 +11,6 @@ from torch import nn
 import thinwire as tw
 from thinwire.program import Scope, exchange_operations
 from thinwire.sharding.api import runtime
-from thinwire_bench.peers.inner import MuonWithAdamW, muon_groups
 from thinwire_bench.peers.interface import Place, System
 from thinwire_bench.peers.system import LEARNING_RATE, TorchSystem
 from thinwire_bench.peers.workload import batches, make_model
@@ -57,14 +56,8 @@ def plan(place: Place, options: Mapping[str, Any]) -> System:
 
     Args:
         place: Place of this rank.
-        options: Options of the workload; ``plan`` as TOML; ``codec_backend``, if not that of the device;
-            ``inner``, which may be ``muon``.
+        options: Options of the workload; ``plan`` as TOML.
     """
-    whole = make_model(options)
-    matrices = muon_groups(whole, ())
-    model = tw.shard(whole, tw.Plan.from_toml(options["plan"]), codec_backend=options.get("codec_backend"))
-    if options.get("inner") == "muon":
-        optim = tw.optimizer(model, MuonWithAdamW, lr=LEARNING_RATE, param_groups=matrices)
-    else:
-        optim = tw.optimizer(model, torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
+    model = tw.shard(make_model(options), tw.Plan.from_toml(options["plan"]))
+    optim = tw.optimizer(model, torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
     return PlanSystem(model, optim, batches(options, place.rank))

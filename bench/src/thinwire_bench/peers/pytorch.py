@@ -24,10 +24,7 @@ from thinwire_bench.peers.interface import Place, System
 from thinwire_bench.peers.system import LEARNING_RATE, TorchSystem, fused_adamw
 from thinwire_bench.peers.workload import batches, make_model
 
-__all__ = [
-    "Autocast", "bf16_replica", "ddp", "ddp_bf16_hook", "ddp_powersgd", "fsdp2", "fully_sharded_model", "hpz", "hsdp",
-    "local", "powersgd_replica", "zero1",
-]  # fmt: skip
+__all__ = ["Autocast", "ddp", "ddp_bf16_hook", "ddp_powersgd", "fsdp2", "hpz", "hsdp", "local", "zero1"]
 
 _BUCKET_MIB = 5
 """Of DDP: its default, 25, starts so late on this model that a link of 1 Gbit/s makes a step a fifth longer."""
@@ -50,40 +47,20 @@ def ddp(place: Place, options: Mapping[str, Any]) -> System:
 
 def ddp_bf16_hook(place: Place, options: Mapping[str, Any]) -> System:
     """DDP with fp32 parameters under autocast, whose gradients its hook sends as bf16."""
-    replicated = bf16_replica(make_model(options))
-    return TorchSystem(replicated, fused_adamw(replicated.parameters()), batches(options, place.rank))
-
-
-def bf16_replica(model: nn.Module) -> nn.parallel.DistributedDataParallel:
-    """A model in DDP, fp32 under autocast, whose gradients travel as bf16.
-
-    Args:
-        model: The model in fp32, the same on all ranks.
-    """
-    replicated = _replicated(Autocast(model))
+    replicated = _replicated(Autocast(make_model(options)))
     # Not the hook itself: by its name DDP refuses the hook without NCCL, though gloo adds bf16 as well.
     replicated.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
-    return replicated
+    return TorchSystem(replicated, fused_adamw(replicated.parameters()), batches(options, place.rank))
 
 
 def ddp_powersgd(place: Place, options: Mapping[str, Any]) -> System:
     """DDP that sends gradients as matrices of low rank, with error feedback (arXiv 1905.13727); fp32 under autocast."""
-    replicated = powersgd_replica(make_model(options))
-    return TorchSystem(replicated, fused_adamw(replicated.parameters()), batches(options, place.rank))
-
-
-def powersgd_replica(model: nn.Module) -> nn.parallel.DistributedDataParallel:
-    """A model in DDP, fp32 under autocast, whose gradients travel as matrices of low rank.
-
-    Args:
-        model: The model in fp32, the same on all ranks.
-    """
-    replicated = _replicated(Autocast(model))
+    replicated = _replicated(Autocast(make_model(options)))
     # Two is the least number of ordinary steps before that PyTorch allows.
     state = PowerSGDState(None, matrix_approximation_rank=_POWERSGD_RANK, start_powerSGD_iter=2)
     # Without annotations, which DDP would want as classes.
     replicated.register_comm_hook(state, lambda state, bucket: _powersgd_in_order(state, bucket))
-    return replicated
+    return TorchSystem(replicated, fused_adamw(replicated.parameters()), batches(options, place.rank))
 
 
 def zero1(place: Place, options: Mapping[str, Any]) -> System:
@@ -137,20 +114,6 @@ def _replicated(model: nn.Module) -> nn.parallel.DistributedDataParallel:
 def _fully_sharded(
     place: Place, options: Mapping[str, Any], mesh_shape: tuple[int, ...], reshard: bool | int
 ) -> System:
-    model = fully_sharded_model(options, mesh_shape, reshard)
-    return TorchSystem(model, fused_adamw(model.parameters()), batches(options, place.rank))
-
-
-def fully_sharded_model(
-    options: Mapping[str, Any], mesh_shape: tuple[int, ...], reshard: bool | int = True
-) -> nn.Module:
-    """The model of every system, sharded by FSDP2.
-
-    Args:
-        options: Options of the workload.
-        mesh_shape: Ranks of the mesh; replicas come first if there are two dimensions.
-        reshard: What FSDP2 does with a block's parameters after its forward.
-    """
     names = ("replicate", "shard")[2 - len(mesh_shape) :]
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -159,4 +122,4 @@ def fully_sharded_model(
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     # What remains, the last norm and the head, is needed again as soon as the backward starts.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    return model
+    return TorchSystem(model, fused_adamw(model.parameters()), batches(options, place.rank))

@@ -12,21 +12,18 @@ import logging
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import nn
 
 from thinwire.agreement import Typed
 from thinwire.collectives.group import control
-from thinwire_bench.peers.fragments import fragments_of
 from thinwire_bench.peers.interface import Place, System
 from thinwire_bench.peers.pytorch import Autocast
 from thinwire_bench.peers.system import TorchSystem, fused_adamw
 from thinwire_bench.peers.workload import batches, make_model
 
-__all__ = ["OuterSettings", "diloco", "join", "local_sgd", "take_the_mean"]
+__all__ = ["diloco", "local_sgd"]
 
 _ADDRESS: Final[Typed[str | None]] = Typed(str | None)
 
@@ -35,90 +32,31 @@ _PATIENCE = datetime.timedelta(hours=1)
 stopped while others have their turn."""
 
 
-@dataclass(frozen=True)
-class OuterSettings:
-    """When and how torchft's islands exchange their parameters.
-
-    Attributes:
-        algorithm: ``diloco``, whose outer optimizer makes a step of the mean change, or ``local-sgd``, which takes the
-            mean of parameters.
-        every: Inner steps from one exchange of a parameter to the next.
-        fragments: Parts of the model that are exchanged at different steps (``diloco``).
-        delay: Inner steps that an exchange may stay under way (``diloco``).
-        blend: Share of an island's own value that it keeps when an exchange arrives (``diloco``).
-        outer_lr: Learning rate of the outer SGD (``diloco``).
-        outer_momentum: Its momentum, Nesterov's if above 0 (``diloco``).
-    """
-
-    algorithm: str = "diloco"
-    every: int = 32
-    fragments: int = 1
-    delay: int = 0
-    blend: float = 0.0
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
+_OUTER: Final[Mapping[str, Any]] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+"""Settings of DiLoCo's outer SGD, as in the paper."""
 
 
 def diloco(place: Place, options: Mapping[str, Any]) -> System:
-    """torchft's DiLoCo. ``options`` may name fields of :class:`OuterSettings`."""
-    return _islands(place, options, "diloco")
+    """torchft's DiLoCo. ``options`` name ``every``, the steps from one exchange to the next."""
+    from torchft.local_sgd import DiLoCo
+
+    model = make_model(options)
+    inner, outer = fused_adamw(model.parameters()), torch.optim.SGD(model.parameters(), **_OUTER)
+    # Its hooks stay as long as the optimizer does. One bucket holds the whole model: with several, torchft 0.2 writes
+    # the last one's means into all, and its default, a message for each parameter, takes longer.
+    DiLoCo(
+        _manager(place), [model], inner, outer, sync_every=options["every"], use_bucketization=True
+    ).__enter__()  # fmt: skip
+    return TorchSystem(Autocast(model), inner, batches(options, place.rank))
 
 
 def local_sgd(place: Place, options: Mapping[str, Any]) -> System:
-    """torchft's LocalSGD. ``options`` may name ``every``."""
-    return _islands(place, options, "local-sgd")
+    """torchft's LocalSGD. ``options`` name ``every``, the steps from one exchange to the next."""
+    from torchft.local_sgd import LocalSGD
 
-
-def join(model: nn.Module, inner: torch.optim.Optimizer, settings: OuterSettings, place: Place) -> None:
-    """Make a model an island: from now on, steps of its optimizer exchange with the other islands. All ranks call it.
-
-    Args:
-        model: The model, with the same parameters on all ranks.
-        inner: Its optimizer.
-        settings: When and how to exchange.
-        place: Place of this rank.
-    """
-    from torchft.local_sgd import DiLoCo, LocalSGD
-
-    manager = _manager(place)
-    if settings.algorithm == "local-sgd":
-        LocalSGD(manager, model, inner, sync_every=settings.every).__enter__()
-        return
-    fragments = fragments_of(model, settings.fragments)
-    outer = [
-        torch.optim.SGD(
-            fragment.parameters(),
-            settings.outer_lr,
-            momentum=settings.outer_momentum,
-            nesterov=settings.outer_momentum > 0,
-        )
-        for fragment in fragments
-    ]
-    # Its hooks stay as long as the optimizer does. One bucket holds all of a fragment: with several, torchft 0.2 writes
-    # the last one's means into all, and its default, a message for each parameter, takes longer.
-    DiLoCo(
-        manager, fragments, inner, outer,
-        sync_every=settings.every, fragment_sync_delay=settings.delay, fragment_update_alpha=settings.blend,
-        use_bucketization=True,
-    ).__enter__()  # fmt: skip
-
-
-@torch.no_grad()
-def take_the_mean(model: nn.Module) -> None:
-    """End a run: all islands take the mean of their parameters. All ranks call it.
-
-    torchft leaves a run as it is after its last step: fragments have met at different steps, or are still under way.
-    """
-    own = nn.utils.parameters_to_vector(model.parameters())
-    mean = control().all_reduce_mean(own.tolist())
-    nn.utils.vector_to_parameters(own.new_tensor(mean), model.parameters())
-
-
-def _islands(place: Place, options: Mapping[str, Any], algorithm: str) -> System:
     model = make_model(options)
     inner = fused_adamw(model.parameters())
-    chosen = {name: options[name] for name in OuterSettings.__dataclass_fields__ if name in options}
-    join(model, inner, OuterSettings(algorithm, **chosen), place)
+    LocalSGD(_manager(place), model, inner, sync_every=options["every"]).__enter__()
     return TorchSystem(Autocast(model), inner, batches(options, place.rank))
 
 

@@ -24,15 +24,14 @@ def batches(options: Mapping[str, Any], rank: int) -> Iterator[torch.Tensor]:
     """Learnable sequences: tokens of a narrow, skewed range. The same for a rank in every system.
 
     Args:
-        options: ``model``, as for :func:`make_model`; ``seq``, the sequence length in tokens; ``sequences``, of a step,
-            1 by default.
+        options: ``model``, as for :func:`make_model`; ``seq``, the sequence length in tokens.
         rank: Rank, which seeds the data.
 
     Yields:
-        int64 ids of shape [sequences, seq + 1].
+        int64 ids of shape [1, seq + 1].
     """
     generator = torch.Generator().manual_seed(1000 + rank)
-    shape, vocab = (options.get("sequences", 1), options["seq"] + 1), _fields(options)["vocab"]
+    shape, vocab = (1, options["seq"] + 1), _fields(options)["vocab"]
     while True:
         yield torch.randint(0, 64, shape, generator=generator) ** 2 % vocab
 

@@ -27,7 +27,7 @@ from thinwire.spec.plan import lone_ranks
 from thinwire.spec.profile import Profile
 from thinwire.units import format_bytes
 from thinwire_bench.environment import memory_bytes
-from thinwire_bench.peers.catalog import MODELS, REFERENCE, TINY, peer_systems, plan_system
+from thinwire_bench.peers.catalog import MODELS, TINY, plan_system
 from thinwire_bench.peers.interface import SystemSpec
 from thinwire_bench.study.pairs import ChangedChoice, Choice, Pair
 from thinwire_bench.systems.interleave import Sample, Session, Setting
@@ -35,7 +35,7 @@ from thinwire_bench.systems.rows import SystemRow, make_rows
 from thinwire_bench.systems.run import run
 
 __all__ = [
-    "PLANS", "Setup", "alone_links", "changed_choices", "measure", "plan_key", "predict_again", "profile_links",
+    "PLANS", "Setup", "changed_choices", "measure", "plan_key", "predict_again", "profile_links",
     "with_base",
 ]  # fmt: skip
 
@@ -76,7 +76,6 @@ class Setup:
         timeout: Seconds that a system may take to start, or for a turn.
         cores: Cores of this machine.
         report: Called with a line of text whenever something begins.
-        library: Whether profiles have the library calls of other frameworks, too.
     """
 
     models: Sequence[str]
@@ -88,7 +87,6 @@ class Setup:
     timeout: float
     cores: int
     report: Callable[[str], None]
-    library: bool = False
 
     def shape(self, model: str) -> ModelSpec:
         """The shape of a model."""
@@ -116,21 +114,6 @@ def profile_links(setup: Setup, budget: float, directory: Path) -> dict[str, Pro
             _profile(setup, setting, budget, out)
         known[setting.bandwidth] = Profile.read(out)
     return known
-
-
-def alone_links(setup: Setup, directory: Path) -> None:
-    """Measure how long torch alone takes for a step of every model, without communication, beside the profile of every
-    link; times that the directory has stay.
-
-    Args:
-        setup: Models and links.
-        directory: Directory of the profiles.
-    """
-    for setting in setup.settings:
-        path = directory / f"alone-{setting.bandwidth}.json"
-        if not path.exists():
-            alone = {model: _alone(setup, setting, model) for model in setup.models}
-            path.write_text(json.dumps(alone) + "\n", encoding="utf-8")
 
 
 def with_base(setup: Setup, known: Mapping[str, Profile], directory: Path) -> dict[str, Profile]:
@@ -169,18 +152,11 @@ def _profile(setup: Setup, setting: Setting, budget: float, out: Path) -> None:
             command = [
                 sys.executable, "-m", "thinwire.cli.main", "profile", "--out", str(out), "--budget",
                 f"{budget if number == 0 else budget / 4:.0f}s", "--model", str(shape), "--seq", str(setup.seq),
-                *(["--resume"] if number else []), *(["--library"] if setup.library else []),
+                *(["--resume"] if number else []),
             ]  # fmt: skip
             outcome = Job(lab, command, "rank", grace=30.0, logs=directory / "logs").run()
             if outcome.status:
                 raise UsageError(f"the profile of {setting.bandwidth} failed: {outcome.failure}; see {directory}/logs")
-
-
-def _alone(setup: Setup, setting: Setting, model: str) -> float:
-    """Milliseconds of a step of torch without communication."""
-    setup.report(f"computing {model} without communication")
-    systems = peer_systems([REFERENCE], {"model": model, "seq": setup.seq})
-    return statistics.median(_milliseconds(_run(setup, systems, [replace(setting, steps=5)]), REFERENCE))
 
 
 def _run(

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -78,7 +78,6 @@ class TurnResult:
         values: What each step returned, mean over ranks, the warm-up steps first.
         peak_rss: Peak resident memory of any rank in bytes; pages that ranks share count in each of them.
         predicted: Bytes that each host should send to others; empty where the system predicts none.
-        by_axis: Bytes that all ranks sent, by axis and codec, as the system counts them; empty where it does not count.
     """
 
     label: str
@@ -91,7 +90,6 @@ class TurnResult:
     values: tuple[float, ...]
     peak_rss: int
     predicted: tuple[int, ...] = ()
-    by_axis: Mapping[str, float] = field(default_factory=dict)
 
 
 class Controller:
@@ -197,10 +195,6 @@ class Controller:
             values=tuple(sum(step) / len(step) for step in zip(*(r.values for r in settled), strict=True)),
             peak_rss=max(report.peak_rss for report in settled),
             predicted=self._by_host([report.predicted for report in settled]),
-            by_axis={
-                key: sum(report.sent.get(key, 0) for report in settled) / turn.steps
-                for key in dict.fromkeys(key for report in settled for key in report.sent)
-            },
         )
 
     def _by_host(self, predicted: Sequence[int | None]) -> tuple[int, ...]:

@@ -117,7 +117,6 @@ class Settled:
         values: What each step returned, the warm-up steps first.
         peak_rss: Its peak resident memory in bytes.
         predicted: Bytes per step that it should send to other hosts; None where its system predicts none.
-        sent: Bytes that it sent during the timed steps, by axis and codec.
     """
 
     finished: float
@@ -126,7 +125,6 @@ class Settled:
     values: tuple[float, ...]
     peak_rss: int
     predicted: int | None
-    sent: Mapping[str, int]
 
 
 @dataclass(frozen=True)

@@ -91,15 +91,14 @@ def _take(turn: TurnRequest, system: System, pipe: Connection[Any, Any]) -> None
         values = [system.step(turn.options) for _ in range(turn.warmup)]
         pipe.send(Warm())
         pipe.recv()
-        system.waited(), system.sent()  # forget the warm-up's
+        system.waited()  # forget the warm-up's
         used = time.process_time()
         values += [system.step(turn.options) for _ in range(turn.steps)]
         finished, cpu_seconds = time.monotonic(), time.process_time() - used
         waited = system.waited()
         system.settle()
-    sent = system.sent()
     peak = _peak_of_turn() if turn.lean else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    pipe.send(Settled(finished, cpu_seconds, waited, tuple(values), peak, system.predicted(), sent))
+    pipe.send(Settled(finished, cpu_seconds, waited, tuple(values), peak, system.predicted()))
 
 
 class _Lean(threading.Thread):

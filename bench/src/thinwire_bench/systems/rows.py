@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from thinwire_bench.peers.interface import SystemKind, SystemSpec
@@ -42,7 +42,6 @@ class SystemRow:
         peak_rss: Peak resident memory of any rank, in bytes.
         loss: Mean loss over the first steps, in nats per token.
         refused: Why the row does not count, or None.
-        by_axis: Bytes per step that all ranks sent, by axis and codec; empty where the system does not count them.
         needed_rss: ``peak_rss`` of a turn without what the allocator keeps for later; None where it was not measured.
     """
 
@@ -66,7 +65,6 @@ class SystemRow:
     peak_rss: int
     loss: float
     refused: str | None
-    by_axis: Mapping[str, float] = field(default_factory=dict)
     needed_rss: int | None = None
 
     def plain(self) -> dict[str, Any]:
@@ -158,5 +156,4 @@ def _row(samples: Sequence[Sample], system: SystemSpec, common: _Common) -> Syst
         peak_rss=max(result.peak_rss for result in results),
         loss=common.loss,
         refused=common.refused,
-        by_axis=results[-1].by_axis,
     )

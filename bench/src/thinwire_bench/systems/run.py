@@ -9,7 +9,7 @@ from thinwire_bench.peers.interface import SystemSpec
 from thinwire_bench.systems.controller import Controller
 from thinwire_bench.systems.interleave import Sample, Session, Setting, interleave, lean_turns
 
-__all__ = ["run", "run_in"]
+__all__ = ["run"]
 
 
 def run(systems: Sequence[SystemSpec], settings: Sequence[Setting], session: Session) -> list[Sample]:
@@ -27,13 +27,6 @@ def run(systems: Sequence[SystemSpec], settings: Sequence[Setting], session: Ses
         ThinwireError: hosts cannot be made on this machine, or a rank failed, died or took too long.
     """
 
-    with Lab(LabSpec(nodes=session.nodes, ranks=session.ranks)) as lab:
-        return run_in(lab, systems, settings, session)
-
-
-def run_in(lab: Lab, systems: Sequence[SystemSpec], settings: Sequence[Setting], session: Session) -> list[Sample]:
-    """Start all systems in an open lab and let them take turns; see :func:`run`."""
-
     def report(sample: Sample) -> None:
         result, setting = sample.result, sample.setting
         untimed = "memory" if sample.result.turn.lean else "start-up"
@@ -41,10 +34,14 @@ def run_in(lab: Lab, systems: Sequence[SystemSpec], settings: Sequence[Setting],
         clip = "" if setting.clip is None else f" clip {setting.clip:g}"
         session.report(f"{when} {setting.bandwidth}{clip} {result.label}: {1e3 * result.seconds:.1f} ms/step")
 
-    def shape(rate: float | None) -> None:
-        lab.shape(bandwidth=rate)
+    with (
+        Lab(LabSpec(nodes=session.nodes, ranks=session.ranks)) as lab,
+        Controller(lab, session.ranks, timeout=session.timeout) as controller,
+    ):
 
-    with Controller(lab, session.ranks, timeout=session.timeout) as controller:
+        def shape(rate: float | None) -> None:
+            lab.shape(bandwidth=rate)
+
         for system in systems:
             session.report(f"starting {system.label}")
             controller.start(system)
