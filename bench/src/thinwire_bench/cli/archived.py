@@ -10,10 +10,10 @@ from thinwire.cli.errors import explained
 from thinwire.cli.lazy import Command
 from thinwire.errors import UsageError
 
-__all__ = ["ARCHIVED", "archived"]
+__all__ = ["ARCHIVED", "COMMIT", "TAG", "archived"]
 
-_TAG: Final = "evidence-0.2"
-_COMMIT: Final = "25a50cb"
+TAG: Final = "evidence-0.2"
+COMMIT: Final = "25a50cb"
 """The commit of the tag: the last one that has these commands."""
 
 _STUDIES: Final = (
@@ -33,5 +33,5 @@ def archived(context: typer.Context) -> None:
     with explained():
         raise UsageError(
             f"thinwire bench {context.info_name} was archived after 0.2, with its study and results; in a checkout of "
-            f"thinwire, `git worktree add ../evidence {_TAG}` (commit {_COMMIT}) brings it back"
+            f"thinwire, `git worktree add ../evidence {TAG}` (commit {COMMIT}) brings it back"
         )
