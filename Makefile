@@ -36,7 +36,7 @@ help: ## list the targets
 install: $(STAMP) ## create .venv with pinned packages and the thinwire command
 
 # Without build isolation the pins reach the build's own requirements too, and only changed C++ is compiled again.
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt csrc/CMakeLists.txt $(CXX_FILES)
+$(STAMP): pyproject.toml bench/pyproject.toml constraints.txt CMakeLists.txt csrc/CMakeLists.txt $(CXX_FILES)
 	@command -v g++ clang++ $(CXX) >/dev/null || { echo "thinwire compiles its codecs: apt-get install g++" >&2; exit 1; }
 	@test -x $(BIN)/python || test -n "$(PYTHON)" || { echo "thinwire needs Python 3.11 to 3.14 with its venv module:" \
 	  "apt-get install python3 python3-venv, or name an interpreter: make install PYTHON=..." >&2; exit 1; }
@@ -46,6 +46,7 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt csrc/CMakeLists.txt $(CX
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 	  --no-build-isolation --config-settings=build-dir=build/editable \
 	  --config-settings=cmake.define.THINWIRE_WERROR=ON --editable '.[dev,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable bench
 	@touch $@
 
 train: install ## train a small Llama on this machine (4 ranks as 2x2 without a GPU)
@@ -67,6 +68,7 @@ test-torch: install ## every test that is not slow with another PyTorch, for exa
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$(TORCH) scikit-build-core nanobind cmake ninja
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(OTHER)/constraints.txt \
 	  --no-build-isolation --config-settings=build-dir=build/torch-$(TORCH) --editable '.[dev]'
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable bench
 	PATH="$(abspath $(OTHER))/bin:$$PATH" $(OTHER)/bin/python -m pytest -n 2 -m "not slow and not gpu" \
 	  --ignore tests/architecture --ignore tests/unit/test_docs_commands.py
 
@@ -168,4 +170,4 @@ soak: install ## train for HOURS=8, and say whether memory, descriptors, threads
 
 clean: ## remove caches and build output; keeps .venv and runs
 	rm -rf build dist docs/generated .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src bench tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,7 +9,7 @@ fitted ones. With ``--leave-out``, each table is also predicted from a fit to th
 system with one publication, the fit uses its other tables; for a system with one table, each fifth of its ways of
 running a step is predicted from the rest. Such a fit starts from the nominal values, so it knows nothing about the rows
 that were left out. With ``--by model`` or ``--by cluster``, every model or cluster of a system is also predicted from a
-fit to all of its other rows. ``--write`` writes the figures to ``src/thinwire_bench/published/fits.json``, which
+fit to all of its other rows. ``--write`` writes the figures to ``bench/src/thinwire_bench/published/fits.json``, which
 ``thinwire reproduce`` prints.
 """
 

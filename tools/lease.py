@@ -29,6 +29,7 @@ LACKING = (
 """What a machine with PyTorch, Triton and transformers usually lacks, or has too old, with all that it needs."""
 
 TREE = (
+    "bench/src",
     "benchmarks",
     "csrc",
     "src",

@@ -83,9 +83,16 @@ def read(source: Path) -> Structure:
     Args:
         source: the directory that holds the packages.
     """
-    packages = [name for name in PACKAGES if (source / name).is_dir()]
-    graph = _import_graph(source, packages)
-    directories = _directories(source, packages)
+    # The evidence is a distribution of its own, beside the product.
+    places = {
+        name: place
+        for name in PACKAGES
+        for place in (source, source.parent / "bench" / "src")
+        if (place / name).is_dir()
+    }
+    packages = list(places)
+    graph = _import_graph(places)
+    directories = _directories(places)
     total = sum(_count_lines(files) for files in directories.values())
     floors: dict[str, int] = {}
     arrows: dict[str, tuple[str, ...]] = {}
@@ -111,20 +118,20 @@ def read(source: Path) -> Structure:
     return Structure(
         rooms=tuple(sorted(rooms, key=lambda room: (room.name.split(".")[0], -_top_floor(room, floors), room.name))),
         circles=tuple(sorted(upwards)),
-        long_files=_beyond({str(path.relative_to(source)): lines for path, lines in files.items()}, LONG_FILE),
+        long_files=_beyond({_named(path, places): lines for path, lines in files.items()}, LONG_FILE),
         full_folders=_beyond({room.name: room.files for room in rooms}, FULL_FOLDER),
-        reaching={str(path.relative_to(source)): found for path in sorted(files) if (found := _reaches(path))},
+        reaching={_named(path, places): found for path in sorted(files) if (found := _reaches(path))},
     )
 
 
 # -- imports ----------------------------------------------------------------------------------------------------------
 
 
-def _import_graph(source: Path, packages: list[str]) -> grimp.ImportGraph:
+def _import_graph(places: Mapping[str, Path]) -> grimp.ImportGraph:
     # An editable installation would find its own checkout, regardless of the path.
     sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
-    sys.path.insert(0, str(source.resolve()))
-    return grimp.build_graph(*packages, exclude_type_checking_imports=False, cache_dir=None)
+    sys.path[:0] = [str(place.resolve()) for place in places.values()]
+    return grimp.build_graph(*places, exclude_type_checking_imports=False, cache_dir=None)
 
 
 def _imported_siblings(graph: grimp.ImportGraph, child: str) -> set[str]:
@@ -170,16 +177,21 @@ def _top_floor(room: Room, floors: Mapping[str, int]) -> int:
 # -- files and definitions --------------------------------------------------------------------------------------------
 
 
-def _directories(source: Path, packages: list[str]) -> dict[str, list[Path]]:
+def _directories(places: Mapping[str, Path]) -> dict[str, list[Path]]:
     """Modules by room: directories, and modules that lie directly in a top package."""
     rooms: dict[str, list[Path]] = defaultdict(list)
-    for package in packages:
-        for path in sorted((source / package).rglob("*.py")):
-            name = ".".join(path.parent.relative_to(source).parts)
+    for package, place in places.items():
+        for path in sorted((place / package).rglob("*.py")):
+            name = ".".join(path.parent.relative_to(place).parts)
             if name == package and path.stem != "__init__":
                 name = f"{package}.{path.stem}"
             rooms[name].append(path)
     return dict(rooms)
+
+
+def _named(path: Path, places: Mapping[str, Path]) -> str:
+    """A file's path from the directory that holds its package."""
+    return str(path.relative_to(next(place for place in places.values() if path.is_relative_to(place))))
 
 
 def _count_lines(files: Iterable[Path]) -> int:

@@ -42,8 +42,9 @@ def main() -> int:
     shutil.copytree(tree / "docs" / "results" / "gpu", results, dirs_exist_ok=True)
     environment = {
         **os.environ,
-        # Without the wheel, Python finds the package in the tree, and what needs no C++ still runs.
-        "PYTHONPATH": os.pathsep.join(map(str, (site, tree, tree / "src"))),
+        # Without the wheel, Python finds the package in the tree, and what needs no C++ still runs. thinwire_bench is
+        # always taken from there.
+        "PYTHONPATH": os.pathsep.join(map(str, (site, tree, tree / "src", tree / "bench" / "src"))),
         "TRITON_CACHE_DIR": str(options.out / "triton"),
         "THINWIRE_LEASE_SETUP": str(options.out / "setup.json"),
         "PYTHONDONTWRITEBYTECODE": "1",

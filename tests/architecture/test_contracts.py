@@ -24,7 +24,7 @@ PLANTED = {
     ),
     "the product knows nothing of its evidence": ("thinwire/cli/planted.py", "import thinwire_bench.environment"),
     "published tables reach no torch": ("thinwire_bench/published/planted.py", "import torch"),
-    "the evidence flows one way": ("thinwire_bench/peers/planted.py", "import thinwire_bench.study.arms"),
+    "the evidence flows one way": ("thinwire_bench/peers/planted.py", "import thinwire_bench.study.planning"),
     "no cycles": ("thinwire/train/data/planted.py", "import thinwire.train.trainer"),
 }
 """For each contract a file and the import in it that breaks the contract."""
@@ -51,7 +51,13 @@ def contracts(file: str) -> list[str]:
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("copy")
-    shutil.copytree(ROOT / "src", directory / "src", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for source in ("src", "bench/src"):  # into one, as installed packages lie beside each other
+        shutil.copytree(
+            ROOT / source,
+            directory / "src",
+            ignore=shutil.ignore_patterns("__pycache__", "*.so"),
+            dirs_exist_ok=True,
+        )
     (directory / "tools").mkdir()
     for file in BY_FILE:
         shutil.copy(ROOT / file, directory / file)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "src"
+SOURCES = (ROOT / "src", ROOT / "bench" / "src")
 
 MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "yaml", "joblib", "code"}
 """Modules that make code of data."""
@@ -96,7 +96,9 @@ def forbidden(source: str, path: str) -> list[str]:
 
 
 def test_nothing_that_is_read_can_run_code() -> None:
-    files = {str(path.relative_to(SOURCE)): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
+    files = {
+        str(path.relative_to(source)): path.read_text() for source in SOURCES for path in sorted(source.rglob("*.py"))
+    }
     assert len(files) > 100
     assert files.keys() >= BETWEEN_PROCESSES | NAMES_OF_MODULES
     assert [line for path, source in files.items() for line in forbidden(source, path)] == []
@@ -133,7 +135,8 @@ def test_the_search_lets_others_pass(line: str) -> None:
 def test_every_threat_names_tests_that_exist_or_says_that_it_has_none() -> None:
     page = (ROOT / "docs/security.md").read_text()
     table = [line for line in page.partition("## Who may attack")[2].splitlines() if line.startswith("| ")]
-    written = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    folders = (ROOT / "tests", ROOT / "bench" / "tests")
+    written = "\n".join(path.read_text() for folder in folders for path in folder.rglob("test_*.py"))
     there = set(re.findall(r"^def (test_\w+)\(", written, re.MULTILINE))
     header, *lines = table
     assert header == "| attack | without keys | with keys | test |"

@@ -8,8 +8,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from thinwire.sharding.reducer import Reducer
-from thinwire.sharding.unit import Unit
+from thinwire.sharding.grads.reducer import Reducer
+from thinwire.sharding.params.param_group import Unit
 from torch import nn
 
 import thinwire as tw

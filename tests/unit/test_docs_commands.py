@@ -47,24 +47,8 @@ SHORT = {
     r"\$ \S*thinwire train .*--resume": "--set train.steps=6 --set train.validation_samples=8",
     r"thinwire(\.cli\.main)? train ": "--set train.steps=4 --set train.validation_samples=8 --set checkpoint.every=2",
     r"bench step": "--rounds 1 --steps 1 --bandwidth none --clip none",
-    r"bench reductions": "--ranks 2",
-    r"bench checkpoint": "--rounds 1 --steps 1 --model llama-1m",
-    r"bench data": "--rounds 1 --steps 4 --size 1MB",
-    r"bench placement (?!--read)": "--rounds 1 --steps 1 --model llama-1m --bandwidth 50mbit --spine 25mbit",
     r"profile --topology": "--seq 256",
-    r"bench (techniques|stages|kernels|backward)": "--rounds 1 --steps 1 --model llama-1m",
-    r"bench units": "--blocks 4 --rounds 1 --steps 1",
-    r"bench mutations": "--count 2000",
-    r"bench start": "--ranks 2 --rounds 1 --systems fsdp2,tw:zero3",
-    r"bench planning-time": "--cases 1 --rounds 1",
-    r"bench overlap": "--rounds 1 --steps 1 --model llama-1m --ranks 2 --micro-batches 2",
-    r"bench convergence --tokens": "--tokens 20000 --seeds 0 --set model.layers=2 --set model.hidden=64",
-    r"bench islands-chaos": "--minutes 0.5 --faults 1",
-    r"bench islands (?!--parts)": "--arms exact,islands-32 --seeds 0 --tokens 16384 --rounds 1 --steps 1 "
-    "--bandwidth none --model llama-1m --results brief --work brief-runs",
-    r"bench hybrid (?!--timed)": "--rounds 1 --steps 1 --model llama-1m --bandwidth none",
     r"bench planner (?!--again)": "--rounds 1 --budget 5s --models llama-1m --bandwidth none --json brief.json",
-    r"bench spectra": "--at 2 --layers 2 --hidden 64",
     r"benchmarks/memory_cap": "--steps 1 --hidden 128",
     r"benchmarks/hooks": "--depth 4 --rounds 2",
     r"benchmarks/intercept_overhead": "--rounds 2 --pairs 4",
@@ -107,14 +91,7 @@ class Command(NamedTuple):
 
     @property
     def needs_lab(self) -> bool:
-        return (
-            re.search(
-                r"thinwire (lab|bench "
-                r"(?!chaos|checkpoint|codecs|convergence|data|mutations|reductions|soak|spectra|start)) |memory_cap",
-                self.line,
-            )
-            is not None
-        )
+        return re.search(r"thinwire (lab|bench (planner|step)) |memory_cap", self.line) is not None
 
     @property
     def words(self) -> list[str]:

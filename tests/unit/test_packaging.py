@@ -68,7 +68,7 @@ def names(wheel: Path) -> set[str]:
         return set(archive.namelist())
 
 
-def test_a_wheel_holds_every_source_file_and_two_packages_only(wheels: tuple[Path, Path]) -> None:
+def test_a_wheel_holds_every_source_file_and_one_package_only(wheels: tuple[Path, Path]) -> None:
     tree, from_archive = map(names, wheels)
     assert tree == from_archive
     expected = {
@@ -79,7 +79,8 @@ def test_a_wheel_holds_every_source_file_and_two_packages_only(wheels: tuple[Pat
     assert expected <= tree
     assert any(name.startswith("thinwire/codecs/cpp/_native.") and name.endswith(".so") for name in tree)
     outside = {name.split("/")[0] for name in tree}
-    assert {name for name in outside if not name.endswith(".dist-info")} == {"thinwire", "thinwire_bench"}
+    assert {name for name in outside if not name.endswith(".dist-info")} == {"thinwire"}
+    assert wheels[1].stat().st_size < 1.6e6
 
 
 def test_commands_of_an_installed_wheel(wheels: tuple[Path, Path], python: Path, tmp_path: Path) -> None:
@@ -91,11 +92,23 @@ def test_commands_of_an_installed_wheel(wheels: tuple[Path, Path], python: Path,
     assert "train" in done(thinwire, "--help", cwd=tmp_path)
     workload = ("--model", "llama-7b", "--cluster", "a100-80g:8x8", "--tokens-per-step", "2M", "--seq", "2048")
     assert "zero1" in done(thinwire, "plan", *workload, cwd=tmp_path)
-    assert "within" in done(thinwire, "reproduce", "all", cwd=tmp_path)
     report = json.loads(done(thinwire, "doctor", "--json", cwd=tmp_path))
     assert report["ready"]
     (native,) = (check for check in report["checks"] if check["name"] == "native codecs")
     assert native["verdict"] == "ok"
+
+
+def test_the_bench_is_a_wheel_of_its_own(wheels: tuple[Path, Path], python: Path, tmp_path: Path) -> None:
+    done(python, "-m", "pip", "wheel", "--no-deps", "-w", tmp_path, ROOT / "bench", cwd=tmp_path)
+    (wheel,) = tmp_path.glob("thinwire_bench-*-py3-none-any.whl")
+    expected = {
+        str(path.relative_to(ROOT / "bench/src"))
+        for path in (ROOT / "bench/src").rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    assert {name for name in names(wheel) if ".dist-info/" not in name} == expected
+    done(python, "-m", "pip", "install", "--no-deps", "--no-index", wheels[1], wheel, cwd=tmp_path)
+    assert "within" in done(python.with_name("thinwire"), "reproduce", "all", cwd=tmp_path)
 
 
 def test_make_wheels_builds_and_tries_what_a_release_holds(tmp_path: Path) -> None:
@@ -107,6 +120,8 @@ def test_make_wheels_builds_and_tries_what_a_release_holds(tmp_path: Path) -> No
     with tarfile.open(archive) as sources:
         held = {name.partition("/")[2] for name in sources.getnames()}
     assert {"LICENSE", "README.md", "csrc/codec.cpp", "src/thinwire/__init__.py"} <= held
+    assert not any(name.startswith(("bench", "docs/results", "tests")) for name in held)
+    assert archive.stat().st_size < 3e6
     licence = next(name for name in names(wheel) if name.endswith("licenses/LICENSE"))
     with zipfile.ZipFile(wheel) as opened:
         assert b"Apache License" in opened.read(licence)

@@ -16,8 +16,14 @@ from thinwire.plan import TrainingJob, candidate, profiled_cluster, search
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 from thinwire.spec.profile import Profile
 
-ROOT = Path(__file__).resolve().parents[2]
-FILE = ROOT / "tests" / "golden" / "plans.json"
+FOLDER = Path(__file__).resolve().parents[1] / "golden"
+FILE = FOLDER / "plans.json"
+
+LAB_MODELS: dict[str, dict[str, int]] = {
+    "llama-17m": {"vocab": 4096, "hidden": 512, "layers": 4, "heads": 8, "kv_heads": 8, "ffn": 1376},
+    "llama-5m": {"vocab": 4096, "hidden": 256, "layers": 4, "heads": 4, "kv_heads": 4, "ffn": 704},
+}
+"""Models of the profiles that lie beside the file, measured in the lab."""
 
 JOBS: dict[str, dict[str, Any]] = {
     "7b on 4x8": {"model": "llama-7b", "cluster": "a100-80g:4x8", "tokens": 1 << 21, "seq": 2048},
@@ -46,10 +52,8 @@ JOBS: dict[str, dict[str, Any]] = {
 def job_of(keys: dict[str, Any]) -> TrainingJob:
     """The job that these keys describe."""
     if "profile" in keys:
-        from thinwire_bench.peers.catalog import MODELS
-
-        measured = Profile.read(ROOT / "docs" / "results" / "planner" / f"profile-{keys['profile']}.json")
-        shape = ModelSpec.parse({"name": keys["model"], "seq": 128, **MODELS[keys["model"]]})
+        measured = Profile.read(FOLDER / f"profile-{keys['profile']}.json")
+        shape = ModelSpec.parse({"name": keys["model"], "seq": 128, **LAB_MODELS[keys["model"]]})
         cluster, rates = profiled_cluster(measured), ProfiledRates(measured, shape, "bfloat16")
         return TrainingJob(shape, cluster, 4 * 128, 128, clip=False, rates=rates, overhead=measured.base_memory)
     shape = ModelSpec.named(keys["model"], **({"seq": keys["seq"]} if "seq" in keys else {}))

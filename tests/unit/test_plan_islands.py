@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +13,10 @@ from typer.testing import CliRunner
 from thinwire.cli.main import app
 from thinwire.cli.plan_islands import faster, sentences
 from thinwire.cost import NominalRates
-from thinwire.errors import SpecError, UsageError
+from thinwire.errors import SpecError
 from thinwire.plan import LossLaw, TrainingJob, candidate, island_plans, parse_budget, search
 from thinwire.spec import ClusterSpec, ModelSpec
 from thinwire.spec.islands import Islands
-from thinwire_bench.study.arms import LossStudy
-from thinwire_bench.study.curves import Curves
-from thinwire_bench.study.islands_law import _fit, _left_out, fitted
-
-ROOT = Path(__file__).parents[2]
 
 SMALL = ModelSpec(name="small", layers=4, hidden=1024, heads=8, vocab=8192, seq=1024)
 
@@ -154,25 +148,6 @@ def test_a_plan_that_does_not_fit_is_not_offered() -> None:
     least = min(plan.candidate.memory.total for plan in plans)
     smaller = replace(tight, cluster=tight.cluster.with_(memory=least - 1))
     assert all(plan.candidate.fits for plan in island_plans(smaller, 0.8, LAW))
-
-
-def test_the_packaged_law_is_the_fit_to_the_committed_runs() -> None:
-    """If not, `thinwire bench islands --parts none --law src/thinwire/plan/loss_law.json` writes it."""
-    study = LossStudy.read(ROOT / "recipes/islands/study.toml", {})
-    law = fitted(study, Curves(ROOT / "docs/results/islands").read(study.runs))
-    assert law == LossLaw.known()
-    with pytest.raises(UsageError, match="the loss law needs 4 finished runs of islands-32"):
-        fitted(study, [])
-
-
-def test_a_fit_finds_the_law_behind_runs() -> None:
-    points = [
-        (count, every, (1 - 1 / count) * (0.1 + 0.05 * math.log2(every))) for count in (2, 4) for every in (8, 32)
-    ]
-    assert _fit(points) == pytest.approx((0.1, 0.05))
-    assert _left_out(points) == pytest.approx(0.0, abs=1e-9)
-    noisy = [*points, (4, 128, 2.0)]
-    assert _left_out(noisy) > 0.5
 
 
 def test_the_packaged_law_is_in_range() -> None:

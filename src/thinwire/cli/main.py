@@ -30,12 +30,25 @@ _COMMANDS: Final = {
 }
 """In the order of the help."""
 
+_ANYTHING: Final = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+_APART: Final = {
+    name: Command("thinwire.cli.main:apart", context_settings=_ANYTHING, hidden=True) for name in ("bench", "reproduce")
+}
+"""What runs where the distribution of these commands is not installed."""
+
+
+def apart(context: typer.Context) -> None:
+    """Say which distribution brings a command that was thinwire's own until 0.2."""
+    where = "the distribution thinwire-bench, not installed here: pip install ./bench in a checkout of thinwire"
+    typer.echo(f"thinwire: thinwire {context.info_name} comes from {where}", err=True)
+    raise typer.Exit(1)
+
 
 def _plugins() -> dict[str, Command]:
     from importlib.metadata import entry_points
 
     points = sorted(entry_points(group="thinwire.commands"), key=lambda point: point.name)
-    return {point.name: Command(point.value) for point in points}
+    return _APART | {point.name: Command(point.value) for point in points}
 
 
 app = typer.Typer(

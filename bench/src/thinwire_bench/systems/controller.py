@@ -1,0 +1,330 @@
+"""The controller of a benchmark: keeps the ranks of every system alive and lets one system run at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+from thinwire_bench.peers.interface import SystemSpec
+from thinwire_bench.systems.protocol import (
+    BenchError,
+    Ended,
+    Failed,
+    Hello,
+    Launch,
+    Ready,
+    Settled,
+    Sleep,
+    TurnRequest,
+    Wake,
+    Warm,
+)
+
+__all__ = ["Controller", "Network", "TurnResult"]
+
+_FIRST_PORT = 20_000
+"""First port of the jobs on host 0; below the ports that operating systems hand out."""
+
+_GRACE = 1.0
+"""Seconds in which further ranks of a broken system may report errors: the first report is not always the cause."""
+
+Message = TypeVar("Message")
+
+
+class _Host(Protocol):
+    def command(self, argv: Sequence[str]) -> list[str]: ...
+    def environment(self, master_port: int) -> dict[str, str]: ...
+
+
+class _Traffic(Protocol):
+    @property
+    def sent_bytes(self) -> int: ...
+    @property
+    def received_bytes(self) -> int: ...
+
+
+class Network(Protocol):
+    """The part of a lab that the controller uses."""
+
+    @property
+    def hosts(self) -> Sequence[_Host]: ...
+    def traffic(self) -> Sequence[_Traffic]: ...
+
+
+@dataclass(frozen=True)
+class TurnResult:
+    """One turn of one system; everything per step.
+
+    Attributes:
+        label: Label of the system.
+        turn: The turn that was asked for.
+        seconds: Seconds per step, from the start signal to the end of the slowest rank.
+        cpu_seconds: of all threads of all ranks.
+        waited: Seconds that computation waited, by lane, mean over ranks.
+        sent: bytes each host sent to others, counted on its link by the kernel; mean over all steps, those of the
+            warm-up included, because a step may send on while the next one runs.
+        received: Bytes that each host received, counted in the same way.
+        values: What each step returned, mean over ranks, the warm-up steps first.
+        peak_rss: Peak resident memory of any rank in bytes; pages that ranks share count in each of them.
+        predicted: Bytes that each host should send to others; empty where the system predicts none.
+    """
+
+    label: str
+    turn: TurnRequest
+    seconds: float
+    cpu_seconds: float
+    waited: Mapping[str, float]
+    sent: tuple[float, ...]
+    received: tuple[float, ...]
+    values: tuple[float, ...]
+    peak_rss: int
+    predicted: tuple[int, ...] = ()
+
+
+class Controller:
+    """Systems on the hosts of a network; a context manager that ends all their processes.
+
+    Args:
+        network: An open lab.
+        ranks: Ranks of each host.
+        timeout: Seconds that a system may take to start, or for a turn.
+    """
+
+    def __init__(self, network: Network, ranks: int, *, timeout: float = 600.0) -> None:
+        self._network, self._ranks, self._timeout = network, ranks, timeout
+        self._directory = tempfile.TemporaryDirectory(prefix="thinwire-bench-")
+        self._address = str(Path(self._directory.name) / "controller")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._servers: dict[Connection[Any, Any], int] = {}
+        self._members: dict[str, dict[int, Connection[Any, Any]]] = {}
+        self._num_ports = 0
+
+    def __enter__(self) -> Self:
+        self._listener.bind(self._address)
+        self._listener.listen()
+        world = len(self._network.hosts) * self._ranks
+        threads = max(1, (os.cpu_count() or 1) // world)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+        try:
+            for index, host in enumerate(self._network.hosts):
+                command = host.command(
+                    [sys.executable, "-m", "thinwire_bench.systems.server", self._address, str(index)]
+                )
+                with self._log(f"host-{index}").open("wb") as log:
+                    self._processes.append(
+                        subprocess.Popen(
+                            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, bufsize=0
+                        )
+                    )
+            self._accept(len(self._network.hosts))
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self, system: SystemSpec) -> None:
+        """Start a system's ranks and have them build it.
+
+        Raises:
+            BenchError: a rank failed, died or took too long.
+        """
+        assert system.label not in self._members, f"two systems are labelled {system.label}"
+        self._members[system.label] = {}
+        port = _FIRST_PORT + self._num_ports
+        self._num_ports += 1
+        for server, host in self._servers.items():
+            environment = self._network.hosts[host].environment(master_port=port)
+            log = str(self._log(f"{system.label}-host-{host}"))
+            launch = Launch(
+                system, len(self._network.hosts), self._ranks, host, environment, log, timeout=self._timeout
+            )
+            server.send(launch)
+        self._accept(len(self._network.hosts) * self._ranks)
+        self._collect(system.label, Ready)
+        self._order(Sleep(system.label))
+
+    def run(self, label: str, turn: TurnRequest) -> TurnResult:
+        """Let one system train while all others sleep.
+
+        Args:
+            label: Label of a system that was started.
+            turn: Number of steps, and their options.
+
+        Raises:
+            BenchError: a rank failed, died or took too long.
+        """
+        before = self._network.traffic()
+        self._order(Wake(label))
+        self._tell(label, turn)
+        self._collect(label, Warm)
+        # Nothing may come between: what the last step before it left to communicate goes on meanwhile.
+        started = time.monotonic()
+        self._tell(label, "go")
+        settled = self._collect(label, Settled)
+        after = self._network.traffic()
+        self._order(Sleep(label))
+        mean = 1.0 / (turn.steps * len(settled))
+        num_sent = turn.warmup + turn.steps
+        return TurnResult(
+            label=label,
+            turn=turn,
+            seconds=(max(report.finished for report in settled) - started) / turn.steps,
+            cpu_seconds=sum(report.cpu_seconds for report in settled) / turn.steps,
+            waited={lane: mean * sum(report.waited[lane] for report in settled) for lane in settled[0].waited},
+            sent=tuple((b.sent_bytes - a.sent_bytes) / num_sent for a, b in zip(before, after, strict=True)),
+            received=tuple(
+                (b.received_bytes - a.received_bytes) / num_sent for a, b in zip(before, after, strict=True)
+            ),
+            values=tuple(sum(step) / len(step) for step in zip(*(r.values for r in settled), strict=True)),
+            peak_rss=max(report.peak_rss for report in settled),
+            predicted=self._by_host([report.predicted for report in settled]),
+        )
+
+    def _by_host(self, predicted: Sequence[int | None]) -> tuple[int, ...]:
+        """The sum over the ranks of each host; empty where a rank reports no value."""
+        known = [value for value in predicted if value is not None]
+        if len(known) < len(predicted):
+            return ()
+        return tuple(sum(known[start : start + self._ranks]) for start in range(0, len(known), self._ranks))
+
+    def close(self) -> None:
+        """End every process; safe to call twice."""
+        for connection in [*self._servers, *(c for ranks in self._members.values() for c in ranks.values())]:
+            connection.close()
+        self._servers, self._members = {}, {}
+        deadline = time.monotonic() + 5.0
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.wait()
+        self._processes = []
+        self._listener.close()
+        self._directory.cleanup()
+
+    def _log(self, name: str) -> Path:
+        return Path(self._directory.name) / f"{name.replace('/', '_')}.log"
+
+    def _order(self, order: Sleep | Wake) -> None:
+        """Give every host's server an order."""
+        for server in self._servers:
+            with contextlib.suppress(OSError):  # a dead server is reported where answers are collected
+                server.send(order)
+
+    def _tell(self, label: str, message: object) -> None:
+        for connection in self._members[label].values():
+            with contextlib.suppress(OSError):  # a dead rank is reported where answers are collected
+                connection.send(message)
+
+    def _accept(self, num_processes: int) -> None:
+        """Let processes that were started introduce themselves."""
+        deadline = time.monotonic() + self._timeout
+        for _ in range(num_processes):
+            while not (ready := wait([self._listener, *self._servers], timeout=1.0)) or self._listener not in ready:
+                self._raise_if_host_ended()
+                for server in [server for server in ready if server in self._servers]:
+                    self._raise_cause(_receive(server))
+                if time.monotonic() > deadline:
+                    raise BenchError(f"the benchmark's processes did not start within {self._timeout:.0f} s")
+            connection: Connection[Any, Any] = Connection(self._listener.accept()[0].detach())
+            hello: Hello = connection.recv()
+            if hello.label is None or hello.rank is None:
+                self._servers[connection] = hello.host
+            else:
+                self._members[hello.label][hello.rank] = connection
+
+    def _raise_if_host_ended(self) -> None:
+        for index, process in enumerate(self._processes):
+            if process.poll() is not None:
+                raise BenchError(
+                    f"the benchmark's server on host {index} ended with status {process.returncode}"
+                    + _last_lines(self._log(f"host-{index}"))
+                )
+
+    def _collect(self, label: str, kind: type[Message]) -> list[Message]:
+        """One message of a kind from every rank of a system, by rank."""
+        messages: dict[int, Message] = {}
+        ranks = {connection: rank for rank, connection in self._members[label].items()}
+        deadline = time.monotonic() + self._timeout
+        while len(messages) < len(ranks):
+            pending = [connection for connection, rank in ranks.items() if rank not in messages]
+            ready = wait([*pending, *self._servers], timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = sorted(set(ranks.values()) - set(messages))
+                raise BenchError(
+                    f"system {label}: rank {late[0]} did not finish its turn within {self._timeout:.0f} s "
+                    f"(waiting for ranks {late})"
+                )
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                message = _receive(connection)
+                if not isinstance(message, kind):
+                    self._raise_cause(message, label, ranks.get(connection))
+                else:
+                    messages[ranks[connection]] = message
+        return [messages[rank] for rank in sorted(messages)]
+
+    def _raise_cause(self, message: object, label: str | None = None, rank: int | None = None) -> None:
+        """Raise what explains a failure best: a killed rank before an exception, an exception before a mere end."""
+        failures = [(label, rank, message)]
+        sources = {connection: (name, r) for name, ranks in self._members.items() for r, connection in ranks.items()}
+        deadline = time.monotonic() + _GRACE
+        open_ones = [*sources, *self._servers]
+        while ready := wait(open_ones, timeout=max(0.0, deadline - time.monotonic())):
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                received = _receive(connection)
+                if received is None:
+                    open_ones.remove(connection)
+                else:
+                    failures.append((*sources.get(connection, (None, None)), received))
+        sentences = [
+            (_weight(failure), f"system {failure.label}: rank {failure.rank} {failure.how}", failure.label)
+            if isinstance(failure, Ended)
+            else (_weight(failure), f"system {name}: rank {number} failed: {failure.sentence}", name)
+            for name, number, failure in failures
+            if isinstance(failure, Ended | Failed)
+        ]
+        if not sentences:
+            self._raise_if_host_ended()
+            raise BenchError(f"system {label}: rank {rank} closed its connection")
+        _, sentence, culprit = min(sentences, key=lambda entry: entry[0])
+        host = (rank or 0) // self._ranks
+        raise BenchError(sentence + _last_lines(self._log(f"{culprit}-host-{host}")))
+
+
+def _receive(connection: Connection[Any, Any]) -> Any:
+    try:
+        return connection.recv()
+    except (EOFError, OSError):
+        return None
+
+
+def _weight(failure: Ended | Failed) -> int:
+    """Distance from the cause."""
+    if isinstance(failure, Failed):
+        return 1
+    return 0 if "killed" in failure.how else 2
+
+
+def _last_lines(log: Path, count: int = 8) -> str:
+    """The end of what was printed, to follow a sentence."""
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    return "; the last lines it printed:\n" + "\n".join(f"  {line}" for line in lines[-count:]) if lines else ""

@@ -1,0 +1,159 @@
+"""From samples to rows: medians with their spread, what is exposed, and the floor below which no step can get."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from thinwire_bench.peers.interface import SystemKind, SystemSpec
+from thinwire_bench.systems.interleave import Sample, Setting
+from thinwire_bench.systems.loss_check import early_losses, refusals
+
+__all__ = ["SystemRow", "make_rows"]
+
+
+@dataclass(frozen=True)
+class SystemRow:
+    """One system under one setting. Figures are medians over rounds unless stated otherwise.
+
+    Attributes:
+        system: Label of the system.
+        kind: Its role in the comparison.
+        bandwidth: Bandwidth of the links, as the user wrote it.
+        clip: Bound on the gradient norm; None does not clip.
+        step_ms: Milliseconds per step.
+        step_ms_min: Milliseconds per step of the fastest round.
+        step_ms_max: Milliseconds per step of the slowest round.
+        samples: Milliseconds per step of every round.
+        tokens_per_second: Tokens per second of all ranks, at the median step.
+        exposed_ms: the median step less that of the system without communication under the same setting; None where
+            that did not run.
+        waited_ms: Milliseconds per step that computation waited for each lane, mean over ranks; thinwire's plans only.
+        internode_bytes: Bytes per step of the busiest host in its busier direction, counted by the kernel.
+        predicted_bytes: what the program predicts for ``internode_bytes``, without headers; None where the system does
+            not tell.
+        internode_bytes_sum: Bytes per step that all hosts send.
+        cpu_seconds: Processor time per step of all threads of all ranks, in seconds.
+        bound_ms: no step can be faster on these cores and links: the longer of ``cpu_seconds`` over the cores and
+            ``internode_bytes`` over the rate of a link.
+        bound_ratio: ``step_ms`` over ``bound_ms``.
+        peak_rss: Peak resident memory of any rank, in bytes.
+        loss: Mean loss over the first steps, in nats per token.
+        refused: Why the row does not count, or None.
+        needed_rss: ``peak_rss`` of a turn without what the allocator keeps for later; None where it was not measured.
+    """
+
+    system: str
+    kind: SystemKind
+    bandwidth: str
+    clip: float | None
+    step_ms: float
+    step_ms_min: float
+    step_ms_max: float
+    samples: tuple[float, ...]
+    tokens_per_second: float
+    exposed_ms: float | None
+    waited_ms: Mapping[str, float]
+    internode_bytes: float
+    predicted_bytes: float | None
+    internode_bytes_sum: float
+    cpu_seconds: float
+    bound_ms: float
+    bound_ratio: float
+    peak_rss: int
+    loss: float
+    refused: str | None
+    needed_rss: int | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The row as JSON has it."""
+        return asdict(self)
+
+
+def make_rows(samples: Sequence[Sample], systems: Sequence[SystemSpec], *, tokens: int, cores: int) -> list[SystemRow]:
+    """A row for every system and setting, settings in the order they were visited, systems in the given one.
+
+    Args:
+        samples: Samples of ``interleave``.
+        systems: All systems that ran.
+        tokens: Tokens per step, of all ranks.
+        cores: Cores that all ranks share.
+    """
+    losses = early_losses(samples)
+    bounds = [system.label for system in systems if system.kind is SystemKind.BOUND]
+    exempt = frozenset(s.label for s in systems if s.kind in (SystemKind.BOUND, SystemKind.CHANGED))
+    refused = refusals(losses, exempt=exempt)
+    timed = [sample for sample in samples if sample.round is not None]
+    lean = [sample.result for sample in samples if sample.result.turn.lean]
+    needed = {result.label: result.peak_rss for result in lean}
+    rows = []
+    for setting in dict.fromkeys(sample.setting for sample in timed):
+        of_setting = [sample for sample in timed if sample.setting == setting]
+        alone = statistics.median(_milliseconds(of_setting, bounds[0])) if bounds else None
+        for system in systems:
+            own = [sample for sample in of_setting if sample.result.label == system.label]
+            loss = statistics.fmean(losses[system.label])
+            row = _row(own, system, _Common(setting, alone, tokens, cores, loss, refused.get(system.label)))
+            rows.append(replace(row, needed_rss=needed.get(system.label)))
+    return rows
+
+
+@dataclass(frozen=True)
+class _Common:
+    """What a row needs besides the samples of its system under its setting.
+
+    Attributes:
+        setting: Bandwidth and bound on the gradient norm.
+        alone: Median milliseconds per step of the system without communication; None where none ran.
+        tokens: Tokens of a step, of all ranks.
+        cores: Cores that all ranks share.
+        loss: Mean loss over the first steps, in nats per token.
+        refused: Why the row does not count, or None.
+    """
+
+    setting: Setting
+    alone: float | None
+    tokens: int
+    cores: int
+    loss: float
+    refused: str | None
+
+
+def _milliseconds(samples: Sequence[Sample], label: str) -> list[float]:
+    return [1e3 * sample.result.seconds for sample in samples if sample.result.label == label]
+
+
+def _row(samples: Sequence[Sample], system: SystemSpec, common: _Common) -> SystemRow:
+    """The row of one system under one setting, from its samples."""
+    results = [sample.result for sample in samples]
+    times = _milliseconds(samples, system.label)
+    step_ms = statistics.median(times)
+    cpu_seconds = statistics.median(result.cpu_seconds for result in results)
+    busiest = statistics.median(max(*result.sent, *result.received) for result in results)
+    wire_seconds = 8 * busiest / common.setting.rate if common.setting.rate else 0.0
+    bound_ms = 1e3 * max(cpu_seconds / common.cores, wire_seconds)
+    lanes = results[0].waited
+    return SystemRow(
+        system=system.label,
+        kind=system.kind,
+        bandwidth=common.setting.bandwidth,
+        clip=common.setting.clip,
+        step_ms=step_ms,
+        step_ms_min=min(times),
+        step_ms_max=max(times),
+        samples=tuple(times),
+        tokens_per_second=1e3 * common.tokens / step_ms,
+        exposed_ms=None if common.alone is None else step_ms - common.alone,
+        waited_ms={lane: 1e3 * statistics.median(result.waited[lane] for result in results) for lane in lanes},
+        internode_bytes=busiest,
+        predicted_bytes=max(results[0].predicted, default=None),
+        internode_bytes_sum=statistics.median(sum(result.sent) for result in results),
+        cpu_seconds=cpu_seconds,
+        bound_ms=bound_ms,
+        bound_ratio=step_ms / bound_ms,
+        peak_rss=max(result.peak_rss for result in results),
+        loss=common.loss,
+        refused=common.refused,
+    )

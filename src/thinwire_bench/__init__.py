@@ -1,5 +1,0 @@
-"""The evidence: benchmarks against other systems, studies, and the simulator against published tables.
-
-Nothing of ``thinwire`` imports this package. It plugs its commands, ``thinwire bench`` and ``thinwire reproduce``, into
-the command line by entry points.
-"""
