@@ -4,3 +4,5 @@
 leaves the device unusable to the process that launched it. Each part writes one JSON file as it ends, and
 ``python -m benchmarks.gpu render`` writes the page from these files.
 """
+
+import thinwire  # noqa: F401  it prepares CUDA, which a part may start before it needs anything of ours

@@ -8,13 +8,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from thinwire.sharding.grads.reducer import Reducer
-from thinwire.sharding.params.param_group import Unit
 from torch import nn
 
 import thinwire as tw
 from thinwire.collectives.links.nccl import Membership, replace_nccl
+from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.lanes import stream_workers, thread_workers
+from thinwire.sharding.params.param_group import Unit
 from thinwire.testing.delays import Place, delay_streams
 
 WORLD = 4
