@@ -28,7 +28,7 @@ MINUTES ?= 30
 HOURS ?= 8
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-torch lint format asan lock audit docs structure wheels picture site check-launchers check-workflows test-frameworks bench-peers gpu-check gpu-lease chaos soak clean
+.PHONY: help install train check test test-all test-torch lint format asan lock audit docs structure wheels picture site check-launchers check-workflows test-frameworks bench-peers gpu-check gpu-lease chaos soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -51,6 +51,13 @@ $(STAMP): pyproject.toml bench/pyproject.toml constraints.txt CMakeLists.txt csr
 
 train: install ## train a small Llama on this machine (4 ranks as 2x2 without a GPU)
 	$(BIN)/thinwire train recipes/quickstart.toml
+
+# What a change most often breaks, in minutes: decisions, specifications, codecs, and a little of everything on ranks.
+CHECKED := tests/unit tests/architecture tests/codecs/test_round_trips.py tests/golden tests/dist/test_collectives.py \
+  tests/dist/test_parity_plans.py tests/dist/test_encoded_collectives.py tests/dist/test_failed_backward.py
+
+check: lint ## lint, then what a change most often breaks, in about three minutes
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" --deselect tests/unit/test_gpu_lease.py $(CHECKED)
 
 test: lint ## lint, then every test that is not marked slow
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"

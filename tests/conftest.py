@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -56,8 +56,41 @@ def queue(node_id: str) -> str:
     return directory if directory == "lab" or (directory == "dist" and path.name not in OWN_PROCESSES) else str(path)
 
 
+def repeated(cases: Sequence[pytest.Function]) -> Iterator[pytest.Function]:
+    """Cases of a test whose parameters have values that other cases have as well, each one somewhere.
+
+    Cases on the processor's own instruction set are no repetitions: these kernels are what users run.
+    """
+    values = {case: {(name, id(value)) for name, value in case.callspec.params.items()} for case in cases}
+    left = [case for case in cases if not is_on_own_target(case)]
+    missing = set().union(*values.values()).difference(*(values[case] for case in cases if case not in left))
+    while missing:
+        best = max(left, key=lambda case: len(values[case] & missing))
+        left.remove(best)
+        missing -= values[best]
+    return iter(left)
+
+
+def is_on_own_target(case: pytest.Function) -> bool:
+    """Whether a case is about native codecs on the processor's own instruction set."""
+    if "target" not in case.callspec.params:
+        return False
+    from thinwire.codecs.cpp import _native
+
+    return bool(case.callspec.params["target"] == _native.target())
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start long tests early, so that workers end together: ranks, then the lab, then the rest."""
+    """Leave products of parameters to `make test-all`, and start long tests early, so that workers end together: ranks,
+    then the lab, then the rest."""
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        for case in repeated(cases):
+            case.add_marker(pytest.mark.slow)
     order = {"dist": 0, "families": 0, "lab": 1}
     items.sort(key=lambda item: order.get(item.path.parent.name, 2))
 
