@@ -29,10 +29,12 @@ class Command:
     Attributes:
         target: ``module:attribute``; the attribute is a function, or a :class:`typer.Typer` of several commands.
         context_settings: Settings of the command's context, as click names them.
+        hidden: Whether the help leaves it out, as a command of an earlier release.
     """
 
     target: str
     context_settings: Mapping[str, Any] | None = None
+    hidden: bool = False
 
 
 def lazy_group(
@@ -104,7 +106,7 @@ def _build(name: str, command: Command) -> Any:
         parent.add_typer(function, name=name)
     else:
         settings = dict(command.context_settings) if command.context_settings else None
-        parent.command(name, context_settings=settings)(function)
+        parent.command(name, context_settings=settings, hidden=command.hidden)(function)
     parent.callback()(lambda: None)  # makes a group of the parent even where it has one command
     return typer.main.get_group(parent).commands[name]
 

@@ -28,10 +28,10 @@ from torch import nn
 from thinwire.agreement import NOTHING, Typed
 from thinwire.checkpoint import store
 from thinwire.checkpoint.background import BackgroundWriter, PendingSave
-from thinwire.checkpoint.manifest import VectorEntry
+from thinwire.checkpoint.manifest import Manifest, VectorEntry
 from thinwire.checkpoint.store import Chunk, ShardedVector
 from thinwire.collectives.group import Control, before_shutdown, control, control_beside
-from thinwire.errors import CheckpointError
+from thinwire.errors import CheckpointError, SpecError
 from thinwire.program import Axis, Lane
 from thinwire.sharding.fragments import OwnedFragment
 from thinwire.sharding.islands.exchanges import Exchanges
@@ -51,6 +51,7 @@ from thinwire.sharding.optim import ShardedOptimizer, rescale_lost
 from thinwire.sharding.optimizers.state import make_state, state_of
 from thinwire.sharding.runtime import Runtime, runtime_of
 from thinwire.sharding.stored_values import check_groups, check_values
+from thinwire.spec import Plan
 
 __all__ = ["SavedModel", "load", "save", "settle", "start_saving", "wait_for_writer"]
 
@@ -175,7 +176,7 @@ def _collect(
         runtime_of(model).refuse_half_loaded()
     vectors = _Vectors()
     plan, num_steps = runtime_of(parts[0][0]).plan, runtime_of(parts[0][0]).num_steps
-    values: dict[str, Json] = {"plan": plan.to_toml(), "num_steps": num_steps, "extra": dict(extra or {})}
+    values: dict[str, Json] = {"plan": plan.to_toml(full=True), "num_steps": num_steps, "extra": dict(extra or {})}
     values["shapes"] = _union({name: shape for model, _ in parts for name, shape in _shapes(model).items()})
     values["slices"] = _union({name: cut for model, _ in parts for name, cut in _cuts(runtime_of(model)).items()})
     for model, optim in parts:
@@ -273,7 +274,7 @@ def load(parts: Sequence[Trained], path: Path) -> dict[str, Json]:
     shapes = _union({name: shape for model, _ in parts for name, shape in _shapes(model).items()})
     opened = _everywhere(lambda: _open(shapes, parts, path))
     manifest = opened.manifest
-    same_plan = manifest.values["plan"] == runtime_of(parts[0][0]).plan.to_toml()  # those of other parts follow from it
+    same_plan = _holds(manifest, runtime_of(parts[0][0]).plan)  # those of other parts follow from it
     loading = [_Loading(model, optim, manifest, path, same_plan=same_plan) for model, optim in parts]
     vectors = _Vectors()
     try:
@@ -287,6 +288,14 @@ def load(parts: Sequence[Trained], path: Path) -> dict[str, Json]:
     for part in loading:
         part.finish()
     return dict(manifest.values["extra"])
+
+
+def _holds(manifest: Manifest, plan: Plan) -> bool:
+    """Whether a checkpoint is of this plan, however the release that wrote it spelled the plan's keys."""
+    try:
+        return Plan.from_toml(str(manifest.values["plan"])) == plan
+    except SpecError:  # of a later release, with keys that this one does not know
+        return False
 
 
 def _begin(loading: Sequence[_Loading]) -> None:
