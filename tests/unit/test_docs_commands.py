@@ -51,7 +51,7 @@ SHORT = {
     r"bench checkpoint": "--rounds 1 --steps 1 --model llama-1m",
     r"bench data": "--rounds 1 --steps 4 --size 1MB",
     r"bench placement (?!--read)": "--rounds 1 --steps 1 --model llama-1m --bandwidth 50mbit --spine 25mbit",
-    r"profile --topology": "--seq 256",
+    r"thinwire topology ": "--device cpu",
     r"bench (techniques|stages|kernels|backward)": "--rounds 1 --steps 1 --model llama-1m",
     r"bench units": "--blocks 4 --rounds 1 --steps 1",
     r"bench mutations": "--count 2000",

@@ -67,7 +67,7 @@ def dealt(nodes: int, leaf: int) -> tuple[int, ...]:
 
 
 def find_topology(lab: Lab, path: Path, report: Callable[[str], None]) -> dict[str, Any]:
-    """Run ``thinwire profile --topology`` on every rank of a lab.
+    """Run ``thinwire topology`` on every rank of a lab.
 
     Args:
         lab: An open lab.
@@ -80,8 +80,8 @@ def find_topology(lab: Lab, path: Path, report: Callable[[str], None]) -> dict[s
     Raises:
         BenchError: It failed; the message ends with what it said.
     """
-    report("finding the leaves: thinwire profile --topology")
-    command = [sys.executable, "-m", "thinwire.cli.main", "profile", "--topology", str(path), "--json"]
+    report("finding the leaves: thinwire topology")
+    command = [sys.executable, "-m", "thinwire.cli.main", "topology", str(path), "--json"]
     processes = []
     for host in lab.hosts:
         for local in range(lab.spec.ranks):
@@ -94,14 +94,14 @@ def find_topology(lab: Lab, path: Path, report: Callable[[str], None]) -> dict[s
     try:
         outputs = [process.communicate(timeout=_PATIENCE) for process in processes]
     except subprocess.TimeoutExpired:
-        raise BenchError(f"thinwire profile --topology took longer than {_PATIENCE:.0f} s") from None
+        raise BenchError(f"thinwire topology took longer than {_PATIENCE:.0f} s") from None
     finally:
         for process in processes:
             process.kill()
             process.wait()
     for process, (_, said) in zip(processes, outputs, strict=True):
         if process.returncode:
-            raise BenchError(f"thinwire profile --topology failed: {said.strip()[-2000:]}")
+            raise BenchError(f"thinwire topology failed: {said.strip()[-2000:]}")
     found: dict[str, Any] = json.loads(outputs[0][0])
     return found
 
