@@ -54,7 +54,9 @@ def test_a_file_in_the_old_spelling_gets_one_hint(
     text = "\n".join([*(f"{key} = {each!r}" for key, each in BASE.items()), f"{old} = {value!r}"])
     plan, recipe = tmp_path / "plan.toml", tmp_path / "recipe.toml"
     plan.write_text(text)
-    recipe.write_text(f"[train]\nsteps = 1\n[model]\nlayers = 1\n[plan]\npreset = 'zero1'\n{old} = {value!r}\n")
+    recipe.write_text(
+        f"[train]\nsteps = 1\n[model]\nlayers = 1\nhidden = 8\nheads = 1\n[plan]\npreset = 'zero1'\n{old} = {value!r}\n"
+    )
     with caplog.at_level(logging.WARNING):
         Plan.load(plan)
         read = Recipe.read(recipe)

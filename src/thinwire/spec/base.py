@@ -352,8 +352,8 @@ def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
 
 def _suggestion(key: str, cls: type[Spec]) -> str:
     keys = [_spelled(cls, name) for name in cls.model_fields]
-    nearest = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ";"
+    nearest = difflib.get_close_matches(key, [*cls.model_fields, *keys], n=1, cutoff=0.5)
+    hint = f"; did you mean {_spelled(cls, nearest[0])}?" if nearest else ";"
     return f"{hint} Valid keys: {', '.join(keys)}"
 
 

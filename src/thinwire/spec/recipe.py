@@ -18,7 +18,7 @@ from thinwire.spec.factor import Factor
 from thinwire.spec.huggingface import huggingface_shape
 from thinwire.spec.io import apply_settings, read_toml_file
 from thinwire.spec.model import ModelSpec
-from thinwire.spec.renames import PLAN_KEYS, hint, old_spellings_of_plan, plan_to_file, to_fields
+from thinwire.spec.renames import hint, old_spellings_of_plan, plan_to_fields, plan_to_file
 from thinwire.spec.topology import TOPOLOGY_SOURCES
 
 Paths = tuple[Annotated[str, Field(min_length=1)], ...]
@@ -414,7 +414,7 @@ def plan_table(value: Any) -> Any:
         table is returned unchanged.
     """
     if isinstance(value, Mapping):
-        return to_fields(value, PLAN_KEYS)
+        return plan_to_fields(value)
     if not isinstance(value, str):
         return value
     if value.startswith("preset:"):

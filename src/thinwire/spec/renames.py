@@ -69,6 +69,13 @@ def old_spellings(table: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str
     return {name: spelled for name, spelled in keys.items() if name in table}
 
 
+def plan_to_fields(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """:func:`to_fields` for the plan's table of a recipe."""
+    fields = to_fields(plan, PLAN_KEYS)
+    wire = fields.get("wire")
+    return fields if not isinstance(wire, Mapping) else {**fields, "wire": to_fields(wire, WIRE_KEYS)}
+
+
 def plan_to_file(plan: Mapping[str, Any]) -> dict[str, Any]:
     """:func:`to_file` for the plan's table of a recipe, which is no plan yet: it may name a preset or a file."""
     wire = plan.get("wire")

@@ -17,6 +17,7 @@ from thinwire.report import Sheet
 __all__ = ["CASES", "PlanningTime", "sheets", "time_planning"]
 
 _SEVEN: Final = "--model llama-7b --cluster a100-80g:4x8 --tokens-per-step 2M --seq 2048 --codecs standard"
+_SLOW: Final = "--set cluster.links.nic.bandwidth=25gbit"
 _LARGE: Final = "--model llama-3-405b"
 
 
@@ -36,8 +37,8 @@ class Question:
 CASES: Final[Mapping[str, Question]] = {
     "7B on 4 x 8, codecs": Question(_SEVEN, 1.0),
     "the same with --explain": Question(f"{_SEVEN} --explain", 3.0),
-    "7B on 4 x 8 at 25 Gbit/s, codecs": Question(f"{_SEVEN} --set cluster.links.nic.bandwidth=25gbit", 1.0),
-    "the same at 25 Gbit/s with --explain": Question(f"{_SEVEN} --set cluster.links.nic.bandwidth=25gbit --explain", 3.0),
+    "7B on 4 x 8 at 25 Gbit/s, codecs": Question(f"{_SEVEN} {_SLOW}", 1.0),
+    "the same at 25 Gbit/s with --explain": Question(f"{_SEVEN} {_SLOW} --explain", 3.0),
     "405B on 8 x 8, nothing fits": Question(f"{_LARGE} --cluster h100-80g:8x8 --tokens-per-step 4M", 1.0),
     "405B on a million GPUs": Question(f"{_LARGE} --cluster h100-80g:125000x8 --tokens-per-step 8192000000", 3.0),
 }
