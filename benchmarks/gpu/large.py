@@ -162,7 +162,7 @@ def _kernels(scale: Scale, fields: Mapping[str, Any], directory: Path) -> Path:
     model, out = directory / "model.toml", directory / "kernels.json"
     model.write_text("".join(f"{key} = {value}\n" for key, value in fields.items()), encoding="utf-8")
     seconds = _KERNEL_SECONDS if scale.device == "cuda" else 1
-    command = [sys.executable, "-m", "thinwire.cli.main", "profile", "--kernels", str(out), "--model", str(model)]
+    command = [sys.executable, "-m", "thinwire.cli.main", "kernels", str(out), "--model", str(model)]
     command += ["--micro-batch", str(_batch(scale)), "--seq", str(fields["seq"]), "--budget", f"{seconds}s"]
     done = subprocess.run([*command, "--device", scale.device], capture_output=True, text=True, check=False)
     if done.returncode:

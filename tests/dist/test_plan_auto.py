@@ -113,4 +113,4 @@ def test_options_of_auto_need_auto(recipe: Path) -> None:
     command = [sys.executable, "-m", "thinwire.cli.main", "train", str(recipe), "--codecs", "standard"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 1
-    assert "--codecs standard has no use here: it goes with --plan auto" in " ".join(done.stderr.split())
+    assert "--codecs standard requires --plan auto" in " ".join(done.stderr.split())

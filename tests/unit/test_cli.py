@@ -85,7 +85,7 @@ def sentence(result: Result) -> str:
         (["--set", "nonsense"], "key=value"),
         (["--plan", "preset:zero9"], "valid are ddp"),
         (["--plan", "absent.toml"], "absent.toml"),
-        (["--set", "plan.bucket_byte=3"], "did you mean bucket_bytes"),
+        (["--set", "plan.bucket_byte=3"], "did you mean tuning.bucket_bytes"),
         (["--set", "cluster.device=cuda"], "no CUDA device"),
         (["--resume", "--out", "run"], "holds no run to resume"),
         ([], "text.txt does not exist"),

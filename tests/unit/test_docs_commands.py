@@ -47,7 +47,7 @@ SHORT = {
     r"\$ \S*thinwire train .*--resume": "--set train.steps=6 --set train.validation_samples=8",
     r"thinwire(\.cli\.main)? train ": "--set train.steps=4 --set train.validation_samples=8 --set checkpoint.every=2",
     r"bench step": "--rounds 1 --steps 1 --bandwidth none --clip none",
-    r"profile --topology": "--seq 256",
+    r"thinwire topology ": "--device cpu",
     r"bench planner (?!--again)": "--rounds 1 --budget 5s --models llama-1m --bandwidth none --json brief.json",
     r"benchmarks/memory_cap": "--steps 1 --hidden 128",
     r"benchmarks/hooks": "--depth 4 --rounds 2",

@@ -172,7 +172,7 @@ def test_plans_by_preset_table_and_file(path: Path, tmp_path: Path) -> None:
 
 
 def test_unknown_plan_keys_and_presets_are_refused(path: Path) -> None:
-    with pytest.raises(SpecError, match=r"bucket_byte .*did you mean bucket_bytes"):
+    with pytest.raises(SpecError, match=r"bucket_byte .*did you mean tuning.bucket_bytes"):
         PlanTemplate.read(Recipe.read(path, ["plan.bucket_byte=1"])).resolve(MESH)
     with pytest.raises(SpecError, match=r"no preset 'zero9'.*valid are ddp"):
         PlanTemplate.read(Recipe.read(path, plan="preset:zero9")).resolve(MESH)

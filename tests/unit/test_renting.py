@@ -123,7 +123,7 @@ def test_cost_leaves_groups_out_where_they_do_not_pay(tmp_path: Path) -> None:
         (["--sweep", "nodes=1..5", "--cluster", "unlike.toml"], "describes 4 nodes one by one"),
         (["--objective", "cost"], "--objective cost needs the price of a GPU"),
         (["--mtbf", "0h"], "failures.mtbf = '0h': it should be greater than 0"),
-        (["--spot-discount", "0.5"], "--spot-discount and --spot-interruptions belong together"),
+        (["--spot-discount", "0.5"], "spot.interruptions_per_hour is missing"),
         (["--spot-discount", "1.5", "--spot-interruptions", "0.1"], "spot.discount = 1.5: it should be less than 1"),
         (["--plot", "a.png"], "--plot a.png needs --sweep"),
     ],

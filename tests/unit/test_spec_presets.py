@@ -138,7 +138,7 @@ def test_the_group_of_other_presets() -> None:
         ({"name": "ddp", "nodes": 0}, "nodes = 0"),
         ({"name": "ddp", "local": "8"}, "local = '8'"),
         ({"name": "ddp", "prefetch": -1}, "prefetch = -1"),
-        ({"name": "ddp", "prefech": 1}, "did you mean prefetch?"),
+        ({"name": "ddp", "prefech": 1}, "did you mean tuning.prefetch?"),
     ],
 )
 def test_invalid_presets_are_refused(arguments: dict[str, Any], problem: str) -> None:

@@ -29,7 +29,7 @@ class Command:
     Attributes:
         target: ``module:attribute``; the attribute is a function, or a :class:`typer.Typer` of several commands.
         context_settings: Settings of the command's context, as click names them.
-        hidden: Whether the help leaves the command out.
+        hidden: Whether the help leaves it out, as a command of an earlier release.
     """
 
     target: str

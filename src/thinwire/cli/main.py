@@ -17,14 +17,16 @@ _COMMANDS: Final = {
     "train": Command("thinwire.cli.train:train"),
     "lighthouse": Command("thinwire.cli.lighthouse:lighthouse"),
     "plan": Command("thinwire.cli.plan:plan"),
-    "memory": Command("thinwire.cli.memory:memory"),
     "sim": Command("thinwire.cli.sim:sim"),
     "profile": Command("thinwire.cli.profile:profile"),
+    "kernels": Command("thinwire.cli.kernels:kernels"),
+    "topology": Command("thinwire.cli.topology:topology"),
     "report": Command("thinwire.cli.report:report"),
     "convert": Command("thinwire.cli.convert:convert"),
     "export": Command("thinwire.cli.export:export"),
     "keys": Command("thinwire.cli.keys:keys"),
     "doctor": Command("thinwire.cli.doctor:doctor"),
+    "memory": Command("thinwire.cli.memory:memory", hidden=True),
     # Everything after the name of the lab's own command belongs to that command.
     "lab": Command("thinwire.cli.lab:lab", context_settings={"allow_interspersed_args": False}),
 }

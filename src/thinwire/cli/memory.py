@@ -1,4 +1,4 @@
-"""``thinwire memory``: the memory that a rank needs, before anything is launched, under plans and in other systems."""
+"""``thinwire sim --memory``: the memory that a rank needs, before launch, under plans and in other systems."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import typer
 
 from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
-from thinwire.cli.options import Seq, expand_options
+from thinwire.cli.options import Seq, expand_options, say_moved
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from thinwire.cost import Memory
     from thinwire.report import Sheet
@@ -72,32 +72,33 @@ class _Estimate:
 
 @expand_options
 def memory(options: MemoryOptions) -> None:
-    """Estimate the memory of a rank before launch: for plans, and for DDP, FSDP2 and ZeRO 1 to 3 with the same model.
-
-    [bold]Examples[/bold]
-
-      thinwire memory llama-7b --cluster a800-80g:4x8
-
-      thinwire memory llama-13b --cluster a100-40g:4x8 --seq 4096 --recompute --plan zero3 --plan hpz
-
-      thinwire memory recipes/pretrain/llama-7b.toml --cluster a800-80g:16x8 --json
-    """
+    """Estimate the memory of a rank before launch, as thinwire sim --memory does."""
     with explained(as_json=options.as_json):
-        from thinwire.report import rich_table
-        from thinwire.spec import ClusterSpec
+        say_moved("thinwire memory MODEL", "thinwire sim --memory --model MODEL")
+        show_memory(options, {} if options.memory is None else {"memory": options.memory})
 
-        cluster = ClusterSpec.named(options.cluster)
-        if options.memory is not None:
-            cluster = cluster.with_(memory=options.memory)
-        recipe = _recipe(options.model)
-        model = _shape(options, recipe)
-        estimates = [*_of_plans(options, recipe, model, cluster), *_of_peers(options, model, cluster)]
-        estimates.sort(key=lambda estimate: estimate.memory.total)
-        console = wide_console(as_json=options.as_json)
-        console.print(_introduction(options, model, cluster), markup=False)
-        console.print(rich_table(_sheet(estimates, cluster)))
-        if options.as_json:
-            print(json.dumps(_to_json(estimates, model, cluster)))
+
+def show_memory(options: MemoryOptions, changes: Mapping[str, Any]) -> None:
+    """Show the memory of a rank: for plans, and for DDP, FSDP2 and ZeRO 1 to 3 with the same model.
+
+    Args:
+        options: Of the command.
+        changes: Keys of the cluster, with other values.
+    """
+    from thinwire.cli.plan_job import changed_cluster
+    from thinwire.report import rich_table
+    from thinwire.spec import ClusterSpec
+
+    cluster = changed_cluster(ClusterSpec.named(options.cluster), changes)
+    recipe = _recipe(options.model)
+    model = _shape(options, recipe)
+    estimates = [*_of_plans(options, recipe, model, cluster), *_of_peers(options, model, cluster)]
+    estimates.sort(key=lambda estimate: estimate.memory.total)
+    console = wide_console(as_json=options.as_json)
+    console.print(_introduction(options, model, cluster), markup=False)
+    console.print(rich_table(_sheet(estimates, cluster)))
+    if options.as_json:
+        print(json.dumps(_to_json(estimates, model, cluster)))
 
 
 def _recipe(source: str) -> Recipe | None:
@@ -149,7 +150,7 @@ def _plan(name: str, options: MemoryOptions, cluster: ClusterSpec) -> Plan:
     if name.endswith(".toml"):
         return Plan.load(name)
     return Plan.preset(
-        name,
+        name.removeprefix("preset:"),
         nodes=cluster.nodes,
         local=cluster.gpus_per_node,
         compute_dtype=compute_dtype_of(cluster),

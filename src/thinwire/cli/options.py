@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Final, TypeVar, get_type_hints
 
 import typer
 
-__all__ = ["InternodeGbps", "NodesPerLeaf", "Seq", "SpineGbps", "expand_options"]
+__all__ = ["Seq", "expand_options", "hidden", "moved", "say_moved"]
 
 Options = TypeVar("Options")
 
@@ -21,21 +21,33 @@ Seq = Annotated[
     int | None, typer.Option(min=1, help="Sequence length in tokens; by default the model's.", show_default=False)
 ]
 
-InternodeGbps = Annotated[
-    float | None,
-    typer.Option(min=0.001, help="Bandwidth of all network cards of a node together, in Gbit/s.", show_default=False),
-]
 
-NodesPerLeaf = Annotated[
-    int | None, typer.Option(min=1, help="Consecutive nodes that share a leaf switch.", show_default=False)
-]
+def hidden() -> Any:
+    """An option of an earlier release, which still works and which no help shows."""
+    return typer.Option(hidden=True, show_default=False)
 
-SpineGbps = Annotated[
-    float | None,
-    typer.Option(
-        min=0.001, help="Bandwidth from a leaf switch to the spine, in Gbit/s per node below it.", show_default=False
-    ),
-]
+
+def moved(old: object, settings: Mapping[str, str]) -> list[str]:
+    """What the options of an earlier release are as values of ``--set``; stderr says so.
+
+    Args:
+        old: A dataclass of options, each ``None`` where it is not given.
+        settings: The setting for each of its fields, with ``{}`` for the value.
+    """
+    given = {name: getattr(old, name) for name in settings}
+    words = {
+        name: settings[name].format(f"{value:g}" if isinstance(value, float) else value)
+        for name, value in given.items()
+        if value is not None
+    }
+    for name, setting in words.items():
+        say_moved(f"--{name.replace('_', '-')}", f"--set {setting}")
+    return list(words.values())
+
+
+def say_moved(old: str, new: str) -> None:
+    """Say on stderr how an option or a command of an earlier release is spelled now."""
+    typer.echo(f"thinwire: {old} is now {new}; the old spelling works until release 0.4", err=True)
 
 
 def expand_options(command: Callable[[Options], None]) -> Callable[..., None]:

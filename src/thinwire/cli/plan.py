@@ -13,12 +13,20 @@ from rich.console import Console
 
 from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained, writing
-from thinwire.cli.options import InternodeGbps, NodesPerLeaf, Seq, SpineGbps, expand_options
+from thinwire.cli.options import expand_options, hidden
 from thinwire.cli.plan_amsp import least_sum, objectives_json, show_objectives
 from thinwire.cli.plan_compare import compare_run
 from thinwire.cli.plan_emit import NOTHING_EMITTED, EmitOptions, emit
-from thinwire.cli.plan_job import ClusterChanges, cluster_of, compute_dtype_of, rates_of, ways_of
-from thinwire.cli.plan_rent import NO_RENT, RentOptions, counts_of, show_rentals, show_sweep, with_rent
+from thinwire.cli.plan_job import (
+    NO_OLD_CLUSTER_OPTIONS,
+    OldClusterOptions,
+    cluster_of,
+    cluster_settings,
+    compute_dtype_of,
+    rates_of,
+    ways_of,
+)
+from thinwire.cli.plan_rent import NO_RENT, RentOptions, counts_of, show_rentals, show_sweep
 from thinwire.cli.plan_tables import (
     basis_line,
     explanation_json,
@@ -40,146 +48,74 @@ class PlanOptions:
     """The options of ``thinwire plan``."""
 
     model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            help="Model: a preset such as llama-7b, a TOML file, or a Hugging Face config.",
-            show_default=False,
-        ),
+        str | None, typer.Option(metavar="NAME|FILE", help="Preset (llama-7b), TOML or HF config.", show_default=False)
     ] = None
     tokens_per_step: Annotated[
-        str | None,
-        typer.Option(metavar="N", help="Tokens per step, over all ranks; 4M is 4 x 2^20.", show_default=False),
+        str | None, typer.Option(metavar="N", help="Tokens of a step; 4M is 4 x 2^20.", show_default=False)
     ] = None
     cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="GPU:NODESxGPUS|FILE",
-            help="Cluster: a800-80g:128x8, for example, or a TOML file; by default that of --profile.",
-            show_default=False,
-        ),
+        str | None, typer.Option(metavar="NAME|FILE", help="a800-80g:128x8, for example, or TOML.", show_default=False)
     ] = None
-    seq: Seq = None
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Set a key: cluster.memory=40GiB.", show_default=False),
+    ] = None
+    seq: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Sequence length; default: the model's.", show_default=False)
+    ] = None
     micro_batch: Annotated[
-        int | None,
-        typer.Option(min=1, help="Sequences per micro-batch; by default chosen by the search.", show_default=False),
+        int | None, typer.Option(min=1, metavar="N", help="Sequences of a micro-batch.", show_default=False)
     ] = None
     recompute: Annotated[
-        Literal["auto", "on", "off"], typer.Option(help="Whether the backward pass recomputes blocks.")
+        Literal["auto", "on", "off"],
+        typer.Option(metavar="WHEN", help="Recompute: auto, on or off.", show_default=False),
     ] = "auto"
     tp: Annotated[
-        str | None,
-        typer.Option(
-            metavar="auto|N,...",
-            help="Tensor-parallel sizes to choose from; by default tried only if no data-parallel plan fits.",
-            show_default=False,
-        ),
+        str | None, typer.Option(metavar="auto|N,...", help="Tensor-parallel sizes to try.", show_default=False)
     ] = None
     pp: Annotated[
-        str | None,
-        typer.Option(
-            metavar="auto|N,...", help="Numbers of pipeline stages to choose from; same default.", show_default=False
-        ),
+        str | None, typer.Option(metavar="auto|N,...", help="Pipeline stages to try.", show_default=False)
     ] = None
     profile: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PROFILE.json", help="Times that thinwire profile measured on the cluster.", show_default=False
-        ),
-    ] = None
-    kernels: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="KERNELS.json",
-            help="Times of kernels that thinwire profile --kernels measured on such an accelerator.",
-            show_default=False,
-        ),
+        Path | None, typer.Option(metavar="FILE", help="Times of thinwire profile.", show_default=False)
     ] = None
     codecs: Annotated[
         Literal["none", "lossless", "standard", "aggressive"] | None,
-        typer.Option(help="How lossy codecs may be; --objective amsp uses no codecs.", show_default="standard"),
+        typer.Option(metavar="LEVEL", help="none, lossless, standard, aggressive.", show_default=False),
     ] = None
     objective: Annotated[
         Literal["time", "cost", "amsp"],
-        typer.Option(
-            help="What to minimize. time: the overlapped step; cost: the price of a token, also by leaving groups of "
-            "nodes out; amsp: AMSP's sum of communication."
-        ),
+        typer.Option(metavar="WHAT", help="Minimize time, cost, or AMSP's sum.", show_default=False),
     ] = "time"
-    internode_gbps: InternodeGbps = None
-    nodes_per_leaf: NodesPerLeaf = None
-    spine_gbps: SpineGbps = None
-    intranode_gbps: Annotated[
-        float | None, typer.Option(min=0.001, help="Bandwidth of a GPU inside its node, in Gbit/s.", show_default=False)
-    ] = None
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help='Memory of a GPU, for example "80GiB".', show_default=False)
-    ] = None
-    price: Annotated[float | None, typer.Option(min=0.0001, help="Price of a GPU per hour.", show_default=False)] = None
     loss_budget: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PERCENT",
-            help="Also plan islands, which change training: with exchanges as rare as a loss so much higher allows, by "
-            "a fit to a study. Example: 2%.",
-            show_default=False,
-        ),
+        str | None, typer.Option(metavar="PERCENT", help="Also plan islands: 2% more loss.", show_default=False)
     ] = None
     elastic_islands: Annotated[
-        bool,
-        typer.Option(
-            "--elastic-islands",
-            help="With --loss-budget: plan islands that may vanish and come back, each a job of its own.",
-        ),
+        bool, typer.Option("--elastic-islands", help="Islands that may come and go.", show_default=False)
     ] = False
     rent: RentOptions = NO_RENT
     peer: EmitOptions = NOTHING_EMITTED
-    clip: Annotated[bool, typer.Option(help="Clip gradients by their norm.")] = True
-    causal_mfu: Annotated[
-        bool, typer.Option("--causal-mfu", help="Count only half of the attention in the MFU, as Megatron-LM now does.")
-    ] = False
-    top: Annotated[int, typer.Option(min=1, max=64, help="How many plans to list.")] = 10
-    out: Annotated[
-        Path | None, typer.Option(metavar="PLAN.toml", help="Write the best plan to a file.", show_default=False)
-    ] = None
+    top: Annotated[
+        int, typer.Option(min=1, max=64, metavar="N", help="Plans to list; default: 10.", show_default=False)
+    ] = 10
+    out: Annotated[Path | None, typer.Option(metavar="PLAN.toml", help="Write the best plan.", show_default=False)] = (
+        None
+    )
     hosts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE|slurm",
-            help="File with one line per host, its name and its leaf switch; or SLURM's topology.conf, or slurm to ask "
-            "SLURM. In a job of SLURM, its hosts count.",
-            show_default=False,
-        ),
+        Path | None, typer.Option(metavar="FILE|slurm", help="Hosts and their leaf switches.", show_default=False)
     ] = None
     placement: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Write hostfile, rankfile and slurm-hosts, which map hosts to nodes.",
-            show_default=False,
-        ),
+        Path | None, typer.Option(metavar="DIR", help="Write hostfile, rankfile, slurm-hosts.", show_default=False)
     ] = None
     compare: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN",
-            help="Compare a run with its prediction; needs --profile unless --plan auto left a profile in the run.",
-            show_default=False,
-        ),
+        Path | None, typer.Option(metavar="RUN", help="Compare a run with its prediction.", show_default=False)
     ] = None
-    refit: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PROFILE.json",
-            help="With --compare: write a profile that is fitted to the run.",
-            show_default=False,
-        ),
-    ] = None
-    explain: Annotated[
-        bool,
-        typer.Option("--explain", help="Explain the choice, what would change it, and what each objective chooses."),
-    ] = False
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False
+    explain: Annotated[bool, typer.Option("--explain", help="Explain the choice.", show_default=False)] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.", show_default=False)] = False
+    old: OldClusterOptions = NO_OLD_CLUSTER_OPTIONS
+    clip: Annotated[bool, hidden()] = True
+    causal_mfu: Annotated[bool, typer.Option("--causal-mfu", hidden=True)] = False
+    refit: Annotated[Path | None, hidden()] = None
 
 
 @expand_options
@@ -188,19 +124,13 @@ def plan(options: PlanOptions) -> None:
 
     [bold]Examples[/bold]
 
-      thinwire plan --model llama-7b --cluster a800-80g:128x8 --tokens-per-step 4M --seq 4096 --explain
+      thinwire plan --model llama-7b --cluster a800-80g:128x8 --tokens-per-step 4M --explain
 
-      thinwire plan --model llama-13b --cluster a100-40g:4x8 --internode-gbps 25 --tokens-per-step 512k --out plan.toml
+      thinwire plan --model model.toml --profile profile.json --tokens-per-step 64k --out plan.toml
 
-      thinwire plan --model llama-2-70b --cluster a800-80g:16x8 --tokens-per-step 4M --tp auto --pp auto
+      thinwire plan --compare runs/quickstart --profile profile.json
 
-      thinwire plan --model llama-30b-amsp --cluster a800-80g:128x8 --tokens-per-step 4M --seq 4096 --objective amsp
-
-      thinwire plan --model model.toml --profile profile.json --tokens-per-step 64k --explain
-
-      thinwire plan --model llama-7b --cluster a100-80g:8x8 --internode-gbps 1 --tokens-per-step 4M --loss-budget 0.5%
-
-      thinwire plan --compare runs/quickstart --profile profile.json --refit profile.json
+    docs/choose-a-plan.md describes every option.
     """
     with explained(as_json=options.as_json):
         _check(options)
@@ -225,10 +155,6 @@ def _check(options: PlanOptions) -> None:
     if options.placement is not None and options.hosts is None:
         raise UsageError(
             f"--placement {options.placement} needs --hosts FILE: the names of the hosts and the leaf switch of each"
-        )
-    if options.nodes_per_leaf is not None and options.hosts is not None:
-        raise UsageError(
-            f"--nodes-per-leaf {options.nodes_per_leaf} and --hosts {options.hosts} both say it: leave one out"
         )
     _check_emission(options)
     if options.rent.plot is not None and options.rent.sweep is None:
@@ -355,7 +281,7 @@ def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob
     """
     from thinwire.cost import OVERHEAD
     from thinwire.errors import UsageError
-    from thinwire.plan import TrainingJob
+    from thinwire.plan import TrainingJob, leaf_numbers
     from thinwire.spec import ModelSpec
     from thinwire.spec.profile import Profile
     from thinwire.units import parse_count
@@ -366,7 +292,15 @@ def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob
         raise UsageError(f"{missing} missing: thinwire plan --model llama-7b --tokens-per-step 4M --cluster ...")
     shape = ModelSpec.named(options.model, **({} if options.seq is None else {"seq": options.seq}))
     measured = None if options.profile is None else Profile.read(options.profile)
-    machine = with_rent(cluster_of(options.cluster, measured, _changes(options, leaf_of)), options.rent)
+    changes = cluster_settings(options.settings or (), options.old)
+    if leaf_of is not None and "nodes_per_leaf" in changes:
+        raise UsageError(
+            f"--set cluster.nodes_per_leaf={changes['nodes_per_leaf']} and --hosts {options.hosts} both say it: leave "
+            "one out"
+        )
+    if leaf_of is not None:
+        changes |= {"nodes_per_leaf": None, "leaves": leaf_numbers(leaf_of)}
+    machine = cluster_of(options.cluster, measured, changes)
     return TrainingJob(
         shape,
         machine,
@@ -383,17 +317,6 @@ def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob
         tp=ways_of("--tp", options.tp),
         pp=ways_of("--pp", options.pp),
     )
-
-
-def _changes(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> ClusterChanges:
-    """What options change about the cluster that is named or was profiled."""
-    from thinwire.plan import leaf_numbers
-
-    leaves: dict[str, Any] = {"nodes_per_leaf": options.nodes_per_leaf} if options.nodes_per_leaf else {}
-    if leaf_of is not None:
-        leaves = {"nodes_per_leaf": None, "leaves": leaf_numbers(leaf_of)}
-    gbps = {"nic": options.internode_gbps, "inside": options.intranode_gbps, "spine": options.spine_gbps}
-    return ClusterChanges(gbps, leaves, options.memory, options.price, options.kernels)
 
 
 def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[str, Any]:
@@ -510,7 +433,9 @@ def _place(
         f"given; a step takes {best.seconds:.3f} s, and {given.seconds:.3f} s in the order given"
     )
     if job.cluster.links.spine is None:
-        console.print("nothing is known of the spine (--spine-gbps), so the order changes no predicted time")
+        console.print(
+            "nothing is known of the spine (--set cluster.links.spine.bandwidth), so the order changes no prediction"
+        )
     if directory is not None:
         local = job.cluster.gpus_per_node
         with writing("--placement", directory):

@@ -25,13 +25,13 @@ class EmitOptions:
         str | None,
         typer.Option(
             metavar="FRAMEWORK",
-            help="Write the nearest configuration of fsdp2, hsdp, megatron-fsdp, deepspeed or torchtitan.",
+            help="fsdp2, hsdp, deepspeed, torchtitan, ...",
             show_default=False,
         ),
     ] = None
     emit_to: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="File of --emit; by default named after the framework.", show_default=False),
+        typer.Option(metavar="FILE", help="File of --emit.", show_default=False),
     ] = None
 
 

@@ -2,35 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from thinwire.cli.options import hidden, moved
 
 if TYPE_CHECKING:
     from thinwire.cost import Rates
     from thinwire.spec import ClusterSpec, ModelSpec
+    from thinwire.spec.base import Spec
     from thinwire.spec.plan import Dtype
     from thinwire.spec.profile import Profile
 
 
+_OLD_SETTINGS: Final = {
+    "internode_gbps": "cluster.links.nic.bandwidth={}gbit",
+    "intranode_gbps": "cluster.links.inside.bandwidth={}gbit",
+    "spine_gbps": "cluster.links.spine.bandwidth={}gbit",
+    "nodes_per_leaf": "cluster.nodes_per_leaf={}",
+    "memory": "cluster.memory={}",
+    "price": "cluster.price_per_gpu_hour={}",
+    "kernels": "cluster.kernels={}",
+    "spot_discount": "cluster.spot.discount={}",
+    "spot_interruptions": "cluster.spot.interruptions_per_hour={}",
+    "mtbf": "cluster.failures.mtbf={}",
+    "restart": "cluster.failures.restart={}",
+    "checkpoint": "cluster.failures.checkpoint={}",
+}
+
+
 @dataclass(frozen=True)
-class ClusterChanges:
-    """What options change about a cluster.
+class OldClusterOptions:
+    """Options that ``--set cluster.KEY=VALUE`` has replaced."""
 
-    Attributes:
-        gbps: Bandwidth in Gbit/s by the name of a link: ``nic``, ``inside`` or ``spine``; None leaves it alone.
-        leaves: Keys of the cluster that say which nodes share a leaf switch.
-        memory: Memory of a GPU as text, such as "80GiB".
-        price: Price of a GPU per hour.
-        kernels: File with times of kernels.
+    internode_gbps: Annotated[float | None, hidden()] = None
+    intranode_gbps: Annotated[float | None, hidden()] = None
+    spine_gbps: Annotated[float | None, hidden()] = None
+    nodes_per_leaf: Annotated[int | None, hidden()] = None
+    memory: Annotated[str | None, hidden()] = None
+    price: Annotated[float | None, hidden()] = None
+    kernels: Annotated[str | None, hidden()] = None
+    spot_discount: Annotated[float | None, hidden()] = None
+    spot_interruptions: Annotated[float | None, hidden()] = None
+    mtbf: Annotated[str | None, hidden()] = None
+    restart: Annotated[str | None, hidden()] = None
+    checkpoint: Annotated[str | None, hidden()] = None
+
+
+NO_OLD_CLUSTER_OPTIONS: Final = OldClusterOptions()
+
+
+def cluster_settings(settings: Sequence[str], old: OldClusterOptions) -> dict[str, Any]:
+    """The keys of the cluster that ``--set cluster.KEY=VALUE`` names.
+
+    Raises:
+        UsageError: a setting is of something else.
+        SpecError: a setting is no ``KEY=VALUE``.
     """
+    from thinwire.errors import UsageError
+    from thinwire.spec.io import apply_settings
 
-    gbps: Mapping[str, float | None]
-    leaves: Mapping[str, Any]
-    memory: str | None
-    price: float | None
-    kernels: Path | None = None
+    table = apply_settings({}, [*moved(old, _OLD_SETTINGS), *settings])
+    changes = table.pop("cluster", {})
+    if table or not isinstance(changes, dict):
+        raise UsageError(
+            f"--set {next(iter(table), 'cluster')}: only keys of the cluster can be set here, such as --set "
+            "cluster.links.nic.bandwidth=25gbit"
+        )
+    return changes
 
 
 def ways_of(option: str, text: str | None) -> tuple[int, ...] | None:
@@ -47,15 +87,16 @@ def ways_of(option: str, text: str | None) -> tuple[int, ...] | None:
     return tuple(sorted(set(map(int, words))))
 
 
-def cluster_of(text: str | None, measured: Profile | None, changes: ClusterChanges) -> ClusterSpec:
-    """The cluster that ``text`` names or that was profiled, with the changes of other options.
+def cluster_of(text: str | None, measured: Profile | None, changes: Mapping[str, Any]) -> ClusterSpec:
+    """The cluster that ``text`` names or that was profiled, with the changes of settings.
 
     Raises:
-        UsageError: neither is given, the two differ in size, or an option would change measured bandwidth.
+        UsageError: neither is given, the two differ in size, or a setting would change what was measured.
+        SpecError: the changed cluster is invalid.
     """
     from thinwire.errors import UsageError
     from thinwire.plan import profiled_cluster
-    from thinwire.spec import ClusterSpec, Link
+    from thinwire.spec import ClusterSpec
 
     if text is not None:
         cluster = ClusterSpec.named(text)
@@ -68,27 +109,45 @@ def cluster_of(text: str | None, measured: Profile | None, changes: ClusterChang
             f"--cluster {text} has {cluster.nodes} x {cluster.gpus_per_node} GPUs, the profile {measured.nodes} x "
             f"{measured.gpus_per_node}; leave --cluster out, or profile that cluster"
         )
-    if measured is not None and any(changes.gbps.values()):
+    _check_changes(text, cluster, measured, changes)
+    return changed_cluster(cluster, changes)
+
+
+def changed_cluster(cluster: ClusterSpec, changes: Mapping[str, Any]) -> ClusterSpec:
+    """A cluster with other values of some keys, of links and spot nodes, too."""
+    merged = dict(changes)
+    if isinstance(links := merged.get("links"), Mapping):
+        known = {name: getattr(cluster.links, name, None) for name in links}
+        merged["links"] = {name: _changed_table(known[name], link) for name, link in links.items()}
+    if "spot" in merged:
+        merged["spot"] = _changed_table(cluster.spot, merged["spot"])
+    return cluster.with_(**merged)
+
+
+def _changed_table(current: Spec | None, changes: Any) -> Any:
+    """A table on one line, such as a link, with other values of some keys; :meth:`Spec.with_` would replace it."""
+    return changes if current is None or not isinstance(changes, Mapping) else {**current.to_dict(), **changes}
+
+
+def _check_changes(
+    text: str | None, cluster: ClusterSpec, measured: Profile | None, changes: Mapping[str, Any]
+) -> None:
+    """Refuse a change of what a profile measured, or of one figure for groups of nodes that differ in it."""
+    from thinwire.errors import UsageError
+
+    if measured is not None and "links" in changes:
+        raise UsageError("--set cluster.links changes published figures; a --profile has its own")
+    of_groups = [key for key in ("links", "memory", "price_per_gpu_hour", "spot") if key in changes]
+    if cluster.groups and of_groups:
         raise UsageError(
-            "--internode-gbps, --intranode-gbps and --spine-gbps change published figures; a --profile has its own"
+            f"{text} has groups of unlike nodes, and --set cluster.{of_groups[0]} sets one figure for all of them; "
+            "change the groups in the file"
         )
-    changed = [*(name for name, figure in changes.gbps.items() if figure), *(["memory"] if changes.memory else [])]
-    if cluster.groups and (changed or changes.price is not None):
-        raise UsageError(
-            f"{text} has groups of unlike nodes, and options such as --internode-gbps, --memory and --price set one "
-            "figure for all of them; change the groups in the file"
-        )
-    links: dict[str, Any] = {}
-    for key, figure in changes.gbps.items():
-        if figure is not None:
-            link = getattr(cluster.links, key) or Link(bandwidth=1.0)
-            links[key] = link.with_(bandwidth=figure * 1e9)
-    kernels = None if changes.kernels is None else str(changes.kernels)
-    if kernels is not None and (measured is not None or cluster.groups):
+    if "kernels" in changes and (measured is not None or cluster.groups):
         why = "a --profile has its own times" if measured is not None else "each group has its own: name it in the file"
-        raise UsageError(f"--kernels {kernels} is for a cluster of equal nodes by published figures; {why}")
-    keys = {"links": links or None, "memory": changes.memory, "price_per_gpu_hour": changes.price, "kernels": kernels}
-    return cluster.with_(**changes.leaves, **{key: value for key, value in keys.items() if value is not None})
+        raise UsageError(
+            f"--set cluster.kernels={changes['kernels']} is for a cluster of equal nodes by published figures; {why}"
+        )
 
 
 def compute_dtype_of(cluster: ClusterSpec) -> Dtype:

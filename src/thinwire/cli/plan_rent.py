@@ -16,9 +16,8 @@ from thinwire.cli.errors import writing
 
 if TYPE_CHECKING:
     from thinwire.plan import Rental, SweptNodes, TrainingJob
-    from thinwire.spec import ClusterSpec
 
-__all__ = ["NO_RENT", "RentOptions", "counts_of", "show_rentals", "show_sweep", "with_rent"]
+__all__ = ["NO_RENT", "RentOptions", "counts_of", "show_rentals", "show_sweep"]
 
 _MOST_COUNTS = 4096
 """Numbers of nodes that one sweep may have."""
@@ -26,72 +25,24 @@ _MOST_COUNTS = 4096
 
 @dataclass(frozen=True)
 class RentOptions:
-    """Options about prices, failures and numbers of nodes."""
+    """Options about numbers of nodes."""
 
     sweep: Annotated[
         str | None,
         typer.Option(
-            metavar="nodes=A..B",
-            help="Find the best plan for every number of nodes: nodes=1..32, or nodes=1,2,4,8.",
+            metavar="NODES",
+            help="nodes=1..32: a plan for each number.",
             show_default=False,
         ),
     ] = None
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.png", help="With --sweep: draw the results.", show_default=False),
-    ] = None
-    spot_discount: Annotated[
-        float | None,
-        typer.Option(metavar="SHARE", help="Share of the price that spot nodes save.", show_default=False),
-    ] = None
-    spot_interruptions: Annotated[
-        float | None,
-        typer.Option(metavar="RATE", help="How often a spot node is taken away in an hour.", show_default=False),
-    ] = None
-    mtbf: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help='Mean time between failures of a node: "2000h".', show_default=False),
-    ] = None
-    restart: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help='Time from a failure to the first new step: "5min".', show_default=False),
-    ] = None
-    checkpoint: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help='Time for which a checkpoint holds training up: "30s".', show_default=False),
+        typer.Option(metavar="FILE.png", help="Draw the sweep.", show_default=False),
     ] = None
 
 
 NO_RENT = RentOptions()
 """None of the options."""
-
-
-def with_rent(cluster: ClusterSpec, options: RentOptions) -> ClusterSpec:
-    """The cluster with what options say about spot nodes and failures.
-
-    Raises:
-        UsageError: Options contradict each other or the cluster's file.
-        SpecError: A value is out of range.
-    """
-    from thinwire.errors import UsageError
-
-    changes: dict[str, Any] = {}
-    spot = {"discount": options.spot_discount, "interruptions_per_hour": options.spot_interruptions}
-    given = {key: value for key, value in spot.items() if value is not None}
-    if given and cluster.groups:
-        raise UsageError(
-            "--spot-discount and --spot-interruptions set one figure for all nodes; change the groups instead"
-        )
-    if len(given) == 1:
-        raise UsageError(
-            "--spot-discount and --spot-interruptions belong together: what spot nodes save, and what that costs"
-        )
-    if given:
-        changes["spot"] = given
-    times = {"mtbf": options.mtbf, "restart": options.restart, "checkpoint": options.checkpoint}
-    if failing := {key: value for key, value in times.items() if value is not None}:
-        changes["failures"] = failing
-    return cluster.with_(**changes) if changes else cluster
 
 
 def counts_of(text: str) -> list[int]:

@@ -135,7 +135,7 @@ def basis_line(job: TrainingJob, chosen: Candidate) -> str:
     from thinwire.plan import rests_on
 
     basis = rests_on(job, chosen)
-    return f"the first plan's step rests on computation {basis.computation} and transfers {basis.transfers}"
+    return f"estimate quality: compute {basis.computation}, network {basis.transfers}"
 
 
 def show_explanation(explanation: Explanation, chosen: Candidate, console: Console) -> None:

@@ -12,14 +12,14 @@ import typer
 
 from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
-from thinwire.cli.options import expand_options
+from thinwire.cli.options import expand_options, hidden, say_moved
 
 if TYPE_CHECKING:
     import torch
 
     from thinwire.profile import ModelPiece
     from thinwire.report import Sheet
-    from thinwire.spec import Factor, ModelSpec
+    from thinwire.spec import Factor
     from thinwire.spec.profile import CollectiveRow, Profile
     from thinwire.train.environment import Started
 
@@ -30,23 +30,6 @@ class ProfileOptions:
 
     out: Annotated[
         Path | None, typer.Option(metavar="PROFILE.json", help="File that rank 0 writes.", show_default=False)
-    ] = None
-    topology: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="HOSTS",
-            help="Instead of a profile: find the leaf switches by timing pairs of hosts, and write a line for each "
-            "host, its name and its leaf.",
-            show_default=False,
-        ),
-    ] = None
-    kernels: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="KERNELS.json",
-            help="Instead of a profile: time the model's kernels in this process, for thinwire plan --kernels.",
-            show_default=False,
-        ),
     ] = None
     budget: Annotated[
         str,
@@ -88,6 +71,8 @@ class ProfileOptions:
         ),
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile to stdout.")] = False
+    topology: Annotated[Path | None, hidden()] = None
+    kernels: Annotated[Path | None, hidden()] = None
 
 
 @expand_options
@@ -101,25 +86,15 @@ def profile(options: ProfileOptions) -> None:
       srun --ntasks-per-node 8 thinwire profile --out profile.json
 
       thinwire lab --nodes 2 --ranks 2 --bandwidth 200mbit -- thinwire profile --out profile.json --budget 40s
-
-      srun --ntasks-per-node 8 thinwire profile --topology hosts --plot hosts.png
-
-      thinwire profile --kernels h100.json --model llama-7b --seq 4096 --budget 60s
     """
     with explained(as_json=options.as_json):
+        from thinwire.cli.measuring import launched
         from thinwire.collectives import group
-        from thinwire.errors import UsageError
-        from thinwire.train.environment import started
 
         if options.kernels is not None:
             _time_kernels(options, options.kernels)
             return
-        ranks = started()
-        if ranks is None:
-            raise UsageError(
-                "thinwire profile runs on every rank of a cluster: start it with torchrun (torchrun --nproc-per-node 2 "
-                "-m thinwire.cli.main profile ...), with srun, or in the lab (thinwire lab -- thinwire profile ...)"
-            )
+        ranks = launched("profile")
         try:
             if options.topology is not None:
                 _find_topology(options, options.topology, ranks)
@@ -133,29 +108,26 @@ def profile(options: ProfileOptions) -> None:
 
 
 def _time_kernels(options: ProfileOptions, out: Path) -> None:
-    from thinwire.cli.profile_kernels import profile_kernels
+    """What ``thinwire kernels`` does, for ``--kernels`` of an earlier release."""
+    from thinwire.cli.kernels import KernelOptions, time_kernels
     from thinwire.errors import UsageError
-    from thinwire.spec import ModelSpec
-    from thinwire.train.environment import rank_device
-    from thinwire.units import parse_duration
 
     others = {"--out": options.out, "--topology": options.topology, "--plot": options.plot}
     if given := [name for name, value in others.items() if value is not None]:
         raise UsageError(f"--kernels {out} and {given[0]} {others[given[0]]} are two measurements: make one at a time")
-    shape = ModelSpec.named(options.model, seq=options.seq) if options.model else _small(options.seq)
-    profile_kernels(
-        shape,
-        out,
-        rank_device(options.device, 0),
-        micro_batch=options.micro_batch,
-        dtype=options.dtype,
-        seconds=parse_duration(options.budget),
+    say_moved(f"thinwire profile --kernels {out}", f"thinwire kernels {out}")
+    time_kernels(
+        KernelOptions(
+            out, options.model, options.seq, options.micro_batch, options.dtype, options.device, options.budget
+        ),
         as_json=options.as_json,
     )
 
 
 def _find_topology(options: ProfileOptions, out: Path, ranks: Started) -> None:
-    from thinwire.cli.profile_topology import profile_topology
+    """What ``thinwire topology`` does, for ``--topology`` of an earlier release."""
+    from thinwire.cli.measuring import mesh_of
+    from thinwire.cli.topology import find_topology
     from thinwire.errors import UsageError
     from thinwire.train.environment import rank_device
 
@@ -165,8 +137,10 @@ def _find_topology(options: ProfileOptions, out: Path, ranks: Started) -> None:
         raise UsageError(
             "--resume and --model have no meaning with --topology, which measures links only: leave them out"
         )
+    if ranks.rank == 0:
+        say_moved(f"thinwire profile --topology {out}", f"thinwire topology {out}")
     device = rank_device(options.device, ranks.local_rank)
-    profile_topology(ranks, _mesh(options, ranks), device, out, options.plot, as_json=options.as_json)
+    find_topology(ranks, mesh_of(ranks, options.nodes), device, out, options.plot, as_json=options.as_json)
 
 
 @dataclass(frozen=True)
@@ -200,6 +174,7 @@ def _measurement(options: ProfileOptions, ranks: Started) -> Measurement:
     Raises:
         UsageError: there is no file to write, or the number of nodes does not divide that of the ranks.
     """
+    from thinwire.cli.measuring import mesh_of, small_model
     from thinwire.errors import UsageError
     from thinwire.spec import ModelSpec
     from thinwire.train.environment import rank_device
@@ -208,10 +183,10 @@ def _measurement(options: ProfileOptions, ranks: Started) -> Measurement:
     from thinwire.units import parse_duration
 
     if options.out is None:
-        raise UsageError("--out PROFILE.json is missing, or --topology HOSTS: the file to write")
+        raise UsageError("--out PROFILE.json is missing: the file to write")
     budget = parse_duration(options.budget)
-    shape = ModelSpec.named(options.model) if options.model else _small(options.seq)
-    mesh = _mesh(options, ranks)
+    shape = ModelSpec.named(options.model) if options.model else small_model(options.seq)
+    mesh = mesh_of(ranks, options.nodes)
     device = rank_device(options.device, ranks.local_rank)
     parts = pieces(
         shape,
@@ -222,22 +197,6 @@ def _measurement(options: ProfileOptions, ranks: Started) -> Measurement:
         memory=rank_memory(device),
     )
     return Measurement(options.out, budget, parts, mesh, device, options.resume, options.library)
-
-
-def _mesh(options: ProfileOptions, ranks: Started) -> Factor:
-    from thinwire.errors import UsageError
-    from thinwire.spec import Factor
-
-    nodes = options.nodes or max(1, ranks.world // ranks.local_world)
-    if ranks.world % nodes:
-        raise UsageError(f"--nodes {nodes} does not divide the {ranks.world} ranks; valid are its divisors")
-    return Factor(local=ranks.world // nodes, nodes=nodes)
-
-
-def _small(seq: int) -> ModelSpec:
-    from thinwire.spec import ModelSpec
-
-    return ModelSpec(name="a small Llama", layers=4, hidden=512, heads=8, ffn=1376, vocab=4096, seq=seq)
 
 
 def measure_here(measurement: Measurement, ranks: Started) -> Profile:

@@ -6,18 +6,45 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
-from thinwire.cli.options import InternodeGbps, NodesPerLeaf, Seq, SpineGbps, expand_options
+from thinwire.cli.options import Seq, expand_options, hidden, moved
 
 if TYPE_CHECKING:
     from thinwire.sim import Answer, Case, Disturbed
 
 SWEPT = ("gpus", "gpus_per_node", "internode_gbps", "seq", "micro_batch_tokens", "micro_batches")
+
+
+_OLD_SETTINGS: Final = {
+    "internode_gbps": "internode_gbps={}",
+    "nodes_per_leaf": "nodes_per_leaf={}",
+    "spine_gbps": "spine_gbps={}",
+    "micro_batch_tokens": "micro_batch_tokens={}",
+    "overlap": "overlap={}",
+    "wire": "wire={}",
+    "dtype": "dtype={}",
+}
+
+
+@dataclass(frozen=True)
+class OldSimOptions:
+    """Options that ``--set KEY=VALUE`` has replaced."""
+
+    internode_gbps: Annotated[float | None, hidden()] = None
+    nodes_per_leaf: Annotated[int | None, hidden()] = None
+    spine_gbps: Annotated[float | None, hidden()] = None
+    micro_batch_tokens: Annotated[int | None, hidden()] = None
+    overlap: Annotated[str | None, hidden()] = None
+    wire: Annotated[str | None, hidden()] = None
+    dtype: Annotated[str | None, hidden()] = None
+
+
+NO_OLD_OPTIONS: Final = OldSimOptions()
 
 
 @dataclass(frozen=True)
@@ -39,37 +66,34 @@ class SimOptions:
         ),
     ] = None
     plan: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="FILE|preset:NAME", help="Plan: how parameters, gradients and optimizer states are sharded."
+            metavar="FILE|preset:NAME",
+            help="Plan: how parameters, gradients and optimizer states are sharded; by default preset:thinwire.",
+            show_default=False,
         ),
-    ] = "preset:thinwire"
-    seq: Seq = None
-    internode_gbps: InternodeGbps = None
-    nodes_per_leaf: NodesPerLeaf = None
-    spine_gbps: SpineGbps = None
-    micro_batch_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens per micro-batch of a rank; by default the plan file's, or one sequence."),
     ] = None
+    seq: Seq = None
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Another key of the step, such as internode_gbps=25 or wire=zhybrid; see docs/simulator.md.",
+            show_default=False,
+        ),
+    ] = None
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory", help="Instead: the memory of a rank under every preset, or --plan, and in other systems."
+        ),
+    ] = False
     micro_batches: Annotated[
         int | None,
         typer.Option(min=1, help="Micro-batches per step; by default the plan file's, or 1.", show_default=False),
     ] = None
     recompute: Annotated[bool, typer.Option("--recompute", help="Recompute blocks in the backward pass.")] = False
-    overlap: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,...",
-            help="Communication that overlaps computation: gather,reduce,sync,spread or none; by default all.",
-        ),
-    ] = None
-    wire: Annotated[
-        str | None, typer.Option(metavar="POLICY", help="Name of a policy, which sets the codecs.", show_default=False)
-    ] = None
-    dtype: Annotated[
-        str | None, typer.Option(help="Compute dtype; by default the plan file's, or bfloat16.", show_default=False)
-    ] = None
     engine: Annotated[str, typer.Option(help="System that performs the step: thinwire or a published one.")] = (
         "thinwire"
     )
@@ -107,6 +131,7 @@ class SimOptions:
     ] = 1.0
     samples: Annotated[int, typer.Option(min=1, help="Number of random steps to simulate if there is jitter.")] = 64
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False
+    old: OldSimOptions = NO_OLD_OPTIONS
 
 
 @expand_options
@@ -123,11 +148,16 @@ def sim(options: SimOptions) -> None:
 
       thinwire sim --model llama-7b --cluster a800-80g:128x8 --plan preset:mics --jitter 0.05 --straggler 1.2
 
+      thinwire sim --model llama-7b --cluster a800-80g:4x8 --memory
+
       thinwire sim --cases cases.json --json
     """
     with explained(as_json=options.as_json):
         from thinwire.sim import answer
 
+        if options.memory:
+            _show_memory(options)
+            return
         cases = _cases_of(options)
         answers = [answer(case, trace=options.trace is not None) for case in cases]
         if options.trace is not None:
@@ -142,6 +172,32 @@ def sim(options: SimOptions) -> None:
             _show(answers)
             if uneven:
                 _show_uneven(answers, uneven)
+
+
+def _show_memory(options: SimOptions) -> None:
+    """Show the memory of a rank instead of the time of a step.
+
+    Raises:
+        UsageError: there is no model or no cluster, or a setting is not one of the cluster.
+    """
+    from thinwire.cli.memory import MemoryOptions, show_memory
+    from thinwire.cli.plan_job import NO_OLD_CLUSTER_OPTIONS, cluster_settings
+    from thinwire.errors import UsageError
+
+    if options.model is None or options.cluster is None:
+        raise UsageError(
+            "--model and --cluster are missing: thinwire sim --memory --model llama-7b --cluster a800-80g:8x8"
+        )
+    shown = MemoryOptions(
+        options.model,
+        options.cluster,
+        plan=None if options.plan is None else options.plan.split(","),
+        seq=options.seq,
+        micro_batches=options.micro_batches or 1,
+        recompute=options.recompute,
+        as_json=options.as_json,
+    )
+    show_memory(shown, cluster_settings(options.settings or (), NO_OLD_CLUSTER_OPTIONS))
 
 
 def _cases_of(options: SimOptions) -> list[Case]:
@@ -168,23 +224,22 @@ def _cases_of(options: SimOptions) -> list[Case]:
 
 def _fields(options: SimOptions, model: str, cluster: str) -> dict[str, Any]:
     """The keys of one case: those of the plan, and over them the options that the user gave."""
-    fields = _plan_fields(options.plan, model, options.seq) | _cluster_fields(cluster) | {"model": model}
-    if options.overlap is not None:
-        names = [word.strip() for word in options.overlap.split(",")]
-        fields["overlap"] = [] if names == ["none"] else names
+    from thinwire.spec.io import apply_settings
+
+    plan = options.plan or "preset:thinwire"
+    fields = _plan_fields(plan, model, options.seq) | _cluster_fields(cluster) | {"model": model}
     given = {
         "seq": options.seq,
-        "internode_gbps": options.internode_gbps,
-        "micro_batch_tokens": options.micro_batch_tokens,
         "micro_batches": options.micro_batches,
         "recompute": options.recompute or None,
-        "dtype": options.dtype,
         "engine": options.engine,
-        "wire": options.wire,
-        "nodes_per_leaf": options.nodes_per_leaf,
-        "spine_gbps": options.spine_gbps,
     }
-    return fields | {key: value for key, value in given.items() if value is not None}
+    fields |= {key: value for key, value in given.items() if value is not None}
+    fields = apply_settings(fields, [*moved(options.old, _OLD_SETTINGS), *(options.settings or ())])
+    if isinstance(words := fields.get("overlap"), str):
+        names = [word.strip() for word in words.split(",")]
+        fields["overlap"] = [] if names == ["none"] else names
+    return fields
 
 
 def _cluster_fields(cluster: str) -> dict[str, Any]:

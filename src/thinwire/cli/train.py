@@ -197,7 +197,7 @@ def _choose_plan(
     if options.plan != "auto":
         for option, value in (("--profile", options.profile), ("--codecs", options.codecs)):
             if value is not None:
-                raise UsageError(f"{option} {value} has no use here: it goes with --plan auto")
+                raise UsageError(f"{option} {value} requires --plan auto")
         return run, None
     before = Plan.load(run.directory.plan) if run.resume and run.directory.plan.exists() else None
     if before is not None and _same_ranks(before, run.plan):

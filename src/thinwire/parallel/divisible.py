@@ -108,7 +108,7 @@ def divisible(model: object, plan: Plan, *, stages: int) -> Divisible:
     elif not keeps_busy(plan.pp, plan.schedule, plan.micro_batches):
         problems.append(
             f"micro_batches = {plan.micro_batches} should be a multiple of {plan.micro_batches // plan.pp} with "
-            f"schedule = 'interleaved' and pp = {plan.pp}; a multiple of pp always is"
+            f"pipeline_schedule = 'interleaved' and pp = {plan.pp}; a multiple of pp always is"
         )
     if problems:
         raise SpecError(f"plan {plan.name or plan.fingerprint()}", problems)

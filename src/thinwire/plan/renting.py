@@ -135,7 +135,8 @@ def parts_of(job: TrainingJob) -> Iterator[SweptNodes]:
     if unpriced:
         where = f" of the groups {', '.join(unpriced)}" if job.cluster.groups else ""
         raise UsageError(
-            f"--objective cost needs the price of a GPU{where}: price_per_gpu_hour in the cluster's file, or --price"
+            f"--objective cost needs the price of a GPU{where}: price_per_gpu_hour in the cluster's file, or --set "
+            "cluster.price_per_gpu_hour=2"
         )
     yield _best_on(job, job.cluster, "all" if job.cluster.groups else "")
     if len(groups) > _MOST_GROUPS:

@@ -386,7 +386,7 @@ def load(model: nn.Module, optim: ShardedOptimizer | None, path: str | Path) -> 
 
 
 def progress(model: nn.Module, share: float) -> None:
-    """Report the progress of training before a step. Plans with ``wire.schedule`` below 1 require this.
+    """Report the progress of training before a step. Plans with ``wire.compress_until`` below 1 require this.
 
     Args:
         model: A sharded model.

@@ -1,7 +1,7 @@
 """Published figures of accelerators and of the machines in which they are sold.
 
 Memory is the total that the driver reports. Peaks are dense (without sparsity), and links count one direction. ``nic``
-is the sum of all network cards of the usual machine. If your cluster differs, set ``--internode-gbps``.
+is the sum of all network cards of the usual machine. If your cluster differs, set ``links.nic``.
 """
 
 from __future__ import annotations

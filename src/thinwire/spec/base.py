@@ -24,7 +24,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from thinwire import units
 from thinwire.errors import SpecError
-from thinwire.spec import io
+from thinwire.spec import io, renames
 
 Count = Annotated[int, Field(strict=True, ge=1)]
 """A whole number of at least 1; ``true`` and ``"3"`` are not numbers."""
@@ -99,6 +99,9 @@ class Spec(BaseModel):
     toml_inline: ClassVar[bool] = False
     """Whether TOML shows this specification on one line inside its parent."""
 
+    file_keys: ClassVar[Mapping[str, str]] = {}
+    """How files spell the fields that have another name there; see :mod:`thinwire.spec.renames`."""
+
     # Type checkers keep the keyword signature that pydantic derives from the fields.
     if not TYPE_CHECKING:
 
@@ -161,16 +164,46 @@ class Spec(BaseModel):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Reads a TOML file; see :meth:`parse`."""
-        return cls.parse(io.read_toml_file(path), str(path))
+        table = io.read_toml_file(path)
+        renames.hint(str(path), cls.old_spellings(table))
+        return cls.parse(table, str(path))
+
+    @classmethod
+    def old_spellings(cls, table: Mapping[str, Any]) -> dict[str, str]:
+        """The new spelling of every key of a file that has an old one, in nested tables, too."""
+        found = renames.old_spellings(table, cls.file_keys)
+        for name, field in cls.model_fields.items():
+            spec, inside = nested(field.annotation), table.get(name)
+            if spec is not None and isinstance(inside, Mapping):
+                found |= {f"{name}.{old}": f"{name}.{new}" for old, new in spec.old_spellings(inside).items()}
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionaries, lists, strings and numbers; :meth:`parse` reads them back to an equal value."""
         table = {name: _plain(getattr(self, name)) for name in type(self).model_fields}
         return io.Inline(table) if self.toml_inline else table
 
+    def to_file(self, *, full: bool = True) -> dict[str, Any]:
+        """Plain dictionaries with the keys of files.
+
+        Args:
+            full: every key; without it, those that differ from the defaults.
+        """
+        return {**self._to_file(full=full)}
+
+    def _to_file(self, *, full: bool) -> dict[str, Any]:
+        written = type(self).model_fields if full or self.toml_inline else self._differing()
+        fields = {name: _plain(getattr(self, name), full=full) for name in written}
+        return io.Inline(fields) if self.toml_inline else renames.to_file(fields, self.file_keys)
+
+    def _differing(self) -> list[str]:
+        """The fields that a file has to name, because they are required or differ from their defaults."""
+        fields = type(self).model_fields.items()
+        return [name for name, field in fields if field.is_required() or getattr(self, name) != field.get_default()]
+
     def to_toml(self) -> str:
         """TOML text with every key written out, except those that are unset (``None``)."""
-        return io.write_toml(dict(self.to_dict()))
+        return io.write_toml(self.to_file())
 
     def save(self, path: str | Path) -> None:
         """Writes :meth:`to_toml` to ``path``."""
@@ -228,16 +261,17 @@ def _expanded(cls: type[Spec], data: Any) -> Any:
     if isinstance(data, str):
         shorthand = cls.from_text(data)
         data = data if shorthand is None else shorthand
-    return cls.prepare(data) if isinstance(data, Mapping) else data
+    return cls.prepare(renames.to_fields(data, cls.file_keys)) if isinstance(data, Mapping) else data
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, *, full: bool | None = None) -> Any:
+    """A value in plain types: with the keys of files if ``full`` says how many of them, else with those of fields."""
     if isinstance(value, Spec):
-        return value.to_dict()
+        return value.to_dict() if full is None else value._to_file(full=full)
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain(item, full=full) for item in value]
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _plain(item, full=full) for key, item in value.items()}
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
@@ -258,6 +292,11 @@ def _problems(cls: type[Spec], data: Any) -> Iterator[Problem]:
     for key in data:
         if key not in cls.model_fields:
             yield Problem(str(key), f"= {data[key]!r} is not a key of {cls.__name__}{_suggestion(str(key), cls)}")
+    yield from (problem._replace(key=_spelled(cls, problem.key)) for problem in _problems_of_fields(cls, data))
+
+
+def _problems_of_fields(cls: type[Spec], data: Mapping[str, Any]) -> Iterator[Problem]:
+    """Everything wrong with the values of known keys, and between them."""
     valid: dict[str, Any] = {}
     for name, field in cls.model_fields.items():
         if name not in data:
@@ -312,10 +351,14 @@ def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
 
 
 def _suggestion(key: str, cls: type[Spec]) -> str:
-    keys = list(cls.model_fields)
-    nearest = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ";"
+    keys = [_spelled(cls, name) for name in cls.model_fields]
+    nearest = difflib.get_close_matches(key, [*cls.model_fields, *keys], n=1, cutoff=0.5)
+    hint = f"; did you mean {_spelled(cls, nearest[0])}?" if nearest else ";"
     return f"{hint} Valid keys: {', '.join(keys)}"
+
+
+def _spelled(cls: type[Spec], key: str) -> str:
+    return cls.file_keys.get(key, key)
 
 
 def _join(prefix: str, key: str) -> str:

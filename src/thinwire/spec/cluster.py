@@ -70,7 +70,7 @@ class ClusterSpec(Spec):
     failures: Failures | None = Field(default=None, description="how often nodes fail, and what that costs")
     kernels: str | None = Field(
         default=None,
-        description="file with times of kernels, as `thinwire profile --kernels` writes it",
+        description="file with times of kernels, as `thinwire kernels` writes it",
     )
     groups: tuple[NodeGroup, ...] = Field(default=(), description="groups of unlike nodes, in the order of the nodes")
 

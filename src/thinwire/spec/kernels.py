@@ -1,4 +1,4 @@
-"""Times of single kernels on one accelerator, as ``thinwire profile --kernels`` measures them and anyone can share."""
+"""Times of single kernels on one accelerator, as ``thinwire kernels`` measures them and anyone can share."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class KernelTable(Spec):
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            what = f"cannot be read as times of kernels: {error}; make them with thinwire profile --kernels {path}"
+            what = f"cannot be read as times of kernels: {error}; make them with thinwire kernels {path}"
             raise SpecError(str(path), [what]) from error
         if not isinstance(data, Mapping):
-            raise SpecError(str(path), ["it should be a JSON object, as thinwire profile --kernels writes it"])
+            raise SpecError(str(path), ["it should be a JSON object, as thinwire kernels writes it"])
         return cls.parse(data, str(path))
 
     def write(self, path: str | Path) -> None:

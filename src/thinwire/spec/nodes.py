@@ -59,9 +59,7 @@ class Failures(Spec):
     )
     restart: Seconds = Field(default=300.0, description="from a failure to the first new step, load included")
     checkpoint: LongSeconds = Field(default=30.0, description="for which a checkpoint holds training up")
-    interval: LongSeconds | None = Field(
-        default=None, description="of training between two checkpoints; unset: the one that loses least"
-    )
+    interval: LongSeconds | None = Field(default=None, description="checkpoint interval; unset: optimal")
 
 
 class NodeGroup(Spec):

@@ -12,17 +12,20 @@ import fnmatch
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
 from thinwire.errors import SpecError
+from thinwire.spec import io
 from thinwire.spec.base import Budget, Bytes, Count, Depth, Flag, Problem, Share, Spec, rule
 from thinwire.spec.codec import CodecSpec
 from thinwire.spec.factor import Factor
 from thinwire.spec.islands import Islands
 from thinwire.spec.policy import HybridPolicy
 from thinwire.spec.presets import PRESETS, preset_fields
+from thinwire.spec.renames import PLAN_KEYS, WIRE_KEYS
 
 __all__ = ["Dtype", "Factor", "Overlap", "Plan", "Residence", "UnitOverride", "Wire", "cut_alike", "lone_ranks"]
 
@@ -30,6 +33,9 @@ _NEVER = 1 << 30
 """Steps of a run that never exchanges anything."""
 
 MIB = 1 << 20
+
+UNWRITTEN = ("residence",)
+"""Keys of a plan that no file names: each of theirs has one legal value so far."""
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
@@ -64,6 +70,8 @@ def _policy_name(value: Any) -> Any:
 
 class Wire(Spec):
     """The codec of every kind of collective (see CodecSpec for the notation)."""
+
+    file_keys: ClassVar[Mapping[str, str]] = WIRE_KEYS
 
     gather: CodecSpec = Field(default=CodecSpec(), description="codec of parameter all-gathers (qwZ)")
     reduce_intra: CodecSpec = Field(default=CodecSpec(), description="codec of gradient reductions inside a node")
@@ -127,6 +135,10 @@ class Wire(Spec):
                 filled |= dict.fromkeys(_DP, CodecSpec(str(gradients)))
                 del data["dp"]
         return filled | data
+
+    def _differing(self) -> list[str]:
+        # Beside a policy, the codec that says nothing is the policy's, not the default.
+        return super()._differing() if self.policy is None else list(type(self).model_fields)
 
     def _merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         merged = super()._merged(changes)
@@ -227,6 +239,8 @@ class UnitOverride(Spec):
 class Plan(Spec):
     """How one training job is sharded, overlapped and compressed."""
 
+    file_keys: ClassVar[Mapping[str, str]] = PLAN_KEYS
+
     name: str | None = Field(default=None, description="label of the preset or of whoever made the plan")
     mesh: Factor = Field(description="the data-parallel ranks, s_dp: ranks of a node times nodes")
     params: Factor = Field(description="sharding factor of the parameters, s_p")
@@ -285,8 +299,8 @@ class Plan(Spec):
     bucket_bytes: Bytes = Field(default=4 * MIB, description='size of a synchronisation bucket, "4MiB" or bytes')
     bucket_chunks: Count = Field(
         default=1,
-        description="chunks that a gradient reduction is cut into: each starts when its gradients exist, and hops and "
-        "codecs of different chunks overlap; small reductions have fewer",
+        description="split each gradient reduction into this many pipelined chunks: each starts when its gradients "
+        "exist, and hops and codecs of different chunks overlap; small reductions have fewer",
     )
     keep_gathered: Literal["none", "last"] = Field(
         default="last", description="which unit stays gathered between its forward and its backward"
@@ -296,12 +310,12 @@ class Plan(Spec):
     )
     reuse_bytes: Budget = Field(
         default=0,
-        description="units stay gathered if, until they are needed again, units of at most this many bytes are used",
+        description="keep a unit gathered if fewer bytes than this run before its next use",
     )
     live_bytes: Bytes | None = Field(
         default=None,
         description="most bytes of units that are gathered at once: the limit of prefetch_bytes, prefetch and "
-        "reuse_bytes; a unit that computation needs is gathered all the same; unset: no limit",
+        "reuse_bytes; required units ignore this limit; unset: no limit",
     )
     recompute: Flag = Field(default=False, description="activations are recomputed in the backward, not stored")
     micro_batch: Count = Field(default=1, description="sequences of one micro-batch on one rank")
@@ -486,7 +500,7 @@ class Plan(Spec):
         return fitted.with_(secondary=None, secondary_reuse=False) if whole else fitted
 
     def with_exact_gradients(self) -> Self:
-        """The same plan with gradients as they are: what holds after ``wire.schedule``."""
+        """The same plan with gradients as they are: what holds after ``wire.compress_until``."""
         exact = dict.fromkeys((*_DP, "scatter"), "none")
         return self.with_(wire={**exact, "error_feedback": False})
 
@@ -495,6 +509,32 @@ class Plan(Spec):
         overrides = tuple(unit.with_(codec=None) for unit in self.units)
         exact = {"codec": "none", "error_feedback": False}
         return self.with_(wire=Wire(), units=overrides, **({} if self.islands is None else {"islands": exact}))
+
+    def to_file(self, *, full: bool = False) -> dict[str, Any]:
+        """Plain dictionaries with the keys of plan files.
+
+        Args:
+            full: every key that may have several values; without it, those that differ from the defaults.
+        """
+        return {key: value for key, value in super().to_file(full=full).items() if key not in UNWRITTEN}
+
+    def to_toml(self, *, full: bool = False) -> str:
+        """TOML text of a plan file, which begins with a line for people.
+
+        Args:
+            full: every key, as a run and a checkpoint keep it, so that no later default changes them.
+        """
+        return f"# {self._heading()}\n{io.write_toml(self.to_file(full=full))}"
+
+    def save(self, path: str | Path, *, full: bool = False) -> None:
+        """Writes :meth:`to_toml` to ``path``."""
+        Path(path).write_text(self.to_toml(full=full), encoding="utf-8")
+
+    def _heading(self) -> str:
+        """What the plan is: the preset of its name and what that means, or its own description."""
+        preset = PRESETS.get(self.name or "")
+        text = self.describe() if preset is None else f"preset {self.name}: {preset.summary}"
+        return "".join(each if each.isprintable() else " " for each in text)  # a name may have any characters
 
     def fingerprint(self) -> str:
         """Twelve hexadecimal digits of the content, the same on every machine; the name does not count."""
@@ -647,7 +687,7 @@ class Plan(Spec):
 
     @rule("pp", "schedule")
     def _schedule_needs_a_pipeline(self) -> Iterator[Problem]:
-        """``schedule = "interleaved"`` needs ``pp`` of at least 2."""
+        """``pipeline_schedule = "interleaved"`` needs ``pp`` of at least 2."""
         if self.schedule == "interleaved" and self.pp == 1:
             yield Problem("schedule", "= 'interleaved' needs pp of at least 2; with pp = 1 use '1f1b'")
 

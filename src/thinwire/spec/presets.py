@@ -84,7 +84,7 @@ PRESETS: dict[str, Preset] = {
         takes_group=True,
     ),
     "hsdp": Preset(
-        "P, G and OS over a group, replicas across groups (PyTorch HSDP)",
+        "the same as mics, by PyTorch's name (HSDP)",
         lambda mesh, group: (group, group, group),
         takes_group=True,
     ),

@@ -18,6 +18,7 @@ from thinwire.spec.factor import Factor
 from thinwire.spec.huggingface import huggingface_shape
 from thinwire.spec.io import apply_settings, read_toml_file
 from thinwire.spec.model import ModelSpec
+from thinwire.spec.renames import hint, old_spellings_of_plan, plan_to_fields, plan_to_file
 from thinwire.spec.topology import TOPOLOGY_SOURCES
 
 Paths = tuple[Annotated[str, Field(min_length=1)], ...]
@@ -409,8 +410,11 @@ def plan_table(value: Any) -> Any:
             may name ``preset`` or ``file`` in addition to the plan's own keys and set ``compute_dtype = "auto"``.
 
     Returns:
-        A table with ``preset`` or ``file``; a value that is not text is returned unchanged.
+        A table with ``preset`` or ``file``, and keys as a plan's fields are named; a value that is neither text nor a
+        table is returned unchanged.
     """
+    if isinstance(value, Mapping):
+        return plan_to_fields(value)
     if not isinstance(value, str):
         return value
     if value.startswith("preset:"):
@@ -479,7 +483,9 @@ class Recipe(Spec):
         Raises:
             SpecError: The recipe is invalid; the error lists every problem.
         """
-        table = _absolute(read_toml_file(path), Path(path).resolve().parent)
+        table = read_toml_file(path)
+        hint(str(path), old_spellings_of_plan(table.get("plan")))
+        table = _absolute(table, Path(path).resolve().parent)
         if plan is not None:
             table["plan"] = plan
         if model is not None:
@@ -487,6 +493,11 @@ class Recipe(Spec):
         # Expand the shorthand first, so that settings can change single keys of the plan.
         table["plan"] = plan_table(table.get("plan", _DEFAULT_PLAN))
         return cls.parse(_with_tokenizer(_absolute(apply_settings(table, settings), Path.cwd())), str(path))
+
+    def to_file(self, *, full: bool = True) -> dict[str, Any]:
+        """Plain dictionaries with the keys of files, those of the plan among them."""
+        table = super().to_file(full=full)
+        return table | {"plan": plan_to_file(table["plan"])}
 
     @rule("model", "data")
     def _trained_weights_keep_their_tokenizer(self) -> Iterator[Problem]:

@@ -27,7 +27,7 @@ from thinwire.spec.io import Inline, write_toml
 from thinwire.spec.islands import Islands, OuterOptimizer, Stretch
 from thinwire.spec.model import ModelSpec
 from thinwire.spec.nodes import Failures, Link, NodeGroup, Spot
-from thinwire.spec.plan import Overlap, Plan, Residence, UnitOverride, Wire
+from thinwire.spec.plan import UNWRITTEN, Overlap, Plan, UnitOverride, Wire
 from thinwire.spec.policy import POLICIES
 from thinwire.spec.presets import PRESETS
 from thinwire.spec.recipe import (
@@ -102,10 +102,12 @@ def plan_reference() -> str:
         f"```toml\n{_EXAMPLE}```",
         "## Keys",
         _fields(Plan),
+        "## [tuning]",
+        "Sizes and depths of gathers, reductions and buckets. The planner writes them.",
+        _fields(Plan, "tuning"),
         _titled("## Factor", Factor, 'In TOML, write `{ local = 8, nodes = 4 }` or the text `"8x4"`.'),
         _titled("## [overlap]", Overlap),
         _titled("## [wire]", Wire),
-        _titled("## [residence]", Residence),
         _titled("## [islands]", Islands),
         _titled("## [islands.outer]", OuterOptimizer),
         _titled("## [[islands.schedule]]", Stretch),
@@ -196,9 +198,13 @@ def _titled(title: str, spec: type[Spec], note: str = "") -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _fields(spec: type[Spec]) -> str:
+def _fields(spec: type[Spec], table: str = "") -> str:
+    """The keys of a specification in a file, or those in one of the tables that only files have."""
     rows = []
-    for name, field in spec.model_fields.items():
+    for field_name, field in spec.model_fields.items():
+        inside, _, name = spec.file_keys.get(field_name, field_name).rpartition(".")
+        if inside != table or (spec is Plan and name in UNWRITTEN):
+            continue
         kind = _type_text(field.annotation, field.metadata)
         rows.append((f"`{name}`", kind, _default_text(field), (field.description or "").replace("``", "`")))
     return _table(("key", "type", "default", "meaning"), rows)

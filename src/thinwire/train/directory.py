@@ -227,7 +227,7 @@ class RunDirectory:
             write_atomically(self.profile, profile.to_json())
         write_json(self.versions, versions)
         write_atomically(self.command, command + "\n")
-        write_atomically(self.plan, plan.to_toml())
+        write_atomically(self.plan, plan.to_toml(full=True))
         write_atomically(self.recipe, recipe.to_toml())  # the last: a directory with a recipe holds a run
 
     def _num_starts(self) -> int:

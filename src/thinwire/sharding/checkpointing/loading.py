@@ -13,9 +13,9 @@ from torch import nn
 
 from thinwire.agreement import NOTHING
 from thinwire.checkpoint import store
-from thinwire.checkpoint.manifest import VectorEntry
+from thinwire.checkpoint.manifest import Manifest, VectorEntry
 from thinwire.collectives.group import control
-from thinwire.errors import CheckpointError
+from thinwire.errors import CheckpointError, SpecError
 from thinwire.sharding.checkpointing.manifest_values import check_groups, check_values
 from thinwire.sharding.checkpointing.saving import settle
 from thinwire.sharding.checkpointing.stored_parameters import (
@@ -44,6 +44,7 @@ from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, resc
 from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.step.loss_scale import checked_state
 from thinwire.sharding.step.sharded_model import ShardedModel
+from thinwire.spec import Plan
 
 __all__ = ["load"]
 
@@ -65,7 +66,7 @@ def load(parts: Sequence[ModelAndOptimizer], path: Path) -> dict[str, Json]:
     shapes = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()})
     opened = _everywhere(lambda: _open(shapes, parts, path))
     manifest = opened.manifest
-    same_plan = manifest.values["plan"] == runtime_of(parts[0][0]).plan.to_toml()  # those of other parts follow from it
+    same_plan = _holds(manifest, runtime_of(parts[0][0]).plan)  # those of other parts follow from it
     loading = [_Loading(model, optim, manifest, path, same_plan=same_plan) for model, optim in parts]
     vectors = Vectors()
     try:
@@ -79,6 +80,14 @@ def load(parts: Sequence[ModelAndOptimizer], path: Path) -> dict[str, Json]:
     for part in loading:
         part.finish()
     return dict(manifest.values["extra"])
+
+
+def _holds(manifest: Manifest, plan: Plan) -> bool:
+    """Whether a checkpoint is of this plan, however the release that wrote it spelled the plan's keys."""
+    try:
+        return Plan.from_toml(str(manifest.values["plan"])) == plan
+    except SpecError:  # of a later release, with keys that this one does not know
+        return False
 
 
 def _begin(loading: Sequence[_Loading]) -> None:

@@ -170,7 +170,7 @@ def _collect(
         runtime_of(model).refuse_half_loaded()
     vectors = Vectors()
     plan, num_steps = runtime_of(parts[0][0]).plan, runtime_of(parts[0][0]).num_steps
-    values: dict[str, Json] = {"plan": plan.to_toml(), "num_steps": num_steps, "extra": dict(extra or {})}
+    values: dict[str, Json] = {"plan": plan.to_toml(full=True), "num_steps": num_steps, "extra": dict(extra or {})}
     values["shapes"] = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()})
     values["slices"] = union(
         {name: cut for model, _ in parts for name, cut in cuts_of(runtime_of(model).slices).items()}

@@ -197,7 +197,7 @@ class Runtime:
             self.outside.gradients.drop_added()
 
     def progress(self, share: float) -> None:
-        """Report the share of training that is done, 0 to 1; from ``wire.schedule`` on, gradients travel exactly."""
+        """Report the share of training that is done, 0 to 1; from ``wire.compress_until`` on, gradients are exact."""
         if self.exchanges is not None:
             self.exchanges.share = share
         encodes = share < self.plan.wire.schedule or self.plan.wire.schedule == 1.0

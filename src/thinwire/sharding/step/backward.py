@@ -220,7 +220,7 @@ class BackwardPass:
     def _begin(self) -> None:
         if self.encodes_gradients is None:
             raise UsageError(
-                f"wire.schedule = {self._plan.wire.schedule} needs to know how far training is: call "
+                f"wire.compress_until = {self._plan.wire.schedule} needs to know how far training is: call "
                 "thinwire.progress(model, share) before each step, with the share of training that is done, 0 to 1"
             )
         self._state.before = self._state.present

@@ -1,4 +1,4 @@
-"""``thinwire profile --topology``: finds the leaf switches of a job's hosts by timing pairs of them."""
+"""``thinwire topology``: finds the leaf switches of a job's hosts by timing pairs of them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
 
 from thinwire.agreement import Typed
 from thinwire.cli.console import wide_console
+from thinwire.cli.errors import explained
+from thinwire.cli.options import expand_options
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +22,49 @@ if TYPE_CHECKING:
     from thinwire.spec import Factor
     from thinwire.train.environment import Started
 
-__all__ = ["profile_topology"]
+__all__ = ["find_topology", "topology"]
+
+
+@dataclass(frozen=True)
+class TopologyOptions:
+    """The options of ``thinwire topology``."""
+
+    out: Annotated[
+        Path, typer.Argument(metavar="HOSTS", help="File to write: a line for each host, its name and its leaf.")
+    ]
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of nodes, if the launcher sees only one machine.", show_default=False),
+    ] = None
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device; auto uses CUDA if available.")] = (
+        "auto"
+    )
+    plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw all pairs of hosts.", show_default=False)] = (
+        None
+    )
+    as_json: Annotated[bool, typer.Option("--json", help="Print the leaves to stdout.")] = False
+
+
+@expand_options
+def topology(options: TopologyOptions) -> None:
+    """Find the leaf switches of a job's hosts by timing pairs of them, for thinwire plan --hosts.
+
+    [bold]Example[/bold]
+
+      srun --ntasks-per-node 8 thinwire topology hosts --plot hosts.png
+    """
+    with explained(as_json=options.as_json):
+        from thinwire.cli.measuring import launched, mesh_of
+        from thinwire.collectives import group
+        from thinwire.train.environment import rank_device
+
+        ranks = launched("topology")
+        device = rank_device(options.device, ranks.local_rank)
+        try:
+            mesh = mesh_of(ranks, options.nodes)
+            find_topology(ranks, mesh, device, options.out, options.plot, as_json=options.as_json)
+        finally:
+            group.shutdown()
 
 
 @dataclass(frozen=True)
@@ -58,7 +104,7 @@ class _NamedLeaves:
         )
 
 
-def profile_topology(
+def find_topology(
     ranks: Started, mesh: Factor, device: torch.device, out: Path, plot: Path | None, *, as_json: bool
 ) -> None:
     """Find the leaves and write them; every rank calls this, and rank 0 writes.
@@ -82,7 +128,7 @@ def profile_topology(
     from thinwire.network.order import host_name
 
     if mesh.nodes < FEWEST_NODES:
-        raise UsageError(f"--topology with {mesh.nodes} nodes: any order of less than three nodes is the same")
+        raise UsageError(f"thinwire topology with {mesh.nodes} nodes: any order of less than three nodes is the same")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
@@ -135,8 +181,8 @@ def _show(named: _NamedLeaves, out: Path, plot: Path | None, *, as_json: bool) -
     contrast = named.found.contrast
     if contrast is not None:
         console.print(
-            f"for the planner: --hosts {out} --internode-gbps {named.gbps(contrast.inside):.3g} "
-            f"--spine-gbps {named.gbps(contrast.across):.3g}",
+            f"for the planner: --hosts {out} --set cluster.links.nic.bandwidth={named.gbps(contrast.inside):.3g}gbit "
+            f"--set cluster.links.spine.bandwidth={named.gbps(contrast.across):.3g}gbit",
             markup=False,
         )
     console.print(f"wrote {out}; a plan with topology = {str(out)!r} puts its ranks in order by it", markup=False)
