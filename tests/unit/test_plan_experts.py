@@ -14,7 +14,7 @@ from thinwire.cost.memory import largest_memory
 from thinwire.errors import SpecError
 from thinwire.plan import TrainingJob, search
 from thinwire.plan.experts import sharings
-from thinwire.plan.priced import candidate
+from thinwire.plan.priced import price_plan
 from thinwire.plan.search import Search
 from thinwire.program import Lane, Phase, Scope, lower
 from thinwire.sim.axes import exchanged_values
@@ -78,7 +78,7 @@ def test_shared_experts_take_less_memory() -> None:
 
 def test_exchanges_are_priced_by_what_leaves_a_rank() -> None:
     one = Plan.preset("zero1", nodes=8, local=8, ep=8, micro_batches=8)
-    priced = candidate(job(), one)
+    priced = price_plan(job(), one)
     tokens, blocks, passes = 4096, MIXTRAL.layers, 2
     sent = tokens * 2 * MIXTRAL.hidden * 2 * 7 / 8  # two experts, two bytes, seven of eight ranks
     link = job().cluster.links.inside
@@ -86,16 +86,16 @@ def test_exchanges_are_priced_by_what_leaves_a_rank() -> None:
     assert priced.axes.experts == pytest.approx(8 * blocks * passes * 2 * seconds, rel=0.01)
     (part,) = {part.work: part for part in parts(MIXTRAL, "block", 1, 8) if part.is_experts}.values()
     assert exchanged_values(part, one, 4096, MIXTRAL.hidden) * 2 == sent
-    across = candidate(job(), Plan.preset("zero1", nodes=32, local=2, ep=8, micro_batches=8))
+    across = price_plan(job(), Plan.preset("zero1", nodes=32, local=2, ep=8, micro_batches=8))
     assert across.axes.experts > 2 * priced.axes.experts
-    encoded = candidate(job(), across.plan.with_(wire={"ep": "int8:256"}))
+    encoded = price_plan(job(), across.plan.with_(wire={"ep": "int8:256"}))
     assert encoded.axes.experts < 0.7 * across.axes.experts
 
 
 def test_context_parallelism_divides_tokens_and_gathers_keys_and_values() -> None:
     base = Plan.preset("zero3", nodes=8, local=8, micro_batches=4)
     shared = base.with_(cp=4)
-    one, four = candidate(job(), base), candidate(job(), shared)
+    one, four = price_plan(job(), base), price_plan(job(), shared)
     assert four.axes.context > 0 == one.axes.context
     assert four.memory.activations < 0.5 * one.memory.activations
     assert four.memory.logits < 0.5 * one.memory.logits

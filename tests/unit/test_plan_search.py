@@ -20,9 +20,9 @@ from thinwire.plan import (
     amsp_flips,
     amsp_search,
     binding,
-    candidate,
     critical_path,
     explain,
+    price_plan,
     remedies,
     search,
     shortage,
@@ -67,7 +67,7 @@ def test_the_first_place_is_the_optimum_of_all_plans(gbps: float) -> None:
     result = search(asked, top=3)
     assert result.complete
     searching = Search(asked)
-    everything = [candidate(asked, searching.plan(candidate)) for candidate in searching.candidates()]
+    everything = [price_plan(asked, searching.plan(candidate)) for candidate in searching.candidates()]
     fastest = min(c.seconds for c in everything if c.fits)
     assert result.candidates[0].seconds <= fastest * (1 + RESOLUTION) ** 2
     tied = [c for c in everything if c.seconds <= fastest * (1 + RESOLUTION)]
@@ -85,10 +85,10 @@ def test_groups_stay_below_leaves_where_the_spine_is_thin() -> None:
     wide, thin = below_leaves(1), below_leaves(8)
     chosen = [search(asked, top=1).candidates[0] for asked in (wide, thin)]
     assert chosen[0].plan.optimizer != chosen[1].plan.optimizer
-    assert chosen[1].seconds < candidate(thin, chosen[0].plan).seconds / 1.05
-    zero1 = candidate(thin, Plan.preset("zero1", nodes=16, local=4, micro_batch=2))
+    assert chosen[1].seconds < price_plan(thin, chosen[0].plan).seconds / 1.05
+    zero1 = price_plan(thin, Plan.preset("zero1", nodes=16, local=4, micro_batch=2))
     assert "the links between leaf switches and the spine" in binding(thin, zero1)
-    assert "leaf switches" not in binding(wide, candidate(wide, zero1.plan))
+    assert "leaf switches" not in binding(wide, price_plan(wide, zero1.plan))
 
 
 def test_a_slow_network_is_compressed_and_a_fast_one_is_not() -> None:
@@ -296,7 +296,7 @@ def test_units_stay_gathered_where_memory_is_left() -> None:
     """On slow links, ZeRO-3 sends parameters once a step instead of twice a micro-batch, as far as memory reaches."""
     links = {"nic": {"bandwidth": "25gbit", "latency": "20us"}}
     large = job("a800-80g:4x8", ModelSpec.preset("llama-7b"), 4, codecs="none", machine={"links": links})
-    freed = candidate(large, Plan.preset("zero3", nodes=4, local=8, micro_batches=4, recompute=True))
+    freed = price_plan(large, Plan.preset("zero3", nodes=4, local=8, micro_batches=4, recompute=True))
     kept = Refinement(large, Simulations())._retaining(freed)
     assert kept.fits
     assert kept.plan.reuse_bytes > 0
