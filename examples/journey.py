@@ -55,7 +55,7 @@ def journey() -> list[str]:
     inputs = torch.randn(6, 8, generator=torch.Generator().manual_seed(rank))
     with recording() as records:
         model(inputs).square().mean().backward()
-        engine.agree(measure=True)  # waits until every gradient is reduced
+        engine.close_step(measure=True)  # waits until every gradient is reduced
         gradient = engine.sharded.gradients[unit.index][0].owned.values.clone()
         optim.step()
         engine.join_spreads()
