@@ -39,7 +39,7 @@ _STEPS: Final[list[Case]] = [
     *((streams.assert_ends_ordered, (name, True, _USUAL)) for name in ("zero3", "zero1")),
     (streams.test_a_model_may_use_streams_of_its_own, ("zero3", "never")),
     (streams.test_a_model_may_use_streams_of_its_own, ("zero3, input gradients", "never")),
-    (streams.test_a_save_in_the_background_writes_what_has_arrived, (Path, "never")),
+    (streams.test_a_save_in_the_background_writes_what_has_arrived, ("zeropp", Path, "never")),
     (streams.test_steps_with_a_loss_scale_order_every_access, ("zero3",)),
     *(
         (streams.assert_ends_ordered, (name, own, _OTHERS))
@@ -52,7 +52,14 @@ _STEPS: Final[list[Case]] = [
     *((delays.test_delayed_threads_change_no_loss, (name, "lanes")) for name in ("zero3", "ddp")),
 ]
 
+_SAVED: Final = ("zero3", "zeropp")
+
 CASES: Final[dict[str, list[Case]]] = {
+    "sharding/checkpointing/": [
+        *((streams.test_a_save_in_the_background_writes_what_has_arrived, (name, Path, "never")) for name in _SAVED),
+        *((islands.test_a_save_in_the_background_keeps_the_exchange_under_way, (name, Path)) for name in _SAVED[:1]),
+        *((islands.test_exchanges_order_every_access, ("zero3", exchange)) for exchange in islands.EXCHANGES),
+    ],
     "sharding/islands/": [
         (islands.test_exchanges_order_every_access, ("zero3", exchange)) for exchange in islands.EXCHANGES
     ],
@@ -60,7 +67,7 @@ CASES: Final[dict[str, list[Case]]] = {
     "sharding/": [*_STEPS, (norms.test_steps_equal_those_that_the_host_decides, (norms.FIRST,))],
     "collectives/links/streams.py": [*_STEPS, (intercept.test_works_wait_on_streams_only, ())],
     "collectives/links/nccl.py": _STEPS,
-    "checkpoint/": [(streams.test_a_save_in_the_background_writes_what_has_arrived, (Path, "never"))],
+    "checkpoint/": [(streams.test_a_save_in_the_background_writes_what_has_arrived, ("zeropp", Path, "never"))],
     "intercept/": [
         (intercept.test_works_wait_on_streams_only, ()),
         (intercept.test_hooks_of_fsdp_on_side_streams, ()),
