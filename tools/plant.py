@@ -89,8 +89,12 @@ _TEST_SECONDS: Final = 100
 _SECONDS: Final = 600
 
 REASONS: Final[dict[str, str]] = {
-    "sharding/islands/lighthouse.py: Lighthouse.asking: repeating.join() -> repeating": "a thread ends; no memory is shared",
-    "sharding/lanes/lanes.py: Lanes.drain: worker.drain() -> worker": "a measurement counts what is done; nothing reads memory after it",
+    "sharding/islands/lighthouse.py: Lighthouse._asking_anew: repeating.join() -> repeating": (
+        "a thread ends; no memory is shared"
+    ),
+    "sharding/lanes/lanes.py: Lanes.drain: worker.drain() -> worker": (
+        "a measurement counts what is done; nothing reads memory after it"
+    ),
 }
 """Why a plant that no test misses is no fault, by its name."""
 
