@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import multiprocessing
 import os
 import sys
+import sysconfig
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -68,9 +70,19 @@ def visiting(source: Path) -> Iterator[Visit]:
 
 
 def use(source: Path) -> None:
-    """Import thinwire from a directory; an editable installation would find its own checkout."""
+    """Import thinwire from a directory, but its compiled module from where it is installed.
+
+    An editable installation would find its own checkout.
+    """
     sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
     sys.path.insert(0, str(source))
+    native = "thinwire.codecs.cpp._native"
+    for file in Path(sysconfig.get_path("platlib")).glob(f"{native.replace('.', '/')}*.so"):
+        spec = importlib.util.spec_from_file_location(native, file)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[native] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[native])
 
 
 def trained(source: Path, rank: int, port: int, results: Any) -> None:
