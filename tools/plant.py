@@ -72,6 +72,7 @@ TESTS: Final = (
     ),
     ("sharding/", None),
     ("intercept/queued.py", None),
+    ("intercept/works.py", ("unit/test_intercept_works.py", "dist/test_intercept_streams.py")),
     ("intercept/", INTERCEPT),
     ("collectives/gateway/", ("dist/test_gateway.py",)),
     ("collectives/job/rollcall.py", ("dist/test_rollcall.py", "dist/test_faults.py")),

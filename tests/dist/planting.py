@@ -40,16 +40,20 @@ _STEPS: Final[list[Case]] = [
     (streams.test_a_model_may_use_streams_of_its_own, ("zero3", "never")),
     (streams.test_a_model_may_use_streams_of_its_own, ("zero3, input gradients", "never")),
     (streams.test_a_save_in_the_background_writes_what_has_arrived, ("zeropp", Path, "never")),
-    (streams.test_steps_with_a_loss_scale_order_every_access, ("zero3",)),
+    (streams.test_steps_with_a_loss_scale_order_every_access, ("zero3", False)),
     *(
         (streams.assert_ends_ordered, (name, own, _OTHERS))
         for name, own in (("zero3", True), ("zero1", True), ("zero3", False), ("ddp", True))
     ),
-    (streams.test_loops_order_every_access, (("zero3",), "never")),
+    (streams.test_loops_order_every_access, (("ddp", "zero3"), "never")),
     (streams.test_presets_order_every_access, ()),
     (streams.test_reductions_under_input_gradients_order_every_access, ()),
-    (streams.test_steps_with_a_loss_scale_order_every_access, ("zeropp",)),
+    *((streams.test_steps_with_a_loss_scale_order_every_access, ("zeropp", fused)) for fused in (False, True)),
     *((delays.test_delayed_threads_change_no_loss, (name, "lanes")) for name in ("zero3", "ddp")),
+]
+
+_EXCHANGES: Final[list[Case]] = [
+    (islands.test_exchanges_order_every_access, ("zero3", exchange)) for exchange in islands.EXCHANGES
 ]
 
 _SAVED: Final = ("zero3", "zeropp")
@@ -57,12 +61,10 @@ _SAVED: Final = ("zero3", "zeropp")
 CASES: Final[dict[str, list[Case]]] = {
     "sharding/checkpointing/": [
         *((streams.test_a_save_in_the_background_writes_what_has_arrived, (name, Path, "never")) for name in _SAVED),
-        *((islands.test_a_save_in_the_background_keeps_the_exchange_under_way, (name, Path)) for name in _SAVED[:1]),
-        *((islands.test_exchanges_order_every_access, ("zero3", exchange)) for exchange in islands.EXCHANGES),
+        (islands.test_checkpoints_during_an_exchange_order_every_access, ("zero3", Path)),
     ],
-    "sharding/islands/": [
-        (islands.test_exchanges_order_every_access, ("zero3", exchange)) for exchange in islands.EXCHANGES
-    ],
+    "sharding/islands/": _EXCHANGES,
+    "sharding/runtime/": [*_STEPS, *_EXCHANGES],
     "sharding/lanes/late.py": [(norms.test_steps_equal_those_that_the_host_decides, (norms.FIRST,))],
     "sharding/": [*_STEPS, (norms.test_steps_equal_those_that_the_host_decides, (norms.FIRST,))],
     "collectives/links/streams.py": [*_STEPS, (intercept.test_works_wait_on_streams_only, ())],
@@ -70,6 +72,7 @@ CASES: Final[dict[str, list[Case]]] = {
     "checkpoint/": [(streams.test_a_save_in_the_background_writes_what_has_arrived, ("zeropp", Path, "never"))],
     "intercept/": [
         (intercept.test_works_wait_on_streams_only, ()),
+        (intercept.test_works_keep_memory_that_they_use, ()),
         (intercept.test_hooks_of_fsdp_on_side_streams, ()),
         (intercept.test_every_operation_on_streams, ()),
         (intercept.test_ddp_and_fsdp_on_streams, ("never",)),

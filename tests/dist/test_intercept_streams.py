@@ -235,6 +235,23 @@ def test_works_wait_on_streams_only() -> None:
     assert_ordered(run_ranks(4, strictly, works_job))
 
 
+def dropped_job() -> Outcome:
+    """Nobody keeps a tensor whose operation is under way: only another stream than that of its memory has waited."""
+    with on_streams() as check:
+        group, side = group_of("int8:256"), check.streams.stream()
+        with tw.step_scope():
+            tensor = torch.randn(4096)
+            work = dist.all_reduce(tensor, group=group, async_op=True)
+            with check.streams.use(side):
+                work.wait()
+            del tensor, work
+    return outcome(check)
+
+
+def test_works_keep_memory_that_they_use() -> None:
+    assert_ordered(run_ranks(4, strictly, dropped_job))
+
+
 def side_streams_job() -> tuple[Outcome, set[str]]:
     """FSDP2's hooks as FSDP2 calls them on a GPU: copies, gathers and reductions on streams of their own."""
     size, problems = 4096, set()

@@ -179,6 +179,22 @@ def on_streams(toml: str) -> tuple[list[str], list[Issue], list[torch.Tensor]]:
     return [str(hazard) for hazard in check.hazards], check.issues, parameters
 
 
+def checkpoints_on_streams(toml: str, first: str, second: str) -> list[str]:
+    """Save, save in the background and load, each while an exchange is under way: accesses that nothing orders."""
+    with check_streams("never") as check:
+        plan, model, optimizer = start(toml)
+        go_on(plan, model, optimizer, 0, 5)
+        tw.save(model, optimizer, first)
+        go_on(plan, model, optimizer, 5, 9)
+        pending = tw.async_save(model, optimizer, second)
+        go_on(plan, model, optimizer, 9, 13)
+        pending.result()
+        tw.load(model, optimizer, first)
+        go_on(plan, model, optimizer, 5, 7)
+        runtime(model).lanes.close()
+    return [str(hazard) for hazard in check.hazards]
+
+
 def off_streams(toml: str) -> list[torch.Tensor]:
     plan, model, optimizer = start(toml)
     go_on(plan, model, optimizer, 0, 9)
@@ -202,3 +218,11 @@ def test_exchanges_order_every_access(name: str, islands: dict[str, Any]) -> Non
     assert compare_issues([issues for _, issues, _ in outcomes]) == []
     for (_, _, got), wanted in zip(outcomes, run_ranks(4, off_streams, plan.to_toml()), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
+def test_checkpoints_during_an_exchange_order_every_access(name: str, tmp_path: Path) -> None:
+    plan = plan_of(name, local=2, islands={"count": 2, **LATE})
+    paths = str(tmp_path / "first"), str(tmp_path / "second")
+    for rank, hazards in enumerate(run_ranks(4, checkpoints_on_streams, plan.to_toml(), *paths)):
+        assert not hazards, f"rank {rank}: {len(hazards)} problems\n" + "\n".join(hazards[:5])

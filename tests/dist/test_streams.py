@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import thinwire as tw
 from thinwire.sharding.corruption_check import sums_of
 from thinwire.sharding.lanes import stream_workers
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.testing import run_ranks
 from thinwire.testing.nccl import Issue, compare_issues
 from thinwire.testing.streams import Answer, SimulatedStream, SimulatedStreams, StreamCheck, check_streams
@@ -125,13 +126,20 @@ def test_options_order_every_access(name: str, answers: Answer) -> None:
 # -- loops -----------------------------------------------------------------------------------------------------
 
 
+class Biased(nn.Linear):
+    """A call may leave the bias out."""
+
+    def forward(self, x: torch.Tensor, biased: bool = True) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, self.bias if biased else None)
+
+
 class Tied(nn.Module):
     """Its head is its embedding, which the root unit holds."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(20, 8)
-        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.blocks = nn.ModuleList([Biased(8, 8) for _ in range(3)])
 
     def forward(self, ids: torch.Tensor, *, recompute: bool = False) -> torch.Tensor:
         x = self.embedding(ids)
@@ -206,6 +214,32 @@ def late(model: nn.Module, ids: torch.Tensor) -> None:
     (x + y).backward()
 
 
+def nested(model: nn.Module, ids: torch.Tensor) -> None:
+    """Backwards inside a backward: gradients of units come after their turn, all of a unit and one by itself."""
+    first, second, last = model.blocks  # type: ignore[misc]
+    x = model.embedding(ids)  # type: ignore[operator]
+    for block, biased in ((first, False), (second, False), (first, True), (second, True), (last, True)):
+        x = checkpoint(block, x, biased, use_reentrant=True)
+    last(x).square().mean().backward()
+
+
+def failed(model: nn.Module, ids: torch.Tensor) -> None:
+    """A backward that fails while reductions are under way, and one that follows it."""
+
+    def refuse(_: torch.Tensor) -> None:
+        raise Stopped
+
+    def watch(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        output.register_hook(refuse)
+
+    handle = model.blocks[0].register_forward_hook(watch)  # type: ignore[union-attr]
+    loss = model(ids).square().mean()
+    handle.remove()
+    with pytest.raises(Stopped):
+        loss.backward()
+    model(ids).square().mean().backward()
+
+
 def logged(model: nn.Module, ids: torch.Tensor) -> None:
     """What programs read between a backward and a step."""
     model(ids).square().mean().backward()
@@ -220,7 +254,10 @@ def timed(model: nn.Module, ids: torch.Tensor) -> None:
     assert timeline.spans
 
 
-LOOPS = (retained, recomputed, evaluated, inspected, stopped, stopped_at_last, accumulated, late, logged, timed)
+LOOPS = (
+    retained, recomputed, evaluated, inspected, stopped, stopped_at_last, accumulated, late, nested, failed, logged,
+    timed,
+)  # fmt: skip
 
 
 def check_loops(names: tuple[str, ...], answers: Answer) -> Outcome:
@@ -228,7 +265,7 @@ def check_loops(names: tuple[str, ...], answers: Answer) -> Outcome:
     for name, loop in itertools.product(names, LOOPS):
         with check_streams(answers) as check:
             torch.manual_seed(0)
-            model = tw.shard(Tied(), preset(name), codec_backend="reference")
+            model = tw.shard(Tied(), preset(name, bucket_bytes=1, grad_reduce="sum"), codec_backend="reference")
             optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
             for _ in range(3):
                 loop(model, torch.arange(6).view(2, 3))
@@ -243,7 +280,7 @@ def check_loops(names: tuple[str, ...], answers: Answer) -> Outcome:
 @pytest.mark.parametrize(
     ("names", "answers"),
     [
-        (("zero3",), "never"),
+        (("ddp", "zero3"), "never"),
         *(
             pytest.param(("zero1", "zero2", "hpz", "thinwire", "zeropp"), answers, marks=pytest.mark.slow)
             for answers in ("never", "always", "random")
@@ -310,13 +347,21 @@ def edited(model: nn.Module, optim: Any) -> None:
 
 
 def compared(model: nn.Module, optim: Any) -> None:
-    for part in getattr(optim, "parts", ()):  # torch's own have none
-        sums_of(part.runtime, part.fragments)
+    if isinstance(optim, ShardedOptimizer):
+        sums_of(optim.runtime, optim.fragments)
     optim.step()
+
+
+def hooked(model: nn.Module, optim: Any) -> None:
+    """Hooks of the optimizer see one update of all parameters."""
+    handle = getattr(optim, "inner", optim).register_step_pre_hook(lambda *_: None)
+    optim.step()
+    handle.remove()
 
 
 ENDINGS = (
     clipped, unclipped, clipped_otherwise, read_and_set, forgotten, regularised, discarded, written, edited, compared,
+    hooked,
 )  # fmt: skip
 
 
@@ -351,8 +396,8 @@ def test_every_end_of_a_step_orders_every_access(name: str, own: bool) -> None:
     assert_ends_ordered(name, own, ENDINGS)
 
 
-def check_scaled(name: str) -> list[str]:
-    """Hazards of steps in float16, one of which is skipped."""
+def check_scaled(name: str, fused: bool) -> list[str]:
+    """Hazards of steps in float16, one of which is skipped: by the device, if the optimizer is fused."""
     with check_streams("never") as check:
         torch.manual_seed(0)
         plan = tw.Plan.preset(
@@ -360,7 +405,7 @@ def check_scaled(name: str) -> list[str]:
         )
         model = tw.shard(Tied(), plan, codec_backend="reference")
         scale = tw.LossScale(1024.0, growth_interval=1)
-        optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2, loss_scale=scale)
+        optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2, fused=fused, loss_scale=scale)
         for factor in (1.0, math.inf, 1.0, 1.0):
             scale.scale(factor * model(torch.arange(6).view(2, 3)).float().square().mean()).backward()
             optim.step()
@@ -368,9 +413,12 @@ def check_scaled(name: str) -> list[str]:
     return [str(hazard) for hazard in check.hazards]
 
 
-@pytest.mark.parametrize("name", ["zero3", pytest.param("zeropp", marks=pytest.mark.slow)])
-def test_steps_with_a_loss_scale_order_every_access(name: str) -> None:
-    for hazards in run_ranks(4, check_scaled, name):
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [("zero3", False), *(pytest.param("zeropp", fused, marks=pytest.mark.slow) for fused in (False, True))],
+)
+def test_steps_with_a_loss_scale_order_every_access(name: str, fused: bool) -> None:
+    for hazards in run_ranks(4, check_scaled, name, fused):
         assert not hazards, "\n".join(hazards[:3])
 
 

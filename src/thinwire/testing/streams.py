@@ -125,13 +125,13 @@ class SimulatedEvent:
     def __init__(self, streams: SimulatedStreams, *, is_timed: bool) -> None:
         self._streams, self._is_timed = streams, is_timed
         self.clock: Clock = {}
-        self._is_reached = False
+        self._is_recorded = self._is_reached = False
 
     def record(self, stream: SimulatedStream) -> None:
         """Mark the current end of a stream."""
         self._streams.poll()
         self.clock = dict(stream.clock)
-        self._is_reached = False
+        self._is_recorded, self._is_reached = True, False
 
     def query(self) -> bool:
         """Whether the device has reached the event: certain if the host knows, else the choice of the check."""
@@ -149,13 +149,15 @@ class SimulatedEvent:
         self._streams.reach(self.clock)
 
     def elapsed_time(self, end: SimulatedEvent) -> float:
-        """Always zero milliseconds; as on CUDA, both events must take the time and have been reached.
+        """Always zero milliseconds; as on CUDA, both events must take the time, and have been recorded and reached.
 
         Raises:
             RuntimeError: They do not, or have not.
         """
         if not (self._is_timed and end._is_timed):
             raise RuntimeError("both events must be made with timed=True")
+        if not (self._is_recorded and end._is_recorded):
+            raise RuntimeError("both events must have been recorded")
         if not (self.query() and end.query()):
             raise RuntimeError("both events must have been reached")
         return 0.0
