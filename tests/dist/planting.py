@@ -43,7 +43,7 @@ _STEPS: Final[list[Case]] = [
     (streams.test_steps_with_a_loss_scale_order_every_access, ("zero3", False)),
     *(
         (streams.assert_ends_ordered, (name, own, _OTHERS))
-        for name, own in (("zero3", True), ("zero1", True), ("zero3", False), ("ddp", True))
+        for name, own in (("zero3", True), ("zero1", True), ("zero3", False), ("ddp", True), ("thinwire", True))
     ),
     (streams.test_loops_order_every_access, (("ddp", "zero3"), "never")),
     (streams.test_presets_order_every_access, ()),

@@ -218,6 +218,8 @@ def works_job() -> Outcome:
             check.streams.synchronize()
             assert work.is_completed()
             assert work.is_success()
+            dist.all_reduce(tensor, group=group, async_op=True).synchronize()
+            tensor.add_(1)
             for codec in ("mpc", "exp3"):
                 sender = tw.compress_group(dist.group.WORLD, "none", gather=codec, send=codec, min_numel=1)
                 values = torch.ones(64, dtype=torch.bfloat16)

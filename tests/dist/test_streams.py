@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tests.dist import test_parallel as grids
 from tests.dist.parity import STEPS, Case, Gap, alone, distinct_presets, gap, sharded
 from tests.dist.test_parity_plans import valid_plans
 from torch import nn
@@ -22,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import thinwire as tw
 from thinwire.sharding.corruption_check import sums_of
 from thinwire.sharding.lanes import stream_workers
+from thinwire.sharding.lanes.recorder import Recorder
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.testing import run_ranks
 from thinwire.testing.nccl import Issue, compare_issues
@@ -141,8 +144,10 @@ class Tied(nn.Module):
         self.embedding = nn.Embedding(20, 8)
         self.blocks = nn.ModuleList([Biased(8, 8) for _ in range(3)])
 
-    def forward(self, ids: torch.Tensor, *, recompute: bool = False) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, *, recompute: bool = False, ahead: bool = False) -> torch.Tensor:
         x = self.embedding(ids)
+        if ahead:
+            x = x + self.blocks[2].bias
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if recompute else block(x).tanh()
         return nn.functional.linear(x, self.embedding.weight)
@@ -156,6 +161,11 @@ def retained(model: nn.Module, ids: torch.Tensor) -> None:
 
 def recomputed(model: nn.Module, ids: torch.Tensor) -> None:
     model(ids, recompute=True).square().mean().backward()
+
+
+def read_ahead(model: nn.Module, ids: torch.Tensor) -> None:
+    """A parameter is read before the forward of its block."""
+    model(ids, ahead=True).square().mean().backward()
 
 
 def evaluated(model: nn.Module, ids: torch.Tensor) -> None:
@@ -224,7 +234,7 @@ def nested(model: nn.Module, ids: torch.Tensor) -> None:
 
 
 def failed(model: nn.Module, ids: torch.Tensor) -> None:
-    """A backward that fails while reductions are under way, and one that follows it."""
+    """A backward that fails while a reduction and a gather are under way, and one that follows it."""
 
     def refuse(_: torch.Tensor) -> None:
         raise Stopped
@@ -232,7 +242,7 @@ def failed(model: nn.Module, ids: torch.Tensor) -> None:
     def watch(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
         output.register_hook(refuse)
 
-    handle = model.blocks[0].register_forward_hook(watch)  # type: ignore[union-attr]
+    handle = model.blocks[1].register_forward_hook(watch)  # type: ignore[union-attr]
     loss = model(ids).square().mean()
     handle.remove()
     with pytest.raises(Stopped):
@@ -255,8 +265,8 @@ def timed(model: nn.Module, ids: torch.Tensor) -> None:
 
 
 LOOPS = (
-    retained, recomputed, evaluated, inspected, stopped, stopped_at_last, accumulated, late, nested, failed, logged,
-    timed,
+    retained, recomputed, read_ahead, evaluated, inspected, stopped, stopped_at_last, accumulated, late, nested, failed,
+    logged, timed,
 )  # fmt: skip
 
 
@@ -339,6 +349,19 @@ def written(model: nn.Module, optim: Any) -> None:
             parameter.mul_(0.5)
 
 
+def written_first(model: nn.Module, optim: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    optim.step()
+
+
+def replaced(model: nn.Module, optim: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optim.step()
+
+
 def edited(model: nn.Module, optim: Any) -> None:
     optim.step()
     with tw.full_parameters(model, write=True), torch.no_grad():
@@ -360,8 +383,8 @@ def hooked(model: nn.Module, optim: Any) -> None:
 
 
 ENDINGS = (
-    clipped, unclipped, clipped_otherwise, read_and_set, forgotten, regularised, discarded, written, edited, compared,
-    hooked,
+    clipped, unclipped, clipped_otherwise, read_and_set, replaced, forgotten, regularised, discarded, written,
+    written_first, edited, compared, hooked,
 )  # fmt: skip
 
 
@@ -391,7 +414,7 @@ def assert_ends_ordered(name: str, own: bool, endings: tuple[Ending, ...]) -> No
 
 
 @pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("name", ["zero1", "zero3", "ddp"])
+@pytest.mark.parametrize("name", ["zero1", "zero3", "ddp", pytest.param("thinwire", marks=pytest.mark.slow)])
 def test_every_end_of_a_step_orders_every_access(name: str, own: bool) -> None:
     assert_ends_ordered(name, own, ENDINGS)
 
@@ -420,6 +443,73 @@ def check_scaled(name: str, fused: bool) -> list[str]:
 def test_steps_with_a_loss_scale_order_every_access(name: str, fused: bool) -> None:
     for hazards in run_ranks(4, check_scaled, name, fused):
         assert not hazards, "\n".join(hazards[:3])
+
+
+def check_progress() -> list[str]:
+    """Hazards of steps whose gradients are encoded no longer, and then again, from before an update on."""
+    with check_streams("never") as check:
+        torch.manual_seed(0)
+        plan = preset("zeropp", bucket_bytes=1, wire={"error_feedback": True, "schedule": 0.5})
+        model = tw.shard(Tied(), plan, codec_backend="reference")
+        optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
+        tw.progress(model, 0.0)
+        for share in (0.0, 0.0, 1.0, 0.0, 0.0):
+            model(torch.arange(6).view(2, 3)).square().mean().backward()
+            tw.progress(model, share)
+            optim.step()
+            optim.zero_grad()
+    return [str(hazard) for hazard in check.hazards]
+
+
+@pytest.mark.slow
+def test_the_end_of_encoding_orders_every_access() -> None:
+    for hazards in run_ranks(4, check_progress):
+        assert not hazards, "\n".join(hazards[:3])
+
+
+def check_clipping_of_slices() -> list[str]:
+    """Hazards of clipping under tensor parallelism, where ranks measure the parameters that they alone hold."""
+    with check_streams("never") as check:
+        plan = grids.plan_for(2, 2, 1)
+        model = tw.parallelize(grids.build("llama"), plan, loss=grids.cross_entropy)
+        optim = model.optimizer(torch.optim.AdamW, lr=1e-2)
+        for step in grids.batches(plan, model.grid.sampler)[:2]:
+            model.step(step)
+            model.clip_grad_norm_(1.0)
+            optim.step()
+            optim.zero_grad()
+    return [str(hazard) for hazard in check.hazards]
+
+
+def test_clipping_of_slices_orders_every_access() -> None:
+    for hazards in run_ranks(4, check_clipping_of_slices):
+        assert not hazards, "\n".join(hazards[:3])
+
+
+# -- workers ---------------------------------------------------------------------------------------------------
+
+
+def test_a_drained_worker_has_nothing_left_to_do() -> None:
+    with check_streams("never") as check:
+        worker = stream_workers.StreamWorker("lane", check.streams, Recorder(check.streams))
+        ticket = worker.submit(lambda: None, (), "body")
+        assert not ticket.done()
+        worker.drain()
+        assert ticket.done()
+
+
+def test_who_waits_for_the_last_hop_releases_the_memory_of_all() -> None:
+    with check_streams("never") as check:
+        recorder = Recorder(check.streams)
+        first, second = (stream_workers.StreamWorker(name, check.streams, recorder) for name in ("first", "second"))
+        memory = torch.zeros(8)
+        used = weakref.ref(memory)
+        earlier = first.submit(memory.zero_, (), "first hop")
+        later = second.submit(lambda: None, (earlier,), "second hop")
+        del memory
+        assert used() is not None
+        later.wait()
+        assert used() is None
 
 
 # -- streams of the user's own ---------------------------------------------------------------------------------

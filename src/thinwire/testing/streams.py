@@ -45,6 +45,7 @@ from thinwire.collectives import memory
 from thinwire.collectives.links import gloo
 from thinwire.collectives.links.nccl import Membership, replace_nccl
 from thinwire.collectives.links.streams import replace_streams
+from thinwire.sharding.tensors.tensor import ShareTensor
 from thinwire.testing.nccl import Issue, NcclDouble
 
 __all__ = ["Answer", "Hazard", "StreamCheck", "check_streams"]
@@ -343,6 +344,8 @@ class StreamCheck(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(kind, ShareTensor) for kind in types):
+            return NotImplemented  # what it does with its pieces comes here
         if self._is_inside:
             return func(*args, **kwargs)
         self.poll()

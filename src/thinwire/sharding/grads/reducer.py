@@ -111,7 +111,7 @@ class Reducer:
         parts = self.gradients[unit]
         part = parts[0] if len(parts) == 1 else next(p for p in reversed(parts) if p.first_slot <= index)
         if late := unit in self._reduced:
-            self.join()  # a late gradient must not be added to a buffer that a lane is reading
+            self.join()  # a late gradient may scale a sum that a reduction in flight writes
         part.collect(index - part.first_slot, grad, last=self._last, late=late)
         part.unsynced = True
         return part.complete and _complete(parts)
@@ -201,9 +201,7 @@ class Reducer:
     def encode(self, *, wanted: bool) -> None:
         """Set whether gradients are encoded from now on; they are by default. Rounding errors end with encoding; those
         of a checkpoint stay where it goes on."""
-        if wanted:
-            self.join()
-        else:
+        if not wanted:
             self.forget_lost()
         self.reductions.encode(wanted=wanted)
 
