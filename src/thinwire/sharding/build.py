@@ -250,10 +250,11 @@ def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
     """Attach a runtime to the model and hook its modules."""
     runtime = Runtime(sharded)
     attach(sharded.model, runtime)
-    hooks.install(runtime)
+    undo = hooks.install(sharded, runtime.passes, runtime.shares, runtime.join_spreads)
     watch_optimizers()
     if sharded.plan.recompute and not sharded.part.is_inner:
-        runtime.undo.append(recompute_activations(sharded.model, _recomputed(sharded.model, modules)))
+        undo.append(recompute_activations(sharded.model, _recomputed(sharded.model, modules)))
+    runtime.undo = undo
     return runtime
 
 

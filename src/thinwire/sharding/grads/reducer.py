@@ -216,6 +216,14 @@ class Reducer:
     def lost(self, lost: dict[str, torch.Tensor]) -> None:
         self.reductions.feedback.lost = lost
 
+    def rescale_lost(self, factor: float) -> None:
+        """Multiply the rounding errors that error feedback keeps, because later gradients have another loss scale: the
+        new one divided by the old one is the factor."""
+        lost = list(self.lost.values())
+        if lost and factor != 1.0:
+            self.join()
+            torch._foreach_mul_(lost, factor)
+
     def forget_lost(self) -> None:
         """Forget the rounding errors of earlier gradients (error feedback)."""
         self.join()

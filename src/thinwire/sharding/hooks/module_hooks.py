@@ -22,25 +22,39 @@ from thinwire.sharding.modules.inputs import cast_inputs, gradient_sources, tens
 from thinwire.sharding.modules.linears import compute_weight_gradient_first
 from thinwire.sharding.modules.norms import compute_beside_statistics, keeps_statistics
 from thinwire.sharding.params.param_group import Unit
-from thinwire.sharding.params.write_audit import WriteAudit
-from thinwire.sharding.runtime.runtime import Runtime, runtime_of
+from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.step.backward import BackwardPass
 from thinwire.sharding.step.forward import Passes
-from thinwire.sharding.step.pass_state import Pass
 from thinwire.sharding.step.pinned_units import Holds
 from thinwire.sharding.step.sharded_model import ShardedModel
+from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.sharding.tensors.tensor import ShareTensor
 
 __all__ = ["as_forward", "install"]
 
 
-def install(runtime: Runtime) -> None:
-    """Hook every unit of a model, and the root."""
-    sharded, passes, undo = runtime.sharded, runtime.passes, runtime.undo
+def install(
+    sharded: ShardedModel,
+    passes: Passes,
+    shares: Mapping[str, ShardedParameter] | None,
+    join_spreads: Callable[[], None],
+) -> list[Callable[[], None]]:
+    """Hook every unit of a model, and the root.
+
+    Args:
+        sharded: The model.
+        passes: Receives the events.
+        shares: Shares of its parameters, by name; ``None`` for a part of a larger model.
+        join_spreads: Waits until every unit's parameters are up to date.
+
+    Returns:
+        Functions that remove the hooks; call them in reverse order.
+    """
+    undo: list[Callable[[], None]] = []
     model, home = sharded.model, sharded.lanes.home
     dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
     for unit in sharded.units:
-        _hook_unit(unit, sharded, passes, runtime.audit, undo)
+        _hook_unit(unit, sharded, passes, undo)
         if unit.info.trainable:
             deliveries = Deliveries(unit, sharded.gradients[unit.index], passes, home)
             passes.backward.deliveries.append(deliveries)
@@ -48,10 +62,10 @@ def install(runtime: Runtime) -> None:
     undo.append(
         model.register_forward_pre_hook(_outside_compile(cast_inputs(dtype)), prepend=True, with_kwargs=True).remove
     )
-    _hook_forward(sharded, passes, runtime.holds, runtime.audit, undo)
-    undo += watch_reads(model, sharded.units, runtime.outside.parameters if runtime.outside is not None else {}, passes)
+    _hook_forward(sharded, passes, undo)
+    undo += watch_reads(model, sharded.units, shares or {}, passes)
     undo += [compute_beside_statistics(module) for module in model.modules() if keeps_statistics(module)]
-    if runtime.outside is not None:
+    if shares is not None:
         model.forward = as_forward(model, model.forward)
         undo.append(functools.partial(delattr, model, "forward"))
         object.__setattr__(model, "__reduce_ex__", refuse_copy)
@@ -59,13 +73,14 @@ def install(runtime: Runtime) -> None:
     for module in model.modules():
         if next(module.parameters(), None) is None:
             continue  # other models may share it, as they share activation functions in transformers
-        if runtime.outside is None:
-            module.register_state_dict_pre_hook(_state_dict_hook(runtime.join_spreads, runtime.holds, sharded.units))
+        if shares is None:
+            module.register_state_dict_pre_hook(_state_dict_hook(join_spreads, passes.holds, sharded.units))
             module.register_load_state_dict_pre_hook(_refuse_load)
         if module._parameters:
             undo.append(module.register_state_dict_post_hook(_copy_parameters).remove)
-            if runtime.outside is not None:
+            if shares is not None:
                 undo.append(module.register_load_state_dict_pre_hook(_refuse_assign).remove)
+    return undo
 
 
 def as_forward(model: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,9 +121,7 @@ def _outside_compile(hook: Hook) -> Hook:
     return hook
 
 
-def _hook_forward(
-    sharded: ShardedModel, passes: Passes, holds: Holds, audit: WriteAudit, undo: list[Callable[[], None]]
-) -> None:
+def _hook_forward(sharded: ShardedModel, passes: Passes, undo: list[Callable[[], None]]) -> None:
     from_any_stream = sharded.lanes.home.visited_by
     is_known = False  # whether the model has run, so that what it is compiled with has been seen
 
@@ -120,18 +133,11 @@ def _hook_forward(
             refuse_cuda_graphs(module)
             is_known = True
         passes.enter_forward()
-        passes.state.is_plain = (
-            passes.state.present is Pass.FORWARD
-            and passes.root_unit is None
-            and not holds.depth
-            and not audit.compares_values
-            and not sharded.lanes.records_timeline
-        )
 
     @_outside_compile
     @from_any_stream
     def leave(_module: nn.Module, _args: Any, output: Any) -> None:
-        if holds.has_reads and torch.is_grad_enabled():
+        if passes.holds.has_reads and torch.is_grad_enabled():
             # A parent that computes with a child's weight is no unit, so no other hook runs before its backward.
             for tensor in tensors_in(output):
                 if tensor.grad_fn is not None:
@@ -146,10 +152,8 @@ def _hook_forward(
     undo.append(sharded.model.register_forward_hook(leave, always_call=True).remove)
 
 
-def _hook_unit(
-    unit: Unit, sharded: ShardedModel, passes: Passes, audit: WriteAudit, undo: list[Callable[[], None]]
-) -> None:
-    index, home = unit.index, sharded.lanes.home
+def _hook_unit(unit: Unit, sharded: ShardedModel, passes: Passes, undo: list[Callable[[], None]]) -> None:
+    index, home, audit = unit.index, sharded.lanes.home, passes.audit
     begins_plainly, ends_plainly = passes.note_plain(ends=False), passes.note_plain(ends=True)
     from_any_stream = home.visited_by
 

@@ -18,7 +18,7 @@ from thinwire.collectives.group import control
 from thinwire.errors import UsageError
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer
-from thinwire.sharding.optimizer.clip import multiply_gradients
+from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.optimizer.probes import (
     refuse_per_tensor,
     refuse_unlike_ranks,
@@ -27,10 +27,13 @@ from thinwire.sharding.optimizer.probes import (
 )
 from thinwire.sharding.optimizer.stock_optimizers import INNER
 from thinwire.sharding.optimizer.update import ShareUpdate
+from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
+from thinwire.sharding.step.step_check import StepResult
+from thinwire.sharding.tensors.parameter import ShardedParameter
 
-__all__ = ["ShardedOptimizer", "adjust", "build_optimizer", "names_of", "rescale_lost"]
+__all__ = ["ShardedOptimizer", "adjust", "build_optimizer", "names_of"]
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -50,6 +53,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         owned: ``inner`` and ``fragments`` together, for code that needs no more of this optimizer.
+        shares: Shares of the model's parameters, by name; ``None`` for a part of a larger model.
     """
 
     def __init__(
@@ -65,20 +69,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.runtime, self.inner, self.fragments = runtime, inner, tuple(fragments)
         self.owned = InnerOptimizer(inner, self.fragments)
         self.skip_nonfinite = skip_nonfinite or loss_scale is not None
-        self.loss_scale = runtime.step_check.loss_scale = loss_scale
+        self.reducer, self.step_check, self.shares = runtime.reducer, runtime.step_check, runtime.shares
+        self.loss_scale = self.step_check.loss_scale = loss_scale
+        sharded, self._lanes, self._exchanges = runtime.sharded, runtime.lanes, runtime.exchanges
         self._update = ShareUpdate(
             self.owned,
-            runtime.reducer,
+            self.reducer,
             runtime.spreads,
-            runtime.schedule.programs,
-            runtime.step_check.used,
+            runtime.programs,
+            self.step_check.used,
             by_unit=by_unit,
-            copies=runtime.plan.accumulate_dtype != "float32",
+            copies=sharded.plan.accumulate_dtype != "float32",
         )
         self._skipped_steps = 0
-        self._skips_on_device = runtime.sharded.world is not None and takes_found_inf(inner)
+        self._skips_on_device = sharded.decides_on_device and takes_found_inf(inner)
         if loss_scale is not None:
-            loss_scale.settle = runtime.step_check.settle
+            loss_scale.settle = self.step_check.settle
         self.defaults = inner.defaults
         # Optimizer.__init__ would copy the groups; the wrapped optimizer's are to be shared.
         self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
@@ -97,7 +103,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def skipped_steps(self) -> int:
         """Number of steps that were skipped because the gradient norm was not finite. The host waits for the last."""
-        self.runtime.step_check.settle()
+        self.step_check.settle()
         return self._skipped_steps
 
     def __repr__(self) -> str:
@@ -120,7 +126,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 not wait for the norm, the next use of the loss scale raises it.
             UsageError: There is a loss scale, and no loss was multiplied by it.
         """
-        self.runtime.holds.refuse("step()")
+        self.runtime.refuse("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -128,7 +134,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.skip_nonfinite and self._skips_on_device:
             self._update_unless_found_inf()
         else:
-            adjust(self.loss_scale, [self.runtime], finite=self.update())
+            adjust(self.loss_scale, [self.reducer], finite=self.update())
         return loss
 
     def update(self) -> bool:
@@ -144,17 +150,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._note_skipped()
             runtime.finish_step(updated=False)
             return False
-        self._perform()
+        self._perform(result)
         return True
 
-    def _perform(self) -> None:
+    def _perform(self, result: StepResult) -> None:
         """Update the share once its gradients have arrived, and end the step, which is closed."""
-        runtime, inner, lanes, exchanges = self.runtime, self.inner, self.runtime.lanes, self.runtime.exchanges
-        multiply_gradients(runtime, 1.0)  # divides by the loss scale, unless clipping has
+        runtime, inner, lanes, exchanges = self.runtime, self.inner, self._lanes, self._exchanges
+        self.step_check.multiply_gradients(1.0)  # divides by the loss scale, unless clipping has
         runtime.join_spreads()
-        began = lanes.mark() if lanes.records_timeline else None
+        began = lanes.mark() if lanes.recorder.timeline is not None else None
         hooked = bool(inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks)
-        arrived = runtime.step_result.measured  # the norm is that of all gradients
+        arrived = result.measured  # the norm is that of all gradients
         few_calls = arrived and lanes.home.exists  # which are faster on a GPU
         exchanged = exchanges is not None and exchanges.writes()  # which comes before the spread
         unspread = self._update.perform(arrived=arrived, at_once=hooked or few_calls or exchanged)
@@ -165,29 +171,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Make a step that the device skips if the gradient is not finite, as under torch's ``GradScaler``. The host
         learns of it later: it never waits for the norm. A skipped step spreads parameters that have not changed."""
         self._check_scaled()
-        norm = self.runtime.close_step(measure=True).norm
-        self.runtime.step_check.once_settled(self._learn)
+        result = self.runtime.close_step(measure=True)
+        norm = result.norm
+        self.step_check.once_settled(self._learn)
         if self.loss_scale is not None:
             self.loss_scale.applied = False
         inner: Any = self.inner
         inner.found_inf, inner.grad_scale = (norm - norm != 0.0).float(), None
         try:
-            self._perform()
+            self._perform(result)
         finally:
             del inner.found_inf, inner.grad_scale
 
     def _learn(self, finite: bool) -> None:
         if not finite:
             self._note_skipped()
-        adjust(self.loss_scale, [self.runtime], finite=finite)
+        adjust(self.loss_scale, [self.reducer], finite=finite)
 
     def _note_skipped(self) -> None:
         self._skipped_steps += 1
-        self.runtime.reducer.forget_lost()  # they hold what codecs rounded away from the skipped gradient
+        self.reducer.forget_lost()  # they hold what codecs rounded away from the skipped gradient
 
     def _check_scaled(self) -> None:
         scale = self.loss_scale
-        if scale is None or scale.applied or all(part.absent for part in self.runtime.reducer.parts):
+        if scale is None or scale.applied or all(part.absent for part in self.reducer.parts):
             return
         raise UsageError(
             "step(): no loss was scaled since the last step, and this step would divide its gradients by "
@@ -215,12 +222,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise UsageError("parameter groups of a sharded optimizer are given to thinwire.optimizer(param_groups=...)")
 
 
-def adjust(loss_scale: LossScale | None, runtimes: Sequence[Runtime], *, finite: bool) -> None:
+def adjust(loss_scale: LossScale | None, reducers: Sequence[Reducer], *, finite: bool) -> None:
     """End a step of a loss scale, and let the rounding errors that error feedback keeps follow it.
 
     Args:
         loss_scale: Scale of all parts of a model; ``None`` without one.
-        runtimes: Runtimes of this rank's parts.
+        reducers: Reducers of this rank's parts.
         finite: Whether the gradient of the whole model was finite.
 
     Raises:
@@ -229,21 +236,8 @@ def adjust(loss_scale: LossScale | None, runtimes: Sequence[Runtime], *, finite:
     if loss_scale is None:
         return
     factor = loss_scale.update(finite=finite)
-    for runtime in runtimes:
-        rescale_lost(runtime, factor)
-
-
-def rescale_lost(runtime: Runtime, factor: float) -> None:
-    """Multiply the rounding errors that error feedback keeps, because later gradients have another loss scale.
-
-    Args:
-        runtime: Runtime of a model.
-        factor: The new loss scale divided by the old one.
-    """
-    lost = list(runtime.reducer.lost.values())
-    if lost and factor != 1.0:
-        runtime.reducer.join()
-        torch._foreach_mul_(lost, factor)
+    for reducer in reducers:
+        reducer.rescale_lost(factor)
 
 
 def build_optimizer(
@@ -264,21 +258,21 @@ def build_optimizer(
     if options.get("differentiable"):
         raise UsageError("differentiable = True: no gradient flows through an update of shares; leave it out")
     runtime = runtime_of(model)
-    if runtime.plan.scales_loss and loss_scale is None:
+    sharded, plan = runtime.sharded, runtime.plan
+    if plan.scales_loss and loss_scale is None:
         raise UsageError(
             "the plan's gradients are float16, in which small ones are zero: scale the loss with loss_scale = "
             "thinwire.LossScale(), in place of torch's GradScaler; GradScaler works with optimizers that are made from "
             "model.parameters()"
         )
-    fragments = runtime.sharded.fragments()
+    fragments, device = sharded.fragments(), sharded.arena.device
     # Decide from the plan rather than from this rank's fragments, so that all ranks decide alike.
-    plan, device = runtime.plan, runtime.sharded.arena.device
     cut = plan.optimizer.ranks > 1 and not (plan.partition == "inter" and plan.params.ranks == 1)
     if plan.world > 1:
         refuse_unlike_ranks(optimizer_class, options, device, cut=plan.optimizer.ranks > 1)
-    if cut or runtime.part.tensor_ranks > 1:
+    if cut or sharded.part.tensor_ranks > 1:
         refuse_per_tensor(optimizer_class, options, device)
-    groups = _group(runtime, fragments, list(param_groups or []))
+    groups = _group(sharded.units, runtime.shares or {}, fragments, list(param_groups or []))
 
     def refused(problems: Mapping[int, str]) -> UsageError:
         rank, text = next(iter(problems.items()))
@@ -304,20 +298,17 @@ def build_optimizer(
 
 
 def _group(
-    runtime: Runtime, fragments: Sequence[OwnedFragment], groups: list[Mapping[str, Any]]
+    units: Sequence[Unit],
+    shares: Mapping[str, ShardedParameter],
+    fragments: Sequence[OwnedFragment],
+    groups: list[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
     """Sort fragments into parameter groups by their parameters. Parameters in no group form the last one.
 
     All ranks have the same groups, but a rank may own no element of a group.
     """
-    names = {
-        id(p): s.name
-        for u in runtime.units
-        for b in u.buffers
-        for p, s in zip(b.parameters, b.layout.slots, strict=True)
-    }
-    if runtime.outside is not None:
-        names |= {id(share): name for name, share in runtime.outside.parameters.items()}
+    names = {id(p): s.name for u in units for b in u.buffers for p, s in zip(b.parameters, b.layout.slots, strict=True)}
+    names |= {id(share): name for name, share in shares.items()}
     every_name = list(names.values())
     group_of: dict[str, int] = {}
     for number, group in enumerate(groups):
@@ -328,9 +319,7 @@ def _group(
                     "parameter belongs to one group"
                 )
     cut: list[dict[str, Any]] = [{**group, "params": []} for group in groups]
-    trained = {
-        slot.name for unit in runtime.units for b in unit.buffers if b.layout.trainable for slot in b.layout.slots
-    }
+    trained = {slot.name for unit in units for b in unit.buffers if b.layout.trainable for slot in b.layout.slots}
     if trained - group_of.keys() or not cut:
         cut.append({"params": []})
     for owned in fragments:

@@ -5,7 +5,7 @@ Reductions continue until a gradient is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +14,10 @@ from thinwire.errors import UsageError
 from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.step.backward import BackwardPass
+from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.step.step_check import StepCheck
 from thinwire.sharding.tensors.operations import from_power_sums, power_sum
 from thinwire.sharding.tensors.parameter import ShardedParameter
-from thinwire.spec import Plan
 
 __all__ = ["GradientNorms", "ShareGradients", "TrainedParameter"]
 
@@ -83,7 +83,7 @@ class ShareGradients:
     """The gradients of one model's shares.
 
     Args:
-        plan: Plan of the model.
+        sharded: The model.
         backward: Handles the events of its backwards.
         reducer: Reduces its gradients.
         step_check: Exchanges of its steps.
@@ -91,20 +91,37 @@ class ShareGradients:
 
     Attributes:
         norms: Norms of the gradients, cached until a gradient changes.
+        hooks: Trained shares, each with the hooks that wait for its combined gradient.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        sharded: ShardedModel,
         backward: BackwardPass,
         reducer: Reducer,
         step_check: StepCheck,
         close_step: Callable[[], object],
     ) -> None:
         self._backward, self._reducer, self._step_check, self._close_step = backward, reducer, step_check, close_step
+        plan, self._on_device = sharded.plan, sharded.decides_on_device
         self._copies = 1 if plan.grad_reduce == "mean" else plan.world  # of a gradient that every rank has, in a sum
         self._added: list[tuple[TrainedParameter, torch.Tensor]] = []  # of operations on shares, not merged yet
         self.norms = GradientNorms()
+        self.hooks: list[tuple[ShardedParameter, Mapping[int, Callable[[torch.Tensor], None]]]] = []
+
+    def after_backward(self) -> None:
+        """Call the hooks that wait for combined gradients, after the step's last backward."""
+        self.norms.forget()
+        for share, hooks in self.hooks:
+            if hooks and share.grad is not None:
+                for hook in list(hooks.values()):
+                    hook(share)
+
+    def norm(self, order: float) -> torch.Tensor:
+        """Norm of the whole gradient without the loss scale; fp32, 0-D; on the device if ranks decide there, else on
+        the CPU. Collective, after the step was closed."""
+        norm = self.norms.total(order) / self._step_check.gradient_scale
+        return norm if self._on_device else norm.cpu()
 
     def exists(self, trained: TrainedParameter) -> bool:
         """Whether a parameter has a gradient on any rank. Collective, once after the step's last backward."""

@@ -92,8 +92,11 @@ class BackwardPass:
         reducer: Reducer of the model's gradients.
         step_check: Exchanges of the model's steps.
         holds: Frees the model's units.
+        after_last: Called after a step's last backward.
 
     Attributes:
+        state: State of the model's passes.
+        holds: Frees the model's units.
         encodes_gradients: Whether gradients are encoded in this step; ``None`` if that depends on the progress of
             training, which the caller has not reported yet.
         gradients_count: Whether this rank's gradients count. If not, the rank has run out of data, and its gradients
@@ -101,7 +104,6 @@ class BackwardPass:
         deliveries: What takes the gradients of each trained unit from autograd.
         may_be_unreported: Whether a backward may have ended of which no event was reported, because it has reached only
             parameters without hooks: a forward has recorded a graph, and no backward has ended since.
-        after_last: Called after a step's last backward.
     """
 
     def __init__(
@@ -112,9 +114,11 @@ class BackwardPass:
         reducer: Reducer,
         step_check: StepCheck,
         holds: Holds,
+        after_last: Callable[[], None],
     ) -> None:
-        self._state, self._sharded, self._units, self._plan = state, sharded, sharded.units, sharded.plan
-        self._schedule, self._reducer, self._step_check, self._holds = schedule, reducer, step_check, holds
+        self._after_last = after_last
+        self.state, self._sharded, self._units, self._plan = state, sharded, sharded.units, sharded.plan
+        self._schedule, self._reducer, self._step_check, self.holds = schedule, reducer, step_check, holds
         self._lanes, self._is_sharded = sharded.lanes, any(unit.sharded for unit in sharded.units)
         # For each unit, the number of calls with outputs that backward has reached and inputs that it has not.
         self._open_calls = [0] * len(self._units)
@@ -124,7 +128,6 @@ class BackwardPass:
         self._taken = _TakenGradients(reducer, step_check.used)
         self.may_be_unreported = False
         self._needed, self._grads_ready = (moments(p, self._units) for p in (Phase.PRE_BACKWARD, Phase.GRADS_READY))
-        self.after_last: Callable[[], None] = lambda: None
 
     def pre_backward(self, index: int, *, will_leave: bool) -> None:
         """Handle a backward that reaches a unit's outputs.
@@ -137,11 +140,11 @@ class BackwardPass:
         if will_leave:
             self._open_calls[index] += 1
         self.need(index)
-        self._state.began[index] = self._lanes.mark() if self._lanes.recorder.timeline is not None else None
+        self.state.began[index] = self._lanes.mark() if self._lanes.recorder.timeline is not None else None
 
     def all_gradients(self, index: int, grads: list[torch.Tensor]) -> None:
         """Take the gradients of all trained parameters of a unit, in order."""
-        state = self._state
+        state = self.state
         moment = state.at = self._grads_ready[index]
         self._schedule.backward.append(moment)
         if (began := state.began[index]) is not None:
@@ -162,9 +165,9 @@ class BackwardPass:
     def gradients_ready(self, index: int) -> None:
         """Handle the last gradient of a unit."""
         moment = self._grads_ready[index]
-        self._state.at = moment
+        self.state.at = moment
         self._schedule.note_backward(moment)
-        if (began := self._state.began[index]) is not None:
+        if (began := self.state.began[index]) is not None:
             self._lanes.computed("backward", self._units[index].name, began)
         self._reducer.ready(index)
         # After the last gradient of a unit, frozen weights are needed only on the way to the unit's inputs.
@@ -179,7 +182,7 @@ class BackwardPass:
     def input_gradient(self, index: int) -> None:
         """Handle a backward that computes the gradient of a unit's input next."""
         if self._taken.delivered(index):
-            moment = self._state.at = Phase.INPUT_GRADIENT, index
+            moment = self.state.at = Phase.INPUT_GRADIENT, index
             self._schedule.note_backward(moment)
 
     def post_backward(self, index: int) -> None:
@@ -190,9 +193,9 @@ class BackwardPass:
 
     def forget_failed(self) -> None:
         """Clean up after a backward that raised: drop the parameters it gathered and the gradients it collected."""
-        if self._state.present is not Pass.BACKWARD or recomputing():
+        if self.state.present is not Pass.BACKWARD or recomputing():
             return
-        self._state.enter(self._state.before)
+        self.state.enter(self.state.before)
         self._step_check.used.undo_backward()
         for unit in self.deliveries:
             unit.forget()
@@ -200,12 +203,12 @@ class BackwardPass:
         self._reducer.abort()
         self._schedule.abandon_micro_batch()
         self._open_calls = [0] * len(self._units)
-        self._holds.release_reads()
-        self._holds.free_all()
+        self.holds.release_reads()
+        self.holds.free_all()
 
     def begin(self) -> None:
         """Handle the first event of a backward; later calls in the same backward do nothing."""
-        if self._state.present is Pass.BACKWARD:
+        if self.state.present is Pass.BACKWARD:
             return
         self._begin()
         Variable._execution_engine.queue_callback(self._end_backward)
@@ -223,18 +226,18 @@ class BackwardPass:
                 f"wire.compress_until = {self._plan.wire.schedule} needs to know how far training is: call "
                 "thinwire.progress(model, share) before each step, with the share of training that is done, 0 to 1"
             )
-        self._state.before = self._state.present
-        self._state.enter(Pass.BACKWARD)
-        self._state.had_backward = True
-        for index in self._holds.begin_backward():
+        self.state.before = self.state.present
+        self.state.enter(Pass.BACKWARD)
+        self.state.had_backward = True
+        for index in self.holds.begin_backward():
             self._units[index].need(from_secondary=True)
         self._step_check.begin_backward()
         self._reducer.begin(self._schedule.turns(), last=self._schedule.last)
 
     def _end_backward(self) -> None:
         self.may_be_unreported = False
-        self._state.enter(self._state.before)
-        self._state.at = Phase.BACKWARD_END, -1
+        self.state.enter(self.state.before)
+        self.state.at = Phase.BACKWARD_END, -1
         for unit in self.deliveries:
             unit.end_backward()
         self._taken.flush()
@@ -242,14 +245,14 @@ class BackwardPass:
         carried = self._schedule.retained().carried
         self._schedule.end_backward()
         self._open_calls = [0] * len(self._units)
-        self._holds.end_backward()
-        self._holds.free_all(keep=carried)
+        self.holds.end_backward()
+        self.holds.free_all(keep=carried)
         if self._schedule.last:
-            self.after_last()
+            self._after_last()
 
     def need(self, index: int) -> None:
         """Gather a unit's parameters for its backward, or for the recomputation of its forward."""
-        moment = self._state.at = self._needed[index]
+        moment = self.state.at = self._needed[index]
         unit = self._units[index]
         unit.start_gather(from_secondary=True)
         start_gathers(self._units, self._schedule.backward_event(moment))
@@ -259,8 +262,8 @@ class BackwardPass:
         if not self._units[index].sharded:
             return
         if self._open_calls[index] <= 0 and index not in self._schedule.retained().carried:
-            moment = self._state.at = Phase.POST_BACKWARD, index
-            if self._holds.free(index):
+            moment = self.state.at = Phase.POST_BACKWARD, index
+            if self.holds.free(index):
                 self._schedule.note_backward(moment)
 
 

@@ -10,9 +10,10 @@ import torch
 from thinwire.errors import UsageError
 from thinwire.program import Phase
 from thinwire.sharding.params.param_group import Unit, start_gathers
+from thinwire.sharding.params.write_audit import WriteAudit
 from thinwire.sharding.step.backward import BackwardPass, moments
-from thinwire.sharding.step.pass_state import Pass, PassState
-from thinwire.sharding.step.pinned_units import Holds, recomputing
+from thinwire.sharding.step.pass_state import Pass
+from thinwire.sharding.step.pinned_units import recomputing
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.step.trace_cursor import Schedule
 
@@ -27,24 +28,31 @@ class Passes:
         schedule: Cursor in the model's program.
         backward: Handles the events of backwards.
         state: State of the model's passes.
-        holds: Frees the model's units.
+        audit: Detects writes to parameters inside a forward.
+        before_computing: Called before parameters are used for computation.
 
     Attributes:
         state: State of the model's passes.
         backward: Handles the events of backwards.
-        before_computing: Called before parameters are used for computation.
+        holds: Frees the model's units.
+        audit: Detects writes to parameters inside a forward.
         root_unit: Number of the unit that was called outside of the model's forward, so that its own forward is the
             current pass; ``None`` otherwise.
     """
 
     def __init__(
-        self, sharded: ShardedModel, schedule: Schedule, backward: BackwardPass, state: PassState, holds: Holds
+        self,
+        sharded: ShardedModel,
+        schedule: Schedule,
+        backward: BackwardPass,
+        audit: WriteAudit,
+        before_computing: Callable[[], None],
     ) -> None:
-        self.state, self.backward = state, backward
+        self.backward, self.audit, self._before_computing = backward, audit, before_computing
+        self.state, self.holds = backward.state, backward.holds
         self._units, self._plan, self._lanes = sharded.units, sharded.plan, sharded.lanes
-        self._schedule, self._holds = schedule, holds
+        self._schedule = schedule
         self._begins, self._ends = (moments(p, self._units) for p in (Phase.PRE_FORWARD, Phase.POST_FORWARD))
-        self.before_computing: Callable[[], None] = lambda: None
         self._is_sharded = any(unit.sharded for unit in self._units)
         self.root_unit: int | None = None
         self._root_depth = 0  # number of nested calls of that unit
@@ -54,7 +62,7 @@ class Passes:
         result is also right after a backward that raised."""
         if self.state.present is Pass.BACKWARD:
             self.backward.forget_failed()
-        return self.state.inside or self._holds.depth > 0 or recomputing()
+        return self.state.inside or self.holds.depth > 0 or recomputing()
 
     def reach_step(self) -> None:
         """Handle the end of a step's micro-batches, which may have failed."""
@@ -78,15 +86,21 @@ class Passes:
         """Handle the beginning of the model's forward."""
         if not recomputing():
             self.backward.forget_failed()
-            if self._is_sharded and not self._holds.depth and torch._C._functorch.peek_interpreter_stack() is not None:
+            if self._is_sharded and not self.holds.depth and torch._C._functorch.peek_interpreter_stack() is not None:
                 raise UsageError(
                     "torch.func transforms and sharded parameters: their gradients call no hooks that would gather the "
                     "parameters again. Call the transform inside thinwire.full_parameters(model)"
                 )
-            self.before_computing()
-            self._holds.begin_forward()
+            self._before_computing()
+            self.holds.begin_forward()
             self._schedule.begin_forward()
             self.state.enter(Pass.FORWARD)
+            self.state.is_plain = (
+                self.root_unit is None
+                and not self.holds.depth
+                and not self.audit.compares_values
+                and self._lanes.recorder.timeline is None
+            )
 
     def leave_forward(self) -> None:
         """Handle the end of the model's forward, which may have failed."""
@@ -97,7 +111,7 @@ class Passes:
         if torch.is_grad_enabled():
             self.backward.may_be_unreported = True
         elif not recomputing():
-            self._holds.release_reads(free=True)
+            self.holds.release_reads(free=True)
 
     def note_plain(self, *, ends: bool) -> Callable[[int], bool]:
         """Create a function that notes the beginning or the end of the forward of a whole unit, if that is all there is
@@ -165,11 +179,11 @@ class Passes:
             index: Number of the unit.
             will_hear: Whether a hook on the unit's outputs will report its backward.
         """
-        if self._holds.depth or recomputing():
+        if self.holds.depth or recomputing():
             return
         unit, state = self._units[index], self.state
         if not torch.is_grad_enabled():
-            self._holds.free(index)
+            self.holds.free(index)
             return
         moment = state.at = self._ends[index]
         if (began := state.began[index]) is not None:
@@ -183,7 +197,7 @@ class Passes:
         if not kept or self._plan.secondary_reuse:
             unit.keep_secondary()
         if not kept:
-            self._holds.free(index)
+            self.holds.free(index)
 
     def leave_root_unit(self, index: int) -> None:
         """Handle the end of a unit's forward, which may have failed. It ends the pass if the unit was called alone."""
@@ -199,11 +213,11 @@ class Passes:
         """Keep a unit's parameters whole and up to date in this block, outside of passes. Collective."""
         if not recomputing():
             self.backward.forget_failed()
-            self.before_computing()
+            self._before_computing()
         self._units[index].need(from_secondary=False)
         yield
         if self._units[index].sharded:
-            self._holds.free(index)
+            self.holds.free(index)
 
     def read(self, index: int) -> None:
         """Prepare a unit's parameters for a read, which may come from outside the unit's forward.
@@ -214,5 +228,5 @@ class Passes:
         if not unit.sharded:
             unit.join_spread()
         elif self.state.present is Pass.FORWARD or recomputing():
-            self._holds.read(index)
+            self.holds.read(index)
             unit.need(from_secondary=False)

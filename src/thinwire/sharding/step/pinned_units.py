@@ -25,16 +25,15 @@ class Holds:
 
     Args:
         units: Units of the model, by number.
+        before_gathering: Called before all parameters are gathered for reading.
 
     Attributes:
         depth: Number of open ``full_parameters()`` blocks; parameters stay whole inside them.
-        before_gathering: Called before all parameters are gathered for reading.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._units = units
+    def __init__(self, units: Sequence[Unit], before_gathering: Callable[[], None]) -> None:
+        self._units, self._before_gathering = units, before_gathering
         self.depth = 0
-        self.before_gathering: Callable[[], None] = lambda: None
         # Units read outside their own forward. No hook runs when such a reader is done, so these units stay whole until
         # the backward ends.
         self._read: set[int] = set()
@@ -116,7 +115,7 @@ class Holds:
         """
         if recomputing():
             raise UsageError("full_parameters() cannot be entered inside a backward")
-        self.before_gathering()
+        self._before_gathering()
         self.depth += 1
         for unit in self._units:
             if not unit.exact:

@@ -67,6 +67,11 @@ class ShardedModel:
     steps: StepCounter
     seeds: Seeds
 
+    @property
+    def decides_on_device(self) -> bool:
+        """Whether the device decides about a step, so that the host waits for no norm."""
+        return self.world is not None
+
     def fragments(self) -> list[OwnedFragment]:
         """The pieces of parameters that this rank updates."""
         shard = self.axes[Axis.PARAMS, Lane.REDUCE].index

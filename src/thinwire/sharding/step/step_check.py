@@ -237,21 +237,59 @@ class StepCheck:
         else:  # the loop has read it
             act(self.result.finite)
 
-    def spoil(self, norm: torch.Tensor) -> None:
-        """Make the norm NaN after :meth:`measure` if that of the whole model, 0-D, is not finite."""
-        assert self.result is not None
-        self.result = replace(self.result, norm=self.result.norm + (norm - norm))
-
     @property
     def gradient_scale(self) -> float:
         """The loss scale that the gradients still contain; 1 once they were divided by it."""
         unscaled = self.result is not None and self.result.unscaled
         return 1.0 if self.loss_scale is None or unscaled else self.loss_scale.applied_value
 
-    def multiplied(self, factor: torch.Tensor | float) -> None:
-        """Record after :meth:`close` that gradients were divided by the loss scale and multiplied by a factor."""
+    # -- the combined gradients --------------------------------------------------------------------------------
+
+    def multiply_gradients(self, factor: torch.Tensor | float) -> bool:
+        """Multiply the combined gradients by a factor after :meth:`close`, and divide them by the loss scale that they
+        still contain, in one pass.
+
+        Args:
+            factor: The factor; on the device 0-D, fp64.
+
+        Returns:
+            Whether gradients have changed. A factor on the device counts as a change, because the host does not know
+            it.
+        """
         assert self.result is not None
+        arena, total = self._sharded.arena, factor / self.gradient_scale
         self.result = replace(self.result, norm=self.result.norm * factor, unscaled=True)
+        if isinstance(total, torch.Tensor):
+            # torch would round a factor without dimensions to the dtype of the gradients.
+            torch.mul(arena, total.float().view(1), out=arena)
+            return True
+        if total != 1.0:
+            arena.mul_(total)
+        return total != 1.0
+
+    def clip_gradients(self, norm: torch.Tensor, max_norm: float) -> bool:
+        """Scale the combined gradients so that the norm of the whole model is at most ``max_norm``. As in torch, a norm
+        that is not finite spoils them, so that it does not go unnoticed.
+
+        Args:
+            norm: Norm of the whole model's gradient; 0-D, fp64.
+            max_norm: Upper bound of the norm.
+
+        Returns:
+            Whether gradients have changed; see :meth:`multiply_gradients`.
+        """
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        changed = self.multiply_gradients(float(factor) if self._sharded.world is None else factor)
+        self.spoil(norm)
+        return changed
+
+    def spoil(self, norm: torch.Tensor) -> None:
+        """Make the norm NaN after :meth:`measure` if that of the whole model, 0-D, is not finite, so that no part of
+        the model is updated."""
+        assert self.result is not None
+        self.result = replace(self.result, norm=self.result.norm + (norm - norm))
+
+    # -- inside ------------------------------------------------------------------------------------------------
 
     def _compare_steps(self, order_hash: int, backwards: int) -> tuple[bool, ...]:
         """Check that all ranks ran the same step.
