@@ -12,7 +12,7 @@ import thinwire as tw
 from thinwire.collectives.group import recording
 from thinwire.program import NORM_BYTES, Lane, control_bytes
 from thinwire.sharding.api import runtime
-from thinwire.sharding.step.forward import Passes
+from thinwire.sharding.step.passes import Passes
 from thinwire.testing import run_ranks
 
 STEPS = 3

@@ -35,7 +35,8 @@ from thinwire.sharding.checkpointing import loading, saving
 from thinwire.sharding.checkpointing.stored_parameters import ModelAndOptimizer
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.memory.local import LocalPart
-from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, adjust, build_optimizer, names_of
+from thinwire.sharding.optimizer.making import build_optimizer, names_of
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, adjust
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan

@@ -24,8 +24,8 @@ from thinwire.sharding.incremental import join_parts
 from thinwire.sharding.islands.elastic import ElasticExchanges, Exchanged
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.modules.discover import Selection, ignore
-from thinwire.sharding.optimizer.clip import clip_grad_norm_
-from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, build_optimizer
+from thinwire.sharding.optimizer.making import build_optimizer
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, clip_grad_norm_
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan

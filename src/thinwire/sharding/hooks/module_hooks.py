@@ -23,8 +23,7 @@ from thinwire.sharding.modules.linears import compute_weight_gradient_first
 from thinwire.sharding.modules.norms import compute_beside_statistics, keeps_statistics
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.runtime.runtime import runtime_of
-from thinwire.sharding.step.backward import BackwardPass
-from thinwire.sharding.step.forward import Passes
+from thinwire.sharding.step.passes import Passes
 from thinwire.sharding.step.pinned_units import Holds
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.tensors.parameter import ShardedParameter
@@ -57,7 +56,7 @@ def install(
         _hook_unit(unit, sharded, passes, undo)
         if unit.info.trainable:
             deliveries = Deliveries(unit, sharded.gradients[unit.index], passes, home)
-            passes.backward.deliveries.append(deliveries)
+            passes.deliveries.append(deliveries)
             undo.append(deliveries.remove)
     undo.append(
         model.register_forward_pre_hook(_outside_compile(cast_inputs(dtype)), prepend=True, with_kwargs=True).remove
@@ -146,7 +145,7 @@ def _hook_forward(sharded: ShardedModel, passes: Passes, undo: list[Callable[[],
 
     @from_any_stream
     def begin_backward(_grad: torch.Tensor) -> None:
-        passes.backward.begin()
+        passes.begin()
 
     undo.append(sharded.model.register_forward_pre_hook(enter, prepend=True).remove)
     undo.append(sharded.model.register_forward_hook(leave, always_call=True).remove)
@@ -199,14 +198,14 @@ def _hook_unit(unit: Unit, sharded: ShardedModel, passes: Passes, undo: list[Cal
             output = _keep(output, gathered)
         hears = (announces or recorder.timeline is not None) and torch.is_grad_enabled()
         if hears:
-            hears = _announce_backward(passes.backward, home, unit, tuple(sources), output)
+            hears = _announce_backward(passes, home, unit, tuple(sources), output)
             sources.clear()
         passes.post_forward(index, will_hear=hears)
         return output
 
     gathered = frozenset(b.full.untyped_storage()._cdata for u in sharded.units if u.sharded for b in u.buffers)
     if unit.info.weight_first:
-        undo.append(compute_weight_gradient_first(unit.module, _InputGradientOf(passes.backward, home, index)))
+        undo.append(compute_weight_gradient_first(unit.module, _InputGradientOf(passes, home, index)))
     undo.append(unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True).remove)
     undo.append(unit.module.register_forward_hook(post_forward).remove)
 
@@ -223,21 +222,21 @@ def _cast_of(sharded: ShardedModel, unit: Unit) -> Callable[..., Any] | None:
 class _InputGradientOf:
     """Reports the input gradient of a unit that computes it after the gradients of its parameters."""
 
-    def __init__(self, backward: BackwardPass, home: HomeStream, index: int) -> None:
-        self._backward, self._home, self._index = backward, home, index
+    def __init__(self, passes: Passes, home: HomeStream, index: int) -> None:
+        self._passes, self._home, self._index = passes, home, index
 
     def expect(self) -> None:
         """Keep the unit's parameters."""
-        self._backward.expect_input_gradient(self._index)
+        self._passes.expect_input_gradient(self._index)
 
     def begin(self) -> None:
         """Note that the parameters' gradients come first."""
-        self._backward.input_gradient(self._index)
+        self._passes.input_gradient(self._index)
 
     def end(self) -> None:
         """Free the unit's parameters, unless another call needs them."""
         with self._home.visit():
-            self._backward.post_backward(self._index)
+            self._passes.post_backward(self._index)
 
 
 _FOLLOWERS: Final = "_thinwire_followers"
@@ -245,7 +244,7 @@ _FOLLOWERS: Final = "_thinwire_followers"
 
 
 def _announce_backward(
-    backward: BackwardPass, home: HomeStream, unit: Unit, sources: Sequence[torch.Tensor], output: Any
+    passes: Passes, home: HomeStream, unit: Unit, sources: Sequence[torch.Tensor], output: Any
 ) -> bool:
     """Register hooks that report ``pre_backward`` at the first gradient of an output, and ``post_backward`` at the
     first of the unit's ``sources`` that backward reaches. Returns whether every backward that needs the unit will be
@@ -266,14 +265,14 @@ def _announce_backward(
             follower(None)
         if announced_in != (task := torch._C._current_graph_task_id()):
             announced_in = task
-            backward.pre_backward(unit.index, will_leave=will_leave)
+            passes.pre_backward(unit.index, will_leave=will_leave)
 
     def post_backward(_grad: Any) -> None:
         nonlocal left_in
         task = torch._C._current_graph_task_id()
         if announced_in == task and left_in != task:
             left_in = task
-            backward.post_backward(unit.index)
+            passes.post_backward(unit.index)
 
     enter, leave = pre_backward, post_backward
     if home.exists:

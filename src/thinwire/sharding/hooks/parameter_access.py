@@ -17,7 +17,7 @@ from torch import nn
 
 from thinwire.errors import UsageError
 from thinwire.sharding.params.param_group import Tables, Unit
-from thinwire.sharding.step.forward import Passes
+from thinwire.sharding.step.passes import Passes
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
 __all__ = ["refuse_copy", "watch_reads"]

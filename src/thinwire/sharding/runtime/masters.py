@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from thinwire.errors import UsageError
 from thinwire.sharding.modules.discover import is_ignored
-from thinwire.sharding.step.forward import Passes
 from thinwire.sharding.step.param_broadcast import Spreads
+from thinwire.sharding.step.passes import Passes
 from thinwire.sharding.step.pinned_units import Holds, recomputing
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.tensors.parameter import ShardedParameter
@@ -30,7 +30,7 @@ class Masters:
         finish_step: See :meth:`thinwire.sharding.runtime.runtime.Runtime.finish_step`.
 
     Attributes:
-        reading: See :meth:`thinwire.sharding.step.forward.Passes.reading`.
+        reading: See :meth:`thinwire.sharding.step.passes.Passes.reading`.
     """
 
     def __init__(

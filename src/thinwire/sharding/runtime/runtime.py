@@ -49,15 +49,12 @@ from thinwire.sharding.runtime.edited_parameters import Written
 from thinwire.sharding.runtime.masters import Masters
 from thinwire.sharding.runtime.sharded_parameters import ShardedParameters, forget_share
 from thinwire.sharding.runtime.share_gradients import ShareGradients
-from thinwire.sharding.step.backward import BackwardPass
-from thinwire.sharding.step.forward import Passes
 from thinwire.sharding.step.param_broadcast import Spreads
-from thinwire.sharding.step.pass_state import PassState
+from thinwire.sharding.step.passes import Passes
 from thinwire.sharding.step.pinned_units import Holds
-from thinwire.sharding.step.program_tables import Programs
+from thinwire.sharding.step.schedule import Programs, Schedule
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.step.step_check import StepCheck, StepResult
-from thinwire.sharding.step.trace_cursor import Schedule
 from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.spec import Plan
 
@@ -111,23 +108,22 @@ class Runtime:
         self.undo: Sequence[Callable[[], None]] = ()
         self.optimizer: object | None = None
         self.half_loaded: str | None = None
-        backward = BackwardPass(
-            PassState(len(self.units)),
+        self.passes = Passes(
             sharded,
             self.schedule,
             self.reducer,
             self.step_check,
             self.holds,
-            self._after_backward,
+            before_computing=self._before_use,
+            after_last=self._after_backward,
         )
-        self.passes = Passes(sharded, self.schedule, backward, self.audit, self._before_use)
         rollcall().describe = _describer(self)
         self.masters: Masters | None = None
         self.gradients: ShareGradients | None = None
         self.shares: Mapping[str, ShardedParameter] | None = None
         if sharded.is_whole_model:
             self.masters = Masters(sharded, self.passes, self.spreads, self.holds, self.finish_step)
-            self.gradients = ShareGradients(sharded, backward, self.reducer, self.step_check, self.close_step)
+            self.gradients = ShareGradients(sharded, self.passes, self.reducer, self.step_check, self.close_step)
             self.shares = ShardedParameters(sharded, self.masters, self.gradients).parameters
 
     @property
@@ -204,7 +200,7 @@ class Runtime:
 
     def count_gradients(self, *, wanted: bool) -> None:
         """Set whether this rank's next gradients count; if not, they are zero, because the rank has run out of data."""
-        self.passes.backward.gradients_count = wanted
+        self.passes.gradients_count = wanted
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
@@ -221,7 +217,7 @@ class Runtime:
                 Raised on every rank.
             CheckpointError: The model is half loaded.
         """
-        if self.step_check.result is None or self.passes.backward.may_be_unreported:
+        if self.step_check.result is None or self.passes.may_be_unreported:
             self._close_step()
         if measure and not self.step_result.measured:
             self.step_check.measure()
@@ -255,8 +251,8 @@ class Runtime:
 
     def zero_grad(self) -> None:
         """Forget every gradient."""
-        self.passes.backward.forget_failed()
-        for unit in self.passes.backward.deliveries:
+        self.passes.forget_failed()
+        for unit in self.passes.deliveries:
             unit.forget()
         self.reducer.join()
         for part in self.reducer.parts:
@@ -270,9 +266,9 @@ class Runtime:
         if self.exchanges is not None:
             self.exchanges.share = share
         encodes = share < self.plan.wire.schedule or self.plan.wire.schedule == 1.0
-        if encodes == self.passes.backward.encodes_gradients:
+        if encodes == self.passes.encodes_gradients:
             return
-        self.passes.backward.encodes_gradients = encodes
+        self.passes.encodes_gradients = encodes
         self.reducer.encode(wanted=encodes)
         self.programs.replan(self.plan if encodes else self.plan.with_exact_gradients())
 

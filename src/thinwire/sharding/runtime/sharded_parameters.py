@@ -14,8 +14,7 @@ import torch
 from thinwire.program import Axis, Lane
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.unit_gradient import UnitGradient
-from thinwire.sharding.params.gathers import FlatBuffer
-from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.params.param_group import FlatBuffer, Unit
 from thinwire.sharding.runtime.live_parameter import ModelParameter
 from thinwire.sharding.runtime.masters import Masters
 from thinwire.sharding.runtime.share_gradients import ShareGradients, TrainedParameter

@@ -13,7 +13,7 @@ import torch
 from thinwire.errors import UsageError
 from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.grads.unit_gradient import UnitGradient
-from thinwire.sharding.step.backward import BackwardPass
+from thinwire.sharding.step.passes import Passes
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.step.step_check import StepCheck
 from thinwire.sharding.tensors.operations import from_power_sums, power_sum
@@ -84,7 +84,7 @@ class ShareGradients:
 
     Args:
         sharded: The model.
-        backward: Handles the events of its backwards.
+        passes: Its passes.
         reducer: Reduces its gradients.
         step_check: Exchanges of its steps.
         close_step: See :meth:`thinwire.sharding.runtime.runtime.Runtime.close_step`.
@@ -97,12 +97,12 @@ class ShareGradients:
     def __init__(
         self,
         sharded: ShardedModel,
-        backward: BackwardPass,
+        passes: Passes,
         reducer: Reducer,
         step_check: StepCheck,
         close_step: Callable[[], object],
     ) -> None:
-        self._backward, self._reducer, self._step_check, self._close_step = backward, reducer, step_check, close_step
+        self._passes, self._reducer, self._step_check, self._close_step = passes, reducer, step_check, close_step
         plan, self._on_device = sharded.plan, sharded.decides_on_device
         self._copies = 1 if plan.grad_reduce == "mean" else plan.world  # of a gradient that every rank has, in a sum
         self._added: list[tuple[TrainedParameter, torch.Tensor]] = []  # of operations on shares, not merged yet
@@ -125,8 +125,8 @@ class ShareGradients:
 
     def exists(self, trained: TrainedParameter) -> bool:
         """Whether a parameter has a gradient on any rank. Collective, once after the step's last backward."""
-        if self._backward.may_be_unreported:
-            self._backward.take_unreported()
+        if self._passes.may_be_unreported:
+            self._passes.take_unreported()
         if self.is_absent(trained):
             return False
         if trained.part.unsynced:

@@ -17,8 +17,7 @@ from thinwire.sharding.lanes.lanes import Lanes
 from thinwire.sharding.memory.local import LocalPart, Slice
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.params.plan_codecs import PlanCodecs
-from thinwire.sharding.params.seeds import Seeds
-from thinwire.sharding.params.step_counter import StepCounter
+from thinwire.sharding.params.seeds import Seeds, StepCounter
 from thinwire.spec import Plan
 
 __all__ = ["ShardedModel"]

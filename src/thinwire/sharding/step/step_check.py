@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import struct
@@ -12,17 +13,20 @@ from typing import Final
 import numpy as np
 import torch
 
+from thinwire.collectives.all_gather import all_gather
+from thinwire.collectives.memory import allocate
+from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import MismatchError, UsageError
-from thinwire.program import UnitInfo, control_bytes
+from thinwire.program import NORM_BYTES, Axis, Lane, UnitInfo, control_bytes
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.lanes.late import Late
 from thinwire.sharding.params.write_audit import WriteAudit
-from thinwire.sharding.step.control_rows import exchange_bytes
-from thinwire.sharding.step.grad_norm import GradientNorm
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.step.sharded_model import ShardedModel
+from thinwire.spec import Plan
 
-__all__ = ["StepCheck", "StepResult", "UsedGradients"]
+__all__ = ["StepCheck", "StepResult", "UsedGradients", "gather_rows"]
 
 _UNFINISHED: Final = 1
 """Flag of a rank whose last micro-batch lacks its backward."""
@@ -35,6 +39,9 @@ _UNKNOWN: Final = torch.tensor(math.nan, dtype=torch.float64)
 
 _NUM_FLAGS: Final = 2
 """Number of low bits that hold flags; the number of backwards follows above them."""
+
+_BLOCK: Final = 1 << 18
+"""Number of elements whose squares are added up in fp32."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +136,58 @@ class UsedGradients:
         return self._anywhere[self._first_bit[unit] + slot]
 
 
+class GradientNorm:
+    """The L2 norm of a model's gradient over all ranks.
+
+    Args:
+        sharded: The model.
+        reducer: Reducer of the model's gradients.
+    """
+
+    def __init__(self, sharded: ShardedModel, reducer: Reducer) -> None:
+        self._sharded, self._reducer = sharded, reducer
+
+    def measure(self) -> torch.Tensor:
+        """Make a pass over this rank's share as its gradients arrive, and exchange the result.
+
+        Returns:
+            The norm, 0-D, fp64, equal on every rank: on the device if the model has a group ``world``, else on the CPU.
+        """
+        mine, world = self._squared(), self._sharded.world
+        if world is not None:
+            return gather_rows(world, mine.view(1)).sum().sqrt()
+        everyone = exchange_bytes(self._sharded, struct.pack("<d", float(mine)), NORM_BYTES)
+        return torch.tensor(sum(struct.unpack_from("<d", row)[0] for row in everyone), dtype=torch.float64).sqrt()
+
+    @functools.cached_property
+    def _sliced_fragments(self) -> Sequence[OwnedFragment]:
+        """Fragments of parameters that no other tensor-parallel rank holds."""
+        slices = self._sharded.slices
+        return [owned for owned in self._sharded.fragments() if slices[owned.fragment.slot.name] is not None]
+
+    def _squared(self) -> torch.Tensor:
+        """Squared norm of the gradients that this rank owns, 0-D, fp64. Replicas of a share count once, and so do
+        parameters that all tensor-parallel ranks hold."""
+        nothing = torch.zeros((), dtype=torch.float64, device=self._sharded.arena.device)
+        if self._sharded.axes[Axis.REPLICA, Lane.SYNC].index != 0:
+            return nothing
+        norms = self._norms_of_fragments() if self._sharded.part.tensor else self._norms_of_units()
+        return torch.stack(norms).double().square().sum() if norms else nothing
+
+    def _norms_of_units(self) -> list[torch.Tensor]:
+        norms, gradients = [], self._reducer.gradients
+        if self._sharded.lanes.home.exists:
+            self._reducer.join()  # on a GPU, one call for all is faster
+        for units in self._reducer.arrivals(reversed(list(gradients)), apart=False):
+            parts = itertools.chain.from_iterable(gradients[unit] for unit in units)
+            norms += _block_norms([part.owned.values for part in parts if not part.owned.empty])
+        return norms
+
+    def _norms_of_fragments(self) -> list[torch.Tensor]:
+        self._reducer.join()
+        return _block_norms([owned.grad for owned in self._sliced_fragments if not owned.source.owned.empty])
+
+
 class StepCheck:
     """Performs the exchanges of one model's steps, on the control lane.
 
@@ -139,6 +198,7 @@ class StepCheck:
 
     Attributes:
         used: Flags of the parameters that have gradients.
+        audit: Detects writes to parameters inside a forward.
         same_order: Whether the last exchange found the same order of units on all ranks. A difference is an error
             unless every rank holds whole parameters.
         loss_scale: Factor of the losses, and so of all gradients; ``None`` without one.
@@ -146,7 +206,7 @@ class StepCheck:
     """
 
     def __init__(self, sharded: ShardedModel, reducer: Reducer, audit: WriteAudit) -> None:
-        self._sharded, self._reducer, self._audit = sharded, reducer, audit
+        self._sharded, self._reducer, self.audit = sharded, reducer, audit
         infos = [unit.info for unit in sharded.units]
         self._row_bytes = control_bytes(infos)
         self._is_whole = sharded.plan.params.ranks == 1  # then ranks may run different units
@@ -298,7 +358,7 @@ class StepCheck:
             For each trainable parameter, whether any rank had a gradient.
         """
         unfinished = any(gradient.unsynced for gradient in self._reducer.parts)
-        written = self._audit.written()
+        written = self.audit.written()
         flags = _UNFINISHED * unfinished | _WRITTEN * (written is not None)
         words = struct.pack("<qqq", order_hash, flags | backwards << _NUM_FLAGS, self._sharded.steps.taken)
         bits = _to_bits(self.used.mine)
@@ -323,7 +383,7 @@ class StepCheck:
             )
         if (writing_rank := _first_with(_WRITTEN, rows)) is not None:
             where = f"the forward of {written.name}" if written is not None else f"a forward on rank {writing_rank}"
-            self._audit.excuse()
+            self.audit.excuse()
             raise UsageError(
                 f"{where} writes to parameters of its unit, which are made anew from their masters: the change "
                 "would be lost. Write to them between steps, as in `with torch.no_grad(): parameter.clamp_(...)` after "
@@ -343,3 +403,54 @@ def _to_bits(flags: bytearray) -> bytes:
     """Flags as bits, filled up to whole words of 64."""
     bits = np.packbits(np.frombuffer(flags, np.uint8), bitorder="little").tobytes()
     return bits.ljust(-(-len(flags) // 64) * 8, b"\0")
+
+
+def _block_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Norms of the blocks of gradients, fp32. An fp32 sum of many squares is off by percents, differently under every
+    plan; the caller adds up those of the blocks in fp64."""
+    blocks = [block for values in gradients for block in values.view(-1).split(_BLOCK)]
+    return list(torch._foreach_norm(blocks, 2, dtype=torch.float32)) if blocks else []
+
+
+def gather_rows(group: AxisGroup, row: torch.Tensor) -> torch.Tensor:
+    """All-gather a row of each rank.
+
+    Args:
+        group: The ranks.
+        row: This rank's row, ``[k]``, on the host or on the group's device. All rows have one size and dtype.
+
+    Returns:
+        The rows, ``[ranks, k]``, in the order of the group.
+    """
+    if group.size == 1:
+        return row.reshape(1, -1)
+    table = allocate(group.size * row.numel(), row.dtype, row.device)
+    rows = table.view(group.size, -1)
+    rows[group.index].copy_(row)
+    all_gather(group, table).perform()
+    return rows
+
+
+def exchange_bytes(sharded: ShardedModel, payload: bytes, size: int) -> list[bytes]:
+    """All-gather bytes of each rank on the host.
+
+    Args:
+        sharded: The model.
+        payload: This rank's bytes.
+        size: Number of bytes that each rank sends; shorter payloads are filled up with zeros.
+
+    Returns:
+        The bytes of each rank, by rank.
+    """
+    group = sharded.axes[Axis.WORLD, Lane.CONTROL]
+    rows = gather_rows(group, torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8))
+    ranks = sharded.part.data.ranks
+    positions = sorted(range(group.size), key=ranks.__getitem__)
+    by_rank = [rows[_index_of(sharded.plan, position)] for position in positions]
+    return [bytes(row.numpy()) for row in by_rank]
+
+
+def _index_of(plan: Plan, position: int) -> int:
+    """Index of a mesh position in the control group, which sorts by place within the node, then by node."""
+    node, local = divmod(position, plan.mesh.local)
+    return local * plan.mesh.nodes + node
