@@ -60,7 +60,7 @@ def reclosed() -> list[int]:
             model(torch.ones(4, 8)).sum().backward()
             first = engine.close_step(measure=True)
             assert engine.close_step() is first
-            assert engine.step_result is first
+            assert engine.step_check.result is first
             counts.append(closed.call_count)
     return counts
 

@@ -192,7 +192,8 @@ class Reducer:
             Units whose gradients have arrived together. The first are those that computation has waited for before.
         """
         last = {unit: number for number, one in enumerate(self._under_way) if not one.waited for unit in one.units}
-        for _, units in itertools.groupby(order, lambda unit: (last.get(unit), unit if apart else None)):
+        groups = {unit: (last.get(unit), unit if apart else None) for unit in order}
+        for _, units in itertools.groupby(groups, groups.__getitem__):
             together = tuple(units)
             for unit in together if together[0] in last else ():
                 self.join_unit(unit)

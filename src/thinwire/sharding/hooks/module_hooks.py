@@ -136,7 +136,7 @@ def _hook_forward(sharded: ShardedModel, passes: Passes, undo: list[Callable[[],
     @_outside_compile
     @from_any_stream
     def leave(_module: nn.Module, _args: Any, output: Any) -> None:
-        if passes.holds.has_reads and torch.is_grad_enabled():
+        if passes.holds.reads and torch.is_grad_enabled():
             # A parent that computes with a child's weight is no unit, so no other hook runs before its backward.
             for tensor in tensors_in(output):
                 if tensor.grad_fn is not None:
@@ -194,7 +194,8 @@ def _hook_unit(unit: Unit, sharded: ShardedModel, passes: Passes, undo: list[Cal
             return None
         if audit.compares_values:
             audit.after_forward(unit)
-        if is_sharded and not _is_fresh(output):
+        # Most modules return a tensor that certainly has memory of its own.
+        if is_sharded and (type(output) is not torch.Tensor or output.grad_fn is None or output._is_view()):
             output = _keep(output, gathered)
         hears = (announces or recorder.timeline is not None) and torch.is_grad_enabled()
         if hears:
@@ -292,11 +293,6 @@ def _announce_backward(
         else:
             before.append(leave)
     return True
-
-
-def _is_fresh(output: Any) -> bool:
-    """Whether an output certainly has memory of its own, as with most modules."""
-    return type(output) is torch.Tensor and output.grad_fn is not None and not output._is_view()
 
 
 def _keep(output: Any, gathered: frozenset[int]) -> Any:

@@ -96,7 +96,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.skip_nonfinite = skip_nonfinite or loss_scale is not None
         self.reducer, self.step_check, self.shares = runtime.reducer, runtime.step_check, runtime.shares
         self.loss_scale = self.step_check.loss_scale = loss_scale
-        sharded, self._lanes, self._exchanges = runtime.sharded, runtime.lanes, runtime.exchanges
+        self._lanes, self._exchanges, self._holds = runtime.lanes, runtime.exchanges, runtime.holds
+        sharded = runtime.sharded
         self._update = ShareUpdate(
             self.owned,
             self.reducer,
@@ -151,7 +152,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 not wait for the norm, the next use of the loss scale raises it.
             UsageError: There is a loss scale, and no loss was multiplied by it.
         """
-        self.runtime.refuse("step()")
+        self._holds.refuse("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -159,7 +160,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.skip_nonfinite and self._skips_on_device:
             self._update_unless_found_inf()
         else:
-            adjust(self.loss_scale, [self.reducer], finite=self.update())
+            finite = self.update()
+            if self.loss_scale is not None:
+                adjust(self.loss_scale, [self.reducer], finite=finite)
         return loss
 
     def update(self) -> bool:
@@ -169,7 +172,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             Whether parameters were updated; if not, the gradient is not finite, and nothing of it is left behind.
         """
         runtime = self.runtime
-        self._check_scaled()
+        if self.loss_scale is not None:
+            self._check_scaled(self.loss_scale)
         result = runtime.close_step(measure=self.skip_nonfinite)
         if self.skip_nonfinite and not result.finite:
             self._note_skipped()
@@ -189,13 +193,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         few_calls = arrived and lanes.home.exists  # which are faster on a GPU
         exchanged = exchanges is not None and exchanges.writes()  # which comes before the spread
         unspread = self._update.perform(arrived=arrived, at_once=hooked or few_calls or exchanged)
-        lanes.computed("update", "of all units", began)
+        if began is not None:
+            lanes.computed("update", "of all units", began)
         runtime.finish_step(updated=True, only=unspread)
 
     def _update_unless_found_inf(self) -> None:
         """Make a step that the device skips if the gradient is not finite, as under torch's ``GradScaler``. The host
         learns of it later: it never waits for the norm. A skipped step spreads parameters that have not changed."""
-        self._check_scaled()
+        if self.loss_scale is not None:
+            self._check_scaled(self.loss_scale)
         result = self.runtime.close_step(measure=True)
         norm = result.norm
         self.step_check.once_settled(self._learn)
@@ -211,15 +217,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _learn(self, finite: bool) -> None:
         if not finite:
             self._note_skipped()
-        adjust(self.loss_scale, [self.reducer], finite=finite)
+        if self.loss_scale is not None:
+            adjust(self.loss_scale, [self.reducer], finite=finite)
 
     def _note_skipped(self) -> None:
         self._skipped_steps += 1
         self.reducer.forget_lost()  # they hold what codecs rounded away from the skipped gradient
 
-    def _check_scaled(self) -> None:
-        scale = self.loss_scale
-        if scale is None or scale.applied or all(part.absent for part in self.reducer.parts):
+    def _check_scaled(self, scale: LossScale) -> None:
+        if scale.applied or all(part.absent for part in self.reducer.parts):
             return
         raise UsageError(
             "step(): no loss was scaled since the last step, and this step would divide its gradients by "
@@ -247,19 +253,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise UsageError("parameter groups of a sharded optimizer are given to thinwire.optimizer(param_groups=...)")
 
 
-def adjust(loss_scale: LossScale | None, reducers: Sequence[Reducer], *, finite: bool) -> None:
+def adjust(loss_scale: LossScale, reducers: Sequence[Reducer], *, finite: bool) -> None:
     """End a step of a loss scale, and let the rounding errors that error feedback keeps follow it.
 
     Args:
-        loss_scale: Scale of all parts of a model; ``None`` without one.
+        loss_scale: Scale of all parts of a model.
         reducers: Reducers of this rank's parts.
         finite: Whether the gradient of the whole model was finite.
 
     Raises:
         NonFiniteError: It was not, and the scale is already at its floor.
     """
-    if loss_scale is None:
-        return
     factor = loss_scale.update(finite=finite)
     for reducer in reducers:
         reducer.rescale_lost(factor)
@@ -333,7 +337,8 @@ class ShareUpdate:
                 began = True
                 self.forget_gradients()
             self._update_units(units)
-        self._show_gradients()
+        if not self._copies:
+            self._give_gradients(self._fragments)  # for whoever looks at the wrapped optimizer's parameters
 
     def _as_needed(self) -> None:
         """Update the units in the order in which the next forward needs them, and spread those that travel together
@@ -344,7 +349,8 @@ class ShareUpdate:
         for units in self._programs.spreads() or ([(u,) for u in trained] if self._copies else [(*trained,)]):
             self._update_units(units)
             self._spreads.start_batch(units)
-        self._show_gradients()
+        if not self._copies:
+            self._give_gradients(self._fragments)  # for whoever looks at the wrapped optimizer's parameters
 
     def _update_units(self, units: Sequence[int]) -> None:
         """Update this rank's share of units whose gradients have arrived, in one call."""
@@ -354,11 +360,6 @@ class ShareUpdate:
         for owned in fragments:
             owned.value.grad = None
         self._spreads.write_back(units)
-
-    def _show_gradients(self) -> None:
-        """Let the wrapped optimizer's parameters show their gradients after the update."""
-        if not self._copies:
-            self._give_gradients(self._fragments)
 
     def _at_once(self) -> None:
         self._reducer.join()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -33,7 +33,7 @@ from thinwire.sharding.memory.layout import FlatLayout, Run
 from thinwire.sharding.memory.local import set_local
 from thinwire.sharding.params.seeds import Seeds
 
-__all__ = ["BufferGathers", "FlatBuffer", "GatherBatch", "GatherLink", "State", "Tables", "Unit", "start_gathers"]
+__all__ = ["BufferGathers", "FlatBuffer", "GatherBatch", "GatherLink", "State", "Unit", "start_gathers"]
 
 
 @dataclass
@@ -149,7 +149,7 @@ class BufferGathers:
 
     def __init__(self, unit: int, buffers: Sequence[FlatBuffer], link: GatherLink) -> None:
         self._unit, self._buffers, self._link = unit, tuple(buffers), link
-        params, secondary = link.params, link.secondary
+        params, secondary, self._seeds = link.params, link.secondary, link.seeds
         sharded = params.size > 1
         for buffer in buffers if sharded else ():
             buffer.restore()  # collectives are built from views, which need allocated memory
@@ -177,7 +177,7 @@ class BufferGathers:
         if codec is None or exact or not buffer.layout.encoded:
             return self._from_shard[number]
         # Built for each gather, so that a unit keeps no memory for messages between gathers.
-        return _gather(self._link.params, buffer, buffer.shard, codec, self._seed())
+        return _gather(self._link.params, buffer, buffer.shard, codec, self._seeds.of_unit(Lane.GATHER, self._unit))
 
     def part(self, number: int, *, from_secondary: bool, encoded: bool) -> Part:
         """One buffer as a part of a joint gather.
@@ -193,14 +193,9 @@ class BufferGathers:
             own = buffer.secondary if from_secondary else buffer.shard
             assert own is not None
             self._parts[key] = Part(buffer.full, own)
-        return replace(self._parts[key], seed=self._seed()) if encoded else self._parts[key]
-
-    def _seed(self) -> int:
-        return self._link.seeds.of_unit(Lane.GATHER, self._unit)
-
-
-def piece_of(full: torch.Tensor, group: AxisGroup) -> torch.Tensor:
-    return full.view(group.size, -1)[group.index]
+        if not encoded:
+            return self._parts[key]
+        return replace(self._parts[key], seed=self._seeds.of_unit(Lane.GATHER, self._unit))
 
 
 def _gather(
@@ -210,7 +205,7 @@ def _gather(
     that without a codec the collective is built only once."""
 
     def place_own() -> None:
-        piece_of(buffer.full, group).copy_(source)
+        buffer.full.view(group.size, -1)[group.index].copy_(source)
 
     return all_gather(group, buffer.full, codec=codec, seed=seed).after(place_own)
 
@@ -221,16 +216,6 @@ class State(enum.Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     GATHERED = "gathered"
-
-
-class Tables:
-    """The tables of parameters of a unit's modules. This one stands for none."""
-
-    def open(self) -> None:
-        """Let modules read parameters without asking."""
-
-    def close(self) -> None:
-        """Let modules ask before they read parameters."""
 
 
 class Unit:
@@ -247,7 +232,9 @@ class Unit:
         state: State of the parameters.
         ready: Whether the parameters are whole and up to date.
         is_open: Whether modules read the parameters without asking: the unit is ready, inside a pass.
-        tables: Tables of parameters of the unit's modules, which follow ``is_open``.
+        opened: Called with whether the unit is open when that changes.
+        name: Dotted module name, for messages.
+        spreads: Tickets of spreads that gathers wait for.
         secondary_valid: Whether the secondary shard has the current values.
         computes_with_copies: Whether modules compute with copies of the masters: P is sharded, or masters are separate.
         num_updates: Number of times that torch's version counters were raised for new values.
@@ -263,12 +250,13 @@ class Unit:
         self.state = State.SHARDED if self.sharded else State.GATHERED
         self.ready = not self.sharded
         self.is_open = False
-        self.tables = Tables()
+        self.opened: Callable[[bool], None] = lambda _: None
+        self.name = info.name or "(root)"
         self.secondary_valid = False
         self.computes_with_copies = self.sharded or any(buffer.master is not None for buffer in buffers)
         self.num_updates = 0
         self.exact = True
-        self._spreads: list[Ticket] = []
+        self.spreads: list[Ticket] = []
         self._link = link
         self._gather: list[Ticket] = []
         self._spread_loads = [Load(f"spread {self.name}", Axis.SHARD, (index,), b.layout.encoded) for b in buffers]
@@ -281,11 +269,6 @@ class Unit:
         }
         self.gathers = BufferGathers(index, buffers, link)
 
-    @property
-    def name(self) -> str:
-        """Dotted module name, for messages."""
-        return self.info.name or "(root)"
-
     def start_gather(self, *, from_secondary: bool, exact: bool = False) -> None:
         """Start a gather (sharded -> gathering). Does nothing in any other state.
 
@@ -295,23 +278,6 @@ class Unit:
         """
         if self.state is State.SHARDED:
             start_gathers({self.index: self}, self._singles[from_secondary and self.secondary_valid], exact=exact)
-
-    def expect_gathers(self, *, exact: bool) -> None:
-        """Prepare for the gathers of all buffers, which :meth:`gather_moves` or a joint gather perform (sharded ->
-        gathering)."""
-        for buffer in self.buffers:
-            buffer.restore()
-        self.exact = exact or self._link.codec is None
-        self.state = State.GATHERING
-
-    def expect_ticket(self, ticket: Ticket) -> None:
-        """Take the ticket of a gather of one or more of the buffers."""
-        self._gather.append(ticket)
-
-    @property
-    def spreads(self) -> Sequence[Ticket]:
-        """Tickets of spreads that gathers wait for."""
-        return self._spreads
 
     def need(self, *, from_secondary: bool) -> None:
         """Gather on demand (any state -> gathered), and wait until the parameters are whole and up to date."""
@@ -343,11 +309,12 @@ class Unit:
 
     def keep_secondary(self) -> None:
         """Copy this rank's part of the gathered parameters into the secondary shard, unless it is still valid."""
-        if self._link.secondary is None or self.secondary_valid or self.state is not State.GATHERED:
+        group = self._link.secondary
+        if group is None or self.secondary_valid or self.state is not State.GATHERED:
             return
         for buffer in self.buffers:
             assert buffer.secondary is not None
-            buffer.secondary.copy_(piece_of(buffer.full, self._link.secondary))
+            buffer.secondary.copy_(buffer.full.view(group.size, -1)[group.index])
         self.secondary_valid = True
 
     def spread(self, number: int, lane: Lane, moves: Moves) -> None:
@@ -356,7 +323,7 @@ class Unit:
 
     def expect_spread(self, ticket: Ticket) -> None:
         """Take the ticket of a spread of one or more of the buffers; the next gather waits for it."""
-        self._spreads.append(ticket)
+        self.spreads.append(ticket)
         self.ready = False
         self.close()
 
@@ -364,14 +331,14 @@ class Unit:
         """Let modules ask before they read the parameters."""
         if self.is_open:
             self.is_open = False
-            self.tables.close()
+            self.opened(False)
 
     def join_spread(self) -> None:
         """Wait until the parameters that the last step updated have arrived."""
-        if self._spreads:
-            for ticket in self._spreads:
+        if self.spreads:
+            for ticket in self.spreads:
                 ticket.wait()
-            self._spreads.clear()
+            self.spreads.clear()
             self.ready = self.state is State.GATHERED
 
     def release_shard(self) -> None:
@@ -425,8 +392,10 @@ def start_gathers(
     fresh = {number for number in wanted if units[number].state is State.SHARDED}
     if not fresh:
         return
-    for number in fresh:
-        units[number].expect_gathers(exact=exact)
+    for unit in (units[number] for number in fresh):
+        for buffer in unit.buffers:
+            buffer.restore()
+        unit.exact, unit.state = exact or unit._link.codec is None, State.GATHERING
     for batch in batches:
         for second in (False, True):
             keys = [
@@ -459,7 +428,7 @@ def _start_gather(parts: Sequence[tuple[Unit, int]], *, from_secondary: bool, ex
     for work in moves:
         ticket = link.lanes.submit(Lane.GATHER, work, after=after, load=load)
         for unit in of_units:
-            unit.expect_ticket(ticket)
+            unit._gather.append(ticket)
 
 
 @functools.cache

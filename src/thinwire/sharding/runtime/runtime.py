@@ -46,9 +46,8 @@ from thinwire.sharding.islands.outer_group import OuterGroup
 from thinwire.sharding.memory.local import set_local
 from thinwire.sharding.params.write_audit import WriteAudit
 from thinwire.sharding.runtime.edited_parameters import Written
-from thinwire.sharding.runtime.masters import Masters
 from thinwire.sharding.runtime.sharded_parameters import ShardedParameters, forget_share
-from thinwire.sharding.runtime.share_gradients import ShareGradients
+from thinwire.sharding.runtime.share_values import Masters, ShareGradients
 from thinwire.sharding.step.param_broadcast import Spreads
 from thinwire.sharding.step.passes import Passes
 from thinwire.sharding.step.pinned_units import Holds
@@ -160,14 +159,6 @@ class Runtime:
         if self.half_loaded is not None:
             raise CheckpointError(self.half_loaded)
 
-    def refuse(self, action: str) -> None:
-        """Refuse an action that would make whole parameters stale.
-
-        Raises:
-            UsageError: A ``full_parameters()`` block is open; the error names the action.
-        """
-        self.holds.refuse(action)
-
     def _before_use(self) -> None:
         self.refuse_half_loaded()
         if self.masters is not None:
@@ -217,31 +208,21 @@ class Runtime:
                 Raised on every rank.
             CheckpointError: The model is half loaded.
         """
-        if self.step_check.result is None or self.passes.may_be_unreported:
-            self._close_step()
-        if measure and not self.step_result.measured:
-            self.step_check.measure()
-        return self.step_result
-
-    def _close_step(self) -> None:
-        self.refuse_half_loaded()
-        self.passes.reach_step()
-        if self.gradients is not None:
-            self.passes.refuse_missing_backward()
-        if self.step_check.result is None:
-            self.step_check.close(self.schedule.order.value, self.schedule.backwards)
-            self.schedule.ranks_met(same_order=self.step_check.same_order)
-        if self.exchanges is not None:
-            self.exchanges.hold()
-        if self.gradients is not None:
-            self.gradients.merge()
-
-    @property
-    def step_result(self) -> StepResult:
-        """What ranks have agreed on in this step, which :meth:`close_step` has closed."""
-        result = self.step_check.result
-        assert result is not None
-        return result
+        step_check = self.step_check
+        if step_check.result is None or self.passes.may_be_unreported:
+            self.refuse_half_loaded()
+            self.passes.reach_step()
+            if step_check.result is None:
+                step_check.close(self.schedule.order.value, self.schedule.backwards)
+                self.schedule.ranks_met(same_order=step_check.same_order)
+            if self.exchanges is not None:
+                self.exchanges.hold()
+            if self.gradients is not None:
+                self.gradients.merge()
+        assert step_check.result is not None
+        if measure and not step_check.result.measured:
+            step_check.measure()
+        return step_check.result
 
     def clip_gradients(self, norm: torch.Tensor, max_norm: float) -> None:
         """Scale the gradients so that the norm of the whole model is at most ``max_norm``; see
@@ -282,7 +263,7 @@ class Runtime:
             updated: Whether parameters have new values. A step may be taken without an update.
             only: Numbers of the units that were updated and have not begun to spread; all by default.
         """
-        step = self.num_steps + 1
+        step = self.sharded.steps.taken + 1
         if self.exchanges is not None:
             if self.exchanges.writes():
                 self.spreads.join()  # they may read the masters
@@ -312,7 +293,7 @@ class Runtime:
         self.sharded.steps.taken = step
         self.holds.release_reads()
         self.passes.state.end_step()
-        self.audit.begin_step(self.num_steps)
+        self.audit.begin_step(step)
         self.schedule.abandon()
         self.step_check.forget()
 

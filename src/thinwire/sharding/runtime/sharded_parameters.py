@@ -1,7 +1,7 @@
 """The parameters of a model outside of its forward and backward: shares of the masters, with their gradients.
 
-Reads and writes of share tensors end in :class:`~thinwire.sharding.runtime.masters.Masters` and
-:class:`~thinwire.sharding.runtime.share_gradients.ShareGradients`.
+Reads and writes of share tensors end in :class:`~thinwire.sharding.runtime.share_values.Masters` and
+:class:`~thinwire.sharding.runtime.share_values.ShareGradients`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.params.param_group import FlatBuffer, Unit
 from thinwire.sharding.runtime.live_parameter import ModelParameter
-from thinwire.sharding.runtime.masters import Masters
-from thinwire.sharding.runtime.share_gradients import ShareGradients, TrainedParameter
+from thinwire.sharding.runtime.share_values import Masters, ShareGradients, TrainedParameter
 from thinwire.sharding.runtime.tensor_collectives import ModelHolders
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.tensors.parameter import ShardedParameter

@@ -82,7 +82,7 @@ class PassState:
         """Let modules read a ready unit's parameters without asking further, until the pass ends."""
         if self.inside and not unit.is_open:
             unit.is_open = True
-            unit.tables.open()
+            unit.opened(True)
             self._opened.append(unit)
 
     def end_step(self) -> None:
@@ -175,18 +175,15 @@ class Passes:
         return self.state.inside or self.holds.depth > 0 or recomputing()
 
     def reach_step(self) -> None:
-        """Handle the end of a step's micro-batches, which may have failed."""
+        """Handle the end of a step's micro-batches, which may have failed.
+
+        Raises:
+            UsageError: The model is complete, its forward recorded a graph, and no backward has reached a parameter.
+        """
         self.state.at = Phase.STEP, -1
         self.forget_failed()
         self.take_unreported()
-
-    def refuse_missing_backward(self) -> None:
-        """Refuse a step whose forward recorded a graph, if no backward has reached a parameter.
-
-        Raises:
-            UsageError: The backward is missing.
-        """
-        if self.state.waits_for_backward and not self.state.had_backward:
+        if self._sharded.is_whole_model and self.state.waits_for_backward and not self.state.had_backward:
             raise UsageError(
                 "step() after a forward without a backward that reached the model's parameters: call loss.backward(), "
                 "without inputs=, or run the forward under torch.no_grad(). Nothing was updated"
@@ -362,7 +359,7 @@ class Passes:
         """Handle the last gradient of a unit."""
         moment = self._grads_ready[index]
         self.state.at = moment
-        self._schedule.note_backward(moment)
+        self._schedule.backward.append(moment)
         if (began := self.state.began[index]) is not None:
             self._lanes.computed("backward", self._units[index].name, began)
         self._reducer.ready(index)
@@ -379,7 +376,7 @@ class Passes:
         """Handle a backward that computes the gradient of a unit's input next."""
         if self._has_delivered(index):
             moment = self.state.at = Phase.INPUT_GRADIENT, index
-            self._schedule.note_backward(moment)
+            self._schedule.backward.append(moment)
 
     def post_backward(self, index: int) -> None:
         """Handle a backward that leaves one call of a unit, because the gradients of the call's inputs exist."""
@@ -473,7 +470,7 @@ class Passes:
         if self._open_calls[index] <= 0 and index not in self._schedule.retained().carried:
             moment = self.state.at = Phase.POST_BACKWARD, index
             if self.holds.free(index):
-                self._schedule.note_backward(moment)
+                self._schedule.backward.append(moment)
 
     # -- reads outside of passes -------------------------------------------------------------------------------
 

@@ -273,7 +273,8 @@ class Schedule:
         last: Whether the current micro-batch is the step's last.
         order: Hash of this step's events that must have the same order on all ranks.
         forward: Forward events of the current micro-batch so far; :meth:`note_forward` appends them.
-        backward: Its backward events so far; :meth:`note_backward` appends them.
+        backward: Its backward events so far. Whoever sees that a unit's gradients are ready, that its input gradient is
+            next, or that the backward has left the unit, appends an event, which moves no cursor.
     """
 
     def __init__(self, programs: Programs) -> None:
@@ -300,7 +301,8 @@ class Schedule:
         """Begin a forward of the model, or of a unit that is called alone."""
         if len(self.forward) >= MOST_EVENTS:
             self.abandon_micro_batch()  # forwards that record graphs and never run backward
-        self.order.shorten()
+        if len(self.order.events) >= MOST_EVENTS:
+            self.order.shorten()
 
     # -- events ------------------------------------------------------------------------------------------------
 
@@ -336,11 +338,6 @@ class Schedule:
             self._deviate()
             return ()
         return self.programs.prefetches(place_of(self.micro_batch, last=self.last), moment)
-
-    def note_backward(self, moment: Moment) -> None:
-        """Record in the trace that a unit's gradients are ready, that its input gradient is next, or that the backward
-        has left it; moves no cursor."""
-        self.backward.append(moment)
 
     def end_backward(self) -> None:
         """Complete a micro-batch: adopt its trace if there is none yet, or if it differs from the adopted one."""
@@ -447,8 +444,7 @@ class _OrderHash:
 
     def shorten(self) -> None:
         """Replace a long list of events by its hash."""
-        if len(self.events) >= MOST_EVENTS:
-            self._prefix, self.events = self.value, []
+        self._prefix, self.events = self.value, []
 
     def reset(self) -> None:
         """Forget all events."""

@@ -24,7 +24,6 @@ from thinwire.sharding.lanes.late import Late
 from thinwire.sharding.params.write_audit import WriteAudit
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.step.sharded_model import ShardedModel
-from thinwire.spec import Plan
 
 __all__ = ["StepCheck", "StepResult", "UsedGradients", "gather_rows"]
 
@@ -153,10 +152,16 @@ class GradientNorm:
         Returns:
             The norm, 0-D, fp64, equal on every rank: on the device if the model has a group ``world``, else on the CPU.
         """
-        mine, world = self._squared(), self._sharded.world
+        sharded, world = self._sharded, self._sharded.world
+        mine = torch.zeros((), dtype=torch.float64, device=sharded.arena.device)
+        # Replicas of a share count once, and so do parameters that all tensor-parallel ranks hold.
+        if sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0:
+            norms = self._norms_of_fragments() if sharded.part.tensor else self._norms_of_units()
+            if norms:
+                mine = torch.stack(norms).double().square().sum()
         if world is not None:
             return gather_rows(world, mine.view(1)).sum().sqrt()
-        everyone = exchange_bytes(self._sharded, struct.pack("<d", float(mine)), NORM_BYTES)
+        everyone = exchange_bytes(sharded, struct.pack("<d", float(mine)), NORM_BYTES)
         return torch.tensor(sum(struct.unpack_from("<d", row)[0] for row in everyone), dtype=torch.float64).sqrt()
 
     @functools.cached_property
@@ -164,15 +169,6 @@ class GradientNorm:
         """Fragments of parameters that no other tensor-parallel rank holds."""
         slices = self._sharded.slices
         return [owned for owned in self._sharded.fragments() if slices[owned.fragment.slot.name] is not None]
-
-    def _squared(self) -> torch.Tensor:
-        """Squared norm of the gradients that this rank owns, 0-D, fp64. Replicas of a share count once, and so do
-        parameters that all tensor-parallel ranks hold."""
-        nothing = torch.zeros((), dtype=torch.float64, device=self._sharded.arena.device)
-        if self._sharded.axes[Axis.REPLICA, Lane.SYNC].index != 0:
-            return nothing
-        norms = self._norms_of_fragments() if self._sharded.part.tensor else self._norms_of_units()
-        return torch.stack(norms).double().square().sum() if norms else nothing
 
     def _norms_of_units(self) -> list[torch.Tensor]:
         norms, gradients = [], self._reducer.gradients
@@ -361,7 +357,7 @@ class StepCheck:
         written = self.audit.written()
         flags = _UNFINISHED * unfinished | _WRITTEN * (written is not None)
         words = struct.pack("<qqq", order_hash, flags | backwards << _NUM_FLAGS, self._sharded.steps.taken)
-        bits = _to_bits(self.used.mine)
+        bits = np.packbits(np.frombuffer(self.used.mine, np.uint8), bitorder="little").tobytes()
         everyone = exchange_bytes(self._sharded, words + bits, self._row_bytes)
         rows = [struct.unpack_from("<qqq", row) for row in everyone]
         self.same_order = all(row[0] == rows[0][0] for row in rows)
@@ -375,13 +371,16 @@ class StepCheck:
                     f"{expected}. Every rank must run the same units in the "
                     "same order; look for branches that depend on the data or the rank. Nothing was updated"
                 )
-        if (unfinished_rank := _first_with(_UNFINISHED, rows)) is not None:
+        unfinished_rank, writing_rank = (
+            next((rank for rank, row in enumerate(rows) if row[1] & flag), None) for flag in (_UNFINISHED, _WRITTEN)
+        )
+        if unfinished_rank is not None:
             raise UsageError(
                 f"rank {unfinished_rank} has gradients that were never "
                 "synchronised: the backward of the last of thinwire.micro_batches(...) is missing. Run it, or call "
                 "zero_grad() to drop the step. Nothing was updated"
             )
-        if (writing_rank := _first_with(_WRITTEN, rows)) is not None:
+        if writing_rank is not None:
             where = f"the forward of {written.name}" if written is not None else f"a forward on rank {writing_rank}"
             self.audit.excuse()
             raise UsageError(
@@ -392,17 +391,6 @@ class StepCheck:
         rows_of_bits = [np.frombuffer(row, np.uint8, offset=len(words)) for row in everyone]
         used = np.unpackbits(np.bitwise_or.reduce(rows_of_bits), count=len(self.used.mine), bitorder="little")
         return tuple(used.astype(bool).tolist())
-
-
-def _first_with(flag: int, rows: Sequence[tuple[int, ...]]) -> int | None:
-    """The first rank that has set a flag; ``None`` if there is none."""
-    return next((rank for rank, row in enumerate(rows) if row[1] & flag), None)
-
-
-def _to_bits(flags: bytearray) -> bytes:
-    """Flags as bits, filled up to whole words of 64."""
-    bits = np.packbits(np.frombuffer(flags, np.uint8), bitorder="little").tobytes()
-    return bits.ljust(-(-len(flags) // 64) * 8, b"\0")
 
 
 def _block_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -446,11 +434,7 @@ def exchange_bytes(sharded: ShardedModel, payload: bytes, size: int) -> list[byt
     rows = gather_rows(group, torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8))
     ranks = sharded.part.data.ranks
     positions = sorted(range(group.size), key=ranks.__getitem__)
-    by_rank = [rows[_index_of(sharded.plan, position)] for position in positions]
+    # The group sorts by place within the node, then by node.
+    mesh = sharded.plan.mesh
+    by_rank = [rows[position % mesh.local * mesh.nodes + position // mesh.local] for position in positions]
     return [bytes(row.numpy()) for row in by_rank]
-
-
-def _index_of(plan: Plan, position: int) -> int:
-    """Index of a mesh position in the control group, which sorts by place within the node, then by node."""
-    node, local = divmod(position, plan.mesh.local)
-    return local * plan.mesh.nodes + node
