@@ -118,7 +118,6 @@ class _Loading:
         self._runtime = runtime = runtime_of(model)
         self._sharded = sharded = runtime.sharded
         self._exchanges, self._reducer, self._step_check = runtime.exchanges, runtime.reducer, runtime.step_check
-        self._reducer, self._step_check = runtime.reducer, runtime.step_check
         runtime.join_spreads()
         runtime.zero_grad()
         self._same_plan = same_plan
