@@ -234,7 +234,6 @@ class Unit:
         is_open: Whether modules read the parameters without asking: the unit is ready, inside a pass.
         opened: Called with whether the unit is open when that changes.
         name: Dotted module name, for messages.
-        spreads: Tickets of spreads that gathers wait for.
         secondary_valid: Whether the secondary shard has the current values.
         computes_with_copies: Whether modules compute with copies of the masters: P is sharded, or masters are separate.
         num_updates: Number of times that torch's version counters were raised for new values.
@@ -256,7 +255,7 @@ class Unit:
         self.computes_with_copies = self.sharded or any(buffer.master is not None for buffer in buffers)
         self.num_updates = 0
         self.exact = True
-        self.spreads: list[Ticket] = []
+        self._spreads: list[Ticket] = []
         self._link = link
         self._gather: list[Ticket] = []
         self._spread_loads = [Load(f"spread {self.name}", Axis.SHARD, (index,), b.layout.encoded) for b in buffers]
@@ -268,6 +267,11 @@ class Unit:
             for second in (False, True)
         }
         self.gathers = BufferGathers(index, buffers, link)
+
+    @property
+    def spreads(self) -> Sequence[Ticket]:
+        """Tickets of spreads that gathers wait for."""
+        return self._spreads
 
     def start_gather(self, *, from_secondary: bool, exact: bool = False) -> None:
         """Start a gather (sharded -> gathering). Does nothing in any other state.
@@ -323,7 +327,7 @@ class Unit:
 
     def expect_spread(self, ticket: Ticket) -> None:
         """Take the ticket of a spread of one or more of the buffers; the next gather waits for it."""
-        self.spreads.append(ticket)
+        self._spreads.append(ticket)
         self.ready = False
         self.close()
 
@@ -335,10 +339,10 @@ class Unit:
 
     def join_spread(self) -> None:
         """Wait until the parameters that the last step updated have arrived."""
-        if self.spreads:
-            for ticket in self.spreads:
+        if self._spreads:
+            for ticket in self._spreads:
                 ticket.wait()
-            self.spreads.clear()
+            self._spreads.clear()
             self.ready = self.state is State.GATHERED
 
     def release_shard(self) -> None:

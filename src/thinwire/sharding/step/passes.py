@@ -374,14 +374,14 @@ class Passes:
 
     def input_gradient(self, index: int) -> None:
         """Handle a backward that computes the gradient of a unit's input next."""
-        if self._has_delivered(index):
+        if index in self._taken or self._reducer.delivered(index):
             moment = self.state.at = Phase.INPUT_GRADIENT, index
             self._schedule.backward.append(moment)
 
     def post_backward(self, index: int) -> None:
         """Handle a backward that leaves one call of a unit, because the gradients of the call's inputs exist."""
         self._open_calls[index] -= 1
-        if index not in self._sharded.gradients or self._has_delivered(index):
+        if index not in self._sharded.gradients or index in self._taken or self._reducer.delivered(index):
             self._free_if_left(index)
 
     # -- the backward ------------------------------------------------------------------------------------------
@@ -459,10 +459,6 @@ class Passes:
         for unit, grads in taken.items():
             self._step_check.used.note_all(unit)
             self._reducer.take_whole(unit, grads)
-
-    def _has_delivered(self, index: int) -> bool:
-        """Whether every trained parameter of a unit has delivered its gradient in this backward."""
-        return index in self._taken or self._reducer.delivered(index)
 
     def _free_if_left(self, index: int) -> None:
         if not self._units[index].sharded:
