@@ -20,7 +20,7 @@ from thinwire.sharding.lanes import lanes, stream_workers, thread_workers
 from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.runtime.runtime import Runtime
-from thinwire.sharding.step import control_rows, grad_norm
+from thinwire.sharding.step import step_check
 
 __all__ = ["Journal", "JournaledStep", "StartedCollective", "keep_journal"]
 
@@ -97,7 +97,7 @@ class Journal:
 def keep_journal(engine: Runtime) -> Iterator[Journal]:
     """Keep a journal of the collectives that start, the waits of computation, and the units that are freed."""
     journal = Journal(lambda: (engine.num_steps, Event(*engine.passes.state.at, engine.schedule.micro_batch)))
-    submit, free, gather_rows = lanes.Lanes.submit, Unit.free, control_rows.gather_rows
+    submit, free, gather_rows = lanes.Lanes.submit, Unit.free, step_check.gather_rows
 
     def noted_submit(
         self: lanes.Lanes, lane: Lane, work: Any, *, after: Sequence[Any] = (), load: Load = lanes.UNNAMED
@@ -133,8 +133,7 @@ def keep_journal(engine: Runtime) -> Iterator[Journal]:
     with (
         mock.patch.object(lanes.Lanes, "submit", noted_submit),
         mock.patch.object(Unit, "free", noted_free),
-        mock.patch.object(control_rows, "gather_rows", noted_rows),
-        mock.patch.object(grad_norm, "gather_rows", noted_rows),
+        mock.patch.object(step_check, "gather_rows", noted_rows),
         noted_wait(thread_workers._ThreadTicket),
         noted_wait(stream_workers._StreamTicket),
     ):

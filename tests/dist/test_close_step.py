@@ -12,7 +12,7 @@ import thinwire as tw
 from thinwire.collectives.group import recording
 from thinwire.program import NORM_BYTES, Lane, control_bytes
 from thinwire.sharding.api import runtime
-from thinwire.sharding.step.forward import Passes
+from thinwire.sharding.step.passes import Passes
 from thinwire.testing import run_ranks
 
 STEPS = 3
@@ -60,7 +60,7 @@ def reclosed() -> list[int]:
             model(torch.ones(4, 8)).sum().backward()
             first = engine.close_step(measure=True)
             assert engine.close_step() is first
-            assert engine.step_result is first
+            assert engine.step_check.result is first
             counts.append(closed.call_count)
     return counts
 

@@ -60,7 +60,7 @@ def settle(run: Session) -> None:
         run.loss(number).backward()
         run.step()
     if run.sharded:
-        assert all(unit.settled for unit in runtime(run.model).passes.backward.deliveries), "units have not settled"
+        assert all(unit.settled for unit in runtime(run.model).passes.deliveries), "units have not settled"
 
 
 def other_order(run: Session, order: tuple[int, ...]) -> None:

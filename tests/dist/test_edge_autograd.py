@@ -36,8 +36,7 @@ from torch.utils.checkpoint import checkpoint
 import thinwire as tw
 from thinwire.sharding.api import runtime
 from thinwire.sharding.params.param_group import State
-from thinwire.sharding.step.backward import BackwardPass
-from thinwire.sharding.step.forward import Passes
+from thinwire.sharding.step.passes import Passes
 from thinwire.testing import run_ranks
 
 Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], None]
@@ -221,7 +220,7 @@ def check_created_graphs() -> None:
         model = tw.shard(build(Differentiable), plan(name))
         train_sharded(model, tw.optimizer(model, torch.optim.AdamW, **ADAMW), steps=range(1), micro_batches=2)
         held = [part.local.values for part in runtime(model).reducer.parts]
-        assert not any(values.requires_grad for values in (*held, runtime(model).arena)), "graphs pile up"
+        assert not any(values.requires_grad for values in (*held, runtime(model).sharded.arena)), "graphs pile up"
         close(model)
     parity(Differentiable)
 
@@ -498,7 +497,7 @@ def check_backward_in_a_compiled_step(name: str) -> None:
         micro_step(samples(step, 1, 4)[0][dist.get_rank()])
         optim.step()
         optim.zero_grad()
-    inside = (Passes.pre_forward, Passes.post_forward, BackwardPass.begin, BackwardPass.all_gradients)
+    inside = (Passes.pre_forward, Passes.post_forward, Passes.begin, Passes.all_gradients)
     compiled = [each.__qualname__ for each in inside if _debug_get_cache_entry_list(each.__code__)]
     assert not compiled
     close(model)

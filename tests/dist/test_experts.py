@@ -16,7 +16,7 @@ from thinwire.cost import parts, units
 from thinwire.errors import SpecError, UsageError
 from thinwire.parallel import ParallelModel, ParallelOptimizer
 from thinwire.program import lower
-from thinwire.sharding.runtime.runtime import runtime_of, sent_bytes
+from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sim.axes import exchanged_values
 from thinwire.spec import ModelSpec
 from thinwire.testing import run_ranks
@@ -219,7 +219,7 @@ def sent_in_a_step(plan: tw.Plan) -> dict[str, int]:
         total.clear()
         for chunk in model.chunks:
             runtime_of(chunk).join_spreads()
-            for lane, scopes in sent_bytes(runtime_of(chunk)).items():
+            for lane, scopes in tw.traffic(chunk).items():
                 total.update({f"{lane} {scope}": count for scope, count in scopes.items()})
     return dict(total)
 

@@ -141,10 +141,10 @@ def follow(plan_toml: str, num_micro_batches: int) -> tuple[int, int]:
             train_step(model, optim, num_micro_batches)
             engine.lanes.drain()
     program = engine.schedule.programs.program(num_micro_batches, clip=True)
-    done, island = by_queue(records), engine.part.data.island
-    assert done == expected(program, plan, engine.rank, island)
+    done, island = by_queue(records), engine.sharded.part.data.island
+    assert done == expected(program, plan, engine.sharded.rank, island)
     for operation in program.operations:
-        assert done != expected(without(program, operation.index), plan, engine.rank, island), operation
+        assert done != expected(without(program, operation.index), plan, engine.sharded.rank, island), operation
     happened, predicted = in_lanes(journal.step(3)), in_lanes(written(program))
     for what, of_program in predicted.items():
         assert happened[what] == of_program, what

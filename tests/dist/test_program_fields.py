@@ -22,7 +22,7 @@ import thinwire as tw
 from thinwire.collectives.group import recording
 from thinwire.program import Axis, Event, Kind, Lane, Operation, Phase, StepProgram, lower
 from thinwire.sharding.api import runtime
-from thinwire.sharding.step import program_tables
+from thinwire.sharding.step import schedule
 from thinwire.spec import Plan
 from thinwire.testing import run_ranks
 
@@ -119,7 +119,7 @@ def perform(number: int) -> tuple[bool, bool]:
 
     programs = engine.schedule.programs
     programs.replan(programs.plan)  # which lowers all of them anew
-    with mock.patch.object(program_tables, "lower", lower_and_spoil), keep_journal(engine) as journal:
+    with mock.patch.object(schedule, "lower", lower_and_spoil), keep_journal(engine) as journal:
         train_step(model, optim, 1)
         engine.lanes.drain()
         with recording() as records:
@@ -128,7 +128,7 @@ def perform(number: int) -> tuple[bool, bool]:
         spoilt = programs.program(1, clip=True)
 
     def did(program: StepProgram) -> bool:
-        same_exchanges = by_queue(records) == expected(program, plan, engine.rank)
+        same_exchanges = by_queue(records) == expected(program, plan, engine.sharded.rank)
         return same_exchanges and in_lanes(journal.step(3)) == in_lanes(written(program))
 
     return did(spoilt), did(sound)

@@ -49,7 +49,7 @@ def same_as_whole(recipe: dict[str, Any], toml: list[str]) -> int:
             assert not any(parameter.is_meta for parameter in chunk.parameters())
             for owned in runtime(chunk).sharded.fragments():
                 name, offset = owned.fragment.slot.name, owned.fragment.offset
-                cut = runtime(chunk).slices[name]
+                cut = runtime(chunk).sharded.slices[name]
                 mine = expected[name] if cut is None else expected[name].chunk(cut.ways, cut.dim)[cut.index]
                 wanted = mine.reshape(-1)[offset : offset + owned.fragment.length]
                 assert torch.equal(owned.value.detach().reshape(-1), wanted), (plan.describe(), name)

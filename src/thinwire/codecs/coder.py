@@ -43,7 +43,7 @@ class Coder(ABC):
     """
 
     backend: ClassVar[str] = "plugin"
-    """``reference``, ``cpp``, ``triton`` or ``unfused``; codecs of other packages keep ``plugin``."""
+    """``reference``, ``cpp`` or ``triton``; codecs of other packages keep ``plugin``."""
 
     def __init__(self, spec: CodecSpec) -> None:
         self.spec = spec

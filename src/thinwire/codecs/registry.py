@@ -13,9 +13,9 @@ from thinwire.spec import CodecPlugin, CodecSpec
 
 __all__ = ["BACKENDS", "default_backend", "get"]
 
-BACKENDS = ("reference", "cpp", "triton", "unfused")
-"""``reference``: plain torch, any device, slow. ``cpp``: CPU. ``triton``: GPU, or any device under its interpreter.
-``unfused``: the device's default backend without its fused forms, for measurements."""
+BACKENDS = ("reference", "cpp", "triton")
+"""``reference``: plain torch, any device, slow. ``cpp``: CPU. ``triton``: GPU, or any device under its
+interpreter."""
 
 
 def get(spec: str | CodecSpec, *, backend: str | None = None, device: str | torch.device = "cpu") -> Codec:
@@ -24,7 +24,7 @@ def get(spec: str | CodecSpec, *, backend: str | None = None, device: str | torc
     Args:
         spec: For example ``"int8:256"``; see :data:`thinwire.spec.codec.NOTATION`.
         backend: One of :data:`BACKENDS`. Default: the device's own. A codec of another package has one implementation,
-            which all backends except ``unfused`` return.
+            which all backends return.
         device: Device of the tensors, which determines the default backend.
 
     Raises:
@@ -44,7 +44,7 @@ def default_backend(device: str | torch.device) -> str:
 def _make(spec: CodecSpec, backend: str) -> Codec:
     if backend not in BACKENDS:
         raise UsageError(f"codec backend {backend!r} does not exist, valid are {', '.join(BACKENDS)}")
-    if spec.plugin is not None and backend != "unfused":
+    if spec.plugin is not None:
         return _of_plugin(spec, spec.plugin)
     codec: Codec = importlib.import_module(f"thinwire.codecs.{backend}").make(spec)
     return codec

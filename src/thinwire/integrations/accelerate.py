@@ -26,7 +26,7 @@ from thinwire.integrations.optimizers import follow, is_sharded, over_shares
 from thinwire.integrations.plans import chosen_plan, launched_mesh
 from thinwire.integrations.steps import begin_micro_batch, without_sync
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
-from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.runtime.runtime import plan_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
 
@@ -321,7 +321,7 @@ class ThinwireAccelerator(_AcceleratedSteps, _AcceleratedStates, Accelerator):
             tw.shard(model, chosen_plan(self._plan, mesh, _COMPUTE_DTYPES[self.mixed_precision]))
             if self.state.dynamo_plugin.backend != DynamoBackend.NO:
                 model.compile(**self.state.dynamo_plugin.to_kwargs())
-        if self.loss_scale is None and runtime_of(model).plan.scales_loss:
+        if self.loss_scale is None and plan_of(model).scales_loss:
             self.loss_scale = _loss_scale(self.scaler_handler)
         self._sharded = model
         model._is_accelerate_prepared = True

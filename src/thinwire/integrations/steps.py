@@ -15,7 +15,7 @@ __all__ = ["begin_micro_batch", "without_sync"]
 def begin_micro_batch(model: nn.Module, *, last: bool) -> None:
     """Begin a micro-batch of a sharded model; ranks combine gradients in the last one of a step."""
     runtime = runtime_of(model)
-    runtime.begin_micro_batch(runtime.schedule.backwards, last=last)
+    runtime.begin_micro_batch(runtime.backwards, last=last)
 
 
 @contextmanager

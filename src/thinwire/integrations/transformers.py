@@ -22,9 +22,10 @@ from thinwire.integrations.accelerate import STATE, SteppingOptimizer
 from thinwire.integrations.automatic import automatic_plan
 from thinwire.integrations.optimizers import is_sharded
 from thinwire.integrations.plans import chosen_plan, launched_mesh
+from thinwire.integrations.steps import begin_micro_batch
 from thinwire.plan import CODEC_LEVELS, CodecLevel
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
-from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.runtime.runtime import plan_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
 
@@ -111,7 +112,7 @@ class ThinwireTrainerMixin:
             return self.optimizer  # type: ignore[no-any-return]
         if not is_sharded(self.model):
             tw.shard(self.model, self._resolved_plan())
-        if runtime_of(self.model).plan.scales_loss:
+        if plan_of(self.model).scales_loss:
             self._scale_losses()
         trainer: Any = self
         decayed = set(trainer.get_decay_parameter_names(self.model))
@@ -163,8 +164,7 @@ class ThinwireTrainerMixin:
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run a micro-batch. Ranks combine gradients in the last one of a step."""
-        runtime = runtime_of(self.model)
-        runtime.begin_micro_batch(runtime.schedule.backwards, last=self.accelerator.sync_gradients)
+        begin_micro_batch(self.model, last=self.accelerator.sync_gradients)
         trainer: Any = super()
         loss: torch.Tensor = trainer.training_step(model, *args, **kwargs)
         return loss

@@ -35,8 +35,8 @@ from thinwire.sharding.checkpointing import loading, saving
 from thinwire.sharding.checkpointing.stored_parameters import ModelAndOptimizer
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.memory.local import LocalPart
-from thinwire.sharding.optimizer.clip import scale_to_norm, spoil
-from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, adjust, build_optimizer, names_of
+from thinwire.sharding.optimizer.making import build_optimizer, names_of
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, adjust
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
@@ -94,7 +94,7 @@ class ParallelModel:
         self._loss_scale: LossScale | None = None
         self._meshes: tuple[DeviceMesh, ...] = () if mesh is None else (mesh,)
         self._context: Context | None = None
-        self.decides_on_device = len(chunks) == 1 and runtime_of(chunks[0]).sharded.world is not None
+        self.decides_on_device = len(chunks) == 1 and runtime_of(chunks[0]).decides_on_device
 
     @property
     def knows_loss(self) -> bool:
@@ -184,7 +184,8 @@ class ParallelModel:
         """
         runtimes = [runtime_of(chunk) for chunk in self.chunks]
         norm = _norm(runtimes, self._whole)
-        scale_to_norm(runtimes, norm, max_norm)
+        for runtime in runtimes:
+            runtime.clip_gradients(norm, max_norm)
         return norm.float()
 
     def join_islands(self) -> None:
@@ -311,12 +312,12 @@ class ParallelOptimizer:
         if len(self.parts) == 1 and self._whole is None:
             self.parts[0].step()
             return
-        runtimes = [part.runtime for part in self.parts]
         if self.parts[0].skip_nonfinite and not self._is_finite():
-            spoil(runtimes, torch.tensor(math.nan))
+            for part in self.parts:
+                part.step_check.spoil(torch.tensor(math.nan))
         updated = [part.update() for part in self.parts]
         if self.loss_scale is not None:
-            adjust(self.loss_scale, runtimes, finite=all(updated))
+            adjust(self.loss_scale, [part.reducer for part in self.parts], finite=all(updated))
 
     def _is_finite(self) -> bool:
         """Whether the gradient of the whole model is finite."""
@@ -339,7 +340,7 @@ def _norm(runtimes: Sequence[Runtime], whole: groups.Control | None) -> Tensor:
         return norms[0]
     squares = [float(norm.square()) for norm in norms]
     # Beside experts, the rest of the model is the same on all of these ranks, and counts once.
-    inner = [runtime.part.is_inner for runtime in runtimes]
+    inner = [runtime.is_inner for runtime in runtimes]
     common = sum(square for square, of_experts in zip(squares, inner, strict=True) if any(inner) and not of_experts)
     apart = sum(squares) - common
     if whole is not None:

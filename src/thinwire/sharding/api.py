@@ -14,20 +14,19 @@ from thinwire.checkpoint.background import PendingSave
 from thinwire.collectives import group as groups
 from thinwire.errors import UsageError
 from thinwire.network.order import order_ranks
+from thinwire.program import Scope
 from thinwire.program.timeline import Timeline
 from thinwire.sharding.build import build
 from thinwire.sharding.checkpointing import loading, saving
 from thinwire.sharding.checkpointing.full_state import whole_value
-from thinwire.sharding.edited_parameters import Written
 from thinwire.sharding.hooks.module_hooks import as_forward
 from thinwire.sharding.incremental import join_parts
 from thinwire.sharding.islands.elastic import ElasticExchanges, Exchanged
-from thinwire.sharding.islands.others import OtherIslands
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.modules.discover import Selection, ignore
-from thinwire.sharding.optimizer.clip import clip_grad_norm_
-from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, build_optimizer
-from thinwire.sharding.runtime.runtime import Runtime, runtime_of, sent_bytes
+from thinwire.sharding.optimizer.making import build_optimizer
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, clip_grad_norm_
+from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
 
@@ -218,7 +217,7 @@ def join(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
         UsageError: A rank has no batch at all.
     """
     runtime = runtime_of(model)
-    ranks, iterator = groups.control(runtime.part.data.everyone), iter(batches)
+    ranks, iterator = runtime.everyone, iter(batches)
     missing = object()
     last: Any = missing
     try:
@@ -228,11 +227,11 @@ def join(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
                 return
             if current is missing and last is missing:
                 raise UsageError(f"rank {ranks.rank} has no batch for thinwire.join: give every rank at least one")
-            runtime.passes.backward.gradients_count = current is not missing
+            runtime.count_gradients(wanted=current is not missing)
             last = last if current is missing else current
             yield last
     finally:
-        runtime.passes.backward.gradients_count = True
+        runtime.count_gradients(wanted=True)
 
 
 def join_islands(model: nn.Module) -> None:
@@ -270,20 +269,7 @@ def enter_islands(model: nn.Module, optim: ShardedOptimizer | None, *, island: i
         CollectiveError: The lighthouse does not answer, or too few islands are there, for ``islands.patience``.
         MismatchError: The others have another plan.
     """
-    runtime = runtime_of(model)
-    exchanges = runtime.exchanges
-    if not isinstance(exchanges, ElasticExchanges):
-        raise UsageError("enter_islands(): the plan has no islands.elastic = true, so all ranks are in one job")
-    ranks = groups.control(runtime.part.data.ranks)
-    others = OtherIslands(runtime.plan, island, lighthouse, ranks, runtime.arena.device, runtime.meter)
-    groups.before_shutdown(exchanges.close)
-    runtime.holds.refuse("enter_islands()")
-    runtime.join_spreads()
-    exchanges.hold()
-    exchanges.enter(others, None if optim is None else optim.owned)
-    if (step := exchanges.take_fetched()) is not None:
-        runtime.loaded(step, with_replicas=False)
-    return runtime.num_steps
+    return runtime_of(model).enter_islands(None if optim is None else optim.owned, island, lighthouse)
 
 
 def num_steps(model: nn.Module) -> int:
@@ -395,8 +381,7 @@ def progress(model: nn.Module, share: float) -> None:
     runtime_of(model).progress(share)
 
 
-@contextlib.contextmanager
-def full_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]:
+def full_parameters(model: nn.Module, *, write: bool = False) -> contextlib.AbstractContextManager[None]:
     """Keep whole, up-to-date parameters on every rank inside the block, in compute dtype, for export or for other code.
     Collective.
 
@@ -408,15 +393,7 @@ def full_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     Raises:
         UsageError: Parameters were written without ``write``.
     """
-    runtime = runtime_of(model)
-    runtime.holds.gather_all()
-    written = Written(runtime)
-    try:
-        yield
-        written.settle(keep=write)
-    finally:
-        runtime.audit.excuse()
-        runtime.holds.release_all()
+    return runtime_of(model).full_parameters(write=write)
 
 
 def register_forward_method(model: nn.Module, name: str) -> None:
@@ -442,21 +419,24 @@ def register_forward_method(model: nn.Module, name: str) -> None:
 def traffic(model: nn.Module) -> dict[str, dict[str, int]]:
     """Bytes that this rank has sent since the last call, inside its node and across nodes: ``{"gather": {"inside": ...,
     "across": ...}, "reduce": ..., "sync": ..., "spread": ..., "control": ...}``."""
-    return sent_bytes(runtime_of(model))
+    meter = runtime_of(model).meter
+    return {str(lane): {str(scope): sent[scope] for scope in Scope} for lane, sent in meter.take().items()}
 
 
 def exposed(model: nn.Module) -> dict[str, float]:
     """Seconds that computation waited for each lane since the last call: ``{"gather": ..., "reduce": ...,
     "sync": ..., "spread": ...}``. On GPUs, times are taken from the first call on, and waits that the device has not
     reached yet are counted by the next call."""
-    return {str(lane): seconds for lane, seconds in runtime_of(model).lanes.exposed().items()}
+    lanes = runtime_of(model).lanes
+    return {str(lane): seconds for lane, seconds in lanes.exposed().items()}
 
 
 def worked(model: nn.Module) -> dict[str, dict[str, float]]:
     """Seconds that each lane worked since the last call: ``{"gather": {"transfer": ..., "codec": ...}, ...}``.
     Transfers include waiting for peers. A lane may transfer and encode at the same time. On GPUs, see
     :func:`exposed`."""
-    return {str(lane): seconds for lane, seconds in runtime_of(model).lanes.worked().items()}
+    lanes = runtime_of(model).lanes
+    return {str(lane): seconds for lane, seconds in lanes.worked().items()}
 
 
 @contextlib.contextmanager

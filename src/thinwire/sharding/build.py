@@ -35,16 +35,14 @@ from thinwire.sharding.modules.discover import Selection, UnitModules, discover
 from thinwire.sharding.modules.recompute import recompute_activations
 from thinwire.sharding.optimizer.stock_optimizers import watch_optimizers
 from thinwire.sharding.params.arenas import Arenas, Flat, draw
-from thinwire.sharding.params.gathers import FlatBuffer, GatherLink
 from thinwire.sharding.params.initial_shards import InitialShards
-from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.params.param_group import FlatBuffer, GatherLink, Unit
 from thinwire.sharding.params.plan_codecs import (
     PlanCodecs,
     agreed_codecs,
     check_exclusions,
 )
-from thinwire.sharding.params.seeds import Seeds
-from thinwire.sharding.params.step_counter import StepCounter
+from thinwire.sharding.params.seeds import Seeds, StepCounter
 from thinwire.sharding.runtime.runtime import Runtime, attach
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.spec import Plan
@@ -250,10 +248,11 @@ def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
     """Attach a runtime to the model and hook its modules."""
     runtime = Runtime(sharded)
     attach(sharded.model, runtime)
-    hooks.install(runtime)
+    undo = hooks.install(sharded, runtime.passes, runtime.shares, runtime.join_spreads)
     watch_optimizers()
     if sharded.plan.recompute and not sharded.part.is_inner:
-        runtime.undo.append(recompute_activations(sharded.model, _recomputed(sharded.model, modules)))
+        undo.append(recompute_activations(sharded.model, _recomputed(sharded.model, modules)))
+    runtime.undo = undo
     return runtime
 
 

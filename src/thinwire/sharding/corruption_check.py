@@ -62,11 +62,11 @@ def sums_of(runtime: Runtime, fragments: Sequence[OwnedFragment]) -> Sums:
         runtime: Runtime of the model, after a backward.
         fragments: What this rank updates.
     """
-    runtime.join_spreads()
-    runtime.reducer.join()
+    runtime.join()
     found: Sums = {}
-    shard = runtime.axes[Axis.PARAMS, Lane.REDUCE].index
-    for unit in runtime.units:
+    sharded = runtime.sharded
+    shard = sharded.axes[Axis.PARAMS, Lane.REDUCE].index
+    for unit in sharded.units:
         own = [owned for owned in fragments if owned.unit == unit.index]
         place = _place(f"{one.fragment.slot.name}:{one.fragment.offset}+{one.value.numel()}" for one in own)
         if own:

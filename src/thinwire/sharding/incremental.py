@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from thinwire.errors import UsageError
-from thinwire.sharding.memory.local import set_local
 from thinwire.sharding.modules.discover import Selection
-from thinwire.sharding.runtime.runtime import detach, runtime_of
-from thinwire.sharding.runtime.sharded_parameters import forget_share
+from thinwire.sharding.runtime.runtime import plan_of, runtime_of
 from thinwire.spec import Plan
 
 __all__ = ["join_parts"]
@@ -38,17 +35,17 @@ def join_parts(model: nn.Module, plan: Plan, units: Selection) -> Selection:
     for name, module in model.named_modules():
         if hasattr(module, "_thinwire_runtime"):
             _check(name, module, plan)
-            _dissolve(module)
+            runtime_of(module).dissolve()
             object.__setattr__(module, _PART, True)
     parts = [module for module in model.modules() if hasattr(module, _PART)]
     return units if units is not None or not parts else parts
 
 
 def _check(name: str, part: nn.Module, plan: Plan) -> None:
-    runtime = runtime_of(part)
-    if runtime.plan.fingerprint() != plan.fingerprint():
+    runtime, present = runtime_of(part), plan_of(part)
+    if present.fingerprint() != plan.fingerprint():
         raise UsageError(
-            f"its module {name!r} is sharded already, under another plan ({runtime.plan.describe()}): give every "
+            f"its module {name!r} is sharded already, under another plan ({present.describe()}): give every "
             "part and the model the same plan"
         )
     if runtime.optimizer is not None or runtime.num_steps:
@@ -56,21 +53,3 @@ def _check(name: str, part: nn.Module, plan: Plan) -> None:
             f"its module {name!r} is sharded already and in training: shard all parts and the model before the "
             "optimizer is made"
         )
-
-
-def _dissolve(part: nn.Module) -> None:
-    """Restore the whole parameters of a sharded module and remove its runtime."""
-    runtime = runtime_of(part)
-    assert runtime.outside is not None
-    runtime.join_spreads()
-    with torch.no_grad():
-        wholes = {name: share.full_tensor() for name, share in runtime.outside.parameters.items()}
-    for undo in reversed(runtime.undo):
-        undo()
-    for unit in runtime.units:
-        for buffer in unit.buffers:
-            for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
-                set_local([parameter], [wholes[slot.name]])
-                forget_share(parameter)
-    runtime.lanes.close()
-    detach(part)

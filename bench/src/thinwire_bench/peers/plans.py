@@ -31,10 +31,10 @@ class PlanSystem(System):
 
     def settle(self) -> None:
         # Updated parameters still travel after a step; they must not share the links with the next system.
-        runtime(self._model).lanes.drain()
+        runtime(self._model).drain()
 
     def predicted(self) -> int | None:
-        programs = runtime(self._model).schedule.programs
+        programs = runtime(self._model).programs
         sent = sum(sent[Scope.ACROSS] for sent in programs.program(1).traffic().values())
         islands = programs.plan.islands
         if islands is None:

@@ -122,8 +122,8 @@ class Subgroup:
         if self._alone():
             return
         mine = pieces[self.index]
-        self._note(kind, (self.size - 1) * _nbytes(mine))
-        with self._performing(kind, [mine] * self.size, pieces, _nbytes(mine)) as links:
+        self._note(kind, (self.size - 1) * mine.nbytes)
+        with self._performing(kind, [mine] * self.size, pieces, mine.nbytes) as links:
             links.gather(pieces)
 
     def exchange(
@@ -141,8 +141,8 @@ class Subgroup:
         """
         if self._alone():
             return
-        self._note(kind, sum(map(_nbytes, outgoing)) - _nbytes(outgoing[self.index]))
-        with self._performing(kind, outgoing, incoming, sum(map(_nbytes, outgoing))) as links:
+        self._note(kind, sum(piece.nbytes for piece in outgoing) - outgoing[self.index].nbytes)
+        with self._performing(kind, outgoing, incoming, sum(piece.nbytes for piece in outgoing)) as links:
             links.exchange(outgoing, incoming)
 
     def sum_scatter(self, out: torch.Tensor, whole: torch.Tensor) -> None:
@@ -153,9 +153,9 @@ class Subgroup:
             whole: Contiguous 1-D tensor.
         """
         assert self.native
-        self._note(Kind.REDUCE_SCATTER, _nbytes(whole) - _nbytes(out))
+        self._note(Kind.REDUCE_SCATTER, whole.nbytes - out.nbytes)
         parts = [out] * self.size
-        with self._performing(Kind.REDUCE_SCATTER, parts, parts, _nbytes(whole)) as links:
+        with self._performing(Kind.REDUCE_SCATTER, parts, parts, whole.nbytes) as links:
             links.sum_scatter(out, whole)
 
     def send(self, tensor: torch.Tensor, source: int, target: int) -> None:
@@ -172,9 +172,9 @@ class Subgroup:
         peer = target if sends else source
         nothing = [tensor[:0]] * self.size
         pieces = [*nothing[:peer], tensor, *nothing[peer + 1 :]]
-        self._note(Kind.SEND, _nbytes(tensor) if sends else 0)
+        self._note(Kind.SEND, tensor.nbytes if sends else 0)
         outgoing, incoming = (pieces, nothing) if sends else (nothing, pieces)
-        with self._performing(Kind.SEND, outgoing, incoming, _nbytes(tensor)) as links:
+        with self._performing(Kind.SEND, outgoing, incoming, tensor.nbytes) as links:
             if sends:
                 links.send(tensor, target)
             else:
@@ -192,19 +192,12 @@ class Subgroup:
         """Context of an exchange of ``nbytes``: the roll call watches it, and its errors are explained."""
         assert self._links is not None
         started = time.monotonic()
-        with self._watched(kind, outgoing, incoming):
+        # NCCL's exchanges are asynchronous and have a watchdog.
+        with contextlib.nullcontext() if self.native else self._place.doing(kind, outgoing, incoming):
             try:
                 yield self._links
             except RuntimeError as error:
                 raise failure_of(error, started, kind, self.lane, self.ranks, nbytes) from error
-
-    def _watched(
-        self, kind: Kind, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
-    ) -> contextlib.AbstractContextManager[None]:
-        """Context in which the roll call watches an exchange. NCCL's exchanges are asynchronous and have a watchdog."""
-        if self.native:
-            return contextlib.nullcontext()
-        return self._place.doing(kind, outgoing, incoming)
 
     def _alone(self) -> bool:
         """Whether this rank is the only member.
@@ -232,7 +225,3 @@ def leave_subgroups() -> None:
     models live on in reference cycles."""
     for subgroup in _subgroups:
         subgroup.leave()
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -133,7 +133,7 @@ class GlooLinks:
         """
         link = self._upwards if target > self.index else self._downwards
         # The message's tag is its size: if two ranks disagreed about it, gloo would abort one of them.
-        return link.send([tensor], target, _tag(tensor))
+        return link.send([tensor], target, tensor.nbytes % MAX_TAG)
 
     def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
         """Send ``outgoing[i]`` to rank ``i`` and fill ``incoming[i]`` from it. Own and empty pieces are skipped.
@@ -150,7 +150,7 @@ class GlooLinks:
             source, target = (self.index - shift) % self._size, (self.index + shift) % self._size
             if incoming[source].numel():
                 link = self._upwards if source < self.index else self._downwards
-                works.append(link.recv([incoming[source]], source, _tag(incoming[source])))
+                works.append(link.recv([incoming[source]], source, incoming[source].nbytes % MAX_TAG))
             if outgoing[target].numel():
                 works.append(self.post(outgoing[target], target))
         for work in works:
@@ -171,7 +171,3 @@ def close_connections(group: Any, index: int, size: int) -> None:
     with contextlib.suppress(RuntimeError):
         work = group.recv([torch.empty(1, dtype=torch.uint8)], (index + 1) % size, MAX_TAG - 1)
         work.wait(datetime.timedelta(milliseconds=1))
-
-
-def _tag(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size() % MAX_TAG

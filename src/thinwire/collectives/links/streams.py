@@ -128,12 +128,12 @@ class CudaStreams:
     def pin(self, memory: torch.Tensor) -> Callable[[], None]:
         """Lock memory of the host in its place. torch's own allocator of such memory rounds up to powers of two and
         gives nothing back."""
-        runtime, address = torch.cuda.cudart(), memory.data_ptr()
-        if not memory.numel() or runtime.cudaHostRegister(address, memory.nbytes, 0) != runtime.cudaError.success:
+        cuda, address = torch.cuda.cudart(), memory.data_ptr()
+        if not memory.numel() or cuda.cudaHostRegister(address, memory.nbytes, 0) != cuda.cudaError.success:
             return lambda: None  # copies to it are right all the same: the host waits for each
 
         def unpin() -> None:
-            runtime.cudaHostUnregister(address)
+            cuda.cudaHostUnregister(address)
 
         return unpin
 

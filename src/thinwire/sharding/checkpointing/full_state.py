@@ -80,8 +80,8 @@ def whole_state(optim: ShardedOptimizer, names: Names) -> dict[str, Any]:
         ``{"state": {number: {key: value}}, "param_groups": [...]}`` as in torch, on the CPU; empty on all ranks but the
         first.
     """
-    outside, ranks = optim.runtime.outside, control()
-    assert outside is not None
+    shares, ranks = optim.shares, control()
+    assert shares is not None
     owned = {item.fragment.slot.name: item for item in optim.fragments}
     mine = {
         name: {key: _WholeEntry.of(value, item) for key, value in optim.state.get(item.value, {}).items()}
@@ -97,7 +97,7 @@ def whole_state(optim: ShardedOptimizer, names: Names) -> dict[str, Any]:
         for key, entry in entries.get(name, {}).items():
             value = entry.value()
             if entry.cut:
-                share = outside.parameters[name]
+                share = shares[name]
                 piece = torch.empty(0, dtype=value.dtype, device=share.device)
                 if name in owned:
                     piece = optim.state[owned[name].value][key].reshape(-1)

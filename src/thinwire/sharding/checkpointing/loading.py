@@ -40,8 +40,8 @@ from thinwire.sharding.islands.saved import (
     resume_turns,
     shared_pieces,
 )
-from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, rescale_lost
-from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
+from thinwire.sharding.runtime.runtime import plan_of, runtime_of
 from thinwire.sharding.step.loss_scale import checked_state
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.spec import Plan
@@ -62,11 +62,12 @@ def load(parts: Sequence[ModelAndOptimizer], path: Path) -> dict[str, Json]:
     """
     settle()
     for model, _ in parts:
-        runtime_of(model).holds.refuse("load()")
+        holds = runtime_of(model).holds
+        holds.refuse("load()")
     shapes = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()})
     opened = _everywhere(lambda: _open(shapes, parts, path))
     manifest = opened.manifest
-    same_plan = _holds(manifest, runtime_of(parts[0][0]).plan)  # those of other parts follow from it
+    same_plan = _holds(manifest, plan_of(parts[0][0]))  # those of other parts follow from it
     loading = [_Loading(model, optim, manifest, path, same_plan=same_plan) for model, optim in parts]
     vectors = Vectors()
     try:
@@ -115,17 +116,19 @@ class _Loading:
     ) -> None:
         self._model, self._optim, self._manifest, self._path = model, optim, manifest, path
         self._runtime = runtime = runtime_of(model)
+        self._sharded = sharded = runtime.sharded
+        self._exchanges, self._reducer, self._step_check = runtime.exchanges, runtime.reducer, runtime.step_check
         runtime.join_spreads()
         runtime.zero_grad()
         self._same_plan = same_plan
-        self._with_held = runtime.plan.wire.spread_difference and self._same_plan
+        self._with_held = sharded.plan.wire.spread_difference and self._same_plan
         self._new = make_state(optim.owned) if optim is not None else []
         self._numbers: list[tuple[dict[str, Any], str, Json]] = []
         self._copies: list[Callable[[], object]] = []
         self._lost: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
         # Islands go on by themselves if there are as many as before; otherwise all start from what they agreed on.
-        self._same_islands = manifest.values.get("islands", 1) == runtime.plan.job_islands
-        self._island = runtime.part.data.island if self._same_islands else 0
+        self._same_islands = manifest.values.get("islands", 1) == sharded.plan.job_islands
+        self._island = sharded.part.data.island if self._same_islands else 0
         self._loss_scale: Mapping[str, Json] | None = None
 
     def want(self, vectors: Vectors) -> None:
@@ -135,10 +138,10 @@ class _Loading:
             CheckpointError: The checkpoint lacks state of the optimizer, or its loss scale is corrupt.
         """
         self._loss_scale = checked_state(self._manifest.values.get(own_key("loss_scale", self._island)))
-        stored = StoredParameters(self._manifest, self._runtime.slices, vectors)
-        self._copies = _want_unoptimized(self._runtime.sharded, self._manifest, vectors, stored)
-        fragments = self._optim.fragments if self._optim is not None else self._runtime.sharded.fragments()
-        exchanges = self._runtime.exchanges
+        stored = StoredParameters(self._manifest, self._sharded.slices, vectors)
+        self._copies = _want_unoptimized(self._sharded, self._manifest, vectors, stored)
+        fragments = self._optim.fragments if self._optim is not None else self._sharded.fragments()
+        exchanges = self._exchanges
         apart = exchanges is not None and self._same_islands
         for owned in fragments:
             masters = own_masters(self._island) if apart else "model"
@@ -148,7 +151,7 @@ class _Loading:
         if exchanges is not None:
             exchanges.wait()
             self._want_shared(exchanges, fragments, stored)
-        self._lost = _want_feedback(self._runtime.sharded, self._manifest, vectors, same_plan=self._same_plan)
+        self._lost = _want_feedback(self._sharded, self._manifest, vectors, same_plan=self._same_plan)
         if self._optim is not None:
             prefix = own_key("optimizer", self._island)
             self._numbers = _want_state(self._optim, self._manifest, stored, self._path, prefix)
@@ -191,13 +194,13 @@ class _Loading:
                 state[key] = value
         if self._optim is not None:
             _restore_groups(self._optim, self._manifest.values["groups"])
-        runtime = self._runtime
-        runtime.reducer.lost, outer = self._lost
+        runtime, exchanges = self._runtime, self._exchanges
+        self._reducer.lost, outer = self._lost
         self._restore_loss_scale()
-        if runtime.exchanges is not None:
-            restore_lost(runtime.exchanges, outer)
-            turns = self._manifest.values.get(of_part("outer", runtime.part), {}) if self._same_islands else {}
-            resume_turns(runtime.exchanges, turns)
+        if exchanges is not None:
+            restore_lost(exchanges, outer)
+            turns = self._manifest.values.get(of_part("outer", self._sharded.part), {}) if self._same_islands else {}
+            resume_turns(exchanges, turns)
         # The spread counts as the update of the last saved step.
         runtime.loaded(int(self._manifest.values["num_steps"]), with_replicas=self._with_held)
         runtime.join_spreads()
@@ -205,11 +208,11 @@ class _Loading:
 
     def _restore_loss_scale(self) -> None:
         """Continue with the loss scale of the checkpoint; rounding errors of another scale follow the present one."""
-        saved, scale = self._loss_scale, self._runtime.step_check.loss_scale
+        saved, scale = self._loss_scale, self._step_check.loss_scale
         if saved is not None and self._optim is not None and scale is not None:
             scale.restore(saved)
         before, present = 1.0 if saved is None else saved["value"], 1.0 if scale is None else scale.value
-        rescale_lost(self._runtime, present / before)
+        self._reducer.rescale_lost(present / before)
 
 
 def _everywhere(action: Callable[[], T]) -> T:

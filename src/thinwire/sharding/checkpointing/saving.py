@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import nn
 
 from thinwire.agreement import Typed
 from thinwire.checkpoint import store
@@ -43,6 +42,7 @@ from thinwire.sharding.checkpointing.stored_parameters import (
     union,
 )
 from thinwire.sharding.grads.optimizer_state import state_of
+from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.saved import (
     lost_of,
     own_key,
@@ -53,6 +53,7 @@ from thinwire.sharding.islands.saved import (
 from thinwire.sharding.memory.local import LocalPart
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.step.sharded_model import ShardedModel
 
 __all__ = ["save", "settle", "start_saving", "wait_for_writer"]
 
@@ -166,40 +167,47 @@ def _collect(
     parts: Sequence[ModelAndOptimizer], extra: Mapping[str, Json] | None
 ) -> tuple[dict[str, ShardedVector], dict[str, Json]]:
     """The vectors and the values of a checkpoint."""
-    for model, _ in parts:
-        runtime_of(model).refuse_half_loaded()
+    runtimes = [runtime_of(model) for model, _ in parts]
+    for runtime in runtimes:
+        runtime.refuse_half_loaded()
     vectors = Vectors()
-    plan, num_steps = runtime_of(parts[0][0]).plan, runtime_of(parts[0][0]).num_steps
+    plan, num_steps = runtimes[0].plan, runtimes[0].num_steps
     values: dict[str, Json] = {"plan": plan.to_toml(full=True), "num_steps": num_steps, "extra": dict(extra or {})}
     values["shapes"] = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()})
-    values["slices"] = union(
-        {name: cut for model, _ in parts for name, cut in cuts_of(runtime_of(model).slices).items()}
-    )
-    for model, optim in parts:
-        _save_part(model, optim, vectors, values)
+    values["slices"] = union({name: cut for runtime in runtimes for name, cut in cuts_of(runtime.sharded).items()})
+    for runtime, (_, optim) in zip(runtimes, parts, strict=True):
+        runtime.join()
+        reducer = runtime.reducer
+        _save_part(runtime.sharded, runtime.exchanges, reducer.lost, optim, vectors, values)
     return vectors.sharded(), values
 
 
-def _save_part(model: nn.Module, optim: ShardedOptimizer | None, vectors: Vectors, values: dict[str, Json]) -> None:
-    runtime = runtime_of(model)
-    runtime.join_spreads()
-    first_replica = runtime.axes[Axis.REPLICA, Lane.SYNC].index == 0
-    first_holder = first_replica and runtime.axes[Axis.SHARD, Lane.REDUCE].index == 0
-    first_tensor = runtime.part.tensor == 0
-    island, exchanges = runtime.part.data.island, runtime.exchanges
-    fragments = optim.fragments if optim is not None else runtime.sharded.fragments()
+def _save_part(
+    sharded: ShardedModel,
+    exchanges: Exchanges | None,
+    lost: Mapping[str, torch.Tensor],
+    optim: ShardedOptimizer | None,
+    vectors: Vectors,
+    values: dict[str, Json],
+) -> None:
+    """Add a part to a checkpoint, whose parameters are up to date, and whose rounding errors are ``lost``."""
+    plan, part, island = sharded.plan, sharded.part, sharded.part.data.island
+    first_replica = sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0
+    first_holder = first_replica and sharded.axes[Axis.SHARD, Lane.REDUCE].index == 0
+    first_tensor = part.tensor == 0
+    fragments = optim.fragments if optim is not None else sharded.fragments()
 
     def add(prefix: str, name: str, suffix: str, numel: int, offset: int, tensor: torch.Tensor | None) -> None:
-        cut = runtime.slices.get(name)
+        cut = sharded.slices.get(name)
         if cut is not None:
             vectors.add(sliced(f"{prefix}/{name}{suffix}", cut.index), numel, offset, tensor)
         else:
             vectors.add(f"{prefix}/{name}{suffix}", numel, offset, tensor if first_tensor else None)
 
-    for name, numel, offset, tensor in frozen(runtime.sharded):
+    for name, numel, offset, tensor in frozen(sharded):
         add("model", name, "", numel, offset, tensor if first_holder and island == 0 else None)
-    for name, buffer in persistent_buffers(model):
-        add("buffer", name, "", buffer.numel(), 0, buffer.reshape(-1) if runtime.rank == island == 0 else None)
+    for name, buffer in persistent_buffers(sharded.model):
+        add("buffer", name, "", buffer.numel(), 0, buffer.reshape(-1) if sharded.rank == island == 0 else None)
     if exchanges is not None:
         exchanges.wait()
         for piece in shared_pieces(exchanges, fragments):
@@ -213,7 +221,7 @@ def _save_part(model: nn.Module, optim: ShardedOptimizer | None, vectors: Vector
         slot, offset = owned.fragment.slot, owned.fragment.offset
         value = owned.value.detach().reshape(-1) if first_replica else None
         add("model" if exchanges is None else own_masters(island), slot.name, "", slot.numel, offset, value)
-        if runtime.plan.wire.spread_difference:
+        if plan.wire.spread_difference:
             add(own_key("held", island), slot.name, "", slot.numel, offset, owned.held if first_replica else None)
         for key, entry in state_of(inner, owned).items():
             if isinstance(entry, torch.Tensor) and entry.dim() > 0:
@@ -224,12 +232,11 @@ def _save_part(model: nn.Module, optim: ShardedOptimizer | None, vectors: Vector
             else:
                 number = entry.item() if isinstance(entry, torch.Tensor) else entry
                 values[own_key(f"optimizer/{slot.name}/{key}", island)] = number
-    runtime.reducer.join()
-    _save_lost(own_key("feedback", island), runtime.part, runtime.reducer.lost, vectors, values)
+    _save_lost(own_key("feedback", island), part, lost, vectors, values)
     if exchanges is not None:
-        _save_lost("outer/lost", runtime.part, lost_of(exchanges), vectors, values, everywhere=True)
-        values[of_part("outer", runtime.part)] = turns_of(exchanges)
-        values["islands"] = runtime.plan.job_islands
+        _save_lost("outer/lost", part, lost_of(exchanges), vectors, values, everywhere=True)
+        values[of_part("outer", part)] = turns_of(exchanges)
+        values["islands"] = plan.job_islands
     if optim is not None:
         if optim.loss_scale is not None:
             values[own_key("loss_scale", island)] = optim.loss_scale.state()

@@ -155,9 +155,9 @@ def sliced(key: str, index: int) -> str:
     return f"{key}@{index}"
 
 
-def cuts_of(slices: Mapping[str, Slice | None]) -> dict[str, Json]:
+def cuts_of(sharded: ShardedModel) -> dict[str, Json]:
     """Dimension and number of slices of every parameter that tensor parallelism cuts, by name."""
-    return {name: [cut.dim, cut.ways] for name, cut in slices.items() if cut is not None}
+    return {name: [cut.dim, cut.ways] for name, cut in sharded.slices.items() if cut is not None}
 
 
 class Vectors:

@@ -192,7 +192,8 @@ class Reducer:
             Units whose gradients have arrived together. The first are those that computation has waited for before.
         """
         last = {unit: number for number, one in enumerate(self._under_way) if not one.waited for unit in one.units}
-        for _, units in itertools.groupby(order, lambda unit: (last.get(unit), unit if apart else None)):
+        groups = {unit: (last.get(unit), unit if apart else None) for unit in order}
+        for _, units in itertools.groupby(groups, groups.__getitem__):
             together = tuple(units)
             for unit in together if together[0] in last else ():
                 self.join_unit(unit)
@@ -213,6 +214,14 @@ class Reducer:
     @lost.setter
     def lost(self, lost: dict[str, torch.Tensor]) -> None:
         self.reductions.feedback.lost = lost
+
+    def rescale_lost(self, factor: float) -> None:
+        """Multiply the rounding errors that error feedback keeps, because later gradients have another loss scale: the
+        new one divided by the old one is the factor."""
+        lost = list(self.lost.values())
+        if lost and factor != 1.0:
+            self.join()
+            torch._foreach_mul_(lost, factor)
 
     def forget_lost(self) -> None:
         """Forget the rounding errors of earlier gradients (error feedback)."""

@@ -26,9 +26,7 @@ from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.lanes.home import HomeStream
 from thinwire.sharding.memory.local import local_gradient
 from thinwire.sharding.params.param_group import Unit
-from thinwire.sharding.step.backward import Delivery
-from thinwire.sharding.step.forward import Passes
-from thinwire.sharding.step.pass_state import Pass
+from thinwire.sharding.step.passes import Delivery, Pass, Passes
 
 __all__ = ["NOT_COMPILED", "Deliveries"]
 
@@ -56,7 +54,7 @@ class Deliveries(Delivery):
     """
 
     def __init__(self, unit: Unit, gradients: Sequence[UnitGradient], passes: Passes, home: HomeStream) -> None:
-        self._index, self._backward, self._state, self._home = unit.index, passes.backward, passes.state, home
+        self._index, self._passes, self._state, self._home = unit.index, passes, passes.state, home
         self._parameters: list[torch.Tensor] = [
             parameter for buffer in unit.buffers if buffer.layout.trainable for parameter in buffer.parameters
         ]
@@ -83,21 +81,21 @@ class Deliveries(Delivery):
         return self._only is not None
 
     def has_left(self) -> bool:
-        """See :class:`~thinwire.sharding.step.backward.Delivery`."""
+        """See :class:`~thinwire.sharding.step.passes.Delivery`."""
         return self._only is not None and list(map(_gradient_of, self._parameters)).count(None) < len(self._parameters)
 
     def end_backward(self) -> None:
-        """See :class:`~thinwire.sharding.step.backward.Delivery`."""
+        """See :class:`~thinwire.sharding.step.passes.Delivery`."""
         if self._waiting:
             self._stop_waiting()
             self._waiting.clear()
         if self.has_left():
             self._unsettle()
             for slot, grad in self._take():
-                self._backward.collect(self._index, slot, grad)
+                self._passes.collect(self._index, slot, grad)
 
     def forget(self) -> None:
-        """See :class:`~thinwire.sharding.step.backward.Delivery`."""
+        """See :class:`~thinwire.sharding.step.passes.Delivery`."""
         self._waiting.clear()
         if self._only is not None:
             for parameter in self._parameters:
@@ -120,8 +118,8 @@ class Deliveries(Delivery):
                 for parameter in unit._parameters:
                     parameter.grad = None
                 if unit._state.present is not Pass.BACKWARD:
-                    unit._backward.begin()
-                unit._backward.all_gradients(unit._index, grads)
+                    unit._passes.begin()
+                unit._passes.all_gradients(unit._index, grads)
             elif parameter.grad is not None:
                 unit._take_one(slot, parameter)
 
@@ -140,12 +138,12 @@ class Deliveries(Delivery):
             self._deliver(slot, grad)
             return
         if self._state.present is not Pass.BACKWARD:
-            self._backward.begin()
+            self._passes.begin()
         waiting[slot] = grad
         count = len(self._parameters)
         if len(waiting) == count:
             self._note_last(slot)
-            self._backward.all_gradients(self._index, [cast(torch.Tensor, waiting[number]) for number in range(count)])
+            self._passes.all_gradients(self._index, [cast(torch.Tensor, waiting[number]) for number in range(count)])
             waiting.clear()
 
     def _take_each(self) -> None:
@@ -165,12 +163,12 @@ class Deliveries(Delivery):
         """Deliver a gradient by itself."""
         with self._home.visit() as is_away:
             if self._state.present is not Pass.BACKWARD:
-                self._backward.begin()
+                self._passes.begin()
             if self._waiting:
                 self._stop_waiting()
             # The runtime drops what it is given when it likes.
-            if self._backward.collect(self._index, slot, grad.clone() if is_away else grad):
-                self._backward.gradients_ready(self._index)
+            if self._passes.collect(self._index, slot, grad.clone() if is_away else grad):
+                self._passes.gradients_ready(self._index)
 
     def _stop_waiting(self) -> None:
         """Deliver the gradients that wait for the rest of the unit, and let none wait until the backward ends."""
@@ -178,7 +176,7 @@ class Deliveries(Delivery):
         for slot in range(len(self._parameters)):
             grad, waiting[slot] = waiting.get(slot), None
             if grad is not None:
-                self._backward.collect(self._index, slot, grad)
+                self._passes.collect(self._index, slot, grad)
 
     def _plain(self, parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         """A gradient as a dense tensor of this rank; a backward with create_graph delivers one that requires a

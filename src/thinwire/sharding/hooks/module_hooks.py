@@ -22,36 +22,49 @@ from thinwire.sharding.modules.inputs import cast_inputs, gradient_sources, tens
 from thinwire.sharding.modules.linears import compute_weight_gradient_first
 from thinwire.sharding.modules.norms import compute_beside_statistics, keeps_statistics
 from thinwire.sharding.params.param_group import Unit
-from thinwire.sharding.params.write_audit import WriteAudit
-from thinwire.sharding.runtime.runtime import Runtime, runtime_of
-from thinwire.sharding.step.backward import BackwardPass
-from thinwire.sharding.step.forward import Passes
-from thinwire.sharding.step.pass_state import Pass
+from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.step.passes import Passes
 from thinwire.sharding.step.pinned_units import Holds
 from thinwire.sharding.step.sharded_model import ShardedModel
+from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.sharding.tensors.tensor import ShareTensor
 
 __all__ = ["as_forward", "install"]
 
 
-def install(runtime: Runtime) -> None:
-    """Hook every unit of a model, and the root."""
-    sharded, passes, undo = runtime.sharded, runtime.passes, runtime.undo
+def install(
+    sharded: ShardedModel,
+    passes: Passes,
+    shares: Mapping[str, ShardedParameter] | None,
+    join_spreads: Callable[[], None],
+) -> list[Callable[[], None]]:
+    """Hook every unit of a model, and the root.
+
+    Args:
+        sharded: The model.
+        passes: Receives the events.
+        shares: Shares of its parameters, by name; ``None`` for a part of a larger model.
+        join_spreads: Waits until every unit's parameters are up to date.
+
+    Returns:
+        Functions that remove the hooks; call them in reverse order.
+    """
+    undo: list[Callable[[], None]] = []
     model, home = sharded.model, sharded.lanes.home
     dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
     for unit in sharded.units:
-        _hook_unit(unit, sharded, passes, runtime.audit, undo)
+        _hook_unit(unit, sharded, passes, undo)
         if unit.info.trainable:
             deliveries = Deliveries(unit, sharded.gradients[unit.index], passes, home)
-            passes.backward.deliveries.append(deliveries)
+            passes.deliveries.append(deliveries)
             undo.append(deliveries.remove)
     undo.append(
         model.register_forward_pre_hook(_outside_compile(cast_inputs(dtype)), prepend=True, with_kwargs=True).remove
     )
-    _hook_forward(sharded, passes, runtime.holds, runtime.audit, undo)
-    undo += watch_reads(model, sharded.units, runtime.outside.parameters if runtime.outside is not None else {}, passes)
+    _hook_forward(sharded, passes, undo)
+    undo += watch_reads(model, sharded.units, shares or {}, passes)
     undo += [compute_beside_statistics(module) for module in model.modules() if keeps_statistics(module)]
-    if runtime.outside is not None:
+    if shares is not None:
         model.forward = as_forward(model, model.forward)
         undo.append(functools.partial(delattr, model, "forward"))
         object.__setattr__(model, "__reduce_ex__", refuse_copy)
@@ -59,13 +72,14 @@ def install(runtime: Runtime) -> None:
     for module in model.modules():
         if next(module.parameters(), None) is None:
             continue  # other models may share it, as they share activation functions in transformers
-        if runtime.outside is None:
-            module.register_state_dict_pre_hook(_state_dict_hook(runtime.join_spreads, runtime.holds, sharded.units))
+        if shares is None:
+            module.register_state_dict_pre_hook(_state_dict_hook(join_spreads, passes.holds, sharded.units))
             module.register_load_state_dict_pre_hook(_refuse_load)
         if module._parameters:
             undo.append(module.register_state_dict_post_hook(_copy_parameters).remove)
-            if runtime.outside is not None:
+            if shares is not None:
                 undo.append(module.register_load_state_dict_pre_hook(_refuse_assign).remove)
+    return undo
 
 
 def as_forward(model: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,9 +120,7 @@ def _outside_compile(hook: Hook) -> Hook:
     return hook
 
 
-def _hook_forward(
-    sharded: ShardedModel, passes: Passes, holds: Holds, audit: WriteAudit, undo: list[Callable[[], None]]
-) -> None:
+def _hook_forward(sharded: ShardedModel, passes: Passes, undo: list[Callable[[], None]]) -> None:
     from_any_stream = sharded.lanes.home.visited_by
     is_known = False  # whether the model has run, so that what it is compiled with has been seen
 
@@ -120,18 +132,11 @@ def _hook_forward(
             refuse_cuda_graphs(module)
             is_known = True
         passes.enter_forward()
-        passes.state.is_plain = (
-            passes.state.present is Pass.FORWARD
-            and passes.root_unit is None
-            and not holds.depth
-            and not audit.compares_values
-            and not sharded.lanes.records_timeline
-        )
 
     @_outside_compile
     @from_any_stream
     def leave(_module: nn.Module, _args: Any, output: Any) -> None:
-        if holds.has_reads and torch.is_grad_enabled():
+        if passes.holds.reads and torch.is_grad_enabled():
             # A parent that computes with a child's weight is no unit, so no other hook runs before its backward.
             for tensor in tensors_in(output):
                 if tensor.grad_fn is not None:
@@ -140,16 +145,14 @@ def _hook_forward(
 
     @from_any_stream
     def begin_backward(_grad: torch.Tensor) -> None:
-        passes.backward.begin()
+        passes.begin()
 
     undo.append(sharded.model.register_forward_pre_hook(enter, prepend=True).remove)
     undo.append(sharded.model.register_forward_hook(leave, always_call=True).remove)
 
 
-def _hook_unit(
-    unit: Unit, sharded: ShardedModel, passes: Passes, audit: WriteAudit, undo: list[Callable[[], None]]
-) -> None:
-    index, home = unit.index, sharded.lanes.home
+def _hook_unit(unit: Unit, sharded: ShardedModel, passes: Passes, undo: list[Callable[[], None]]) -> None:
+    index, home, audit = unit.index, sharded.lanes.home, passes.audit
     begins_plainly, ends_plainly = passes.note_plain(ends=False), passes.note_plain(ends=True)
     from_any_stream = home.visited_by
 
@@ -191,18 +194,19 @@ def _hook_unit(
             return None
         if audit.compares_values:
             audit.after_forward(unit)
-        if is_sharded and not _is_fresh(output):
+        # Most modules return a tensor that certainly has memory of its own.
+        if is_sharded and (type(output) is not torch.Tensor or output.grad_fn is None or output._is_view()):
             output = _keep(output, gathered)
         hears = (announces or recorder.timeline is not None) and torch.is_grad_enabled()
         if hears:
-            hears = _announce_backward(passes.backward, home, unit, tuple(sources), output)
+            hears = _announce_backward(passes, home, unit, tuple(sources), output)
             sources.clear()
         passes.post_forward(index, will_hear=hears)
         return output
 
     gathered = frozenset(b.full.untyped_storage()._cdata for u in sharded.units if u.sharded for b in u.buffers)
     if unit.info.weight_first:
-        undo.append(compute_weight_gradient_first(unit.module, _InputGradientOf(passes.backward, home, index)))
+        undo.append(compute_weight_gradient_first(unit.module, _InputGradientOf(passes, home, index)))
     undo.append(unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True).remove)
     undo.append(unit.module.register_forward_hook(post_forward).remove)
 
@@ -219,21 +223,21 @@ def _cast_of(sharded: ShardedModel, unit: Unit) -> Callable[..., Any] | None:
 class _InputGradientOf:
     """Reports the input gradient of a unit that computes it after the gradients of its parameters."""
 
-    def __init__(self, backward: BackwardPass, home: HomeStream, index: int) -> None:
-        self._backward, self._home, self._index = backward, home, index
+    def __init__(self, passes: Passes, home: HomeStream, index: int) -> None:
+        self._passes, self._home, self._index = passes, home, index
 
     def expect(self) -> None:
         """Keep the unit's parameters."""
-        self._backward.expect_input_gradient(self._index)
+        self._passes.expect_input_gradient(self._index)
 
     def begin(self) -> None:
         """Note that the parameters' gradients come first."""
-        self._backward.input_gradient(self._index)
+        self._passes.input_gradient(self._index)
 
     def end(self) -> None:
         """Free the unit's parameters, unless another call needs them."""
         with self._home.visit():
-            self._backward.post_backward(self._index)
+            self._passes.post_backward(self._index)
 
 
 _FOLLOWERS: Final = "_thinwire_followers"
@@ -241,7 +245,7 @@ _FOLLOWERS: Final = "_thinwire_followers"
 
 
 def _announce_backward(
-    backward: BackwardPass, home: HomeStream, unit: Unit, sources: Sequence[torch.Tensor], output: Any
+    passes: Passes, home: HomeStream, unit: Unit, sources: Sequence[torch.Tensor], output: Any
 ) -> bool:
     """Register hooks that report ``pre_backward`` at the first gradient of an output, and ``post_backward`` at the
     first of the unit's ``sources`` that backward reaches. Returns whether every backward that needs the unit will be
@@ -262,14 +266,14 @@ def _announce_backward(
             follower(None)
         if announced_in != (task := torch._C._current_graph_task_id()):
             announced_in = task
-            backward.pre_backward(unit.index, will_leave=will_leave)
+            passes.pre_backward(unit.index, will_leave=will_leave)
 
     def post_backward(_grad: Any) -> None:
         nonlocal left_in
         task = torch._C._current_graph_task_id()
         if announced_in == task and left_in != task:
             left_in = task
-            backward.post_backward(unit.index)
+            passes.post_backward(unit.index)
 
     enter, leave = pre_backward, post_backward
     if home.exists:
@@ -289,11 +293,6 @@ def _announce_backward(
         else:
             before.append(leave)
     return True
-
-
-def _is_fresh(output: Any) -> bool:
-    """Whether an output certainly has memory of its own, as with most modules."""
-    return type(output) is torch.Tensor and output.grad_fn is not None and not output._is_view()
 
 
 def _keep(output: Any, gathered: frozenset[int]) -> Any:

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from thinwire.errors import UsageError
-from thinwire.sharding.params.param_group import Tables, Unit
-from thinwire.sharding.step.forward import Passes
+from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.step.passes import Passes
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
 __all__ = ["refuse_copy", "watch_reads"]
@@ -139,20 +139,16 @@ class _Open(_Table):
     """A table whose unit is ready, inside a pass. It has no ``__getitem__`` but that of a dict."""
 
 
-class _UnitTables(Tables):
-    def __init__(self) -> None:
-        self._tables: list[_Table] = []
+def _follow(unit: Unit) -> list[_Table]:
+    """Open and close tables of parameters with their unit; returns the list that takes them."""
+    tables: list[_Table] = []
 
-    def add(self, table: _Table) -> None:
-        self._tables.append(table)
+    def opened(is_open: bool) -> None:
+        for table in tables:
+            table.__class__ = _Open if is_open else _Closed
 
-    def open(self) -> None:
-        for table in self._tables:
-            table.__class__ = _Open
-
-    def close(self) -> None:
-        for table in self._tables:
-            table.__class__ = _Closed
+    unit.opened = opened
+    return tables
 
 
 def refuse_copy(*_: Any) -> NoReturn:
@@ -185,15 +181,13 @@ def watch_reads(
         for buffer in unit.buffers
         for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True)
     }
-    of_units = {unit: _UnitTables() for unit in units}
-    for unit, tables in of_units.items():
-        unit.tables = tables
+    of_units = {unit: _follow(unit) for unit in units}
     for module in model.modules():
         own = {name: entries[id(p)] for name, p in module._parameters.items() if id(p) in entries}
         if own:
             module._parameters = table = _Closed(module._parameters, own, passes)
             if table.unit is not None:
-                of_units[table.unit].add(table)
+                of_units[table.unit].append(table)
             undo.append(partial(_remove_table, module))
     return undo
 

@@ -13,7 +13,7 @@ from thinwire.collectives.topology import AxisGroup
 from thinwire.program import ExchangePart
 from thinwire.sharding.islands.outer_group import OuterGroup
 from thinwire.sharding.memory.layout import Run
-from thinwire.sharding.params.gathers import FlatBuffer
+from thinwire.sharding.params.param_group import FlatBuffer
 from thinwire.spec.islands import Islands
 
 __all__ = ["PartState"]

@@ -1,4 +1,4 @@
-"""Any torch optimizer over this rank's share of the masters.
+"""Any torch optimizer over this rank's share of the masters: clips gradients, updates the share, and spreads it.
 
 The optimizer sees one tensor per parameter *fragment*, so that parameter groups, per-parameter state and parameters
 without a gradient behave as they do unsharded.
@@ -6,31 +6,59 @@ without a gradient behave as they do unsharded.
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import nn
 
-from thinwire.agreement import NOTHING
-from thinwire.collectives.group import control
-from thinwire.errors import UsageError
+from thinwire.errors import NonFiniteError, UsageError
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer
-from thinwire.sharding.optimizer.clip import multiply_gradients
-from thinwire.sharding.optimizer.probes import (
-    refuse_per_tensor,
-    refuse_unlike_ranks,
-    takes_found_inf,
-    updates_in_parts,
-)
-from thinwire.sharding.optimizer.stock_optimizers import INNER
-from thinwire.sharding.optimizer.update import ShareUpdate
+from thinwire.sharding.grads.reducer import Reducer
+from thinwire.sharding.optimizer.probes import takes_found_inf
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
+from thinwire.sharding.step.param_broadcast import Spreads
+from thinwire.sharding.step.schedule import Programs
+from thinwire.sharding.step.step_check import StepResult, UsedGradients
 
-__all__ = ["ShardedOptimizer", "adjust", "build_optimizer", "names_of", "rescale_lost"]
+__all__ = ["ShardedOptimizer", "adjust", "clip_grad_norm_"]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
+
+    Args:
+        model: A sharded model.
+        max_norm: Upper bound of the norm; ``inf`` only measures.
+        norm_type: Order of the norm, as in torch: 2, 1, ``inf``, ...
+        error_if_nonfinite: Whether to raise an error instead of returning NaN or infinity.
+
+    Returns:
+        The norm before clipping: a 0-D fp32 tensor, equal on every rank. It stays on the device if ranks exchange
+        over NCCL, so that the host waits only if it reads the norm. Otherwise it is on the CPU.
+
+    Raises:
+        UsageError: ``norm_type`` is not 2, and the model is cut by tensor or pipeline parallelism.
+        NonFiniteError: The norm is not finite, and ``error_if_nonfinite`` is true.
+        MismatchError: Ranks ran different steps.
+    """
+    runtime = runtime_of(model)
+    if norm_type == 2.0:
+        norm = runtime.close_step(measure=True).norm
+    elif (gradients := runtime.gradients) is None:
+        raise UsageError(f"norm_type = {norm_type}: with tp or pp only the 2-norm is available; use norm_type = 2")
+    else:
+        runtime.close_step()
+        norm = gradients.norm(float(norm_type))
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise NonFiniteError(f"the gradient norm is {float(norm)}; lower the learning rate or look at the data")
+    runtime.clip_gradients(norm.double(), max_norm)
+    return norm.float()
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -50,6 +78,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         owned: ``inner`` and ``fragments`` together, for code that needs no more of this optimizer.
+        shares: Shares of the model's parameters, by name; ``None`` for a part of a larger model.
     """
 
     def __init__(
@@ -65,20 +94,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.runtime, self.inner, self.fragments = runtime, inner, tuple(fragments)
         self.owned = InnerOptimizer(inner, self.fragments)
         self.skip_nonfinite = skip_nonfinite or loss_scale is not None
-        self.loss_scale = runtime.step_check.loss_scale = loss_scale
+        self.reducer, self.step_check, self.shares = runtime.reducer, runtime.step_check, runtime.shares
+        self.loss_scale = self.step_check.loss_scale = loss_scale
+        self._lanes, self._exchanges, self._holds = runtime.lanes, runtime.exchanges, runtime.holds
+        sharded = runtime.sharded
         self._update = ShareUpdate(
             self.owned,
-            runtime.reducer,
+            self.reducer,
             runtime.spreads,
-            runtime.schedule.programs,
-            runtime.step_check.used,
+            runtime.programs,
+            self.step_check.used,
             by_unit=by_unit,
-            copies=runtime.plan.accumulate_dtype != "float32",
+            copies=sharded.plan.accumulate_dtype != "float32",
         )
         self._skipped_steps = 0
-        self._skips_on_device = runtime.sharded.world is not None and takes_found_inf(inner)
+        self._skips_on_device = sharded.decides_on_device and takes_found_inf(inner)
         if loss_scale is not None:
-            loss_scale.settle = runtime.step_check.settle
+            loss_scale.settle = self.step_check.settle
         self.defaults = inner.defaults
         # Optimizer.__init__ would copy the groups; the wrapped optimizer's are to be shared.
         self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
@@ -97,7 +129,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def skipped_steps(self) -> int:
         """Number of steps that were skipped because the gradient norm was not finite. The host waits for the last."""
-        self.runtime.step_check.settle()
+        self.step_check.settle()
         return self._skipped_steps
 
     def __repr__(self) -> str:
@@ -120,7 +152,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 not wait for the norm, the next use of the loss scale raises it.
             UsageError: There is a loss scale, and no loss was multiplied by it.
         """
-        self.runtime.holds.refuse("step()")
+        self._holds.refuse("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -128,7 +160,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.skip_nonfinite and self._skips_on_device:
             self._update_unless_found_inf()
         else:
-            adjust(self.loss_scale, [self.runtime], finite=self.update())
+            finite = self.update()
+            if self.loss_scale is not None:
+                adjust(self.loss_scale, [self.reducer], finite=finite)
         return loss
 
     def update(self) -> bool:
@@ -138,56 +172,60 @@ class ShardedOptimizer(torch.optim.Optimizer):
             Whether parameters were updated; if not, the gradient is not finite, and nothing of it is left behind.
         """
         runtime = self.runtime
-        self._check_scaled()
+        if self.loss_scale is not None:
+            self._check_scaled(self.loss_scale)
         result = runtime.close_step(measure=self.skip_nonfinite)
         if self.skip_nonfinite and not result.finite:
             self._note_skipped()
             runtime.finish_step(updated=False)
             return False
-        self._perform()
+        self._perform(result)
         return True
 
-    def _perform(self) -> None:
+    def _perform(self, result: StepResult) -> None:
         """Update the share once its gradients have arrived, and end the step, which is closed."""
-        runtime, inner, lanes, exchanges = self.runtime, self.inner, self.runtime.lanes, self.runtime.exchanges
-        multiply_gradients(runtime, 1.0)  # divides by the loss scale, unless clipping has
+        runtime, inner, lanes, exchanges = self.runtime, self.inner, self._lanes, self._exchanges
+        self.step_check.multiply_gradients(1.0)  # divides by the loss scale, unless clipping has
         runtime.join_spreads()
-        began = lanes.mark() if lanes.records_timeline else None
+        began = lanes.mark() if lanes.recorder.timeline is not None else None
         hooked = bool(inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks)
-        arrived = runtime.step_result.measured  # the norm is that of all gradients
+        arrived = result.measured  # the norm is that of all gradients
         few_calls = arrived and lanes.home.exists  # which are faster on a GPU
         exchanged = exchanges is not None and exchanges.writes()  # which comes before the spread
         unspread = self._update.perform(arrived=arrived, at_once=hooked or few_calls or exchanged)
-        lanes.computed("update", "of all units", began)
+        if began is not None:
+            lanes.computed("update", "of all units", began)
         runtime.finish_step(updated=True, only=unspread)
 
     def _update_unless_found_inf(self) -> None:
         """Make a step that the device skips if the gradient is not finite, as under torch's ``GradScaler``. The host
         learns of it later: it never waits for the norm. A skipped step spreads parameters that have not changed."""
-        self._check_scaled()
-        norm = self.runtime.close_step(measure=True).norm
-        self.runtime.step_check.once_settled(self._learn)
+        if self.loss_scale is not None:
+            self._check_scaled(self.loss_scale)
+        result = self.runtime.close_step(measure=True)
+        norm = result.norm
+        self.step_check.once_settled(self._learn)
         if self.loss_scale is not None:
             self.loss_scale.applied = False
         inner: Any = self.inner
         inner.found_inf, inner.grad_scale = (norm - norm != 0.0).float(), None
         try:
-            self._perform()
+            self._perform(result)
         finally:
             del inner.found_inf, inner.grad_scale
 
     def _learn(self, finite: bool) -> None:
         if not finite:
             self._note_skipped()
-        adjust(self.loss_scale, [self.runtime], finite=finite)
+        if self.loss_scale is not None:
+            adjust(self.loss_scale, [self.reducer], finite=finite)
 
     def _note_skipped(self) -> None:
         self._skipped_steps += 1
-        self.runtime.reducer.forget_lost()  # they hold what codecs rounded away from the skipped gradient
+        self.reducer.forget_lost()  # they hold what codecs rounded away from the skipped gradient
 
-    def _check_scaled(self) -> None:
-        scale = self.loss_scale
-        if scale is None or scale.applied or all(part.absent for part in self.runtime.reducer.parts):
+    def _check_scaled(self, scale: LossScale) -> None:
+        if scale.applied or all(part.absent for part in self.reducer.parts):
             return
         raise UsageError(
             "step(): no loss was scaled since the last step, and this step would divide its gradients by "
@@ -215,159 +253,133 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise UsageError("parameter groups of a sharded optimizer are given to thinwire.optimizer(param_groups=...)")
 
 
-def adjust(loss_scale: LossScale | None, runtimes: Sequence[Runtime], *, finite: bool) -> None:
+def adjust(loss_scale: LossScale, reducers: Sequence[Reducer], *, finite: bool) -> None:
     """End a step of a loss scale, and let the rounding errors that error feedback keeps follow it.
 
     Args:
-        loss_scale: Scale of all parts of a model; ``None`` without one.
-        runtimes: Runtimes of this rank's parts.
+        loss_scale: Scale of all parts of a model.
+        reducers: Reducers of this rank's parts.
         finite: Whether the gradient of the whole model was finite.
 
     Raises:
         NonFiniteError: It was not, and the scale is already at its floor.
     """
-    if loss_scale is None:
-        return
     factor = loss_scale.update(finite=finite)
-    for runtime in runtimes:
-        rescale_lost(runtime, factor)
+    for reducer in reducers:
+        reducer.rescale_lost(factor)
 
 
-def rescale_lost(runtime: Runtime, factor: float) -> None:
-    """Multiply the rounding errors that error feedback keeps, because later gradients have another loss scale.
-
-    Args:
-        runtime: Runtime of a model.
-        factor: The new loss scale divided by the old one.
-    """
-    lost = list(runtime.reducer.lost.values())
-    if lost and factor != 1.0:
-        runtime.reducer.join()
-        torch._foreach_mul_(lost, factor)
-
-
-def build_optimizer(
-    model: nn.Module,
-    optimizer_class: type[torch.optim.Optimizer],
-    *,
-    param_groups: Iterable[Mapping[str, Any]] | None,
-    skip_nonfinite: bool,
-    loss_scale: LossScale | None,
-    options: Mapping[str, Any],
-) -> ShardedOptimizer:
-    """Make the wrapped optimizer over this rank's fragments; see :func:`thinwire.optimizer`."""
-    if not isinstance(optimizer_class, type):
-        raise UsageError(
-            f"thinwire.optimizer takes a class and makes the optimizer itself: write thinwire.optimizer(model, "
-            f"torch.optim.{type(optimizer_class).__name__}, ...), with the options instead of the parameters"
-        )
-    if options.get("differentiable"):
-        raise UsageError("differentiable = True: no gradient flows through an update of shares; leave it out")
-    runtime = runtime_of(model)
-    if runtime.plan.scales_loss and loss_scale is None:
-        raise UsageError(
-            "the plan's gradients are float16, in which small ones are zero: scale the loss with loss_scale = "
-            "thinwire.LossScale(), in place of torch's GradScaler; GradScaler works with optimizers that are made from "
-            "model.parameters()"
-        )
-    fragments = runtime.sharded.fragments()
-    # Decide from the plan rather than from this rank's fragments, so that all ranks decide alike.
-    plan, device = runtime.plan, runtime.sharded.arena.device
-    cut = plan.optimizer.ranks > 1 and not (plan.partition == "inter" and plan.params.ranks == 1)
-    if plan.world > 1:
-        refuse_unlike_ranks(optimizer_class, options, device, cut=plan.optimizer.ranks > 1)
-    if cut or runtime.part.tensor_ranks > 1:
-        refuse_per_tensor(optimizer_class, options, device)
-    groups = _group(runtime, fragments, list(param_groups or []))
-
-    def refused(problems: Mapping[int, str]) -> UsageError:
-        rank, text = next(iter(problems.items()))
-        return UsageError(f"{optimizer_class.__name__} refuses the parameters or options of rank {rank}: {text}")
-
-    made: list[torch.optim.Optimizer] = []
-
-    def make() -> None:
-        try:
-            made.append(optimizer_class(groups, **options))
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise UsageError(str(error)) from error
-
-    # If one rank cannot make the optimizer, every rank raises, so that none continues alone.
-    control().agree(make, refused, NOTHING)
-    (inner,) = made
-    object.__setattr__(inner, INNER, True)
-    by_unit = updates_in_parts(optimizer_class, options, device)
-    runtime.optimizer = optimizer = ShardedOptimizer(
-        runtime, inner, fragments, skip_nonfinite=skip_nonfinite, by_unit=by_unit, loss_scale=loss_scale
-    )
-    return optimizer
-
-
-def _group(
-    runtime: Runtime, fragments: Sequence[OwnedFragment], groups: list[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Sort fragments into parameter groups by their parameters. Parameters in no group form the last one.
-
-    All ranks have the same groups, but a rank may own no element of a group.
-    """
-    names = {
-        id(p): s.name
-        for u in runtime.units
-        for b in u.buffers
-        for p, s in zip(b.parameters, b.layout.slots, strict=True)
-    }
-    if runtime.outside is not None:
-        names |= {id(share): name for name, share in runtime.outside.parameters.items()}
-    every_name = list(names.values())
-    group_of: dict[str, int] = {}
-    for number, group in enumerate(groups):
-        for name in names_of(group, names, every_name, number):
-            if group_of.setdefault(name, number) != number:
-                raise UsageError(
-                    f"parameter {name!r} is in param_groups[{group_of[name]}] and in param_groups[{number}]; each "
-                    "parameter belongs to one group"
-                )
-    cut: list[dict[str, Any]] = [{**group, "params": []} for group in groups]
-    trained = {
-        slot.name for unit in runtime.units for b in unit.buffers if b.layout.trainable for slot in b.layout.slots
-    }
-    if trained - group_of.keys() or not cut:
-        cut.append({"params": []})
-    for owned in fragments:
-        cut[group_of.get(owned.fragment.slot.name, len(cut) - 1)]["params"].append(owned.value)
-    return cut
-
-
-def names_of(group: Mapping[str, Any], names: Mapping[int, str], every_name: Sequence[str], number: int) -> set[str]:
-    """Resolve the ``params`` of a group to names of parameters.
+class ShareUpdate:
+    """The update of this rank's share, unit by unit where that is faster.
 
     Args:
-        group: Parameter group. Its ``params`` are a name, a pattern, a parameter, or several of these; pairs of a name
-            and a parameter are also accepted.
-        names: Names of parameters, by the ``id`` of the parameter.
-        every_name: Names that patterns may match.
-        number: Number of the group, for messages.
-
-    Raises:
-        UsageError: ``params`` is missing, a pattern matches nothing, or a tensor is not a parameter of the model.
+        owned: The optimizer and its fragments.
+        reducer: Reducer of the model's gradients.
+        spreads: Takes the updated parameters.
+        programs: Programs of the model, which say what is updated and spread in which order.
+        used: Flags of the parameters that have gradients.
+        by_unit: Whether units can be updated one by one; see
+            :class:`~thinwire.sharding.optimizer.sharded_optimizer.ShardedOptimizer`.
+        copies: Whether the optimizer gets gradients as copies in fp32, because they accumulate in another dtype. Copies
+            take memory for as many units as are updated at once.
     """
-    if "params" not in group:
-        raise UsageError(f"param_groups[{number}] has no key 'params'; give names, patterns or parameters")
-    params = group["params"]
-    wanted = [params] if isinstance(params, str | torch.Tensor) else list(params)
-    selected: set[str] = set()
-    for item in wanted:
-        if isinstance(item, tuple):  # torch takes (name, parameter) pairs
-            item = item[1]
-        if isinstance(item, torch.Tensor):
-            if id(item) not in names:
-                raise UsageError(f"param_groups[{number}] holds a tensor that is no parameter of the model")
-            selected.add(names[id(item)])
-            continue
-        matches = fnmatch.filter(every_name, item)
-        if not matches:
-            raise UsageError(
-                f"param_groups[{number}]: pattern {item!r} matches no parameter; names look like {every_name[0]!r}"
-            )
-        selected.update(matches)
-    return selected
+
+    def __init__(
+        self,
+        owned: InnerOptimizer,
+        reducer: Reducer,
+        spreads: Spreads,
+        programs: Programs,
+        used: UsedGradients,
+        *,
+        by_unit: bool,
+        copies: bool,
+    ) -> None:
+        self._inner, self._fragments = owned.optimizer, owned.fragments
+        self._reducer, self._spreads, self._programs, self._used = reducer, spreads, programs, used
+        self._by_unit, self._copies = by_unit, copies
+        self._fragments_of: dict[int, list[OwnedFragment]] = {}
+        for fragment in self._fragments:
+            self._fragments_of.setdefault(fragment.unit, []).append(fragment)
+
+    def perform(self, *, arrived: bool, at_once: bool) -> Set[int] | None:
+        """Update the share once its gradients have arrived.
+
+        Args:
+            arrived: Whether all gradients have arrived.
+            at_once: Whether everything has to be updated in one call.
+
+        Returns:
+            Numbers of the units that are still to be spread; ``None`` for all.
+        """
+        if at_once or not self._by_unit:
+            self._at_once()
+        elif arrived:
+            self._as_needed()
+            return frozenset()
+        else:
+            self._as_they_arrive()
+        return None
+
+    def forget_gradients(self) -> None:
+        """Drop the gradients that the optimizer has read."""
+        for owned in self._fragments:
+            owned.value.grad = None
+
+    def _as_they_arrive(self) -> None:
+        """Update units as soon as their gradients have arrived, while gradients of later units travel."""
+        order, began = self._order(), False
+        for units in self._reducer.arrivals(order, apart=self._copies):
+            if len(units) == len(order):
+                self._at_once()
+                return
+            if not began:
+                began = True
+                self.forget_gradients()
+            self._update_units(units)
+        if not self._copies:
+            self._give_gradients(self._fragments)  # for whoever looks at the wrapped optimizer's parameters
+
+    def _as_needed(self) -> None:
+        """Update the units in the order in which the next forward needs them, and spread those that travel together
+        while later ones are updated."""
+        self._reducer.join()
+        self.forget_gradients()
+        trained = self._order()
+        for units in self._programs.spreads() or ([(u,) for u in trained] if self._copies else [(*trained,)]):
+            self._update_units(units)
+            self._spreads.start_batch(units)
+        if not self._copies:
+            self._give_gradients(self._fragments)  # for whoever looks at the wrapped optimizer's parameters
+
+    def _update_units(self, units: Sequence[int]) -> None:
+        """Update this rank's share of units whose gradients have arrived, in one call."""
+        fragments = [owned for unit in units for owned in self._fragments_of.get(unit, ())]
+        self._give_gradients(fragments)
+        self._inner.step()
+        for owned in fragments:
+            owned.value.grad = None
+        self._spreads.write_back(units)
+
+    def _at_once(self) -> None:
+        self._reducer.join()
+        self._give_gradients(self._fragments)
+        self._inner.step()
+        self._spreads.write_back(self._order())
+
+    def _order(self) -> Sequence[int]:
+        """Units with trainable parameters, in the order in which their gradients arrive."""
+        return [unit for unit in self._programs.update_order() if unit in self._reducer.gradients]
+
+    def _give_gradients(self, fragments: Sequence[OwnedFragment]) -> None:
+        """Set the gradients that the optimizer reads, in the dtype of the masters.
+
+        As in torch, the optimizer skips a parameter that has no gradient on any rank.
+        """
+        is_used, all_used, copies = self._used.is_used, self._used.all_used, self._copies
+        for owned in fragments:
+            grad, value = owned.grad, owned.value
+            if not all_used and not is_used(owned.unit, owned.slot):
+                value.grad = None
+            else:
+                value.grad = grad if not copies or grad.dtype is value.dtype else grad.to(value.dtype)

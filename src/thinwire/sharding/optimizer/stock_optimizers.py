@@ -13,9 +13,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from thinwire.errors import UsageError
 from thinwire.sharding.runtime.live_parameter import ModelParameter
-from thinwire.sharding.runtime.masters import Masters, refuse_in_backward
 from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.runtime.sharded_parameters import sharded_parameter_of
+from thinwire.sharding.runtime.share_values import Masters, refuse_in_backward
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
 __all__ = ["INNER", "watch_optimizers"]

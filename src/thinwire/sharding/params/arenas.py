@@ -13,7 +13,7 @@ from thinwire.program import Axis, Lane
 from thinwire.sharding.memory.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
 from thinwire.sharding.memory.local import local_tensor
 from thinwire.sharding.modules.discover import UnitModules
-from thinwire.sharding.params.gathers import FlatBuffer
+from thinwire.sharding.params.param_group import FlatBuffer
 from thinwire.sharding.params.plan_codecs import (
     is_excluded,
     rounds_parameters,

@@ -13,21 +13,201 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import nn
 
-from thinwire.collectives.joint_gather import joint_gather
+from thinwire.codecs import Codec
+from thinwire.collectives.all_gather import all_gather
+from thinwire.collectives.joint_gather import Part, joint_gather
 from thinwire.collectives.moves import Moves
+from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, BufferKey, Lane, UnitInfo, gather_batches
-from thinwire.sharding.lanes.lanes import Ticket
+from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.lanes.load import Load
-from thinwire.sharding.params.gathers import BufferGathers, FlatBuffer, GatherLink, piece_of
+from thinwire.sharding.memory.layout import FlatLayout, Run
+from thinwire.sharding.memory.local import set_local
+from thinwire.sharding.params.seeds import Seeds
 
-__all__ = ["GatherBatch", "State", "Tables", "Unit", "start_gathers"]
+__all__ = ["BufferGathers", "FlatBuffer", "GatherBatch", "GatherLink", "State", "Unit", "start_gathers"]
+
+
+@dataclass
+class FlatBuffer:
+    """One flat buffer on this rank.
+
+    Attributes:
+        layout: Positions of the parameters in the buffer.
+        parameters: Parameters of the modules, in slot order.
+        full: The whole buffer, ``[layout.numel]`` in compute dtype; its storage is empty while the unit is sharded.
+        shard: This rank's P shard, ``[layout.shard_numel]``; the same tensor as ``full`` if P is not sharded.
+        shares: Shares of this P shard, by position along the shard axis.
+        secondary: This rank's part of the secondary copy; ``None`` if the plan keeps none.
+        master: Master values of this rank's share, fp32; ``None`` if the P shard itself holds them, which requires that
+            P is fp32 and travels without loss.
+    """
+
+    layout: FlatLayout
+    parameters: list[nn.Parameter]
+    full: torch.Tensor
+    shard: torch.Tensor
+    shares: tuple[tuple[Run, ...], ...]
+    secondary: torch.Tensor | None
+    master: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots]
+        self._husks = [_husk(slot.shape, self.full.dtype, self.full.device) for slot in self.layout.slots]
+        self._single_husks = [husk for husk in self._husks if husk.numel() == 1]
+        self._storage, self._nbytes = self.full.untyped_storage(), self.full.nbytes
+        self._master_runs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+
+    def master_runs(self, position: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Views of the elements of the P shard that masters of this rank belong to, and views of these masters; none if
+        the P shard itself holds them.
+
+        Args:
+            position: Position of this rank along the shard axis.
+        """
+        if position not in self._master_runs:
+            runs = self.shares[position] if self.master is not None else ()
+            of_shard = [self.shard[run.start : run.start + run.length] for run in runs]
+            of_master = list(self.master.split([run.length for run in runs])) if self.master is not None else []
+            self._master_runs[position] = of_shard, of_master
+        return self._master_runs[position]
+
+    def restore(self) -> None:
+        """Allocate the gathered storage; its contents are undefined until the unit is gathered."""
+        self._storage.resize_(self._nbytes)
+
+    def release(self) -> None:
+        """Free the gathered storage."""
+        self._storage.resize_(0)
+
+    def show(self, *, whole: bool) -> None:
+        """Point the module's parameters at the gathered buffer, or at husks."""
+        if not whole:
+            for husk in self._single_husks:  # a husk of one element does not refuse writes
+                husk.copy_(_poison(husk.dtype, husk.device))
+        set_local(self.parameters, self._views if whole else self._husks)
+
+
+def _husk(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What a freed parameter of this shape points at. Parameters share it, except one that can be written to."""
+    if math.prod(shape) == 1:
+        return _poison(dtype, device).clone().expand(shape)
+    return _shared_husk(tuple(shape), dtype, device)
+
+
+@functools.cache
+def _shared_husk(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return _poison(dtype, device).expand(shape)
+
+
+@functools.cache
+def _poison(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A NaN, 0-D; zero in dtypes that have none."""
+    with torch.inference_mode(False):
+        return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class GatherLink:
+    """The lanes, groups and codec for gathering units.
+
+    Attributes:
+        lanes: Lanes that gathers run on.
+        params: Group of ranks that hold one copy of the parameters.
+        secondary: Group of ranks that hold one secondary copy; ``None`` if the plan keeps none.
+        codec: Codec of gathers over ``params``. Gathers from the secondary shard need none: its values were already
+            encoded once.
+        seeds: Seeds for the codec.
+        at_least: Bytes until which buffers that are gathered at the same time travel as one.
+    """
+
+    lanes: Lanes
+    params: AxisGroup
+    secondary: AxisGroup | None
+    codec: Codec | None
+    seeds: Seeds
+    at_least: int = 0
+
+
+class BufferGathers:
+    """Builds the collectives that gather the buffers of one unit.
+
+    Args:
+        unit: Number of the unit.
+        buffers: Its flat buffers.
+        link: Lanes, groups and codec for gathering.
+    """
+
+    def __init__(self, unit: int, buffers: Sequence[FlatBuffer], link: GatherLink) -> None:
+        self._unit, self._buffers, self._link = unit, tuple(buffers), link
+        params, secondary, self._seeds = link.params, link.secondary, link.seeds
+        sharded = params.size > 1
+        for buffer in buffers if sharded else ():
+            buffer.restore()  # collectives are built from views, which need allocated memory
+        self._parts: dict[tuple[int, bool], Part] = {}  # parts of joint gathers without a codec, made once
+        self._from_shard = [_gather(params, buffer, buffer.shard) for buffer in buffers] if sharded else []
+        self._from_secondary = [
+            _gather(secondary, buffer, buffer.secondary)
+            for buffer in buffers
+            if secondary is not None and buffer.secondary is not None
+        ]
+        for buffer in buffers if sharded else ():
+            buffer.release()
+
+    def single(self, number: int, *, from_secondary: bool, exact: bool) -> Moves:
+        """The gather of one buffer by itself.
+
+        Args:
+            number: Number of the buffer.
+            from_secondary: Whether to gather from the secondary shard.
+            exact: Whether to gather without a codec, whatever the plan says.
+        """
+        buffer, codec = self._buffers[number], self._link.codec
+        if from_secondary:
+            return self._from_secondary[number]
+        if codec is None or exact or not buffer.layout.encoded:
+            return self._from_shard[number]
+        # Built for each gather, so that a unit keeps no memory for messages between gathers.
+        return _gather(self._link.params, buffer, buffer.shard, codec, self._seeds.of_unit(Lane.GATHER, self._unit))
+
+    def part(self, number: int, *, from_secondary: bool, encoded: bool) -> Part:
+        """One buffer as a part of a joint gather.
+
+        Args:
+            number: Number of the buffer.
+            from_secondary: Whether to gather from the secondary shard.
+            encoded: Whether the gather has a codec.
+        """
+        key = number, from_secondary
+        if key not in self._parts:
+            buffer = self._buffers[number]
+            own = buffer.secondary if from_secondary else buffer.shard
+            assert own is not None
+            self._parts[key] = Part(buffer.full, own)
+        if not encoded:
+            return self._parts[key]
+        return replace(self._parts[key], seed=self._seeds.of_unit(Lane.GATHER, self._unit))
+
+
+def _gather(
+    group: AxisGroup, buffer: FlatBuffer, source: torch.Tensor, codec: Codec | None = None, seed: int | None = None
+) -> Moves:
+    """Gather the whole buffer from the pieces that the ranks of the group hold. It uses the same memory every time, so
+    that without a codec the collective is built only once."""
+
+    def place_own() -> None:
+        buffer.full.view(group.size, -1)[group.index].copy_(source)
+
+    return all_gather(group, buffer.full, codec=codec, seed=seed).after(place_own)
 
 
 class State(enum.Enum):
@@ -36,16 +216,6 @@ class State(enum.Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     GATHERED = "gathered"
-
-
-class Tables:
-    """The tables of parameters of a unit's modules. This one stands for none."""
-
-    def open(self) -> None:
-        """Let modules read parameters without asking."""
-
-    def close(self) -> None:
-        """Let modules ask before they read parameters."""
 
 
 class Unit:
@@ -62,7 +232,8 @@ class Unit:
         state: State of the parameters.
         ready: Whether the parameters are whole and up to date.
         is_open: Whether modules read the parameters without asking: the unit is ready, inside a pass.
-        tables: Tables of parameters of the unit's modules, which follow ``is_open``.
+        opened: Called with whether the unit is open when that changes.
+        name: Dotted module name, for messages.
         secondary_valid: Whether the secondary shard has the current values.
         computes_with_copies: Whether modules compute with copies of the masters: P is sharded, or masters are separate.
         num_updates: Number of times that torch's version counters were raised for new values.
@@ -78,7 +249,8 @@ class Unit:
         self.state = State.SHARDED if self.sharded else State.GATHERED
         self.ready = not self.sharded
         self.is_open = False
-        self.tables = Tables()
+        self.opened: Callable[[bool], None] = lambda _: None
+        self.name = info.name or "(root)"
         self.secondary_valid = False
         self.computes_with_copies = self.sharded or any(buffer.master is not None for buffer in buffers)
         self.num_updates = 0
@@ -97,9 +269,9 @@ class Unit:
         self.gathers = BufferGathers(index, buffers, link)
 
     @property
-    def name(self) -> str:
-        """Dotted module name, for messages."""
-        return self.info.name or "(root)"
+    def spreads(self) -> Sequence[Ticket]:
+        """Tickets of spreads that gathers wait for."""
+        return self._spreads
 
     def start_gather(self, *, from_secondary: bool, exact: bool = False) -> None:
         """Start a gather (sharded -> gathering). Does nothing in any other state.
@@ -110,23 +282,6 @@ class Unit:
         """
         if self.state is State.SHARDED:
             start_gathers({self.index: self}, self._singles[from_secondary and self.secondary_valid], exact=exact)
-
-    def expect_gathers(self, *, exact: bool) -> None:
-        """Prepare for the gathers of all buffers, which :meth:`gather_moves` or a joint gather perform (sharded ->
-        gathering)."""
-        for buffer in self.buffers:
-            buffer.restore()
-        self.exact = exact or self._link.codec is None
-        self.state = State.GATHERING
-
-    def expect_ticket(self, ticket: Ticket) -> None:
-        """Take the ticket of a gather of one or more of the buffers."""
-        self._gather.append(ticket)
-
-    @property
-    def spreads(self) -> Sequence[Ticket]:
-        """Tickets of spreads that gathers wait for."""
-        return self._spreads
 
     def need(self, *, from_secondary: bool) -> None:
         """Gather on demand (any state -> gathered), and wait until the parameters are whole and up to date."""
@@ -158,11 +313,12 @@ class Unit:
 
     def keep_secondary(self) -> None:
         """Copy this rank's part of the gathered parameters into the secondary shard, unless it is still valid."""
-        if self._link.secondary is None or self.secondary_valid or self.state is not State.GATHERED:
+        group = self._link.secondary
+        if group is None or self.secondary_valid or self.state is not State.GATHERED:
             return
         for buffer in self.buffers:
             assert buffer.secondary is not None
-            buffer.secondary.copy_(piece_of(buffer.full, self._link.secondary))
+            buffer.secondary.copy_(buffer.full.view(group.size, -1)[group.index])
         self.secondary_valid = True
 
     def spread(self, number: int, lane: Lane, moves: Moves) -> None:
@@ -179,7 +335,7 @@ class Unit:
         """Let modules ask before they read the parameters."""
         if self.is_open:
             self.is_open = False
-            self.tables.close()
+            self.opened(False)
 
     def join_spread(self) -> None:
         """Wait until the parameters that the last step updated have arrived."""
@@ -240,8 +396,10 @@ def start_gathers(
     fresh = {number for number in wanted if units[number].state is State.SHARDED}
     if not fresh:
         return
-    for number in fresh:
-        units[number].expect_gathers(exact=exact)
+    for unit in (units[number] for number in fresh):
+        for buffer in unit.buffers:
+            buffer.restore()
+        unit.exact, unit.state = exact or unit._link.codec is None, State.GATHERING
     for batch in batches:
         for second in (False, True):
             keys = [
@@ -274,7 +432,7 @@ def _start_gather(parts: Sequence[tuple[Unit, int]], *, from_secondary: bool, ex
     for work in moves:
         ticket = link.lanes.submit(Lane.GATHER, work, after=after, load=load)
         for unit in of_units:
-            unit.expect_ticket(ticket)
+            unit._gather.append(ticket)
 
 
 @functools.cache

@@ -1,19 +1,29 @@
-"""Seeds for codecs that round at random."""
+"""The number of steps that a model has taken, and seeds for codecs that round at random, which follow it."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from thinwire.program import Axis, Lane, axis_index
-from thinwire.sharding.params.step_counter import StepCounter
 from thinwire.spec import Plan
 
-__all__ = ["Seeds"]
+__all__ = ["Seeds", "StepCounter"]
 
 _CODES: Final = {lane: code for code, lane in enumerate(Lane)}
 
 _REDUCTION = 5
 """The kind of message that a reduction of gradients has in its seed; other kinds are numbers of lanes."""
+
+
+class StepCounter:
+    """Counts the optimizer steps of one model. Its runtime writes the number; everything else reads it.
+
+    Attributes:
+        taken: Number of optimizer steps taken so far.
+    """
+
+    def __init__(self) -> None:
+        self.taken = 0
 
 
 class Seeds:

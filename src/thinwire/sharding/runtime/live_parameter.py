@@ -12,8 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.errors import UsageError
 from thinwire.sharding.params.param_group import Unit
-from thinwire.sharding.runtime.masters import Masters
-from thinwire.sharding.runtime.share_gradients import ShareGradients, TrainedParameter
+from thinwire.sharding.runtime.share_values import Masters, ShareGradients, TrainedParameter
 from thinwire.sharding.tensors.parameter import GradientHook, ShardedParameter
 from thinwire.sharding.tensors.tensor import ShareTensor
 

@@ -26,34 +26,38 @@ exchanges with the other ranks. :class:`Spreads` sends updated parameters.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
+import torch
 from torch import nn
 
-from thinwire.collectives.group import rollcall
+from thinwire.collectives.group import Control, before_shutdown, control, rollcall
 from thinwire.errors import CheckpointError, UsageError
-from thinwire.program import Axis, Lane, Scope
+from thinwire.program import Axis, Lane
+from thinwire.sharding.grads.optimizer_state import InnerOptimizer
 from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.grads.reductions import Reductions
 from thinwire.sharding.islands.elastic import ElasticExchanges
 from thinwire.sharding.islands.exchanges import Exchanges
+from thinwire.sharding.islands.others import OtherIslands
 from thinwire.sharding.islands.outer_group import OuterGroup
+from thinwire.sharding.memory.local import set_local
 from thinwire.sharding.params.write_audit import WriteAudit
-from thinwire.sharding.runtime.masters import Masters
-from thinwire.sharding.runtime.sharded_parameters import ShardedParameters
-from thinwire.sharding.runtime.share_gradients import ShareGradients
-from thinwire.sharding.step.backward import BackwardPass
-from thinwire.sharding.step.forward import Passes
+from thinwire.sharding.runtime.edited_parameters import Written
+from thinwire.sharding.runtime.sharded_parameters import ShardedParameters, forget_share
+from thinwire.sharding.runtime.share_values import Masters, ShareGradients
 from thinwire.sharding.step.param_broadcast import Spreads
-from thinwire.sharding.step.pass_state import PassState
+from thinwire.sharding.step.passes import Passes
 from thinwire.sharding.step.pinned_units import Holds
-from thinwire.sharding.step.program_tables import Programs
+from thinwire.sharding.step.schedule import Programs, Schedule
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.step.step_check import StepCheck, StepResult
-from thinwire.sharding.step.trace_cursor import Schedule
+from thinwire.sharding.tensors.parameter import ShardedParameter
+from thinwire.spec import Plan
 
-__all__ = ["Runtime", "attach", "detach", "runtime_of", "sent_bytes"]
+__all__ = ["Runtime", "attach", "plan_of", "runtime_of"]
 
 
 class Runtime:
@@ -64,6 +68,7 @@ class Runtime:
 
     Attributes:
         sharded: The model, in units. The fields that are read most often are also attributes of the runtime.
+        programs: Programs of the steps.
         schedule: Position of the step in the program.
         reducer: Reduces gradients.
         passes: Receives the events that hooks report.
@@ -74,44 +79,71 @@ class Runtime:
         audit: Detects writes to parameters inside a forward.
         undo: Functions that remove the hooks from the model; call them in reverse order.
         optimizer: Optimizer made by ``thinwire.optimizer``, which then owns the updates; ``None`` without one.
-        outside: The parameters as shares; ``None`` for a part of a larger model, which has no shares.
+        masters: What code outside of passes writes to; ``None`` for a part of a larger model, which has no shares.
+        gradients: The gradients of shares; ``None`` for a part of a larger model.
+        shares: Shares of the parameters, by name; ``None`` for a part of a larger model.
         half_loaded: Why the model holds values of no single moment, since a load has begun to fill it and has not
             ended; ``None`` otherwise.
     """
 
     def __init__(self, sharded: ShardedModel) -> None:
         self.sharded = sharded
-        self.model, self.plan, self.part, self.rank = sharded.model, sharded.plan, sharded.part, sharded.rank
-        self.units, self.arena, self.slices = sharded.units, sharded.arena, sharded.slices
-        self.lanes, self.axes, self.meter = sharded.lanes, sharded.axes, sharded.meter
-        self.schedule = Schedule(Programs(self.plan, [unit.info for unit in self.units], sharded.position))
+        self.model, self.plan, self.units = sharded.model, sharded.plan, sharded.units
+        self.lanes, self.meter = sharded.lanes, sharded.meter
+        self.programs = Programs(self.plan, [unit.info for unit in self.units], sharded.position)
+        self.schedule = Schedule(self.programs)
         groups = {
-            Axis.PARAMS: self.axes[Axis.PARAMS, Lane.REDUCE],
-            Axis.SHARD: self.axes[Axis.SHARD, Lane.REDUCE],
-            Axis.REPLICA: self.axes[Axis.REPLICA, Lane.SYNC],
+            Axis.PARAMS: sharded.axes[Axis.PARAMS, Lane.REDUCE],
+            Axis.SHARD: sharded.axes[Axis.SHARD, Lane.REDUCE],
+            Axis.REPLICA: sharded.axes[Axis.REPLICA, Lane.SYNC],
         }
         reductions = Reductions(self.plan, sharded.gradients, groups, sharded.codecs.reduce, sharded.seeds)
         self.reducer = Reducer(sharded.gradients, reductions, self.lanes)
-        self.holds = Holds(self.units)
+        self.holds = Holds(self.units, self._before_use)
         self.audit = WriteAudit(self.units)
         self.step_check = StepCheck(sharded, self.reducer, self.audit)
-        self.spreads = Spreads(sharded, self.schedule.programs)
+        self.spreads = Spreads(sharded, self.programs)
         self.exchanges = _exchanges(sharded)
-        self.undo: list[Callable[[], None]] = []
+        self.undo: Sequence[Callable[[], None]] = ()
         self.optimizer: object | None = None
-        state = PassState(len(self.units))
-        backward = BackwardPass(state, sharded, self.schedule, self.reducer, self.step_check, self.holds)
-        self.passes = Passes(sharded, self.schedule, backward, state, self.holds)
-        rollcall().describe = _describer(self)
-        self.outside: ShardedParameters | None = None
-        if sharded.is_whole_model:
-            masters = Masters(sharded, self.passes, self.spreads, self.holds, self.finish_step)
-            gradients = ShareGradients(self.plan, backward, self.reducer, self.step_check, self.close_step)
-            self.outside = ShardedParameters(sharded, masters, gradients)
         self.half_loaded: str | None = None
-        self.passes.before_computing = self.holds.before_gathering = self._before_use
-        if self.outside is not None:
-            self.passes.backward.after_last = self.outside.after_backward
+        self.passes = Passes(
+            sharded,
+            self.schedule,
+            self.reducer,
+            self.step_check,
+            self.holds,
+            before_computing=self._before_use,
+            after_last=self._after_backward,
+        )
+        rollcall().describe = _describer(self)
+        self.masters: Masters | None = None
+        self.gradients: ShareGradients | None = None
+        self.shares: Mapping[str, ShardedParameter] | None = None
+        if sharded.is_whole_model:
+            self.masters = Masters(sharded, self.passes, self.spreads, self.holds, self.finish_step)
+            self.gradients = ShareGradients(sharded, self.passes, self.reducer, self.step_check, self.close_step)
+            self.shares = ShardedParameters(sharded, self.masters, self.gradients).parameters
+
+    @property
+    def data_ranks(self) -> Control:
+        """The ranks that train the model together."""
+        return control(self.sharded.part.data.ranks)
+
+    @property
+    def everyone(self) -> Control:
+        """All ranks that train the model, those of other islands included."""
+        return control(self.sharded.part.data.everyone)
+
+    @property
+    def decides_on_device(self) -> bool:
+        """Whether the device decides about a step, so that the host waits for no norm."""
+        return self.sharded.decides_on_device
+
+    @property
+    def is_inner(self) -> bool:
+        """Whether the model is a part inside of another, as experts are."""
+        return self.sharded.part.is_inner
 
     @property
     def num_steps(self) -> int:
@@ -129,8 +161,12 @@ class Runtime:
 
     def _before_use(self) -> None:
         self.refuse_half_loaded()
-        if self.outside is not None:
-            self.outside.masters.flush()
+        if self.masters is not None:
+            self.masters.flush()
+
+    def _after_backward(self) -> None:
+        if self.gradients is not None:
+            self.gradients.after_backward()
 
     # -- micro-batches -----------------------------------------------------------------------------------------
 
@@ -142,6 +178,20 @@ class Runtime:
             last: Whether its backward is the step's last.
         """
         self.schedule.begin_micro_batch(number, last=last)
+
+    def select_micro_batch(self, number: int, *, last: bool) -> None:
+        """Switch to another micro-batch of a pipeline, which has several in flight; see :meth:`begin_micro_batch` for
+        the arguments."""
+        self.schedule.select(number, last=last)
+
+    @property
+    def backwards(self) -> int:
+        """Number of backwards of this step that have ended."""
+        return self.schedule.backwards
+
+    def count_gradients(self, *, wanted: bool) -> None:
+        """Set whether this rank's next gradients count; if not, they are zero, because the rank has run out of data."""
+        self.passes.gradients_count = wanted
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
@@ -158,54 +208,50 @@ class Runtime:
                 Raised on every rank.
             CheckpointError: The model is half loaded.
         """
-        if self.step_check.result is None or self.passes.backward.may_be_unreported:
-            self._close_step()
-        if measure and not self.step_result.measured:
-            self.step_check.measure()
-        return self.step_result
+        step_check = self.step_check
+        if step_check.result is None or self.passes.may_be_unreported:
+            self.refuse_half_loaded()
+            self.passes.reach_step()
+            if step_check.result is None:
+                step_check.close(self.schedule.order.value, self.schedule.backwards)
+                self.schedule.ranks_met(same_order=step_check.same_order)
+            if self.exchanges is not None:
+                self.exchanges.hold()
+            if self.gradients is not None:
+                self.gradients.merge()
+        assert step_check.result is not None
+        if measure and not step_check.result.measured:
+            step_check.measure()
+        return step_check.result
 
-    def _close_step(self) -> None:
-        self.refuse_half_loaded()
-        self.passes.reach_step()
-        if self.outside is not None:
-            self.passes.refuse_missing_backward()
-        if self.step_check.result is None:
-            self.step_check.close(self.schedule.order.value, self.schedule.backwards)
-            self.schedule.ranks_met(same_order=self.step_check.same_order)
-        if self.exchanges is not None:
-            self.exchanges.hold()
-        if self.outside is not None:
-            self.outside.gradients.merge()
-
-    @property
-    def step_result(self) -> StepResult:
-        """What ranks have agreed on in this step, which :meth:`close_step` has closed."""
-        result = self.step_check.result
-        assert result is not None
-        return result
+    def clip_gradients(self, norm: torch.Tensor, max_norm: float) -> None:
+        """Scale the gradients so that the norm of the whole model is at most ``max_norm``; see
+        :meth:`StepCheck.clip_gradients`."""
+        if self.step_check.clip_gradients(norm, max_norm) and self.gradients is not None:
+            self.gradients.norms.forget()
 
     def zero_grad(self) -> None:
         """Forget every gradient."""
-        self.passes.backward.forget_failed()
-        for unit in self.passes.backward.deliveries:
+        self.passes.forget_failed()
+        for unit in self.passes.deliveries:
             unit.forget()
         self.reducer.join()
         for part in self.reducer.parts:
             part.reset()
         self.step_check.forget_gradients()
-        if self.outside is not None:
-            self.outside.gradients.drop_added()
+        if self.gradients is not None:
+            self.gradients.drop_added()
 
     def progress(self, share: float) -> None:
         """Report the share of training that is done, 0 to 1; from ``wire.compress_until`` on, gradients are exact."""
         if self.exchanges is not None:
             self.exchanges.share = share
         encodes = share < self.plan.wire.schedule or self.plan.wire.schedule == 1.0
-        if encodes == self.passes.backward.encodes_gradients:
+        if encodes == self.passes.encodes_gradients:
             return
-        self.passes.backward.encodes_gradients = encodes
+        self.passes.encodes_gradients = encodes
         self.reducer.encode(wanted=encodes)
-        self.schedule.programs.replan(self.plan if encodes else self.plan.with_exact_gradients())
+        self.programs.replan(self.plan if encodes else self.plan.with_exact_gradients())
 
     # -- the update --------------------------------------------------------------------------------------------
 
@@ -217,7 +263,7 @@ class Runtime:
             updated: Whether parameters have new values. A step may be taken without an update.
             only: Numbers of the units that were updated and have not begun to spread; all by default.
         """
-        step = self.num_steps + 1
+        step = self.sharded.steps.taken + 1
         if self.exchanges is not None:
             if self.exchanges.writes():
                 self.spreads.join()  # they may read the masters
@@ -247,9 +293,24 @@ class Runtime:
         self.sharded.steps.taken = step
         self.holds.release_reads()
         self.passes.state.end_step()
-        self.audit.begin_step(self.num_steps)
+        self.audit.begin_step(step)
         self.schedule.abandon()
         self.step_check.forget()
+
+    def enter_islands(self, optimizer: InnerOptimizer | None, island: int, lighthouse: str) -> int:
+        """See :func:`thinwire.enter_islands`."""
+        exchanges = self.exchanges
+        if not isinstance(exchanges, ElasticExchanges):
+            raise UsageError("enter_islands(): the plan has no islands.elastic = true, so all ranks are in one job")
+        others = OtherIslands(self.plan, island, lighthouse, self.data_ranks, self.sharded.arena.device, self.meter)
+        before_shutdown(exchanges.close)
+        self.holds.refuse("enter_islands()")
+        self.join_spreads()
+        exchanges.hold()
+        exchanges.enter(others, optimizer)
+        if (step := exchanges.take_fetched()) is not None:
+            self.loaded(step, with_replicas=False)
+        return self.num_steps
 
     def join_islands(self) -> None:
         """Give all islands the same parameters. Collective over all islands."""
@@ -278,9 +339,49 @@ class Runtime:
 
     def join_spreads(self) -> None:
         """Wait until every unit's parameters are up to date. Collective, if shares were written."""
-        if self.outside is not None:
-            self.outside.masters.flush()
+        if self.masters is not None:
+            self.masters.flush()
         self.spreads.join()
+
+    def join(self) -> None:
+        """Wait until parameters are up to date and gradients are combined; see :meth:`join_spreads`."""
+        self.join_spreads()
+        self.reducer.join()
+
+    def drain(self) -> None:
+        """Wait until nothing is on its way."""
+        self.lanes.drain()
+
+    # -- whole parameters --------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def full_parameters(self, *, write: bool) -> Iterator[None]:
+        """See :func:`thinwire.full_parameters`."""
+        self.holds.gather_all()
+        written = None if self.shares is None else Written(self.sharded, self.shares)
+        try:
+            yield
+            if written is not None:
+                written.settle(keep=write)
+        finally:
+            self.audit.excuse()
+            self.holds.release_all()
+
+    def dissolve(self) -> None:
+        """Restore the whole parameters of the model, which is complete, and remove the runtime. Collective."""
+        assert self.shares is not None
+        self.join_spreads()
+        with torch.no_grad():
+            wholes = {name: share.full_tensor() for name, share in self.shares.items()}
+        for undo in reversed(self.undo):
+            undo()
+        for unit in self.units:
+            for buffer in unit.buffers:
+                for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
+                    set_local([parameter], [wholes[slot.name]])
+                    forget_share(parameter)
+        self.lanes.close()
+        object.__delattr__(self.model, _RUNTIME)
 
 
 def _exchanges(sharded: ShardedModel) -> Exchanges | None:
@@ -313,11 +414,6 @@ def attach(model: nn.Module, runtime: Runtime) -> None:
     object.__setattr__(model, _RUNTIME, runtime)
 
 
-def detach(model: nn.Module) -> None:
-    """Remove the runtime of a model."""
-    object.__delattr__(model, _RUNTIME)
-
-
 def runtime_of(model: nn.Module) -> Runtime:
     """The runtime of a sharded model.
 
@@ -332,8 +428,10 @@ def runtime_of(model: nn.Module) -> Runtime:
     return runtime
 
 
-def sent_bytes(runtime: Runtime) -> dict[str, dict[str, int]]:
-    """Bytes sent since the last call, by lane and scope."""
-    return {
-        str(lane): {str(scope): by_scope[scope] for scope in Scope} for lane, by_scope in runtime.meter.take().items()
-    }
+def plan_of(model: nn.Module) -> Plan:
+    """The plan of a sharded model.
+
+    Raises:
+        UsageError: The model is not sharded.
+    """
+    return runtime_of(model).plan

@@ -1,7 +1,7 @@
 """The parameters of a model outside of its forward and backward: shares of the masters, with their gradients.
 
-Reads and writes of share tensors end in :class:`~thinwire.sharding.runtime.masters.Masters` and
-:class:`~thinwire.sharding.runtime.share_gradients.ShareGradients`.
+Reads and writes of share tensors end in :class:`~thinwire.sharding.runtime.share_values.Masters` and
+:class:`~thinwire.sharding.runtime.share_values.ShareGradients`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ import torch
 from thinwire.program import Axis, Lane
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.unit_gradient import UnitGradient
-from thinwire.sharding.params.gathers import FlatBuffer
-from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.params.param_group import FlatBuffer, Unit
 from thinwire.sharding.runtime.live_parameter import ModelParameter
-from thinwire.sharding.runtime.masters import Masters
-from thinwire.sharding.runtime.share_gradients import ShareGradients, TrainedParameter
+from thinwire.sharding.runtime.share_values import Masters, ShareGradients, TrainedParameter
 from thinwire.sharding.runtime.tensor_collectives import ModelHolders
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.tensors.parameter import ShardedParameter
@@ -50,15 +48,12 @@ class ShardedParameters:
         gradients: Its gradients.
 
     Attributes:
-        masters: Its masters.
-        gradients: Its gradients.
         parameters: Share of each parameter, by name, in the order of units.
     """
 
     def __init__(self, sharded: ShardedModel, masters: Masters, gradients: ShareGradients) -> None:
-        self._sharded, self.masters, self.gradients = sharded, masters, gradients
+        self._sharded, self._masters, self._gradients = sharded, masters, gradients
         self.parameters: dict[str, ShardedParameter] = {}
-        self._live: list[ModelParameter] = []
         spans: dict[str, tuple[int, int]] = {}
         trained = ModelHolders(sharded, spans, trained=True)
         frozen = ModelHolders(sharded, spans, trained=False)
@@ -70,14 +65,6 @@ class ShardedParameters:
                     self._place_trained(unit, buffer, next(parts), fragments, trained, spans)
                 else:
                     self._place_frozen(unit, buffer, frozen, spans)
-
-    def after_backward(self) -> None:
-        """Call the hooks that wait for combined gradients, after the step's last backward."""
-        self.gradients.norms.forget()
-        for live in self._live:
-            if live.hooks and live.share.grad is not None:
-                for hook in list(live.hooks.values()):
-                    hook(live.share)
 
     def _place_trained(
         self,
@@ -106,7 +93,7 @@ class ShardedParameters:
             spans[slot.name] = (offset, piece.numel())
             spec = ShareSpec(slot.name, slot.shape, offset, piece.numel(), holders)
             self._add(
-                ModelParameter(self.masters, self.gradients, unit, compute, trained), piece, spec, requires_grad=True
+                ModelParameter(self._masters, self._gradients, unit, compute, trained), piece, spec, requires_grad=True
             )
 
     def _place_frozen(
@@ -122,7 +109,7 @@ class ShardedParameters:
             spans[slot.name] = (offset, piece.numel())
             spec = ShareSpec(slot.name, slot.shape, offset, piece.numel(), holders)
             self._add(
-                ModelParameter(self.masters, self.gradients, unit, compute, None),
+                ModelParameter(self._masters, self._gradients, unit, compute, None),
                 piece.detach(),
                 spec,
                 requires_grad=False,
@@ -133,9 +120,9 @@ class ShardedParameters:
         live.share = share
         if requires_grad:
             torch.Tensor.register_post_accumulate_grad_hook(share, _accumulation_hook(live))
-            self.gradients.norms.shares.append(share)
+            self._gradients.norms.shares.append(share)
+            self._gradients.hooks.append((share, live.hooks))
         self.parameters[spec.name] = share
-        self._live.append(live)
         object.__setattr__(live.compute_tensor, _MANAGED, share)
 
 

@@ -13,8 +13,8 @@ from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.group import control
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Lane
-from thinwire.sharding.step.control_rows import gather_rows
 from thinwire.sharding.step.sharded_model import ShardedModel
+from thinwire.sharding.step.step_check import gather_rows
 
 __all__ = ["ModelHolders"]
 

@@ -15,8 +15,8 @@ from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, BufferKey, Kind, Lane, Operation
 from thinwire.sharding.lanes.load import Load
-from thinwire.sharding.params.gathers import FlatBuffer
-from thinwire.sharding.step.program_tables import Programs
+from thinwire.sharding.params.param_group import FlatBuffer
+from thinwire.sharding.step.schedule import Programs
 from thinwire.sharding.step.sharded_model import ShardedModel
 
 __all__ = ["Spreads"]

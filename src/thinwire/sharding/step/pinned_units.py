@@ -25,19 +25,18 @@ class Holds:
 
     Args:
         units: Units of the model, by number.
+        before_gathering: Called before all parameters are gathered for reading.
 
     Attributes:
+        reads: Units that were read outside their own forward. No hook runs when such a reader is done, so they stay
+            whole until the backward ends.
         depth: Number of open ``full_parameters()`` blocks; parameters stay whole inside them.
-        before_gathering: Called before all parameters are gathered for reading.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._units = units
+    def __init__(self, units: Sequence[Unit], before_gathering: Callable[[], None]) -> None:
+        self._units, self._before_gathering = units, before_gathering
         self.depth = 0
-        self.before_gathering: Callable[[], None] = lambda: None
-        # Units read outside their own forward. No hook runs when such a reader is done, so these units stay whole until
-        # the backward ends.
-        self._read: set[int] = set()
+        self.reads: set[int] = set()
         # Those of them that the last backward has released. Another backward over a retained graph needs them again.
         self._released: set[int] = set()
         # A backward with create_graph leaves nodes that read parameters without a hook. Nothing may be freed until a
@@ -47,7 +46,7 @@ class Holds:
 
     def free(self, index: int) -> bool:
         """Free a unit's gathered parameters unless they are held; returns whether they were freed."""
-        if self.depth or self._graphs_of_graphs or index in self._read:
+        if self.depth or self._graphs_of_graphs or index in self.reads:
             return False
         return self._units[index].free()
 
@@ -63,12 +62,7 @@ class Holds:
 
     def read(self, index: int) -> None:
         """Hold a unit that is read outside its forward."""
-        self._read.add(index)
-
-    @property
-    def has_reads(self) -> bool:
-        """Whether units are held that were read outside their forward."""
-        return bool(self._read)
+        self.reads.add(index)
 
     def release_reads(self, *, free: bool = False) -> None:
         """Release the units that were read outside their forward.
@@ -76,7 +70,7 @@ class Holds:
         Args:
             free: Whether to free those units now.
         """
-        read, self._read = self._read, set()
+        read, self.reads = self.reads, set()
         for index in read if free else ():
             self.free(index)
 
@@ -93,14 +87,14 @@ class Holds:
         """
         self._creates_graph = torch.is_grad_enabled()
         self._graphs_of_graphs |= self._creates_graph
-        again = sorted(self._released - self._read)
-        self._read.update(again)
+        again = sorted(self._released - self.reads)
+        self.reads.update(again)
         return again
 
     def end_backward(self) -> None:
         """End the backward: release its readers and, if it ran without create_graph, earlier graphs."""
         self._graphs_of_graphs &= self._creates_graph
-        self._released = set(self._read)
+        self._released = set(self.reads)
         self.release_reads()
 
     def end_step(self) -> None:
@@ -116,7 +110,7 @@ class Holds:
         """
         if recomputing():
             raise UsageError("full_parameters() cannot be entered inside a backward")
-        self.before_gathering()
+        self._before_gathering()
         self.depth += 1
         for unit in self._units:
             if not unit.exact:

@@ -17,8 +17,7 @@ from thinwire.sharding.lanes.lanes import Lanes
 from thinwire.sharding.memory.local import LocalPart, Slice
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.params.plan_codecs import PlanCodecs
-from thinwire.sharding.params.seeds import Seeds
-from thinwire.sharding.params.step_counter import StepCounter
+from thinwire.sharding.params.seeds import Seeds, StepCounter
 from thinwire.spec import Plan
 
 __all__ = ["ShardedModel"]
@@ -66,6 +65,11 @@ class ShardedModel:
     codecs: PlanCodecs
     steps: StepCounter
     seeds: Seeds
+
+    @property
+    def decides_on_device(self) -> bool:
+        """Whether the device decides about a step, so that the host waits for no norm."""
+        return self.world is not None
 
     def fragments(self) -> list[OwnedFragment]:
         """The pieces of parameters that this rank updates."""

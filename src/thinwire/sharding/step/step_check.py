@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import struct
@@ -12,17 +13,19 @@ from typing import Final
 import numpy as np
 import torch
 
+from thinwire.collectives.all_gather import all_gather
+from thinwire.collectives.memory import allocate
+from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import MismatchError, UsageError
-from thinwire.program import UnitInfo, control_bytes
+from thinwire.program import NORM_BYTES, Axis, Lane, UnitInfo, control_bytes
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.lanes.late import Late
 from thinwire.sharding.params.write_audit import WriteAudit
-from thinwire.sharding.step.control_rows import exchange_bytes
-from thinwire.sharding.step.grad_norm import GradientNorm
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.step.sharded_model import ShardedModel
 
-__all__ = ["StepCheck", "StepResult", "UsedGradients"]
+__all__ = ["StepCheck", "StepResult", "UsedGradients", "gather_rows"]
 
 _UNFINISHED: Final = 1
 """Flag of a rank whose last micro-batch lacks its backward."""
@@ -35,6 +38,9 @@ _UNKNOWN: Final = torch.tensor(math.nan, dtype=torch.float64)
 
 _NUM_FLAGS: Final = 2
 """Number of low bits that hold flags; the number of backwards follows above them."""
+
+_BLOCK: Final = 1 << 18
+"""Number of elements whose squares are added up in fp32."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,55 @@ class UsedGradients:
         return self._anywhere[self._first_bit[unit] + slot]
 
 
+class GradientNorm:
+    """The L2 norm of a model's gradient over all ranks.
+
+    Args:
+        sharded: The model.
+        reducer: Reducer of the model's gradients.
+    """
+
+    def __init__(self, sharded: ShardedModel, reducer: Reducer) -> None:
+        self._sharded, self._reducer = sharded, reducer
+
+    def measure(self) -> torch.Tensor:
+        """Make a pass over this rank's share as its gradients arrive, and exchange the result.
+
+        Returns:
+            The norm, 0-D, fp64, equal on every rank: on the device if the model has a group ``world``, else on the CPU.
+        """
+        sharded, world = self._sharded, self._sharded.world
+        mine = torch.zeros((), dtype=torch.float64, device=sharded.arena.device)
+        # Replicas of a share count once, and so do parameters that all tensor-parallel ranks hold.
+        if sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0:
+            norms = self._norms_of_fragments() if sharded.part.tensor else self._norms_of_units()
+            if norms:
+                mine = torch.stack(norms).double().square().sum()
+        if world is not None:
+            return gather_rows(world, mine.view(1)).sum().sqrt()
+        everyone = exchange_bytes(sharded, struct.pack("<d", float(mine)), NORM_BYTES)
+        return torch.tensor(sum(struct.unpack_from("<d", row)[0] for row in everyone), dtype=torch.float64).sqrt()
+
+    @functools.cached_property
+    def _sliced_fragments(self) -> Sequence[OwnedFragment]:
+        """Fragments of parameters that no other tensor-parallel rank holds."""
+        slices = self._sharded.slices
+        return [owned for owned in self._sharded.fragments() if slices[owned.fragment.slot.name] is not None]
+
+    def _norms_of_units(self) -> list[torch.Tensor]:
+        norms, gradients = [], self._reducer.gradients
+        if self._sharded.lanes.home.exists:
+            self._reducer.join()  # on a GPU, one call for all is faster
+        for units in self._reducer.arrivals(reversed(list(gradients)), apart=False):
+            parts = itertools.chain.from_iterable(gradients[unit] for unit in units)
+            norms += _block_norms([part.owned.values for part in parts if not part.owned.empty])
+        return norms
+
+    def _norms_of_fragments(self) -> list[torch.Tensor]:
+        self._reducer.join()
+        return _block_norms([owned.grad for owned in self._sliced_fragments if not owned.source.owned.empty])
+
+
 class StepCheck:
     """Performs the exchanges of one model's steps, on the control lane.
 
@@ -139,6 +194,7 @@ class StepCheck:
 
     Attributes:
         used: Flags of the parameters that have gradients.
+        audit: Detects writes to parameters inside a forward.
         same_order: Whether the last exchange found the same order of units on all ranks. A difference is an error
             unless every rank holds whole parameters.
         loss_scale: Factor of the losses, and so of all gradients; ``None`` without one.
@@ -146,7 +202,7 @@ class StepCheck:
     """
 
     def __init__(self, sharded: ShardedModel, reducer: Reducer, audit: WriteAudit) -> None:
-        self._sharded, self._reducer, self._audit = sharded, reducer, audit
+        self._sharded, self._reducer, self.audit = sharded, reducer, audit
         infos = [unit.info for unit in sharded.units]
         self._row_bytes = control_bytes(infos)
         self._is_whole = sharded.plan.params.ranks == 1  # then ranks may run different units
@@ -237,21 +293,59 @@ class StepCheck:
         else:  # the loop has read it
             act(self.result.finite)
 
-    def spoil(self, norm: torch.Tensor) -> None:
-        """Make the norm NaN after :meth:`measure` if that of the whole model, 0-D, is not finite."""
-        assert self.result is not None
-        self.result = replace(self.result, norm=self.result.norm + (norm - norm))
-
     @property
     def gradient_scale(self) -> float:
         """The loss scale that the gradients still contain; 1 once they were divided by it."""
         unscaled = self.result is not None and self.result.unscaled
         return 1.0 if self.loss_scale is None or unscaled else self.loss_scale.applied_value
 
-    def multiplied(self, factor: torch.Tensor | float) -> None:
-        """Record after :meth:`close` that gradients were divided by the loss scale and multiplied by a factor."""
+    # -- the combined gradients --------------------------------------------------------------------------------
+
+    def multiply_gradients(self, factor: torch.Tensor | float) -> bool:
+        """Multiply the combined gradients by a factor after :meth:`close`, and divide them by the loss scale that they
+        still contain, in one pass.
+
+        Args:
+            factor: The factor; on the device 0-D, fp64.
+
+        Returns:
+            Whether gradients have changed. A factor on the device counts as a change, because the host does not know
+            it.
+        """
         assert self.result is not None
+        arena, total = self._sharded.arena, factor / self.gradient_scale
         self.result = replace(self.result, norm=self.result.norm * factor, unscaled=True)
+        if isinstance(total, torch.Tensor):
+            # torch would round a factor without dimensions to the dtype of the gradients.
+            torch.mul(arena, total.float().view(1), out=arena)
+            return True
+        if total != 1.0:
+            arena.mul_(total)
+        return total != 1.0
+
+    def clip_gradients(self, norm: torch.Tensor, max_norm: float) -> bool:
+        """Scale the combined gradients so that the norm of the whole model is at most ``max_norm``. As in torch, a norm
+        that is not finite spoils them, so that it does not go unnoticed.
+
+        Args:
+            norm: Norm of the whole model's gradient; 0-D, fp64.
+            max_norm: Upper bound of the norm.
+
+        Returns:
+            Whether gradients have changed; see :meth:`multiply_gradients`.
+        """
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        changed = self.multiply_gradients(float(factor) if self._sharded.world is None else factor)
+        self.spoil(norm)
+        return changed
+
+    def spoil(self, norm: torch.Tensor) -> None:
+        """Make the norm NaN after :meth:`measure` if that of the whole model, 0-D, is not finite, so that no part of
+        the model is updated."""
+        assert self.result is not None
+        self.result = replace(self.result, norm=self.result.norm + (norm - norm))
+
+    # -- inside ------------------------------------------------------------------------------------------------
 
     def _compare_steps(self, order_hash: int, backwards: int) -> tuple[bool, ...]:
         """Check that all ranks ran the same step.
@@ -260,10 +354,10 @@ class StepCheck:
             For each trainable parameter, whether any rank had a gradient.
         """
         unfinished = any(gradient.unsynced for gradient in self._reducer.parts)
-        written = self._audit.written()
+        written = self.audit.written()
         flags = _UNFINISHED * unfinished | _WRITTEN * (written is not None)
         words = struct.pack("<qqq", order_hash, flags | backwards << _NUM_FLAGS, self._sharded.steps.taken)
-        bits = _to_bits(self.used.mine)
+        bits = np.packbits(np.frombuffer(self.used.mine, np.uint8), bitorder="little").tobytes()
         everyone = exchange_bytes(self._sharded, words + bits, self._row_bytes)
         rows = [struct.unpack_from("<qqq", row) for row in everyone]
         self.same_order = all(row[0] == rows[0][0] for row in rows)
@@ -277,15 +371,18 @@ class StepCheck:
                     f"{expected}. Every rank must run the same units in the "
                     "same order; look for branches that depend on the data or the rank. Nothing was updated"
                 )
-        if (unfinished_rank := _first_with(_UNFINISHED, rows)) is not None:
+        unfinished_rank, writing_rank = (
+            next((rank for rank, row in enumerate(rows) if row[1] & flag), None) for flag in (_UNFINISHED, _WRITTEN)
+        )
+        if unfinished_rank is not None:
             raise UsageError(
                 f"rank {unfinished_rank} has gradients that were never "
                 "synchronised: the backward of the last of thinwire.micro_batches(...) is missing. Run it, or call "
                 "zero_grad() to drop the step. Nothing was updated"
             )
-        if (writing_rank := _first_with(_WRITTEN, rows)) is not None:
+        if writing_rank is not None:
             where = f"the forward of {written.name}" if written is not None else f"a forward on rank {writing_rank}"
-            self._audit.excuse()
+            self.audit.excuse()
             raise UsageError(
                 f"{where} writes to parameters of its unit, which are made anew from their masters: the change "
                 "would be lost. Write to them between steps, as in `with torch.no_grad(): parameter.clamp_(...)` after "
@@ -296,12 +393,48 @@ class StepCheck:
         return tuple(used.astype(bool).tolist())
 
 
-def _first_with(flag: int, rows: Sequence[tuple[int, ...]]) -> int | None:
-    """The first rank that has set a flag; ``None`` if there is none."""
-    return next((rank for rank, row in enumerate(rows) if row[1] & flag), None)
+def _block_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Norms of the blocks of gradients, fp32. An fp32 sum of many squares is off by percents, differently under every
+    plan; the caller adds up those of the blocks in fp64."""
+    blocks = [block for values in gradients for block in values.view(-1).split(_BLOCK)]
+    return list(torch._foreach_norm(blocks, 2, dtype=torch.float32)) if blocks else []
 
 
-def _to_bits(flags: bytearray) -> bytes:
-    """Flags as bits, filled up to whole words of 64."""
-    bits = np.packbits(np.frombuffer(flags, np.uint8), bitorder="little").tobytes()
-    return bits.ljust(-(-len(flags) // 64) * 8, b"\0")
+def gather_rows(group: AxisGroup, row: torch.Tensor) -> torch.Tensor:
+    """All-gather a row of each rank.
+
+    Args:
+        group: The ranks.
+        row: This rank's row, ``[k]``, on the host or on the group's device. All rows have one size and dtype.
+
+    Returns:
+        The rows, ``[ranks, k]``, in the order of the group.
+    """
+    if group.size == 1:
+        return row.reshape(1, -1)
+    table = allocate(group.size * row.numel(), row.dtype, row.device)
+    rows = table.view(group.size, -1)
+    rows[group.index].copy_(row)
+    all_gather(group, table).perform()
+    return rows
+
+
+def exchange_bytes(sharded: ShardedModel, payload: bytes, size: int) -> list[bytes]:
+    """All-gather bytes of each rank on the host.
+
+    Args:
+        sharded: The model.
+        payload: This rank's bytes.
+        size: Number of bytes that each rank sends; shorter payloads are filled up with zeros.
+
+    Returns:
+        The bytes of each rank, by rank.
+    """
+    group = sharded.axes[Axis.WORLD, Lane.CONTROL]
+    rows = gather_rows(group, torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8))
+    ranks = sharded.part.data.ranks
+    positions = sorted(range(group.size), key=ranks.__getitem__)
+    # The group sorts by place within the node, then by node.
+    mesh = sharded.plan.mesh
+    by_rank = [rows[position % mesh.local * mesh.nodes + position // mesh.local] for position in positions]
+    return [bytes(row.numpy()) for row in by_rank]

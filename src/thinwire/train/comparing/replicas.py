@@ -108,7 +108,7 @@ def _compared(optim: ParallelOptimizer, sums: Sequence[Sums]) -> tuple[list[Disa
     differing: list[Disagreement] = []
     shared = 0
     for part, mine in zip(optim.parts, sums, strict=True):
-        everyone = control(part.runtime.part.data.ranks)
+        everyone = part.runtime.data_ranks
         found, number = compare(everyone.all_gather_typed(mine, SUMS), everyone.ranks)
         differing, shared = [*differing, *found], shared + number
     return differing, shared

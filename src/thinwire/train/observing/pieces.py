@@ -84,7 +84,7 @@ def weightless(plan: Plan, device: torch.device) -> Weightless:
     """
     model = shard(_model(_WEIGHTLESS, _WEIGHTLESS.seq, _WEIGHTLESS.layers).to(device), plan, sync_initial=False)
     runtime = runtime_of(model)
-    runtime.audit.compares_values = False  # as in most steps
+    _compare_no_values(model)  # as in most steps
     ids = torch.zeros((1, _WEIGHTLESS.seq), dtype=torch.int64, device=device)
     optim = optimizer(model, torch.optim.AdamW, fused=True)
     endless = micro_batches(model, itertools.repeat(ids))
@@ -92,7 +92,7 @@ def weightless(plan: Plan, device: torch.device) -> Weightless:
     def run(count: int) -> None:
         for batch in itertools.islice(endless, count):
             cross_entropy(model(batch).logits, batch).backward()
-        runtime.lanes.drain()
+        runtime.drain()
 
     def steps(count: int) -> None:
         for _ in range(count):
@@ -100,8 +100,15 @@ def weightless(plan: Plan, device: torch.device) -> Weightless:
             optim.step()
             optim.zero_grad()
 
-    middle = [op for op in runtime.schedule.programs.program(3).operations if op.start.micro_batch == 1]
+    programs = runtime.programs
+    middle = [op for op in programs.program(3).operations if op.start.micro_batch == 1]
     return Weightless(run, steps, middle)
+
+
+def _compare_no_values(model: nn.Module) -> None:
+    """Do not compare parameters before and after forwards."""
+    audit = runtime_of(model).audit
+    audit.compares_values = False
 
 
 def _fitting_blocks(shape: ModelSpec, plan: Plan, seq: int, memory: int) -> int:
@@ -124,7 +131,7 @@ def _make_whole(
     """Run micro-batches of a step that never ends, so that nothing is sent."""
     model = shard(_model(shape, seq, blocks).to(device), plan, sync_initial=False)
     # The first step compares parameters before and after forwards, which few others do, and this one has no end.
-    runtime_of(model).audit.compares_values = False
+    _compare_no_values(model)
     ids = torch.randint(0, shape.vocab, (micro_batch, seq), device=device)
     endless = micro_batches(model, itertools.repeat(ids))
 

@@ -1,11 +1,12 @@
-"""The combined gradients of a model, as code outside of its forward and backward reads and writes them.
+"""The masters of a model and their combined gradients, as code outside of its passes reads and writes them.
 
-Reductions continue until a gradient is read.
+A write to a master marks its unit. Before anything computes with the unit again, the new masters are cast into its P
+shard and spread. Reductions continue until a gradient is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,13 +14,109 @@ import torch
 from thinwire.errors import UsageError
 from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.grads.unit_gradient import UnitGradient
-from thinwire.sharding.step.backward import BackwardPass
+from thinwire.sharding.modules.discover import is_ignored
+from thinwire.sharding.step.param_broadcast import Spreads
+from thinwire.sharding.step.passes import Passes
+from thinwire.sharding.step.pinned_units import Holds, recomputing
+from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.step.step_check import StepCheck
 from thinwire.sharding.tensors.operations import from_power_sums, power_sum
 from thinwire.sharding.tensors.parameter import ShardedParameter
-from thinwire.spec import Plan
 
-__all__ = ["GradientNorms", "ShareGradients", "TrainedParameter"]
+__all__ = ["GradientNorms", "Masters", "ShareGradients", "TrainedParameter", "refuse_in_backward"]
+
+
+class Masters:
+    """The masters of one model, as code outside of its passes writes them.
+
+    Args:
+        sharded: The model.
+        passes: Receives the events of its passes.
+        spreads: Spreads its updated parameters.
+        holds: Keeps its gathered parameters that may still be read.
+        finish_step: See :meth:`thinwire.sharding.runtime.runtime.Runtime.finish_step`.
+
+    Attributes:
+        reading: See :meth:`thinwire.sharding.step.passes.Passes.reading`.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        passes: Passes,
+        spreads: Spreads,
+        holds: Holds,
+        finish_step: Callable[..., None],
+    ) -> None:
+        self.sharded, self.reading = sharded, passes.reading
+        self._spreads, self._holds, self._finish_step = spreads, holds, finish_step
+        self._dirty: set[int] = set()  # units whose masters were written since they were last spread
+        self._checked = 0  # number of the model's table entries at the last check that all of them are managed
+
+    def refuse(self, action: str) -> None:
+        """See :meth:`thinwire.sharding.step.pinned_units.Holds.refuse`."""
+        self._holds.refuse(action)
+
+    def before_write(self) -> None:
+        """Prepare for a write to masters: wait for the spreads that read them.
+
+        Raises:
+            UsageError: A ``full_parameters()`` block is open.
+        """
+        self._holds.refuse("a write to a share of a parameter")
+        self._spreads.join()
+
+    def written(self, unit: int) -> None:
+        """Note that masters of a unit have new values."""
+        self._dirty.add(unit)
+
+    def flush(self) -> None:
+        """Spread the units that were written since the last step. Collective, if any was written."""
+        if not self._dirty:
+            return
+        dirty, self._dirty = frozenset(self._dirty), set()
+        spreads = self._spreads
+        spreads.join()
+        spreads.write_back(sorted(dirty), differences=True)
+        spreads.start(exactly=True, only=dirty)
+
+    def finish_update(self) -> None:
+        """Spread the shares that one of torch's own optimizers has updated, and begin the next step."""
+        dirty, self._dirty = frozenset(self._dirty), set()
+        self._spreads.write_back(sorted(dirty))
+        self._finish_step(updated=bool(dirty), only=dirty)
+
+    def check_all_managed(self) -> None:
+        """Check that every trainable parameter of the model existed when the model was sharded.
+
+        Raises:
+            UsageError: A parameter was added later; the error names it.
+        """
+        model = self.sharded.model
+        count = sum(len(module._parameters) for module in model.modules())
+        if count == self._checked:
+            return
+        for name, parameter in model.named_parameters():
+            managed = isinstance(parameter, ShardedParameter) or is_ignored(parameter)
+            if parameter.requires_grad and not managed:
+                raise UsageError(
+                    f"{name} was added after thinwire.shard: ranks would not combine its gradients. Add it before, or "
+                    "freeze it, or exclude it with thinwire.ignore(parameter)"
+                )
+        self._checked = count
+
+
+def refuse_in_backward(action: str) -> None:
+    """Refuse an action inside a backward.
+
+    Raises:
+        UsageError: A backward is running; the error names the action.
+    """
+    if recomputing():
+        raise UsageError(
+            f"{action} inside a backward, as an optimizer in a hook would: gradients are combined when the backward "
+            "has ended. Use thinwire.optimizer(...), which updates each unit as its gradients arrive"
+        )
 
 
 @dataclass(eq=False)
@@ -83,33 +180,50 @@ class ShareGradients:
     """The gradients of one model's shares.
 
     Args:
-        plan: Plan of the model.
-        backward: Handles the events of its backwards.
+        sharded: The model.
+        passes: Its passes.
         reducer: Reduces its gradients.
         step_check: Exchanges of its steps.
         close_step: See :meth:`thinwire.sharding.runtime.runtime.Runtime.close_step`.
 
     Attributes:
         norms: Norms of the gradients, cached until a gradient changes.
+        hooks: Trained shares, each with the hooks that wait for its combined gradient.
     """
 
     def __init__(
         self,
-        plan: Plan,
-        backward: BackwardPass,
+        sharded: ShardedModel,
+        passes: Passes,
         reducer: Reducer,
         step_check: StepCheck,
         close_step: Callable[[], object],
     ) -> None:
-        self._backward, self._reducer, self._step_check, self._close_step = backward, reducer, step_check, close_step
+        self._passes, self._reducer, self._step_check, self._close_step = passes, reducer, step_check, close_step
+        plan, self._on_device = sharded.plan, sharded.decides_on_device
         self._copies = 1 if plan.grad_reduce == "mean" else plan.world  # of a gradient that every rank has, in a sum
         self._added: list[tuple[TrainedParameter, torch.Tensor]] = []  # of operations on shares, not merged yet
         self.norms = GradientNorms()
+        self.hooks: list[tuple[ShardedParameter, Mapping[int, Callable[[torch.Tensor], None]]]] = []
+
+    def after_backward(self) -> None:
+        """Call the hooks that wait for combined gradients, after the step's last backward."""
+        self.norms.forget()
+        for share, hooks in self.hooks:
+            if hooks and share.grad is not None:
+                for hook in list(hooks.values()):
+                    hook(share)
+
+    def norm(self, order: float) -> torch.Tensor:
+        """Norm of the whole gradient without the loss scale; fp32, 0-D; on the device if ranks decide there, else on
+        the CPU. Collective, after the step was closed."""
+        norm = self.norms.total(order) / self._step_check.gradient_scale
+        return norm if self._on_device else norm.cpu()
 
     def exists(self, trained: TrainedParameter) -> bool:
         """Whether a parameter has a gradient on any rank. Collective, once after the step's last backward."""
-        if self._backward.may_be_unreported:
-            self._backward.take_unreported()
+        if self._passes.may_be_unreported:
+            self._passes.take_unreported()
         if self.is_absent(trained):
             return False
         if trained.part.unsynced:

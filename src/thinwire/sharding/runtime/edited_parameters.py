@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import torch
@@ -13,8 +13,7 @@ from thinwire.collectives.group import control
 from thinwire.errors import UsageError
 from thinwire.program import Axis, Lane
 from thinwire.sharding.params.param_group import Unit
-from thinwire.sharding.runtime.runtime import Runtime
-from thinwire.sharding.runtime.sharded_parameters import ShardedParameters
+from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
 __all__ = ["Written"]
@@ -26,12 +25,13 @@ class Written:
     """Detects changes of gathered parameters, and carries them into the masters.
 
     Args:
-        runtime: Runtime of a model whose parameters have just been gathered.
+        sharded: A model whose parameters have just been gathered.
+        shares: Shares of its parameters, by name.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._versions = {id(p): p._version for p in runtime.model.parameters()}
+    def __init__(self, sharded: ShardedModel, shares: Mapping[str, ShardedParameter]) -> None:
+        self._sharded, self._shares = sharded, shares
+        self._versions = {id(p): p._version for p in sharded.model.parameters()}
 
     def settle(self, *, keep: bool) -> None:
         """Carry changes into the masters.
@@ -42,9 +42,6 @@ class Written:
         Raises:
             UsageError: There are changes, and ``keep`` is false.
         """
-        outside = self._runtime.outside
-        if outside is None:
-            return
         changes = {}
         for name, share, compute, unit in self._parameters():
             changed = self._changes(share, compute, unit)
@@ -58,21 +55,20 @@ class Written:
             changes[name] = changed
         if keep:
             for name in sorted(set().union(*control().all_gather_typed(set(changes), _NAMES))):
-                self._keep(outside, name, changes.get(name))
+                self._keep(name, changes.get(name))
 
-    def _keep(self, outside: ShardedParameters, name: str, changed: torch.Tensor | None) -> None:
-        share = outside.parameters[name]
+    def _keep(self, name: str, changed: torch.Tensor | None) -> None:
+        share = self._shares[name]
         if changed is not None:
             compute = share.live.compute_tensor.detach()
             share.piece[changed] = share.spec.cut(compute)[changed].to(share.dtype)
         share.live.after_write()
 
     def _parameters(self) -> Iterator[tuple[str, ShardedParameter, nn.Parameter, Unit]]:
-        assert self._runtime.outside is not None
-        for unit in self._runtime.units:
+        for unit in self._sharded.units:
             for buffer in unit.buffers:
                 for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True):
-                    yield slot.name, self._runtime.outside.parameters[slot.name], compute, unit
+                    yield slot.name, self._shares[slot.name], compute, unit
 
     def _changes(self, share: ShardedParameter, compute: nn.Parameter, unit: Unit) -> torch.Tensor | None:
         """Mask of the changed elements of this rank's piece; ``None`` if no change of the parameter was detected."""
@@ -93,7 +89,7 @@ class Written:
             return share.piece.detach().to(share.live.compute_tensor.dtype)
         if not share.spec.length:
             return share.live.compute_tensor.detach().reshape(-1)[:0]
-        shard = self._runtime.axes[Axis.PARAMS, Lane.REDUCE].index
+        shard = self._sharded.axes[Axis.PARAMS, Lane.REDUCE].index
         pieces = (
             (buffer, offset, run)
             for buffer in unit.buffers

@@ -1,0 +1,146 @@
+"""Makes any torch optimizer over this rank's fragments, in the parameter groups that the user wants."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from thinwire.agreement import NOTHING
+from thinwire.collectives.group import control
+from thinwire.errors import UsageError
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.optimizer.probes import refuse_per_tensor, refuse_unlike_ranks, updates_in_parts
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
+from thinwire.sharding.optimizer.stock_optimizers import INNER
+from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.step.loss_scale import LossScale
+from thinwire.sharding.tensors.parameter import ShardedParameter
+
+__all__ = ["build_optimizer", "names_of"]
+
+
+def build_optimizer(
+    model: nn.Module,
+    optimizer_class: type[torch.optim.Optimizer],
+    *,
+    param_groups: Iterable[Mapping[str, Any]] | None,
+    skip_nonfinite: bool,
+    loss_scale: LossScale | None,
+    options: Mapping[str, Any],
+) -> ShardedOptimizer:
+    """Make the wrapped optimizer over this rank's fragments; see :func:`thinwire.optimizer`."""
+    if not isinstance(optimizer_class, type):
+        raise UsageError(
+            f"thinwire.optimizer takes a class and makes the optimizer itself: write thinwire.optimizer(model, "
+            f"torch.optim.{type(optimizer_class).__name__}, ...), with the options instead of the parameters"
+        )
+    if options.get("differentiable"):
+        raise UsageError("differentiable = True: no gradient flows through an update of shares; leave it out")
+    runtime = runtime_of(model)
+    sharded, plan = runtime.sharded, runtime.plan
+    if plan.scales_loss and loss_scale is None:
+        raise UsageError(
+            "the plan's gradients are float16, in which small ones are zero: scale the loss with loss_scale = "
+            "thinwire.LossScale(), in place of torch's GradScaler; GradScaler works with optimizers that are made from "
+            "model.parameters()"
+        )
+    fragments, device = sharded.fragments(), sharded.arena.device
+    # Decide from the plan rather than from this rank's fragments, so that all ranks decide alike.
+    cut = plan.optimizer.ranks > 1 and not (plan.partition == "inter" and plan.params.ranks == 1)
+    if plan.world > 1:
+        refuse_unlike_ranks(optimizer_class, options, device, cut=plan.optimizer.ranks > 1)
+    if cut or sharded.part.tensor_ranks > 1:
+        refuse_per_tensor(optimizer_class, options, device)
+    groups = _group(sharded.units, runtime.shares or {}, fragments, list(param_groups or []))
+
+    def refused(problems: Mapping[int, str]) -> UsageError:
+        rank, text = next(iter(problems.items()))
+        return UsageError(f"{optimizer_class.__name__} refuses the parameters or options of rank {rank}: {text}")
+
+    made: list[torch.optim.Optimizer] = []
+
+    def make() -> None:
+        try:
+            made.append(optimizer_class(groups, **options))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(str(error)) from error
+
+    # If one rank cannot make the optimizer, every rank raises, so that none continues alone.
+    control().agree(make, refused, NOTHING)
+    (inner,) = made
+    object.__setattr__(inner, INNER, True)
+    by_unit = updates_in_parts(optimizer_class, options, device)
+    runtime.optimizer = optimizer = ShardedOptimizer(
+        runtime, inner, fragments, skip_nonfinite=skip_nonfinite, by_unit=by_unit, loss_scale=loss_scale
+    )
+    return optimizer
+
+
+def _group(
+    units: Sequence[Unit],
+    shares: Mapping[str, ShardedParameter],
+    fragments: Sequence[OwnedFragment],
+    groups: list[Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """Sort fragments into parameter groups by their parameters. Parameters in no group form the last one.
+
+    All ranks have the same groups, but a rank may own no element of a group.
+    """
+    names = {id(p): s.name for u in units for b in u.buffers for p, s in zip(b.parameters, b.layout.slots, strict=True)}
+    names |= {id(share): name for name, share in shares.items()}
+    every_name = list(names.values())
+    group_of: dict[str, int] = {}
+    for number, group in enumerate(groups):
+        for name in names_of(group, names, every_name, number):
+            if group_of.setdefault(name, number) != number:
+                raise UsageError(
+                    f"parameter {name!r} is in param_groups[{group_of[name]}] and in param_groups[{number}]; each "
+                    "parameter belongs to one group"
+                )
+    cut: list[dict[str, Any]] = [{**group, "params": []} for group in groups]
+    trained = {slot.name for unit in units for b in unit.buffers if b.layout.trainable for slot in b.layout.slots}
+    if trained - group_of.keys() or not cut:
+        cut.append({"params": []})
+    for owned in fragments:
+        cut[group_of.get(owned.fragment.slot.name, len(cut) - 1)]["params"].append(owned.value)
+    return cut
+
+
+def names_of(group: Mapping[str, Any], names: Mapping[int, str], every_name: Sequence[str], number: int) -> set[str]:
+    """Resolve the ``params`` of a group to names of parameters.
+
+    Args:
+        group: Parameter group. Its ``params`` are a name, a pattern, a parameter, or several of these; pairs of a name
+            and a parameter are also accepted.
+        names: Names of parameters, by the ``id`` of the parameter.
+        every_name: Names that patterns may match.
+        number: Number of the group, for messages.
+
+    Raises:
+        UsageError: ``params`` is missing, a pattern matches nothing, or a tensor is not a parameter of the model.
+    """
+    if "params" not in group:
+        raise UsageError(f"param_groups[{number}] has no key 'params'; give names, patterns or parameters")
+    params = group["params"]
+    wanted = [params] if isinstance(params, str | torch.Tensor) else list(params)
+    selected: set[str] = set()
+    for item in wanted:
+        if isinstance(item, tuple):  # torch takes (name, parameter) pairs
+            item = item[1]
+        if isinstance(item, torch.Tensor):
+            if id(item) not in names:
+                raise UsageError(f"param_groups[{number}] holds a tensor that is no parameter of the model")
+            selected.add(names[id(item)])
+            continue
+        matches = fnmatch.filter(every_name, item)
+        if not matches:
+            raise UsageError(
+                f"param_groups[{number}]: pattern {item!r} matches no parameter; names look like {every_name[0]!r}"
+            )
+        selected.update(matches)
+    return selected
