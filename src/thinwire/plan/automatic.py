@@ -25,7 +25,7 @@ from thinwire.units import format_bytes
 __all__ = ["Chosen", "Freedom", "choose", "lossy_codecs", "profiled_job", "replaced_keys", "search_fitting"]
 
 KEPT: Final = (
-    "compute_dtype", "accumulate_dtype", "reduce_dtype", "grad_reduce", "placement", "topology", "residence", "units",
+    "compute_dtype", "accumulate_dtype", "reduce_dtype", "grad_reduce", "placement", "topology", "units",
 )  # fmt: skip
 """Keys of a plan that the search does not decide."""
 

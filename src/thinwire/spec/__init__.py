@@ -10,7 +10,7 @@ from thinwire.spec.io import apply_settings, read_toml, read_toml_file, write_to
 from thinwire.spec.model import ModelSpec
 from thinwire.spec.nodes import Failures, Link, NodeGroup, Spot
 from thinwire.spec.parts_of_clusters import first_nodes, mean_peak, seen_by
-from thinwire.spec.plan import Overlap, Plan, Residence, UnitOverride, Wire
+from thinwire.spec.plan import Overlap, Plan, UnitOverride, Wire
 
 __all__ = [
     "ClusterSpec",
@@ -26,7 +26,6 @@ __all__ = [
     "Overlap",
     "Plan",
     "Problem",
-    "Residence",
     "Route",
     "Spec",
     "Spot",

@@ -18,9 +18,8 @@ from thinwire.spec.nodes import (
     NIC_LATENCY,
     Failures,
     Link,
+    Machines,
     NodeGroup,
-    Spot,
-    accelerator_problems,
     group_problems,
 )
 from thinwire.spec.nodes_shorthand import expanded, in_proportion
@@ -40,16 +39,13 @@ class Links(Spec):
     zone: Link | None = Field(default=None, description="from one zone to another, per node")
 
 
-class ClusterSpec(Spec):
+class ClusterSpec(Machines):
     """A cluster of equal nodes, or of several groups of nodes.
 
     ``accelerator`` fills in published figures. With ``[[groups]]``, figures of the cluster are defaults of its groups;
     ``nodes`` is their sum.
     """
 
-    name: str | None = Field(default=None, description="label")
-    accelerator: str | None = Field(default=None, description="name of the accelerator, for its published figures")
-    nodes: Count = Field(description="number of nodes (N)")
     gpus_per_node: Count = Field(description="accelerators per node (R)")
     memory: Bytes = Field(description='memory of one accelerator, "80GiB" or bytes')
     peak_flops: Annotated[dict[str, Positive], Field(min_length=1)] = Field(
@@ -63,15 +59,7 @@ class ClusterSpec(Spec):
     leaves: tuple[Depth, ...] | None = Field(
         default=None, description="number of the leaf switch above each node; instead of ``nodes_per_leaf``"
     )
-    price_per_gpu_hour: Positive | None = Field(
-        default=None, description="price of one accelerator for an hour; of groups, the mean"
-    )
-    spot: Spot | None = Field(default=None, description="discount of nodes that may be taken away")
     failures: Failures | None = Field(default=None, description="how often nodes fail, and what that costs")
-    kernels: str | None = Field(
-        default=None,
-        description="file with times of kernels, as `thinwire kernels` writes it",
-    )
     groups: tuple[NodeGroup, ...] = Field(default=(), description="groups of unlike nodes, in the order of the nodes")
 
     @classmethod
@@ -162,11 +150,6 @@ class ClusterSpec(Spec):
                 ],
             )
         return cls.preset(name, nodes=int(nodes), gpus_per_node=int(gpus), **overrides)
-
-    @rule("accelerator")
-    def _the_accelerator_is_known(self) -> Iterator[Problem]:
-        """``accelerator`` is one of the [names below](#accelerators)."""
-        yield from accelerator_problems(self.accelerator)
 
     @rule("groups", "gpus_per_node", "links", "peak_flops")
     def _groups_belong_together(self) -> Iterator[Problem]:

@@ -12,13 +12,14 @@ from typing import Any, Literal, Self
 from pydantic import Field
 
 from thinwire.errors import SpecError
-from thinwire.spec.base import Count, Depth, Positive, Spec
+from thinwire.spec.base import Count, Depth
+from thinwire.spec.measured import Measured, Timing
 from thinwire.spec.plan import Dtype
 
 __all__ = ["KernelRow", "KernelTable", "this_host"]
 
 
-class KernelRow(Spec):
+class KernelRow(Timing):
     """Time of one kernel of one shape, while nothing else runs."""
 
     kernel: Literal["matmul", "attention", "attention_backward", "elementwise", "update", "copy"] = Field(
@@ -30,18 +31,12 @@ class KernelRow(Spec):
     columns: Count = Field(default=1, description="columns of the product, or width of all heads")
     depth: Count = Field(default=1, description="length of the sums, or tokens of a sequence")
     heads: Depth = Field(default=0, description="attention heads")
-    seconds: Positive = Field(description="median seconds")
-    low: Positive = Field(description="lower quartile, in seconds")
-    high: Positive = Field(description="upper quartile, in seconds")
 
 
-class KernelTable(Spec):
+class KernelTable(Measured):
     """Times of kernels on one kind of accelerator."""
 
-    version: Literal[1] = Field(default=1, description="version of this file format")
-    device: str = Field(description="name of the accelerator or the processor")
     host: str = Field(default="", description="digits that stand for the machine that measured; may be left out")
-    torch: str = Field(description="PyTorch version")
     dtype: Dtype = Field(description="dtype of the values")
     threads: Depth = Field(default=0, description="threads of a processor; 0 for accelerators")
     rows: tuple[KernelRow, ...] = Field(min_length=1, description="times of kernels by shape")

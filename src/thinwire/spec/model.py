@@ -16,7 +16,23 @@ from thinwire.spec.huggingface import huggingface_shape
 _FILLED_IN: Any = None  # placeholder default: prepare() replaces it with a number before validation
 
 
-class ModelSpec(Spec):
+class Dimensions(Spec):
+    """The dimensions that a model file must state, and that a recipe may state over a preset's."""
+
+    kind: Literal["llama", "gpt", "huggingface"] = Field(default="llama", description="model family")
+    layers: Count | None = Field(default=None, description="transformer blocks")
+    hidden: Count | None = Field(default=None, description="width of the residual stream")
+    heads: Count | None = Field(default=None, description="attention heads; must divide hidden")
+    kv_heads: Count | None = Field(default=None, description="key and value heads (llama); default: heads")
+    ffn: Count | None = Field(default=None, description="width of the feed-forward network; default: depends on kind")
+    experts: Count | None = Field(default=None, description="experts of a block (llama); unset: one feed-forward")
+    active_experts: Count | None = Field(default=None, description="experts that each token visits; default: 1 (llama)")
+    expert_ffn: Count | None = Field(default=None, description="width of an expert (llama); default: ffn")
+    vocab: Count | None = Field(default=None, description="rows of the embedding; default: the tokenizer's vocabulary")
+    tied_embedding: Flag = Field(default=False, description="whether embedding and head share one weight")
+
+
+class ModelSpec(Dimensions):
     """The dimensions of a decoder-only transformer. ``kv_heads``, ``head_dim`` and ``ffn`` have defaults that depend on
     the rest. With ``experts``, a router sends every token to ``active_experts`` of the experts of a block."""
 
@@ -36,7 +52,6 @@ class ModelSpec(Spec):
         default=_FILLED_IN,
         description="width of the feed-forward network; default: 8/3 hidden (llama), 4 hidden (gpt)",
     )
-    experts: Count | None = Field(default=None, description="experts of a block (llama); unset: one feed-forward")
     active_experts: Count = Field(default=1, description="experts that each token visits")
     expert_ffn: Count = Field(default=_FILLED_IN, description="width of an expert; default: ffn")
     shared_ffn: Depth = Field(default=0, description="width of the expert that every token visits besides; 0: none")
@@ -49,7 +64,6 @@ class ModelSpec(Spec):
     )
     vocab: Count = Field(description="tokens in the vocabulary (V)")
     seq: Count = Field(default=4096, description="tokens per sequence (s)")
-    tied_embedding: Flag = Field(default=False, description="whether embedding and head share one weight")
 
     @classmethod
     def prepare(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:

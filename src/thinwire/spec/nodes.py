@@ -10,7 +10,17 @@ from pydantic import Field
 from thinwire.spec.accelerators import ACCELERATORS
 from thinwire.spec.base import Bandwidth, Bytes, Count, Positive, Problem, Seconds, Spec, rule
 
-__all__ = ["INSIDE_LATENCY", "NIC_LATENCY", "Failures", "Link", "NodeGroup", "Spot", "machine_figures", "weakest"]
+__all__ = [
+    "INSIDE_LATENCY",
+    "NIC_LATENCY",
+    "Failures",
+    "Link",
+    "Machines",
+    "NodeGroup",
+    "Spot",
+    "machine_figures",
+    "weakest",
+]
 
 INSIDE_LATENCY: Final = 3e-6
 """Latency in seconds between two accelerators of a node: typical of NVLink under NCCL."""
@@ -62,29 +72,40 @@ class Failures(Spec):
     interval: LongSeconds | None = Field(default=None, description="checkpoint interval; unset: optimal")
 
 
-class NodeGroup(Spec):
-    """Nodes of one kind. What a group leaves out, it takes from its accelerator, then from the cluster."""
+class Machines(Spec):
+    """What a cluster says of its nodes, and a group of the cluster of its own ones. What a group leaves out, it takes
+    from its accelerator, then from the cluster."""
 
-    name: str | None = Field(default=None, description="label; default: the accelerator's name")
-    nodes: Count = Field(description="number of nodes")
+    name: str | None = Field(default=None, description="label")
     accelerator: str | None = Field(default=None, description="name of the accelerator, for its published figures")
-    gpus_per_node: Count | None = Field(default=None, description="as the cluster's: all nodes have as many")
-    memory: Bytes | None = Field(default=None, description="as the cluster's")
+    nodes: Count = Field(description="number of nodes (N)")
+    gpus_per_node: Count | None = Field(default=None, description="accelerators per node (R): all nodes have as many")
+    memory: Bytes | None = Field(default=None, description='memory of one accelerator, "80GiB" or bytes')
     peak_flops: Annotated[dict[str, Positive], Field(min_length=1)] | None = Field(
-        default=None, description="as the cluster's"
+        default=None, description="peak FLOP/s of one accelerator by dtype, for example { bfloat16 = 312e12 }"
     )
-    memory_bandwidth: Bandwidth | None = Field(default=None, description="as the cluster's")
-    inside: Link | None = Field(default=None, description="as `links.inside` of the cluster")
-    nic: Link | None = Field(default=None, description="as `links.nic` of the cluster")
-    zone: str = Field(default="", description="name of the zone; `links.zone` joins zones")
-    price_per_gpu_hour: Positive | None = Field(default=None, description="as the cluster's")
-    spot: Spot | None = Field(default=None, description="as the cluster's")
-    kernels: str | None = Field(default=None, description="as the cluster's")
+    memory_bandwidth: Bandwidth | None = Field(
+        default=None, description='bits per second of one accelerator\'s memory, or text such as "2TB/s"'
+    )
+    price_per_gpu_hour: Positive | None = Field(
+        default=None, description="price of one accelerator for an hour; of a cluster of groups, the mean"
+    )
+    spot: Spot | None = Field(default=None, description="discount of nodes that may be taken away")
+    kernels: str | None = Field(default=None, description="file with times of kernels, as `thinwire kernels` writes it")
 
     @rule("accelerator")
     def _the_accelerator_is_known(self) -> Iterator[Problem]:
         """``accelerator`` is one of the [names below](#accelerators)."""
-        yield from accelerator_problems(self.accelerator)
+        if self.accelerator is not None and self.accelerator not in ACCELERATORS:
+            yield Problem("accelerator", f"= {self.accelerator!r} is unknown; valid are {', '.join(ACCELERATORS)}")
+
+
+class NodeGroup(Machines):
+    """Nodes of one kind. What a group leaves out, it takes from its accelerator, then from the cluster."""
+
+    inside: Link | None = Field(default=None, description="as `links.inside` of the cluster")
+    nic: Link | None = Field(default=None, description="as `links.nic` of the cluster")
+    zone: str = Field(default="", description="name of the zone; `links.zone` joins zones")
 
     @property
     def label(self) -> str:
@@ -97,12 +118,6 @@ GROUP_FIGURES: Final = (
     "kernels",
 )  # fmt: skip
 """Keys that a group takes from its cluster where it leaves them out."""
-
-
-def accelerator_problems(name: str | None) -> Iterator[Problem]:
-    """The problem with the name of an accelerator, if there is one."""
-    if name is not None and name not in ACCELERATORS:
-        yield Problem("accelerator", f"= {name!r} is unknown; valid are {', '.join(ACCELERATORS)}")
 
 
 def group_problems(

@@ -27,15 +27,15 @@ from thinwire.spec.policy import HybridPolicy
 from thinwire.spec.presets import PRESETS, preset_fields
 from thinwire.spec.renames import PLAN_KEYS, WIRE_KEYS
 
-__all__ = ["Dtype", "Factor", "Overlap", "Plan", "Residence", "UnitOverride", "Wire", "cut_alike", "lone_ranks"]
+__all__ = ["Dtype", "Factor", "Overlap", "Plan", "UnitOverride", "Wire", "cut_alike", "lone_ranks"]
 
 _NEVER = 1 << 30
 """Steps of a run that never exchanges anything."""
 
 MIB = 1 << 20
 
-UNWRITTEN = ("residence",)
-"""Keys of a plan that no file names: each of theirs has one legal value so far."""
+_ON_DEVICE = dict.fromkeys(("params", "grads", "optimizer"), "device")
+"""The table ``residence`` of plans before release 0.3: where each state lives, for which there was one choice."""
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
@@ -72,6 +72,7 @@ class Wire(Spec):
     """The codec of every kind of collective (see CodecSpec for the notation)."""
 
     file_keys: ClassVar[Mapping[str, str]] = WIRE_KEYS
+    shorthands: ClassVar[tuple[str, ...]] = ("dp",)
 
     gather: CodecSpec = Field(default=CodecSpec(), description="codec of parameter all-gathers (qwZ)")
     reduce_intra: CodecSpec = Field(default=CodecSpec(), description="codec of gradient reductions inside a node")
@@ -182,14 +183,6 @@ class Wire(Spec):
                 f"= true has nothing to feed back: {named} lose nothing; choose a lossy codec such as "
                 "'int4:256', or set it to false",
             )
-
-
-class Residence(Spec):
-    """Where each state lives; ``device`` is the memory of the accelerator (or of the process, on CPU)."""
-
-    params: Literal["device"] = Field(default="device", description="where parameter shards live")
-    grads: Literal["device"] = Field(default="device", description="where gradient shards live")
-    optimizer: Literal["device"] = Field(default="device", description="where optimizer shards live")
 
 
 def lone_ranks(count: int) -> Plan:
@@ -340,12 +333,19 @@ class Plan(Spec):
     )
     overlap: Overlap = Field(default=Overlap(), description="what may run beside computation")
     wire: Wire = Field(default=Wire(), description="the codec of every kind of collective")
-    residence: Residence = Field(default=Residence(), description="where each state lives; so far on the device only")
     islands: Islands | None = Field(
         default=None,
         description="islands that train for themselves and exchange now and then; unset: all ranks step together",
     )
     units: tuple[UnitOverride, ...] = Field(default=(), description="exceptions for units by name; the last match wins")
+
+    @classmethod
+    def prepare(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Leaves out the table ``residence`` of older files, unless it says what no plan can say."""
+        stated = data.get("residence")
+        if not isinstance(stated, Mapping) or not stated.items() <= _ON_DEVICE.items():
+            return data
+        return {key: value for key, value in data.items() if key != "residence"}
 
     @property
     def world(self) -> int:
@@ -516,7 +516,7 @@ class Plan(Spec):
         Args:
             full: every key that may have several values; without it, those that differ from the defaults.
         """
-        return {key: value for key, value in super().to_file(full=full).items() if key not in UNWRITTEN}
+        return super().to_file(full=full)
 
     def to_toml(self, *, full: bool = False) -> str:
         """TOML text of a plan file, which begins with a line for people.

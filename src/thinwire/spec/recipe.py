@@ -17,7 +17,7 @@ from thinwire.spec.base import Bytes, Count, Depth, Flag, Positive, Problem, Sec
 from thinwire.spec.factor import Factor
 from thinwire.spec.huggingface import huggingface_shape
 from thinwire.spec.io import apply_settings, read_toml_file
-from thinwire.spec.model import ModelSpec
+from thinwire.spec.model import Dimensions, ModelSpec
 from thinwire.spec.renames import hint, old_spellings_of_plan, plan_to_fields, plan_to_file
 from thinwire.spec.topology import TOPOLOGY_SOURCES
 
@@ -63,24 +63,13 @@ _DIMENSIONS = (
 """Keys of a model's shape."""
 
 
-class ModelRecipe(Spec):
+class ModelRecipe(Dimensions):
     """The model: a Llama or GPT by dimensions or preset, or a Hugging Face model by path or configuration."""
 
-    kind: Literal["llama", "gpt", "huggingface"] = Field(default="llama", description="model family")
     preset: str | None = Field(
         default=None, description='a published shape, for example "llama-7b"; other keys of this section override it'
     )
-    layers: Count | None = Field(default=None, description="transformer blocks")
-    hidden: Count | None = Field(default=None, description="width of the residual stream")
-    heads: Count | None = Field(default=None, description="attention heads; must divide hidden")
-    kv_heads: Count | None = Field(default=None, description="key and value heads (llama); default: heads")
-    ffn: Count | None = Field(default=None, description="width of the feed-forward network; default: depends on kind")
-    experts: Count | None = Field(default=None, description="experts of a block (llama); unset: one feed-forward")
-    active_experts: Count | None = Field(default=None, description="experts that each token visits; default: 1 (llama)")
-    expert_ffn: Count | None = Field(default=None, description="width of an expert (llama); default: ffn")
-    vocab: Count | None = Field(default=None, description="rows of the embedding; default: the tokenizer's vocabulary")
     max_seq: Count | None = Field(default=None, description="longest sequence, in tokens; default: train.seq")
-    tied_embedding: Flag = Field(default=False, description="whether embedding and head share one weight")
     norm_eps: Positive = Field(default=1e-5, description="epsilon of the normalization layers")
     rope_theta: Positive = Field(default=10_000.0, description="base of the rotary frequencies")
     positions: Literal["rotary", "learned"] = Field(default="rotary", description="position embedding (gpt)")
