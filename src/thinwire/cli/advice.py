@@ -64,7 +64,6 @@ def fitting(recipe: Recipe, plan: Plan, vocab: int, room: Room) -> tuple[Trainin
         SpecError: The planner cannot model the model's shape.
     """
     import thinwire.plan as planner
-    from thinwire.cost import NominalRates
     from thinwire.plan import TrainingJob
     from thinwire.plan.training_job import refuse_context
     from thinwire.spec import ClusterSpec
@@ -82,18 +81,15 @@ def fitting(recipe: Recipe, plan: Plan, vocab: int, room: Room) -> tuple[Trainin
         "planner",
     )
     seq = recipe.train.seq
-    job = TrainingJob(
+    job = TrainingJob.of(
         recipe.model.shape(vocab=vocab, seq=seq),
-        cluster,
-        plan.samplers * plan.micro_batch * plan.micro_batches * seq,
         seq,
+        cluster,
+        None,
+        plan,
         codecs="none" if plan.wire.is_none else "standard",
-        compute_dtype=plan.compute_dtype,
         clip=recipe.optimizer.clip > 0,
-        rates=NominalRates(cluster, plan.compute_dtype),
         overhead=room.base,
-        tp=(plan.tp,),
-        pp=(plan.pp,),
     )
     needed = planner.candidate(job, plan).memory.total
     least = min(room.limit, room.base + round(_LESS * (needed - room.base)))

@@ -144,7 +144,6 @@ def _of_plans(
 
 def _plan(name: str, options: MemoryOptions, cluster: ClusterSpec) -> Plan:
     """A preset on the cluster's mesh, with the batch of the options, or a plan file as it is."""
-    from thinwire.cli.plan_job import compute_dtype_of
     from thinwire.spec import Plan
 
     if name.endswith(".toml"):
@@ -153,7 +152,7 @@ def _plan(name: str, options: MemoryOptions, cluster: ClusterSpec) -> Plan:
         name.removeprefix("preset:"),
         nodes=cluster.nodes,
         local=cluster.gpus_per_node,
-        compute_dtype=compute_dtype_of(cluster),
+        compute_dtype=cluster.compute_dtype,
         micro_batch=options.micro_batch,
         micro_batches=options.micro_batches,
         recompute=options.recompute,

@@ -22,8 +22,6 @@ from thinwire.cli.plan_job import (
     OldClusterOptions,
     cluster_of,
     cluster_settings,
-    compute_dtype_of,
-    rates_of,
     ways_of,
 )
 from thinwire.cli.plan_rent import NO_RENT, RentOptions, counts_of, show_rentals, show_sweep
@@ -279,7 +277,6 @@ def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob
         options: Of the command.
         leaf_of: The leaf switch of each host, in the order of ``--hosts``.
     """
-    from thinwire.cost import OVERHEAD
     from thinwire.errors import UsageError
     from thinwire.plan import TrainingJob, leaf_numbers
     from thinwire.spec import ModelSpec
@@ -301,18 +298,16 @@ def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob
     if leaf_of is not None:
         changes |= {"nodes_per_leaf": None, "leaves": leaf_numbers(leaf_of)}
     machine = cluster_of(options.cluster, measured, changes)
-    return TrainingJob(
+    return TrainingJob.of(
         shape,
-        machine,
-        parse_count(options.tokens_per_step),
         shape.seq,
+        machine,
+        measured,
+        tokens_per_step=parse_count(options.tokens_per_step),
         micro_batch=options.micro_batch,
         recompute={"auto": None, "on": True, "off": False}[options.recompute],
         codecs=options.codecs or "standard",
-        compute_dtype=compute_dtype_of(machine),
         clip=options.clip,
-        rates=rates_of(machine, measured, shape),
-        overhead=OVERHEAD if measured is None else measured.base_memory,
         causal_flops=options.causal_mfu,
         tp=ways_of("--tp", options.tp),
         pp=ways_of("--pp", options.pp),

@@ -1,4 +1,4 @@
-"""The parts of a job that ``thinwire plan`` reads from its options: cluster, rates, ways to cut the model."""
+"""The parts of a job that ``thinwire plan`` reads from its options: cluster, ways to cut the model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from thinwire.cli.options import hidden, moved
 
 if TYPE_CHECKING:
-    from thinwire.cost import Rates
-    from thinwire.spec import ClusterSpec, ModelSpec
+    from thinwire.spec import ClusterSpec
     from thinwire.spec.base import Spec
-    from thinwire.spec.plan import Dtype
     from thinwire.spec.profile import Profile
 
 
@@ -148,17 +146,3 @@ def _check_changes(
         raise UsageError(
             f"--set cluster.kernels={changes['kernels']} is for a cluster of equal nodes by published figures; {why}"
         )
-
-
-def compute_dtype_of(cluster: ClusterSpec) -> Dtype:
-    """The compute dtype of plans for a cluster: float16 if it has a peak for that and none for bfloat16, as a V100."""
-    peaks = cluster.peak_flops
-    return "float16" if "float16" in peaks and "bfloat16" not in peaks else "bfloat16"
-
-
-def rates_of(cluster: ClusterSpec, measured: Profile | None, shape: ModelSpec) -> Rates:
-    """Measured rates where there is a profile, published ones otherwise."""
-    from thinwire.cost import ProfiledRates, nominal_rates
-
-    dtype = compute_dtype_of(cluster)
-    return nominal_rates(cluster, dtype) if measured is None else ProfiledRates(measured, shape, dtype)

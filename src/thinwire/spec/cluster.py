@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
@@ -88,6 +88,11 @@ class ClusterSpec(Machines):
     def gpus(self) -> int:
         """Number of accelerators of the whole cluster."""
         return self.nodes * self.gpus_per_node
+
+    @property
+    def compute_dtype(self) -> Literal["bfloat16", "float16"]:
+        """The compute dtype of plans: float16 if there is a peak for that and none for bfloat16, as of a V100."""
+        return "float16" if "float16" in self.peak_flops and "bfloat16" not in self.peak_flops else "bfloat16"
 
     @classmethod
     def preset(cls, name: str, *, nodes: int, gpus_per_node: int | None = None, **overrides: Any) -> Self:
