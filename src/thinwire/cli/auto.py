@@ -17,13 +17,11 @@ if TYPE_CHECKING:
     from thinwire.spec import ModelSpec, Plan
     from thinwire.spec.profile import Profile
     from thinwire.spec.recipe import Recipe
+    from thinwire.train.automatic import Here
     from thinwire.train.environment import Started
     from thinwire.train.launching.resolved import ResolvedRun
 
 __all__ = ["choose_plan"]
-
-BUDGET = 20.0
-"""Duration of the measurement in seconds."""
 
 
 def choose_plan(
@@ -48,19 +46,24 @@ def choose_plan(
         UsageError: No plan fits; the message lists remedies.
     """
     import thinwire.plan as planner
-    from thinwire.spec.profile import Profile
+    from thinwire.train.automatic import measure_and_choose
     from thinwire.train.data.packing import prepare
 
     recipe, resolved = run.recipe, run.plan
     dataset = prepare(recipe.data)
     shape = recipe.model.shape(vocab=dataset.vocab, seq=recipe.train.seq)
     all_ranks = Factor(local=run.node_ranks, nodes=resolved.ranks // run.node_ranks)
-    measured = Profile.read(profile) if profile else _measured(recipe, resolved, all_ranks, shape, ranks)
-    free = _freedom(recipe, codecs)
-    job = planner.profiled_job(
-        shape, recipe.train.seq, resolved, measured, clip=recipe.optimizer.clip is not None, free=free
-    )
-    chosen = planner.choose(job, resolved, "--plan auto", free=free)
+    clip, free = recipe.optimizer.clip is not None, _freedom(recipe, codecs)
+    with tempfile.TemporaryDirectory(prefix="thinwire-profile-") as directory:
+        if profile is not None:
+            source: Path | Here = profile
+        elif ranks is not None:
+            source = _here(recipe, all_ranks, ranks)
+        else:
+            source = _measured_apart(recipe, resolved, all_ranks, shape, Path(directory))
+        chosen, measured = measure_and_choose(
+            shape, recipe.train.seq, resolved, source, "--plan auto", clip=clip, free=free
+        )
     _say(chosen, console)
     for line in planner.replaced_keys(chosen.plan, resolved, recipe.plan):
         console.print(line, markup=False, soft_wrap=True)
@@ -84,35 +87,21 @@ def _freedom(recipe: Recipe, codecs: CodecLevel | None) -> Freedom:
     )
 
 
-def _measured(recipe: Recipe, resolved: Plan, all_ranks: Factor, shape: ModelSpec, ranks: Started | None) -> Profile:
-    """A profile made now: by this rank and the others, or by ranks that are started for it."""
-    from thinwire.spec.profile import Profile
+def _here(recipe: Recipe, mesh: Factor, ranks: Started) -> Here:
+    """The ranks that a launcher has started, of which this one has joined the others."""
+    from thinwire.cli.measuring import join, status
+    from thinwire.train.automatic import Here
+    from thinwire.train.environment import rank_device
 
-    with tempfile.TemporaryDirectory(prefix="thinwire-profile-") as directory:
-        out = Path(directory) / "profile.json"
-        if ranks is None:
-            _measure_apart(recipe, resolved, all_ranks, shape, Path(directory))
-            return Profile.read(out)
-        from thinwire.cli.profile import Measurement, measure_here
-        from thinwire.train.environment import rank_device
-        from thinwire.train.observing.pieces import pieces
-        from thinwire.train.observing.room import rank_memory
-
-        device = rank_device(recipe.cluster.device, ranks.local_rank)
-        parts = pieces(
-            shape,
-            all_ranks,
-            seq=recipe.train.seq,
-            micro_batch=resolved.micro_batch,
-            dtype=resolved.compute_dtype,
-            memory=rank_memory(device),
-        )
-        measurement = Measurement(out, BUDGET, parts, all_ranks, device, timeout=recipe.cluster.timeout)
-        return measure_here(measurement, ranks)
+    device = rank_device(recipe.cluster.device, ranks.local_rank)
+    join(device, recipe.cluster.timeout)
+    return Here(mesh, device, status(ranks))
 
 
-def _measure_apart(recipe: Recipe, resolved: Plan, mesh: Factor, shape: ModelSpec, directory: Path) -> None:
+def _measured_apart(recipe: Recipe, resolved: Plan, mesh: Factor, shape: ModelSpec, directory: Path) -> Path:
+    """The file of a profile that ranks make which are started for it."""
     from thinwire.errors import UsageError
+    from thinwire.train.automatic import BUDGET
 
     model, out = directory / "model.toml", directory / "profile.json"
     shape.save(model)
@@ -125,6 +114,7 @@ def _measure_apart(recipe: Recipe, resolved: Plan, mesh: Factor, shape: ModelSpe
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode or not out.exists():
         raise UsageError(f"--plan auto could not measure this machine:\n{result.stderr.strip()[-2000:]}")
+    return out
 
 
 def _say(choice: Chosen, console: Console) -> None:

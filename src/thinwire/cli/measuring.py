@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from thinwire.cli.console import wide_console
+
 if TYPE_CHECKING:
+    import torch
+
     from thinwire.spec import Factor, ModelSpec
     from thinwire.train.environment import Started
 
-__all__ = ["launched", "mesh_of", "small_model"]
+__all__ = ["join", "launched", "mesh_of", "small_model", "status"]
 
 
 def launched(command: str) -> Started:
@@ -30,6 +36,36 @@ def launched(command: str) -> Started:
             f"-m thinwire.cli.main {command} ...), with srun, or in the lab (thinwire lab -- thinwire {command} ...)"
         )
     return ranks
+
+
+def join(device: torch.device, timeout: float | None = None) -> None:
+    """Join the other ranks of the job, and do not leave it, so that training may go on in it.
+
+    Args:
+        device: Device of this rank.
+        timeout: Seconds after which a collective of the job fails; ``None`` takes the default of the job's groups.
+    """
+    import datetime
+
+    import torch
+
+    from thinwire.collectives import group
+    from thinwire.train.environment import threads_per_rank
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(threads_per_rank())
+    patience = group.DEFAULT_TIMEOUT if timeout is None else datetime.timedelta(seconds=timeout)
+    group.init(timeout=patience, device=device)
+
+
+@contextlib.contextmanager
+def status(ranks: Started) -> Iterator[Callable[[str], None]]:
+    """Show on rank 0, while the ranks measure, what they are at; gives the function that says it."""
+    console = wide_console(as_json=True)
+    console.quiet = ranks.rank > 0
+    with console.status("measuring the cluster") as shown:
+        yield shown.update
 
 
 def mesh_of(ranks: Started, nodes: int | None) -> Factor:

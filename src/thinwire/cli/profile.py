@@ -155,7 +155,6 @@ class Measurement:
         device: Device of this rank.
         resume: Keep the rows that ``out`` already has.
         library: Time the library calls of other frameworks, too.
-        timeout: Seconds after which a collective of the job fails; None takes the default of the job's groups.
     """
 
     out: Path
@@ -165,7 +164,6 @@ class Measurement:
     device: torch.device
     resume: bool = False
     library: bool = False
-    timeout: float | None = None
 
 
 def _measurement(options: ProfileOptions, ranks: Started) -> Measurement:
@@ -211,22 +209,14 @@ def measure_here(measurement: Measurement, ranks: Started) -> Profile:
     Returns:
         The profile, the same on every rank.
     """
-    import datetime
-
-    import torch
-
+    from thinwire.cli.measuring import join, status
     from thinwire.collectives import group
     from thinwire.profile import Settings, measure
-    from thinwire.train.environment import threads_per_rank
     from thinwire.train.observing.pieces import weightless
     from thinwire.train.observing.room import rank_memory
 
-    device, timeout = measurement.device, measurement.timeout
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    torch.set_num_threads(threads_per_rank())
-    patience = group.DEFAULT_TIMEOUT if timeout is None else datetime.timedelta(seconds=timeout)
-    group.init(timeout=patience, device=device)
+    device = measurement.device
+    join(device)
     settings = Settings(
         measurement.mesh,
         device,
@@ -236,10 +226,8 @@ def measure_here(measurement: Measurement, ranks: Started) -> Profile:
         library=measurement.library,
         weightless=weightless,
     )
-    console = wide_console(as_json=True)
-    console.quiet = ranks.rank > 0
-    with console.status("measuring the cluster") as status:
-        return measure(settings, group.control(), measurement.out, status.update, resume=measurement.resume)
+    with status(ranks) as say:
+        return measure(settings, group.control(), measurement.out, say, resume=measurement.resume)
 
 
 def _show(measured: Profile, out: Path, plot: Path | None, *, as_json: bool) -> None:
