@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from thinwire.cli.console import wide_console
-from thinwire.cli.errors import explained, writing
+from thinwire.cli.errors import explained
 from thinwire.cli.options import expand_options, hidden
 from thinwire.cli.plan_amsp import least_sum, objectives_json, show_objectives
+from thinwire.cli.plan_answer import Answer, File, give
 from thinwire.cli.plan_compare import compare_run
 from thinwire.cli.plan_emit import NOTHING_EMITTED, EmitOptions, emit
 from thinwire.cli.plan_job import (
@@ -135,10 +135,11 @@ def plan(options: PlanOptions) -> None:
         if options.compare is not None:
             compare_run(options.compare, options.profile, options.refit, as_json=options.as_json)
             return
-        result = _planned(options, wide_console(as_json=options.as_json))
-        if options.as_json:
-            print(json.dumps(result))
-        if not (result.get("best") or any(row["fits"] for row in result["plans"])):
+        console = wide_console(as_json=options.as_json)
+        with console.status("searching"):
+            answer = _answered(options)
+        give(answer, console, as_json=options.as_json)
+        if not answer.fits:
             raise typer.Exit(1)
 
 
@@ -206,26 +207,27 @@ def _check_emission(options: PlanOptions) -> None:
         raise UsageError(f"--emit {framework} takes the plan of one cluster by --objective time; leave the others out")
 
 
-def _planned(options: PlanOptions, console: Console) -> dict[str, Any]:
-    """Search for plans, show them, and return what ``--json`` prints."""
+def _answered(options: PlanOptions) -> Answer:
+    """Search for plans."""
     from thinwire.spec import Plan
 
     leaf_of = None if options.hosts is None else _leaves_of_hosts(options.hosts)
-    job = _job(options, leaf_of)
+    job, answer = _job(options, leaf_of), Answer()
     if options.rent.sweep is not None or options.objective == "cost":
-        return _rented(job, options, console)
+        _rented(job, options, answer)
+        return answer
     if options.objective == "amsp":
-        result = least_sum(job, options.top, options.out, console, explain=options.explain)
+        least_sum(job, options.top, options.out, answer, explain=options.explain)
     else:
-        result = _fastest(job, options, console)
-    if leaf_of is not None and result["plans"]:
-        first = Plan.parse(result["plans"][0]["plan"])
-        result["placement"] = _place(job, first, leaf_of, options.placement, console)
-    return result
+        _fastest(job, options, answer)
+    if leaf_of is not None and answer.facts["plans"]:
+        first = Plan.parse(answer.facts["plans"][0]["plan"])
+        answer.facts["placement"] = _place(job, first, leaf_of, options.placement, answer)
+    return answer
 
 
-def _rented(job: TrainingJob, options: PlanOptions, console: Console) -> dict[str, Any]:
-    """Show which nodes to rent, and write the plan for them."""
+def _rented(job: TrainingJob, options: PlanOptions, answer: Answer) -> None:
+    """Add which nodes to rent, and the plan for them."""
     import thinwire.plan as planner
 
     by_cost = options.objective == "cost"
@@ -233,18 +235,15 @@ def _rented(job: TrainingJob, options: PlanOptions, console: Console) -> dict[st
         rows = planner.parts_of(job)
     else:
         rows = planner.sweep_nodes(job, counts_of(options.rent.sweep))
-    introduce(job, console)
-    with console.status("searching"):
-        found = list(rows)
-    result = show_sweep(job, found, options.rent, console, by_cost=by_cost)
-    chosen = next((row for row in result["sweep"] if (row["nodes"], row["label"]) == _named(result["best"])), None)
+    introduce(job, answer)
+    answer.facts = show_sweep(job, list(rows), options.rent, answer, by_cost=by_cost)
+    best = _named(answer.facts["best"])
+    chosen = next((row for row in answer.facts["sweep"] if (row["nodes"], row["label"]) == best), None)
     if options.out is not None and chosen is not None:
         from thinwire.spec import Plan
 
-        with writing("--out", options.out):
-            Plan.parse(chosen["plan"]).save(options.out)
-        console.print(f"wrote the plan of {chosen['nodes']} nodes to {options.out}", markup=False)
-    return result
+        done = f"wrote the plan of {chosen['nodes']} nodes to {options.out}"
+        answer.files.append(File("--out", options.out, Plan.parse(chosen["plan"]).save, done))
 
 
 def _named(best: Mapping[str, Any] | None) -> tuple[Any, Any]:
@@ -314,10 +313,9 @@ def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob
     )
 
 
-def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[str, Any]:
-    """Show the plans of the shortest overlapped step, and return them as ``--json`` prints them."""
+def _fastest(job: TrainingJob, options: PlanOptions, answer: Answer) -> None:
+    """Add the plans of the shortest overlapped step, and what else is asked of the first of them."""
     import thinwire.plan as planner
-    from thinwire.report import rich_table
 
     searched = planner.search(job, top=options.top)
     widened = options.tp is None and options.pp is None and not searched.candidates
@@ -325,37 +323,35 @@ def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[s
         job = replace(job, tp=None, pp=None)
         searched = planner.search(job, top=options.top, simulations=searched.simulations)
     rows = listed(searched, options.top)
-    introduce(job, console)
+    introduce(job, answer)
     if widened:
-        console.print(
+        answer.show(
             "no data-parallel plan fits, so tensor and pipeline parallelism were tried as well (--tp auto --pp auto)"
         )
     if refusals := job.refusals:
-        console.print(f"not tried: {'; '.join(refusals)}", markup=False)
-    console.print(rich_table(plan_sheet(job, rows)))
+        answer.show(f"not tried: {'; '.join(refusals)}")
+    answer.show(plan_sheet(job, rows))
     if not searched.candidates:
-        return _infeasible(job, rows, console)
-    console.print(search_line(searched, job.tie), markup=False)
-    console.print(basis_line(job, searched.candidates[0]), markup=False)
+        answer.facts = _infeasible(job, rows, answer)
+        return
+    answer.show(search_line(searched, job.tie))
+    answer.show(basis_line(job, searched.candidates[0]))
     explanation = both = None
     if options.explain:
-        with console.status("trying other circumstances"):
-            explanation = planner.explain(job, searched)
-            both = planner.both_objectives(job, searched.candidates[0], searched.simulations)
-        show_explanation(explanation, searched.candidates[0], console)
-        show_objectives(both, console)
+        explanation = planner.explain(job, searched)
+        both = planner.both_objectives(job, searched.candidates[0], searched.simulations)
+        show_explanation(explanation, searched.candidates[0], answer)
+        show_objectives(both, answer)
     chosen = searched.candidates[0]
     written, islands = (
-        (chosen.plan, None) if options.loss_budget is None else _with_islands(job, options, searched, console)
+        (chosen.plan, None) if options.loss_budget is None else _with_islands(job, options, searched, answer)
     )
-    rent = show_rentals(job, planner.rentals(job, chosen), console)
-    emitted = emit(job, chosen, options.peer, console)
+    rent = show_rentals(job, planner.rentals(job, chosen), answer)
+    emitted = emit(job, chosen, options.peer, answer)
     if options.out is not None:
-        with writing("--out", options.out):
-            written.save(options.out)
         which = "the first plan" if written == chosen.plan else "the first plan with islands"
-        console.print(f"wrote {which} to {options.out}", markup=False)
-    return ({} if islands is None else {"islands": islands}) | {
+        answer.files.append(File("--out", options.out, written.save, f"wrote {which} to {options.out}"))
+    answer.facts = ({} if islands is None else {"islands": islands}) | {
         "plans": [row_json(job, number, row) for number, row in enumerate(rows, start=1)],
         "explain": (
             {**explanation_json(explanation), "objectives": objectives_json(job, both)}
@@ -377,34 +373,30 @@ def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[s
 
 
 def _with_islands(
-    job: TrainingJob, options: PlanOptions, searched: Searched, console: Console
+    job: TrainingJob, options: PlanOptions, searched: Searched, answer: Answer
 ) -> tuple[Plan, dict[str, Any]]:
-    """Show plans with islands within the budget; the plan to write, and what ``--json`` prints."""
+    """Add plans with islands within the budget; the plan to write, and what ``--json`` prints."""
     import thinwire.plan as planner
     from thinwire.cli.plan_islands import faster, islands_json, show_islands
 
     budget, law, best = planner.parse_budget(options.loss_budget or ""), planner.LossLaw.known(), searched.candidates[0]
     plans = planner.island_plans(job, budget, law, searched.simulations, elastic=options.elastic_islands)
-    show_islands(job, plans, best, law, budget, console)
+    show_islands(job, plans, best, law, budget, answer)
     chosen = faster(job, plans, best)
     return best.plan if chosen is None else chosen.candidate.plan, islands_json(job, plans, best, law, budget)
 
 
-def _infeasible(job: TrainingJob, rows: Sequence[Candidate], console: Console) -> dict[str, Any]:
+def _infeasible(job: TrainingJob, rows: Sequence[Candidate], answer: Answer) -> dict[str, Any]:
     import thinwire.plan as planner
     from thinwire.units import format_bytes
 
     smallest, lacking = planner.shortage(job)
     remedies = planner.remedies(job)
-    console.print(
-        f"nothing fits: the smallest plan ({planner.summary(smallest)}) lacks {format_bytes(lacking)}", markup=False
-    )
+    answer.show(f"nothing fits: the smallest plan ({planner.summary(smallest)}) lacks {format_bytes(lacking)}")
     for remedy in remedies:
-        console.print(f"  {remedy.change}: {remedy.result}", markup=False)
+        answer.show(f"  {remedy.change}: {remedy.result}")
     if not remedies:
-        console.print(
-            "  no single change that was tried makes it fit; more GPUs or a smaller model would", markup=False
-        )
+        answer.show("  no single change that was tried makes it fit; more GPUs or a smaller model would")
     return {
         "plans": [row_json(job, number, row) for number, row in enumerate(rows, start=1)],
         "explain": {
@@ -415,32 +407,37 @@ def _infeasible(job: TrainingJob, rows: Sequence[Candidate], console: Console) -
 
 
 def _place(
-    job: TrainingJob, chosen: Plan, leaf_of: Mapping[str, str], directory: Path | None, console: Console
+    job: TrainingJob, chosen: Plan, leaf_of: Mapping[str, str], directory: Path | None, answer: Answer
 ) -> dict[str, Any]:
-    """Order the hosts for a plan, and write the files that launchers read."""
+    """Order the hosts for a plan, for the files that launchers read; returns what ``--json`` prints."""
     import thinwire.plan as planner
 
     best, given = planner.place(job, chosen, leaf_of), planner.placed(job, chosen, list(leaf_of), leaf_of)
     order = best.order
-    console.print(f"hosts in the order of the mesh: {' '.join(order)}", markup=False)
-    console.print(
+    answer.show(f"hosts in the order of the mesh: {' '.join(order)}")
+    answer.show(
         f"{best.crossing:.0%} of the bytes between nodes cross the spine, {given.crossing:.0%} in the order "
         f"given; a step takes {best.seconds:.3f} s, and {given.seconds:.3f} s in the order given"
     )
     if job.cluster.links.spine is None:
-        console.print(
+        answer.show(
             "nothing is known of the spine (--set cluster.links.spine.bandwidth), so the order changes no prediction"
         )
     if directory is not None:
         local = job.cluster.gpus_per_node
-        with writing("--placement", directory):
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / "hostfile").write_text(planner.hostfile(order), encoding="utf-8")
-            (directory / "rankfile").write_text(planner.rankfile(order, local), encoding="utf-8")
-            (directory / "slurm-hosts").write_text(planner.slurm_hostfile(order, local), encoding="utf-8")
-        console.print(
-            f"wrote hostfile (line = torchrun's --node-rank), rankfile and slurm-hosts to {directory}", markup=False
-        )
+        texts = {
+            "hostfile": planner.hostfile(order),
+            "rankfile": planner.rankfile(order, local),
+            "slurm-hosts": planner.slurm_hostfile(order, local),
+        }
+        done = f"wrote hostfile (line = torchrun's --node-rank), rankfile and slurm-hosts to {directory}"
+        answer.files.append(File("--placement", directory, partial(_write_all, texts), done))
     return {"order": order, "step_seconds": best.seconds, "crossing": best.crossing} | {
         "step_seconds_as_given": given.seconds, "crossing_as_given": given.crossing,
     }  # fmt: skip
+
+
+def _write_all(texts: Mapping[str, str], directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (directory / name).write_text(text, encoding="utf-8")

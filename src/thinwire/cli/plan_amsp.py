@@ -5,47 +5,40 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from thinwire.cli.errors import writing
+from thinwire.cli.plan_answer import File
 from thinwire.cli.plan_tables import introduce, row_json
 
 if TYPE_CHECKING:
+    from thinwire.cli.plan_answer import Answer
     from thinwire.plan import AmspPlan, BothObjectives, TrainingJob, UnderBoth
 
 _GIB = 2**30
 
 
-def least_sum(job: TrainingJob, top: int, out: Path | None, console: Console, *, explain: bool) -> dict[str, Any]:
-    """Show the plans of the least sum, the paper's among them, and return them as ``--json`` prints them."""
+def least_sum(job: TrainingJob, top: int, out: Path | None, answer: Answer, *, explain: bool) -> None:
+    """Add the plans of the least sum, the paper's among them."""
     import thinwire.plan as planner
-    from thinwire.report import Sheet, rich_table
+    from thinwire.report import Sheet
 
     plans = planner.amsp_search(job, top=top)
     rows = [row for number, row in enumerate(plans) if number < top or row.label]
-    introduce(job, console)
+    introduce(job, answer)
     columns = ["", "P", "G", "OS", "batch", "T_p s", "T_g s", "T_os0 s", "T_os1 s", "recompute s", "sum s", "GiB", ""]
     cells = [_cells(plans.index(row) + 1, row) for row in rows]
-    console.print(
-        rich_table(Sheet("Plans by AMSP's objective: communication in sequence, whole tensors", columns, 5, cells))
-    )
+    answer.show(Sheet("Plans by AMSP's objective: communication in sequence, whole tensors", columns, 5, cells))
     flips: list[str] = []
     both = None
     if explain:
-        with console.status("searching by step time"):
-            both = planner.both_objectives(job)
-        show_objectives(both, console)
-        with console.status("trying other circumstances"):
-            flips = planner.amsp_flips(job)
-        console.print("when the paper's plan (amsp-paper) is the optimum:")
+        both = planner.both_objectives(job)
+        show_objectives(both, answer)
+        flips = planner.amsp_flips(job)
+        answer.show("when the paper's plan (amsp-paper) is the optimum:")
         for flip in flips or ["under nothing that was tried"]:
-            console.print(f"  {flip}", markup=False)
+            answer.show(f"  {flip}")
     if out is not None and rows and rows[0].fits:
-        with writing("--out", out):
-            rows[0].plan.save(out)
-        console.print(f"wrote the first plan to {out}", markup=False)
+        answer.files.append(File("--out", out, rows[0].plan.save, f"wrote the first plan to {out}"))
     simulated = [(row, planner.candidate(job, row.plan, row.label)) for row in rows]
-    return {
+    answer.facts = {
         "plans": [
             {
                 **row_json(job, plans.index(row) + 1, overlapped),
@@ -84,9 +77,9 @@ def _cells(number: int, row: AmspPlan) -> list[str]:
 # -- both objectives -----------------------------------------------------------------------------------------------
 
 
-def show_objectives(both: BothObjectives, console: Console) -> None:
-    """Print both plans under both objectives, and the terms in which they differ."""
-    from thinwire.report import Sheet, rich_table
+def show_objectives(both: BothObjectives, answer: Answer) -> None:
+    """Add both plans under both objectives, and the terms in which they differ."""
+    from thinwire.report import Sheet
 
     columns = [
         "least", "P", "G", "OS", "batch", "T_p s", "T_g s", "T_os0 s", "T_os1 s", "recompute s", "sum s",
@@ -94,9 +87,9 @@ def show_objectives(both: BothObjectives, console: Console) -> None:
     ]  # fmt: skip
     cells = [_cells_of_both(name, row) for name, row in both.rows.items()]
     if cells:
-        console.print(rich_table(Sheet("Both objectives, without codecs", columns, 5, cells)))
+        answer.show(Sheet("Both objectives, without codecs", columns, 5, cells))
     for sentence in both.differences:
-        console.print(sentence, markup=False)
+        answer.show(sentence)
 
 
 def objectives_json(job: TrainingJob, both: BothObjectives | None) -> dict[str, Any] | None:

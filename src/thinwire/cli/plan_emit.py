@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from thinwire.cli.errors import writing
+from thinwire.cli.plan_answer import File
 
 if TYPE_CHECKING:
+    from thinwire.cli.plan_answer import Answer
     from thinwire.plan import Candidate, TrainingJob
 
 __all__ = ["NOTHING_EMITTED", "EmitOptions", "emit"]
@@ -39,8 +39,8 @@ NOTHING_EMITTED = EmitOptions()
 """None of the options."""
 
 
-def emit(job: TrainingJob, ours: Candidate, options: EmitOptions, console: Console) -> dict[str, Any] | None:
-    """Write the nearest configuration of a framework, and say what it loses; returns what ``--json`` prints.
+def emit(job: TrainingJob, ours: Candidate, options: EmitOptions, answer: Answer) -> dict[str, Any] | None:
+    """Add the nearest configuration of a framework, and what it loses; returns what ``--json`` prints.
 
     Raises:
         UsageError: Nothing that the framework can do fits.
@@ -55,17 +55,15 @@ def emit(job: TrainingJob, ours: Candidate, options: EmitOptions, console: Conso
     what = f"{job.model.name or 'a model'} on {job.cluster.name or f'{job.cluster.gpus} GPUs'}"
     text = emitted_text(Emitted(options.emit, peer.plan, job.seq, 1.0 if job.clip else None, what))
     path = options.emit_to or Path(FILES[options.emit])
-    with writing("--emit-to", path):
-        path.write_text(text, encoding="utf-8")
+    answer.files.append(File("--emit-to", path, lambda path: path.write_text(text, encoding="utf-8")))
     slower, larger = peer.seconds / ours.seconds - 1, peer.memory.total / ours.memory.total - 1
     lost = planner.losses(ours, peer)
-    console.print(f"\n{options.emit}: {planner.summary(peer.plan)}, written to {path}", markup=False)
-    console.print(
+    answer.show(f"\n{options.emit}: {planner.summary(peer.plan)}, written to {path}")
+    answer.show(
         f"  predicted step {peer.seconds:.3f} s, {slower:+.1%} against the first plan's {ours.seconds:.3f} s; memory "
         f"{format_bytes(peer.memory.total)}, {larger:+.1%}",
-        markup=False,
     )
-    console.print(f"  what it leaves out: {'; '.join(lost)}", markup=False)
+    answer.show(f"  what it leaves out: {'; '.join(lost)}")
     return {
         "framework": options.emit,
         "file": str(path),

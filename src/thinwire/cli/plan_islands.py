@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from thinwire.cli.plan_tables import row_json
 
 if TYPE_CHECKING:
+    from thinwire.cli.plan_answer import Answer
     from thinwire.plan import Candidate, IslandPlan, LossLaw, TrainingJob
 
 
@@ -20,19 +19,19 @@ def faster(job: TrainingJob, plans: Sequence[IslandPlan], best: Candidate) -> Is
 
 
 def show_islands(
-    job: TrainingJob, plans: Sequence[IslandPlan], best: Candidate, law: LossLaw, budget: float, console: Console
+    job: TrainingJob, plans: Sequence[IslandPlan], best: Candidate, law: LossLaw, budget: float, answer: Answer
 ) -> None:
-    """Print plans with islands, what they change, and where their losses come from."""
-    from thinwire.report import Sheet, rich_table
+    """Add plans with islands, what they change, and where their losses come from."""
+    from thinwire.report import Sheet
 
     columns = [
         "islands", "each", "every", "fragments", "delay", "exchange", "loss, by the fit", "step s", "of the first plan",
         "GiB",
     ]  # fmt: skip
     title = f"Plans with islands whose loss may end up to {budget:g}% higher"
-    console.print(rich_table(Sheet(title, columns, 6, [_cells(plan, best, law) for plan in plans])))
+    answer.show(Sheet(title, columns, 6, [_cells(plan, best, law) for plan in plans]))
     for sentence in sentences(job, plans, best, law):
-        console.print(sentence, markup=False)
+        answer.show(sentence)
 
 
 def sentences(job: TrainingJob, plans: Sequence[IslandPlan], best: Candidate, law: LossLaw) -> list[str]:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from thinwire.cli.errors import writing
+from thinwire.cli.plan_answer import File
 
 if TYPE_CHECKING:
+    from thinwire.cli.plan_answer import Answer
     from thinwire.plan import Rental, SweptNodes, TrainingJob
 
 __all__ = ["NO_RENT", "RentOptions", "counts_of", "show_rentals", "show_sweep"]
@@ -68,34 +68,32 @@ def counts_of(text: str) -> list[int]:
 
 
 def show_sweep(
-    job: TrainingJob, rows: Sequence[SweptNodes], options: RentOptions, console: Console, *, by_cost: bool
+    job: TrainingJob, rows: Sequence[SweptNodes], options: RentOptions, answer: Answer, *, by_cost: bool
 ) -> dict[str, Any]:
-    """Show the best plan for every number of nodes or selection of groups, and return it as ``--json`` prints it.
+    """Add the best plan for every number of nodes or selection of groups, and return it as ``--json`` prints it.
 
     Args:
         job: The job.
         rows: What was found.
         options: Of the command.
-        console: Where the table goes.
+        answer: What the table is added to.
         by_cost: Whether the cheapest row is the answer, rather than the fastest.
     """
-    from thinwire.report import Sheet, rich_table
+    from thinwire.report import Sheet
 
     best = _best(rows, by_cost=by_cost)
     columns = ["", "nodes", "GPUs", "plan", "step s", "tokens/s", "scaling", "goodput", "checkpoint every", "market",
                "per hour", "per 10^9 tokens"]  # fmt: skip
     cells = [_cells(row, rows, marked=row is best) for row in rows]
-    console.print(rich_table(Sheet("The best plan for each, failures included", columns, 4, cells)))
+    answer.show(Sheet("The best plan for each, failures included", columns, 4, cells))
     for row in rows:
         if row.rental is None:
-            console.print(f"{_name(row)}: {row.reason}", markup=False)
-    console.print(_verdict(best, "cheapest" if by_cost else "fastest"), markup=False)
+            answer.show(f"{_name(row)}: {row.reason}")
+    answer.show(_verdict(best, "cheapest" if by_cost else "fastest"))
     if not by_cost and best is not None and _rental(best).per_billion is not None:
-        console.print(_verdict(_best(rows, by_cost=True), "cheapest"), markup=False)
+        answer.show(_verdict(_best(rows, by_cost=True), "cheapest"))
     if options.plot is not None:
-        with writing("--plot", options.plot):
-            _draw(options.plot, job, rows)
-        console.print(f"drew {options.plot}", markup=False)
+        answer.files.append(File("--plot", options.plot, lambda path: _draw(path, job, rows), f"drew {options.plot}"))
     return {
         "sweep": [_row_json(row) for row in rows],
         "best": None if best is None else {"nodes": best.nodes, "label": best.label},
@@ -104,15 +102,15 @@ def show_sweep(
     }
 
 
-def show_rentals(job: TrainingJob, options: Sequence[Rental], console: Console) -> list[dict[str, Any]]:
-    """Show what the chosen plan costs on demand and on spot nodes; nothing if neither prices nor failures are known."""
+def show_rentals(job: TrainingJob, options: Sequence[Rental], answer: Answer) -> list[dict[str, Any]]:
+    """Add what the chosen plan costs on demand and on spot nodes; nothing if neither prices nor failures are known."""
     cluster = job.cluster
     if len(options) == 1 and options[0].per_billion is None and cluster.failures is None:
         return []
     for option in options:
         price = "" if option.per_billion is None else f", {option.per_billion:,.2f} for 10^9 tokens"
         hourly = "" if option.offer.per_hour is None else f" ({option.offer.per_hour:,.2f} an hour)"
-        console.print(f"{option.offer.label}{hourly}: {_goodput_text(option)}{price}", markup=False)
+        answer.show(f"{option.offer.label}{hourly}: {_goodput_text(option)}{price}")
     return [rental_json(option) for option in options]
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 if TYPE_CHECKING:
+    from thinwire.cli.plan_answer import Answer
     from thinwire.plan import Candidate, Explanation, Searched, TrainingJob
     from thinwire.report import Sheet
     from thinwire.spec import ModelSpec
@@ -20,25 +19,23 @@ def listed(searched: Searched, top: int) -> list[Candidate]:
     return [*first, *others, *(c for c in searched.classics if not c.fits)]
 
 
-def introduce(job: TrainingJob, console: Console) -> None:
-    """Print the model, the cluster, and what the times are based on."""
+def introduce(job: TrainingJob, answer: Answer) -> None:
+    """Add the model, the cluster, and what the times are based on."""
     from thinwire.cost import NominalRates
     from thinwire.units import format_bytes
 
     cluster, model = job.cluster, job.model
-    console.print(
+    answer.show(
         f"{model.name or 'model'}: {model.parameters / 1e9:.2f} billion parameters{_active(model)}, "
         f"{job.seq:,} tokens a sequence, {job.tokens_per_step:,} a step; {cluster.name or 'cluster'}: "
         f"{cluster.gpus:,} GPUs of {format_bytes(cluster.memory)}",
-        markup=False,
     )
     if isinstance(job.rates, NominalRates):
         kernels = " and from times of kernels" if job.rates.has_kernels else ""
-        console.print(f"times follow from published figures{kernels}, not from a profile of this cluster", markup=False)
+        answer.show(f"times follow from published figures{kernels}, not from a profile of this cluster")
     if job.compute_dtype == "float16":
-        console.print(
+        answer.show(
             "the accelerator has a peak for float16 and none for bfloat16: plans compute in float16, with loss scaling",
-            markup=False,
         )
 
 
@@ -138,21 +135,21 @@ def basis_line(job: TrainingJob, chosen: Candidate) -> str:
     return f"estimate quality: compute {basis.computation}, network {basis.transfers}"
 
 
-def show_explanation(explanation: Explanation, chosen: Candidate, console: Console) -> None:
-    """Print what bounds the chosen plan, and what would change the choice."""
-    console.print(f"\nbound by {explanation.binding}", markup=False)
+def show_explanation(explanation: Explanation, chosen: Candidate, answer: Answer) -> None:
+    """Add what bounds the chosen plan, and what would change the choice."""
+    answer.show(f"\nbound by {explanation.binding}")
     for cause, seconds in explanation.path.items():
-        console.print(f"  {seconds:8.3f} s  {seconds / chosen.seconds:6.1%}  {cause}", markup=False)
+        answer.show(f"  {seconds:8.3f} s  {seconds / chosen.seconds:6.1%}  {cause}")
     if explanation.noise:
         low, high = explanation.noise
-        console.print(f"with the quartiles of the profile: {low:.3f} to {high:.3f} s", markup=False)
+        answer.show(f"with the quartiles of the profile: {low:.3f} to {high:.3f} s")
     if explanation.runner_up:
-        console.print(f"runner-up: {explanation.runner_up}", markup=False)
+        answer.show(f"runner-up: {explanation.runner_up}")
     for flip in explanation.flips:
         after = "" if flip.seconds is None else f" ({flip.seconds:.3f} s)"
-        console.print(f"with {flip.change}: {flip.plan}{after}", markup=False)
+        answer.show(f"with {flip.change}: {flip.plan}{after}")
     if explanation.steady:
-        console.print(f"the same plan with {'; '.join(explanation.steady)}", markup=False)
+        answer.show(f"the same plan with {'; '.join(explanation.steady)}")
 
 
 def row_json(job: TrainingJob, number: int, row: Candidate) -> dict[str, Any]:
