@@ -15,7 +15,7 @@ import typer.main
 from thinwire.cli.main import _COMMANDS, app
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 from thinwire.spec.base import Spec, nested
-from thinwire.spec.kernels import KernelTable
+from thinwire.spec.machines.kernels import KernelTable
 from thinwire.spec.profile import Profile
 from thinwire.spec.recipe import Recipe
 

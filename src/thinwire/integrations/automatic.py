@@ -14,7 +14,7 @@ import thinwire.plan as planner
 from thinwire.errors import UsageError
 from thinwire.plan import CodecLevel
 from thinwire.spec import ModelSpec, Plan
-from thinwire.spec.huggingface import huggingface_shape
+from thinwire.spec.models.huggingface import huggingface_shape
 from thinwire.train.automatic import Here, measure_and_choose
 
 __all__ = ["automatic_plan"]

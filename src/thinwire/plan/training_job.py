@@ -27,8 +27,8 @@ from thinwire.program import UnitInfo
 from thinwire.sim import Workload
 from thinwire.sim.axes import AxisCosts
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
-from thinwire.spec.pipeline import keeps_busy
 from thinwire.spec.plan import Dtype
+from thinwire.spec.plan_parts.pipeline import keeps_busy
 from thinwire.spec.profile import Profile
 
 __all__ = ["CODEC_LEVELS", "CodecLevel", "TrainingJob", "axis_costs", "refuse_context"]

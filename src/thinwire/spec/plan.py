@@ -22,9 +22,9 @@ from thinwire.spec import io
 from thinwire.spec.base import Budget, Bytes, Count, Depth, Flag, Problem, Share, Spec, rule
 from thinwire.spec.codec import CodecSpec
 from thinwire.spec.factor import Factor
-from thinwire.spec.islands import Islands
-from thinwire.spec.policy import HybridPolicy
-from thinwire.spec.presets import PRESETS, preset_fields
+from thinwire.spec.plan_parts.islands import Islands
+from thinwire.spec.plan_parts.policy import HybridPolicy
+from thinwire.spec.plan_parts.presets import PRESETS, preset_fields
 from thinwire.spec.renames import PLAN_KEYS, WIRE_KEYS
 
 __all__ = ["Dtype", "Factor", "Overlap", "Plan", "UnitOverride", "Wire", "cut_alike", "lone_ranks"]

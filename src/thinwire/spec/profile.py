@@ -11,7 +11,7 @@ from pydantic import Field
 
 from thinwire.errors import SpecError
 from thinwire.spec.base import Bytes, Count, Depth, Positive, Spec
-from thinwire.spec.measured import Measured, Timing
+from thinwire.spec.machines.measured import Measured, Timing
 from thinwire.spec.plan import Dtype
 
 __all__ = ["CodecRow", "CollectiveRow", "ComputeRow", "Handling", "OverlapRow", "Profile", "profiled_kind"]

@@ -15,11 +15,11 @@ from pydantic import BeforeValidator, Field
 from thinwire.errors import SpecError
 from thinwire.spec.base import Bytes, Count, Depth, Flag, Positive, Problem, Seconds, Share, Spec, rule
 from thinwire.spec.factor import Factor
-from thinwire.spec.huggingface import huggingface_shape
 from thinwire.spec.io import apply_settings, read_toml_file
-from thinwire.spec.model import Dimensions, ModelSpec
+from thinwire.spec.machines.topology import TOPOLOGY_SOURCES
+from thinwire.spec.models.huggingface import huggingface_shape
+from thinwire.spec.models.model import Dimensions, ModelSpec
 from thinwire.spec.renames import hint, old_spellings_of_plan, plan_to_fields, plan_to_file
-from thinwire.spec.topology import TOPOLOGY_SOURCES
 
 Paths = tuple[Annotated[str, Field(min_length=1)], ...]
 
