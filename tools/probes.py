@@ -135,7 +135,10 @@ def planned(source: Path, results: Any) -> None:
 
 
 def surfaced(source: Path, results: Any) -> None:
-    """Report the keys of files, the commands, and their options and arguments."""
+    """Report the keys of files, the commands, and their options and arguments.
+
+    A key that several tables have from one declaration counts once; one that only stands for others does not count.
+    """
     use(source)
     import importlib
     import pkgutil
@@ -153,7 +156,7 @@ def surfaced(source: Path, results: Any) -> None:
     while waiting:
         specs.add(spec := waiting.pop())
         waiting += spec.__subclasses__()
-    keys = sum(len(spec.model_fields.keys() - _inherited(spec)) for spec in specs)
+    keys = sum(len(spec.model_fields.keys() - _inherited(spec) - {*getattr(spec, "shorthands", ())}) for spec in specs)
     commands = parameters = 0
     root = typer.main.get_command(app)
     groups = [(root, Context(root))]

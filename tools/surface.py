@@ -1,7 +1,7 @@
 """Counts what a user may write: commands and options that the help shows, and keys of files.
 
-``python tools/surface.py``. Options of earlier releases are hidden, and do not count; a key counts once for each kind
-of table that has it, and not in tables that no file names.
+``python tools/surface.py``. Options of earlier releases are hidden, and do not count; a key that several tables have
+from one declaration counts once, and one that only stands for others does not count.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import typer.main
 from thinwire.cli.main import _COMMANDS, app
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 from thinwire.spec.base import Spec, nested
+from thinwire.spec.machines.kernels import KernelTable
 from thinwire.spec.profile import Profile
 from thinwire.spec.recipe import Recipe
 
@@ -37,25 +38,35 @@ def tables(spec: type[Spec], seen: set[type[Spec]] | None = None) -> Iterator[ty
         return
     seen.add(spec)
     yield spec
-    for name, field in spec.model_fields.items():
+    for field in spec.model_fields.values():
         below = nested(field.annotation)
-        if below is not None and name != "residence":
+        if below is not None:
             yield from tables(below, seen)
 
 
 def keys() -> dict[str, int]:
     """How many keys each file has."""
-    seen: set[type[Spec]] = set()
+    seen, kinds = set[type[Spec]](), set[type[Spec]]()
     roots: dict[str, tuple[type[Spec], ...]] = {
         "plan": (Plan,),
         "recipe": (Recipe,),
         "model and cluster": (ModelSpec, ClusterSpec),
-        "profile": (Profile,),
+        "profile and kernels": (Profile, KernelTable),
     }
     return {
-        name: sum(len(spec.model_fields.keys() - {"residence"}) for root in specs for spec in tables(root, seen))
+        name: sum(own_keys(spec, seen) for root in specs for spec in tables(root, kinds))
         for name, specs in roots.items()
     }
+
+
+def own_keys(spec: type[Spec], seen: set[type[Spec]]) -> int:
+    """How many keys a table has that none in ``seen`` has from the same declaration; adds to ``seen``."""
+    declared = {base: {*base.model_fields} for base in reversed(spec.__mro__) if issubclass(base, Spec)}
+    new, known = set[str](), set[str]()
+    for base, names in declared.items():
+        (known if base in seen else new).update(names - known - new)
+        seen.add(base)
+    return len(new - {*spec.shorthands})
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from thinwire.errors import UsageError
 from thinwire.plan import TrainingJob, candidate
 from thinwire.report.sheet import Sheet
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
-from thinwire.spec.accelerators import ACCELERATORS
+from thinwire.spec.machines.accelerators import ACCELERATORS
 from thinwire.units import format_bytes
 
 __all__ = ["cases"]
@@ -194,7 +194,7 @@ def _accelerator(scale: Scale) -> str:
     if not alike:
         raise UsageError(
             f"thinwire has no figures of {name!r}, so nothing can be predicted; known are {', '.join(ACCELERATORS)}. "
-            "Add the card to src/thinwire/spec/accelerators.py"
+            "Add the card to src/thinwire/spec/machines/accelerators.py"
         )
     return min(alike, key=lambda key: abs(ACCELERATORS[key].memory - memory))
 

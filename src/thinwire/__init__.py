@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     )
     from thinwire.sharding.step.loss_scale import LossScale
     from thinwire.spec import ClusterSpec, CodecSpec, Factor, ModelSpec, Overlap, Plan, Wire
-    from thinwire.spec.policy import HybridPolicy
+    from thinwire.spec.plan_parts.policy import HybridPolicy
 
 __version__ = "0.2.0"
 
@@ -122,7 +122,7 @@ _HOMES = {
         "step_scope",
     ),
     "thinwire.parallel": ("ParallelModel", "ParallelOptimizer", "parallelize"),
-    "thinwire.spec.policy": ("HybridPolicy",),
+    "thinwire.spec.plan_parts.policy": ("HybridPolicy",),
     "thinwire.spec": ("ClusterSpec", "CodecSpec", "Factor", "ModelSpec", "Overlap", "Plan", "Wire"),
     "thinwire.sharding.api": (
         "async_save",

@@ -26,7 +26,7 @@ BETWEEN_PROCESSES = {
 
 NAMES_OF_MODULES = {
     "thinwire/__init__.py",
-    "thinwire/cli/lazy.py",
+    "thinwire/cli/terminal/lazy.py",
     "thinwire/codecs/reference/__init__.py",
     "thinwire/codecs/registry.py",
     "thinwire/codecs/triton/__init__.py",

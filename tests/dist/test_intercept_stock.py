@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.spec.policy import STUDIED
+from thinwire.spec.plan_parts.policy import STUDIED
 from thinwire.testing import run_ranks
 
 Losses = list[float]

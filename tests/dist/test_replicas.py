@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from thinwire.errors import ReplicaError, UsageError
 from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
 from thinwire.spec import Plan
-from thinwire.spec.presets import PRESETS
+from thinwire.spec.plan_parts.presets import PRESETS
 from thinwire.testing import run_ranks
 from thinwire.train.comparing.replicas import ReplicaChecks
 

@@ -10,7 +10,7 @@ import pytest
 from tests.lab.cluster import THINWIRE, needs_lab
 
 from thinwire.record import read_run
-from thinwire.spec.topology import SwitchTree
+from thinwire.spec.machines.topology import SwitchTree
 
 INTERLEAVED = "--leaf 2 --spine-bandwidth 50mbit --places 0,2,1,3"
 

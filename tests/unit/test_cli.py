@@ -14,9 +14,9 @@ from typer.testing import CliRunner, Result
 
 import thinwire
 from thinwire.cli.main import app
-from thinwire.cli.picture import draw_losses
-from thinwire.cli.summary import summary_table
-from thinwire.cli.train import default_directory
+from thinwire.cli.terminal.summary import summary_table
+from thinwire.cli.training.picture import draw_losses
+from thinwire.cli.training.train import default_directory
 from thinwire.spec.plan import Plan
 from thinwire.train.directory import RunDirectory
 from thinwire.train.processes.launch import LostRankError, _next_attempt

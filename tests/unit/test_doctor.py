@@ -15,9 +15,16 @@ import pytest
 from typer.testing import CliRunner
 
 import thinwire
-from thinwire.cli import checks
-from thinwire.cli.checks import Check, Verdict, system_checks
-from thinwire.cli.interfaces import Interface, gloo_choice, interfaces, nccl_choice, network_checks, rdma_devices
+from thinwire.cli.checking import checks
+from thinwire.cli.checking.checks import Check, Verdict, system_checks
+from thinwire.cli.checking.interfaces import (
+    Interface,
+    gloo_choice,
+    interfaces,
+    nccl_choice,
+    network_checks,
+    rdma_devices,
+)
 from thinwire.cli.main import app
 from thinwire.lab import namespaces
 

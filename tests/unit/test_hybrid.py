@@ -8,7 +8,7 @@ from thinwire.errors import SpecError
 from thinwire.program import Axis
 from thinwire.program.wire import reduction_codecs
 from thinwire.spec import Plan, Wire
-from thinwire.spec.policy import AXES, POLICIES, STUDIED, HybridPolicy
+from thinwire.spec.plan_parts.policy import AXES, POLICIES, STUDIED, HybridPolicy
 
 INT8, INT6 = "int8:256", "int6:256,hadamard"
 

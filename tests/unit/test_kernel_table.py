@@ -15,7 +15,7 @@ from thinwire.cost.kernels import Kernels
 from thinwire.errors import SpecError
 from thinwire.plan import TrainingJob, candidate, rests_on
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
-from thinwire.spec.kernels import KernelRow, KernelTable, this_host
+from thinwire.spec.machines.kernels import KernelRow, KernelTable, this_host
 
 SMALL = ModelSpec(name="tiny", layers=2, hidden=64, heads=4, ffn=128, vocab=256, seq=32)
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from thinwire.errors import DataError, SpecError
-from thinwire.spec.model import ModelSpec
+from thinwire.spec.models.model import ModelSpec
 from thinwire.spec.recipe import ModelRecipe
 from thinwire.train.models.build import build
 from thinwire.train.models.common import IGNORED, cross_entropy

@@ -13,8 +13,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from thinwire.cli.lazy import APP_SETTINGS, Command, lazy_group
-from thinwire.cli.options import expand_options
+from thinwire.cli.terminal.lazy import APP_SETTINGS, Command, lazy_group
+from thinwire.cli.terminal.options import expand_options
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,9 @@ def test_a_plug_in_adds_a_command_and_replaces_none() -> None:
     assert "Did you mean 'there'" in CliRunner().invoke(app, ["thee"]).output
 
 
-@pytest.mark.parametrize(("command", "absent"), [("plan", "thinwire.cli.train"), ("lab", "thinwire.cli.plan")])
+@pytest.mark.parametrize(
+    ("command", "absent"), [("plan", "thinwire.cli.training.train"), ("lab", "thinwire.cli.planning.plan")]
+)
 def test_a_command_loads_no_other(command: str, absent: str) -> None:
     code = (
         "import sys\nfrom thinwire.cli.main import app\n"

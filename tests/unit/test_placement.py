@@ -15,7 +15,7 @@ from thinwire.plan import TrainingJob, candidate
 from thinwire.plan.placement import hostfile, place, placed, rankfile, slurm_hostfile
 from thinwire.plan.search import elsewhere
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
-from thinwire.spec.topology import SwitchTree
+from thinwire.spec.machines.topology import SwitchTree
 
 MODEL = ModelSpec(name="small", layers=2, hidden=512, heads=8, vocab=4096, seq=512)
 

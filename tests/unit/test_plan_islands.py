@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from thinwire.cli.main import app
-from thinwire.cli.plan_islands import faster, sentences
+from thinwire.cli.planning.islands import faster, sentences
 from thinwire.cost import NominalRates
 from thinwire.errors import SpecError
 from thinwire.plan import LossLaw, TrainingJob, candidate, island_plans, parse_budget, search
 from thinwire.spec import ClusterSpec, ModelSpec
-from thinwire.spec.islands import Islands
+from thinwire.spec.plan_parts.islands import Islands
 
 SMALL = ModelSpec(name="small", layers=4, hidden=1024, heads=8, vocab=8192, seq=1024)
 

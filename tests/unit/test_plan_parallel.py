@@ -19,7 +19,7 @@ from thinwire.plan.rules import cut_problems, divided, powers_of_two
 from thinwire.plan.search import RESOLUTION
 from thinwire.sim.axes import bubble_seconds, message_seconds
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
-from thinwire.spec.pipeline import keeps_busy
+from thinwire.spec.plan_parts.pipeline import keeps_busy
 
 SMALL = ModelSpec(name="small", layers=4, hidden=1024, heads=8, ffn=2816, vocab=8192, seq=1024)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from thinwire.cli.profile import _sheets
+from thinwire.cli.measuring.profile import _sheets
 from thinwire.collectives.group import Control
 from thinwire.profile.crowding import measure_crowding
 from thinwire.profile.meeting import FEWEST_TURNS, Meeting, measure_meetings

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.errors import SpecError
-from thinwire.spec import CodecSpec, Factor, Overlap, Plan, Residence, UnitOverride, Wire
+from thinwire.spec import CodecSpec, Factor, Overlap, Plan, UnitOverride, Wire
 
 CODEC = st.sampled_from(["none", "bf16", "int8:256", "int4:64,hadamard", "int6:tensor", "zfp:16", "mpc", "exp3"])
 NAMES = st.text(min_size=1, max_size=12)
@@ -138,7 +138,6 @@ def test_describe_names_what_matters() -> None:
 
 def test_defaults() -> None:
     default = Plan.parse({"mesh": "2x2", "params": "1x1", "grads": "1x1", "optimizer": "2x1"})
-    assert default.residence == Residence(params="device", grads="device", optimizer="device")
     assert default.bucket_bytes == 4 * 2**20
     assert (default.prefetch, default.keep_gathered, default.granularity) == (1, "last", "block")
     assert default.overlap == Overlap(gather=True, reduce=True, sync=True, spread=True)

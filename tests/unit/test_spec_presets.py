@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from thinwire.errors import SpecError
 from thinwire.spec import Factor, Overlap, Plan, Wire
-from thinwire.spec.presets import largest_divisor
+from thinwire.spec.plan_parts.presets import largest_divisor
 
 MESHES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 3), (3, 2), (4, 8), (6, 4), (5, 7), (128, 8)]
 """Nodes, and ranks of a node."""

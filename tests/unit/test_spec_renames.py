@@ -101,7 +101,12 @@ def test_a_plan_file_says_what_differs_and_what_the_preset_means() -> None:
         "\n[tuning]\n"
         "bucket_bytes = 1048576\n"
     )
-    assert "residence" not in plan.to_toml(full=True)
+
+
+def test_older_plans_say_where_each_state_lives() -> None:
+    plan = Plan.preset("zero1", nodes=2, local=2)
+    stated = dict.fromkeys(("params", "grads", "optimizer"), "device")
+    assert Plan.parse({**plan.to_file(full=True), "residence": stated}) == plan
 
 
 def test_what_a_policy_fills_in_is_written_where_the_plan_says_otherwise() -> None:

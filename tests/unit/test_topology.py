@@ -14,15 +14,15 @@ from tests.slurm import needs_slurm, slurm
 from typer.testing import CliRunner
 
 from thinwire.cli.main import app
-from thinwire.cli.plan import _leaves_of_hosts
+from thinwire.cli.planning.plan import _leaves_of_hosts
 from thinwire.errors import SpecError, UsageError
 from thinwire.network.slurm import slurm_topology
 from thinwire.program import crossing_bytes, least_crossing, lower, traffic_across
 from thinwire.program.ordering import _nominal_units
 from thinwire.spec import Factor, Plan
+from thinwire.spec.machines.slurm import expand_hosts
+from thinwire.spec.machines.topology import SwitchTree, host_lines
 from thinwire.spec.recipe import Recipe
-from thinwire.spec.slurm import expand_hosts
-from thinwire.spec.topology import SwitchTree, host_lines
 
 CONFIGURATION = """\
 # two rows

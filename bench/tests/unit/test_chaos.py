@@ -16,7 +16,7 @@ import pytest
 from thinwire.errors import UsageError
 from thinwire.spec.codec import BUNDLED, FAMILIES, OPTIONS, CodecSpec
 from thinwire.spec.plan import Plan
-from thinwire.spec.presets import PRESETS
+from thinwire.spec.plan_parts.presets import PRESETS
 from thinwire.spec.recipe import Recipe
 from thinwire_bench.chaos.campaign import make_trials, next_trial, read_log
 from thinwire_bench.chaos.damage import mutated

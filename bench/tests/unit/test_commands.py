@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from thinwire.cli import main
-from thinwire.cli.lazy import APP_SETTINGS, lazy_group
+from thinwire.cli.terminal.lazy import APP_SETTINGS, lazy_group
 from thinwire_bench.cli.archived import ARCHIVED, COMMIT, TAG
 from thinwire_bench.cli.commands import bench
 

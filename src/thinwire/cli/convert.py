@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
-from thinwire.cli.console import wide_console
-from thinwire.cli.errors import explained
-from thinwire.cli.options import expand_options
+from thinwire.cli.terminal.console import wide_console
+from thinwire.cli.terminal.errors import explained
+from thinwire.cli.terminal.options import expand_options
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from thinwire.cli.console import wide_console
-from thinwire.cli.errors import explained
-from thinwire.cli.summary import shown
+from thinwire.cli.terminal.console import wide_console
+from thinwire.cli.terminal.errors import explained
+from thinwire.cli.terminal.summary import shown
 
 
 class Precision(StrEnum):

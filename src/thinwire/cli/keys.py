@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from thinwire.cli.errors import explained
+from thinwire.cli.terminal.errors import explained
 from thinwire.collectives.gateway.keys import DAYS, make_keys
 
 

@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.cli.errors import explained
-from thinwire.cli.options import expand_options
+from thinwire.cli.terminal.errors import explained
+from thinwire.cli.terminal.options import expand_options
 from thinwire.errors import SpecError, UsageError
 from thinwire.units import format_bandwidth, format_bytes, format_duration, parse_bandwidth, parse_duration
 

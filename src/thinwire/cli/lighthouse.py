@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from thinwire.cli.errors import explained
-from thinwire.cli.options import expand_options
+from thinwire.cli.terminal.errors import explained
+from thinwire.cli.terminal.options import expand_options
 
 
 @dataclass(frozen=True)

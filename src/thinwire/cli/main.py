@@ -11,22 +11,22 @@ from typing import Annotated, Final
 import typer
 
 import thinwire
-from thinwire.cli.lazy import APP_SETTINGS, Command, lazy_group
+from thinwire.cli.terminal.lazy import APP_SETTINGS, Command, lazy_group
 
 _COMMANDS: Final = {
-    "train": Command("thinwire.cli.train:train"),
+    "train": Command("thinwire.cli.training.train:train"),
     "lighthouse": Command("thinwire.cli.lighthouse:lighthouse"),
-    "plan": Command("thinwire.cli.plan:plan"),
-    "sim": Command("thinwire.cli.sim:sim"),
-    "profile": Command("thinwire.cli.profile:profile"),
-    "kernels": Command("thinwire.cli.kernels:kernels"),
-    "topology": Command("thinwire.cli.topology:topology"),
+    "plan": Command("thinwire.cli.planning.plan:plan"),
+    "sim": Command("thinwire.cli.planning.sim:sim"),
+    "profile": Command("thinwire.cli.measuring.profile:profile"),
+    "kernels": Command("thinwire.cli.measuring.kernels:kernels"),
+    "topology": Command("thinwire.cli.measuring.topology:topology"),
     "report": Command("thinwire.cli.report:report"),
     "convert": Command("thinwire.cli.convert:convert"),
     "export": Command("thinwire.cli.export:export"),
     "keys": Command("thinwire.cli.keys:keys"),
-    "doctor": Command("thinwire.cli.doctor:doctor"),
-    "memory": Command("thinwire.cli.memory:memory", hidden=True),
+    "doctor": Command("thinwire.cli.checking.doctor:doctor"),
+    "memory": Command("thinwire.cli.planning.memory:memory", hidden=True),
     # Everything after the name of the lab's own command belongs to that command.
     "lab": Command("thinwire.cli.lab:lab", context_settings={"allow_interspersed_args": False}),
 }

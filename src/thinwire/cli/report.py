@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from thinwire.cli.console import wide_console
-from thinwire.cli.errors import explained
-from thinwire.cli.options import expand_options
-from thinwire.cli.summary import shown
+from thinwire.cli.terminal.console import wide_console
+from thinwire.cli.terminal.errors import explained
+from thinwire.cli.terminal.options import expand_options
+from thinwire.cli.terminal.summary import shown
 from thinwire.extras import require
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from thinwire.errors import SpecError, UsageError
 from thinwire.spec import Factor, Plan
 from thinwire.spec.io import write_toml
-from thinwire.spec.model import ModelSpec
+from thinwire.spec.models.model import ModelSpec
 from thinwire.spec.recipe import Recipe, model_table
 
 __all__ = ["Action", "Conversion", "RecipeNeeds", "Row", "Judgement", "ignored", "mapped", "refused"]

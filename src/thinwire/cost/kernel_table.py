@@ -15,7 +15,7 @@ from typing import Final
 from thinwire.cost.kernels import Kernels
 from thinwire.cost.shapes import ModelPart
 from thinwire.errors import SpecError
-from thinwire.spec.kernels import KernelRow, KernelTable
+from thinwire.spec.machines.kernels import KernelRow, KernelTable
 
 __all__ = ["TabledKernels"]
 

@@ -16,7 +16,7 @@ from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import ClusterSpec, CodecSpec, Fabric, Link, Plan, Route, seen_by
 from thinwire.spec.codec import typical_ratio
-from thinwire.spec.kernels import KernelTable, this_host
+from thinwire.spec.machines.kernels import KernelTable, this_host
 from thinwire.spec.profile import Handling
 
 __all__ = [

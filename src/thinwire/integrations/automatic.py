@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 import thinwire.plan as planner
-from thinwire.collectives import group
 from thinwire.errors import UsageError
 from thinwire.plan import CodecLevel
-from thinwire.profile import Settings, measure
 from thinwire.spec import ModelSpec, Plan
-from thinwire.spec.huggingface import huggingface_shape
-from thinwire.spec.profile import Profile
-from thinwire.train.observing.pieces import pieces, weightless
-from thinwire.train.observing.room import rank_memory
+from thinwire.spec.models.huggingface import huggingface_shape
+from thinwire.train.automatic import Here, measure_and_choose
 
 __all__ = ["automatic_plan"]
-
-_BUDGET: Final = 20.0
-"""Duration of the measurement in seconds."""
 
 log = logging.getLogger("thinwire")
 
@@ -65,10 +58,9 @@ def automatic_plan(
             "ThinwireArguments(sequence_length=...), or max_length of TRL's configurations"
         )
     shape = ModelSpec.parse({**huggingface_shape(config), "seq": seq}, "model.config")
-    measured = _measured(shape, seq, template, device) if profile is None else Profile.read(Path(profile))
+    source = Here(template.mesh, device, nullcontext(log.debug)) if profile is None else Path(profile)
     free = planner.Freedom(micro_batch=template.micro_batch, recompute=template.recompute, codecs=codecs)
-    job = planner.profiled_job(shape, seq, template, measured, clip=clip, free=free)
-    chosen = planner.choose(job, template, 'plan="auto"', free=free)
+    chosen, _ = measure_and_choose(shape, seq, template, source, 'plan="auto"', clip=clip, free=free)
     log.info("auto: %s; predicted step %.3f s", planner.summary(chosen.plan), chosen.predicted.seconds)
     log.info(
         "auto: the trainer's own arguments decide micro-batch and recomputation, and tp and pp stay 1, as the trainer "
@@ -77,21 +69,3 @@ def automatic_plan(
     if chosen.consent is not None:
         log.info("auto: %s", chosen.consent.replace("--codecs ", "codecs="))
     return chosen.plan
-
-
-def _measured(shape: ModelSpec, seq: int, template: Plan, device: torch.device) -> Profile:
-    """A profile that the ranks of this job measure now."""
-    if not group.is_initialized():
-        group.init(device=device)
-    memory = rank_memory(device)
-    parts = pieces(
-        shape,
-        template.mesh,
-        seq=seq,
-        micro_batch=template.micro_batch,
-        dtype=template.compute_dtype,
-        memory=memory,
-    )
-    settings = Settings(template.mesh, device, _BUDGET, parts, memory, weightless=weightless)
-    with tempfile.TemporaryDirectory(prefix="thinwire-profile-") as directory:
-        return measure(settings, group.control(), Path(directory) / "profile.json", log.debug)

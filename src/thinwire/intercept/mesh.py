@@ -21,7 +21,7 @@ from thinwire.intercept.group import CompressingGroup, all_groups
 from thinwire.intercept.scope import on_entry
 from thinwire.intercept.traffic import AxisTraffic
 from thinwire.spec import CodecSpec
-from thinwire.spec.policy import HybridPolicy
+from thinwire.spec.plan_parts.policy import HybridPolicy
 
 __all__ = [
     "BACKEND",
@@ -155,7 +155,7 @@ def compress_mesh(
 
     Args:
         mesh: Mesh of CPU or CUDA devices.
-        policy: For example ``"zhybrid:24-8"`` or ``"hybrid"``; see :data:`thinwire.spec.policy.POLICIES`.
+        policy: For example ``"zhybrid:24-8"`` or ``"hybrid"``; see :data:`thinwire.spec.plan_parts.policy.POLICIES`.
         roles: ``"dp"``, ``"tp"`` or ``"pp"`` by axis; :data:`ROLES` by default.
 
     Returns:

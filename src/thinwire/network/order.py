@@ -19,7 +19,7 @@ from thinwire.network.finding import FEWEST_NODES, Found, find_leaves
 from thinwire.network.slurm import is_slurm_job, slurm_topology
 from thinwire.program import least_crossing
 from thinwire.spec import Plan
-from thinwire.spec.topology import TOPOLOGY_SOURCES, SwitchTree
+from thinwire.spec.machines.topology import TOPOLOGY_SOURCES, SwitchTree
 
 __all__ = ["WITH_PLAN", "Ordered", "host_name", "order_ranks"]
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from thinwire.errors import UsageError
-from thinwire.spec.slurm import is_slurm
-from thinwire.spec.topology import SwitchTree
+from thinwire.spec.machines.slurm import is_slurm
+from thinwire.spec.machines.topology import SwitchTree
 
 __all__ = ["is_slurm_job", "slurm_topology"]
 

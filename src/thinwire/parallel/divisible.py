@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from thinwire.errors import SpecError, UsageError
 from thinwire.spec import Plan
-from thinwire.spec.pipeline import keeps_busy
+from thinwire.spec.plan_parts.pipeline import keeps_busy
 
 __all__ = ["Divisible", "blocks_of_stages", "divisible"]
 

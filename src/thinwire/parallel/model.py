@@ -40,7 +40,7 @@ from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, adju
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
-from thinwire.spec.pipeline import STAGES_OF_A_RANK
+from thinwire.spec.plan_parts.pipeline import STAGES_OF_A_RANK
 
 if TYPE_CHECKING:
     from thinwire.parallel.pipeline import Pipeline

@@ -11,11 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from thinwire.cost import ProfiledRates
 from thinwire.errors import SpecError, UsageError
 from thinwire.plan.explain import remedies, shortage, summary
 from thinwire.plan.priced import PricedPlan
-from thinwire.plan.profiled import profiled_cluster
 from thinwire.plan.search import Searched, search
 from thinwire.plan.training_job import CodecLevel, TrainingJob
 from thinwire.spec import ModelSpec, Plan
@@ -25,7 +23,7 @@ from thinwire.units import format_bytes
 __all__ = ["Chosen", "Freedom", "choose", "lossy_codecs", "profiled_job", "replaced_keys", "search_fitting"]
 
 KEPT: Final = (
-    "compute_dtype", "accumulate_dtype", "reduce_dtype", "grad_reduce", "placement", "topology", "residence", "units",
+    "compute_dtype", "accumulate_dtype", "reduce_dtype", "grad_reduce", "placement", "topology", "units",
 )  # fmt: skip
 """Keys of a plan that the search does not decide."""
 
@@ -92,21 +90,17 @@ def profiled_job(
         free: What the search may choose; by default neither micro-batch nor recomputation.
     """
     free = free or Freedom(micro_batch=template.micro_batch, recompute=template.recompute)
-    return TrainingJob(
+    return TrainingJob.of(
         model,
-        profiled_cluster(profile),
-        template.data_ranks * template.micro_batch * template.micro_batches * seq,
         seq,
+        None,
+        profile,
+        template,
         micro_batch=free.micro_batch,
         largest_micro_batch=free.largest_micro_batch,
         recompute=free.recompute,
         codecs=free.codecs,
-        compute_dtype=template.compute_dtype,
         clip=clip,
-        rates=ProfiledRates(profile, model, template.compute_dtype),
-        overhead=profile.base_memory,
-        tp=(template.tp,),
-        pp=(template.pp,),
     )
 
 

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from thinwire.cost import ProfiledRates
 from thinwire.errors import DataError
 from thinwire.plan.priced import PricedPlan, price_plan
-from thinwire.plan.profiled import profiled_cluster
 from thinwire.plan.training_job import TrainingJob, refuse_context
 from thinwire.program import Lane, Scope, lower
 from thinwire.record import WARM_UP, Record, RunRecord, began, read_run, steady
@@ -116,19 +114,8 @@ def _job(run: RunRecord, profile: Profile) -> TrainingJob:
     plan, seq = run.plan, run.recipe.train.seq
     refuse_context(plan)
     model = run.recipe.model.shape(vocab=_vocab(run.path), seq=seq)
-    return TrainingJob(
-        model,
-        profiled_cluster(profile),
-        plan.samplers * plan.micro_batch * plan.micro_batches * seq,
-        seq,
-        micro_batch=plan.micro_batch,
-        compute_dtype=plan.compute_dtype,
-        tp=(plan.tp,),
-        pp=(plan.pp,),
-        clip=True,
-        rates=ProfiledRates(profile, model, plan.compute_dtype),
-        overhead=_base_memory(run) or profile.base_memory,
-    )
+    overhead = _base_memory(run) or profile.base_memory
+    return TrainingJob.of(model, seq, None, profile, plan, micro_batch=plan.micro_batch, overhead=overhead)
 
 
 def _base_memory(run: RunRecord) -> int | None:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from thinwire.errors import SpecError
 from thinwire.spec import Factor, ModelSpec, Plan
-from thinwire.spec.pipeline import STAGES_OF_A_RANK
+from thinwire.spec.plan_parts.pipeline import STAGES_OF_A_RANK
 
 __all__ = [
     "UNCUT", "Chain", "Cut", "chain_ends", "cut_problems", "cuts", "divided", "factors", "complexity",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, Self
 
 from thinwire.cost import (
     GPU_LOSS_CHUNK,
@@ -15,18 +15,21 @@ from thinwire.cost import (
     ModelPart,
     ProfiledRates,
     Rates,
+    nominal_rates,
     parts,
     units,
 )
 from thinwire.cost.memory import stage_model, stages
 from thinwire.errors import SpecError
+from thinwire.plan.profiled import profiled_cluster
 from thinwire.plan.rules import UNCUT, Cut, cut_problems, cuts, divided, powers_of_two
 from thinwire.program import UnitInfo
 from thinwire.sim import Workload
 from thinwire.sim.axes import AxisCosts
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
-from thinwire.spec.pipeline import keeps_busy
 from thinwire.spec.plan import Dtype
+from thinwire.spec.plan_parts.pipeline import keeps_busy
+from thinwire.spec.profile import Profile
 
 __all__ = ["CODEC_LEVELS", "CodecLevel", "TrainingJob", "axis_costs", "refuse_context"]
 
@@ -110,6 +113,48 @@ class TrainingJob:
     def __post_init__(self) -> None:
         if not self.cuts:
             raise SpecError("plan", [_why_no_cut(self)])
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelSpec,
+        seq: int,
+        cluster: ClusterSpec | None,
+        profile: Profile | None,
+        plan: Plan | None = None,
+        **choices: Any,
+    ) -> Self:
+        """A job with the rates and the memory that are known of a cluster.
+
+        Args:
+            model: Dimensions of the model.
+            seq: Tokens per sequence.
+            cluster: The machine; ``None``: the one that was profiled.
+            profile: Its measurements; ``None``: published figures.
+            plan: A plan with the job's ranks, dtype and batch: micro-batch times micro-batches is the number of
+                sequences that a rank trains in a step. ``None``: ``choices`` say what of these is known.
+            **choices: Other fields, which take precedence.
+
+        Raises:
+            SpecError: The runtime could not train the model in any way that the job allows.
+        """
+        if cluster is None:
+            assert profile is not None, "a cluster is named or profiled"
+            cluster = profiled_cluster(profile)
+        fields: dict[str, Any] = {"compute_dtype": cluster.compute_dtype}
+        if plan is not None:
+            tokens = plan.data_ranks * plan.micro_batch * plan.micro_batches * seq
+            fields = {
+                "compute_dtype": plan.compute_dtype,
+                "tokens_per_step": tokens,
+                "tp": (plan.tp,),
+                "pp": (plan.pp,),
+            }
+        fields |= choices
+        dtype = fields["compute_dtype"]
+        rates = nominal_rates(cluster, dtype) if profile is None else ProfiledRates(profile, model, dtype)
+        known = {"rates": rates, "overhead": OVERHEAD if profile is None else profile.base_memory}
+        return cls(model=model, cluster=cluster, seq=seq, **known | fields)
 
     @property
     def tie(self) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from thinwire.profile.timing import FEWEST, MOST, Spread, finish, in_turn
-from thinwire.spec.kernels import KernelRow, KernelTable, this_host
+from thinwire.spec.machines.kernels import KernelRow, KernelTable, this_host
 from thinwire.spec.plan import Dtype
 
 __all__ = ["KernelShape", "measure_kernels"]
@@ -29,7 +29,7 @@ Kind = Literal["matmul", "attention", "attention_backward", "elementwise", "upda
 
 @dataclass(frozen=True, slots=True)
 class KernelShape:
-    """A kernel of one shape, as :class:`thinwire.spec.kernels.KernelRow` describes it."""
+    """A kernel of one shape, as :class:`thinwire.spec.machines.kernels.KernelRow` describes it."""
 
     kernel: Kind
     rows: int

@@ -18,7 +18,7 @@ from thinwire.program.shares import Even
 from thinwire.program.step import BufferInfo, StepProgram, UnitInfo
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import Plan
-from thinwire.spec.fabric import crossing_share
+from thinwire.spec.machines.fabric import crossing_share
 
 __all__ = ["Traffic", "crossing_bytes", "host_orders", "leaf_by_leaf", "least_crossing", "traffic_across"]
 

@@ -15,7 +15,7 @@ from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
 from thinwire.sim.step import Simulated, Workload, part_seconds
 from thinwire.spec import CodecSpec, Factor, ModelSpec, Plan
-from thinwire.spec.pipeline import STAGES_OF_A_RANK
+from thinwire.spec.plan_parts.pipeline import STAGES_OF_A_RANK
 
 __all__ = [
     "AxisCosts", "StageLink", "exchanged_values", "bubble_of", "bubble_seconds", "message_seconds", "pass_seconds",

@@ -16,8 +16,8 @@ from thinwire.program import Lane, node_order
 from thinwire.sim.engine import Engine, engines
 from thinwire.sim.step import Simulated, Workload
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan, mean_peak
-from thinwire.spec.accelerators import ACCELERATORS
 from thinwire.spec.base import Count, Flag, Positive, Spec
+from thinwire.spec.machines.accelerators import ACCELERATORS
 
 __all__ = ["OVERLAPS", "PLAN_KEYS", "Answer", "Case", "Slowed", "answer", "read_cases"]
 

@@ -1,16 +1,16 @@
 """What the user says: frozen, validated specifications, TOML in and out. Never imports torch."""
 
 from thinwire.spec.base import Problem, Spec, rule
-from thinwire.spec.cluster import ClusterSpec, Links
 from thinwire.spec.codec import CodecSpec
 from thinwire.spec.codec_plugin import CodecPlugin
-from thinwire.spec.fabric import Fabric, Route
 from thinwire.spec.factor import Factor
 from thinwire.spec.io import apply_settings, read_toml, read_toml_file, write_toml
-from thinwire.spec.model import ModelSpec
-from thinwire.spec.nodes import Failures, Link, NodeGroup, Spot
-from thinwire.spec.parts_of_clusters import first_nodes, mean_peak, seen_by
-from thinwire.spec.plan import Overlap, Plan, Residence, UnitOverride, Wire
+from thinwire.spec.machines.cluster import ClusterSpec, Links
+from thinwire.spec.machines.fabric import Fabric, Route
+from thinwire.spec.machines.nodes import Failures, Link, NodeGroup, Spot
+from thinwire.spec.machines.parts import first_nodes, mean_peak, seen_by
+from thinwire.spec.models.model import ModelSpec
+from thinwire.spec.plan import Overlap, Plan, UnitOverride, Wire
 
 __all__ = [
     "ClusterSpec",
@@ -26,7 +26,6 @@ __all__ = [
     "Overlap",
     "Plan",
     "Problem",
-    "Residence",
     "Route",
     "Spec",
     "Spot",

@@ -102,6 +102,9 @@ class Spec(BaseModel):
     file_keys: ClassVar[Mapping[str, str]] = {}
     """How files spell the fields that have another name there; see :mod:`thinwire.spec.renames`."""
 
+    shorthands: ClassVar[tuple[str, ...]] = ()
+    """Keys that stand for others: a value has those others, and none of these."""
+
     # Type checkers keep the keyword signature that pydantic derives from the fields.
     if not TYPE_CHECKING:
 

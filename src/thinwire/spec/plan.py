@@ -7,233 +7,33 @@ program.
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
-import itertools
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from thinwire.errors import SpecError
 from thinwire.spec import io
-from thinwire.spec.base import Budget, Bytes, Count, Depth, Flag, Problem, Share, Spec, rule
-from thinwire.spec.codec import CodecSpec
+from thinwire.spec.base import Budget, Bytes, Count, Depth, Flag, Problem, Spec, rule
 from thinwire.spec.factor import Factor
-from thinwire.spec.islands import Islands
-from thinwire.spec.policy import HybridPolicy
-from thinwire.spec.presets import PRESETS, preset_fields
-from thinwire.spec.renames import PLAN_KEYS, WIRE_KEYS
+from thinwire.spec.plan_parts.chain import chain_problems, cut_alike, divisors, fill_problem, groups, on_mesh
+from thinwire.spec.plan_parts.islands import Islands
+from thinwire.spec.plan_parts.presets import PRESETS, preset_fields
+from thinwire.spec.plan_parts.units import Dtype, Overlap, UnitOverride
+from thinwire.spec.plan_parts.wire import GRADIENTS, Wire
+from thinwire.spec.renames import PLAN_KEYS, without_residence
 
-__all__ = ["Dtype", "Factor", "Overlap", "Plan", "Residence", "UnitOverride", "Wire", "cut_alike", "lone_ranks"]
-
-_NEVER = 1 << 30
-"""Steps of a run that never exchanges anything."""
+__all__ = ["Dtype", "Factor", "Overlap", "Plan", "UnitOverride", "Wire", "cut_alike", "lone_ranks"]
 
 MIB = 1 << 20
-
-UNWRITTEN = ("residence",)
-"""Keys of a plan that no file names: each of theirs has one legal value so far."""
-
-Dtype = Literal["bfloat16", "float16", "float32"]
-
-
-class Overlap(Spec):
-    """Which communication may run beside computation; a switch of a lane that is off makes its collectives blocking."""
-
-    gather: Flag = Field(default=True, description="parameter all-gathers run ahead of the unit that needs them")
-    reduce: Flag = Field(default=True, description="gradient reductions inside a micro-batch run beside the backward")
-    sync: Flag = Field(default=True, description="the last micro-batch's synchronisation runs beside the backward")
-    spread: Flag = Field(default=True, description="updated parameters travel while the next forward runs")
-    stages: Flag = Field(
-        default=True,
-        description="hops and codecs of different collectives of a lane run side by side",
-    )
-    input_gradient: Flag = Field(
-        default=False,
-        description="the backward of a linear layer that is a unit of its own computes the weight gradient first, and "
-        "its reduction runs beside the input gradient",
-    )
-
-
-_DP = ("reduce_intra", "reduce_inter")
-"""The fields that ``Wire.dp`` fills in: gradients cross data-parallel ranks in these two hops."""
-
-
-def _policy_name(value: Any) -> Any:
-    if isinstance(value, str):
-        HybridPolicy.parse(value)
-    return value
-
-
-class Wire(Spec):
-    """The codec of every kind of collective (see CodecSpec for the notation)."""
-
-    file_keys: ClassVar[Mapping[str, str]] = WIRE_KEYS
-
-    gather: CodecSpec = Field(default=CodecSpec(), description="codec of parameter all-gathers (qwZ)")
-    reduce_intra: CodecSpec = Field(default=CodecSpec(), description="codec of gradient reductions inside a node")
-    reduce_inter: CodecSpec = Field(default=CodecSpec(), description="codec of gradient reductions across nodes (qgZ)")
-    scatter: CodecSpec | None = Field(
-        default=None,
-        description="codec of gradient reductions to the owners of optimizer states (ZeRO-1's reduce-scatter); unset: "
-        "reduce_intra and reduce_inter",
-    )
-    spread: CodecSpec = Field(default=CodecSpec(), description="codec of updated parameters after a step")
-    tp: CodecSpec = Field(default=CodecSpec(), description="codec of tensor-parallel collectives")
-    pp: CodecSpec = Field(default=CodecSpec(), description="codec of messages between pipeline stages")
-    ep: CodecSpec = Field(
-        default=CodecSpec(), description="codec of tokens on their way to experts on other ranks and back"
-    )
-    cp: CodecSpec = Field(
-        default=CodecSpec(), description="codec of keys and values that ranks gather, and of their gradients"
-    )
-    dp: CodecSpec | None = Field(
-        default=None,
-        description="short for reduce_intra and reduce_inter, which is how a plan keeps it; one written beside it "
-        "takes precedence; beside a policy, it is the codec of scatter too",
-    )
-    policy: Annotated[str | None, BeforeValidator(_policy_name)] = Field(
-        default=None,
-        description="a named choice for all codecs: none, naive-zfp, naive-mpc, mzhybrid, zhybrid or hybrid, "
-        "bits per value after a colon; a codec written beside it takes precedence",
-    )
-    error_feedback: Flag = Field(
-        default=False, description="what a gradient codec rounded away is added to the next step's gradient"
-    )
-    feedback_gain: Annotated[float, Field(strict=True, gt=0, le=1)] = Field(
-        default=0.1,
-        description="share of what was rounded away that comes back with each step; 1 is the classic error feedback, "
-        "less makes messages less noisy",
-    )
-    spread_difference: Flag = Field(
-        default=False,
-        description="spread how far masters are from what all ranks hold, not parameters: exact enough at 4 bits",
-    )
-    exclude: Annotated[
-        tuple[str, ...], Field(description="parameter name patterns that always travel uncompressed")
-    ] = ()
-    schedule: Share = Field(
-        default=1.0, description="share of training, from its start, during which gradients are encoded"
-    )
-
-    @classmethod
-    def prepare(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What a policy and ``dp`` stand for is filled in, so that readers look at the codecs only."""
-        data = {name: value for name, value in data.items() if (name, value) != ("scatter", None)}
-        filled: dict[str, Any] = {}
-        # What is invalid stays: the field's own check reports it, together with every other problem.
-        if isinstance(policy := data.get("policy"), str):
-            with contextlib.suppress(SpecError):
-                filled |= HybridPolicy.parse(policy).wire()
-        if data.get("dp") is not None or data.keys() >= {*_DP}:
-            filled.pop("scatter", None)  # all gradients have the codecs that are written
-        if isinstance(gradients := data.get("dp"), str | CodecSpec):
-            with contextlib.suppress(SpecError):
-                filled |= dict.fromkeys(_DP, CodecSpec(str(gradients)))
-                del data["dp"]
-        return filled | data
-
-    def _differing(self) -> list[str]:
-        # Beside a policy, the codec that says nothing is the policy's, not the default.
-        return super()._differing() if self.policy is None else list(type(self).model_fields)
-
-    def _merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        merged = super()._merged(changes)
-        # A new policy replaces the codecs of the old one, a new dp those of gradients.
-        replaced = {*_DP} if changes.get("dp") is not None else set()
-        if replaced and self.policy is not None and self.scatter == HybridPolicy.parse(self.policy).scatter:
-            replaced.add("scatter")
-        if "policy" in changes:
-            replaced |= self.codecs().keys()
-        for name in replaced - changes.keys():
-            del merged[name]
-        return merged
-
-    def codecs(self) -> dict[str, CodecSpec]:
-        """The codecs by field name; ``scatter`` is missing if unset."""
-        return {name: value for name in type(self).model_fields if isinstance(value := getattr(self, name), CodecSpec)}
-
-    @property
-    def is_none(self) -> bool:
-        """Whether no collective is compressed."""
-        return all(codec.is_none for codec in self.codecs().values())
-
-    @rule("spread_difference", "spread")
-    def _differences_need_a_lossy_codec(self) -> Iterator[Problem]:
-        """``spread_difference`` needs a lossy ``spread``."""
-        if self.spread_difference and self.spread.is_lossless:
-            yield Problem(
-                "spread_difference",
-                f"= true has nothing to make up for: spread = {str(self.spread)!r} loses nothing; choose a lossy codec "
-                "such as 'int4:256', or set it to false",
-            )
-
-    @rule("error_feedback", "reduce_intra", "reduce_inter", "scatter")
-    def _feedback_needs_loss(self) -> Iterator[Problem]:
-        """``error_feedback`` needs a lossy ``reduce_intra``, ``reduce_inter`` or ``scatter``."""
-        codecs = {name: codec for name, codec in self.codecs().items() if name in (*_DP, "scatter")}
-        if self.error_feedback and all(codec.is_lossless for codec in codecs.values()):
-            named = " and ".join(f"{name} = {str(codec)!r}" for name, codec in codecs.items())
-            yield Problem(
-                "error_feedback",
-                f"= true has nothing to feed back: {named} lose nothing; choose a lossy codec such as "
-                "'int4:256', or set it to false",
-            )
-
-
-class Residence(Spec):
-    """Where each state lives; ``device`` is the memory of the accelerator (or of the process, on CPU)."""
-
-    params: Literal["device"] = Field(default="device", description="where parameter shards live")
-    grads: Literal["device"] = Field(default="device", description="where gradient shards live")
-    optimizer: Literal["device"] = Field(default="device", description="where optimizer shards live")
 
 
 def lone_ranks(count: int) -> Plan:
     """Every one of ``count`` ranks trains for itself: an island each, and none of them ever exchanges anything."""
-    one = Factor()
-    return Plan(
-        name="alone", mesh=one, params=one, grads=one, optimizer=one, islands=Islands(count=count, every=_NEVER)
-    )
-
-
-def cut_alike(grads: Factor, optimizer: Factor) -> bool:
-    """Whether ``G`` is sharded like ``OS``, so that gradients accumulate in optimizer shares."""
-    return grads == optimizer
-
-
-class UnitOverride(Spec):
-    """Exceptions for the units whose module name matches a pattern; what is unset follows the plan."""
-
-    match: Annotated[str, Field(min_length=1, description="pattern of module names, as in a shell: model.layers.*")]
-    dtype: Dtype | None = Field(
-        default=None,
-        description="dtype of the parameters in forward and backward; gradients travel in the plan's reduce_dtype",
-    )
-    granularity: Literal["block", "module"] | None = Field(
-        default=None,
-        description="what one collective covers; the pattern then matches names of blocks, or, for block, of modules "
-        "that stay whole where their block is cut into modules",
-    )
-    keep_gathered: Flag | None = Field(
-        default=None, description="whether the units stay gathered between their forward and their backward"
-    )
-    codec: CodecSpec | None = Field(
-        default=None,
-        description="none: everything of these units travels uncompressed; unset: the plan's codecs",
-    )
-
-    @rule("codec")
-    def _codec_is_none(self) -> Iterator[Problem]:
-        """``codec`` is ``none``: units travel uncompressed, or with the plan's codecs."""
-        if self.codec is not None and not self.codec.is_none:
-            yield Problem(
-                "codec",
-                f"= {str(self.codec)!r}: units travel with the plan's codecs, or uncompressed with 'none'",
-            )
+    one, never = Factor(), 1 << 30
+    return Plan(name="alone", mesh=one, params=one, grads=one, optimizer=one, islands=Islands(count=count, every=never))
 
 
 class Plan(Spec):
@@ -340,12 +140,16 @@ class Plan(Spec):
     )
     overlap: Overlap = Field(default=Overlap(), description="what may run beside computation")
     wire: Wire = Field(default=Wire(), description="the codec of every kind of collective")
-    residence: Residence = Field(default=Residence(), description="where each state lives; so far on the device only")
     islands: Islands | None = Field(
         default=None,
         description="islands that train for themselves and exchange now and then; unset: all ranks step together",
     )
     units: tuple[UnitOverride, ...] = Field(default=(), description="exceptions for units by name; the last match wins")
+
+    @classmethod
+    def prepare(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Leaves out a table of older files that says nothing."""
+        return without_residence(data)
 
     @property
     def world(self) -> int:
@@ -484,7 +288,7 @@ class Plan(Spec):
         if mesh == self.mesh:
             return self
         factors = {name: getattr(self, name) for name in names}
-        fitted = {name: _fitted(factor, self.mesh, mesh) for name, factor in factors.items() if factor is not None}
+        fitted = {name: on_mesh(factor, self.mesh, mesh) for name, factor in factors.items() if factor is not None}
         return self.with_(mesh=mesh, placement=None, **fitted)
 
     def for_experts(self) -> Self:
@@ -501,7 +305,7 @@ class Plan(Spec):
 
     def with_exact_gradients(self) -> Self:
         """The same plan with gradients as they are: what holds after ``wire.compress_until``."""
-        exact = dict.fromkeys((*_DP, "scatter"), "none")
+        exact = dict.fromkeys((*GRADIENTS, "scatter"), "none")
         return self.with_(wire={**exact, "error_feedback": False})
 
     def uncompressed(self) -> Self:
@@ -516,7 +320,7 @@ class Plan(Spec):
         Args:
             full: every key that may have several values; without it, those that differ from the defaults.
         """
-        return {key: value for key, value in super().to_file(full=full).items() if key not in UNWRITTEN}
+        return super().to_file(full=full)
 
     def to_toml(self, *, full: bool = False) -> str:
         """TOML text of a plan file, which begins with a line for people.
@@ -570,7 +374,7 @@ class Plan(Spec):
         """``params`` divides ``grads``, ``grads`` divides ``optimizer``, ``optimizer`` divides ``mesh``, on
         both axes; a factor that crosses nodes uses every rank of a node; ``grads`` equals ``params`` or
         ``optimizer``."""
-        yield from _chain(self.mesh, self.params, self.grads, self.optimizer)
+        yield from chain_problems(self.mesh, self.params, self.grads, self.optimizer)
 
     @rule("mesh", "params", "secondary", "secondary_reuse")
     def _secondary_is_inside_params(self) -> Iterator[Problem]:
@@ -584,10 +388,10 @@ class Plan(Spec):
         if not secondary.divides(self.params):
             yield Problem(
                 "secondary",
-                f"= {secondary} should divide params = {self.params} on both axes; {_divisors(self.params)}",
+                f"= {secondary} should divide params = {self.params} on both axes; {divisors(self.params)}",
             )
         if not secondary.fills_node(self.mesh):
-            yield _fill_problem("secondary", secondary, self.mesh)
+            yield fill_problem("secondary", secondary, self.mesh)
 
     @rule("mesh", "placement")
     def _placement_is_a_permutation(self) -> Iterator[Problem]:
@@ -641,7 +445,7 @@ class Plan(Spec):
             if ways > 1 and (self.tp > 1 or self.pp > 1):
                 yield Problem(axis, f"= {ways} with tp = {self.tp} and pp = {self.pp}: it needs tp = 1 and pp = 1")
             elif self.mesh.group(ways) is None:
-                yield Problem(axis, f"= {ways} does not divide mesh = {self.mesh}; valid are {_groups(self.mesh)}")
+                yield Problem(axis, f"= {ways} does not divide mesh = {self.mesh}; valid are {groups(self.mesh)}")
 
     @rule("ep", "cp", "placement", "topology", "islands", "units", "wire")
     def _neighbours_stay(self) -> Iterator[Problem]:
@@ -690,49 +494,3 @@ class Plan(Spec):
         """``pipeline_schedule = "interleaved"`` needs ``pp`` of at least 2."""
         if self.schedule == "interleaved" and self.pp == 1:
             yield Problem("schedule", "= 'interleaved' needs pp of at least 2; with pp = 1 use '1f1b'")
-
-
-def _fitted(factor: Factor, old: Factor, new: Factor) -> Factor:
-    """A factor on another mesh. Greatest common divisors keep a chain of divisors one."""
-    if factor == old:
-        return new
-    local = new.local if factor.local == old.local else math.gcd(factor.local, new.local)
-    nodes = new.nodes if factor.nodes == old.nodes > 1 else math.gcd(factor.nodes, new.nodes)
-    return Factor(local=local, nodes=nodes)
-
-
-def _chain(mesh: Factor, params: Factor, grads: Factor, optimizer: Factor) -> Iterator[Problem]:
-    """Rules 1 to 3: each factor divides the next, fills a node first, and grads is params or optimizer.
-
-    Plain "not larger" is not enough: on 6 nodes it would allow 2 and 3, whose quotient is fractional.
-    """
-    chain = (("params", params), ("grads", grads), ("optimizer", optimizer), ("mesh", mesh))
-    for (name, factor), (next_name, next_factor) in itertools.pairwise(chain):
-        if not factor.divides(next_factor):
-            need = f"should divide {next_name} = {next_factor} on both axes"
-            yield Problem(name, f"= {factor} {need}; {_divisors(next_factor)}")
-    for name, factor in chain[:-1]:
-        if not factor.fills_node(mesh):
-            yield _fill_problem(name, factor, mesh)
-    if grads not in (params, optimizer):
-        yield Problem("grads", f"= {grads} should equal params = {params} or optimizer = {optimizer}")
-
-
-def _fill_problem(name: str, factor: Factor, mesh: Factor) -> Problem:
-    return Problem(
-        name,
-        f"= {factor} crosses {factor.nodes} nodes without filling one: use local = {mesh.local} "
-        "(all ranks of a node) or nodes = 1",
-    )
-
-
-def _groups(mesh: Factor) -> str:
-    """The sizes of groups of neighbours that the mesh consists of."""
-    return ", ".join(str(ways) for ways in range(1, mesh.ranks + 1) if mesh.group(ways) is not None)
-
-
-def _divisors(factor: Factor) -> str:
-    def of(count: int) -> str:
-        return ", ".join(str(d) for d in range(1, count + 1) if count % d == 0)
-
-    return f"valid are local in ({of(factor.local)}) and nodes in ({of(factor.nodes)})"

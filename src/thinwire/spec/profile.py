@@ -11,6 +11,7 @@ from pydantic import Field
 
 from thinwire.errors import SpecError
 from thinwire.spec.base import Bytes, Count, Depth, Positive, Spec
+from thinwire.spec.machines.measured import Measured, Timing
 from thinwire.spec.plan import Dtype
 
 __all__ = ["CodecRow", "CollectiveRow", "ComputeRow", "Handling", "OverlapRow", "Profile", "profiled_kind"]
@@ -18,8 +19,8 @@ __all__ = ["CodecRow", "CollectiveRow", "ComputeRow", "Handling", "OverlapRow", 
 NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 
-class CollectiveRow(Spec):
-    """Times of one collective for one message size and one group shape."""
+class CollectiveRow(Timing):
+    """Times of one collective on the slowest rank, for one message size and one group shape."""
 
     kind: Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send"] = Field(
         description="name of the collective"
@@ -31,16 +32,13 @@ class CollectiveRow(Spec):
         description="all: every disjoint group of the cluster runs at once, as in training; one: a single group runs",
     )
     sent: Bytes = Field(description="bytes that one rank sends")
-    seconds: Positive = Field(description="median seconds on the slowest rank")
-    low: Positive = Field(description="lower quartile, in seconds")
-    high: Positive = Field(description="upper quartile, in seconds")
     samples: Count = Field(description="number of samples")
     processor: NonNegative = Field(
         default=0.0, description="seconds of processor time per rank, if processors send; mean over the ranks"
     )
 
 
-class CodecRow(Spec):
+class CodecRow(Timing):
     """Times of a codec on one message while all ranks of a node encode or decode at once."""
 
     codec: str = Field(description="name of the codec, as in a plan")
@@ -49,9 +47,6 @@ class CodecRow(Spec):
         description="direction; feedback: encoding that keeps the rounding errors (error feedback)"
     )
     numel: Count = Field(description="number of values in the message")
-    seconds: Positive = Field(description="median seconds")
-    low: Positive = Field(description="lower quartile, in seconds")
-    high: Positive = Field(description="upper quartile, in seconds")
 
 
 _Timed = TypeVar("_Timed", CollectiveRow, CodecRow)
@@ -119,13 +114,10 @@ class Handling(Spec):
     codec: NonNegative = Field(default=0.0, description="seconds for each turn of a codec")
 
 
-class Profile(Spec):
+class Profile(Measured):
     """All measurements of one cluster."""
 
-    version: Literal[1] = Field(default=1, description="version of this file format")
-    device: str = Field(description="name of the accelerator or the processor")
     backend: str = Field(description="torch.distributed backend")
-    torch: str = Field(description="PyTorch version")
     nodes: Count = Field(description="number of nodes")
     gpus_per_node: Count = Field(description="ranks per node")
     memory: Bytes = Field(description="bytes that one rank may use")

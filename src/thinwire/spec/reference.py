@@ -18,18 +18,18 @@ from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
 from thinwire import units
-from thinwire.spec.accelerators import ACCELERATORS
 from thinwire.spec.base import Spec, nested, rules
-from thinwire.spec.cluster import ClusterSpec, Links
 from thinwire.spec.codec import NOTATION, CodecSpec
 from thinwire.spec.factor import Factor
 from thinwire.spec.io import Inline, write_toml
-from thinwire.spec.islands import Islands, OuterOptimizer, Stretch
-from thinwire.spec.model import ModelSpec
-from thinwire.spec.nodes import Failures, Link, NodeGroup, Spot
-from thinwire.spec.plan import UNWRITTEN, Overlap, Plan, UnitOverride, Wire
-from thinwire.spec.policy import POLICIES
-from thinwire.spec.presets import PRESETS
+from thinwire.spec.machines.accelerators import ACCELERATORS
+from thinwire.spec.machines.cluster import ClusterSpec, Links
+from thinwire.spec.machines.nodes import Failures, Link, NodeGroup, Spot
+from thinwire.spec.models.model import ModelSpec
+from thinwire.spec.plan import Overlap, Plan, UnitOverride, Wire
+from thinwire.spec.plan_parts.islands import Islands, OuterOptimizer, Stretch
+from thinwire.spec.plan_parts.policy import POLICIES
+from thinwire.spec.plan_parts.presets import PRESETS
 from thinwire.spec.recipe import (
     CheckpointRecipe,
     ClusterRecipe,
@@ -203,7 +203,7 @@ def _fields(spec: type[Spec], table: str = "") -> str:
     rows = []
     for field_name, field in spec.model_fields.items():
         inside, _, name = spec.file_keys.get(field_name, field_name).rpartition(".")
-        if inside != table or (spec is Plan and name in UNWRITTEN):
+        if inside != table:
             continue
         kind = _type_text(field.annotation, field.metadata)
         rows.append((f"`{name}`", kind, _default_text(field), (field.description or "").replace("``", "`")))

@@ -37,6 +37,17 @@ PLAN_KEYS: Final[Mapping[str, str]] = {
 WIRE_KEYS: Final[Mapping[str, str]] = {"schedule": "compress_until"}
 """The same for the table ``wire`` of a plan."""
 
+_ON_DEVICE: Final = dict.fromkeys(("params", "grads", "optimizer"), "device")
+
+
+def without_residence(plan: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A plan without the table ``residence``, which said before release 0.3 where each state lives. There was one
+    choice; a table that says another stays, for validation to refuse."""
+    stated = plan.get("residence")
+    if not isinstance(stated, Mapping) or not stated.items() <= _ON_DEVICE.items():
+        return plan
+    return {key: value for key, value in plan.items() if key != "residence"}
+
 
 def to_fields(table: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
     """A table of a file with its keys as the fields are named. Where a table has both spellings, the new one counts:

@@ -11,8 +11,8 @@ from typing import Any, Self
 
 from thinwire.errors import SpecError
 from thinwire.spec.factor import Factor
-from thinwire.spec.pipeline import keeps_busy
 from thinwire.spec.plan import Dtype, Plan
+from thinwire.spec.plan_parts.pipeline import keeps_busy
 from thinwire.spec.recipe import Recipe
 
 __all__ = ["PlanTemplate"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from thinwire.spec.presets import PRESETS
+from thinwire.spec.plan_parts.presets import PRESETS
 
 __all__ = ["SAVE_EVERY", "SOURCES", "STEPS", "SmallRun", "make_corpus", "setups"]
 

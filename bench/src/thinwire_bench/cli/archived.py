@@ -6,8 +6,8 @@ from typing import Final
 
 import typer
 
-from thinwire.cli.errors import explained
-from thinwire.cli.lazy import Command
+from thinwire.cli.terminal.errors import explained
+from thinwire.cli.terminal.lazy import Command
 from thinwire.errors import UsageError
 
 __all__ = ["ARCHIVED", "COMMIT", "TAG", "archived"]

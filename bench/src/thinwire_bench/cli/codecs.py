@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from thinwire.cli.console import command_line, wide_console
-from thinwire.cli.errors import explained
-from thinwire.cli.options import expand_options
+from thinwire.cli.terminal.console import command_line, wide_console
+from thinwire.cli.terminal.errors import explained
+from thinwire.cli.terminal.options import expand_options
 from thinwire_bench.cli.shared import JsonPath, Page, insert_into, progress, show, words
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import Final
 
 import typer
 
-from thinwire.cli.errors import explained
-from thinwire.cli.lazy import APP_SETTINGS, Command, lazy_group
+from thinwire.cli.terminal.errors import explained
+from thinwire.cli.terminal.lazy import APP_SETTINGS, Command, lazy_group
 from thinwire.extras import require
 from thinwire_bench.cli.archived import ARCHIVED
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.errors import explained
-from thinwire.cli.options import expand_options
+from thinwire.cli.terminal.errors import explained
+from thinwire.cli.terminal.options import expand_options
 from thinwire_bench.cli.shared import (
     Timeout,
     checked_model,

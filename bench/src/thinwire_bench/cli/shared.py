@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.console import command_line, wide_console
+from thinwire.cli.terminal.console import command_line, wide_console
 
 if TYPE_CHECKING:
     from thinwire.report import Sheet

@@ -10,7 +10,7 @@ from thinwire.cost.shapes import parts
 from thinwire.cost.units import units as units_of
 from thinwire.program import UnitInfo
 from thinwire.spec import ModelSpec, Plan
-from thinwire.spec.pipeline import STAGES_OF_A_RANK
+from thinwire.spec.plan_parts.pipeline import STAGES_OF_A_RANK
 
 __all__ = ["PipelineShare", "demanding_stages", "held_units", "stage_model", "stages"]
 

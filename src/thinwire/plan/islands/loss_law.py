@@ -12,7 +12,7 @@ from pydantic import Field
 
 from thinwire.errors import SpecError
 from thinwire.spec.base import Count, Positive, Spec
-from thinwire.spec.islands import OuterOptimizer
+from thinwire.spec.plan_parts.islands import OuterOptimizer
 
 __all__ = ["LAW_FILE", "ExchangeWay", "LossLaw", "parse_budget"]
 

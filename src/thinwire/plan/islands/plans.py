@@ -11,7 +11,7 @@ from thinwire.plan.priced import PricedPlan, Simulations
 from thinwire.plan.search import Search, elsewhere
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import Plan
-from thinwire.spec.islands import Islands
+from thinwire.spec.plan_parts.islands import Islands
 
 __all__ = ["IslandPlan", "island_plans"]
 

@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 
 from thinwire.spec.factor import Factor
-from thinwire.spec.pipeline import keeps_busy
 from thinwire.spec.plan import Plan
+from thinwire.spec.plan_parts.pipeline import keeps_busy
 from thinwire.spec.recipe import Recipe
 from thinwire.spec.template import PlanTemplate
 from thinwire.train.directory import RunDirectory

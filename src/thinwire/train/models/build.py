@@ -11,7 +11,7 @@ from torch import nn
 
 from thinwire.errors import SpecError
 from thinwire.sharding.memory.initial import InitialValues, parameters_on_meta, place_model
-from thinwire.spec.model import ModelSpec
+from thinwire.spec.models.model import ModelSpec
 from thinwire.spec.recipe import ModelRecipe
 from thinwire.train.models.cutting import Decoder
 from thinwire.train.models.fresh import DrawnValues

@@ -1,0 +1,1 @@
+"""``thinwire doctor``: checking a host."""

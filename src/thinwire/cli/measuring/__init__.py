@@ -1,0 +1,1 @@
+"""``thinwire profile``, ``kernels`` and ``topology``: measuring a machine."""

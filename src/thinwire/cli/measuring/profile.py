@@ -1,0 +1,346 @@
+"""``thinwire profile``: measures the cluster on which it runs, on every rank of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from thinwire.cli.terminal.console import wide_console
+from thinwire.cli.terminal.errors import explained
+from thinwire.cli.terminal.options import expand_options, hidden, say_moved
+
+if TYPE_CHECKING:
+    import torch
+
+    from thinwire.profile import ModelPiece
+    from thinwire.report import Sheet
+    from thinwire.spec import Factor
+    from thinwire.spec.profile import CollectiveRow, Profile
+    from thinwire.train.environment import Started
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """The options of ``thinwire profile``."""
+
+    out: Annotated[
+        Path | None, typer.Option(metavar="PROFILE.json", help="File that rank 0 writes.", show_default=False)
+    ] = None
+    budget: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME", help="Approximate duration; a short budget leaves out the largest messages first."
+        ),
+    ] = "60s"
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE", help="Model whose blocks to time; by default a small Llama.", show_default=False
+        ),
+    ] = None
+    seq: Annotated[int, typer.Option(min=1, help="Sequence length in tokens.")] = 256
+    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences per micro-batch.")] = 1
+    dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Compute dtype of the blocks.")] = (
+        "bfloat16"
+    )
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Device; auto uses CUDA if it is available.")
+    ] = "auto"
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of nodes, if the launcher sees only one machine.", show_default=False),
+    ] = None
+    library: Annotated[
+        bool,
+        typer.Option(
+            "--library",
+            help="Also time the library calls that other frameworks make, from which thinwire plan --emit predicts "
+            "their steps.",
+        ),
+    ] = False
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the rows that the file already has.")] = False
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PNG", help="Draw bandwidth over message size, or of each pair of hosts.", show_default=False
+        ),
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile to stdout.")] = False
+    topology: Annotated[Path | None, hidden()] = None
+    kernels: Annotated[Path | None, hidden()] = None
+
+
+@expand_options
+def profile(options: ProfileOptions) -> None:
+    """Measure collectives over every shape of group, codecs, blocks of a model, and how much they slow each other down.
+
+    [bold]Examples[/bold]
+
+      torchrun --nproc-per-node 8 --nnodes 4 ... -m thinwire.cli.main profile --out profile.json --model llama-7b
+
+      srun --ntasks-per-node 8 thinwire profile --out profile.json
+
+      thinwire lab --nodes 2 --ranks 2 --bandwidth 200mbit -- thinwire profile --out profile.json --budget 40s
+    """
+    with explained(as_json=options.as_json):
+        from thinwire.cli.measuring.ranks import launched
+        from thinwire.collectives import group
+
+        if options.kernels is not None:
+            _time_kernels(options, options.kernels)
+            return
+        ranks = launched("profile")
+        try:
+            if options.topology is not None:
+                _find_topology(options, options.topology, ranks)
+                return
+            measurement = _measurement(options, ranks)
+            measured = measure_here(measurement, ranks)
+        finally:
+            group.shutdown()
+        if ranks.rank == 0:
+            _show(measured, measurement.out, options.plot, as_json=options.as_json)
+
+
+def _time_kernels(options: ProfileOptions, out: Path) -> None:
+    """What ``thinwire kernels`` does, for ``--kernels`` of an earlier release."""
+    from thinwire.cli.measuring.kernels import KernelOptions, time_kernels
+    from thinwire.errors import UsageError
+
+    others = {"--out": options.out, "--topology": options.topology, "--plot": options.plot}
+    if given := [name for name, value in others.items() if value is not None]:
+        raise UsageError(f"--kernels {out} and {given[0]} {others[given[0]]} are two measurements: make one at a time")
+    say_moved(f"thinwire profile --kernels {out}", f"thinwire kernels {out}")
+    time_kernels(
+        KernelOptions(
+            out, options.model, options.seq, options.micro_batch, options.dtype, options.device, options.budget
+        ),
+        as_json=options.as_json,
+    )
+
+
+def _find_topology(options: ProfileOptions, out: Path, ranks: Started) -> None:
+    """What ``thinwire topology`` does, for ``--topology`` of an earlier release."""
+    from thinwire.cli.measuring.ranks import mesh_of
+    from thinwire.cli.measuring.topology import find_topology
+    from thinwire.errors import UsageError
+    from thinwire.train.environment import rank_device
+
+    if options.out is not None:
+        raise UsageError(f"--out {options.out} and --topology {out} are two measurements: make one at a time")
+    if options.resume or options.model is not None:
+        raise UsageError(
+            "--resume and --model have no meaning with --topology, which measures links only: leave them out"
+        )
+    if ranks.rank == 0:
+        say_moved(f"thinwire profile --topology {out}", f"thinwire topology {out}")
+    device = rank_device(options.device, ranks.local_rank)
+    find_topology(ranks, mesh_of(ranks, options.nodes), device, out, options.plot, as_json=options.as_json)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What the ranks of a job measure together.
+
+    Attributes:
+        out: File that rank 0 writes.
+        budget: Seconds that the measurement should take, approximately.
+        pieces: Parts of models to compute.
+        mesh: All ranks.
+        device: Device of this rank.
+        resume: Keep the rows that ``out`` already has.
+        library: Time the library calls of other frameworks, too.
+    """
+
+    out: Path
+    budget: float
+    pieces: Sequence[ModelPiece]
+    mesh: Factor
+    device: torch.device
+    resume: bool = False
+    library: bool = False
+
+
+def _measurement(options: ProfileOptions, ranks: Started) -> Measurement:
+    """What the options ask for.
+
+    Raises:
+        UsageError: there is no file to write, or the number of nodes does not divide that of the ranks.
+    """
+    from thinwire.cli.measuring.ranks import mesh_of, small_model
+    from thinwire.errors import UsageError
+    from thinwire.spec import ModelSpec
+    from thinwire.train.environment import rank_device
+    from thinwire.train.observing.pieces import pieces
+    from thinwire.train.observing.room import rank_memory
+    from thinwire.units import parse_duration
+
+    if options.out is None:
+        raise UsageError("--out PROFILE.json is missing: the file to write")
+    budget = parse_duration(options.budget)
+    shape = ModelSpec.named(options.model) if options.model else small_model(options.seq)
+    mesh = mesh_of(ranks, options.nodes)
+    device = rank_device(options.device, ranks.local_rank)
+    parts = pieces(
+        shape,
+        mesh,
+        seq=options.seq,
+        micro_batch=options.micro_batch,
+        dtype=options.dtype,
+        memory=rank_memory(device),
+    )
+    return Measurement(options.out, budget, parts, mesh, device, options.resume, options.library)
+
+
+def measure_here(measurement: Measurement, ranks: Started) -> Profile:
+    """Measure on this rank, together with the others that were started with it; all of them call this function.
+
+    It joins the job and does not leave it, so that training may go on in the same job.
+
+    Args:
+        measurement: What to measure; the same on every rank but for the device.
+        ranks: This rank among all.
+
+    Returns:
+        The profile, the same on every rank.
+    """
+    from thinwire.cli.measuring.ranks import join, status
+    from thinwire.collectives import group
+    from thinwire.profile import Settings, measure
+    from thinwire.train.observing.pieces import weightless
+    from thinwire.train.observing.room import rank_memory
+
+    device = measurement.device
+    join(device)
+    settings = Settings(
+        measurement.mesh,
+        device,
+        measurement.budget,
+        measurement.pieces,
+        rank_memory(device),
+        library=measurement.library,
+        weightless=weightless,
+    )
+    with status(ranks) as say:
+        return measure(settings, group.control(), measurement.out, say, resume=measurement.resume)
+
+
+def _show(measured: Profile, out: Path, plot: Path | None, *, as_json: bool) -> None:
+    from thinwire.report import rich_table
+    from thinwire.report.bandwidth import draw_bandwidth
+
+    console = wide_console(as_json=as_json)
+    for sheet in _sheets(measured):
+        console.print(rich_table(sheet), "")
+    console.print(f"wrote {out}: {len(measured.collectives)} rows of collectives", markup=False)
+    if plot is not None:
+        draw_bandwidth(measured, plot)
+        console.print(f"drew {plot}", markup=False)
+    if as_json:
+        print(json.dumps(measured.to_dict()))
+
+
+def _sheets(measured: Profile) -> Iterator[Sheet]:
+    """Tables of bandwidth by shape and collective, of codecs, of computation, of what the runtime takes, and of how
+    computation and transfers slow each other down."""
+    yield _collectives(measured)
+    yield _codecs(measured)
+    yield _parts(measured)
+    if any(measured.handling.to_dict().values()):
+        yield _handling(measured)
+    yield _overlapping(measured)
+
+
+def _collectives(measured: Profile) -> Sheet:
+    from thinwire.report import Sheet
+    from thinwire.units import format_bytes, format_duration
+
+    by_shape: dict[tuple[str, str], list[CollectiveRow]] = {}
+    for row in measured.collectives:
+        groups = "" if row.groups == "all" else ", one alone"
+        by_shape.setdefault((row.kind, f"{row.local} a node x {row.nodes} nodes{groups}"), []).append(row)
+    return Sheet(
+        "Collectives: bandwidth of one rank at the largest size, time at the smallest",
+        ["collective", "groups", "largest", "Gbit/s", "smallest takes"],
+        2,
+        [
+            [
+                kind,
+                shape,
+                format_bytes(rows[-1].sent),
+                f"{8e-9 * rows[-1].sent / rows[-1].seconds:.3f}",
+                format_duration(rows[0].seconds),
+            ]
+            for (kind, shape), rows in by_shape.items()
+        ],
+    )
+
+
+def _codecs(measured: Profile) -> Sheet:
+    from thinwire.report import Sheet
+
+    return Sheet(
+        "Codecs: million values a second, all ranks of a node at it",
+        ["codec", "dtype", "way", "values", "10^6/s"],
+        3,
+        [[r.codec, r.dtype, r.work, f"{r.numel:,}", f"{r.numel / r.seconds / 1e6:,.0f}"] for r in measured.codecs],
+    )
+
+
+def _parts(measured: Profile) -> Sheet:
+    from thinwire.report import Sheet
+    from thinwire.units import format_duration
+
+    return Sheet(
+        "Computation of one micro-batch",
+        ["part", "hidden", "forward", "backward", "GFLOP/s"],
+        1,
+        [
+            [
+                r.part,
+                str(r.hidden),
+                format_duration(r.forward),
+                format_duration(r.backward),
+                f"{3e-9 * r.flops / (r.forward + r.backward):,.1f}",
+            ]
+            for r in measured.compute
+        ],
+    )
+
+
+def _handling(measured: Profile) -> Sheet:
+    from thinwire.report import Sheet
+    from thinwire.units import format_duration
+
+    seconds = measured.handling
+    return Sheet(
+        "The runtime's own part of the processor, for each",
+        ["step", "hop of a reduction", "hop of a gather", "turn of a codec"],
+        0,
+        [[format_duration(each) for each in (seconds.step, seconds.reduce, seconds.gather, seconds.codec)]],
+    )
+
+
+def _overlapping(measured: Profile) -> Sheet:
+    from thinwire.report import Sheet
+    from thinwire.units import format_duration
+
+    return Sheet(
+        "Overlapping: factor by which each takes longer, and additional delay of a transfer",
+        ["transfer", "computation", "the transfer", "and late by"],
+        1,
+        [
+            [
+                f"{r.scope} nodes",
+                f"{r.compute:.2f}",
+                f"{r.transfer:.2f}",
+                "not measured" if r.delay is None else format_duration(r.delay),
+            ]
+            for r in measured.overlap
+        ],
+    )

@@ -1,0 +1,90 @@
+"""What the commands that measure a machine share: ``thinwire profile``, ``kernels`` and ``topology``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from thinwire.cli.terminal.console import wide_console
+
+if TYPE_CHECKING:
+    import torch
+
+    from thinwire.spec import Factor, ModelSpec
+    from thinwire.train.environment import Started
+
+__all__ = ["join", "launched", "mesh_of", "small_model", "status"]
+
+
+def launched(command: str) -> Started:
+    """This rank among those that a launcher has started.
+
+    Args:
+        command: The command's name.
+
+    Raises:
+        UsageError: No launcher has started it.
+    """
+    from thinwire.errors import UsageError
+    from thinwire.train.environment import started
+
+    ranks = started()
+    if ranks is None:
+        raise UsageError(
+            f"thinwire {command} runs on every rank of a cluster: start it with torchrun (torchrun --nproc-per-node 2 "
+            f"-m thinwire.cli.main {command} ...), with srun, or in the lab (thinwire lab -- thinwire {command} ...)"
+        )
+    return ranks
+
+
+def join(device: torch.device, timeout: float | None = None) -> None:
+    """Join the other ranks of the job, and do not leave it, so that training may go on in it.
+
+    Args:
+        device: Device of this rank.
+        timeout: Seconds after which a collective of the job fails; ``None`` takes the default of the job's groups.
+    """
+    import datetime
+
+    import torch
+
+    from thinwire.collectives import group
+    from thinwire.train.environment import threads_per_rank
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(threads_per_rank())
+    patience = group.DEFAULT_TIMEOUT if timeout is None else datetime.timedelta(seconds=timeout)
+    group.init(timeout=patience, device=device)
+
+
+@contextlib.contextmanager
+def status(ranks: Started) -> Iterator[Callable[[str], None]]:
+    """Show on rank 0, while the ranks measure, what they are at; gives the function that says it."""
+    console = wide_console(as_json=True)
+    console.quiet = ranks.rank > 0
+    with console.status("measuring the cluster") as shown:
+        yield shown.update
+
+
+def mesh_of(ranks: Started, nodes: int | None) -> Factor:
+    """All ranks, on as many nodes as ``--nodes`` says or the launcher sees.
+
+    Raises:
+        UsageError: The number of nodes does not divide that of the ranks.
+    """
+    from thinwire.errors import UsageError
+    from thinwire.spec import Factor
+
+    nodes = nodes or max(1, ranks.world // ranks.local_world)
+    if ranks.world % nodes:
+        raise UsageError(f"--nodes {nodes} does not divide the {ranks.world} ranks; valid are its divisors")
+    return Factor(local=ranks.world // nodes, nodes=nodes)
+
+
+def small_model(seq: int) -> ModelSpec:
+    """The model whose blocks are timed where no model is named."""
+    from thinwire.spec import ModelSpec
+
+    return ModelSpec(name="a small Llama", layers=4, hidden=512, heads=8, ffn=1376, vocab=4096, seq=seq)

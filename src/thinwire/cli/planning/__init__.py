@@ -1,0 +1,1 @@
+"""``thinwire plan``, ``sim`` and ``memory``: choosing and pricing plans."""

@@ -1,0 +1,80 @@
+"""The answer of ``thinwire plan``: what people read, what ``--json`` prints, and the files that options ask for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from thinwire.cli.terminal.errors import writing
+
+if TYPE_CHECKING:
+    from thinwire.report import Sheet
+
+__all__ = ["Answer", "File", "give"]
+
+
+@dataclass(frozen=True)
+class File:
+    """A file that an option asks for.
+
+    Attributes:
+        option: The option.
+        path: What it names.
+        write: Writes the file.
+        done: What is said once it is written, unless the answer says it.
+    """
+
+    option: str
+    path: Path
+    write: Callable[[Path], object]
+    done: str | None = None
+
+
+@dataclass
+class Answer:
+    """What a search has found.
+
+    Attributes:
+        shown: Sentences and tables.
+        facts: The same as JSON.
+        files: What is to be written.
+    """
+
+    shown: list[str | Sheet] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    files: list[File] = field(default_factory=list)
+
+    def show(self, part: str | Sheet) -> None:
+        """Add a sentence or a table."""
+        self.shown.append(part)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a plan that fits."""
+        return bool(self.facts.get("best") or any(row["fits"] for row in self.facts["plans"]))
+
+
+def give(answer: Answer, console: Console, *, as_json: bool) -> None:
+    """Print an answer and write its files.
+
+    Args:
+        answer: What was found.
+        console: Where tables and sentences go.
+        as_json: Whether to print JSON on stdout, too.
+    """
+    from thinwire.report import Sheet, rich_table
+
+    for part in answer.shown:
+        console.print(rich_table(part) if isinstance(part, Sheet) else part, markup=False)
+    for file in answer.files:
+        with writing(file.option, file.path):
+            file.write(file.path)
+        if file.done is not None:
+            console.print(file.done, markup=False)
+    if as_json:
+        print(json.dumps(answer.facts))

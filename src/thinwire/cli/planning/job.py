@@ -1,0 +1,148 @@
+"""The parts of a job that ``thinwire plan`` reads from its options: cluster, ways to cut the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from thinwire.cli.terminal.options import hidden, moved
+
+if TYPE_CHECKING:
+    from thinwire.spec import ClusterSpec
+    from thinwire.spec.base import Spec
+    from thinwire.spec.profile import Profile
+
+
+_OLD_SETTINGS: Final = {
+    "internode_gbps": "cluster.links.nic.bandwidth={}gbit",
+    "intranode_gbps": "cluster.links.inside.bandwidth={}gbit",
+    "spine_gbps": "cluster.links.spine.bandwidth={}gbit",
+    "nodes_per_leaf": "cluster.nodes_per_leaf={}",
+    "memory": "cluster.memory={}",
+    "price": "cluster.price_per_gpu_hour={}",
+    "kernels": "cluster.kernels={}",
+    "spot_discount": "cluster.spot.discount={}",
+    "spot_interruptions": "cluster.spot.interruptions_per_hour={}",
+    "mtbf": "cluster.failures.mtbf={}",
+    "restart": "cluster.failures.restart={}",
+    "checkpoint": "cluster.failures.checkpoint={}",
+}
+
+
+@dataclass(frozen=True)
+class OldClusterOptions:
+    """Options that ``--set cluster.KEY=VALUE`` has replaced."""
+
+    internode_gbps: Annotated[float | None, hidden()] = None
+    intranode_gbps: Annotated[float | None, hidden()] = None
+    spine_gbps: Annotated[float | None, hidden()] = None
+    nodes_per_leaf: Annotated[int | None, hidden()] = None
+    memory: Annotated[str | None, hidden()] = None
+    price: Annotated[float | None, hidden()] = None
+    kernels: Annotated[str | None, hidden()] = None
+    spot_discount: Annotated[float | None, hidden()] = None
+    spot_interruptions: Annotated[float | None, hidden()] = None
+    mtbf: Annotated[str | None, hidden()] = None
+    restart: Annotated[str | None, hidden()] = None
+    checkpoint: Annotated[str | None, hidden()] = None
+
+
+NO_OLD_CLUSTER_OPTIONS: Final = OldClusterOptions()
+
+
+def cluster_settings(settings: Sequence[str], old: OldClusterOptions) -> dict[str, Any]:
+    """The keys of the cluster that ``--set cluster.KEY=VALUE`` names.
+
+    Raises:
+        UsageError: a setting is of something else.
+        SpecError: a setting is no ``KEY=VALUE``.
+    """
+    from thinwire.errors import UsageError
+    from thinwire.spec.io import apply_settings
+
+    table = apply_settings({}, [*moved(old, _OLD_SETTINGS), *settings])
+    changes = table.pop("cluster", {})
+    if table or not isinstance(changes, dict):
+        raise UsageError(
+            f"--set {next(iter(table), 'cluster')}: only keys of the cluster can be set here, such as --set "
+            "cluster.links.nic.bandwidth=25gbit"
+        )
+    return changes
+
+
+def ways_of(option: str, text: str | None) -> tuple[int, ...] | None:
+    """The numbers of ranks that may share the model: None (``auto``) lets the search choose; unset means one."""
+    from thinwire.errors import UsageError
+
+    if text is None:
+        return (1,)
+    if text == "auto":
+        return None
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise UsageError(f"{option} {text} is neither auto nor whole numbers from 1, such as {option} 1,2,4")
+    return tuple(sorted(set(map(int, words))))
+
+
+def cluster_of(text: str | None, measured: Profile | None, changes: Mapping[str, Any]) -> ClusterSpec:
+    """The cluster that ``text`` names or that was profiled, with the changes of settings.
+
+    Raises:
+        UsageError: neither is given, the two differ in size, or a setting would change what was measured.
+        SpecError: the changed cluster is invalid.
+    """
+    from thinwire.errors import UsageError
+    from thinwire.plan import profiled_cluster
+    from thinwire.spec import ClusterSpec
+
+    if text is not None:
+        cluster = ClusterSpec.named(text)
+    elif measured is not None:
+        cluster = profiled_cluster(measured)
+    else:
+        raise UsageError("--cluster is missing: name one (--cluster a800-80g:128x8), or give a --profile of yours")
+    if measured is not None and (cluster.nodes, cluster.gpus_per_node) != (measured.nodes, measured.gpus_per_node):
+        raise UsageError(
+            f"--cluster {text} has {cluster.nodes} x {cluster.gpus_per_node} GPUs, the profile {measured.nodes} x "
+            f"{measured.gpus_per_node}; leave --cluster out, or profile that cluster"
+        )
+    _check_changes(text, cluster, measured, changes)
+    return changed_cluster(cluster, changes)
+
+
+def changed_cluster(cluster: ClusterSpec, changes: Mapping[str, Any]) -> ClusterSpec:
+    """A cluster with other values of some keys, of links and spot nodes, too."""
+    merged = dict(changes)
+    if isinstance(links := merged.get("links"), Mapping):
+        known = {name: getattr(cluster.links, name, None) for name in links}
+        merged["links"] = {name: _changed_table(known[name], link) for name, link in links.items()}
+    if "spot" in merged:
+        merged["spot"] = _changed_table(cluster.spot, merged["spot"])
+    return cluster.with_(**merged)
+
+
+def _changed_table(current: Spec | None, changes: Any) -> Any:
+    """A table on one line, such as a link, with other values of some keys; :meth:`Spec.with_` would replace it."""
+    return changes if current is None or not isinstance(changes, Mapping) else {**current.to_dict(), **changes}
+
+
+def _check_changes(
+    text: str | None, cluster: ClusterSpec, measured: Profile | None, changes: Mapping[str, Any]
+) -> None:
+    """Refuse a change of what a profile measured, or of one figure for groups of nodes that differ in it."""
+    from thinwire.errors import UsageError
+
+    if measured is not None and "links" in changes:
+        raise UsageError("--set cluster.links changes published figures; a --profile has its own")
+    of_groups = [key for key in ("links", "memory", "price_per_gpu_hour", "spot") if key in changes]
+    if cluster.groups and of_groups:
+        raise UsageError(
+            f"{text} has groups of unlike nodes, and --set cluster.{of_groups[0]} sets one figure for all of them; "
+            "change the groups in the file"
+        )
+    if "kernels" in changes and (measured is not None or cluster.groups):
+        why = "a --profile has its own times" if measured is not None else "each group has its own: name it in the file"
+        raise UsageError(
+            f"--set cluster.kernels={changes['kernels']} is for a cluster of equal nodes by published figures; {why}"
+        )

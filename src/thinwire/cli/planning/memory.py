@@ -1,0 +1,219 @@
+"""``thinwire sim --memory``: the memory that a rank needs, before launch, under plans and in other systems."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from thinwire.cli.terminal.console import wide_console
+from thinwire.cli.terminal.errors import explained
+from thinwire.cli.terminal.options import Seq, expand_options, say_moved
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from thinwire.cost import Memory
+    from thinwire.report import Sheet
+    from thinwire.spec import ClusterSpec, ModelSpec, Plan
+    from thinwire.spec.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """The options of ``thinwire memory``."""
+
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A published shape such as llama-7b, a recipe, a TOML file, or a Hugging Face config."
+        ),
+    ]
+    cluster: Annotated[
+        str,
+        typer.Option(metavar="GPU:NODESxGPUS|FILE", help="Cluster: h100-80g:4x8, for example, or a TOML file."),
+    ]
+    plan: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="A preset or a plan file; may be repeated. By default every preset, and the plan of a recipe.",
+            show_default=False,
+        ),
+    ] = None
+    seq: Seq = None
+    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences per micro-batch.")] = 1
+    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 1
+    recompute: Annotated[bool, typer.Option("--recompute", help="Recompute blocks in the backward.")] = False
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help='Memory of a GPU, for example "80GiB".', show_default=False)
+    ] = None
+    peers: Annotated[bool, typer.Option(help="Estimate DDP, FSDP2 and DeepSpeed's ZeRO, too.")] = True
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False
+
+
+@dataclass(frozen=True)
+class _Estimate:
+    """The memory of one rank under one plan or in one system.
+
+    Attributes:
+        system: ``thinwire``, or the name of the other system.
+        label: Name of the plan, or of the system's configuration.
+        memory: Bytes by content.
+    """
+
+    system: str
+    label: str
+    memory: Memory
+
+
+@expand_options
+def memory(options: MemoryOptions) -> None:
+    """Estimate the memory of a rank before launch, as thinwire sim --memory does."""
+    with explained(as_json=options.as_json):
+        say_moved("thinwire memory MODEL", "thinwire sim --memory --model MODEL")
+        show_memory(options, {} if options.memory is None else {"memory": options.memory})
+
+
+def show_memory(options: MemoryOptions, changes: Mapping[str, Any]) -> None:
+    """Show the memory of a rank: for plans, and for DDP, FSDP2 and ZeRO 1 to 3 with the same model.
+
+    Args:
+        options: Of the command.
+        changes: Keys of the cluster, with other values.
+    """
+    from thinwire.cli.planning.job import changed_cluster
+    from thinwire.report import rich_table
+    from thinwire.spec import ClusterSpec
+
+    cluster = changed_cluster(ClusterSpec.named(options.cluster), changes)
+    recipe = _recipe(options.model)
+    model = _shape(options, recipe)
+    estimates = [*_of_plans(options, recipe, model, cluster), *_of_peers(options, model, cluster)]
+    estimates.sort(key=lambda estimate: estimate.memory.total)
+    console = wide_console(as_json=options.as_json)
+    console.print(_introduction(options, model, cluster), markup=False)
+    console.print(rich_table(_sheet(estimates, cluster)))
+    if options.as_json:
+        print(json.dumps(_to_json(estimates, model, cluster)))
+
+
+def _recipe(source: str) -> Recipe | None:
+    """The recipe that ``MODEL`` names, if it is one."""
+    from thinwire.spec.io import read_toml_file
+    from thinwire.spec.recipe import Recipe
+
+    is_recipe = source.endswith(".toml") and Path(source).exists() and "train" in read_toml_file(source)
+    return Recipe.read(source) if is_recipe else None
+
+
+def _shape(options: MemoryOptions, recipe: Recipe | None) -> ModelSpec:
+    from thinwire.spec import ModelSpec
+
+    changes = {} if options.seq is None else {"seq": options.seq}
+    if recipe is None:
+        return ModelSpec.named(options.model, **changes)
+    vocab = recipe.model.vocab or recipe.data.vocab or 4096
+    shape = recipe.model.shape(vocab=vocab, seq=recipe.train.seq)
+    return shape.with_(seq=options.seq or recipe.train.seq)
+
+
+def _of_plans(
+    options: MemoryOptions, recipe: Recipe | None, model: ModelSpec, cluster: ClusterSpec
+) -> Iterator[_Estimate]:
+    """Estimates of presets, of plan files, and of the recipe's own plan."""
+    from thinwire.cost import OVERHEAD, largest_memory
+    from thinwire.spec import Plan
+    from thinwire.spec.factor import Factor
+    from thinwire.spec.template import PlanTemplate
+
+    plans: list[tuple[str, Plan]] = []
+    if recipe is not None and options.plan is None:
+        template = PlanTemplate.read(recipe)
+        ranks = Factor(local=cluster.gpus_per_node, nodes=cluster.nodes)
+        mesh = ranks.data_parallel(*template.model_parallel)
+        plans.append(("the recipe's", template.fitted(mesh).resolve(mesh)))
+    plans += [(name, _plan(name, options, cluster)) for name in options.plan or Plan.preset_names()]
+    for label, plan in plans:
+        needed = largest_memory(model, plan, seq=model.seq, overhead=OVERHEAD)
+        yield _Estimate("thinwire", label, needed)
+
+
+def _plan(name: str, options: MemoryOptions, cluster: ClusterSpec) -> Plan:
+    """A preset on the cluster's mesh, with the batch of the options, or a plan file as it is."""
+    from thinwire.spec import Plan
+
+    if name.endswith(".toml"):
+        return Plan.load(name)
+    return Plan.preset(
+        name.removeprefix("preset:"),
+        nodes=cluster.nodes,
+        local=cluster.gpus_per_node,
+        compute_dtype=cluster.compute_dtype,
+        micro_batch=options.micro_batch,
+        micro_batches=options.micro_batches,
+        recompute=options.recompute,
+    )
+
+
+def _of_peers(options: MemoryOptions, model: ModelSpec, cluster: ClusterSpec) -> Iterator[_Estimate]:
+    """Estimates of other systems, on all ranks of the cluster."""
+    from thinwire.cost import PEER_SYSTEMS, peer_memory
+
+    names = {"ddp": ("PyTorch", "DDP, autocast"), "fsdp2": ("PyTorch", "FSDP2")}
+    for system in PEER_SYSTEMS if options.peers else ():
+        maker, label = names.get(system, ("DeepSpeed", f"ZeRO-{system[-1]}"))
+        needed = peer_memory(system, model, _plan("ddp", options, cluster))
+        yield _Estimate(maker, label, needed)
+
+
+def _introduction(options: MemoryOptions, model: ModelSpec, cluster: ClusterSpec) -> str:
+    from thinwire.units import format_bytes
+
+    recomputed = ", blocks recomputed" if options.recompute else ""
+    return (
+        f"{model.name or options.model}: {model.parameters / 1e9:.2f} billion parameters; {options.micro_batch} x "
+        f"{model.seq:,} tokens a micro-batch{recomputed}; {cluster.name or options.cluster}: {cluster.gpus:,} GPUs of "
+        f"{format_bytes(cluster.memory)}"
+    )
+
+
+def _sheet(estimates: list[_Estimate], cluster: ClusterSpec) -> Sheet:
+    from thinwire.report import Sheet
+
+    rows = []
+    for estimate in estimates:
+        needed = estimate.memory
+        parts = (
+            needed.params,
+            needed.grads,
+            needed.optimizer,
+            needed.secondary + needed.gathered,
+            needed.buffers + needed.feedback,
+            needed.activations + needed.logits,
+            needed.overhead,
+            needed.total,
+        )
+        fits = "" if needed.total <= cluster.memory else "does not fit"
+        rows.append([estimate.system, estimate.label, *(f"{part / 2**30:.2f}" for part in parts), fits])
+    columns = ["system", "plan", "P", "G", "OS", "gathered", "buffers", "activations", "overhead", "total", ""]
+    return Sheet("Peak memory of a rank in GiB, least first", columns, 2, rows)
+
+
+def _to_json(estimates: list[_Estimate], model: ModelSpec, cluster: ClusterSpec) -> dict[str, Any]:
+    return {
+        "parameters": model.parameters,
+        "gpu_memory_bytes": cluster.memory,
+        "estimates": [
+            {
+                "system": estimate.system,
+                "plan": estimate.label,
+                "memory_bytes": {**estimate.memory.by_part(), "total": estimate.memory.total},
+                "fits": estimate.memory.total <= cluster.memory,
+            }
+            for estimate in estimates
+        ],
+    }

@@ -1,0 +1,443 @@
+"""``thinwire plan``: ranks the plans for a model and a cluster, and gives the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from thinwire.cli.planning.amsp import least_sum, objectives_json, show_objectives
+from thinwire.cli.planning.answer import Answer, File, give
+from thinwire.cli.planning.compare import compare_run
+from thinwire.cli.planning.emit import NOTHING_EMITTED, EmitOptions, emit
+from thinwire.cli.planning.job import (
+    NO_OLD_CLUSTER_OPTIONS,
+    OldClusterOptions,
+    cluster_of,
+    cluster_settings,
+    ways_of,
+)
+from thinwire.cli.planning.rent import NO_RENT, RentOptions, counts_of, show_rentals, show_sweep
+from thinwire.cli.planning.tables import (
+    basis_line,
+    explanation_json,
+    introduce,
+    listed,
+    plan_sheet,
+    row_json,
+    search_line,
+    show_explanation,
+)
+from thinwire.cli.terminal.console import wide_console
+from thinwire.cli.terminal.errors import explained
+from thinwire.cli.terminal.options import expand_options, hidden
+
+if TYPE_CHECKING:
+    from thinwire.plan import Candidate, Searched, TrainingJob
+    from thinwire.spec import Plan
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options of ``thinwire plan``."""
+
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="Preset (llama-7b), TOML or HF config.", show_default=False)
+    ] = None
+    tokens_per_step: Annotated[
+        str | None, typer.Option(metavar="N", help="Tokens of a step; 4M is 4 x 2^20.", show_default=False)
+    ] = None
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="a800-80g:128x8, for example, or TOML.", show_default=False)
+    ] = None
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Set a key: cluster.memory=40GiB.", show_default=False),
+    ] = None
+    seq: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Sequence length; default: the model's.", show_default=False)
+    ] = None
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Sequences of a micro-batch.", show_default=False)
+    ] = None
+    recompute: Annotated[
+        Literal["auto", "on", "off"],
+        typer.Option(metavar="WHEN", help="Recompute: auto, on or off.", show_default=False),
+    ] = "auto"
+    tp: Annotated[
+        str | None, typer.Option(metavar="auto|N,...", help="Tensor-parallel sizes to try.", show_default=False)
+    ] = None
+    pp: Annotated[
+        str | None, typer.Option(metavar="auto|N,...", help="Pipeline stages to try.", show_default=False)
+    ] = None
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Times of thinwire profile.", show_default=False)
+    ] = None
+    codecs: Annotated[
+        Literal["none", "lossless", "standard", "aggressive"] | None,
+        typer.Option(metavar="LEVEL", help="none, lossless, standard, aggressive.", show_default=False),
+    ] = None
+    objective: Annotated[
+        Literal["time", "cost", "amsp"],
+        typer.Option(metavar="WHAT", help="Minimize time, cost, or AMSP's sum.", show_default=False),
+    ] = "time"
+    loss_budget: Annotated[
+        str | None, typer.Option(metavar="PERCENT", help="Also plan islands: 2% more loss.", show_default=False)
+    ] = None
+    elastic_islands: Annotated[
+        bool, typer.Option("--elastic-islands", help="Islands that may come and go.", show_default=False)
+    ] = False
+    rent: RentOptions = NO_RENT
+    peer: EmitOptions = NOTHING_EMITTED
+    top: Annotated[
+        int, typer.Option(min=1, max=64, metavar="N", help="Plans to list; default: 10.", show_default=False)
+    ] = 10
+    out: Annotated[Path | None, typer.Option(metavar="PLAN.toml", help="Write the best plan.", show_default=False)] = (
+        None
+    )
+    hosts: Annotated[
+        Path | None, typer.Option(metavar="FILE|slurm", help="Hosts and their leaf switches.", show_default=False)
+    ] = None
+    placement: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write hostfile, rankfile, slurm-hosts.", show_default=False)
+    ] = None
+    compare: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Compare a run with its prediction.", show_default=False)
+    ] = None
+    explain: Annotated[bool, typer.Option("--explain", help="Explain the choice.", show_default=False)] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.", show_default=False)] = False
+    old: OldClusterOptions = NO_OLD_CLUSTER_OPTIONS
+    clip: Annotated[bool, hidden()] = True
+    causal_mfu: Annotated[bool, typer.Option("--causal-mfu", hidden=True)] = False
+    refit: Annotated[Path | None, hidden()] = None
+
+
+@expand_options
+def plan(options: PlanOptions) -> None:
+    """Choose how to shard and compress a model: estimate every plan, and simulate the best ones.
+
+    [bold]Examples[/bold]
+
+      thinwire plan --model llama-7b --cluster a800-80g:128x8 --tokens-per-step 4M --explain
+
+      thinwire plan --model model.toml --profile profile.json --tokens-per-step 64k --out plan.toml
+
+      thinwire plan --compare runs/quickstart --profile profile.json
+
+    docs/choose-a-plan.md describes every option.
+    """
+    with explained(as_json=options.as_json):
+        _check(options)
+        if options.compare is not None:
+            compare_run(options.compare, options.profile, options.refit, as_json=options.as_json)
+            return
+        console = wide_console(as_json=options.as_json)
+        with console.status("searching"):
+            answer = _answered(options)
+        give(answer, console, as_json=options.as_json)
+        if not answer.fits:
+            raise typer.Exit(1)
+
+
+def _check(options: PlanOptions) -> None:
+    """Refuse options that contradict each other or lack another one.
+
+    Raises:
+        UsageError: says which options, why, and what to do.
+    """
+    from thinwire.errors import UsageError
+
+    if options.placement is not None and options.hosts is None:
+        raise UsageError(
+            f"--placement {options.placement} needs --hosts FILE: the names of the hosts and the leaf switch of each"
+        )
+    _check_emission(options)
+    if options.rent.plot is not None and options.rent.sweep is None:
+        raise UsageError(f"--plot {options.rent.plot} needs --sweep nodes=A..B: the numbers of nodes to draw")
+    if options.refit is not None and options.compare is None:
+        raise UsageError(f"--refit {options.refit} needs --compare RUN: the run that the profile should fit")
+    if options.objective == "amsp" and options.codecs not in (None, "none"):
+        raise UsageError(
+            f"--codecs {options.codecs} has no meaning with --objective amsp, which compares plans without codecs as "
+            "AMSP does; leave --codecs out, or --objective"
+        )
+    if options.loss_budget is not None:
+        _check_budget(options)
+    elif options.elastic_islands:
+        raise UsageError(
+            "--elastic-islands has no meaning without --loss-budget, which plans islands: state the loss that you "
+            "would give, such as --loss-budget 2%, or leave it out"
+        )
+    if options.objective == "amsp" and (options.tp, options.pp) != (None, None):
+        raise UsageError(
+            "--tp and --pp have no meaning with --objective amsp, which knows data-parallel ranks only; leave them "
+            "out, or --objective"
+        )
+
+
+def _check_budget(options: PlanOptions) -> None:
+    """Refuse options under which no islands are planned."""
+    from thinwire.errors import UsageError
+
+    given: dict[str, object] = {"--objective amsp": options.objective == "amsp", "--tp": options.tp, "--pp": options.pp}
+    given |= {"--compare": options.compare, "--placement": options.placement}
+    for name in (name for name, value in given.items() if value):
+        raise UsageError(
+            f"--loss-budget {options.loss_budget} has no meaning with {name}: it chooses islands of data-parallel "
+            "ranks by the time of a step; leave one of them out"
+        )
+
+
+def _check_emission(options: PlanOptions) -> None:
+    framework, path = options.peer.emit, options.peer.emit_to
+    if framework is None and path is None:
+        return
+    from thinwire.convert.emit import FRAMEWORKS  # here: takes a tenth of a second
+    from thinwire.errors import UsageError
+
+    if framework is not None and framework not in FRAMEWORKS:
+        raise UsageError(f"--emit {framework}: there is no such framework; valid are {', '.join(FRAMEWORKS)}")
+    if path is not None and framework is None:
+        raise UsageError(f"--emit-to {path} needs --emit FRAMEWORK: one of {', '.join(FRAMEWORKS)}")
+    if framework is not None and (options.rent.sweep is not None or options.objective != "time"):
+        raise UsageError(f"--emit {framework} takes the plan of one cluster by --objective time; leave the others out")
+
+
+def _answered(options: PlanOptions) -> Answer:
+    """Search for plans."""
+    from thinwire.spec import Plan
+
+    leaf_of = None if options.hosts is None else _leaves_of_hosts(options.hosts)
+    job, answer = _job(options, leaf_of), Answer()
+    if options.rent.sweep is not None or options.objective == "cost":
+        _rented(job, options, answer)
+        return answer
+    if options.objective == "amsp":
+        least_sum(job, options.top, options.out, answer, explain=options.explain)
+    else:
+        _fastest(job, options, answer)
+    if leaf_of is not None and answer.facts["plans"]:
+        first = Plan.parse(answer.facts["plans"][0]["plan"])
+        answer.facts["placement"] = _place(job, first, leaf_of, options.placement, answer)
+    return answer
+
+
+def _rented(job: TrainingJob, options: PlanOptions, answer: Answer) -> None:
+    """Add which nodes to rent, and the plan for them."""
+    import thinwire.plan as planner
+
+    by_cost = options.objective == "cost"
+    if options.rent.sweep is None:
+        rows = planner.parts_of(job)
+    else:
+        rows = planner.sweep_nodes(job, counts_of(options.rent.sweep))
+    introduce(job, answer)
+    answer.facts = show_sweep(job, list(rows), options.rent, answer, by_cost=by_cost)
+    best = _named(answer.facts["best"])
+    chosen = next((row for row in answer.facts["sweep"] if (row["nodes"], row["label"]) == best), None)
+    if options.out is not None and chosen is not None:
+        from thinwire.spec import Plan
+
+        done = f"wrote the plan of {chosen['nodes']} nodes to {options.out}"
+        answer.files.append(File("--out", options.out, Plan.parse(chosen["plan"]).save, done))
+
+
+def _named(best: Mapping[str, Any] | None) -> tuple[Any, Any]:
+    return (None, None) if best is None else (best["nodes"], best["label"])
+
+
+def _leaves_of_hosts(source: Path) -> dict[str, str]:
+    """The leaf of every host of the job, in the scheduler's order.
+
+    SLURM's topology describes the whole cluster, so within a job of SLURM only the hosts of that job are taken from it.
+    """
+    import os
+
+    from thinwire.network.slurm import slurm_topology
+    from thinwire.spec.machines.slurm import expand_hosts
+    from thinwire.spec.machines.topology import SwitchTree
+
+    topology = slurm_topology() if str(source) == "slurm" else SwitchTree.read(source)
+    nodes = os.environ.get("SLURM_JOB_NODELIST")
+    if nodes is None or not topology.from_slurm:
+        return topology.leaf_of
+    hosts = expand_hosts(nodes)
+    return {host: switches[0] for host, switches in zip(hosts, topology.above(hosts), strict=True)}
+
+
+def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob:
+    """The job whose plans are compared.
+
+    Args:
+        options: Of the command.
+        leaf_of: The leaf switch of each host, in the order of ``--hosts``.
+    """
+    from thinwire.errors import UsageError
+    from thinwire.plan import TrainingJob, leaf_numbers
+    from thinwire.spec import ModelSpec
+    from thinwire.spec.profile import Profile
+    from thinwire.units import parse_count
+
+    if options.model is None or options.tokens_per_step is None:
+        given = {"--model": options.model, "--tokens-per-step": options.tokens_per_step}
+        missing = " and ".join(name for name, value in given.items() if value is None)
+        raise UsageError(f"{missing} missing: thinwire plan --model llama-7b --tokens-per-step 4M --cluster ...")
+    shape = ModelSpec.named(options.model, **({} if options.seq is None else {"seq": options.seq}))
+    measured = None if options.profile is None else Profile.read(options.profile)
+    changes = cluster_settings(options.settings or (), options.old)
+    if leaf_of is not None and "nodes_per_leaf" in changes:
+        raise UsageError(
+            f"--set cluster.nodes_per_leaf={changes['nodes_per_leaf']} and --hosts {options.hosts} both say it: leave "
+            "one out"
+        )
+    if leaf_of is not None:
+        changes |= {"nodes_per_leaf": None, "leaves": leaf_numbers(leaf_of)}
+    machine = cluster_of(options.cluster, measured, changes)
+    return TrainingJob.of(
+        shape,
+        shape.seq,
+        machine,
+        measured,
+        tokens_per_step=parse_count(options.tokens_per_step),
+        micro_batch=options.micro_batch,
+        recompute={"auto": None, "on": True, "off": False}[options.recompute],
+        codecs=options.codecs or "standard",
+        clip=options.clip,
+        causal_flops=options.causal_mfu,
+        tp=ways_of("--tp", options.tp),
+        pp=ways_of("--pp", options.pp),
+    )
+
+
+def _fastest(job: TrainingJob, options: PlanOptions, answer: Answer) -> None:
+    """Add the plans of the shortest overlapped step, and what else is asked of the first of them."""
+    import thinwire.plan as planner
+
+    searched = planner.search(job, top=options.top)
+    widened = options.tp is None and options.pp is None and not searched.candidates
+    if widened:
+        job = replace(job, tp=None, pp=None)
+        searched = planner.search(job, top=options.top, simulations=searched.simulations)
+    rows = listed(searched, options.top)
+    introduce(job, answer)
+    if widened:
+        answer.show(
+            "no data-parallel plan fits, so tensor and pipeline parallelism were tried as well (--tp auto --pp auto)"
+        )
+    if refusals := job.refusals:
+        answer.show(f"not tried: {'; '.join(refusals)}")
+    answer.show(plan_sheet(job, rows))
+    if not searched.candidates:
+        answer.facts = _infeasible(job, rows, answer)
+        return
+    answer.show(search_line(searched, job.tie))
+    answer.show(basis_line(job, searched.candidates[0]))
+    explanation = both = None
+    if options.explain:
+        explanation = planner.explain(job, searched)
+        both = planner.both_objectives(job, searched.candidates[0], searched.simulations)
+        show_explanation(explanation, searched.candidates[0], answer)
+        show_objectives(both, answer)
+    chosen = searched.candidates[0]
+    written, islands = (
+        (chosen.plan, None) if options.loss_budget is None else _with_islands(job, options, searched, answer)
+    )
+    rent = show_rentals(job, planner.rentals(job, chosen), answer)
+    emitted = emit(job, chosen, options.peer, answer)
+    if options.out is not None:
+        which = "the first plan" if written == chosen.plan else "the first plan with islands"
+        answer.files.append(File("--out", options.out, written.save, f"wrote {which} to {options.out}"))
+    answer.facts = ({} if islands is None else {"islands": islands}) | {
+        "plans": [row_json(job, number, row) for number, row in enumerate(rows, start=1)],
+        "explain": (
+            {**explanation_json(explanation), "objectives": objectives_json(job, both)}
+            if explanation
+            else {"critical_path": planner.critical_path(chosen)}
+        ),
+        "search": {
+            "considered": searched.considered,
+            "fitting": searched.fitting,
+            "simulated": searched.simulated,
+            "complete": searched.complete,
+            "gap": searched.gap,
+            "cuts": searched.cuts,
+            "widened": widened,
+        },
+        "rent": rent,
+        "emit": emitted,
+    }
+
+
+def _with_islands(
+    job: TrainingJob, options: PlanOptions, searched: Searched, answer: Answer
+) -> tuple[Plan, dict[str, Any]]:
+    """Add plans with islands within the budget; the plan to write, and what ``--json`` prints."""
+    import thinwire.plan as planner
+    from thinwire.cli.planning.islands import faster, islands_json, show_islands
+
+    budget, law, best = planner.parse_budget(options.loss_budget or ""), planner.LossLaw.known(), searched.candidates[0]
+    plans = planner.island_plans(job, budget, law, searched.simulations, elastic=options.elastic_islands)
+    show_islands(job, plans, best, law, budget, answer)
+    chosen = faster(job, plans, best)
+    return best.plan if chosen is None else chosen.candidate.plan, islands_json(job, plans, best, law, budget)
+
+
+def _infeasible(job: TrainingJob, rows: Sequence[Candidate], answer: Answer) -> dict[str, Any]:
+    import thinwire.plan as planner
+    from thinwire.units import format_bytes
+
+    smallest, lacking = planner.shortage(job)
+    remedies = planner.remedies(job)
+    answer.show(f"nothing fits: the smallest plan ({planner.summary(smallest)}) lacks {format_bytes(lacking)}")
+    for remedy in remedies:
+        answer.show(f"  {remedy.change}: {remedy.result}")
+    if not remedies:
+        answer.show("  no single change that was tried makes it fit; more GPUs or a smaller model would")
+    return {
+        "plans": [row_json(job, number, row) for number, row in enumerate(rows, start=1)],
+        "explain": {
+            "infeasible": {"plan": smallest.to_dict(), "lacking_bytes": lacking},
+            "remedies": [{"change": remedy.change, "result": remedy.result} for remedy in remedies],
+        },
+    }
+
+
+def _place(
+    job: TrainingJob, chosen: Plan, leaf_of: Mapping[str, str], directory: Path | None, answer: Answer
+) -> dict[str, Any]:
+    """Order the hosts for a plan, for the files that launchers read; returns what ``--json`` prints."""
+    import thinwire.plan as planner
+
+    best, given = planner.place(job, chosen, leaf_of), planner.placed(job, chosen, list(leaf_of), leaf_of)
+    order = best.order
+    answer.show(f"hosts in the order of the mesh: {' '.join(order)}")
+    answer.show(
+        f"{best.crossing:.0%} of the bytes between nodes cross the spine, {given.crossing:.0%} in the order "
+        f"given; a step takes {best.seconds:.3f} s, and {given.seconds:.3f} s in the order given"
+    )
+    if job.cluster.links.spine is None:
+        answer.show(
+            "nothing is known of the spine (--set cluster.links.spine.bandwidth), so the order changes no prediction"
+        )
+    if directory is not None:
+        local = job.cluster.gpus_per_node
+        texts = {
+            "hostfile": planner.hostfile(order),
+            "rankfile": planner.rankfile(order, local),
+            "slurm-hosts": planner.slurm_hostfile(order, local),
+        }
+        done = f"wrote hostfile (line = torchrun's --node-rank), rankfile and slurm-hosts to {directory}"
+        answer.files.append(File("--placement", directory, partial(_write_all, texts), done))
+    return {"order": order, "step_seconds": best.seconds, "crossing": best.crossing} | {
+        "step_seconds_as_given": given.seconds, "crossing_as_given": given.crossing,
+    }  # fmt: skip
+
+
+def _write_all(texts: Mapping[str, str], directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (directory / name).write_text(text, encoding="utf-8")

@@ -1,0 +1,227 @@
+"""``thinwire plan`` for people who rent: prices, spot nodes, failures, and how many nodes to take."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from thinwire.cli.planning.answer import File
+
+if TYPE_CHECKING:
+    from thinwire.cli.planning.answer import Answer
+    from thinwire.plan import Rental, SweptNodes, TrainingJob
+
+__all__ = ["NO_RENT", "RentOptions", "counts_of", "show_rentals", "show_sweep"]
+
+_MOST_COUNTS = 4096
+"""Numbers of nodes that one sweep may have."""
+
+
+@dataclass(frozen=True)
+class RentOptions:
+    """Options about numbers of nodes."""
+
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NODES",
+            help="nodes=1..32: a plan for each number.",
+            show_default=False,
+        ),
+    ] = None
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png", help="Draw the sweep.", show_default=False),
+    ] = None
+
+
+NO_RENT = RentOptions()
+"""None of the options."""
+
+
+def counts_of(text: str) -> list[int]:
+    """Numbers of nodes from ``nodes=1..32`` or ``nodes=1,2,4``.
+
+    Raises:
+        UsageError: The text is neither, or names no number.
+    """
+    from thinwire.errors import UsageError
+
+    match = re.fullmatch(r"nodes=(?:(\d+)\.\.(\d+)|(\d+(?:,\d+)*))", text.replace(" ", ""))
+    if match is None:
+        raise UsageError(
+            f"--sweep {text} should be nodes=A..B, such as nodes=1..32, or nodes=A,B,..., such as nodes=1,2,4"
+        )
+    first, last, listed = match.groups()
+    counts = list(map(int, listed.split(","))) if listed else list(range(int(first), int(last) + 1))
+    if not counts:
+        raise UsageError(f"--sweep {text} is empty: {first} is more than {last}")
+    if min(counts) < 1 or len(counts) > _MOST_COUNTS:
+        raise UsageError(f"--sweep {text} should have 1 to {_MOST_COUNTS} numbers of nodes, each at least 1")
+    return sorted(set(counts))
+
+
+def show_sweep(
+    job: TrainingJob, rows: Sequence[SweptNodes], options: RentOptions, answer: Answer, *, by_cost: bool
+) -> dict[str, Any]:
+    """Add the best plan for every number of nodes or selection of groups, and return it as ``--json`` prints it.
+
+    Args:
+        job: The job.
+        rows: What was found.
+        options: Of the command.
+        answer: What the table is added to.
+        by_cost: Whether the cheapest row is the answer, rather than the fastest.
+    """
+    from thinwire.report import Sheet
+
+    best = _best(rows, by_cost=by_cost)
+    columns = ["", "nodes", "GPUs", "plan", "step s", "tokens/s", "scaling", "goodput", "checkpoint every", "market",
+               "per hour", "per 10^9 tokens"]  # fmt: skip
+    cells = [_cells(row, rows, marked=row is best) for row in rows]
+    answer.show(Sheet("The best plan for each, failures included", columns, 4, cells))
+    for row in rows:
+        if row.rental is None:
+            answer.show(f"{_name(row)}: {row.reason}")
+    answer.show(_verdict(best, "cheapest" if by_cost else "fastest"))
+    if not by_cost and best is not None and _rental(best).per_billion is not None:
+        answer.show(_verdict(_best(rows, by_cost=True), "cheapest"))
+    if options.plot is not None:
+        answer.files.append(File("--plot", options.plot, lambda path: _draw(path, job, rows), f"drew {options.plot}"))
+    return {
+        "sweep": [_row_json(row) for row in rows],
+        "best": None if best is None else {"nodes": best.nodes, "label": best.label},
+        "objective": "cost" if by_cost else "time",
+        "plans": [],
+    }
+
+
+def show_rentals(job: TrainingJob, options: Sequence[Rental], answer: Answer) -> list[dict[str, Any]]:
+    """Add what the chosen plan costs on demand and on spot nodes; nothing if neither prices nor failures are known."""
+    cluster = job.cluster
+    if len(options) == 1 and options[0].per_billion is None and cluster.failures is None:
+        return []
+    for option in options:
+        price = "" if option.per_billion is None else f", {option.per_billion:,.2f} for 10^9 tokens"
+        hourly = "" if option.offer.per_hour is None else f" ({option.offer.per_hour:,.2f} an hour)"
+        answer.show(f"{option.offer.label}{hourly}: {_goodput_text(option)}{price}")
+    return [rental_json(option) for option in options]
+
+
+def rental_json(option: Rental) -> dict[str, Any]:
+    """A rental as JSON; what is infinite is null."""
+    share = option.offer.goodput
+    return {
+        "market": option.offer.label,
+        "price_per_hour": option.offer.per_hour,
+        "cost_per_billion_tokens": _finite(option.per_billion),
+        "tokens_per_second": option.tokens_per_second,
+        "goodput": share.share,
+        "checkpoint_interval_seconds": _finite(share.interval),
+        "mean_seconds_between_failures": _finite(share.mean_time),
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _goodput_text(option: Rental) -> str:
+    from thinwire.units import format_duration
+
+    share = option.offer.goodput
+    if math.isinf(share.mean_time):
+        return f"goodput {share.share:.1%}, as no failures are known"
+    every, between = format_duration(share.interval), format_duration(share.mean_time)
+    return f"goodput {share.share:.1%}, with a checkpoint every {every} and a failure every {between}"
+
+
+def _best(rows: Sequence[SweptNodes], *, by_cost: bool) -> SweptNodes | None:
+    found = [row for row in rows if row.rental is not None]
+    if by_cost:
+        return min(found, key=lambda row: _price(row), default=None)
+    return max(found, key=lambda row: _rental(row).tokens_per_second, default=None)
+
+
+def _rental(row: SweptNodes) -> Rental:
+    assert row.rental is not None
+    return row.rental
+
+
+def _price(row: SweptNodes) -> float:
+    price = _rental(row).per_billion
+    return math.inf if price is None else price
+
+
+def _name(row: SweptNodes) -> str:
+    nodes = f"{row.nodes} node{'s' if row.nodes > 1 else ''}"
+    return f"{nodes} ({row.label})" if row.label else nodes
+
+
+def _cells(row: SweptNodes, rows: Sequence[SweptNodes], *, marked: bool) -> list[str]:
+    from thinwire.plan import summary
+    from thinwire.units import format_duration
+
+    gpus = "" if row.job is None else f"{row.job.cluster.gpus}"
+    first = ["*" if marked else "", f"{row.nodes}{f' {row.label}' if row.label else ''}", gpus]
+    if row.rental is None:
+        return [*first, "none", *[""] * 8]
+    rental = row.rental
+    offer, share = rental.offer, rental.offer.goodput
+    smallest = next(other for other in rows if other.rental is not None)
+    scaling = rental.tokens_per_second / _rental(smallest).tokens_per_second * smallest.nodes / row.nodes
+    return [
+        *first,
+        summary(rental.candidate.plan),
+        f"{rental.candidate.seconds:.3f}",
+        f"{rental.tokens_per_second:,.0f}",
+        f"{scaling:.0%}",
+        f"{share.share:.1%}",
+        "-" if math.isinf(share.interval) else format_duration(share.interval),
+        offer.label,
+        "-" if offer.per_hour is None else f"{offer.per_hour:,.2f}",
+        "-" if rental.per_billion is None else f"{rental.per_billion:,.2f}",
+    ]
+
+
+def _verdict(best: SweptNodes | None, what: str) -> str:
+    if best is None:
+        return "nothing fits on any of them"
+    price = _rental(best).per_billion
+    priced = "" if price is None else f" and {price:,.2f} for 10^9 tokens"
+    return f"{what}: {_name(best)}, with {_rental(best).tokens_per_second:,.0f} tokens/s{priced}"
+
+
+def _row_json(row: SweptNodes) -> dict[str, Any]:
+    shared = {"nodes": row.nodes, "label": row.label, "gpus": None if row.job is None else row.job.cluster.gpus}
+    if row.rental is None:
+        return {**shared, "reason": row.reason, "plan": None}
+    chosen = row.rental.candidate
+    return {
+        **shared,
+        "step_seconds": chosen.seconds,
+        **rental_json(row.rental),
+        "memory_bytes": chosen.memory.total,
+        "plan": chosen.plan.to_dict(),
+    }
+
+
+def _draw(path: Path, job: TrainingJob, rows: Sequence[SweptNodes]) -> None:
+    from thinwire.report import draw_sweep
+
+    found = [row for row in rows if row.rental is not None]
+    lines = {
+        "seconds of a step": [_rental(row).candidate.seconds for row in found],
+        "tokens/s, failures included": [_rental(row).tokens_per_second for row in found],
+        "goodput in %": [100 * _rental(row).offer.goodput.share for row in found],
+    }
+    if all(_rental(row).per_billion is not None for row in found):
+        lines["price of 10^9 tokens"] = [_price(row) for row in found]
+    title = f"{job.model.name or 'model'}, {job.tokens_per_step:,} tokens a step, {job.cluster.name or 'cluster'}"
+    draw_sweep(path, "nodes", [float(row.nodes) for row in found], lines, title)

@@ -1,0 +1,367 @@
+"""``thinwire sim``: simulates a training step on a cluster."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from thinwire.cli.terminal.console import wide_console
+from thinwire.cli.terminal.errors import explained
+from thinwire.cli.terminal.options import Seq, expand_options, hidden, moved
+
+if TYPE_CHECKING:
+    from thinwire.sim import Answer, Case, Disturbed
+
+SWEPT = ("gpus", "gpus_per_node", "internode_gbps", "seq", "micro_batch_tokens", "micro_batches")
+
+
+_OLD_SETTINGS: Final = {
+    "internode_gbps": "internode_gbps={}",
+    "nodes_per_leaf": "nodes_per_leaf={}",
+    "spine_gbps": "spine_gbps={}",
+    "micro_batch_tokens": "micro_batch_tokens={}",
+    "overlap": "overlap={}",
+    "wire": "wire={}",
+    "dtype": "dtype={}",
+}
+
+
+@dataclass(frozen=True)
+class OldSimOptions:
+    """Options that ``--set KEY=VALUE`` has replaced."""
+
+    internode_gbps: Annotated[float | None, hidden()] = None
+    nodes_per_leaf: Annotated[int | None, hidden()] = None
+    spine_gbps: Annotated[float | None, hidden()] = None
+    micro_batch_tokens: Annotated[int | None, hidden()] = None
+    overlap: Annotated[str | None, hidden()] = None
+    wire: Annotated[str | None, hidden()] = None
+    dtype: Annotated[str | None, hidden()] = None
+
+
+NO_OLD_OPTIONS: Final = OldSimOptions()
+
+
+@dataclass(frozen=True)
+class SimOptions:
+    """The options of ``thinwire sim``."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE", help="Model: a preset, a TOML file or a Hugging Face config.json.", show_default=False
+        ),
+    ] = None
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GPU:NODESxGPUS|FILE",
+            help="Cluster: a800-80g:128x8, or a TOML file.",
+            show_default=False,
+        ),
+    ] = None
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|preset:NAME",
+            help="Plan: how parameters, gradients and optimizer states are sharded; by default preset:thinwire.",
+            show_default=False,
+        ),
+    ] = None
+    seq: Seq = None
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Another key of the step, such as internode_gbps=25 or wire=zhybrid; see docs/simulator.md.",
+            show_default=False,
+        ),
+    ] = None
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory", help="Instead: the memory of a rank under every preset, or --plan, and in other systems."
+        ),
+    ] = False
+    micro_batches: Annotated[
+        int | None,
+        typer.Option(min=1, help="Micro-batches per step; by default the plan file's, or 1.", show_default=False),
+    ] = None
+    recompute: Annotated[bool, typer.Option("--recompute", help="Recompute blocks in the backward pass.")] = False
+    engine: Annotated[str, typer.Option(help="System that performs the step: thinwire or a published one.")] = (
+        "thinwire"
+    )
+    sweep: Annotated[
+        str | None,
+        typer.Option(metavar="KEY=A,B,...", help=f"Several values of one of {', '.join(SWEPT)}.", show_default=False),
+    ] = None
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="With --sweep: draw the results.", show_default=False)
+    ] = None
+    cases: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CASES.json", help="Simulate many steps from a file; see docs/simulator.md.", show_default=False
+        ),
+    ] = None
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="OUT.json", help="Write a trace of the step for Perfetto.", show_default=False),
+    ] = None
+    jitter: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="Random variation of each GPU's computation in each step; 0.05 is about 5 %."
+        ),
+    ] = 0.0
+    link_jitter: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Random variation of each node's network cards in each step.")
+    ] = 0.0
+    straggler: Annotated[
+        float, typer.Option(min=1.0, help="Factor by which one GPU computes longer than the others.")
+    ] = 1.0
+    slow_link: Annotated[
+        float, typer.Option(min=1.0, help="Factor by which one node's network cards take longer than the others.")
+    ] = 1.0
+    samples: Annotated[int, typer.Option(min=1, help="Number of random steps to simulate if there is jitter.")] = 64
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False
+    old: OldSimOptions = NO_OLD_OPTIONS
+
+
+@expand_options
+def sim(options: SimOptions) -> None:
+    """Simulate a training step: the program that the runtime performs, timed with a cluster's published figures.
+
+    [bold]Examples[/bold]
+
+      thinwire sim --model llama-7b --cluster a800-80g:128x8 --plan preset:zero1-node --seq 4096
+
+      thinwire sim --model llama-13b --cluster h100-80g:32x8 --plan preset:zeropp --sweep internode_gbps=50,100,200,400
+
+      thinwire sim --model llama-7b --cluster a800-80g:8x8 --plan preset:zero3 --trace step.json
+
+      thinwire sim --model llama-7b --cluster a800-80g:128x8 --plan preset:mics --jitter 0.05 --straggler 1.2
+
+      thinwire sim --model llama-7b --cluster a800-80g:4x8 --memory
+
+      thinwire sim --cases cases.json --json
+    """
+    with explained(as_json=options.as_json):
+        from thinwire.sim import answer
+
+        if options.memory:
+            _show_memory(options)
+            return
+        cases = _cases_of(options)
+        answers = [answer(case, trace=options.trace is not None) for case in cases]
+        if options.trace is not None:
+            _write_trace(options.trace, answers[0])
+        if options.plot is not None and options.sweep is not None:
+            _draw(options.plot, options.sweep.partition("=")[0], answers)
+        uneven = _disturbed(cases, options)
+        if options.as_json:
+            is_list = options.cases is not None or options.sweep is not None
+            _print_json(answers, uneven, is_list=is_list)
+        else:
+            _show(answers)
+            if uneven:
+                _show_uneven(answers, uneven)
+
+
+def _show_memory(options: SimOptions) -> None:
+    """Show the memory of a rank instead of the time of a step.
+
+    Raises:
+        UsageError: there is no model or no cluster, or a setting is not one of the cluster.
+    """
+    from thinwire.cli.planning.job import NO_OLD_CLUSTER_OPTIONS, cluster_settings
+    from thinwire.cli.planning.memory import MemoryOptions, show_memory
+    from thinwire.errors import UsageError
+
+    if options.model is None or options.cluster is None:
+        raise UsageError(
+            "--model and --cluster are missing: thinwire sim --memory --model llama-7b --cluster a800-80g:8x8"
+        )
+    shown = MemoryOptions(
+        options.model,
+        options.cluster,
+        plan=None if options.plan is None else options.plan.split(","),
+        seq=options.seq,
+        micro_batches=options.micro_batches or 1,
+        recompute=options.recompute,
+        as_json=options.as_json,
+    )
+    show_memory(shown, cluster_settings(options.settings or (), NO_OLD_CLUSTER_OPTIONS))
+
+
+def _cases_of(options: SimOptions) -> list[Case]:
+    """The steps to simulate.
+
+    Raises:
+        UsageError: an option lacks another one that it needs, or the values of the sweep cannot be read.
+    """
+    from thinwire.errors import UsageError
+    from thinwire.sim import read_cases
+
+    if options.plot is not None and options.sweep is None:
+        raise UsageError(f"--plot {options.plot} needs --sweep KEY=A,B,...: the values to draw")
+    if options.cases is not None:
+        cases = read_cases(options.cases)
+    elif options.model is None or options.cluster is None:
+        raise UsageError("--model and --cluster are missing: thinwire sim --model llama-7b --cluster a800-80g:8x8")
+    else:
+        cases = _swept(_fields(options, options.model, options.cluster), options.sweep)
+    if options.trace is not None and len(cases) != 1:
+        raise UsageError(f"--trace {options.trace} takes exactly one step, but there are {len(cases)}")
+    return cases
+
+
+def _fields(options: SimOptions, model: str, cluster: str) -> dict[str, Any]:
+    """The keys of one case: those of the plan, and over them the options that the user gave."""
+    from thinwire.spec.io import apply_settings
+
+    plan = options.plan or "preset:thinwire"
+    fields = _plan_fields(plan, model, options.seq) | _cluster_fields(cluster) | {"model": model}
+    given = {
+        "seq": options.seq,
+        "micro_batches": options.micro_batches,
+        "recompute": options.recompute or None,
+        "engine": options.engine,
+    }
+    fields |= {key: value for key, value in given.items() if value is not None}
+    fields = apply_settings(fields, [*moved(options.old, _OLD_SETTINGS), *(options.settings or ())])
+    if isinstance(words := fields.get("overlap"), str):
+        names = [word.strip() for word in words.split(",")]
+        fields["overlap"] = [] if names == ["none"] else names
+    return fields
+
+
+def _cluster_fields(cluster: str) -> dict[str, Any]:
+    from thinwire.spec import ClusterSpec
+
+    if cluster.endswith(".toml"):
+        return {"cluster": cluster}
+    machine = ClusterSpec.named(cluster)
+    return {"gpu": cluster.partition(":")[0], "gpus": machine.gpus, "gpus_per_node": machine.gpus_per_node}
+
+
+def _plan_fields(plan: str, model: str, seq: int | None) -> dict[str, Any]:
+    """What a preset or a plan file determines about a case."""
+    from thinwire.errors import SpecError
+    from thinwire.sim.cases import OVERLAPS, PLAN_KEYS
+    from thinwire.spec import ModelSpec, Plan
+
+    if plan.startswith("preset:"):
+        return {"plan": plan.removeprefix("preset:")}
+    loaded = Plan.load(plan)
+    for axis, ways in (("ep", loaded.ep), ("cp", loaded.cp)):
+        if ways > 1:
+            raise SpecError(plan, [f"{axis} = {ways}: thinwire sim plays plans without it; use {axis} = 1"])
+    table = loaded.to_dict()
+    return {
+        "plan": {key: table[key] for key in PLAN_KEYS if key in table},
+        "wire": table.get("wire", {}),
+        "overlap": [name for name in OVERLAPS if getattr(loaded.overlap, name)],
+        "micro_batch_tokens": loaded.micro_batch * (seq or ModelSpec.named(model).seq),
+        "micro_batches": loaded.micro_batches,
+        "recompute": loaded.recompute,
+        "tp": loaded.tp,
+        "pp": loaded.pp,
+        "dtype": loaded.compute_dtype,
+    }
+
+
+def _swept(fields: dict[str, Any], sweep: str | None) -> list[Case]:
+    from thinwire.errors import UsageError
+    from thinwire.sim import Case
+
+    if sweep is None:
+        return [Case.parse(fields, "the step")]
+    key, equals, values = sweep.partition("=")
+    if not equals or key not in SWEPT:
+        raise UsageError(f"--sweep {sweep} should be KEY=A,B,... with one of the keys {', '.join(SWEPT)}")
+    try:
+        numbers = [float(value) if key == "internode_gbps" else int(value) for value in values.split(",")]
+    except ValueError as error:
+        raise UsageError(f"--sweep {sweep}: {error}") from error
+    return [Case.parse({**fields, key: number, "id": f"{key}={number:g}"}, f"{key}={number:g}") for number in numbers]
+
+
+def _disturbed(cases: Sequence[Case], options: SimOptions) -> list[Disturbed]:
+    """The same steps under jitter, a straggler or a slow link; empty where no option asks for any of them."""
+    from thinwire.sim import Disturbance, disturbed
+
+    disturbance = Disturbance(options.jitter, options.link_jitter, options.straggler, options.slow_link)
+    if disturbance.nothing:
+        return []
+    samples = options.samples if options.jitter or options.link_jitter else 1  # without jitter, all samples are equal
+    return [disturbed(case, disturbance, samples=samples) for case in cases]
+
+
+def _write_trace(path: Path, answer: Answer) -> None:
+    from thinwire.program.timeline import chrome_trace
+
+    simulated = answer.simulated
+    path.write_text(json.dumps(chrome_trace({0: simulated.spans}, {0: simulated.levels})), encoding="utf-8")
+
+
+def _print_json(answers: Sequence[Answer], uneven: Sequence[Disturbed], *, is_list: bool) -> None:
+    """Print one object, or a list of them for several cases or a sweep."""
+    rows = [answer.to_dict() for answer in answers]
+    for row, spread in zip(rows, uneven, strict=False):
+        row["disturbed"] = asdict(spread)
+    print(json.dumps(rows if is_list else rows[0]))
+
+
+def _draw(path: Path, key: str, answers: Sequence[Answer]) -> None:
+    from thinwire.report import draw_sweep
+
+    first = answers[0]
+    lines = {
+        "seconds of a step": [answer.simulated.seconds for answer in answers],
+        "tokens/s of a GPU": [answer.tgs for answer in answers],
+        "MFU in %": [100 * answer.mfu for answer in answers],
+    }
+    x = [float(getattr(answer.case, key)) for answer in answers]
+    draw_sweep(path, key, x, lines, f"{first.model.name}, {first.cluster.name}, {first.plan.name}, simulated")
+
+
+def _show_uneven(answers: Sequence[Answer], uneven: Sequence[Disturbed]) -> None:
+    from thinwire.report import Sheet, rich_table
+
+    columns = ["", "plan", "step s", "median s", "5 %", "95 %", "times longer"]
+    rows = [
+        [
+            answer.case.id, answer.plan.name or "", f"{spread.undisturbed:.3f}", f"{spread.median:.3f}",
+            f"{spread.low:.3f}", f"{spread.high:.3f}", f"{spread.median / spread.undisturbed:.3f}",
+        ]
+        for answer, spread in zip(answers, uneven, strict=True)
+    ]  # fmt: skip
+    wide_console().print("", rich_table(Sheet(f"Disturbed, {uneven[0].samples} samples", columns, 2, rows)))
+
+
+def _show(answers: Sequence[Answer]) -> None:
+    from thinwire.report import Sheet, rich_table
+    from thinwire.units import format_bytes
+
+    columns = ["", "model", "cluster", "plan", "engine", "step s", "tokens/s/GPU", "MFU", "TFLOP/s", "exposed s",
+               "memory", ""]  # fmt: skip
+    rows = []
+    for answer in answers:
+        waited = {str(lane): seconds for lane, seconds in answer.simulated.exposed.items() if seconds >= 5e-4}
+        rows.append(
+            [
+                answer.case.id, answer.model.name or answer.case.model, answer.cluster.name or "",
+                answer.plan.name or "", answer.case.engine, f"{answer.simulated.seconds:.3f}", f"{answer.tgs:,.0f}",
+                f"{answer.mfu:.1%}", f"{answer.tflops:.0f}",
+                ", ".join(f"{lane} {seconds:.3f}" for lane, seconds in waited.items()),
+                format_bytes(answer.memory.total), "extrapolated" if answer.extrapolated else "",
+            ]
+        )  # fmt: skip
+    wide_console().print(rich_table(Sheet("Simulated steps", columns, 5, rows)))

@@ -1,0 +1,192 @@
+"""How ``thinwire plan`` shows plans: a table, sentences, and rows of JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from thinwire.cli.planning.answer import Answer
+    from thinwire.plan import Candidate, Explanation, Searched, TrainingJob
+    from thinwire.report import Sheet
+    from thinwire.spec import ModelSpec
+
+
+def listed(searched: Searched, top: int) -> list[Candidate]:
+    """The chosen plan, then the best plans and classic systems by time, then the classic systems that do not fit."""
+    first, rest = list(searched.candidates[:1]), list(searched.candidates[1:top])
+    others = sorted([*rest, *(c for c in searched.classics if c.fits)], key=lambda c: c.seconds)
+    return [*first, *others, *(c for c in searched.classics if not c.fits)]
+
+
+def introduce(job: TrainingJob, answer: Answer) -> None:
+    """Add the model, the cluster, and what the times are based on."""
+    from thinwire.cost import NominalRates
+    from thinwire.units import format_bytes
+
+    cluster, model = job.cluster, job.model
+    answer.show(
+        f"{model.name or 'model'}: {model.parameters / 1e9:.2f} billion parameters{_active(model)}, "
+        f"{job.seq:,} tokens a sequence, {job.tokens_per_step:,} a step; {cluster.name or 'cluster'}: "
+        f"{cluster.gpus:,} GPUs of {format_bytes(cluster.memory)}",
+    )
+    if isinstance(job.rates, NominalRates):
+        kernels = " and from times of kernels" if job.rates.has_kernels else ""
+        answer.show(f"times follow from published figures{kernels}, not from a profile of this cluster")
+    if job.compute_dtype == "float16":
+        answer.show(
+            "the accelerator has a peak for float16 and none for bfloat16: plans compute in float16, with loss scaling",
+        )
+
+
+def _active(model: ModelSpec) -> str:
+    """How much of a mixture of experts computes a token, as a part of a sentence."""
+    return "" if model.experts is None else f" ({model.active_parameters / 1e9:.2f} billion of them active)"
+
+
+def plan_sheet(job: TrainingJob, rows: Sequence[Candidate]) -> Sheet:
+    """The table of plans."""
+    from thinwire.report import Sheet
+
+    attention = "half of attention counted" if job.causal_flops else "attention counted in full"
+    with_price = job.cluster.price_per_gpu_hour is not None
+    with_cut = any(row.plan.ranks > row.plan.data_ranks for row in rows)
+    columns = [
+        "",
+        *(["tp x pp"] if with_cut else []),
+        "P",
+        "G",
+        "OS",
+        "secondary",
+        "codecs",
+        "batch",
+        "step s",
+        "waiting s",
+        "MFU",
+        "TGS",
+        "GiB",
+    ]
+    columns += ["per 10^9 tokens"] if with_price else []
+    return Sheet(
+        f"Plans, best first (MFU: {attention})",
+        [*columns, ""],
+        8 if with_cut else 7,
+        [
+            _cells(job, number, row, with_price=with_price, with_cut=with_cut)
+            for number, row in enumerate(rows, start=1)
+        ],
+    )
+
+
+def _cells(job: TrainingJob, number: int, row: Candidate, *, with_price: bool, with_cut: bool) -> list[str]:
+    chosen = row.plan
+    batch = f"{chosen.micro_batch} x {chosen.micro_batches}{' recompute' if chosen.recompute else ''}"
+    axes = {"tp": row.axes.sums, "pp": row.axes.messages, "idle": row.axes.idle}
+    axes |= {"ep": row.axes.experts, "cp": row.axes.context}
+    waiting = {**{str(lane): seconds for lane, seconds in row.simulated.exposed.items()}, **axes}
+    shown = " ".join(f"{lane} {seconds:.3f}" for lane, seconds in waiting.items() if seconds >= 5e-4)
+    cut = f"{chosen.tp} x {chosen.pp}{' interleaved' if chosen.schedule == 'interleaved' else ''}"
+    cells = [
+        f"{number} {row.label or ''}".strip(),
+        *([cut] if with_cut else []),
+        str(chosen.params),
+        str(chosen.grads),
+        str(chosen.optimizer),
+        str(chosen.secondary or "-"),
+        _codecs(row),
+        batch,
+        f"{row.seconds:.3f}",
+        shown or "-",
+        f"{row.mfu(job):.1%}",
+        f"{row.tokens_per_gpu_second(job):,.0f}",
+        f"{row.memory.total / 2**30:.1f}",
+    ]
+    if with_price:
+        cells.append(f"{row.cost_per_billion_tokens(job):,.0f}")
+    return [*cells, "" if row.fits else "does not fit"]
+
+
+def _codecs(row: Candidate) -> str:
+    short = {"gather": "gather", "reduce_intra": "inside", "reduce_inter": "across", "scatter": "scatter"}
+    short |= {"spread": "spread", "tp": "tp", "pp": "pp"}
+    codecs = row.plan.wire.codecs()
+    used = {name: codecs[key] for key, name in short.items() if key in codecs and not codecs[key].is_none}
+    return " ".join(f"{name} {codec}" for name, codec in used.items()) or "-"
+
+
+def search_line(searched: Searched, tie: float) -> str:
+    """The number of plans that were searched, and by how much any of them can be better than the first."""
+    sure = f"no other choice of factors, codecs and batch is faster by more than {searched.gap:.1%}"
+    if not searched.complete:
+        sure += " (raise --top to simulate more)"
+    cuts = f" with {searched.cuts} ways of tensor and pipeline parallelism" if searched.cuts > 1 else ""
+    quick = " and do not lose by what they compute alone" if searched.cuts > 1 else ""
+    return (
+        f"{searched.considered:,} plans{cuts}, of which {searched.fitting:,} fit{quick}; "
+        f"{searched.simulated} simulated: {sure}. Ties within {tie:.0%} go to the plan with fewer knobs."
+    )
+
+
+def basis_line(job: TrainingJob, chosen: Candidate) -> str:
+    """What the first plan's prediction rests on."""
+    from thinwire.plan import rests_on
+
+    basis = rests_on(job, chosen)
+    return f"estimate quality: compute {basis.computation}, network {basis.transfers}"
+
+
+def show_explanation(explanation: Explanation, chosen: Candidate, answer: Answer) -> None:
+    """Add what bounds the chosen plan, and what would change the choice."""
+    answer.show(f"\nbound by {explanation.binding}")
+    for cause, seconds in explanation.path.items():
+        answer.show(f"  {seconds:8.3f} s  {seconds / chosen.seconds:6.1%}  {cause}")
+    if explanation.noise:
+        low, high = explanation.noise
+        answer.show(f"with the quartiles of the profile: {low:.3f} to {high:.3f} s")
+    if explanation.runner_up:
+        answer.show(f"runner-up: {explanation.runner_up}")
+    for flip in explanation.flips:
+        after = "" if flip.seconds is None else f" ({flip.seconds:.3f} s)"
+        answer.show(f"with {flip.change}: {flip.plan}{after}")
+    if explanation.steady:
+        answer.show(f"the same plan with {'; '.join(explanation.steady)}")
+
+
+def row_json(job: TrainingJob, number: int, row: Candidate) -> dict[str, Any]:
+    """A row of the table as JSON."""
+    from thinwire.plan import rests_on
+
+    basis = rests_on(job, row)
+    return {
+        "rank": number,
+        "plan": row.plan.to_dict(),
+        "step_seconds": row.seconds,
+        "tgs": row.tokens_per_gpu_second(job),
+        "mfu": row.mfu(job),
+        "exposed_seconds": {str(lane): seconds for lane, seconds in row.simulated.exposed.items()},
+        "axis_seconds": {
+            "tp": row.axes.sums,
+            "pp": row.axes.messages,
+            "idle": row.axes.idle,
+            "ep": row.axes.experts,
+            "cp": row.axes.context,
+        },
+        "memory_bytes": {**row.memory.by_part(), "total": row.memory.total},
+        "fits": row.fits,
+        "label": row.label,
+        "cost_per_billion_tokens": row.cost_per_billion_tokens(job),
+        "extrapolated": row.simulated.extrapolated,
+        "basis": {"step": basis.step, "computation": basis.computation, "transfers": basis.transfers},
+    }
+
+
+def explanation_json(explanation: Explanation) -> dict[str, Any]:
+    """An explanation as JSON."""
+    return {
+        "binding": explanation.binding,
+        "critical_path": explanation.path,
+        "noise_seconds": explanation.noise,
+        "runner_up": explanation.runner_up,
+        "flips": [{"change": f.change, "plan": f.plan, "step_seconds": f.seconds} for f in explanation.flips],
+        "steady": list(explanation.steady),
+    }

@@ -1,0 +1,1 @@
+"""What all commands share: the console, errors, options, and loading on demand."""

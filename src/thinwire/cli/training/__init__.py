@@ -1,0 +1,1 @@
+"""``thinwire train``: training by a recipe, and the plan that it chooses."""

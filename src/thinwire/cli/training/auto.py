@@ -1,0 +1,138 @@
+"""``thinwire train --plan auto``: measures the cluster briefly, chooses a plan, and explains the choice."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from thinwire.spec import Factor
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from thinwire.plan import Chosen, CodecLevel, Freedom
+    from thinwire.spec import ModelSpec, Plan
+    from thinwire.spec.profile import Profile
+    from thinwire.spec.recipe import Recipe
+    from thinwire.train.automatic import Here
+    from thinwire.train.environment import Started
+    from thinwire.train.launching.resolved import ResolvedRun
+
+__all__ = ["choose_plan"]
+
+
+def choose_plan(
+    run: ResolvedRun, ranks: Started | None, profile: Path | None, codecs: CodecLevel | None, console: Console
+) -> tuple[Plan, Profile]:
+    """Choose the plan for a run.
+
+    Args:
+        run: The run under its recipe's plan. The choice keeps its ranks, its sequences per step, and the keys that the
+            search does not decide, such as dtypes.
+        ranks: The ranks that a launcher has started, all of which call this function; ``None`` if this process starts
+            them.
+        profile: Profile of the cluster; ``None`` measures one now.
+        codecs: How lossy codecs may be; ``None`` allows none, and says what they would gain.
+        console: Console that shows the choice and its reason.
+
+    Returns:
+        The chosen plan, the same on every rank, and the profile that the choice is based on.
+
+    Raises:
+        SpecError: The model's shape is unknown.
+        UsageError: No plan fits; the message lists remedies.
+    """
+    import thinwire.plan as planner
+    from thinwire.train.automatic import measure_and_choose
+    from thinwire.train.data.packing import prepare
+
+    recipe, resolved = run.recipe, run.plan
+    dataset = prepare(recipe.data)
+    shape = recipe.model.shape(vocab=dataset.vocab, seq=recipe.train.seq)
+    all_ranks = Factor(local=run.node_ranks, nodes=resolved.ranks // run.node_ranks)
+    clip, free = recipe.optimizer.clip is not None, _freedom(recipe, codecs)
+    with tempfile.TemporaryDirectory(prefix="thinwire-profile-") as directory:
+        if profile is not None:
+            source: Path | Here = profile
+        elif ranks is not None:
+            source = _here(recipe, all_ranks, ranks)
+        else:
+            source = _measured_apart(recipe, resolved, all_ranks, shape, Path(directory))
+        chosen, measured = measure_and_choose(
+            shape, recipe.train.seq, resolved, source, "--plan auto", clip=clip, free=free
+        )
+    _say(chosen, console)
+    for line in planner.replaced_keys(chosen.plan, resolved, recipe.plan):
+        console.print(line, markup=False, soft_wrap=True)
+    return chosen.plan, measured
+
+
+def _freedom(recipe: Recipe, codecs: CodecLevel | None) -> Freedom:
+    """What the search may choose: all but what the recipe's ``[train]`` decides.
+
+    A recipe's ``micro_batch`` and ``micro_batches`` say how many sequences a rank trains in a step, and the search
+    divides them; beside ``global_batch``, ``micro_batch`` is an upper limit.
+    """
+    from thinwire.plan import Freedom
+
+    train = recipe.train
+    return Freedom(
+        largest_micro_batch=train.micro_batch if train.global_batch is not None else None,
+        recompute=train.recompute,
+        cuts=recipe.model.kind != "huggingface",
+        codecs=codecs or "lossless",
+    )
+
+
+def _here(recipe: Recipe, mesh: Factor, ranks: Started) -> Here:
+    """The ranks that a launcher has started, of which this one has joined the others."""
+    from thinwire.cli.measuring.ranks import join, status
+    from thinwire.train.automatic import Here
+    from thinwire.train.environment import rank_device
+
+    device = rank_device(recipe.cluster.device, ranks.local_rank)
+    join(device, recipe.cluster.timeout)
+    return Here(mesh, device, status(ranks))
+
+
+def _measured_apart(recipe: Recipe, resolved: Plan, mesh: Factor, shape: ModelSpec, directory: Path) -> Path:
+    """The file of a profile that ranks make which are started for it."""
+    from thinwire.errors import UsageError
+    from thinwire.train.automatic import BUDGET
+
+    model, out = directory / "model.toml", directory / "profile.json"
+    shape.save(model)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(mesh.ranks),
+        "-m", "thinwire.cli.main", "profile", "--out", str(out), "--budget", f"{BUDGET:.0f}s", "--model", str(model),
+        "--seq", str(recipe.train.seq), "--micro-batch", str(resolved.micro_batch), "--dtype", resolved.compute_dtype,
+        "--nodes", str(mesh.nodes), "--device", recipe.cluster.device,
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode or not out.exists():
+        raise UsageError(f"--plan auto could not measure this machine:\n{result.stderr.strip()[-2000:]}")
+    return out
+
+
+def _say(choice: Chosen, console: Console) -> None:
+    """Print the plan, what bounds its step, which lossy codecs it has, and the fastest classic system."""
+    import thinwire.plan as planner
+
+    chosen = choice.predicted
+    lines = [
+        f"auto: {planner.summary(chosen.plan)}",
+        f"predicted step {chosen.seconds:.3f} s, bound by {planner.binding(choice.job, chosen)}",
+    ]
+    if choice.consent is not None:
+        lines.append(choice.consent)
+    plain = min((c for c in choice.searched.classics if c.fits), key=lambda c: c.seconds, default=None)
+    if plain is not None:
+        lines.append(
+            f"of the classic systems {plain.label} would be fastest: {plain.seconds:.3f} s, "
+            f"{plain.seconds / chosen.seconds:.2f} times as long"
+        )
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)

@@ -1,0 +1,327 @@
+"""``thinwire train``: trains a model by a recipe, draws its loss curve, and prints a summary."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from thinwire.cli.terminal.console import command_line
+from thinwire.cli.terminal.errors import explained
+from thinwire.cli.terminal.options import expand_options
+from thinwire.cli.terminal.summary import shown
+from thinwire.cli.training.advice import advised
+from thinwire.extras import require
+
+if TYPE_CHECKING:
+    from thinwire.spec.plan import Plan
+    from thinwire.spec.profile import Profile
+    from thinwire.spec.recipe import Recipe
+    from thinwire.train.directory import RunDirectory
+    from thinwire.train.environment import Hardware, Started
+    from thinwire.train.launching.resolved import ResolvedRun
+    from thinwire.train.observing.progress import Stream
+
+RUNS = Path("runs")
+"""Parent of the directories of runs without ``--out``."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The arguments and options of ``thinwire train``; each field's help says what it is."""
+
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="What to train; see recipes/.")]
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR|config.json",
+            help="What to train, instead of the recipe's model: a Hugging Face model's directory, from its weights if "
+            "it has any, or a configuration.",
+            show_default=False,
+        ),
+    ] = None
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLAN.toml|preset:NAME|auto",
+            help="How to shard it, instead of the recipe's plan; auto measures the cluster and chooses.",
+        ),
+    ] = None
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="PROFILE.json", help="With --plan auto: do not measure again.", show_default=False),
+    ] = None
+    codecs: Annotated[
+        Literal["none", "lossless", "standard", "aggressive"] | None,
+        typer.Option(
+            help="With --plan auto: how lossy codecs may be; without this option, auto uses none that lose anything.",
+            show_default="lossless",
+        ),
+    ] = None
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes; on one machine they are logical.", show_default=False)
+    ] = None
+    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks per node.", show_default=False)] = None
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe or, as plan.KEY, of the plan."),
+    ] = None
+    trace_steps: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIRST:LAST", help="Trace these steps into traces/ of the run, with all ranks.", show_default=False
+        ),
+    ] = None
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="THINWIRE_OUT", help="Directory of the run; by default a new one under runs/.", show_default=False
+        ),
+    ] = None
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic", help="Begin or continue with the ranks there are: same kind of plan, same global batch."
+        ),
+    ] = False
+    island: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="K",
+            help="With elastic islands: number of the island that this job is, from 0.",
+            show_default=False,
+        ),
+    ] = None
+    lighthouse: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="With elastic islands: where thinwire lighthouse runs.", show_default=False
+        ),
+    ] = None
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as JSON to stdout; progress goes to stderr.")
+    ] = False
+
+
+@expand_options
+def train(options: TrainOptions) -> None:
+    """Train a model on all ranks of this machine, or as one rank under torchrun or SLURM.
+
+    Ctrl-C and SIGTERM save and leave; a lost rank restarts the run from its last checkpoint.
+
+    [bold]Examples[/bold]
+
+      thinwire train recipes/quickstart.toml
+
+      thinwire train recipes/quickstart.toml --plan preset:zero3 --nodes 2 --nproc 2 --set train.steps=50
+
+      thinwire train recipes/quickstart.toml --plan auto --codecs standard --nodes 2 --nproc 2
+
+      thinwire train recipes/quickstart.toml --set plan.tp=2 --set plan.pp=2 --nodes 1 --nproc 4
+
+      thinwire train recipes/quickstart.toml --out runs/quickstart --resume
+
+      thinwire train recipes/quickstart.toml --trace-steps 10:13
+
+      thinwire train recipes/quickstart.toml --model ~/models/qwen3
+
+      torchrun --nproc-per-node 4 -m thinwire.cli.main train recipes/quickstart.toml --out runs/torchrun
+    """
+    with explained(as_json=options.as_json):
+        require("train", "thinwire train")
+        from thinwire.train.environment import started
+        from thinwire.train.launching.resolved import resolve_run
+
+        ranks = started()
+        recipe = _recipe(options)
+        directory = _directory(options, ranks)
+        stream: Stream = "stderr" if options.as_json else "stdout"
+        found = _hardware(recipe, ranks)
+        run = resolve_run(recipe, directory, ranks, found, resume=options.resume, stream=stream)
+        console = Console(stderr=options.as_json, quiet=ranks is not None and ranks.rank > 0, highlight=False)
+        run, measured = _choose_plan(options, run, ranks, console)
+        for note in (*(() if run.resume else _origin(run.recipe)), *run.notes, *run.replaced):
+            console.print(note, markup=False, soft_wrap=True)
+        with advised(options.recipe, run):
+            if ranks is None:
+                _launch(run, measured, console)
+            else:
+                _join(run, measured, console, ranks)
+        if ranks is None or ranks.rank == 0:
+            _finish(directory, console, options.as_json)
+
+
+def _recipe(options: TrainOptions) -> Recipe:
+    """The recipe, changed as the command line says."""
+    from thinwire.spec.recipe import Recipe
+
+    overrides = [*(options.settings or ())]
+    cluster = {"nodes": options.nodes, "nproc": options.nproc, "island": options.island}
+    overrides += [f"cluster.{key}={value}" for key, value in cluster.items() if value is not None]
+    overrides += [] if options.lighthouse is None else [f"cluster.lighthouse={json.dumps(options.lighthouse)}"]
+    overrides += ["cluster.elastic=true"] if options.elastic else []
+    if options.trace_steps is not None:
+        overrides.append(f"train.trace_steps={json.dumps(options.trace_steps)}")
+    plan = None if options.plan == "auto" else options.plan
+    model = None if options.model is None else str(options.model)
+    return Recipe.read(options.recipe, overrides, plan=plan, model=model)
+
+
+def _hardware(recipe: Recipe, ranks: Started | None) -> Hardware:
+    """The hardware of this host. A process that is not a rank itself asks the server of ranks, which has torch."""
+    from thinwire.train.environment import hardware
+    from thinwire.train.processes.server import found_hardware
+
+    return (found_hardware if ranks is None else hardware)(recipe.cluster.device)
+
+
+def _choose_plan(
+    options: TrainOptions, run: ResolvedRun, ranks: Started | None, console: Console
+) -> tuple[ResolvedRun, Profile | None]:
+    """The run under the plan that ``--plan auto`` chooses, and the profile behind the choice.
+
+    A run that continues on the same mesh keeps its plan.
+    """
+    from thinwire.cli.training.auto import choose_plan
+    from thinwire.errors import UsageError
+    from thinwire.spec.plan import Plan
+
+    if options.plan != "auto":
+        for option, value in (("--profile", options.profile), ("--codecs", options.codecs)):
+            if value is not None:
+                raise UsageError(f"{option} {value} requires --plan auto")
+        return run, None
+    before = Plan.load(run.directory.plan) if run.resume and run.directory.plan.exists() else None
+    if before is not None and _same_ranks(before, run.plan):
+        return run.with_plan(before), None
+    plan, measured = choose_plan(run, ranks, options.profile, options.codecs, console)
+    return run.with_plan(plan), measured
+
+
+def _same_ranks(before: Plan, now: Plan) -> bool:
+    """Whether a plan is for the ranks of this run, which the recipe may divide otherwise."""
+    return before.mesh == now.mesh if (before.tp, before.pp) == (now.tp, now.pp) else before.ranks == now.ranks
+
+
+def _origin(recipe: Recipe) -> tuple[str, ...]:
+    """The weights that a Hugging Face model starts from, in one sentence; nothing for models of our own."""
+    model = recipe.model
+    if model.kind != "huggingface":
+        return ()
+    source = model.path or (model.config if isinstance(model.config, str) else "the recipe")
+    if model.starts_from_files:
+        return (f"starting from the weights in {source}",)
+    return (f"starting at random, from seed {recipe.train.seed}: the configuration is that of {source}",)
+
+
+def _directory(options: TrainOptions, ranks: Started | None) -> RunDirectory:
+    from thinwire.errors import UsageError
+    from thinwire.train.directory import RunDirectory
+
+    if options.out is not None:
+        return RunDirectory(options.out.resolve())
+    if ranks is not None:
+        # Each rank would look for a free name by itself, and not all at the same moment.
+        raise UsageError(
+            f"--out is missing: {ranks.by} started this rank, and all ranks need one directory; add --out DIR"
+        )
+    return RunDirectory(default_directory(RUNS.resolve(), options.recipe.stem, resume=options.resume))
+
+
+def default_directory(parent: Path, stem: str, *, resume: bool) -> Path:
+    """The directory of a run that has no ``--out``: ``parent/stem``, ``parent/stem-2`` and so on.
+
+    Args:
+        parent: Parent directory of all runs.
+        stem: Name of the recipe's file without its suffix.
+        resume: Take the newest directory that exists, not the first that does not.
+
+    Returns:
+        The directory.
+    """
+    number = 1
+    newest = path = parent / stem
+    while path.exists() and any(path.iterdir()):
+        newest, number = path, number + 1
+        path = parent / f"{stem}-{number}"
+    return newest if resume else path
+
+
+def _launch(run: ResolvedRun, profile: Profile | None, console: Console) -> None:
+    """Start this machine's ranks and wait for them."""
+    from thinwire.program import idle_codecs
+    from thinwire.train.data.packing import prepare
+    from thinwire.train.launching.versions import versions
+    from thinwire.train.processes.launch import launch
+
+    def report(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    directory, plan = run.directory, run.plan
+    directory.check(resume=run.resume)
+    if run.resume:
+        directory.check_same(run.recipe)
+    with directory.held(), directory.unless_refused():
+        # Here rather than on the ranks: errors in the data are found before anything starts.
+        dataset = prepare(run.recipe.data, report)
+        directory.open(run.recipe, plan, versions(), command=command_line(), profile=profile)
+        for line in (plan.describe(), *idle_codecs(plan)):
+            report(line)
+        report(
+            f"{len(dataset.train):,} tokens to train on, {len(dataset.validation):,} to validate, vocabulary "
+            f"{dataset.vocab:,}, unigram entropy {dataset.unigram_entropy:.3f} nats"
+        )
+        report(f"writing to {shown(directory.path)}")
+        launch(run, report)
+
+
+def _join(run: ResolvedRun, profile: Profile | None, console: Console, ranks: Started) -> None:
+    """Be one rank of a run that a launcher of the user's has started."""
+    import os
+
+    from thinwire.program import idle_codecs
+    from thinwire.train.launching.versions import versions
+    from thinwire.train.worker import recorded_failure, train
+
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    directory, plan = run.directory, run.plan
+    with recorded_failure(directory.logs), contextlib.ExitStack() as stack:
+        if ranks.rank == 0:
+            stack.enter_context(directory.held())
+            stack.enter_context(directory.unless_refused())
+            if not restarted:
+                directory.check(resume=run.resume)
+                if run.resume:
+                    directory.check_same(run.recipe)
+            directory.open(run.recipe, plan, versions(), command=command_line(), profile=profile)
+            for line in (plan.describe(), *idle_codecs(plan)):
+                console.print(line, markup=False, soft_wrap=True)
+        train(dataclasses.replace(run, resume=run.resume or restarted), launched=False)
+
+
+def _finish(directory: RunDirectory, console: Console, as_json: bool) -> None:
+    """Draw the loss curve and print the summary, or the step at which the run stopped."""
+    from thinwire.cli.terminal.summary import summary_table
+    from thinwire.cli.training.picture import draw_losses
+    from thinwire.record import began, read_run
+
+    record = read_run(directory.path)
+    records = record.records
+    draw_losses(records, directory)
+    if not directory.summary.exists():
+        step = records[-1]["step"] if records else 0
+        if as_json:
+            print(json.dumps({"stopped": True, "steps": step, "directory": str(directory.path)}))
+        return
+    summary: dict[str, Any] = json.loads(directory.summary.read_text())
+    if as_json:
+        print(json.dumps(summary))
+    console.print(summary_table(summary, records, began(record.starts), directory))

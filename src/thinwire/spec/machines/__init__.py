@@ -1,0 +1,1 @@
+"""Clusters: their nodes, links and switches, and what was measured of them."""

@@ -1,0 +1,199 @@
+"""Unlike nodes of one cluster, the market that rents them, and how often they fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final
+
+from pydantic import Field
+
+from thinwire.spec.base import Bandwidth, Bytes, Count, Positive, Problem, Seconds, Spec, rule
+from thinwire.spec.machines.accelerators import ACCELERATORS
+
+__all__ = [
+    "INSIDE_LATENCY",
+    "NIC_LATENCY",
+    "Failures",
+    "Link",
+    "Machines",
+    "NodeGroup",
+    "Spot",
+    "machine_figures",
+    "weakest",
+]
+
+INSIDE_LATENCY: Final = 3e-6
+"""Latency in seconds between two accelerators of a node: typical of NVLink under NCCL."""
+
+NIC_LATENCY: Final = 10e-6
+"""Latency in seconds between two nodes: typical of RDMA under NCCL."""
+
+MEMORY_BANDWIDTH: Final = 8e12
+"""Bits per second of an accelerator's memory where none is given."""
+
+Rate = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+"""Events per hour."""
+
+LongSeconds = Annotated[Seconds, Field(gt=0)]
+"""A duration above 0."""
+
+
+class Link(Spec):
+    """One class of link, in one direction. A transfer of n bytes takes ``latency + 8 n / bandwidth``."""
+
+    toml_inline: ClassVar[bool] = True
+
+    bandwidth: Bandwidth = Field(description='bits per second, or text such as "200gbit" or "25GB/s"')
+    latency: Seconds = Field(default=0.0, description='seconds, or text such as "5us"')
+
+
+class Spot(Spec):
+    """Nodes that cost less and may be taken away."""
+
+    toml_inline: ClassVar[bool] = True
+
+    discount: Annotated[float, Field(strict=True, gt=0, lt=1)] = Field(
+        description="share of the price that is saved, between 0 and 1"
+    )
+    interruptions_per_hour: Rate = Field(description="how often one node is taken away, on average in an hour")
+    replacement: Seconds = Field(
+        default=0.0, description='until another node takes its place: seconds, or text such as "3min"'
+    )
+
+
+class Failures(Spec):
+    """How often nodes fail, and what a failure costs. All nodes of a synchronous job stop with one of them."""
+
+    mtbf: LongSeconds | None = Field(
+        default=None, description='mean time between failures of one node, such as "2000h"; unset: nodes never fail'
+    )
+    restart: Seconds = Field(default=300.0, description="from a failure to the first new step, load included")
+    checkpoint: LongSeconds = Field(default=30.0, description="for which a checkpoint holds training up")
+    interval: LongSeconds | None = Field(default=None, description="checkpoint interval; unset: optimal")
+
+
+class Machines(Spec):
+    """What a cluster says of its nodes, and a group of the cluster of its own ones. What a group leaves out, it takes
+    from its accelerator, then from the cluster."""
+
+    name: str | None = Field(default=None, description="label")
+    accelerator: str | None = Field(default=None, description="name of the accelerator, for its published figures")
+    nodes: Count = Field(description="number of nodes (N)")
+    gpus_per_node: Count | None = Field(default=None, description="accelerators per node (R): all nodes have as many")
+    memory: Bytes | None = Field(default=None, description='memory of one accelerator, "80GiB" or bytes')
+    peak_flops: Annotated[dict[str, Positive], Field(min_length=1)] | None = Field(
+        default=None, description="peak FLOP/s of one accelerator by dtype, for example { bfloat16 = 312e12 }"
+    )
+    memory_bandwidth: Bandwidth | None = Field(
+        default=None, description='bits per second of one accelerator\'s memory, or text such as "2TB/s"'
+    )
+    price_per_gpu_hour: Positive | None = Field(
+        default=None, description="price of one accelerator for an hour; of a cluster of groups, the mean"
+    )
+    spot: Spot | None = Field(default=None, description="discount of nodes that may be taken away")
+    kernels: str | None = Field(default=None, description="file with times of kernels, as `thinwire kernels` writes it")
+
+    @rule("accelerator")
+    def _the_accelerator_is_known(self) -> Iterator[Problem]:
+        """``accelerator`` is one of the [names below](#accelerators)."""
+        if self.accelerator is not None and self.accelerator not in ACCELERATORS:
+            yield Problem("accelerator", f"= {self.accelerator!r} is unknown; valid are {', '.join(ACCELERATORS)}")
+
+
+class NodeGroup(Machines):
+    """Nodes of one kind. What a group leaves out, it takes from its accelerator, then from the cluster."""
+
+    inside: Link | None = Field(default=None, description="as `links.inside` of the cluster")
+    nic: Link | None = Field(default=None, description="as `links.nic` of the cluster")
+    zone: str = Field(default="", description="name of the zone; `links.zone` joins zones")
+
+    @property
+    def label(self) -> str:
+        """What tables call the group."""
+        return self.name or self.accelerator or "nodes"
+
+
+GROUP_FIGURES: Final = (
+    "gpus_per_node", "memory", "peak_flops", "memory_bandwidth", "inside", "nic", "price_per_gpu_hour", "spot",
+    "kernels",
+)  # fmt: skip
+"""Keys that a group takes from its cluster where it leaves them out."""
+
+
+def group_problems(
+    groups: Sequence[NodeGroup], gpus_per_node: int, peaks: Mapping[str, float], *, joined: bool
+) -> Iterator[Problem]:
+    """What keeps groups from being one cluster.
+
+    Args:
+        groups: The groups, complete.
+        gpus_per_node: Accelerators per node of the cluster.
+        peaks: Peak FLOP/s by the dtypes that all groups have.
+        joined: Whether a link joins zones.
+    """
+    for number, group in enumerate(groups):
+        if group.gpus_per_node not in (None, gpus_per_node):
+            yield Problem(
+                f"groups.{number}.gpus_per_node",
+                f"= {group.gpus_per_node} differs from {gpus_per_node} of other nodes: ranks form a grid; describe a "
+                "larger node as several smaller ones",
+            )
+    zones = list(dict.fromkeys(group.zone for group in groups))
+    if len(zones) > 1 and not joined:
+        names = ", ".join(map(repr, zones))
+        yield Problem("links.zone", f"is missing: the groups are in the zones {names}, and nothing joins them")
+    if groups and not peaks:
+        dtypes = "; ".join(", ".join(group.peak_flops or {}) for group in groups)
+        yield Problem("groups", f"have no dtype in common in peak_flops: {dtypes}")
+
+
+def machine_figures(name: object) -> dict[str, Any]:
+    """Published figures of an accelerator in its usual machine, by key of a group; nothing for an unknown name."""
+    kind = ACCELERATORS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        return {}
+    return {
+        "gpus_per_node": kind.gpus_per_node,
+        "memory": kind.memory,
+        "peak_flops": kind.peak_flops,
+        "memory_bandwidth": kind.memory_bandwidth,
+        "inside": Link(bandwidth=kind.inside, latency=INSIDE_LATENCY),
+        "nic": Link(bandwidth=kind.nic, latency=NIC_LATENCY),
+    }
+
+
+def completed(group: NodeGroup, defaults: Mapping[str, Any]) -> NodeGroup:
+    """A group with all figures: its own, those of its accelerator, then those of the cluster.
+
+    Args:
+        group: The group as it was written.
+        defaults: Values of the cluster, by key of a group.
+    """
+    known = {**defaults, **machine_figures(group.accelerator)}
+    known["gpus_per_node"] = defaults.get("gpus_per_node") or known.get("gpus_per_node")
+    missing = {key: known[key] for key in GROUP_FIGURES if getattr(group, key) is None and known.get(key) is not None}
+    return group.with_(**missing) if missing else group
+
+
+def weakest(groups: Sequence[NodeGroup]) -> dict[str, Any]:
+    """For each figure, the worst of all groups; the mean of their prices, by key of a group.
+
+    A figure that some group lacks is left out.
+    """
+
+    def given(key: str) -> list[Any]:
+        values = [getattr(group, key) for group in groups]
+        return [] if None in values else values
+
+    figures: dict[str, Any] = {key: min(values) for key in ("memory", "memory_bandwidth") if (values := given(key))}
+    if peaks := given("peak_flops"):
+        common = [dtype for dtype in peaks[0] if all(dtype in peak for peak in peaks)]
+        figures["peak_flops"] = {dtype: min(peak[dtype] for peak in peaks) for dtype in common}
+    for key in ("inside", "nic"):
+        if links := given(key):
+            slow = min(link.bandwidth for link in links)
+            figures[key] = Link(bandwidth=slow, latency=max(link.latency for link in links))
+    if prices := given("price_per_gpu_hour"):
+        counts = [group.nodes for group in groups]
+        figures["price_per_gpu_hour"] = sum(map(float.__mul__, prices, map(float, counts))) / sum(counts)
+    return figures

@@ -1,0 +1,138 @@
+"""The model of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from thinwire.errors import SpecError
+from thinwire.spec.base import Count, Flag, Positive, Problem, Share, rule
+from thinwire.spec.models.huggingface import huggingface_shape
+from thinwire.spec.models.model import Dimensions, ModelSpec
+
+__all__ = ["ModelRecipe"]
+
+_DIMENSIONS = (
+    "preset", "layers", "hidden", "heads", "kv_heads", "ffn", "experts", "active_experts", "expert_ffn",
+)  # fmt: skip
+"""Keys of a model's shape."""
+
+
+class ModelRecipe(Dimensions):
+    """The model: a Llama or GPT by dimensions or preset, or a Hugging Face model by path or configuration."""
+
+    preset: str | None = Field(
+        default=None, description='a published shape, for example "llama-7b"; other keys of this section override it'
+    )
+    max_seq: Count | None = Field(default=None, description="longest sequence, in tokens; default: train.seq")
+    norm_eps: Positive = Field(default=1e-5, description="epsilon of the normalization layers")
+    rope_theta: Positive = Field(default=10_000.0, description="base of the rotary frequencies")
+    positions: Literal["rotary", "learned"] = Field(default="rotary", description="position embedding (gpt)")
+    rotary_share: Share = Field(default=0.25, description="fraction of each head's channels to rotate (gpt)")
+    parallel_residual: Flag = Field(
+        default=True, description="whether attention and feed-forward read the same input, as in GPT-NeoX (gpt)"
+    )
+    path: str | None = Field(default=None, description="directory with config.json and weights (huggingface)")
+    weights: Literal["file", "random"] | None = Field(
+        default=None,
+        description="initial weights: the safetensors files in path, or random values from train.seed; default: "
+        "file with path, random with config (huggingface)",
+    )
+    config: str | dict[str, Any] | None = Field(
+        default=None,
+        description="a config.json, or a table of its keys including model_type; weights start at random (huggingface)",
+    )
+
+    @property
+    def starts_from_files(self) -> bool:
+        """Whether training starts from weights in files rather than random values."""
+        return self.path is not None and self.weights != "random"
+
+    def shape(self, *, vocab: int, seq: int) -> ModelSpec:
+        """Resolve the model's dimensions.
+
+        Args:
+            vocab: Tokens in the vocabulary, used if the recipe sets none.
+            seq: Longest sequence in tokens, used if the recipe sets none.
+
+        Returns:
+            The shape.
+
+        Raises:
+            SpecError: A dimension is missing or does not divide another, or ``ModelSpec`` cannot describe the
+                architecture (an unknown family of mixtures of experts).
+        """
+        if self.kind == "huggingface":
+            source = self.path if self.config is None else self.config
+            assert source is not None, "a rule of this type"
+            return ModelSpec.parse({**huggingface_shape(source), "seq": self.max_seq or seq}, "model")
+        own = {
+            "kind": self.kind,
+            "layers": self.layers,
+            "hidden": self.hidden,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "ffn": self.ffn,
+            "experts": self.experts,
+            "active_experts": self.active_experts,
+            "expert_ffn": self.expert_ffn,
+            "vocab": self.vocab or vocab,
+            "seq": self.max_seq or seq,
+            "tied_embedding": self.tied_embedding,
+        }
+        given = {key: value for key, value in own.items() if value is not None}
+        if self.preset is None:
+            return ModelSpec.parse(given, "model")
+        # A preset's name implies its kind; llama is only this recipe's default.
+        if "kind" not in self.model_fields_set:
+            del given["kind"]
+        return ModelSpec.preset(self.preset, **given)
+
+    @rule(*_DIMENSIONS, "kind", "tied_embedding")
+    def _dimensions_are_whole(self) -> Iterator[Problem]:
+        if self.kind == "huggingface":
+            return
+        if self.preset is not None and self.preset not in (names := ModelSpec.preset_names()):
+            yield Problem("preset", f"= {self.preset!r} is no published shape; valid are {', '.join(names)}")
+            return
+        try:
+            shape = self.shape(vocab=1, seq=1)
+        except SpecError as error:
+            for problem in error.problems:
+                key, _, why = problem.partition(" ")
+                yield Problem(key, why)
+            return
+        if self.positions == "rotary" and shape.head_dim % 2:
+            yield Problem(
+                "heads", f"= {shape.heads} gives an odd head width {shape.head_dim}; rotary needs an even one"
+            )
+        if self.kind == "gpt" and shape.kv_heads != shape.heads:
+            yield Problem("kv_heads", f"= {shape.kv_heads} is not heads = {shape.heads}; gpt has no grouped queries")
+
+    @rule("kind", "path", "weights")
+    def _weights_are_somewhere(self) -> Iterator[Problem]:
+        if self.weights is not None and self.kind != "huggingface":
+            yield Problem("weights", f'is for kind = "huggingface" only; kind = "{self.kind}"')
+        elif self.weights == "file" and self.path is None:
+            yield Problem("weights", '= "file" needs path, the directory that holds the files')
+
+    @rule("kind", "path", "config")
+    def _huggingface_has_a_source(self) -> Iterator[Problem]:
+        given = [name for name in ("path", "config") if getattr(self, name) is not None]
+        if self.kind == "huggingface" and len(given) != 1:
+            yield Problem(
+                "kind", f'= "huggingface" needs either path or config; given: {" and ".join(given) or "none"}'
+            )
+        if self.kind != "huggingface" and given:
+            yield Problem(given[0], f'is for kind = "huggingface" only; kind = "{self.kind}"')
+
+    @rule(*_DIMENSIONS, "kind")
+    def _huggingface_has_its_own_shape(self) -> Iterator[Problem]:
+        if self.kind == "huggingface":
+            for name in _DIMENSIONS:
+                if getattr(self, name) is not None:
+                    yield Problem(
+                        name, 'has no effect: a model of kind = "huggingface" has the shape that its config.json says'
+                    )

@@ -1,0 +1,1 @@
+"""What a plan is made of: tables, presets and policies."""
