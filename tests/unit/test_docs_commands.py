@@ -36,6 +36,7 @@ ELSEWHERE = {
     r"my-plan\.toml|runs/7b|~/models": "has files of the reader's",
     r"tutorial\.md: .* --profile profile\.json": "has a profile of the reader's cluster",
     r"--device cuda|benchmarks\.gpu run --results docs/": "needs a GPU",
+    r"build/lease/|gpu-records": "runs on a machine that is lent, with what `make gpu-lease` packs",
     r"deepspeed\d": "needs `make bench-peers`",
     r"examples/torchtitan": "needs torchtitan; tests/integrations/test_torchtitan.py runs it",
     r"build/frameworks/": "needs an environment that `make test-frameworks` makes",
