@@ -50,7 +50,7 @@ SHAPES = {
     "deep": {"vocab": 4096, "hidden": 512, "layers": 12, "heads": 8, "kv_heads": 8, "ffn": 1408, "seq": 256},
     "many-words": {"vocab": 24576, "hidden": 448, "layers": 8, "heads": 7, "kv_heads": 7, "ffn": 1280, "seq": 160},
 }
-"""The formulae were adjusted to the first two shapes; the third was measured afterwards (docs/memory.md)."""
+"""The formulae were adjusted to the first two shapes; the third was measured afterwards (docs/results/memory.md)."""
 
 TINY = {"vocab": 64, "hidden": 32, "layers": 2, "heads": 2, "kv_heads": 2, "ffn": 64, "seq": 16}
 STEPS = 3

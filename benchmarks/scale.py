@@ -1,6 +1,6 @@
 """Past the papers: models of 7 billion to a trillion parameters on a thousand to a hundred thousand GPUs, simulated.
 
-    python benchmarks/scale.py --page docs/scale.md --picture docs/results/scale.png
+    python benchmarks/scale.py --page docs/results/scale.md --picture docs/results/scale.png
 
 Classic plans are cases of ``thinwire sim``. The tables list them together with the planner's choices, without and with
 codecs, whose seconds also come from the simulator. Nothing was measured: every figure is an extrapolation (``~``).

@@ -21,7 +21,6 @@ copyright = author  # what Sphinx calls it
 version = release = thinwire.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-exclude_patterns = ["results"]
 html_theme = "furo"
 html_title = f"thinwire {release}"
 

@@ -3,7 +3,7 @@
     python tools/headline.py docs/speed.svg
 
 Every point is a median of interleaved rounds in docs/results/compressed.json (1 Gbit/s and 200 Mbit/s) and
-docs/results/compressed-50mbit.json; docs/compression.md has the commands that measured them. The share of a system is
+docs/results/compressed-50mbit.json; docs/results.md has the commands that measured them. The share of a system is
 the step time of a system that sends nothing, in the same rounds, divided by its own.
 """
 

@@ -1,8 +1,8 @@
 """What the Triton kernels take on GPUs that are not here, by their machine code, and the page that shows it.
 
 ``python -m tests.codecs.kernel_costs`` compiles all kernels of ``CASES`` and rewrites, for the installed release of
-Triton, its part of ``kernel_costs.json`` and ``docs/gpu-kernels.md``. The numbers of the file are also the budgets that
-``test_triton_budgets.py`` checks.
+Triton, its part of ``kernel_costs.json`` and ``docs/results/gpu-kernels.md``. The numbers of the file are also the
+budgets that ``test_triton_budgets.py`` checks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from thinwire.spec import CodecSpec
 __all__ = ["CASES", "FILE", "PAGE", "measure", "release", "rendered"]
 
 FILE = Path(__file__).with_name("kernel_costs.json")
-PAGE = Path(__file__).parents[2] / "docs" / "gpu-kernels.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "gpu-kernels.md"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 NUMEL = 1 << 16
 """Values of the tensor whose calls are compiled: whole tiles only."""
@@ -186,7 +186,7 @@ def sum_of(cost: dict[str, Any]) -> float:
 
 
 def _bytes_per_value(name: str, dtype: str) -> float:
-    """Bytes of the tensor and of the message. Those of variable length are about as long as docs/codecs.md says."""
+    """Bytes of the tensor and of the message. For variable lengths, docs/results/codecs.md has the typical one."""
     spec, item = CodecSpec(name), getattr(torch, dtype).itemsize
     bits = {"mpc": 12.5, "exp3": 11.3}.get(name)
     return float(item + (spec.max_wire_bytes(NUMEL, dtype) / NUMEL if bits is None else bits / 8))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +38,6 @@ class Toy(nn.Module):
 
 def run_code(code: str, directory: str) -> list[float]:
     """Run a page's Python on this rank; the weights it leaves."""
-    import os
-
     os.chdir(directory)
     torch.manual_seed(0)
     micro_batches = [{"x": torch.randn(2, 6)} for _ in range(2)]
@@ -49,7 +50,21 @@ def run_code(code: str, directory: str) -> list[float]:
     return [float(value) for value in after.flatten()]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/recipes.md"])
+def test_the_script_of_the_readme_runs_as_pasted(tmp_path: Path) -> None:
+    [script] = blocks("README.md", "python")
+    [command] = [line for block in blocks("README.md", "console") for line in block.splitlines() if "torchrun" in line]
+    (tmp_path / "train.py").write_text(script)
+    torchrun, *words = command.removeprefix("$ ").split()
+    assert torchrun == "torchrun"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]  # which takes a free port
+    done = subprocess.run([*launcher, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"^loss (\S+)$", done.stdout, re.MULTILINE)]
+    assert len(losses) == 2, done.stdout
+    assert max(losses) < 0.2, "of inputs with a variance of 1, halved"
+
+
+@pytest.mark.parametrize("page", ["docs/quickstart.md", "docs/float16.md"])
 def test_the_library_code_of_a_page_trains(page: str, tmp_path: Path) -> None:
     [code] = blocks(page, "python")
     [plan] = blocks("docs/quickstart.md", "toml")
@@ -69,7 +84,7 @@ def test_the_journey_names_every_stage_and_matches_its_page() -> None:
     for stage in ("plan", "layout", "ownership", "reduce", "sync", "spread", "gradient", "updated"):
         assert stage in first_words
     assert all(story[-2] == stories[0][-2] for story in stories), "ranks disagree on the updated weight"
-    [told] = blocks("docs/journey.md", "text")
+    [told] = blocks("docs/architecture.md", "text")
     # Lanes run concurrently, so the order of their transfers may vary.
     assert sorted(line for line in told.splitlines() if "[-" not in line) == sorted(
         line for line in stories[0] if "[-" not in line

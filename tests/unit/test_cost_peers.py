@@ -69,7 +69,7 @@ def test_an_unknown_system_is_refused() -> None:
 @pytest.mark.slow
 @needs_lab
 def test_our_zero3_needs_no_more_than_its_estimate() -> None:
-    # As many reductions count as may be in flight; how many are depends on the machine's pace (docs/memory.md).
+    # As many reductions count as may be in flight; how many are depends on the machine's pace (docs/results/memory.md).
     case = Case("thinwire-zero3", "wide", 2)
     assert 0.85 * estimated(case).total < measured(case)[0] < 1.02 * estimated(case).total
 

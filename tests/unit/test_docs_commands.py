@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 from thinwire.cli.main import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", "CONTRIBUTING.md"]
+PAGES += sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md") if "generated" not in page.parts)
 
 ELSEWHERE = {
     r"\$ sudo apt-get ": "changes the system",
@@ -31,10 +32,11 @@ ELSEWHERE = {
     r"\$ \S*python -m pytest": "is what runs this",
     r"\$ srun ": "needs SLURM",
     r"\$ torchrun --nnodes": "needs several machines",
-    r" (python|torchrun) train\.py": "starts a script of the reader's",
+    r" (python|torchrun) (--nproc-per-node 2 )?train\.py": "the reader's script, or the README's, which has a test",
     r"my-plan\.toml|runs/7b|~/models": "has files of the reader's",
     r"tutorial\.md: .* --profile profile\.json": "has a profile of the reader's cluster",
-    r"--device cuda": "needs a GPU",
+    r"--device cuda|benchmarks\.gpu run --results docs/": "needs a GPU",
+    r"build/lease/|gpu-records": "runs on a machine that is lent, with what `make gpu-lease` packs",
     r"deepspeed\d": "needs `make bench-peers`",
     r"examples/torchtitan": "needs torchtitan; tests/integrations/test_torchtitan.py runs it",
     r"build/frameworks/": "needs an environment that `make test-frameworks` makes",

@@ -118,7 +118,7 @@ def test_a_file_of_cases_names_every_mistake(tmp_path: Path) -> None:
 
 
 def test_the_cases_of_the_docs_are_answered(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
     path = tmp_path / "cases.json"
     path.write_text(page.split("```json\n")[1].split("```")[0])
     answers = [answer(one) for one in read_cases(path)]

@@ -55,7 +55,7 @@ def accuracy(subject: str, data: str, snr_db: float | None, dtype: str = "float3
 
 def test_a_small_run_writes_everything(tmp_path: Path) -> None:
     out, picture, page = tmp_path / "codecs.json", tmp_path / "codecs.png", tmp_path / "page.md"
-    page.write_text((ROOT / "docs" / "codecs.md").read_text())
+    page.write_text((ROOT / "docs" / "results" / "codecs.md").read_text())
     done = bench(*SMALL, *CHOSEN, "--json", out, "--plot", picture, "--page", page)
     assert done.exit_code == 0, done.output
     assert "int4:256,hadamard" in done.stdout
@@ -89,7 +89,7 @@ def test_a_small_run_writes_everything(tmp_path: Path) -> None:
 
 def test_each_instruction_set_has_a_column(tmp_path: Path) -> None:
     out, page = tmp_path / "codecs.json", tmp_path / "page.md"
-    page.write_text((ROOT / "docs" / "codecs.md").read_text())
+    page.write_text((ROOT / "docs" / "results" / "codecs.md").read_text())
     before = native_target()
     done = bench(
         "--codecs", "int4:256,exp3", "--sizes", "1MiB", "--rounds", "2", "--data", "none", "--peers", "none",
@@ -290,10 +290,10 @@ def test_an_empty_study_can_be_shown(tmp_path: Path) -> None:
 
 
 def test_the_page_s_code_runs_and_names_every_kind_of_codec() -> None:
-    page = (ROOT / "docs" / "codecs.md").read_text()
+    page = (ROOT / "docs" / "compression.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}
-    exec(compile(code, "codecs.md", "exec"), names)
+    exec(compile(code, "compression.md", "exec"), names)
     assert names["mean"].shape == (250_000,)
     for family in {re.split(r"[:\d]", codec)[0] for codec in CODECS}:
         assert f"`{family}" in page

@@ -83,7 +83,7 @@ def test_the_model_as_it_is_now_says_what_the_page_says(capsys: pytest.CaptureFi
     """Of the pairs that were measured for it, whatever has been changed since."""
     results = ROOT / "docs" / "results"
     page = tmp_path / "planner.md"
-    page.write_text((ROOT / "docs" / "planner.md").read_text(encoding="utf-8"), encoding="utf-8")
+    page.write_text((ROOT / "docs" / "results" / "planner.md").read_text(encoding="utf-8"), encoding="utf-8")
     planner(again=results / "planner.json", profiles=results / "planner", json_path=tmp_path / "now.json", page=page)
     assert "reached" in capsys.readouterr().out
     now, then = (json.loads(path.read_text()) for path in (tmp_path / "now.json", results / "planner.json"))
@@ -94,7 +94,7 @@ def test_the_model_as_it_is_now_says_what_the_page_says(capsys: pytest.CaptureFi
         f"step time, mean error over {len(now['pairs'])} pairs"
     ]
     assert float(error.rstrip("%")) <= 10
-    assert page.read_text(encoding="utf-8") == (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    assert page.read_text(encoding="utf-8") == (ROOT / "docs" / "results" / "planner.md").read_text(encoding="utf-8")
 
 
 def test_results_of_other_plans_are_not_predicted_again(tmp_path: Path) -> None:

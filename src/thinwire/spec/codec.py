@@ -49,7 +49,7 @@ class Family:
         lossless: whether decoding returns exactly what was encoded.
         variable_length: whether the size of a message depends on the values.
         typical_ratio: for a codec of variable length, bytes of the tensor over bytes of its message, by dtype, as
-            measured on trained weights (docs/codecs.md).
+            measured on trained weights (docs/results/codecs.md).
         profiled: texts that ``thinwire profile`` measures.
     """
 

@@ -92,7 +92,7 @@ def codecs(options: CodecsOptions) -> None:
 
       thinwire bench codecs --device cuda --sizes 64MiB,1GiB --json gpu.json
 
-      thinwire bench codecs --read codecs.json --page docs/codecs.md   (renders a page from an earlier run)
+      thinwire bench codecs --read codecs.json --page docs/results/codecs.md   (renders a page from an earlier run)
     """
     with explained():
         study = _read_or_measure(options)

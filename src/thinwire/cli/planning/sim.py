@@ -79,7 +79,7 @@ class SimOptions:
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Another key of the step, such as internode_gbps=25 or wire=zhybrid; see docs/simulator.md.",
+            help="Another key of the step, such as internode_gbps=25 or wire=zhybrid; see docs/planner.md.",
             show_default=False,
         ),
     ] = None
@@ -107,7 +107,7 @@ class SimOptions:
     cases: Annotated[
         Path | None,
         typer.Option(
-            metavar="CASES.json", help="Simulate many steps from a file; see docs/simulator.md.", show_default=False
+            metavar="CASES.json", help="Simulate many steps from a file; see docs/planner.md.", show_default=False
         ),
     ] = None
     trace: Annotated[

@@ -1,8 +1,8 @@
 """Peak memory of other systems from the same model: DDP, FSDP2 and DeepSpeed's ZeRO.
 
 Every system computes in bf16 and keeps fp32 masters with AdamW's two moments: DDP under autocast, FSDP2 with
-``MixedPrecisionPolicy(param_dtype=bfloat16)``, DeepSpeed with ``bf16``. docs/memory.md states each formula with its
-source, and what was measured.
+``MixedPrecisionPolicy(param_dtype=bfloat16)``, DeepSpeed with ``bf16``. docs/results/memory.md states each formula with
+its source, and what was measured.
 """
 
 from __future__ import annotations

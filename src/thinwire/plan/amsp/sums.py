@@ -1,8 +1,8 @@
 """AMSP's own cost model (arXiv 2311.00257, section 4): flat collectives in sequence, none of them hidden.
 
 Each term is a sum of ``t(operator, bytes, p0 x p1)``: the seconds of one collective over a two-dimensional group. A
-profile or the cluster's published figures provide them. The sums are the paper's, corrected where ``docs/planner.md``
-says so.
+profile or the cluster's published figures provide them. The sums are the paper's, corrected where
+``docs/publications.md`` says so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How far islands end above synchronous training: a fit to the study in docs/islands-study.md, and where it ends."""
+"""How far islands end above synchronous training: a fit to a study of islands (docs/islands.md), and where it ends."""
 
 from __future__ import annotations
 
