@@ -89,12 +89,49 @@ _ABOUT_WAITS: Final = "not planted and not launch and not times and not timed an
 _TEST_SECONDS: Final = 100
 _SECONDS: Final = 600
 
+_READ_WAITS: Final = "whoever reads a parameter waits (Passes.read); waiting here is earlier, not safer"
+_MEASURED: Final = "a measurement counts what is done; nothing reads memory after it"
+
 REASONS: Final[dict[str, str]] = {
+    "sharding/checkpointing/saving.py: wait_for_writer: _writer.join() -> _writer": (
+        "only the words of an error depend on it: whether a checkpoint has been written yet"
+    ),
+    "sharding/grads/reducer.py: Reducer.abort: self.join() -> self": (
+        "whoever writes gradients next waits (Reducer.begin), and reductions keep the memory that they read"
+    ),
+    "sharding/grads/reducer.py: Reducer.rescale_lost: self.join() -> self": (
+        "the norm of all gradients has been read before, and a load brings tensors of its own"
+    ),
+    "sharding/grads/reducer.py: Reducer._perform: reduction.wait() -> reduction": (
+        "it limits what is under way at once; whoever reads gradients waits for them"
+    ),
     "sharding/islands/lighthouse.py: Lighthouse._asking_anew: repeating.join() -> repeating": (
         "a thread ends; no memory is shared"
     ),
-    "sharding/lanes/lanes.py: Lanes.drain: worker.drain() -> worker": (
-        "a measurement counts what is done; nothing reads memory after it"
+    "sharding/lanes/lanes.py: Lanes.drain: worker.drain() -> worker": _MEASURED,
+    "sharding/runtime/runtime.py: Runtime.drain: self.lanes.drain() -> self.lanes": _MEASURED,
+    "sharding/optimizer/sharded_optimizer.py: ShareUpdate._as_needed: self._reducer.join() -> self._reducer": (
+        "the norm of all gradients has been measured, and measuring waits for them"
+    ),
+    "sharding/runtime/runtime.py: Runtime.zero_grad: self.reducer.join() -> self.reducer": (
+        "it marks gradients as empty; whoever writes them next waits (Reducer.begin)"
+    ),
+    "sharding/runtime/runtime.py: Runtime.finish_step: self.spreads.join() -> self.spreads": (
+        "where an exchange writes masters, the update has not begun to spread"
+    ),
+    "sharding/runtime/share_values.py: Masters.flush: spreads.join() -> spreads": (
+        "a write has waited (Masters.before_write), and nothing is spread between it and the flush"
+    ),
+    "sharding/step/param_broadcast.py: "
+    "Spreads.start_batch: self._sharded.units[index].join_spread() -> self._sharded.units[index]": _READ_WAITS,
+    "sharding/step/passes.py: Passes.note_plain: unit.join_spread() -> unit": _READ_WAITS,
+    "sharding/step/passes.py: Passes.pre_forward: unit.join_spread() -> unit": _READ_WAITS,
+    "sharding/step/passes.py: Passes._evaluate: unit.join_spread() -> unit": _READ_WAITS,
+    "sharding/step/step_check.py: GradientNorm._norms_of_units: self._reducer.join() -> self._reducer": (
+        "the loop waits for each reduction; waiting for all of them at once takes fewer calls"
+    ),
+    "intercept/queued.py: StreamQueue.perform: work.wait() -> work": (
+        "torch waits for what it has not asked to run asynchronously; here, the time is counted"
     ),
 }
 """Why a plant that no test misses is no fault, by its name."""

@@ -45,10 +45,12 @@ _STEPS: Final[list[Case]] = [
         (streams.assert_ends_ordered, (name, own, _OTHERS))
         for name, own in (("zero3", True), ("zero1", True), ("zero3", False), ("ddp", True), ("thinwire", True))
     ),
-    (streams.test_loops_order_every_access, (("ddp", "zero3"), "never")),
+    (streams.test_loops_order_every_access, (("ddp", "zero1", "zero3"), "never")),
+    (streams.test_clipping_of_slices_orders_every_access, ()),
     (streams.test_presets_order_every_access, ()),
     (streams.test_reductions_under_input_gradients_order_every_access, ()),
     *((streams.test_steps_with_a_loss_scale_order_every_access, ("zeropp", fused)) for fused in (False, True)),
+    (streams.test_the_end_of_encoding_orders_every_access, ()),
     *((delays.test_delayed_threads_change_no_loss, (name, "lanes")) for name in ("zero3", "ddp")),
 ]
 
@@ -66,6 +68,11 @@ CASES: Final[dict[str, list[Case]]] = {
     "sharding/islands/": _EXCHANGES,
     "sharding/runtime/": [*_STEPS, *_EXCHANGES],
     "sharding/lanes/late.py": [(norms.test_steps_equal_those_that_the_host_decides, (norms.FIRST,))],
+    "sharding/lanes/": [
+        (streams.test_a_drained_worker_has_nothing_left_to_do, ()),
+        (streams.test_who_waits_for_the_last_hop_releases_the_memory_of_all, ()),
+        *_STEPS,
+    ],
     "sharding/": [*_STEPS, (norms.test_steps_equal_those_that_the_host_decides, (norms.FIRST,))],
     "collectives/links/streams.py": [*_STEPS, (intercept.test_works_wait_on_streams_only, ())],
     "collectives/links/nccl.py": _STEPS,
