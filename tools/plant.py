@@ -105,6 +105,10 @@ REASONS: Final[dict[str, str]] = {
     "sharding/grads/reducer.py: Reducer._perform: reduction.wait() -> reduction": (
         "it limits what is under way at once; whoever reads gradients waits for them"
     ),
+    "sharding/hooks/module_hooks.py: "
+    '_InputGradientOf.end: self._home.visit() -> __import__("contextlib").nullcontext(False)': (
+        "nothing is freed before backward reaches the unit's input, in a hook that visits"
+    ),
     "sharding/islands/lighthouse.py: Lighthouse._asking_anew: repeating.join() -> repeating": (
         "a thread ends; no memory is shared"
     ),
