@@ -48,7 +48,7 @@ def journey() -> list[str]:
         if owned.fragment.slot.name == "2.weight":
             first = owned.fragment.offset
             story.append(
-                f"ownership  rank {engine.rank} updates elements {first}..{first + owned.fragment.length} of it"
+                f"ownership  rank {engine.sharded.rank} updates elements {first}..{first + owned.fragment.length} of it"
             )
 
     rank = control().rank

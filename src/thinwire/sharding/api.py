@@ -381,7 +381,8 @@ def progress(model: nn.Module, share: float) -> None:
     runtime_of(model).progress(share)
 
 
-def full_parameters(model: nn.Module, *, write: bool = False) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def full_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     """Keep whole, up-to-date parameters on every rank inside the block, in compute dtype, for export or for other code.
     Collective.
 
@@ -393,7 +394,8 @@ def full_parameters(model: nn.Module, *, write: bool = False) -> contextlib.Abst
     Raises:
         UsageError: Parameters were written without ``write``.
     """
-    return runtime_of(model).full_parameters(write=write)
+    with runtime_of(model).full_parameters(write=write):
+        yield
 
 
 def register_forward_method(model: nn.Module, name: str) -> None:
