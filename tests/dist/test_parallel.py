@@ -249,6 +249,22 @@ def test_every_axis_is_encoded() -> None:
             assert sent < 0.6 * plain
 
 
+def rank_norms(plan: tw.Plan) -> dict[str, torch.Tensor]:
+    model, optimizer = start("llama", plan)
+    train(model, optimizer, batches(plan, model.grid.data))
+    return {name: value for name, value in whole_parameters(model).items() if "norm" in name}
+
+
+@pytest.mark.parametrize("codec", ["int4:256", pytest.param("int4:256,stochastic", marks=pytest.mark.slow)])
+def test_what_tensor_parallel_ranks_hold_whole_stays_alike_under_codecs(codec: str) -> None:
+    """Each encodes its gradients beside other neighbours."""
+    plan = plan_for(2, 2, 1, wire={"reduce_intra": codec, "reduce_inter": codec})
+    first, *others = run_ranks(4, rank_norms, plan)
+    assert first
+    for other in others:
+        assert all(torch.equal(value, other[name]) for name, value in first.items())
+
+
 def rank_counts_twice(plans: list[tw.Plan]) -> list[tuple[frozenset[str], int]]:
     counts = []
     for plan in plans:

@@ -29,6 +29,11 @@ class Tensor:
     name: str
     numel: int
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether tensor parallelism leaves it whole, as it does norms."""
+        return "norm" in self.name
+
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
@@ -150,7 +155,7 @@ def _shared(part: ModelPart, ep: int) -> ModelPart:
 def _sliced(part: ModelPart, tp: int) -> ModelPart:
     """A tensor-parallel rank's share; norms are on every rank."""
     tensors = tuple(
-        tensor if "norm" in tensor.name else Tensor(tensor.name, -(-tensor.numel // tp)) for tensor in part.tensors
+        tensor if tensor.is_whole else Tensor(tensor.name, -(-tensor.numel // tp)) for tensor in part.tensors
     )
     return replace(
         part,

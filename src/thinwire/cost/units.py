@@ -132,9 +132,9 @@ def _flat_buffers(plan: Plan, cut: Iterable[tuple[ModelPart, _Kinds]]) -> list[_
 def _kinds(part: ModelPart, plan: Plan) -> _Kinds:
     """Tensors that may be encoded, and tensors that are always sent unencoded."""
     exact = bool(plan.units) and plan.override(part.name).codec is not None
-    if exact or not plan.wire.exclude:
+    if exact or not (plan.wire.exclude or plan.tp > 1):
         return [(not exact, part.tensors)]
-    excluded = {tensor: is_excluded(plan, tensor.name) for tensor in part.tensors}
+    excluded = {tensor: is_excluded(plan, tensor.name, is_whole=tensor.is_whole) for tensor in part.tensors}
     kinds = [(not out, tuple(t for t in part.tensors if excluded[t] is out)) for out in (False, True)]
     return [(encoded, tensors) for encoded, tensors in kinds if tensors]
 

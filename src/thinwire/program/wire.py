@@ -161,11 +161,21 @@ def change_sizes(plan: Plan, *, encoded: bool) -> MessageSizes:
     return change_encodings(plan).sizes() if encoded else MessageSizes.plain(ITEMSIZE["float32"])
 
 
-def is_excluded(plan: Plan, name: str) -> bool:
-    """Whether a parameter matches ``wire.exclude`` (shell patterns) and is therefore never encoded. Always false if the
-    plan has no codecs, because then no parameter needs a separate buffer."""
+def is_excluded(plan: Plan, name: str, *, is_whole: bool) -> bool:
+    """Whether a parameter is never encoded. Always false if the plan has no codecs, because then no parameter needs a
+    separate buffer.
+
+    It matches ``wire.exclude`` (shell patterns), or tensor-parallel ranks each hold all of it: encoded beside what else
+    each of them holds, their copies would drift apart.
+
+    Args:
+        plan: The plan.
+        name: Name of the parameter.
+        is_whole: Whether tensor parallelism, if the plan has some, does not cut the parameter.
+    """
     encodes = not plan.wire.is_none or (plan.islands is not None and not plan.islands.codec.is_none)
-    return encodes and any(fnmatch.fnmatchcase(name, pattern) for pattern in plan.wire.exclude)
+    shared = is_whole and plan.tp > 1
+    return encodes and (shared or any(fnmatch.fnmatchcase(name, pattern) for pattern in plan.wire.exclude))
 
 
 def idle_codecs(plan: Plan) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from torch import nn
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Lane
 from thinwire.sharding.memory.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
-from thinwire.sharding.memory.local import local_tensor
+from thinwire.sharding.memory.local import local_tensor, slice_of
 from thinwire.sharding.modules.discover import UnitModules
 from thinwire.sharding.params.param_group import FlatBuffer
 from thinwire.sharding.params.plan_codecs import (
@@ -42,7 +42,8 @@ def draw(modules: Sequence[UnitModules], plan: Plan, rank: int) -> list[Flat]:
         kinds: dict[tuple[bool, torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in unit.parameters:
             dtype = compute if parameter.is_floating_point() else parameter.dtype
-            encoded = dtype.is_floating_point and not exact and not is_excluded(plan, name)
+            is_whole = slice_of(name, parameter) is None
+            encoded = dtype.is_floating_point and not exact and not is_excluded(plan, name, is_whole=is_whole)
             kinds.setdefault((parameter.requires_grad, dtype, encoded), []).append((name, parameter))
         # Encoded buffers come first, in the order of reductions.
         for (trainable, dtype, encoded), named in sorted(kinds.items(), key=lambda kind: not kind[0][2]):
