@@ -8,8 +8,9 @@ A wait that no test misses is either not needed, or a race that only a card show
 WAITS lose the call, contexts named in VISITS do nothing, and EXTRA has faults of other kinds: memory that is dropped
 too early. For each, tests run until the first fails: those of ``tests/dist/planting.py`` in ranks that stay alive,
 others on a copy of the package. The checkout is not touched. Results are kept by the content of the file, so an
-interrupted run goes on where it ended; a whole run takes about half an hour on two cores. The exit status is 1 if
-something was missed that REASONS does not explain.
+interrupted run goes on where it ended, and a later one tries the test first that noticed a fault before; the first run
+takes about half an hour on two cores. What REASONS explains is planted with --again only. The exit status is 1 if
+something else was missed.
 """
 
 from __future__ import annotations
@@ -214,14 +215,20 @@ def _replaced(file: str, source: str, function: str, node: ast.expr, new: str) -
     return Plant(file, node.lineno, function, f"{ast.unparse(node)} -> {new}", text, source)
 
 
-def check(plant: Plant) -> str:
-    """The test that notices a fault; empty if none does."""
+def check(plant: Plant, before: str = "") -> str:
+    """The test that notices a fault; empty if none does.
+
+    Args:
+        plant: The fault.
+        before: The result of an earlier run, whose test comes first.
+    """
     tests = next(tests for start, tests in TESTS if plant.file.startswith(start))
     if tests is not None:
-        return check_copy(plant, tests)
+        first = before.removeprefix("tests/").split(" ")[0]
+        return check_copy(plant, (first, *tests) if first.startswith(tests) else tests)
     from tests.dist.planting import first_that_fails
 
-    return first_that_fails(plant.file, plant.where, plant.text, plant.original)
+    return first_that_fails(plant.file, plant.where, plant.text, plant.original, before)
 
 
 _OVERLAY: Final = """import sys
@@ -263,7 +270,7 @@ def main() -> int:
     """Plant what has no result yet, and print what became of all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="FILE[:LINE]", help="for example sharding/unit.py:136")
-    parser.add_argument("--again", action="store_true", help="also what has a result")
+    parser.add_argument("--again", action="store_true", help="also what has a result or a reason")
     parser.add_argument("--list", action="store_true", help="name the faults, and plant none")
     options = parser.parse_args()
     file, _, line = options.only.partition(":")
@@ -277,16 +284,17 @@ def main() -> int:
     table = Table("place", "fault", "noticed by", box=None)
     for each in chosen:
         key = hashlib.sha256(each.text.encode()).hexdigest()
-        if options.again or key not in records:
+        reason = REASONS.get(each.name)
+        if options.again or (key not in records and reason is None):
             began = time.monotonic()
-            records[key] = check(each)
+            records[key] = records[each.name] = check(each, records.get(each.name, ""))
             seconds = time.monotonic() - began
             print(f"{each.file}:{each.line}: {records[key] or 'MISSED'} ({seconds:.0f} s)", flush=True)
             RECORDS.parent.mkdir(exist_ok=True)
             RECORDS.write_text(json.dumps(records, indent=1), encoding="utf-8")
-        reason = REASONS.get(each.name)
-        missed += not records[key] and reason is None
-        noticed = records[key] or (f"no fault: {reason}" if reason else "MISSED")
+        found = records.get(key, "")
+        missed += not found and reason is None
+        noticed = found or (f"no fault: {reason}" if reason else "MISSED")
         table.add_row(f"{each.file}:{each.line}", each.what, noticed)
     console = Console(width=200)
     console.print(table)

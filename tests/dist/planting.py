@@ -151,7 +151,7 @@ def _planted(file: str, function: str, text: str, original: str) -> Iterator[Non
         run_ranks(_WORLD, swap, file, function, original)
 
 
-def first_that_fails(file: str, function: str, text: str, original: str) -> str:
+def first_that_fails(file: str, function: str, text: str, original: str, before: str = "") -> str:
     """Plant a fault, and call tests until one fails.
 
     Args:
@@ -159,6 +159,7 @@ def first_that_fails(file: str, function: str, text: str, original: str) -> str:
         function: Qualified name of the function that holds the fault.
         text: The file with the fault.
         original: The file as it is.
+        before: What an earlier call returned; its test comes first.
 
     Returns:
         The test, with its arguments and why it failed; empty if none does.
@@ -170,15 +171,19 @@ def first_that_fails(file: str, function: str, text: str, original: str) -> str:
         return run(pool, *args, timeout=min(timeout, _SECONDS), **options)
 
     with mock.patch.object(RankPool, "run", run_briefly), _planted(file, function, text, original):
-        for test, arguments in cases:
+        for test, arguments in sorted(cases, key=lambda case: not before.startswith(_named(*case))):
             with tempfile.TemporaryDirectory() as directory:
                 given = [Path(directory) if each is Path else each for each in arguments]
                 try:
                     test(*given)
                 except BaseException as error:
-                    words = ", ".join(str(each) for each in arguments if isinstance(each, str | bool))
-                    return f"{test.__name__}({words}): {_said(error)}"
+                    return f"{_named(test, arguments)}: {_said(error)}"
     return ""
+
+
+def _named(test: Callable[..., None], arguments: tuple[Any, ...]) -> str:
+    words = ", ".join(str(each) for each in arguments if isinstance(each, str | bool))
+    return f"{test.__name__}({words})"
 
 
 def _said(error: BaseException) -> str:
