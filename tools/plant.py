@@ -103,6 +103,9 @@ REASONS: Final[dict[str, str]] = {
     "sharding/grads/reducer.py: Reducer.rescale_lost: self.join() -> self": (
         "the norm of all gradients has been read before, and a load brings tensors of its own"
     ),
+    "sharding/grads/reducer.py: Reducer.forget_lost: self.join() -> self": (
+        "a reduction takes its residuals when it is submitted: it keeps them, and puts nothing back"
+    ),
     "sharding/grads/reducer.py: Reducer._perform: reduction.wait() -> reduction": (
         "it limits what is under way at once; whoever reads gradients waits for them"
     ),

@@ -92,6 +92,7 @@ def test_every_page_is_on_the_site() -> None:
 def test_the_readme_leads_to_the_index_and_repeats_little_of_it() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "docs/index.md" in LINK.findall(text)
+    assert len(text.splitlines()) < 80
     assert len(text.split()) < 650
 
 

@@ -135,6 +135,8 @@ def _kinds(part: ModelPart, plan: Plan) -> _Kinds:
     if exact or not (plan.wire.exclude or plan.tp > 1):
         return [(not exact, part.tensors)]
     excluded = {tensor: is_excluded(plan, tensor.name, is_whole=tensor.is_whole) for tensor in part.tensors}
+    if not any(excluded.values()):
+        return [(True, part.tensors)]
     kinds = [(not out, tuple(t for t in part.tensors if excluded[t] is out)) for out in (False, True)]
     return [(encoded, tensors) for encoded, tensors in kinds if tensors]
 

@@ -421,24 +421,22 @@ def register_forward_method(model: nn.Module, name: str) -> None:
 def traffic(model: nn.Module) -> dict[str, dict[str, int]]:
     """Bytes that this rank has sent since the last call, inside its node and across nodes: ``{"gather": {"inside": ...,
     "across": ...}, "reduce": ..., "sync": ..., "spread": ..., "control": ...}``."""
-    meter = runtime_of(model).meter
-    return {str(lane): {str(scope): sent[scope] for scope in Scope} for lane, sent in meter.take().items()}
+    taken = runtime_of(model).meter.take()
+    return {str(lane): {str(scope): sent[scope] for scope in Scope} for lane, sent in taken.items()}
 
 
 def exposed(model: nn.Module) -> dict[str, float]:
     """Seconds that computation waited for each lane since the last call: ``{"gather": ..., "reduce": ...,
     "sync": ..., "spread": ...}``. On GPUs, times are taken from the first call on, and waits that the device has not
     reached yet are counted by the next call."""
-    lanes = runtime_of(model).lanes
-    return {str(lane): seconds for lane, seconds in lanes.exposed().items()}
+    return {str(lane): seconds for lane, seconds in runtime_of(model).lanes.exposed().items()}
 
 
 def worked(model: nn.Module) -> dict[str, dict[str, float]]:
     """Seconds that each lane worked since the last call: ``{"gather": {"transfer": ..., "codec": ...}, ...}``.
     Transfers include waiting for peers. A lane may transfer and encode at the same time. On GPUs, see
     :func:`exposed`."""
-    lanes = runtime_of(model).lanes
-    return {str(lane): seconds for lane, seconds in lanes.worked().items()}
+    return {str(lane): seconds for lane, seconds in runtime_of(model).lanes.worked().items()}
 
 
 @contextlib.contextmanager

@@ -62,8 +62,7 @@ def load(parts: Sequence[ModelAndOptimizer], path: Path) -> dict[str, Json]:
     """
     settle()
     for model, _ in parts:
-        holds = runtime_of(model).holds
-        holds.refuse("load()")
+        runtime_of(model).holds.refuse("load()")
     shapes = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()})
     opened = _everywhere(lambda: _open(shapes, parts, path))
     manifest = opened.manifest

@@ -177,8 +177,7 @@ def _collect(
     values["slices"] = union({name: cut for runtime in runtimes for name, cut in cuts_of(runtime.sharded).items()})
     for runtime, (_, optim) in zip(runtimes, parts, strict=True):
         runtime.join()
-        reducer = runtime.reducer
-        _save_part(runtime.sharded, runtime.exchanges, reducer.lost, optim, vectors, values)
+        _save_part(runtime.sharded, runtime.exchanges, runtime.reducer.lost, optim, vectors, values)
     return vectors.sharded(), values
 
 
