@@ -45,7 +45,7 @@ def chaos(options: ChaosOptions) -> None:
 
       thinwire bench chaos --minutes 30
 
-      thinwire bench chaos --read --log docs/results/chaos.jsonl --page docs/faults.md
+      thinwire bench chaos --read --log docs/results/chaos.jsonl --page docs/results/faults.md
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # file systems are unmounted, and ranks ended
     with explained():

@@ -33,7 +33,7 @@ def soak(options: SoakOptions) -> None:
 
       thinwire bench soak --hours 8
 
-      thinwire bench soak --read --log docs/results/soak.jsonl --page docs/faults.md
+      thinwire bench soak --read --log docs/results/soak.jsonl --page docs/results/faults.md
     """
     with explained():
         from thinwire.errors import UsageError
