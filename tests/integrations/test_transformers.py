@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.paths import ROOT
 
 import thinwire as tw
 from thinwire.errors import UsageError
@@ -368,7 +369,7 @@ def test_adapters_train_as_under_ddp(tmp_path: Path) -> None:
             torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5)
 
 
-TEXT = Path(__file__).parents[2] / "README.md"
+TEXT = ROOT / "README.md"
 
 
 def tokenizer_of(text: str) -> Any:
