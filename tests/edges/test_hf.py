@@ -7,41 +7,14 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from tests.parity.test_models_hf import batches
-from tests.parity.test_models_hf import build as build_model
-from tests.support.edge import ADAMW, TOLERANCE, close, gap, plan, whole
+from tests.support.training.edge import ADAMW, TOLERANCE, close, gap, plan, whole
+from tests.support.training.hf import batches, prepare
 from torch import nn
 
 import thinwire as tw
 from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
-
-
-class Adapted(nn.Module):
-    """A frozen layer plus a trainable product of two thin matrices."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.layer = layer
-        self.a = nn.Parameter(torch.randn(2, layer.in_features) / 8)
-        self.b = nn.Parameter(torch.randn(layer.out_features, 2) / 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) + x @ self.a.T @ self.b.T
-
-
-def prepare(kind: str, *, adapted: bool, reentrant: bool | None) -> nn.Module:
-    model = build_model(kind)
-    if adapted:
-        model.requires_grad_(False)
-        for layer in model.model.layers:
-            for name in ("q_proj", "v_proj"):
-                setattr(layer.self_attn, name, Adapted(getattr(layer.self_attn, name)))
-    if reentrant is not None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        model.enable_input_require_grads()
-    return model.train()
 
 
 def generate(model: nn.Module) -> torch.Tensor:

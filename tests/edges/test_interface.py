@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.edges.test_models import Shapes, Stack, TiedEnds
-from tests.support.edge import (
+from tests.support.training.edge import (
     ADAMW,
     PLANS,
     SHARDED,
@@ -27,6 +26,7 @@ from tests.support.edge import (
     train_sharded,
     whole,
 )
+from tests.support.training.models import Shapes, Stack, TiedEnds
 from torch import nn
 
 import thinwire as tw

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from tests.edges.test_models import Stack
-from tests.support.edge import ADAMW, WIDTH, build, gap, plan, samples, whole
+from tests.support.training.edge import ADAMW, WIDTH, build, gap, plan, samples, whole
+from tests.support.training.models import Stack
 from torch import nn
 
 import thinwire as tw

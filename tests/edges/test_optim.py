@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.edges.test_models import OneLayer, SmallerThanTheWorld, Stack, UnusedParameters
-from tests.support.edge import (
+from tests.support.training.edge import (
     ADAMW,
     TOLERANCE,
     WIDTH,
@@ -24,6 +23,7 @@ from tests.support.edge import (
     train_sharded,
     whole,
 )
+from tests.support.training.models import OneLayer, SmallerThanTheWorld, Stack, UnusedParameters
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR
 

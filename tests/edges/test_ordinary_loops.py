@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tests.edges.test_models import Stack
-from tests.support.edge import TOLERANCE, build, close, gap, plan, raised, samples
+from tests.support.training.edge import TOLERANCE, build, close, gap, plan, raised, samples
+from tests.support.training.models import Stack
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

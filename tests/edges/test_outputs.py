@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.edges.test_models import Block, Stack
-from tests.support.edge import ADAMW, PLANS, WIDTH, Place, close, every, plan, samples, train_sharded
+from tests.support.training.edge import ADAMW, PLANS, WIDTH, Place, close, every, plan, samples, train_sharded
+from tests.support.training.models import Block, Stack
 from torch import nn
 
 import thinwire as tw

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.support.edge import ADAMW, TOLERANCE, WIDTH, build, close, gap, parity, plan, samples, whole
+from tests.support.training.edge import ADAMW, TOLERANCE, WIDTH, build, close, gap, parity, plan, samples, whole
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

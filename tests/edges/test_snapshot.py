@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.edges.test_models import Shapes, Stack, UnusedParameters
-from tests.support.edge import ADAMW, WIDTH, build, close, gap, plan, raised, samples, train_sharded, whole
+from tests.support.training.edge import ADAMW, WIDTH, build, close, gap, plan, raised, samples, train_sharded, whole
+from tests.support.training.models import Shapes, Stack, UnusedParameters
 from torch import nn
 
 import thinwire as tw

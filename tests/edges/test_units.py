@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from tests.edges.test_models import Block, FrozenUnits, Stack, TiedAcrossBlocks
-from tests.support.edge import WIDTH, every, parity
+from tests.support.training.edge import WIDTH, every, parity
+from tests.support.training.models import Block, FrozenUnits, Stack, TiedAcrossBlocks
 from torch import nn
 
 from thinwire.testing import run_ranks

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.end_to_end.test_train import THINWIRE, Runs, rank_process
 from tests.support.paths import ROOT
+from tests.support.runs import THINWIRE, Runs, rank_process
 
 from thinwire.checkpoint.store import verify
 from thinwire.testing.ranks import free_port

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.end_to_end.test_train import Runs
 from tests.support.paths import ROOT
+from tests.support.runs import Runs
 from tests.support.slurm import needs_slurm, slurm_with_nodes
 
 pytestmark = pytest.mark.ranks

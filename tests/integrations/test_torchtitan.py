@@ -12,8 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.frameworks.torchtitan_jobs import (
+    STEPS,
+    V02,
+    Results,
+    build,
+    change,
+    configure,
+    join,
+    train,
+    whole_weights,
+)
 from tests.support.paths import ROOT
-from tests.support.torchtitan_jobs import STEPS, V02, Results, build, change, configure, join, train, whole_weights
 
 import thinwire as tw
 from thinwire.errors import UsageError

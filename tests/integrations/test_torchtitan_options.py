@@ -13,8 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.frameworks.torchtitan_jobs import (
+    STEPS,
+    V02,
+    Results,
+    build,
+    change,
+    configure,
+    join,
+    train,
+    write_text,
+)
 from tests.support.paths import ROOT
-from tests.support.torchtitan_jobs import STEPS, V02, Results, build, change, configure, join, train, write_text
 
 from thinwire.errors import UsageError
 from thinwire.testing import run_ranks
@@ -168,7 +178,7 @@ def command(folder: Path, *flags: str) -> str:
         program = ["thinwire.integrations.torchtitan_v02", "--job.config_file", str(folder / "run.toml")]
         program += ["--job.dump_folder", str(folder)]
     else:
-        program = ["torchtitan.train", "--module", "tests.support.torchtitan_jobs", "--config", "job"]
+        program = ["torchtitan.train", "--module", "tests.support.frameworks.torchtitan_jobs", "--config", "job"]
         program += ["--dump_folder", str(folder)]
     ranks = ["--standalone", "--nproc-per-node", "2", "--role", "", "--tee", "3", "-m"]
     line = [sys.executable, "-m", "torch.distributed.run", *ranks, *program, *flags]

@@ -11,8 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from examples import intercept_ddp, intercept_fsdp
-from tests.intercept.test_intercept import every_operation, strictly, values, whole_numbers
-from tests.intercept.test_stock import Losses, close, net, strict, without
+from tests.support.intercept import (
+    Losses,
+    close,
+    every_operation,
+    group_of,
+    net,
+    strict,
+    strictly,
+    values,
+    whole_numbers,
+    without,
+)
 from tests.support.torch_names import all_gather_single, reduce_scatter_single
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -27,12 +37,6 @@ pytestmark = pytest.mark.ranks
 
 LIMITS = {"int8:256": 0.03, "mpc": 0.0, "exp3": 0.0, "int4:256,hadamard": 0.3, "int8:256,stochastic": 0.04}
 """Relative errors that every operation keeps to, with one encoding more than in a single hop."""
-
-
-def group_of(codec: str, nodes: int | None = 2, **fields: Any) -> tw.CompressingGroup:
-    group = tw.compress_group(dist.group.WORLD, codec, axis="dp")
-    group.configure(tw.AxisCodecs.of(codec, **fields), nodes=nodes)
-    return group
 
 
 # -------------------------------------------------------------------------------------------------- every operation

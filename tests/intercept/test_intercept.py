@@ -9,7 +9,6 @@ import math
 import re
 import time
 import warnings
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,14 +16,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from tests.support.intercept import (
+    LIMITS,
+    error,
+    every_operation,
+    mesh_of,
+    strictly,
+    values,
+    whole_numbers,
+)
 from tests.support.torch_names import (
     all_gather_single,
     functional_gather_single,
-    functional_scatter_single,
-    functional_scatter_single_coalesced,
     reduce_scatter_single,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager, _world
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -36,137 +42,8 @@ from thinwire.testing import RankError, RankPool, run_ranks
 
 pytestmark = pytest.mark.ranks
 
-LIMITS = {
-    "int8:256": 0.02,
-    "zfp:16": 1e-3,
-    "bf16": 0.01,
-    "int4:256,hadamard": 0.25,
-    "int8:256,stochastic": 0.03,
-    "mpc": 0.0,
-    "exp3": 0.0,
-}
-"""Relative errors that every operation keeps to."""
-NUMELS = (4096, 5001)
-
-
-def mesh_of(shape: tuple[int, ...] = (2, 2), names: tuple[str, ...] = ("dp", "tp"), **options: Any) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=names, **options)
-
-
-def values(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(100 + rank)).to(dtype)
-
-
-def whole_numbers(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Sums of them are exact in every dtype, in any order."""
-    return ((torch.arange(numel) * 7 + rank * 3) % 31 - 15).to(dtype)
-
-
-def error(result: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((result.double() - expected.double()).norm() / expected.double().norm())
-
-
-def strictly(job: Callable[..., Any], *args: Any) -> Any:
-    """Warnings are errors on ranks too."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return job(*args)
-
-
-def same_everywhere(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().tobytes()), group=group)
-    return all(other == everyone[0] for other in everyone)
-
 
 # -------------------------------------------------------------------------------------------------- every operation
-
-
-def every_operation(
-    group: dist.ProcessGroup, make: Callable[..., torch.Tensor], dtype: torch.dtype
-) -> dict[str, float]:
-    """Largest relative error of each operation, against sums and copies made here."""
-    size, rank = group.size(), group.rank()
-    ranks = dist.get_process_group_ranks(group)
-    errors: dict[str, float] = {}
-
-    def note(name: str, result: torch.Tensor, expected: torch.Tensor) -> None:
-        assert result.dtype == dtype, name
-        errors[name] = max(errors.get(name, 0.0), error(result, expected))
-
-    for numel in NUMELS if dtype == torch.float32 else NUMELS[1:]:
-        mine = make(ranks[rank], numel, dtype)
-        everyone = [make(other, numel, dtype) for other in ranks]
-        total = torch.stack([t.double() for t in everyone]).sum(0)
-        stacked = torch.cat(everyone)
-
-        for op, expected in ((dist.ReduceOp.SUM, total), (dist.ReduceOp.AVG, total / size)):
-            summed = mine.clone()
-            dist.all_reduce(summed, op=op, group=group)
-            note("all_reduce", summed, expected)
-            assert same_everywhere(summed, group), "replicas differ"
-        later = mine.clone()
-        assert dist.all_reduce(later, group=group, async_op=True).wait()
-        note("all_reduce async", later, total)
-        future = mine.clone()
-        work = dist.all_reduce(future, group=group, async_op=True)
-        note("all_reduce future", work.get_future().wait()[0], total)
-        assert work.is_completed()
-        strided = mine.repeat_interleave(2)[::2]
-        assert not strided.is_contiguous()
-        dist.all_reduce(strided, group=group)
-        note("all_reduce strided", strided, total)
-        note("all_reduce functional", functional.wait_tensor(functional.all_reduce(mine, "sum", group)), total)
-        note("all_reduce mean", functional.wait_tensor(functional.all_reduce(mine, "avg", group)), total / size)
-        one, two = functional.all_reduce_coalesced([mine, 2 * mine], "sum", group)
-        note("all_reduce coalesced", functional.wait_tensor(one), total)
-        note("all_reduce coalesced", functional.wait_tensor(two), 2 * total)
-
-        gathered = torch.empty(size * numel, dtype=dtype)
-        all_gather_single(gathered, mine, group=group)
-        note("all_gather", gathered, stacked)
-        assert same_everywhere(gathered, group), "gathered copies differ"
-        in_place = torch.full((size * numel,), math.nan, dtype=dtype)
-        in_place[rank * numel : (rank + 1) * numel] = mine
-        all_gather_single(in_place, in_place[rank * numel : (rank + 1) * numel], group=group)
-        note("all_gather in place", in_place, stacked)
-        pieces = [torch.empty(numel, dtype=dtype) for _ in ranks]
-        dist.all_gather(pieces, mine, group=group)
-        note("all_gather list", torch.cat(pieces), stacked)
-        gather = functional_gather_single(mine, 0, group)
-        note("all_gather functional", functional.wait_tensor(gather), stacked)
-        group._allgather_base(gathered.zero_(), mine).wait()
-        note("all_gather, older name", gathered, stacked)
-
-        wide = torch.cat([make(ranks[rank] + 10 * place, numel, dtype) for place in range(size)])
-        share = torch.stack([make(other + 10 * rank, numel, dtype).double() for other in ranks]).sum(0)
-        for op, expected in ((dist.ReduceOp.SUM, share), (dist.ReduceOp.AVG, share / size)):
-            scattered = torch.empty(numel, dtype=dtype)
-            reduce_scatter_single(scattered, wide, op=op, group=group)
-            note("reduce_scatter", scattered, expected)
-        dist.reduce_scatter(scattered.zero_(), list(wide.split(numel)), group=group)
-        note("reduce_scatter list", scattered, share)
-        scattered_share = functional.wait_tensor(functional_scatter_single(wide, "sum", 0, group))
-        note("reduce_scatter functional", scattered_share, share)
-        one, two = functional_scatter_single_coalesced([wide, 2 * wide], "sum", [0, 0], group)
-        note("reduce_scatter coalesced", functional.wait_tensor(one), share)
-        note("reduce_scatter coalesced", functional.wait_tensor(two), 2 * share)
-
-        right, left = (rank + 1) % size, (rank - 1) % size
-        received = [torch.empty(numel, dtype=dtype) for _ in range(2)]
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, mine, group=group, group_peer=right),
-                dist.P2POp(dist.isend, 2 * mine, group=group, group_peer=right),
-                dist.P2POp(dist.irecv, received[0], group=group, group_peer=left),
-                dist.P2POp(dist.irecv, received[1], group=group, group_peer=left),
-            ]
-        )
-        for work in reversed(works):  # in whatever order they are waited for
-            work.wait()
-        note("send", received[0], everyone[left])
-        note("send", received[1], 2 * everyone[left].double())
-    return errors
 
 
 def operations_job(*names: str) -> None:

@@ -11,19 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from examples import intercept_ddp, intercept_fsdp, intercept_tp_pp
+from tests.support.intercept import Losses, close, interleaved_job, net, strict, without
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
@@ -32,27 +24,6 @@ from thinwire.spec.plan_parts.policy import STUDIED
 from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
-
-Losses = list[float]
-
-
-def strict(train: Callable[..., Losses], *args: Any) -> tuple[Losses, dict[str, tw.AxisTraffic]]:
-    """Warnings are errors on ranks too: that an axis was bypassed would be one."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        losses = train(*args)
-    return losses, tw.axis_traffic()
-
-
-def without(line: str, train: Callable[..., Losses], *args: Any) -> Losses:
-    """An example without the line that compresses."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tw, line, lambda *_: None)
-        return train(*args)
-
-
-def close(found: Losses, expected: Losses, limit: float) -> bool:
-    return all(abs(a - b) <= limit * abs(b) for a, b in zip(found, expected, strict=True))
 
 
 # -------------------------------------------------------------------------------------------------- the examples
@@ -109,11 +80,6 @@ def test_tensor_and_pipeline_parallelism_under_every_policy() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- other layouts
-
-
-def net(width: int = 64) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, width), *(intercept_fsdp.Block(width) for _ in range(2)), nn.Linear(width, 8))
 
 
 def loop(model: nn.Module, seed: int, steps: int = 4) -> Losses:
@@ -198,61 +164,6 @@ def strict_layout(job: Callable[..., Any], *args: Any) -> Any:
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message=".*(deprecated|TypedStorage).*")
         return job(*args)
-
-
-class Normed(nn.Module):
-    """A block with a norm that tensor parallelism splits by sequence."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-
-
-def sequence_parallel(mesh: DeviceMesh, block: nn.Module) -> None:
-    """Every rank of the mesh has its share of the sequence, between the blocks too."""
-    whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-    parallelize_module(block, mesh, {"norm": SequenceParallel(), "up": whole})
-    down = RowwiseParallel(output_layouts=Shard(1))
-    parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": down})
-
-
-def interleaved_job(policy: str) -> Losses:
-    """Two stages on each of two ranks, each of them split by tensor and by sequence."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    tw.compress_mesh(mesh, policy)
-    rank, width = mesh.get_local_rank("pp"), 64
-    parts = []
-    for stage in (rank, rank + 2):
-        torch.manual_seed(stage)
-        part = Normed(width)
-        sequence_parallel(mesh["tp"], part)
-        parts.append(part)
-    stages = [
-        PipelineStage(part, stage, 4, torch.device("cpu"), group=mesh.get_group("pp"))
-        for part, stage in zip(parts, (rank, rank + 2), strict=True)
-    ]
-    schedule = ScheduleInterleaved1F1B(
-        stages, n_microbatches=4, loss_fn=lambda output, target: (output - target).square().mean()
-    )
-    tw.mark_steps(schedule)
-    optimizer = torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.1)
-    data = torch.Generator().manual_seed(7)
-    losses = []
-    for _ in range(3):
-        x = torch.randn(8, 32, width, generator=data).chunk(2, dim=1)[mesh.get_local_rank("tp")].contiguous()
-        micro_losses: list[torch.Tensor] = []
-        if rank == 0:
-            schedule.step(x)
-        else:
-            schedule.step(target=x.sin(), losses=micro_losses)
-            losses.append(torch.stack(micro_losses).mean().item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
 
 
 def test_interleaved_pipeline_with_sequence_parallelism() -> None:

@@ -14,10 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from examples import intercept_ddp, intercept_fsdp, intercept_tp_pp
-from tests.intercept.test_hops import group_of
-from tests.intercept.test_intercept import LIMITS, every_operation, mesh_of, strictly, values, whole_numbers
-from tests.intercept.test_stock import Losses, close, interleaved_job, without
-from tests.parallel.test_model import batches, plan_for, start, train
+from tests.support.intercept import (
+    LIMITS,
+    Losses,
+    close,
+    every_operation,
+    group_of,
+    interleaved_job,
+    mesh_of,
+    strictly,
+    values,
+    whole_numbers,
+    without,
+)
+from tests.support.training.grids import batches, plan_for, start, train
 
 import thinwire as tw
 from thinwire.codecs import registry

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.lab.test_train import RECIPE, records
-from tests.support.cluster import needs_lab
+from tests.support.cluster import RECIPE, needs_lab, records
 from tests.support.paths import ROOT
 from tests.support.small import write_text
 

@@ -2,52 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.support.cluster import needs_lab
-from tests.support.small import BATCH, write_text
+from tests.support.cluster import RECIPE, TIMEOUT, needs_lab, records
+from tests.support.small import write_text
 
 from thinwire.lab import Lab, LabSpec
 from thinwire.lab.job import Job, Outcome
 
 pytestmark = needs_lab
-
-TIMEOUT = 6.0
-"""Seconds until a collective gives up."""
-
-RECIPE = f"""
-plan = {{ preset = "zero1", compute_dtype = "float32" }}
-[model]
-layers = 2
-hidden = 32
-heads = 2
-[data]
-source = "text"
-paths = ["text.txt"]
-vocab = 300
-[train]
-steps = 4000
-{BATCH}validate_every = 0
-validation_samples = 8
-[checkpoint]
-every = 5
-[cluster]
-timeout = "{TIMEOUT} s"
-"""
-
-
-def records(run: Path) -> list[dict[str, Any]]:
-    path = run / "metrics.jsonl"
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
 
 
 def train(lab: Lab, directory: Path, *arguments: str) -> Outcome:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.edges.test_models import Stack
-from tests.support.edge import TOLERANCE, build, close, gap, raised, samples, whole
+from tests.support.training.edge import TOLERANCE, build, close, gap, raised, samples, whole
+from tests.support.training.models import Stack
 from torch import nn
 
 import thinwire as tw

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.parity import EPS, LR, Case, alone, batches, build, distinct_presets, gap, loss_of, sharded
+from tests.support.training.parity import EPS, LR, Case, alone, batches, build, distinct_presets, gap, loss_of, sharded
 from torch import nn
 
 import thinwire as tw

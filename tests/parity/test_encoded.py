@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.program.test_runtime import follow_many
-from tests.support.edge import computed
-from tests.support.parity import EPS, LR, Case, Gap, alone, assert_parity, build, gap, loss_of, sharded
+from tests.support.training.edge import computed
+from tests.support.training.parity import EPS, LR, Case, Gap, alone, assert_parity, build, gap, loss_of, sharded
+from tests.support.training.program import follow_many
 from torch import nn
 
 import thinwire as tw

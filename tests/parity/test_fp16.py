@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.parity import CLIP, EPS, LR, batches, build, distinct_presets, gap, loss_of, mean_over_ranks
-from tests.support.parity import Curve as FloatCurve
+from tests.support.training.parity import CLIP, EPS, LR, batches, build, distinct_presets, gap, loss_of, mean_over_ranks
+from tests.support.training.parity import Curve as FloatCurve
 from torch import nn
 
 import thinwire as tw

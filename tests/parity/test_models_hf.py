@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.training.hf import batches, build
 from torch import nn
 
 import thinwire as tw
@@ -16,33 +17,6 @@ from thinwire.spec import Plan
 from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
-
-SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
-
-
-def build(kind: str) -> nn.Module:
-    import transformers
-
-    torch.manual_seed(0)
-    match kind:
-        case "llama":
-            config = transformers.LlamaConfig(**SIZES, intermediate_size=56, num_key_value_heads=2)
-        case "llama-tied":
-            config = transformers.LlamaConfig(**SIZES, intermediate_size=56, tie_word_embeddings=True)
-        case "gpt2":
-            quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-            config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=3, n_head=4, n_positions=32, **quiet)
-        case "mixtral":
-            experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
-            config = transformers.MixtralConfig(**SIZES, intermediate_size=40, num_key_value_heads=2, **experts)
-        case _:
-            raise AssertionError(kind)
-    return transformers.AutoModelForCausalLM.from_config(config)
-
-
-def batches(step: int, world: int) -> list[torch.Tensor]:
-    ids = torch.randint(0, 64, (2 * world, 12), generator=torch.Generator().manual_seed(step))
-    return list(ids.chunk(world))
 
 
 @functools.cache

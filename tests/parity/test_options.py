@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.parity import (
+from tests.support.training.parity import (
     CLIP,
     EPS,
     LR,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.parity.test_models_hf import batches
-from tests.parity.test_models_hf import build as build_model
-from tests.support.edge import ADAMW, TOLERANCE, close, gap, plan, whole
+from tests.support.training.edge import ADAMW, TOLERANCE, close, gap, plan, whole
+from tests.support.training.hf import batches
+from tests.support.training.hf import build as build_model
 from torch import nn
 
 import thinwire as tw

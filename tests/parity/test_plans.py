@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-
 import pytest
-from tests.support.parity import Case, assert_parity, distinct_presets
+from tests.support.training.parity import Case, assert_parity, distinct_presets, valid_plans
 
 import thinwire as tw
-from thinwire.errors import SpecError
 
 pytestmark = [pytest.mark.ranks, pytest.mark.smoke]
 
@@ -19,32 +15,6 @@ PARTITIONS = ("intra", "inter")
 def preset(name: str, nodes: int, local: int, **fields: object) -> tw.Plan:
     plan = tw.Plan.preset(name, nodes=nodes, local=local, compute_dtype="float32", **fields)
     return plan.uncompressed()
-
-
-def factors(mesh: tw.Factor) -> Iterator[tw.Factor]:
-    for local, nodes in itertools.product(range(1, mesh.local + 1), range(1, mesh.nodes + 1)):
-        yield tw.Factor(local=local, nodes=nodes)
-
-
-def valid_plans(mesh: tw.Factor, partition: str) -> dict[str, tw.Plan]:
-    """All triples of factors that ``Plan`` accepts on a mesh, with each secondary."""
-    every = list(factors(mesh))
-    plans = {}
-    for params, grads, optimizer, secondary in itertools.product(every, every, every, [None, *every]):
-        try:
-            plan = tw.Plan(
-                mesh=mesh,
-                params=params,
-                grads=grads,
-                optimizer=optimizer,
-                secondary=secondary,
-                partition=partition,
-                compute_dtype="float32",
-            )
-        except SpecError:
-            continue
-        plans[f"P {params} G {grads} OS {optimizer} secondary {secondary}"] = plan
-    return plans
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.parity import (
+from tests.support.training.parity import (
     CLIP,
     EPS,
     LENGTH,
@@ -59,7 +59,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def train_torch(kind: str, micro_batches: int) -> Curve:
-    """The same as :func:`tests.support.parity.sharded`, with PyTorch alone."""
+    """The same as :func:`tests.support.training.parity.sharded`, with PyTorch alone."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if kind in ("fsdp2", "hsdp"):
         model = fully_sharded((4,) if kind == "fsdp2" else (2, 2))

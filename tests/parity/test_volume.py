@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.parity import LR, batches, build, distinct_presets, loss_of
+from tests.support.training.parity import LR, batches, build, distinct_presets, loss_of
 from torch import nn
 
 import thinwire as tw

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cost.test_measured import MODEL, profile
+from tests.support.profiles import MODEL, profile
 
 from thinwire.collectives.group import Control
 from thinwire.cost import ProfiledRates, moves, units

@@ -15,8 +15,8 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.program.test_runtime import Model, by_queue, expected, in_lanes, train_step, written
-from tests.support.journal import keep_journal
+from tests.support.training.journal import keep_journal
+from tests.support.training.program import Model, by_queue, expected, in_lanes, train_step, written
 
 import thinwire as tw
 from thinwire.collectives.group import recording

@@ -15,7 +15,7 @@ from typing import Any
 
 import matplotlib.image
 import pytest
-from tests.cost.test_measured import profile
+from tests.support.profiles import profile
 from tests.support.reports import Page, record, write_run, write_trace
 from typer.testing import CliRunner, Result
 

@@ -6,7 +6,7 @@ import math
 from unittest import mock
 
 import pytest
-from tests.support.delayed import PRESETS, STEPS, WORLD, planted, train, train_on_streams
+from tests.support.training.delayed import PRESETS, STEPS, WORLD, planted, train, train_on_streams
 
 from thinwire.sharding.lanes.stream_workers import StreamWorker
 from thinwire.testing import check_streams, run_ranks

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.golden.test_wire_format import CODECS, FILE, tensor
 from tests.support.codecs.building import build
 from tests.support.codecs.samples import mixture, same
+from tests.support.codecs.wire_format import CODECS, FILE, tensor
 from torch import Tensor
 
 from thinwire import codecs

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.golden import test_wire_format as wire_format
+from tests.support.codecs import wire_format
 from tests.support.codecs.process import own_process
 from tests.support.codecs.samples import (
     LOSSLESS,

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.parallel.test_model import batches, build, plan_for, start, train
+from tests.support.training.grids import batches, build, plan_for, start, train
 
 import thinwire as tw
 from thinwire.testing import run_ranks

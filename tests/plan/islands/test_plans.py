@@ -8,49 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.support.loss_law import LAW, job
 from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.cli.planning.islands import faster, sentences
-from thinwire.cost import NominalRates
 from thinwire.errors import SpecError
-from thinwire.plan import LossLaw, TrainingJob, candidate, island_plans, parse_budget, search
-from thinwire.spec import ClusterSpec, ModelSpec
+from thinwire.plan import LossLaw, candidate, island_plans, parse_budget, search
 from thinwire.spec.plan_parts.islands import Islands
-
-SMALL = ModelSpec(name="small", layers=4, hidden=1024, heads=8, vocab=8192, seq=1024)
-
-LAW = LossLaw.parse(
-    {
-        "parameters": 100_000,
-        "tokens": 4_000_000,
-        "trunk": 3_000_000,
-        "tokens_per_step": 8192,
-        "seeds": 5,
-        "islands": [2, 8],
-        "every": [8, 128],
-        "base": -0.3,
-        "slope": 0.2,
-        "left_out": 0.05,
-        "ways": [
-            {"name": "exact", "islands": {}, "percent": 0.0},
-            {"name": "4bit", "islands": {"codec": "int4:256", "error_feedback": True}, "percent": 0.1},
-            {
-                "name": "streaming",
-                "islands": {
-                    "codec": "int4:256", "error_feedback": True, "fragments": 4, "delay": 5, "blend": 0.5,
-                },
-                "percent": 0.2,
-            },
-        ],
-    }
-)  # fmt: skip
-
-
-def job(cluster: str = "a100-80g:4x2", gbps: float = 0.05, **rest: Any) -> TrainingJob:
-    machine = ClusterSpec.named(cluster)
-    machine = machine.with_(links=machine.links.with_(nic=machine.links.nic.with_(bandwidth=gbps * 1e9)))
-    return TrainingJob(SMALL, machine, 2 * 1024 * machine.gpus, 1024, rates=NominalRates(machine), **rest)
 
 
 def test_the_law_is_what_its_docstring_says() -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.program.test_runtime import Model, follow, train_step
-from tests.sharding.lanes.test_streams import Outcome, assert_ordered, check_cases, preset
-from tests.sharding.step.test_failed_backward import train
-from tests.support.parity import Case, alone, gap, sharded
+from tests.support.training.failing import train
+from tests.support.training.ordered import Outcome, assert_ordered, check_cases, preset, small_chunks
+from tests.support.training.parity import Case, alone, gap, sharded
+from tests.support.training.program import Model, follow, train_step
 
 import thinwire as tw
 from thinwire.program import BufferInfo, Even, Lane, UnitInfo, chunk_spans, lower, shares, within
@@ -23,13 +22,6 @@ from thinwire.testing import RankError, run_ranks
 pytestmark = pytest.mark.ranks
 
 NAMES = ("ddp", "zero1", "zero2", "zero3", "hpz")
-
-
-@contextlib.contextmanager
-def small_chunks() -> Iterator[None]:
-    """Let chunks of a few elements count, as large ones do."""
-    with mock.patch.object(shares, "CHUNK_MULTIPLE", 8):
-        yield
 
 
 def check_parity(names: tuple[str, ...], micro_batches: int) -> dict[str, str]:

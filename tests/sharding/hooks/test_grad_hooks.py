@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from tests.edges.test_autograd import Session, check_script
-from tests.support.edge import WIDTH, samples
+from tests.support.training.edge import WIDTH, samples
+from tests.support.training.scripts import Session, check_script
 from torch import nn
 
 from thinwire.sharding.api import runtime

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.plan.islands.test_plans import LAW
-from tests.plan.islands.test_plans import job as slow_links
-from tests.support.parity import batches, build, loss_of
+from tests.support.loss_law import LAW
+from tests.support.loss_law import job as slow_links
+from tests.support.training.parity import batches, build, loss_of
 
 import thinwire as tw
 from thinwire.collectives import group

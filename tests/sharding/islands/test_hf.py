@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from tests.edges.test_hf import prepare
-from tests.parity.test_models_hf import batches
-from tests.support.edge import TOLERANCE, close, gap, whole
+from tests.support.training.edge import TOLERANCE, close, gap, whole
+from tests.support.training.hf import batches, prepare
 
 import thinwire as tw
 from thinwire.testing import run_ranks

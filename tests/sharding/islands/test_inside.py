@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parallel import test_model as grids
-from tests.sharding.islands.test_islands import go_on, plan_of, start, whole
-from tests.support.parity import batches, build, loss_of
+from tests.support.training import grids
+from tests.support.training.islands import go_on, plan_of, start, whole
+from tests.support.training.parity import batches, build, loss_of
 
 import thinwire as tw
 from thinwire.parallel import ParallelModel
@@ -18,6 +18,7 @@ from thinwire.sharding.api import runtime
 from thinwire.testing import check_streams, run_ranks
 from thinwire.testing.nccl import Issue, compare_issues
 from thinwire.train.data.samples import Batch
+from thinwire.train.models.common import cross_entropy
 
 pytestmark = pytest.mark.ranks
 
@@ -41,7 +42,7 @@ def samples_of(plan: tw.Plan, sampler: int) -> list[list[Batch]]:
 
 def trained_on_a_grid(plan: tw.Plan) -> tuple[dict[str, torch.Tensor], int]:
     """This rank's parameters after training, whole, and the number of its island."""
-    model = tw.parallelize(grids.build("llama"), plan, loss=grids.cross_entropy)
+    model = tw.parallelize(grids.build("llama"), plan, loss=cross_entropy)
     optimizer = model.optimizer(torch.optim.SGD, lr=LR)
     for step in samples_of(plan, model.grid.sampler):
         model.step(step)
@@ -87,7 +88,7 @@ def grid_resumed(plan: tw.Plan, path: str) -> bool:
     """Train on from step 1, and from a checkpoint of it in the middle of an exchange: whether all bits agree."""
 
     def begin() -> tuple[ParallelModel, Any, list[list[Batch]]]:
-        model = tw.parallelize(grids.build("llama"), plan, loss=grids.cross_entropy)
+        model = tw.parallelize(grids.build("llama"), plan, loss=cross_entropy)
         optimizer = model.optimizer(torch.optim.AdamW, lr=grids.LR, eps=grids.EPS)
         return model, optimizer, samples_of(plan, model.grid.sampler)
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.program.test_runtime import Queue, by_queue
-from tests.support.journal import keep_journal
-from tests.support.parity import Model, batches, build, loss_of
+from tests.support.training.islands import Fields, go_on, optimizer_of, plan_of, start, whole
+from tests.support.training.journal import keep_journal
+from tests.support.training.parity import Model, batches, build, loss_of
+from tests.support.training.program import Queue, by_queue
 from torch import nn
 
 import thinwire as tw
@@ -23,22 +24,6 @@ from thinwire.testing import run_ranks
 pytestmark = pytest.mark.ranks
 
 STEPS = 9
-LR = 0.1
-
-Fields = dict[str, Any]
-
-
-def plan_of(preset: str = "zero1", *, nodes: int = 1, local: int = 1, islands: Fields, **fields: Any) -> tw.Plan:
-    """A preset on the mesh of one island, and islands of it."""
-    plan = tw.Plan.preset(preset, nodes=nodes, local=local, compute_dtype="float32", **fields)
-    return plan.with_(islands={"codec": "none", **islands})
-
-
-def optimizer_of(name: str) -> tuple[type[torch.optim.Optimizer], Fields]:
-    return {
-        "sgd": (torch.optim.SGD, {"lr": LR}),
-        "adamw": (torch.optim.AdamW, {"lr": 1e-2, "eps": 1e-1}),
-    }[name]
 
 
 def sharded(toml: str, inner: str = "sgd", steps: int = STEPS) -> list[torch.Tensor]:
@@ -55,11 +40,6 @@ def sharded(toml: str, inner: str = "sgd", steps: int = STEPS) -> list[torch.Ten
     parameters = whole(model)
     runtime(model).lanes.close()
     return parameters
-
-
-def whole(model: nn.Module) -> list[torch.Tensor]:
-    with tw.full_parameters(model):
-        return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 # -- the algorithm in one process ------------------------------------------------------------------------------
@@ -229,21 +209,6 @@ def test_all_islands_agree_on_the_same_bits_behind_a_lossy_codec() -> None:
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------
-
-
-def start(toml: str, inner: str = "adamw") -> tuple[tw.Plan, nn.Module, torch.optim.Optimizer]:
-    plan = tw.Plan.from_toml(toml)
-    model = tw.shard(build(seed=3), plan)
-    kind, options = optimizer_of(inner)
-    return plan, model, tw.optimizer(model, kind, **options)
-
-
-def go_on(plan: tw.Plan, model: nn.Module, optimizer: Any, first: int, last: int) -> None:
-    rank = torch.distributed.get_rank()
-    for data in batches(plan.data_ranks, 1, last)[first:]:
-        loss_of(model, data[0, rank]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def resumed(toml: str, path: str) -> bool:

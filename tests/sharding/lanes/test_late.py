@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.parity import CLIP, EPS, LR, batches, build, loss_of
+from tests.support.training.parity import CLIP, EPS, LR, batches, build, loss_of
 
 import thinwire as tw
 from thinwire.errors import NonFiniteError

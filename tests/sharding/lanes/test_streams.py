@@ -14,10 +14,9 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from tests.parallel import test_model as grids
-from tests.parity.test_plans import valid_plans
-from tests.support.parity import STEPS, Case, Gap, alone, distinct_presets, gap, sharded
+from tests.support.training import grids
+from tests.support.training.ordered import Outcome, assert_ordered, check_cases, checked, preset
+from tests.support.training.parity import Case, distinct_presets, valid_plans
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,50 +26,12 @@ from thinwire.sharding.lanes import stream_workers
 from thinwire.sharding.lanes.recorder import Recorder
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.testing import run_ranks
-from thinwire.testing.nccl import Issue, compare_issues
 from thinwire.testing.streams import Answer, SimulatedStream, SimulatedStreams, StreamCheck, check_streams
+from thinwire.train.models.common import cross_entropy
 
 pytestmark = pytest.mark.ranks
 
 ENCODED = ("zeropp", "zeropp-8bit", "thinwire")
-
-
-def preset(name: str, **fields: object) -> tw.Plan:
-    return tw.Plan.preset(name, nodes=2, local=2, compute_dtype="float32", **fields)
-
-
-def checked(case: Case, answers: Answer) -> tuple[StreamCheck, Gap]:
-    """Train a case on simulated streams, and compare it with training alone."""
-    with check_streams(answers) as check:
-        curve = sharded(case)
-    return check, gap(curve, alone(dist.get_world_size(), case.micro_batches))
-
-
-Outcome = tuple[list[str], dict[str, list[Issue]]]
-"""What is wrong on a rank, and its calls of NCCL in each case."""
-
-
-def check_cases(cases: dict[str, Case], answers: Answer) -> Outcome:
-    problems, issues = [], {}
-    for name, case in cases.items():
-        check, difference = checked(case, answers)
-        assert check.launches.total() > 50 * STEPS
-        problems += [f"{name}: {hazard}" for hazard in check.hazards]
-        is_exact = case.plan.wire.is_none and case.plan.accumulate_dtype == "float32"
-        if is_exact and not difference.closed:
-            problems.append(f"{name}: {difference}")
-        issues[name] = check.issues
-    return problems, issues
-
-
-def assert_ordered(outcomes: list[Outcome]) -> None:
-    """Every access is ordered, and all ranks call NCCL in one order."""
-    for rank, (problems, _) in enumerate(outcomes):
-        assert not problems, f"rank {rank}: {len(problems)} problems\n" + "\n".join(problems[:5])
-    for name in outcomes[0][1]:
-        logs = [issues[name] for _, issues in outcomes]
-        assert any(issue.what != "create" for issue in logs[0]), name
-        assert compare_issues(logs) == [], name
 
 
 def test_presets_order_every_access() -> None:
@@ -389,7 +350,6 @@ ENDINGS = (
     written_first, edited, compared, hooked,
 )  # fmt: skip
 
-
 Ending = Callable[[nn.Module, Any], None]
 
 
@@ -473,7 +433,7 @@ def check_clipping_of_slices() -> list[str]:
     """Hazards of clipping under tensor parallelism, where ranks measure the parameters that they alone hold."""
     with check_streams("never") as check:
         plan = grids.plan_for(2, 2, 1)
-        model = tw.parallelize(grids.build("llama"), plan, loss=grids.cross_entropy)
+        model = tw.parallelize(grids.build("llama"), plan, loss=cross_entropy)
         optim = model.optimizer(torch.optim.AdamW, lr=1e-2)
         for step in grids.batches(plan, model.grid.sampler)[:2]:
             model.step(step)

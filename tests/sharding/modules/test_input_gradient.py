@@ -7,16 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from tests.edges.test_autograd import (
-    CHECKPOINTED,
-    Dropping,
-    check_script,
-    retained_graph,
-    second_order,
-    two_forwards_one_backward,
-    two_forwards_two_backwards,
+from tests.support.training.edge import (
+    ADAMW,
+    TOLERANCE,
+    build,
+    every,
+    gap,
+    plan,
+    raised,
+    train_alone,
+    train_sharded,
+    whole,
 )
-from tests.edges.test_models import (
+from tests.support.training.journal import keep_journal
+from tests.support.training.models import (
     Branching,
     CalledTwice,
     LowRankStack,
@@ -26,9 +30,16 @@ from tests.edges.test_models import (
     TiedEnds,
     UnusedParameters,
 )
-from tests.support.edge import ADAMW, TOLERANCE, build, every, gap, plan, raised, train_alone, train_sharded, whole
-from tests.support.journal import keep_journal
-from tests.support.parity import Case, assert_parity
+from tests.support.training.parity import Case, assert_parity
+from tests.support.training.scripts import (
+    CHECKPOINTED,
+    Dropping,
+    check_script,
+    retained_graph,
+    second_order,
+    two_forwards_one_backward,
+    two_forwards_two_backwards,
+)
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.program.test_runtime import Model, follow_many, train_step
-from tests.sharding.lanes.test_streams import assert_ordered, check_cases, preset
-from tests.sharding.params.test_together import Tied, differences, plan
-from tests.support.parity import Case, assert_parity
+from tests.support.training.ordered import assert_ordered, check_cases, preset
+from tests.support.training.parity import Case, assert_parity
+from tests.support.training.program import Model, follow_many, train_step
+from tests.support.training.together import Tied, differences, plan
 
 import thinwire as tw
 from thinwire.errors import SpecError

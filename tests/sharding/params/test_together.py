@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from tests.program.test_runtime import TOGETHER, Model, follow_many, train_step
-from tests.sharding.grads.test_chunks import small_chunks
-from tests.sharding.lanes.test_streams import assert_ordered, check_cases, preset
-from tests.sharding.step.test_failed_backward import train
-from tests.support.parity import Case, assert_parity
-from torch import nn
+from tests.support.training.failing import train
+from tests.support.training.ordered import assert_ordered, check_cases, preset, small_chunks
+from tests.support.training.parity import Case, assert_parity
+from tests.support.training.program import TOGETHER, Model, follow_many, train_step
+from tests.support.training.together import Tied, differences, plan
 
 import thinwire as tw
 from thinwire.testing import run_ranks
@@ -21,10 +19,6 @@ from thinwire.testing import run_ranks
 pytestmark = pytest.mark.ranks
 
 MODULES = {"granularity": "module", **TOGETHER}
-
-
-def plan(name: str, **fields: Any) -> tw.Plan:
-    return tw.Plan.preset(name, nodes=2, local=2, compute_dtype="float32", **fields)
 
 
 @pytest.mark.parametrize("names", [("zero3",), pytest.param(("hpz", "amsp-30b"), marks=pytest.mark.slow)], ids=" ".join)
@@ -56,41 +50,6 @@ def test_training_is_the_same(names: tuple[str, ...]) -> None:
     assert_parity(
         4, {f"{name} {label}": Case(plan(name, **fields), 2) for name in names for label, fields in OPTIONS.items()}
     )
-
-
-class Tied(nn.Module):
-    """Its head is its embedding, which the root unit holds, and one block is used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(40, 8)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 8)) for _ in range(3)])
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids)
-        for block in (*self.blocks, self.blocks[0]):
-            x = x + block(x)
-        return nn.functional.linear(x, self.embedding.weight)
-
-
-def trained(chosen: tw.Plan, model_class: type[nn.Module]) -> list[float]:
-    """Parameters after three steps of two micro-batches."""
-    torch.manual_seed(0)
-    model = tw.shard(model_class(), chosen)
-    optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
-    torch.manual_seed(1 + dist.get_rank())
-    for _ in range(3):
-        train_step(model, optim, 2)
-    with tw.full_parameters(model):
-        return [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
-
-
-def differences(pairs: list[tuple[tw.Plan, tw.Plan]], model_class: type[nn.Module]) -> list[float]:
-    """Largest difference of parameters between training by one plan and by another."""
-    return [
-        max(abs(a - b) for a, b in zip(trained(one, model_class), trained(other, model_class), strict=True))
-        for one, other in pairs
-    ]
 
 
 def test_tied_and_repeated_layers_train_alike() -> None:

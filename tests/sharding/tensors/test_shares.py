@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.edges.test_models import Stack
-from tests.support.edge import build, close, plan, raised, samples
+from tests.support.training.edge import build, close, plan, raised, samples
+from tests.support.training.models import Stack
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
 
@@ -30,7 +30,6 @@ pytestmark = pytest.mark.ranks
 PLANS = ("zero1", "zero3", "whole tensors")
 OTHER_PLANS = ("ddp", "zero2", "hpz", "zero1-node", "inter")
 """Plans of the slow suite."""
-
 
 BOTH = pytest.mark.parametrize(
     "plans", [PLANS, pytest.param(OTHER_PLANS, marks=pytest.mark.slow)], ids=["few", "other"]

@@ -7,7 +7,8 @@ rank with wrong parameters cannot hide behind rank 0.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import thinwire as tw
+from thinwire.errors import SpecError
 from thinwire.sharding.api import runtime
 from thinwire.testing import run_ranks
 
@@ -224,3 +226,29 @@ def assert_parity(
         if not difference.closed
     ]
     assert not open_, "\n".join(open_)
+
+
+def factors(mesh: tw.Factor) -> Iterator[tw.Factor]:
+    for local, nodes in itertools.product(range(1, mesh.local + 1), range(1, mesh.nodes + 1)):
+        yield tw.Factor(local=local, nodes=nodes)
+
+
+def valid_plans(mesh: tw.Factor, partition: str) -> dict[str, tw.Plan]:
+    """All triples of factors that ``Plan`` accepts on a mesh, with each secondary."""
+    every = list(factors(mesh))
+    plans = {}
+    for params, grads, optimizer, secondary in itertools.product(every, every, every, [None, *every]):
+        try:
+            plan = tw.Plan(
+                mesh=mesh,
+                params=params,
+                grads=grads,
+                optimizer=optimizer,
+                secondary=secondary,
+                partition=partition,
+                compute_dtype="float32",
+            )
+        except SpecError:
+            continue
+        plans[f"P {params} G {grads} OS {optimizer} secondary {secondary}"] = plan
+    return plans
