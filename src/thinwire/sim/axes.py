@@ -13,7 +13,8 @@ from thinwire.cost import CollectiveTimes, ModelPart, Rates, Work, alike
 from thinwire.cost.rates import wire_bytes_per_value
 from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
-from thinwire.sim.step import Simulated, Workload, part_seconds
+from thinwire.sim.step import Simulated
+from thinwire.sim.workload import Workload, part_seconds
 from thinwire.spec import CodecSpec, Factor, ModelSpec, Plan
 from thinwire.spec.plan_parts.pipeline import STAGES_OF_A_RANK
 

@@ -13,7 +13,8 @@ from typing import Literal, Protocol, final
 from thinwire.cost import LibraryCollectives, Memory, NominalRates, memory
 from thinwire.program import UnitInfo
 from thinwire.sim.axes import AxisCosts, StageLink, with_stages
-from thinwire.sim.step import Simulated, Workload, simulate
+from thinwire.sim.step import Simulated, simulate
+from thinwire.sim.workload import Workload
 from thinwire.spec import ClusterSpec, Fabric, ModelSpec, Plan, seen_by
 
 __all__ = ["GROUP", "Engine", "ThinwireEngine", "engines"]

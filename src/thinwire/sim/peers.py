@@ -14,8 +14,8 @@ from typing import Final
 from thinwire.cost import CollectiveTimes, PricedStage, ProfiledRates, Rates, library_moves
 from thinwire.program import Axis, Lane, Operation, UnitInfo, axis_shape
 from thinwire.program.stages import Stage
-from thinwire.sim.script import Workload
-from thinwire.sim.step import Execution, Simulated, simulate
+from thinwire.sim.step import Simulated, simulate
+from thinwire.sim.workload import Execution, Workload
 from thinwire.spec import Plan
 
 __all__ = ["PEER_FRAMEWORKS", "PeerFramework", "peer_step"]

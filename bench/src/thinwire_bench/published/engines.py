@@ -26,7 +26,8 @@ from thinwire.cost import (
 from thinwire.program import Axis, Lane, Operation, Phase, UnitInfo, axis_shape
 from thinwire.program.stages import Stage
 from thinwire.sim.axes import AxisCosts, StageLink, with_stages
-from thinwire.sim.step import Execution, Simulated, Workload, simulate
+from thinwire.sim.step import Simulated, simulate
+from thinwire.sim.workload import Execution, Workload
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 from thinwire_bench.published.engine_rates import EngineRates
 from thinwire_bench.published.headroom import Headroom

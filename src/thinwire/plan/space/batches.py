@@ -14,7 +14,7 @@ from thinwire.plan.rules import Cut
 from thinwire.plan.space.traffic import codec_choices
 from thinwire.plan.training_job import TrainingJob, axis_costs
 from thinwire.sim.axes import StageLink, bubble_of, message_seconds, sent_seconds
-from thinwire.sim.step import part_seconds
+from thinwire.sim.workload import part_seconds
 from thinwire.spec import Plan
 
 __all__ = ["BatchChoice", "BatchMemory", "Batches", "demanding", "stage_message"]
