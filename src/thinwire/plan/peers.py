@@ -20,11 +20,9 @@ from thinwire.cost import (
     views_of,
 )
 from thinwire.errors import UsageError
-from thinwire.plan.priced import PricedPlan
+from thinwire.plan.priced import AxisSeconds, PricedPlan
 from thinwire.plan.rules import UNCUT, Cut, divided, factors
-from thinwire.plan.space.batches import stage_message
 from thinwire.plan.training_job import TrainingJob
-from thinwire.sim.axes import bubble_seconds, message_seconds
 from thinwire.sim.peers import peer_step
 from thinwire.spec import Factor, Plan
 from thinwire.units import format_bytes
@@ -166,10 +164,8 @@ def _shardings(framework: str, mesh: Factor) -> Iterator[dict[str, Any]]:
 def _seconds(job: TrainingJob, framework: str, plan: Plan) -> float:
     rates, workload = job.rates, job.workload(plan)
     step = peer_step(framework, plan, workload, rates, _calls(job, rates))
-    if plan.pp == 1:
-        return step.seconds
-    message = stage_message(job, plan)
-    return step.seconds + bubble_seconds(plan, workload, rates, message) + message_seconds(plan, message)
+    axes = AxisSeconds.of(job, plan, workload)
+    return step.seconds + axes.idle + axes.messages
 
 
 def _calls(job: TrainingJob, rates: Rates) -> CollectiveTimes:

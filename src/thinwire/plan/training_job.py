@@ -241,8 +241,10 @@ class TrainingJob:
 
 
 def axis_costs(job: TrainingJob, plan: Plan) -> AxisCosts:
-    """What ranks exchange that share tensors, experts or sequences under a plan of a job."""
-    return AxisCosts(plan, job.model, job.seq, job.rates, HopCollectives(job.rates))
+    """What sharing the model takes under a plan of a job. Every tensor-parallel rank sends its share of the tokens to
+    the next stage."""
+    calls, crosses = HopCollectives(job.rates), job.cluster.nodes > 1
+    return AxisCosts(plan, job.model, job.seq, job.rates, calls, crosses, sharers=plan.tp, gathered=False)
 
 
 def _largest_stage(model: ModelSpec, plan: Plan) -> ModelSpec:
