@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.cost import NominalRates
-from thinwire.cost.memory import largest_memory, stages
+from thinwire.cost.memory.peak import largest_memory
+from thinwire.cost.memory.stages import stages
 from thinwire.errors import SpecError
 from thinwire.plan import Cut, Search, TrainingJob, binding, candidate, critical_path, remedies, search, summary
 from thinwire.plan.rules import cut_problems, divided, powers_of_two

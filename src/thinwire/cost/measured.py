@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
 from thinwire.cost.collectives import KINDS, Call, CollectiveTimes
-from thinwire.cost.rates import ALONE, Basis, Beside, Work, declared_seconds
+from thinwire.cost.rates import ALONE, Basis, Beside, Rates, Work, declared_seconds
 from thinwire.cost.shapes import ModelPart
 from thinwire.errors import SpecError
 from thinwire.program import Even, Kind, MessageSizes, Scope, hops
@@ -97,7 +97,7 @@ class _Neighbour(NamedTuple):
     ranks: int
 
 
-class ProfiledRates:
+class ProfiledRates(Rates):
     """Rates of the cluster that was profiled.
 
     Args:
@@ -113,6 +113,8 @@ class ProfiledRates:
     Raises:
         SpecError: The profile lacks a part of the model that every plan computes.
     """
+
+    noise = 0.04
 
     def __init__(self, profile: Profile, model: ModelSpec, dtype: str, quartile: Quartile = "seconds") -> None:
         self.profile, self.quartile, self._model, self._dtype = profile, quartile, model, dtype
@@ -140,11 +142,6 @@ class ProfiledRates:
         return (
             seconds if neighbour.ranks == ranks else seconds * max(1.0, math.log2(ranks) / math.log2(neighbour.ranks))
         )
-
-    def spine_load(self, kind: Kind, scope: Scope, ranks: int, stride: int) -> float:
-        """0: a profile does not measure the spine."""
-        del kind, scope, ranks, stride
-        return 0.0
 
     def codec(self, work: Work) -> float:
         """Interpolated; a codec that was not measured takes as long as the slowest measured codec of its family."""
@@ -226,11 +223,14 @@ class ProfiledRates:
         return replace(slowdown, compute=1.0, load=self._collectives.loads[key].at(sent))
 
     @property
-    def least_slowing(self) -> float:
-        """As measured; 1 if it was not measured, or if transfers have loads instead."""
-        if self.profile.crowding:
-            return 1.0
-        return min((beside.compute for beside in self._beside.values()), default=1.0)
+    def on_processors(self) -> bool:
+        """Whether gloo carried the messages."""
+        return self.profile.backend == "gloo"
+
+    @property
+    def of_others(self) -> ProfiledRates:
+        """With computation as the profile says that other frameworks perform it."""
+        return ProfiledRates(self.profile.of_others(), self._model, self._dtype, self.quartile)
 
     @property
     def extrapolated(self) -> bool:

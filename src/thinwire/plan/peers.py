@@ -17,7 +17,6 @@ from thinwire.cost import (
     ZeroSettings,
     largest_memory,
     peer_memory,
-    views_of,
 )
 from thinwire.errors import UsageError
 from thinwire.plan.priced import AxisSeconds, PricedPlan
@@ -103,16 +102,9 @@ def configurations(job: TrainingJob, framework: str, ours: Plan) -> Iterator[Pla
 
 def predicted(job: TrainingJob, framework: str, plan: Plan) -> PeerPlan:
     """The predicted step and memory of a framework's configuration."""
-    seconds = max(_seconds(replace(job, rates=rates), framework, plan) for rates in views_of(_computing_plainly(job)))
+    seconds = max(_seconds(replace(job, rates=rates), framework, plan) for rates in job.rates.of_others.views)
     needed = _memory(job, framework, plan)
     return PeerPlan(framework, plan, seconds, needed, needed.total <= job.cluster.memory)
-
-
-def _computing_plainly(job: TrainingJob) -> Rates:
-    """The job's rates with computation as other frameworks perform it."""
-    if not isinstance(job.rates, ProfiledRates):
-        return job.rates
-    return ProfiledRates(job.rates.profile.of_others(), job.model, job.compute_dtype, job.rates.quartile)
 
 
 def losses(ours: PricedPlan, peer: PeerPlan) -> list[str]:

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from thinwire.cost import Basis, Memory, Pricer, ProfiledRates, Rates, views_of
-from thinwire.cost.memory import largest_memory
+from thinwire.cost import Basis, Memory, Pricer, ProfiledRates, Rates
+from thinwire.cost.memory.peak import largest_memory
 from thinwire.plan.training_job import TrainingJob, axis_costs
 from thinwire.sim import Simulated, Workload
 from thinwire.sim.axes import pass_seconds
@@ -111,7 +111,7 @@ class Simulations:
 
         Of unlike nodes, the slowest decide.
         """
-        views = (replace(job, rates=rates) for rates in views_of(job.rates))
+        views = (replace(job, rates=rates) for rates in job.rates.views)
         return max((self._price(view, plan, label) for view in views), key=lambda seen: seen.seconds)
 
     def _price(self, job: TrainingJob, plan: Plan, label: str | None) -> PricedPlan:
@@ -192,7 +192,7 @@ def provenance(job: TrainingJob, row: PricedPlan) -> Provenance:
     """
     bases = [
         rates.computing_basis(part, row.plan, job.seq)
-        for rates in views_of(job.rates)
+        for rates in job.rates.views
         for part in job.parts(row.plan)
         if part.matrices or part.attention_width or part.routed
     ]

@@ -15,13 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from thinwire.cost import Memory, NominalRates
+from thinwire.cost import Memory
 from thinwire.plan.experts import expert_candidates
 from thinwire.plan.priced import PricedPlan, Simulations
 from thinwire.plan.refine import Refinement
 from thinwire.plan.rules import UNCUT, Cut, complexity
 from thinwire.plan.space.candidates import ByBound, Candidate, CandidateGroup, Candidates
-from thinwire.plan.space.state_bytes import fits
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import ClusterSpec, Plan
 
@@ -81,8 +80,7 @@ def search(job: TrainingJob, *, top: int = 10, simulations: Simulations | None =
 
 def elsewhere(job: TrainingJob, cluster: ClusterSpec, **changes: Any) -> TrainingJob:
     """The job on another cluster, with further changes. Published rates follow the cluster; a profile is kept."""
-    rates = job.rates.on(cluster) if isinstance(job.rates, NominalRates) else job.rates
-    return replace(job, cluster=cluster, rates=rates, **changes)
+    return replace(job, cluster=cluster, rates=job.rates.on(cluster), **changes)
 
 
 class Search:
@@ -193,8 +191,8 @@ class Search:
 
     def _best_batch(self, candidates: Candidates, plan: Plan, label: str) -> PricedPlan:
         """A plan with the batch that makes it fastest, or with the smallest batch if none fits."""
-        states = candidates.states.of((plan.params, plan.grads, plan.optimizer), plan.secondary)
-        fitting = [batch for batch in candidates.batches if fits(states, batch, self.job.cluster.memory)]
+        chain, batches = (plan.params, plan.grads, plan.optimizer), candidates.batches
+        fitting = [batches[row] for row in candidates.states.fitting(chain, plan.secondary, batches)]
         tried = sorted(fitting, key=lambda batch: batch.computing)[:2] if fitting else []
         if not tried:
             tried = [min(candidates.batches, key=lambda batch: max(batch.working))]

@@ -16,7 +16,7 @@ from thinwire.program import UnitInfo
 from thinwire.sim.axes import AxisCosts, pass_seconds
 from thinwire.sim.step import Simulated, simulate
 from thinwire.sim.workload import Execution, Workload
-from thinwire.spec import ClusterSpec, Fabric, ModelSpec, Plan, seen_by
+from thinwire.spec import ClusterSpec, ModelSpec, Plan
 
 __all__ = ["GROUP", "Engine", "ThinwireEngine", "engines", "step_with_axes"]
 
@@ -125,8 +125,7 @@ class ThinwireEngine:
         trace: bool = False,
     ) -> Simulated:
         """As the runtime performs it; tensor-parallel sums and messages between stages are the library's calls."""
-        seen = cluster if group is None else seen_by(cluster, group)
-        rates = NominalRates(seen, plan.compute_dtype, fabric=Fabric(cluster, group))
+        rates = NominalRates(cluster, plan.compute_dtype, group=group)
         calls = LibraryCollectives(cluster, group=group)
         return step_with_axes(
             AxisCosts(plan, model, workload.seq, rates, calls, cluster.nodes > 1), workload, trace=trace

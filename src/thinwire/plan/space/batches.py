@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from thinwire.cost import ModelPart, alike, working_memory
-from thinwire.cost.memory import PipelineShare, demanding_stages, stages
+from thinwire.cost.memory.stages import PipelineShare, demanding_stages, stages
 from thinwire.plan.rules import Cut
 from thinwire.plan.space.traffic import codec_choices
 from thinwire.plan.training_job import TrainingJob, axis_costs

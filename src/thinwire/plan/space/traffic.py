@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 
 from thinwire.cost import Busy, GroupShape, Pricer, Traffic, UnitKind
 from thinwire.plan.space.bounds import Array, Communication, seconds_of
@@ -18,8 +17,6 @@ from thinwire.program.batches import grouped
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import CodecSpec, Plan
 from thinwire.spec.codec import encodable_dtypes
-
-Places = npt.NDArray[np.int64]
 
 __all__ = ["TrafficSeconds", "UnitSizes", "WIRE", "codec_choices"]
 
@@ -120,10 +117,6 @@ class _ReductionSeconds:
     last: float
 
 
-_Choices = tuple[list[tuple[str, ...]], Places, Communication]
-"""Choices of codecs, the place of each one's codec of gathers, and what all of them cost."""
-
-
 class TrafficSeconds:
     """Prices the communication of plans of one cut.
 
@@ -138,7 +131,7 @@ class TrafficSeconds:
         self._pricer, self._units, self._bucket_bytes = pricer, units, bucket_bytes
         self._level = codec_choices(job)
         self._buckets: dict[int, Mapping[int, int]] = {}
-        self._apart: dict[Traffic, _Choices] = {}
+        self._apart: dict[Traffic, Communication] = {}
 
     def levels(self, traffic: Traffic) -> list[tuple[str, ...]]:
         """Codecs that make a difference, by field of ``wire``; those of activations are left out."""
@@ -158,53 +151,49 @@ class TrafficSeconds:
 
         Args:
             traffic: The groups of a plan; its secondary shard does not matter.
-            secondaries: Secondary shards. Gathers of the backward depend on them, and have shape ``(S, 1, K, 5)``.
+            secondaries: Secondary shards, on which gathers of the backward depend.
             levels: Codecs of each field; see :meth:`levels`.
         """
         key = traffic._replace(secondary=None, every_micro_batch=False)
         if key not in self._apart:
-            self._apart[key] = self._priced_choices(key, levels)
-        names, of_gathers, sent = self._apart[key]
+            self._apart[key] = self._communication(key, levels)
         pricer, kinds, gathers = self._pricer, self._units.kinds, _codecs(levels[0])
         largest = max((kind.numel for kind in kinds if not kind.kept), default=0)
         closer = [traffic._replace(secondary=secondary) for secondary in secondaries]
         backward = [_rows([pricer.gathers(each, kinds, codec)[1] for codec in gathers]) for each in closer]
         one = [_rows([pricer.gathered_again(each, largest, codec) for codec in gathers]) for each in closer]
+        gather, intra, inter, spread = levels
+        names: list[tuple[str, ...]] = [
+            (of_gather, *pair, of_spread)
+            for pair, of_gather, of_spread in itertools.product(itertools.product(intra, inter), gather, spread)
+        ]
         return names, replace(
-            sent,
+            self._apart[key],
             every=traffic.every_micro_batch,
-            backward=np.array(backward)[:, None, of_gathers],
-            one_gather=np.array(one)[:, None, of_gathers],
+            backward=np.array(backward)[:, None, None, :, None],
+            one_gather=np.array(one)[:, None, None, :, None],
         )
 
-    def _priced_choices(self, traffic: Traffic, levels: Sequence[tuple[str, ...]]) -> _Choices:
+    def _communication(self, traffic: Traffic, levels: Sequence[tuple[str, ...]]) -> Communication:
         """The same as far as it depends neither on the secondary shard nor on when gradients are reduced."""
         gathers, intras, inters, spreads = map(_codecs, levels)
         pricer, kinds = self._pricer, self._units.kinds
         reductions = [self._priced(traffic, *pair) for pair in itertools.product(intras, inters)]
-        # All in the order of the product of reductions, gathers and spreads.
-        shape = len(reductions), len(gathers), len(spreads)
-        of_reductions, of_gathers, of_spreads = (places.ravel() for places in np.indices(shape))
-        names: list[tuple[str, ...]] = [
-            (str(gather), str(intra), str(inter), str(codec))
-            for (intra, inter), gather, codec in itertools.product(itertools.product(intras, inters), gathers, spreads)
-        ]
-        nothing = np.zeros((1, 5))
-        sent = Communication(
-            forward=_rows([pricer.gathers(traffic, kinds, codec)[0] for codec in gathers])[of_gathers],
+        nothing = np.zeros((1, 1, 1, 5))
+        return Communication(
+            forward=_rows([pricer.gathers(traffic, kinds, codec)[0] for codec in gathers])[:, None],
             backward=nothing,
-            scatter=_rows([each.scatter for each in reductions])[of_reductions],
-            shard=_rows([each.shard for each in reductions])[of_reductions],
-            sync=_rows([each.sync for each in reductions])[of_reductions],
-            spread=_rows([pricer.spread(traffic, kinds, codec) for codec in spreads])[of_spreads],
+            scatter=_rows([each.scatter for each in reductions])[:, None, None],
+            shard=_rows([each.shard for each in reductions])[:, None, None],
+            sync=_rows([each.sync for each in reductions])[:, None, None],
+            spread=_rows([pricer.spread(traffic, kinds, codec) for codec in spreads]),
             every=False,
             one_gather=nothing,
-            one_reduction=_rows([each.largest for each in reductions])[of_reductions],
-            first_spread=np.array([self._first_spread(traffic, codec) for codec in spreads])[of_spreads],
-            first_gather=np.array([self._first_gather(traffic, codec) for codec in gathers])[of_gathers],
-            last=np.array([each.last for each in reductions])[of_reductions],
+            one_reduction=_rows([each.largest for each in reductions])[:, None, None],
+            first_spread=np.array([self._first_spread(traffic, codec) for codec in spreads]),
+            first_gather=np.array([self._first_gather(traffic, codec) for codec in gathers])[:, None],
+            last=np.array([each.last for each in reductions])[:, None, None],
         )
-        return names, of_gathers, sent
 
     def _first_spread(self, traffic: Traffic, codec: CodecSpec) -> float:
         """Seconds of the spread of the first unit, which gathers wait for; without gathers, of all up to a block."""
