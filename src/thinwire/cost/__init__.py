@@ -7,6 +7,7 @@ them, ``collectives.py`` whole collectives, and ``estimate.py`` sums over a step
 ``goodput.py`` what failures cost.
 """
 
+from thinwire.cost.blocks import ModelPart
 from thinwire.cost.collectives import CollectiveTimes, HopCollectives, LibraryCollectives, library_moves
 from thinwire.cost.estimate import Busy, GroupShape, Pricer, Traffic, UnitKind
 from thinwire.cost.measured import MeasuredLibrary, ProfiledCollectives, ProfiledRates
@@ -24,7 +25,7 @@ from thinwire.cost.rates import (
     Rates,
     Work,
 )
-from thinwire.cost.shapes import ModelPart, alike, parts
+from thinwire.cost.shapes import alike, parts
 from thinwire.cost.units import largest_share, units
 
 __all__ = [

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
+from thinwire.cost.blocks import ModelPart
 from thinwire.cost.collectives import KINDS, Call, CollectiveTimes
 from thinwire.cost.rates import ALONE, Basis, Beside, Rates, Work, declared_seconds
-from thinwire.cost.shapes import ModelPart
 from thinwire.errors import SpecError
 from thinwire.program import Even, Kind, MessageSizes, Scope, hops
 from thinwire.spec import Factor, ModelSpec, Plan

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from thinwire.cost.blocks import ModelPart
 from thinwire.cost.kernel_table import TabledKernels
 from thinwire.cost.kernels import Kernels
-from thinwire.cost.shapes import ModelPart
 from thinwire.errors import SpecError
 from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
