@@ -43,7 +43,7 @@ from thinwire.plan.priced import AxisSeconds, PricedPlan, Provenance, price_plan
 from thinwire.plan.profiled import profiled_cluster
 from thinwire.plan.renting import Rental, SweptNodes, offers, parts_of, rentals, sweep_nodes
 from thinwire.plan.rules import Cut
-from thinwire.plan.search import Search, Searched, search
+from thinwire.plan.search import Search, Searched, search, search_wider
 from thinwire.plan.training_job import CODEC_LEVELS, CodecLevel, TrainingJob
 
 __all__ = [
@@ -99,6 +99,7 @@ __all__ = [
     "replaced_keys",
     "rests_on",
     "search",
+    "search_wider",
     "shortage",
     "slurm_hostfile",
     "summary",
