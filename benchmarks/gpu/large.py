@@ -25,7 +25,7 @@ from benchmarks.gpu.scale import REHEARSAL, Scale, scale_of
 from benchmarks.gpu.step import OVER_PLAIN, described, joined, loss_checks, synchronize
 from benchmarks.gpu.systems import FSDP2, OURS, PLAIN, llama, make_system, tokens
 
-from thinwire.cost import nominal_rates
+from thinwire.cost import NominalRates
 from thinwire.errors import UsageError
 from thinwire.plan import TrainingJob, candidate
 from thinwire.report.sheet import Sheet
@@ -147,7 +147,7 @@ def _predicted(scale: Scale, fields: Mapping[str, Any], kernels: Path | None) ->
     cluster = ClusterSpec.preset(_accelerator(scale), nodes=1, gpus_per_node=1)
     if kernels is not None:
         cluster = cluster.with_(kernels=str(kernels))
-    rates = nominal_rates(cluster, plan.compute_dtype)
+    rates = NominalRates(cluster, plan.compute_dtype)
     job = TrainingJob(spec, cluster, batch * spec.seq, spec.seq, clip=False, rates=rates)
     found = candidate(job, plan)
     return {

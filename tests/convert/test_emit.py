@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from thinwire.cli.main import app
 from thinwire.convert import from_deepspeed, from_fsdp2
 from thinwire.convert.emit import FRAMEWORKS, Emitted, deepspeed_table, emitted_text, fsdp2_call
-from thinwire.cost import nominal_rates
+from thinwire.cost import NominalRates
 from thinwire.plan import TrainingJob, nearest
 from thinwire.plan.peers import configurations, predicted
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
@@ -25,9 +25,7 @@ MESH = Factor(local=8, nodes=4)
 def job(name: str = "a100-80g", **keys: Any) -> TrainingJob:
     machine = ClusterSpec.preset(name, nodes=4, links={"nic": {"bandwidth": 50e9, "latency": 1e-5}}, **keys)
     model = ModelSpec.preset("llama-7b").with_(layers=8, seq=2048)
-    return TrainingJob(
-        model, machine, 32 * 2048 * 4, 2048, micro_batch=1, recompute=False, rates=nominal_rates(machine)
-    )
+    return TrainingJob(model, machine, 32 * 2048 * 4, 2048, micro_batch=1, recompute=False, rates=NominalRates(machine))
 
 
 def emitted(framework: str, plan: Plan) -> Emitted:

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from thinwire.cost import parts
+from thinwire.cost.blocks import ModelPart
 from thinwire.cost.kernels import Kernels
-from thinwire.cost.shapes import ModelPart
 from thinwire.spec import ModelSpec
 
 PEAK, MEMORY = 312e12, 1.4e12

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.support.cluster import needs_lab
 
-from thinwire.cost import nominal_rates
+from thinwire.cost import NominalRates
 from thinwire.errors import SpecError
 from thinwire.lab import Lab, LabSpec
 from thinwire.lab.job import Job
@@ -61,7 +61,7 @@ def predicted(*rates: float) -> float:
             "groups": groups,
         }
     )
-    job = TrainingJob(MODEL, machine, 2 * MODEL.seq, MODEL.seq, rates=nominal_rates(machine))
+    job = TrainingJob(MODEL, machine, 2 * MODEL.seq, MODEL.seq, rates=NominalRates(machine))
     return candidate(job, Plan.preset("zero3", nodes=2, local=1)).seconds
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.cost import NominalRates, parts, units
-from thinwire.cost.memory import largest_memory
+from thinwire.cost.memory.peak import largest_memory
 from thinwire.errors import SpecError
 from thinwire.plan import TrainingJob, search
 from thinwire.plan.experts import sharings

@@ -12,12 +12,13 @@ from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.cost import NominalRates
-from thinwire.cost.memory import largest_memory, stages
+from thinwire.cost.memory.peak import largest_memory
+from thinwire.cost.memory.stages import stages
 from thinwire.errors import SpecError
 from thinwire.plan import Cut, Search, TrainingJob, binding, candidate, critical_path, remedies, search, summary
 from thinwire.plan.rules import cut_problems, divided, powers_of_two
 from thinwire.plan.search import RESOLUTION
-from thinwire.sim.axes import bubble_seconds, message_seconds
+from thinwire.plan.training_job import axis_costs
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
 from thinwire.spec.plan_parts.pipeline import keeps_busy
 
@@ -122,9 +123,11 @@ def test_a_pipeline_stands_still_for_all_stages_but_one() -> None:
     """(pp - 1) / M of what micro-batches take, and half of it with two chunks a rank; twice the messages."""
     asked = job(tp=(1,), pp=(2,), sequences=8)
     plain, interleaved = grid(pp=2, micro_batches=16), grid(pp=2, micro_batches=16, schedule="interleaved")
-    work, rates = asked.workload(plain), asked.rates
-    assert bubble_seconds(interleaved, work, rates, 0.0) == pytest.approx(bubble_seconds(plain, work, rates, 0.0) / 2)
-    assert message_seconds(interleaved, 1.0) == 2 * message_seconds(plain, 1.0) == 64
+    of_plain, of_interleaved = axis_costs(asked, plain), axis_costs(asked, interleaved)
+    assert of_interleaved.message == of_plain.message > 0
+    messages = 2 * of_plain.message
+    assert of_interleaved.idle(1.0, 2.0) - messages == pytest.approx((of_plain.idle(1.0, 2.0) - messages) / 2)
+    assert of_interleaved.awaited == 2 * of_plain.awaited == 64 * of_plain.message
     rated = candidate(asked, plain)
     assert rated.axes.idle > 0
     assert sum(critical_path(rated).values()) == pytest.approx(rated.seconds)

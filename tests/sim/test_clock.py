@@ -12,12 +12,10 @@ def ends(*tasks: tuple[Resource, float, Beside]) -> list[float]:
     """When each of some tasks that begin together is done."""
     clock, end_times = FluidClock(), [0.0] * len(tasks)
     for index, (resource, seconds, beside) in enumerate(tasks):
-
-        def done(index: int = index) -> None:
+        clock.start(clock.load(resource, beside), seconds, index)
+    while clock.active:
+        for index in clock.advance():
             end_times[index] = clock.now
-
-        clock.begin(resource, seconds, done, beside)
-    clock.run()
     return end_times
 
 

@@ -111,15 +111,19 @@ def test_an_order_of_nodes_moves_their_leaves() -> None:
 def test_transfers_share_the_spine_and_the_cards() -> None:
     """One that the spine limits leaves three quarters of the cards to others."""
     clock, ends = FluidClock(), []
-    clock.begin(Resource.ACROSS, 4.0, lambda: ends.append(clock.now), spine_load=4.0)
-    clock.begin(Resource.ACROSS, 3.0, lambda: ends.append(clock.now))
-    clock.run()
+    limited, free = clock.load(Resource.ACROSS, spine_load=4.0), clock.load(Resource.ACROSS)
+    clock.start(limited, 4.0, "limited")
+    clock.start(free, 3.0, "free")
+    while clock.active:
+        finished = clock.advance()
+        ends += [clock.now] * len(finished)
     assert ends == pytest.approx([3.75, 4.75])
     assert (clock.busy[Resource.ACROSS], clock.busy[Resource.SPINE]) == pytest.approx((4.0, 4.0))
     clock = FluidClock()
     for _ in range(2):
-        clock.begin(Resource.ACROSS, 4.0, ends.clear, spine_load=2.0)
-    clock.run()
+        clock.start(clock.load(Resource.ACROSS, spine_load=2.0), 4.0, None)
+    while clock.active:
+        clock.advance()
     assert clock.now == pytest.approx(8.0)
 
 

@@ -7,16 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from thinwire.cost import Efficiency, NominalRates, PricedStage, Rates, moves, parts, units
 from thinwire.program import UNDER_WAY, Lane, Operation, UnitInfo, lower
 from thinwire.program.timeline import COMPUTE
 from thinwire.sim import Resource, Workload, simulate
+from thinwire.sim.lanes import GATHERED, GRADIENTS
 from thinwire.sim.player import Player
 from thinwire.sim.repetition import repeated
-from thinwire.sim.script import GATHERED, GRADIENTS, Execution
 from thinwire.sim.step import Simulated
-from thinwire.sim.writer import write
+from thinwire.sim.workload import Execution
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 from thinwire_bench.published.headroom import Headroom
 
@@ -38,16 +40,12 @@ def preset(name: str, **overrides: Any) -> Plan:
 def whole(plan: Plan, work: Workload, rates: Rates, micro_batches: int = 1) -> Simulated:
     """A step of which every block and every micro-batch is lowered and played."""
     program = lower(plan, work.units, micro_batches=micro_batches)
-    script = write(plan, work, rates, program, Execution(lambda plan, operation, _: moves(plan, operation, rates)))
-    assert script is not None
-    passes = [
-        section
-        for forward, backward in zip(script.forwards, script.backwards, strict=True)
-        for section in (*forward, *backward)
-    ]
-    player = Player(plan, script)
-    player.play([*script.begin, *passes, *script.end])
-    return Simulated(player.end, player.busy[Resource.COMPUTE], player.exposed, player.busy)
+    execution = Execution(lambda plan, operation, _: moves(plan, operation, rates))
+    player = Player(plan, work, rates, program, execution)
+    passes = [part for number in range(micro_batches) for part in (player.forward(number), player.backward(number))]
+    player.play(itertools.chain(player.begin(), *passes, player.finish()))
+    busy = player.lanes.clock.busy
+    return Simulated(player.end, busy[Resource.COMPUTE], player.exposed, busy)
 
 
 def test_one_rank_only_computes() -> None:
@@ -279,6 +277,23 @@ def test_blocks_that_repeat_are_played_once(name: str, knobs: dict[str, Any], gb
         assert quick.seconds == pytest.approx(slow.seconds, rel=1e-9)
         assert quick.exposed == pytest.approx(slow.exposed, rel=1e-9, abs=1e-9 * slow.seconds)
         assert quick.busy == pytest.approx(slow.busy, rel=1e-9)
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_blocks_that_repeat_are_played_once(data: st.DataObject) -> None:
+    """Whatever falls into a bucket, and however far ahead is gathered."""
+    of = data.draw
+    shape = {"hidden": of(st.sampled_from((256, 320, 1024))), "vocab": of(st.sampled_from((512, 4096, 65536)))}
+    model = ModelSpec(layers=of(st.integers(12, 60)), heads=4, seq=128, tied_embedding=of(st.booleans()), **shape)
+    knobs = {"bucket_bytes": int(2 ** of(st.floats(18, 27))), "prefetch": of(st.integers(1, 6))}
+    knobs |= {"granularity": of(st.sampled_from(("block", "module"))), "recompute": of(st.booleans())}
+    plan = preset(of(st.sampled_from(("ddp", "zero1", "zero2", "zero3", "hpz", "zeropp", "hsdp"))), **knobs)
+    rates = NominalRates(CLUSTER.with_(links={"nic": {"bandwidth": of(st.sampled_from((2e8, 1e10, 4e11)))}}))
+    work = Workload(parts(model, plan.granularity), units(model, plan), model.seq, of(st.booleans()))
+    count = of(st.integers(1, 3))
+    quick, slow = simulate(plan, work, rates, micro_batches=count), whole(plan, work, rates, count)
+    assert quick.seconds == pytest.approx(slow.seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "hpz", "thinwire"])

@@ -7,81 +7,65 @@ them, ``collectives.py`` whole collectives, and ``estimate.py`` sums over a step
 ``goodput.py`` what failures cost.
 """
 
+from thinwire.cost.blocks import ModelPart
 from thinwire.cost.collectives import CollectiveTimes, HopCollectives, LibraryCollectives, library_moves
-from thinwire.cost.estimate import Busy, GroupShape, Pricer, Traffic, UnitKind
+from thinwire.cost.estimate import Busy, GroupShape, Pricer, ProcessGroups, UnitKind
 from thinwire.cost.measured import MeasuredLibrary, ProfiledCollectives, ProfiledRates
-from thinwire.cost.memory import (
-    AMSP_STATES,
-    GPU_LOSS_CHUNK,
-    HOST_LOSS_CHUNK,
-    OVERHEAD,
-    PEER_SYSTEMS,
-    Memory,
-    States,
-    ZeroSettings,
-    kept_activations,
-    largest_memory,
-    memory,
-    peer_memory,
-    working_memory,
-)
+from thinwire.cost.memory.activations import GPU_LOSS_CHUNK, HOST_LOSS_CHUNK, kept_activations, working_memory
+from thinwire.cost.memory.peak import OVERHEAD, Memory, largest_memory, memory
+from thinwire.cost.memory.peers import PEER_SYSTEMS, ZeroSettings, peer_memory
+from thinwire.cost.memory.states import AMSP_STATES, States
 from thinwire.cost.operations import PricedStage, moves
 from thinwire.cost.rates import (
     ALONE,
     Basis,
     Beside,
     Efficiency,
-    MixedRates,
     NominalRates,
     Rates,
     Work,
-    nominal_rates,
-    views_of,
 )
-from thinwire.cost.shapes import ModelPart, alike, parts
+from thinwire.cost.shapes import alike, parts
 from thinwire.cost.units import largest_share, units
 
 __all__ = [
     "ALONE",
     "AMSP_STATES",
-    "GPU_LOSS_CHUNK",
-    "HOST_LOSS_CHUNK",
-    "OVERHEAD",
-    "PEER_SYSTEMS",
     "Basis",
     "Beside",
     "Busy",
-    "Efficiency",
     "CollectiveTimes",
+    "Efficiency",
+    "GPU_LOSS_CHUNK",
     "GroupShape",
+    "HOST_LOSS_CHUNK",
     "HopCollectives",
     "LibraryCollectives",
-    "ProfiledCollectives",
     "MeasuredLibrary",
     "Memory",
-    "MixedRates",
-    "PricedStage",
-    "NominalRates",
     "ModelPart",
+    "NominalRates",
+    "OVERHEAD",
+    "PEER_SYSTEMS",
+    "PricedStage",
     "Pricer",
+    "ProfiledCollectives",
     "ProfiledRates",
     "Rates",
     "States",
-    "Traffic",
+    "ProcessGroups",
     "UnitKind",
     "Work",
-    "alike",
     "ZeroSettings",
+    "alike",
     "kept_activations",
     "largest_memory",
     "largest_share",
     "library_moves",
     "memory",
     "moves",
-    "nominal_rates",
     "parts",
     "peer_memory",
     "units",
-    "views_of",
     "working_memory",
 ]

@@ -1,4 +1,4 @@
-"""The modules of one block of the built-in models: their parameters, their matrices, and what their kernels move.
+"""Parts of a model, and the modules of one block of the built-in models: parameters, matrices, what kernels move.
 
 Names, shapes and order are those of the built-in Llama, its mixture of experts, and GPT. Of other mixtures of experts,
 only sizes are alike.
@@ -6,13 +6,16 @@ only sizes are alike.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
+from thinwire.program import ALIGNMENT_BYTES
 from thinwire.spec import ModelSpec
 from thinwire.spec.models.block_shapes import attention_width, block_matrices, latent_norms
 
-__all__ = ["EXPERTS", "BlockModule", "Routed", "block_modules", "norm_parameters"]
+__all__ = ["ModelPart", "Routed", "Tensor", "block_modules", "norm_parameters", "tensors_of"]
 
 EXPERTS = "mlp.experts"
 """Name of a block's experts below the block."""
@@ -34,17 +37,96 @@ class Routed:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockModule:
-    """A module of a block: its name below the block, its parameters, and what it computes besides; see ModelPart."""
+class Tensor:
+    """One parameter.
+
+    Attributes:
+        name: Name in ``named_parameters``.
+        numel: Number of elements.
+    """
 
     name: str
-    parameters: tuple[tuple[str, int], ...]
+    numel: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether tensor parallelism leaves it whole, as it does norms."""
+        return "norm" in self.name
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """A module of the model that becomes a unit.
+
+    Attributes:
+        name: Dotted module name; empty for the root.
+        kind: ``"embedding"``, ``"block"`` (or a module of one), ``"head"`` (including the loss) or ``"rest"``.
+        block: Number of the block that it belongs to.
+        tensors: Its parameters, in order.
+        matrices: Rows and columns of its matrices: the width of their output and of their input.
+        attention_width: Total width of its attention heads, whose FLOPs also depend on the sequence length.
+        heads: Number of these heads.
+        split_values: Values of one token that the forward reads or writes outside of matrix products and attention,
+            and of which a tensor-parallel rank has its part: activation functions, rotations, logits.
+        whole_values: The same of which every tensor-parallel rank has all: norms and residual additions.
+        routed: Experts, of which a token visits a few; ``None`` without.
+        matrix_flops: FLOPs of one token's forward through its matrices.
+        numel: Number of elements of all its parameters.
+        aligned: Whether its parameters need no padding between each other.
+    """
+
+    name: str
+    kind: str
+    block: int
+    tensors: tuple[Tensor, ...]
     matrices: tuple[tuple[int, int], ...] = ()
     attention_width: int = 0
     heads: int = 0
     split_values: int = 0
     whole_values: int = 0
     routed: Routed | None = None
+
+    matrix_flops: int = field(init=False)
+    numel: int = field(init=False)
+    aligned: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        flops = sum(2 * rows * columns for rows, columns in self.matrices)
+        if self.routed is not None:
+            flops += self.routed.active * sum(2 * rows * columns for rows, columns in self.routed.matrices)
+        object.__setattr__(self, "matrix_flops", flops)
+        object.__setattr__(self, "numel", sum(tensor.numel for tensor in self.tensors))
+        object.__setattr__(self, "aligned", all(tensor.numel % ALIGNMENT_BYTES == 0 for tensor in self.tensors))
+
+    @property
+    def work(self) -> object:
+        """What the seconds of its computation depend on; equal for equal blocks."""
+        values = self.split_values, self.whole_values, self.matrix_flops, self.numel
+        return self.kind, bool(self.name), self.matrices, self.routed, self.attention_width, self.heads, values
+
+    @property
+    def is_experts(self) -> bool:
+        """Whether the part is the experts of a block and nothing else."""
+        return self.routed is not None and self.name.endswith(EXPERTS)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the part is one linear layer with its own weight."""
+        return self.matrix_flops > 0 and all(tensor.name.rpartition(".")[0] == self.name for tensor in self.tensors)
+
+    def weight_gradient_share(self, seq: int) -> float:
+        """Share of a linear layer's backward after which the gradient of its weight exists, if that comes first.
+
+        It is half of the FLOPs of its matrix. An attention that is counted with the layer comes after both gradients.
+
+        Args:
+            seq: Tokens per sequence.
+        """
+        return self.matrix_flops / self.forward_flops(1, seq) / 2
+
+    def forward_flops(self, tokens: int, seq: int) -> int:
+        """FLOPs of the forward of ``tokens`` tokens in sequences of ``seq``; attention is not halved for causality."""
+        return tokens * (self.matrix_flops + 4 * seq * self.attention_width)
 
 
 def norm_parameters(model: ModelSpec) -> tuple[tuple[str, int], ...]:
@@ -57,32 +139,43 @@ def _linear(rows: int, columns: int, *, bias: bool) -> tuple[tuple[str, int], ..
     return (*weight, ("bias", rows)) if bias else weight
 
 
-@lru_cache(maxsize=64)
-def block_modules(model: ModelSpec, *, experts: bool) -> tuple[BlockModule, ...]:
+def block_modules(model: ModelSpec, layer: int) -> list[ModelPart]:
+    """The modules of a block, in the order of their parameters."""
+    experts = model.experts is not None and layer >= model.dense_layers
     linears = block_matrices(model, experts=experts)
     norms = ("input_layernorm", "post_attention_layernorm")
     of_attention = [name for name in linears if not name.startswith("mlp")]
     of_feed_forward = [name for name in linears if name.startswith("mlp")]
     order = [norms[0], *of_attention, norms[1], *of_feed_forward] if model.kind == "llama" else [*norms, *linears]
     split, whole = _kernel_values(model, experts=experts)
-    modules = []
     vectors = latent_norms(model)
+
+    def module(name: str, parameters: Iterable[tuple[str, int]], **computed: Any) -> ModelPart:
+        path = f"layers.{layer}.{name}"
+        return ModelPart(path, "block", layer + 1, tensors_of(path, parameters), **computed)
+
+    modules = []
     for name in order:
-        matrices = (linears[name],) if name in linears else ()
-        bias = model.kind == "gpt" or (model.biases and (name in of_attention or name == "mlp.gate"))
-        parameters = _linear(*linears[name], bias=bias) if name in linears else norm_parameters(model)
-        attention = (attention_width(model), model.heads) if name == of_attention[-1] else (0, 0)
-        modules.append(BlockModule(name, parameters, matrices, *attention, split.get(name, 0), whole.get(name, 0)))
+        computed: dict[str, Any] = {"split_values": split.get(name, 0), "whole_values": whole.get(name, 0)}
+        if name == of_attention[-1]:
+            computed |= {"attention_width": attention_width(model), "heads": model.heads}
+        if name in linears:
+            bias = model.kind == "gpt" or (model.biases and (name in of_attention or name == "mlp.gate"))
+            modules.append(module(name, _linear(*linears[name], bias=bias), matrices=(linears[name],), **computed))
+        else:
+            modules.append(module(name, norm_parameters(model), **computed))
         if name in vectors:
             normalised, width = vectors[name]
-            modules.append(BlockModule(normalised, (("weight", width),), whole_values=2 * width))
+            modules.append(module(normalised, [("weight", width)], whole_values=2 * width))
         if name == "mlp.gate":
-            modules.append(_experts(model))
-    return tuple(modules)
+            parameters, values, routed = _experts(model)
+            modules.append(module(EXPERTS, parameters, split_values=values, routed=routed))
+    return modules
 
 
-def _experts(model: ModelSpec) -> BlockModule:
-    """All experts of a block, as tensors that hold the matrices of one kind of all experts."""
+def _experts(model: ModelSpec) -> tuple[list[tuple[str, int]], int, Routed]:
+    """All experts of a block: tensors that hold the matrices of one kind of all experts, values that their kernels
+    read and write for a token, and what a token visits."""
     assert model.experts is not None
     h, width, active = model.hidden, model.expert_ffn, model.active_experts
     parameters = [("gate_up_proj", model.experts * 2 * width * h), ("down_proj", model.experts * h * width)]
@@ -90,10 +183,10 @@ def _experts(model: ModelSpec) -> BlockModule:
         parameters += [("gate_up_proj_bias", model.experts * 2 * width), ("down_proj_bias", model.experts * h)]
     # A token is copied for each expert and back, weighted and added up; SiLU and gate as in a feed-forward.
     values = active * (4 * h + 3 * width) + 4 * h
-    routed = Routed(((2 * width, h), (h, width)), model.experts, active)
-    return BlockModule(EXPERTS, tuple(parameters), split_values=values, routed=routed)
+    return parameters, values, Routed(((2 * width, h), (h, width)), model.experts, active)
 
 
+@lru_cache(maxsize=64)
 def _kernel_values(model: ModelSpec, *, experts: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Values of a token that kernels between the matrix products read and write in the forward, by module: those that
     tensor parallelism splits, and those that it does not. A norm reads and writes the stream once; a residual addition
@@ -113,3 +206,8 @@ def _kernel_values(model: ModelSpec, *, experts: bool) -> tuple[dict[str, int], 
     if model.shared_ffn:
         split["mlp.shared_expert.down_proj"] = 3 * model.shared_ffn
     return split, {**norms, "self_attn.o_proj": 3 * h, "mlp.gate": 3 * h}
+
+
+def tensors_of(path: str, named: Iterable[tuple[str, int]]) -> tuple[Tensor, ...]:
+    """Parameters of a module by their names below it."""
+    return tuple(Tensor(f"{path}.{name}", numel) for name, numel in named)

@@ -19,7 +19,7 @@ from thinwire.program.wire import Encoding, ReductionEncodings
 from thinwire.spec import CodecSpec, Factor
 from thinwire.spec.plan import cut_alike
 
-__all__ = ["Busy", "GroupShape", "Pricer", "Traffic", "UnitKind"]
+__all__ = ["Busy", "GroupShape", "Pricer", "ProcessGroups", "UnitKind"]
 
 _NONE = CodecSpec()
 
@@ -101,7 +101,7 @@ class GroupShape(NamedTuple):
         return self.local * self.nodes
 
 
-class Traffic(NamedTuple):
+class ProcessGroups(NamedTuple):
     """The groups over which a plan communicates; ``None`` where a plan does not.
 
     Attributes:
@@ -129,7 +129,7 @@ class Traffic(NamedTuple):
         secondary: Factor | None,
         *,
         strided: bool = True,
-    ) -> Traffic:
+    ) -> ProcessGroups:
         """The groups that a plan's factors imply; ``strided`` says whether the distance between nodes matters."""
 
         def between(inner: Factor, outer: Factor) -> GroupShape | None:
@@ -209,59 +209,59 @@ class Pricer:
 
     # -- parts of a step -------------------------------------------------------------------------------------------
 
-    def gathers(self, traffic: Traffic, kinds: Sequence[UnitKind], codec: CodecSpec) -> tuple[Busy, Busy]:
+    def gathers(self, groups: ProcessGroups, kinds: Sequence[UnitKind], codec: CodecSpec) -> tuple[Busy, Busy]:
         """Busy seconds of one micro-batch's parameter gathers: for the forward, and again for the backward."""
         forward, backward = Busy(), Busy()
-        if traffic.params is None:
+        if groups.params is None:
             return forward, backward
         for kind in kinds:
-            once = self.gather(traffic.params, kind.numel, codec)
+            once = self.gather(groups.params, kind.numel, codec)
             forward = forward.plus(once, kind.count)
             if not kind.kept:
-                backward = backward.plus(self.gathered_again(traffic, kind.numel, codec), kind.count)
+                backward = backward.plus(self.gathered_again(groups, kind.numel, codec), kind.count)
         return forward, backward
 
-    def gathered_again(self, traffic: Traffic, numel: int, codec: CodecSpec) -> Busy:
+    def gathered_again(self, groups: ProcessGroups, numel: int, codec: CodecSpec) -> Busy:
         """Busy seconds of gathering a unit for its backward, from the secondary shard if there is one."""
-        if traffic.secondary is None:
-            return Busy() if traffic.params is None else self.gather(traffic.params, numel, codec)
-        return self.gather(traffic.secondary, numel, _NONE) if traffic.secondary.ranks > 1 else Busy()
+        if groups.secondary is None:
+            return Busy() if groups.params is None else self.gather(groups.params, numel, codec)
+        return self.gather(groups.secondary, numel, _NONE) if groups.secondary.ranks > 1 else Busy()
 
-    def scattered(self, traffic: Traffic, kinds: Sequence[UnitKind], intra: CodecSpec, inter: CodecSpec) -> Busy:
+    def scattered(self, groups: ProcessGroups, kinds: Sequence[UnitKind], intra: CodecSpec, inter: CodecSpec) -> Busy:
         """Busy seconds of one micro-batch's reductions over the ranks of ``P``."""
         total = Busy()
-        for kind in kinds if traffic.params is not None else ():
-            total = total.plus(self.scatter(traffic.params, kind.numel, intra, inter), kind.count)
+        for kind in kinds if groups.params is not None else ():
+            total = total.plus(self.scatter(groups.params, kind.numel, intra, inter), kind.count)
         return total
 
-    def sharded(self, traffic: Traffic, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
+    def sharded(self, groups: ProcessGroups, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
         """Busy seconds of reducing a bucket of ``numel`` elements to the owners of optimizer states, packing
         included."""
-        if traffic.shard is None:
+        if groups.shard is None:
             return Busy()
-        packing = self._rates.touch(numel + numel / traffic.shard.ranks)
-        return self.scatter(traffic.shard, numel, intra, inter).plus(Busy(codec=packing))
+        packing = self._rates.touch(numel + numel / groups.shard.ranks)
+        return self.scatter(groups.shard, numel, intra, inter).plus(Busy(codec=packing))
 
-    def synced(self, traffic: Traffic, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
+    def synced(self, groups: ProcessGroups, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
         """Busy seconds of adding up a bucket of ``numel`` elements over replicas, packing included."""
-        if traffic.replica is None:
+        if groups.replica is None:
             return Busy()
-        share = numel // (traffic.shard.ranks if traffic.shard is not None else 1)
-        return self.all_reduce(traffic.replica, share, intra, inter).plus(Busy(codec=self._rates.touch(2 * share)))
+        share = numel // (groups.shard.ranks if groups.shard is not None else 1)
+        return self.all_reduce(groups.replica, share, intra, inter).plus(Busy(codec=self._rates.touch(2 * share)))
 
-    def spread(self, traffic: Traffic, kinds: Sequence[UnitKind], codec: CodecSpec) -> Busy:
+    def spread(self, groups: ProcessGroups, kinds: Sequence[UnitKind], codec: CodecSpec) -> Busy:
         """Busy seconds of distributing updated parameters, once per step."""
         total = Busy()
         for kind in kinds:
-            total = total.plus(self.spread_unit(traffic, kind.numel, codec), kind.count)
+            total = total.plus(self.spread_unit(groups, kind.numel, codec), kind.count)
         return total
 
-    def spread_unit(self, traffic: Traffic, numel: int, codec: CodecSpec) -> Busy:
+    def spread_unit(self, groups: ProcessGroups, numel: int, codec: CodecSpec) -> Busy:
         """Busy seconds of distributing the updated parameters of a unit of ``numel`` elements."""
-        if traffic.shard is None:
+        if groups.shard is None:
             return Busy()
-        shards = traffic.params.ranks if traffic.params else 1
-        return self.gather(traffic.shard, numel // shards, codec)
+        shards = groups.params.ranks if groups.params else 1
+        return self.gather(groups.shard, numel // shards, codec)
 
     def control(self, mesh: Factor, nbytes: int) -> float:
         """Seconds of an exchange of ``nbytes`` bytes of every rank of a mesh."""

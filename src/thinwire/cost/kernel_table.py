@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
+from thinwire.cost.blocks import ModelPart
 from thinwire.cost.kernels import Kernels
-from thinwire.cost.shapes import ModelPart
 from thinwire.errors import SpecError
 from thinwire.spec.machines.kernels import KernelRow, KernelTable
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from thinwire.cost.blocks import Routed
-from thinwire.cost.shapes import ModelPart
+from thinwire.cost.blocks import ModelPart, Routed
 
 __all__ = ["Kernels"]
 

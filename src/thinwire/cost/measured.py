@@ -10,11 +10,12 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
+from thinwire.cost.blocks import ModelPart
 from thinwire.cost.collectives import KINDS, Call, CollectiveTimes
-from thinwire.cost.rates import ALONE, Basis, Beside, Work, declared_seconds
-from thinwire.cost.shapes import ModelPart
+from thinwire.cost.rates import ALONE, Basis, Beside, Rates, Work, declared_seconds
 from thinwire.errors import SpecError
 from thinwire.program import Even, Kind, MessageSizes, Scope, hops
 from thinwire.spec import Factor, ModelSpec, Plan
@@ -31,21 +32,21 @@ _Key = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
-    """Seconds against size, measured at a few sizes.
-
-    Between two sizes, seconds follow a power law. Beyond them, they follow the latency and the bandwidth of the two
-    nearest sizes (alpha-beta).
-    """
+class _Measured:
+    """A figure that was measured at a few sizes, in ascending order."""
 
     sizes: tuple[float, ...]
-    seconds: tuple[float, ...]
+    values: tuple[float, ...]
 
-    def at(self, size: float) -> float:
-        """Seconds at a size."""
+    def seconds(self, size: float) -> float:
+        """The figure at a size, in seconds.
+
+        Between two sizes, seconds follow a power law. Beyond them, they follow the latency and the bandwidth of the two
+        nearest sizes (alpha-beta).
+        """
         if size <= 0:
             return 0.0
-        sizes, seconds = self.sizes, self.seconds
+        sizes, seconds = self.sizes, self.values
         if len(sizes) == 1:
             return seconds[0] * max(1.0, size / sizes[0])
         if size < sizes[0]:
@@ -53,29 +54,23 @@ class _Line:
         if size > sizes[-1]:
             return max(_straight(sizes[-2:], seconds[-2:], size), seconds[-1] * size / sizes[-1] * 0.5)
         high = max(1, bisect_left(sizes, size))
-        share = math.log(size / sizes[high - 1]) / math.log(sizes[high] / sizes[high - 1])
-        return float(seconds[high - 1] * (seconds[high] / seconds[high - 1]) ** share)
+        return float(seconds[high - 1] * (seconds[high] / seconds[high - 1]) ** self._between(high, size))
+
+    def share(self, size: float) -> float:
+        """The figure at a size, a share: linear in the logarithm of the size, and that of the nearest beyond them."""
+        high = bisect_left(self.sizes, size)
+        if high in (0, len(self.sizes)):
+            return self.values[min(high, len(self.sizes) - 1)]
+        low = self.values[high - 1]
+        return low + self._between(high, size) * (self.values[high] - low)
+
+    def _between(self, high: int, size: float) -> float:
+        """How far a size is between two measured ones, on a scale of logarithms."""
+        return math.log(size / self.sizes[high - 1]) / math.log(self.sizes[high] / self.sizes[high - 1])
 
     def covers(self, size: float) -> bool:
         """Whether a size lies within the measured range."""
         return self.sizes[0] <= size <= self.sizes[-1]
-
-
-@dataclass(frozen=True, slots=True)
-class _Loads:
-    """Share of the processor that transfers take, measured at a few sizes; linear in the logarithm of the size."""
-
-    sizes: tuple[float, ...]
-    loads: tuple[float, ...]
-
-    def at(self, size: float) -> float:
-        """The share that a transfer of this size takes."""
-        sizes, loads = self.sizes, self.loads
-        high = bisect_left(sizes, size)
-        if high in (0, len(sizes)):
-            return loads[min(high, len(sizes) - 1)]
-        share = math.log(size / sizes[high - 1]) / math.log(sizes[high] / sizes[high - 1])
-        return loads[high - 1] + share * (loads[high] - loads[high - 1])
 
 
 def _straight(sizes: Sequence[float], seconds: Sequence[float], size: float) -> float:
@@ -92,12 +87,12 @@ class _Neighbour(NamedTuple):
         ranks: Ranks of the measured group.
     """
 
-    line: _Line
+    line: _Measured
     key: _Key
     ranks: int
 
 
-class ProfiledRates:
+class ProfiledRates(Rates):
     """Rates of the cluster that was profiled.
 
     Args:
@@ -114,13 +109,18 @@ class ProfiledRates:
         SpecError: The profile lacks a part of the model that every plan computes.
     """
 
+    noise = 0.04
+
     def __init__(self, profile: Profile, model: ModelSpec, dtype: str, quartile: Quartile = "seconds") -> None:
         self.profile, self.quartile, self._model, self._dtype = profile, quartile, model, dtype
         self.transfers_extrapolated = self._scaled_parts = False
         self.handling = profile.handling.with_(step=profile.step_seconds + profile.handling.step)
         self._collectives = _CollectiveRows(profile.collectives, profile.crowding, quartile)
-        self._codecs = _lines(
-            profile.codecs, lambda row: (row.codec, row.dtype, row.work), lambda row: row.numel, quartile
+        self._codecs = _by_size(
+            profile.codecs,
+            lambda row: (row.codec, row.dtype, row.work),
+            lambda row: row.numel,
+            lambda row: getattr(row, quartile),
         )
         self._compute = {part: _nearest(profile, part, model, dtype) for part in ("block", "head", "embedding")}
         self._beside = _slowdowns(profile, model.hidden, self._collectives)
@@ -135,16 +135,11 @@ class ProfiledRates:
         neighbour = self._collectives.nearest(profiled_kind(kind, encoded=encoded), scope, ranks)
         outside = neighbour.ranks != ranks or not neighbour.line.covers(sent)
         self.transfers_extrapolated |= outside or self._collectives.substituted
-        seconds = neighbour.line.at(sent)
+        seconds = neighbour.line.seconds(sent)
         # Each link carries the same bytes in a group of another size; latency grows with the number of rounds.
         return (
             seconds if neighbour.ranks == ranks else seconds * max(1.0, math.log2(ranks) / math.log2(neighbour.ranks))
         )
-
-    def spine_load(self, kind: Kind, scope: Scope, ranks: int, stride: int) -> float:
-        """0: a profile does not measure the spine."""
-        del kind, scope, ranks, stride
-        return 0.0
 
     def codec(self, work: Work) -> float:
         """Interpolated; a codec that was not measured takes as long as the slowest measured codec of its family."""
@@ -174,9 +169,9 @@ class ProfiledRates:
                     "profile",
                     [f"it has no codec, and the plan uses {work.codec}; measure again with a larger --budget"],
                 )
-            return max(line.at(values) for line in family)
+            return max(line.seconds(values) for line in family)
         self.transfers_extrapolated |= values > 4 * line.sizes[-1]
-        return line.at(values)
+        return line.seconds(values)
 
     def forward(self, part: ModelPart, plan: Plan, seq: int) -> float:
         """As measured for a part of this shape; parts of other shapes are scaled by their FLOPs."""
@@ -223,14 +218,17 @@ class ProfiledRates:
             return slowdown
         key = self._collectives.nearest(profiled_kind(kind, encoded=encoded), scope, ranks).key
         # The factor by which computation slows down is the same loss, measured less exactly: it must not count twice.
-        return replace(slowdown, compute=1.0, load=self._collectives.loads[key].at(sent))
+        return replace(slowdown, compute=1.0, load=self._collectives.loads[key].share(sent))
 
     @property
-    def least_slowing(self) -> float:
-        """As measured; 1 if it was not measured, or if transfers have loads instead."""
-        if self.profile.crowding:
-            return 1.0
-        return min((beside.compute for beside in self._beside.values()), default=1.0)
+    def on_processors(self) -> bool:
+        """Whether gloo carried the messages."""
+        return self.profile.backend == "gloo"
+
+    @property
+    def of_others(self) -> ProfiledRates:
+        """With computation as the profile says that other frameworks perform it."""
+        return ProfiledRates(self.profile.of_others(), self._model, self._dtype, self.quartile)
 
     @property
     def extrapolated(self) -> bool:
@@ -238,7 +236,7 @@ class ProfiledRates:
         return self._scaled_parts or self.transfers_extrapolated or self._collectives.substituted
 
 
-def _plugin_seconds(codecs: Mapping[_Key, _Line], work: Work, way: str, values: float) -> float:
+def _plugin_seconds(codecs: Mapping[_Key, _Measured], work: Work, way: str, values: float) -> float:
     """As the slowest measured codec of the same name, or at the speed that the package declares: built-in codecs say
     nothing about it."""
     same_name = [
@@ -248,7 +246,7 @@ def _plugin_seconds(codecs: Mapping[_Key, _Line], work: Work, way: str, values: 
     ]
     if not same_name:
         return declared_seconds(work.codec, work.dtype, values)
-    return max(line.at(values) for line in same_name)
+    return max(line.seconds(values) for line in same_name)
 
 
 class ProfiledCollectives(CollectiveTimes):
@@ -290,7 +288,7 @@ class ProfiledCollectives(CollectiveTimes):
             return sum(self._rates.hop(step.kind, step.scope, step.ranks, step.sent, encoded=False) for step in steps)
         sent = sum(step.sent for step in steps)
         self.extrapolated |= not line.covers(sent)
-        return line.at(sent)
+        return line.seconds(sent)
 
 
 class MeasuredLibrary(CollectiveTimes):
@@ -318,7 +316,7 @@ class MeasuredLibrary(CollectiveTimes):
             return 0.0
         line = self._measured.exact(str(KINDS[kind]), mesh)
         if line is not None:
-            return line.at(size * (ranks - 1) / ranks * (2 if kind == "AR" else 1))
+            return line.seconds(size * (ranks - 1) / ranks * (2 if kind == "AR" else 1))
         if self._whole_sums and kind in ("RS", "AR"):
             return 2 * self._ring(Kind.ALL_GATHER, size, mesh) + self._rates.touch(size / 2)
         if kind == "AR":
@@ -353,10 +351,12 @@ class _CollectiveRows:
     def __init__(self, measured: Sequence[CollectiveRow], crowding: float, quartile: Quartile) -> None:
         rows = [row for row in measured if row.groups == "all"]
         self.substituted = False
-        self.loads = _loads(rows, crowding)
-        self._lines = _lines(rows, lambda row: (row.kind, row.local, row.nodes), lambda row: row.sent, quartile)
+        of = partial(_by_size, rows, lambda row: (row.kind, row.local, row.nodes), lambda row: row.sent)
+        # The seconds by which a transfer holds computation up, over its own.
+        self.loads = of(lambda row: crowding * row.processor / row.seconds)
+        self._lines = of(lambda row: getattr(row, quartile))
 
-    def exact(self, name: str, mesh: Factor) -> _Line | None:
+    def exact(self, name: str, mesh: Factor) -> _Measured | None:
         """Seconds against bytes that a rank sends, for exactly this collective and shape of group; ``None`` if absent.
 
         Args:
@@ -432,32 +432,23 @@ def _loss(row: OverlapRow, profile: Profile, collectives: _CollectiveRows) -> tu
     scope = Scope(row.scope)
     ranks = profile.gpus_per_node if scope is Scope.INSIDE else profile.nodes
     line = collectives.nearest("all_gather", scope, ranks).line
-    return 1.0, (row.transfer - 1) * line.at(row.sent)
+    return 1.0, (row.transfer - 1) * line.seconds(row.sent)
 
 
-def _loads(rows: Sequence[CollectiveRow], crowding: float) -> dict[_Key, _Loads]:
-    """Share of the processor that each transfer takes: the seconds by which it holds computation up, over its own."""
-    by_key: dict[_Key, dict[int, float]] = {}
-    for row in rows:
-        by_key.setdefault((row.kind, row.local, row.nodes), {})[row.sent] = crowding * row.processor / row.seconds
-    return {
-        key: _Loads(tuple(map(float, sorted(points))), tuple(points[size] for size in sorted(points)))
-        for key, points in by_key.items()
-    }
-
-
-def _lines(
+def _by_size(
     rows: Sequence[_Row],
     key_of: Callable[[_Row], _Key],
     size_of: Callable[[_Row], int],
-    quartile: Quartile,
-) -> dict[_Key, _Line]:
+    value_of: Callable[[_Row], float],
+) -> dict[_Key, _Measured]:
+    """A figure of rows against their sizes, by key."""
     by_key: dict[_Key, dict[int, float]] = {}
     for row in rows:
-        by_key.setdefault(key_of(row), {})[size_of(row)] = getattr(row, quartile)
+        by_key.setdefault(key_of(row), {})[size_of(row)] = value_of(row)
+    sorted_points = {key: sorted(points.items()) for key, points in by_key.items()}
     return {
-        key: _Line(tuple(map(float, sorted(points))), tuple(points[size] for size in sorted(points)))
-        for key, points in by_key.items()
+        key: _Measured(tuple(float(size) for size, _ in points), tuple(value for _, value in points))
+        for key, points in sorted_points.items()
     }
 
 

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from functools import cached_property
+from typing import Literal
 
+from thinwire.cost.blocks import ModelPart
 from thinwire.cost.kernel_table import TabledKernels
 from thinwire.cost.kernels import Kernels
-from thinwire.cost.shapes import ModelPart
 from thinwire.errors import SpecError
 from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
@@ -24,15 +26,12 @@ __all__ = [
     "Basis",
     "Beside",
     "Efficiency",
-    "MixedRates",
     "NominalRates",
     "Rates",
     "Work",
     "declared_seconds",
     "hop_route",
     "largest_bytes_per_value",
-    "nominal_rates",
-    "views_of",
     "wire_bytes_per_value",
 ]
 
@@ -81,59 +80,81 @@ ALONE = Beside()
 """No slowdown."""
 
 
-class Rates(Protocol):
-    """Seconds of every part of a step, each alone on its resource, while all ranks of the cluster do the same."""
+class Rates(ABC):
+    """Seconds of every part of a step, each alone on its resource, while all ranks of the cluster do the same.
 
+    Attributes:
+        handling: Seconds that the runtime itself takes for each step and stage.
+        slowing: What a second of computation beside a transfer costs both, at least; 0: nothing is known of it.
+        noise: Relative difference below which two steps cannot be told apart.
+    """
+
+    handling: Handling
+    slowing = 0.0
+    noise = 0.01
+
+    @abstractmethod
     def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool, stride: int = 1) -> float:
         """Seconds of one hop of a collective, as :class:`thinwire.program.Hop` describes it."""
-        ...
 
     def spine_load(self, kind: Kind, scope: Scope, ranks: int, stride: int) -> float:
-        """Busy seconds of the spine over those of a node's cards, for such a hop; 0 if it does not cross the spine."""
-        ...
+        """Busy seconds of the spine over those of a node's cards, for such a hop; 0 if it does not cross the spine, or
+        nothing is known of it."""
+        del kind, scope, ranks, stride
+        return 0.0
 
+    @abstractmethod
     def codec(self, work: Work) -> float:
         """Seconds of encoding and decoding."""
-        ...
 
+    @abstractmethod
     def forward(self, part: ModelPart, plan: Plan, seq: int) -> float:
         """Seconds of the forward of one part on one micro-batch."""
-        ...
 
+    @abstractmethod
     def backward(self, part: ModelPart, plan: Plan, seq: int) -> float:
         """Seconds of the backward of one part on one micro-batch, without recomputation."""
-        ...
 
+    @abstractmethod
     def update(self, numel: int) -> float:
         """Seconds of the optimizer on ``numel`` elements of a shard."""
-        ...
 
+    @abstractmethod
     def touch(self, numel: float) -> float:
         """Seconds of copying ``numel`` gradients between buffers: packing buckets, delivering sums."""
-        ...
 
-    @property
-    def handling(self) -> Handling:
-        """Seconds that the runtime itself takes for each step and stage."""
-        ...
-
+    @abstractmethod
     def beside(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> Beside:
         """How such a transfer and computation slow each other down (gamma)."""
-        ...
 
-    @property
-    def least_slowing(self) -> float:
-        """Factor by which computation takes longer next to the transfer that disturbs it least."""
-        ...
-
+    @abstractmethod
     def computing_basis(self, part: ModelPart, plan: Plan, seq: int) -> Basis:
         """What the seconds of the forward and the backward of a part rest on."""
-        ...
 
     @property
     def extrapolated(self) -> bool:
         """Whether any answer so far lies outside the measured range."""
-        ...
+        return True
+
+    @property
+    def on_processors(self) -> bool:
+        """Whether ranks compute on processors, without accelerators."""
+        return False
+
+    @property
+    def views(self) -> tuple[Rates, ...]:
+        """The rates as ranks of every group of unlike nodes see them; one if all ranks see the same."""
+        return (self,)
+
+    def on(self, cluster: ClusterSpec) -> Rates:
+        """The rates on another cluster: published figures follow it, measurements are kept."""
+        del cluster
+        return self
+
+    @property
+    def of_others(self) -> Rates:
+        """The rates with computation as other frameworks perform it."""
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,34 +185,43 @@ class Efficiency:
     update_bytes: float = 30.0
 
 
-class NominalRates:
+class NominalRates(Rates):
     """Rates from a cluster's published figures.
+
+    Of unlike nodes, they are those of a rank of one group. Ranks of a synchronous step wait for each other. Each
+    computes, and sends inside its node, at its own rate; a collective goes at the slowest member and link of its group.
+    The simulator plays the step as a rank of each group sees it (``views``), and the slowest of them is the step.
+    Whatever is estimated at the rates of one is a bound: no step is shorter than it is for one of its ranks.
 
     Args:
         cluster: The cluster.
         plan_dtype: Compute dtype; a cluster without a peak for ``bfloat16`` is given that of ``float16``.
         efficiency: Shares of the nominal rates that software reaches.
-        fabric: Network between nodes; the cluster's by default.
+        group: Number of the group of unlike nodes; ``None``: the one that computes slowest.
 
     Attributes:
         handling: The fixed seconds of a step: hosts prepare operations while accelerators compute.
+        slowing: The efficiency's gamma.
 
     Raises:
-        SpecError: The cluster has no peak for the dtype.
+        SpecError: The nodes have no peak for the dtype, or a file with times of kernels cannot be read.
     """
-
-    extrapolated = True
 
     def __init__(
         self,
         cluster: ClusterSpec,
         plan_dtype: str = "bfloat16",
         efficiency: Efficiency | None = None,
-        fabric: Fabric | None = None,
+        group: int | None = None,
     ) -> None:
-        self._cluster, self._efficiency = cluster, efficiency or Efficiency()
-        self._dtype, self._fabric = plan_dtype, fabric or Fabric(cluster)
+        self._whole, self._efficiency, self._dtype = cluster, efficiency or Efficiency(), plan_dtype
+        if cluster.groups:
+            numbers = range(len(cluster.groups))
+            group = min(numbers, key=lambda number: _peak(cluster, number)) if group is None else group
+            cluster = seen_by(cluster, group)
+        self._cluster, self._fabric = cluster, Fabric(self._whole, group)
         self.handling = Handling(step=self._efficiency.step)
+        self.slowing = min(1.0, self._efficiency.beside - 1)
         peaks = cluster.peak_flops
         half = peaks.get("bfloat16", peaks.get("float16"))
         peak = half if plan_dtype in {"bfloat16", "float16"} else peaks.get(plan_dtype)
@@ -211,6 +241,12 @@ class NominalRates:
         """Rates of the same kind for another cluster."""
         return NominalRates(cluster, self._dtype, self._efficiency)
 
+    @cached_property
+    def views(self) -> tuple[Rates, ...]:
+        """One for each group of unlike nodes."""
+        numbers = range(len(self._whole.groups))
+        return tuple(NominalRates(self._whole, self._dtype, self._efficiency, n) for n in numbers) or (self,)
+
     def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool, stride: int = 1) -> float:
         """The latency of ``ranks - 1`` rounds, plus the bytes over this rank's part of the links.
 
@@ -222,15 +258,15 @@ class NominalRates:
         if scope is Scope.INSIDE:
             way, share = self._cluster.links.inside, self._efficiency.inside
         else:
-            way, share = self._route(kind, ranks, stride), self._efficiency.nic / self._cluster.gpus_per_node
+            way, share = (
+                hop_route(self._fabric, kind, ranks, stride),
+                self._efficiency.nic / self._cluster.gpus_per_node,
+            )
         return way.latency * (ranks - 1) + 8 * sent / (way.bandwidth * share)
 
     def spine_load(self, kind: Kind, scope: Scope, ranks: int, stride: int) -> float:
         """As the cluster's leaves and spine imply."""
-        return 0.0 if scope is Scope.INSIDE else self._route(kind, ranks, stride).load
-
-    def _route(self, kind: Kind, ranks: int, stride: int) -> Route:
-        return hop_route(self._fabric, kind, ranks, stride)
+        return 0.0 if scope is Scope.INSIDE else hop_route(self._fabric, kind, ranks, stride).load
 
     def codec(self, work: Work) -> float:
         """At its declared speed, if another package adds the codec. Built-in codecs are bound by memory: they read and
@@ -278,52 +314,6 @@ class NominalRates:
         """The efficiency's gamma, whatever the transfer."""
         del kind, scope, ranks, sent, encoded
         return Beside(self._efficiency.beside, self._efficiency.beside)
-
-    @property
-    def least_slowing(self) -> float:
-        """The efficiency's gamma."""
-        return self._efficiency.beside
-
-
-class MixedRates(NominalRates):
-    """Rates of a rank of the group of nodes that computes slowest, and the ``views`` of all groups of unlike nodes.
-
-    Ranks of a synchronous step wait for each other. Each computes, and sends inside its node, at its own rate; a
-    collective goes at the slowest member and link of its group. The simulator plays the step as a rank of each group of
-    nodes sees it, and the slowest of them is the step.
-
-    Whatever is estimated with them is a bound: no step is shorter than it is for one of its ranks.
-
-    Args:
-        cluster: A cluster with groups of nodes.
-        dtype: Compute dtype.
-        efficiency: Shares of the nominal rates that software reaches.
-
-    Raises:
-        SpecError: A group has no peak for the dtype, or a file with times of kernels cannot be read.
-    """
-
-    def __init__(self, cluster: ClusterSpec, dtype: str = "bfloat16", efficiency: Efficiency | None = None) -> None:
-        slowest = min(range(len(cluster.groups)), key=lambda number: _peak(cluster, number))
-        super().__init__(seen_by(cluster, slowest), dtype, efficiency, Fabric(cluster, slowest))
-        self.views: tuple[NominalRates, ...] = tuple(
-            NominalRates(seen_by(cluster, number), dtype, efficiency, Fabric(cluster, number))
-            for number in range(len(cluster.groups))
-        )
-
-    def on(self, cluster: ClusterSpec) -> NominalRates:
-        """Rates of the same kind for another cluster."""
-        return nominal_rates(cluster, self._dtype, self._efficiency)
-
-
-def nominal_rates(cluster: ClusterSpec, dtype: str = "bfloat16", efficiency: Efficiency | None = None) -> NominalRates:
-    """Rates from published figures, for equal or for unlike nodes; arguments as of :class:`MixedRates`."""
-    return (MixedRates if cluster.groups else NominalRates)(cluster, dtype, efficiency)
-
-
-def views_of(rates: Rates) -> tuple[Rates, ...]:
-    """The rates as ranks of every group of nodes see them; one if all ranks see the same."""
-    return rates.views if isinstance(rates, MixedRates) else (rates,)
 
 
 def _peak(cluster: ClusterSpec, number: int) -> float:

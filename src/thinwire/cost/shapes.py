@@ -4,110 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from thinwire.cost.blocks import EXPERTS, Routed, block_modules, norm_parameters
+from thinwire.cost.blocks import ModelPart, Tensor, block_modules, norm_parameters, tensors_of
 from thinwire.errors import SpecError
-from thinwire.program import ALIGNMENT_BYTES
 from thinwire.program.shares import LARGE_LEAF
 from thinwire.spec import ModelSpec
 from thinwire.spec.models.block_shapes import expert_layers, expert_parameters
 
-__all__ = ["ModelPart", "Tensor", "alike", "parts"]
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """One parameter.
-
-    Attributes:
-        name: Name in ``named_parameters``.
-        numel: Number of elements.
-    """
-
-    name: str
-    numel: int
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether tensor parallelism leaves it whole, as it does norms."""
-        return "norm" in self.name
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPart:
-    """A module of the model that becomes a unit.
-
-    Attributes:
-        name: Dotted module name; empty for the root.
-        kind: ``"embedding"``, ``"block"`` (or a module of one), ``"head"`` (including the loss) or ``"rest"``.
-        block: Number of the block that it belongs to.
-        tensors: Its parameters, in order.
-        matrices: Rows and columns of its matrices: the width of their output and of their input.
-        attention_width: Total width of its attention heads, whose FLOPs also depend on the sequence length.
-        heads: Number of these heads.
-        split_values: Values of one token that the forward reads or writes outside of matrix products and attention,
-            and of which a tensor-parallel rank has its part: activation functions, rotations, logits.
-        whole_values: The same of which every tensor-parallel rank has all: norms and residual additions.
-        routed: Experts, of which a token visits a few; ``None`` without.
-        matrix_flops: FLOPs of one token's forward through its matrices.
-        numel: Number of elements of all its parameters.
-        aligned: Whether its parameters need no padding between each other.
-    """
-
-    name: str
-    kind: str
-    block: int
-    tensors: tuple[Tensor, ...]
-    matrices: tuple[tuple[int, int], ...] = ()
-    attention_width: int = 0
-    heads: int = 0
-    split_values: int = 0
-    whole_values: int = 0
-    routed: Routed | None = None
-
-    matrix_flops: int = field(init=False)
-    numel: int = field(init=False)
-    aligned: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        flops = sum(2 * rows * columns for rows, columns in self.matrices)
-        if self.routed is not None:
-            flops += self.routed.active * sum(2 * rows * columns for rows, columns in self.routed.matrices)
-        object.__setattr__(self, "matrix_flops", flops)
-        object.__setattr__(self, "numel", sum(tensor.numel for tensor in self.tensors))
-        object.__setattr__(self, "aligned", all(tensor.numel % ALIGNMENT_BYTES == 0 for tensor in self.tensors))
-
-    @property
-    def work(self) -> object:
-        """What the seconds of its computation depend on; equal for equal blocks."""
-        values = self.split_values, self.whole_values, self.matrix_flops, self.numel
-        return self.kind, bool(self.name), self.matrices, self.routed, self.attention_width, self.heads, values
-
-    @property
-    def is_experts(self) -> bool:
-        """Whether the part is the experts of a block and nothing else."""
-        return self.routed is not None and self.name.endswith(EXPERTS)
-
-    @property
-    def is_linear(self) -> bool:
-        """Whether the part is one linear layer with its own weight."""
-        return self.matrix_flops > 0 and all(tensor.name.rpartition(".")[0] == self.name for tensor in self.tensors)
-
-    def weight_gradient_share(self, seq: int) -> float:
-        """Share of a linear layer's backward after which the gradient of its weight exists, if that comes first.
-
-        It is half of the FLOPs of its matrix. An attention that is counted with the layer comes after both gradients.
-
-        Args:
-            seq: Tokens per sequence.
-        """
-        return self.matrix_flops / self.forward_flops(1, seq) / 2
-
-    def forward_flops(self, tokens: int, seq: int) -> int:
-        """FLOPs of the forward of ``tokens`` tokens in sequences of ``seq``; attention is not halved for causality."""
-        return tokens * (self.matrix_flops + 4 * seq * self.attention_width)
+__all__ = ["alike", "parts"]
 
 
 def alike(parts: Iterable[ModelPart]) -> list[tuple[int, ModelPart]]:
@@ -172,11 +78,11 @@ def _sliced(part: ModelPart, tp: int) -> ModelPart:
 def _whole_parts(model: ModelSpec, granularity: str, *, apart: bool = False) -> tuple[ModelPart, ...]:
     names = _NAMES[model.kind]
     outside = itertools.count(model.layers + 1)  # numbers of blocks; only their equality counts
-    embedding_tensors = _tensors(names.embedding, [("weight", model.embedding_parameters)])
-    head_tensors = _tensors("lm_head", [("weight", model.head_parameters)]) if model.head_parameters else ()
+    embedding_tensors = tensors_of(names.embedding, [("weight", model.embedding_parameters)])
+    head_tensors = tensors_of("lm_head", [("weight", model.head_parameters)]) if model.head_parameters else ()
     embedding = ModelPart(names.embedding, "embedding", next(outside), embedding_tensors, whole_values=2 * model.hidden)
     norm = ModelPart(
-        names.norm, "rest", next(outside), _tensors(names.norm, norm_parameters(model)), whole_values=2 * model.hidden
+        names.norm, "rest", next(outside), tensors_of(names.norm, norm_parameters(model)), whole_values=2 * model.hidden
     )
     logits = ((model.vocab, model.hidden),)
     head = ModelPart("lm_head", "head", next(outside), head_tensors, logits, split_values=_LOGIT_VALUES * model.vocab)
@@ -213,26 +119,12 @@ def _joined(name: str, kind: str, block: int, joined: Sequence[ModelPart]) -> Mo
 
 
 def _block_parts(model: ModelSpec, layer: int, granularity: str, *, apart: bool) -> list[ModelPart]:
-    path = f"layers.{layer}"
-    modules = [
-        ModelPart(
-            f"{path}.{module.name}",
-            "block",
-            layer + 1,
-            _tensors(f"{path}.{module.name}", module.parameters),
-            module.matrices,
-            module.attention_width,
-            module.heads,
-            module.split_values,
-            module.whole_values,
-            module.routed,
-        )
-        for module in block_modules(model, experts=model.experts is not None and layer >= model.dense_layers)
-    ]
+    modules = block_modules(model, layer)
     if granularity == "module":
         return modules
     own = [part for part in modules if apart and part.is_experts]
-    return [_joined(path, "block", layer + 1, [part for part in modules if part not in own]), *own]
+    rest = [part for part in modules if part not in own]
+    return [_joined(f"layers.{layer}", "block", layer + 1, rest), *own]
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +137,3 @@ _NAMES = {
     "llama": _Names("embed_tokens", "norm"),
     "gpt": _Names("embed_in", "final_layer_norm"),
 }
-
-
-def _tensors(path: str, named: Iterable[tuple[str, int]]) -> tuple[Tensor, ...]:
-    return tuple(Tensor(f"{path}.{name}", numel) for name, numel in named)

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from thinwire.cost.shapes import ModelPart, Tensor, parts
+from thinwire.cost.blocks import ModelPart, Tensor
+from thinwire.cost.shapes import parts
 from thinwire.errors import SpecError
 from thinwire.program import Axis, BufferInfo, Even, UnitInfo, axis_shape, deal, flat_numel, slot_offsets
 from thinwire.program.wire import ITEMSIZE, is_excluded

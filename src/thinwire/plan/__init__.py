@@ -14,22 +14,13 @@ Everything else asks the search: why (``explain.py``), where (``placement.py``, 
 under AMSP's objective (``amsp/``).
 """
 
-from thinwire.plan.amsp import (
-    AmspPlan,
-    AmspSums,
-    AmspTimes,
-    BothObjectives,
-    UnderBoth,
-    amsp_flips,
-    amsp_search,
-    both_objectives,
-)
-from thinwire.plan.automatic import Chosen, Freedom, choose, profiled_job, replaced_keys, search_fitting
-from thinwire.plan.compare import Quantity, RunComparison, compare, refit
+from thinwire.plan.amsp.objectives import BothObjectives, UnderBoth, both_objectives
+from thinwire.plan.amsp.solver import AmspPlan, amsp_flips, amsp_search
+from thinwire.plan.amsp.sums import AmspSums
+from thinwire.plan.automatic import Chosen, Freedom, choose, profiled_job, replaced_keys
+from thinwire.plan.compare import RunComparison, compare, refit
 from thinwire.plan.explain import (
     Explanation,
-    Flip,
-    Remedy,
     binding,
     critical_path,
     explain,
@@ -37,10 +28,10 @@ from thinwire.plan.explain import (
     shortage,
     summary,
 )
-from thinwire.plan.islands import LAW_FILE, ExchangeWay, IslandPlan, LossLaw, island_plans, parse_budget
-from thinwire.plan.peers import PeerPlan, losses, nearest, predicted
+from thinwire.plan.islands.loss_law import LossLaw, parse_budget
+from thinwire.plan.islands.plans import IslandPlan, island_plans
+from thinwire.plan.peers import losses, nearest
 from thinwire.plan.placement import (
-    Placed,
     hostfile,
     leaf_numbers,
     place,
@@ -50,77 +41,65 @@ from thinwire.plan.placement import (
 )
 from thinwire.plan.priced import AxisSeconds, PricedPlan, Provenance, price_plan, provenance
 from thinwire.plan.profiled import profiled_cluster
-from thinwire.plan.renting import Offer, Rental, SweptNodes, cheapest, offers, parts_of, rentals, sweep_nodes
+from thinwire.plan.renting import Rental, SweptNodes, offers, parts_of, rentals, sweep_nodes
 from thinwire.plan.rules import Cut
-from thinwire.plan.search import CLASSICS, Search, Searched, search
+from thinwire.plan.search import Search, Searched, search, search_wider
 from thinwire.plan.training_job import CODEC_LEVELS, CodecLevel, TrainingJob
 
 __all__ = [
-    "CLASSICS",
-    "CODEC_LEVELS",
     "AmspPlan",
     "AmspSums",
-    "AmspTimes",
     "AxisSeconds",
+    "BothObjectives",
+    "CODEC_LEVELS",
     "Candidate",
-    "PricedPlan",
     "Chosen",
     "CodecLevel",
-    "RunComparison",
     "Cut",
-    "ExchangeWay",
-    "IslandPlan",
-    "LAW_FILE",
-    "LossLaw",
     "Explanation",
-    "Flip",
     "Freedom",
-    "TrainingJob",
-    "Offer",
-    "PeerPlan",
-    "Placed",
-    "Quantity",
-    "Remedy",
-    "Rental",
+    "IslandPlan",
+    "LossLaw",
+    "PricedPlan",
     "Provenance",
+    "Rental",
+    "RunComparison",
     "Search",
     "Searched",
     "SweptNodes",
-    "amsp_flips",
-    "BothObjectives",
-    "amsp_search",
+    "TrainingJob",
     "UnderBoth",
-    "both_objectives",
+    "amsp_flips",
+    "amsp_search",
     "binding",
+    "both_objectives",
     "candidate",
     "choose",
-    "cheapest",
     "compare",
     "critical_path",
     "explain",
     "hostfile",
     "island_plans",
-    "parse_budget",
-    "profiled_job",
-    "search_fitting",
     "leaf_numbers",
     "losses",
     "nearest",
     "offers",
+    "parse_budget",
     "parts_of",
     "place",
-    "price_plan",
     "placed",
+    "price_plan",
     "profiled_cluster",
-    "predicted",
+    "profiled_job",
+    "provenance",
     "rankfile",
     "refit",
     "remedies",
-    "replaced_keys",
     "rentals",
+    "replaced_keys",
     "rests_on",
-    "provenance",
     "search",
+    "search_wider",
     "shortage",
     "slurm_hostfile",
     "summary",

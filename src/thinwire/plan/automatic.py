@@ -14,7 +14,7 @@ from typing import Any, Final
 from thinwire.errors import SpecError, UsageError
 from thinwire.plan.explain import remedies, shortage, summary
 from thinwire.plan.priced import PricedPlan
-from thinwire.plan.search import Searched, search
+from thinwire.plan.search import Searched, search, search_wider
 from thinwire.plan.training_job import CodecLevel, TrainingJob
 from thinwire.spec import ModelSpec, Plan
 from thinwire.spec.profile import Profile
@@ -176,11 +176,7 @@ def _widened(job: TrainingJob, template: Plan, asked: str, free: Freedom) -> tup
     """The search, with tensor and pipeline parallelism if no data-parallel plan fits and the model can be cut."""
     uncut = template.tp == template.pp == 1 and template.topology is None and template.placement is None
     if free.cuts and uncut:
-        searched = search(job)
-        if searched.candidates:
-            return job, searched
-        wider = replace(job, tp=None, pp=None)
-        searched = search(wider, simulations=searched.simulations)
+        wider, searched = search_wider(job)
         if searched.candidates:
             return wider, searched
     return job, search_fitting(job, asked)

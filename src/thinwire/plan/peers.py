@@ -17,14 +17,11 @@ from thinwire.cost import (
     ZeroSettings,
     largest_memory,
     peer_memory,
-    views_of,
 )
 from thinwire.errors import UsageError
-from thinwire.plan.priced import PricedPlan
+from thinwire.plan.priced import AxisSeconds, PricedPlan
 from thinwire.plan.rules import UNCUT, Cut, divided, factors
-from thinwire.plan.space.batches import stage_message
 from thinwire.plan.training_job import TrainingJob
-from thinwire.sim.axes import bubble_seconds, message_seconds
 from thinwire.sim.peers import peer_step
 from thinwire.spec import Factor, Plan
 from thinwire.units import format_bytes
@@ -105,16 +102,9 @@ def configurations(job: TrainingJob, framework: str, ours: Plan) -> Iterator[Pla
 
 def predicted(job: TrainingJob, framework: str, plan: Plan) -> PeerPlan:
     """The predicted step and memory of a framework's configuration."""
-    seconds = max(_seconds(replace(job, rates=rates), framework, plan) for rates in views_of(_computing_plainly(job)))
+    seconds = max(_seconds(replace(job, rates=rates), framework, plan) for rates in job.rates.of_others.views)
     needed = _memory(job, framework, plan)
     return PeerPlan(framework, plan, seconds, needed, needed.total <= job.cluster.memory)
-
-
-def _computing_plainly(job: TrainingJob) -> Rates:
-    """The job's rates with computation as other frameworks perform it."""
-    if not isinstance(job.rates, ProfiledRates):
-        return job.rates
-    return ProfiledRates(job.rates.profile.of_others(), job.model, job.compute_dtype, job.rates.quartile)
 
 
 def losses(ours: PricedPlan, peer: PeerPlan) -> list[str]:
@@ -166,10 +156,8 @@ def _shardings(framework: str, mesh: Factor) -> Iterator[dict[str, Any]]:
 def _seconds(job: TrainingJob, framework: str, plan: Plan) -> float:
     rates, workload = job.rates, job.workload(plan)
     step = peer_step(framework, plan, workload, rates, _calls(job, rates))
-    if plan.pp == 1:
-        return step.seconds
-    message = stage_message(job, plan)
-    return step.seconds + bubble_seconds(plan, workload, rates, message) + message_seconds(plan, message)
+    axes = AxisSeconds.of(job, plan, workload)
+    return step.seconds + axes.idle + axes.messages
 
 
 def _calls(job: TrainingJob, rates: Rates) -> CollectiveTimes:

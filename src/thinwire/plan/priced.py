@@ -6,12 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from thinwire.cost import Basis, Memory, Pricer, ProfiledRates, Rates, views_of
-from thinwire.cost.memory import largest_memory
-from thinwire.plan.space.batches import stage_message
+from thinwire.cost import Basis, Memory, Pricer, ProfiledRates, Rates
+from thinwire.cost.memory.peak import largest_memory
 from thinwire.plan.training_job import TrainingJob, axis_costs
-from thinwire.sim import Simulated
-from thinwire.sim.axes import bubble_seconds, message_seconds
+from thinwire.sim import Simulated, Workload
+from thinwire.sim.axes import pass_seconds
 from thinwire.sim.step import PLAYED, Played, play, with_exchanges
 from thinwire.spec import ModelSpec, Plan, mean_peak
 
@@ -35,6 +34,19 @@ class AxisSeconds:
     messages: float = 0.0
     experts: float = 0.0
     context: float = 0.0
+
+    @classmethod
+    def of(cls, job: TrainingJob, plan: Plan, workload: Workload) -> AxisSeconds:
+        """The seconds of a plan of a job, given the work of a rank."""
+        costs, passes = axis_costs(job, plan), plan.micro_batches * (3 if plan.recompute else 2)
+        sums = experts = context = idle = 0.0
+        if workload.exchanges:
+            sums, experts, context = (
+                passes * sum(map(of_part, workload.parts)) for of_part in (costs.sums, costs.experts, costs.context)
+            )
+        if plan.pp > 1:
+            idle = costs.idle(*pass_seconds(plan, workload, job.rates))
+        return cls(sums, idle, costs.awaited, experts, context)
 
     @property
     def inside(self) -> float:
@@ -99,7 +111,7 @@ class Simulations:
 
         Of unlike nodes, the slowest decide.
         """
-        views = (replace(job, rates=rates) for rates in views_of(job.rates))
+        views = (replace(job, rates=rates) for rates in job.rates.views)
         return max((self._price(view, plan, label) for view in views), key=lambda seen: seen.seconds)
 
     def _price(self, job: TrainingJob, plan: Plan, label: str | None) -> PricedPlan:
@@ -107,18 +119,8 @@ class Simulations:
         simulated = self._played(job, plan).step(plan.micro_batches)
         if plan.num_islands > 1:
             simulated = with_exchanges(plan, workload.units, rates, simulated)
-        axes = AxisSeconds()
-        if workload.exchanges:
-            costs, passes = axis_costs(job, plan), plan.micro_batches * (3 if plan.recompute else 2)
-            sums, experts, context = (
-                passes * sum(map(of_part, workload.parts)) for of_part in (costs.sums, costs.experts, costs.context)
-            )
-            axes = AxisSeconds(sums=sums, experts=experts, context=context)
-        if plan.pp > 1:
-            message = stage_message(job, plan)
-            idle = bubble_seconds(plan, workload, rates, message)
-            axes = replace(axes, idle=idle, messages=message_seconds(plan, message))
-            simulated = replace(simulated, seconds=simulated.seconds + axes.idle + axes.messages)
+        axes = AxisSeconds.of(job, plan, workload)
+        simulated = replace(simulated, seconds=simulated.seconds + axes.idle + axes.messages)
         needed = self.memory(job, plan)
         return PricedPlan(plan, simulated, needed, needed.total <= job.cluster.memory, label, axes)
 
@@ -190,7 +192,7 @@ def provenance(job: TrainingJob, row: PricedPlan) -> Provenance:
     """
     bases = [
         rates.computing_basis(part, row.plan, job.seq)
-        for rates in views_of(job.rates)
+        for rates in job.rates.views
         for part in job.parts(row.plan)
         if part.matrices or part.attention_width or part.routed
     ]

@@ -73,7 +73,7 @@ class Refinement:
         computing += busy[Resource.CODEC]
         links = max(busy[Resource.INSIDE], busy[Resource.ACROSS], busy[Resource.SPINE])
         # Waiting for a transfer costs a second for each of its seconds; computing beside it costs at most that.
-        beside = min(1.0, self.job.rates.least_slowing - 1) * min(computing, links)
+        beside = self.job.rates.slowing * min(computing, links)
         return max(computing + beside, links) + bubble
 
     def _waits(self, best: PricedPlan, *lanes: Lane) -> bool:

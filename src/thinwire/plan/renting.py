@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from thinwire.cost.goodput import Goodput, goodput
 from thinwire.errors import SpecError, UsageError
 from thinwire.plan.explain import shortage
 from thinwire.plan.priced import PricedPlan
-from thinwire.plan.search import Searched, elsewhere, search
+from thinwire.plan.search import Searched, elsewhere, search_wider
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import ClusterSpec, Failures, NodeGroup, Spot, first_nodes
 from thinwire.units import format_bytes
@@ -153,10 +153,7 @@ def _best_on(job: TrainingJob, cluster: ClusterSpec, label: str) -> SweptNodes:
         smaller = elsewhere(job, cluster)
     except SpecError as error:
         return SweptNodes(cluster.nodes, label, None, None, None, "; ".join(error.problems))
-    searched = search(smaller, top=1)
-    if not searched.candidates and (job.tp, job.pp) == ((1,), (1,)):
-        wider = replace(smaller, tp=None, pp=None)
-        smaller, searched = wider, search(wider, top=1)
+    smaller, searched = search_wider(smaller, top=1)
     if not searched.candidates:
         _, lacking = shortage(smaller)
         why = f"does not fit: every plan lacks at least {format_bytes(lacking)} on a GPU"

@@ -15,17 +15,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from thinwire.cost import Memory, NominalRates
+from thinwire.cost import Memory
 from thinwire.plan.experts import expert_candidates
 from thinwire.plan.priced import PricedPlan, Simulations
 from thinwire.plan.refine import Refinement
 from thinwire.plan.rules import UNCUT, Cut, complexity
 from thinwire.plan.space.candidates import ByBound, Candidate, CandidateGroup, Candidates
-from thinwire.plan.space.state_bytes import fits
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import ClusterSpec, Plan
 
-__all__ = ["CLASSICS", "RESOLUTION", "Search", "Searched", "elsewhere", "search"]
+__all__ = ["CLASSICS", "RESOLUTION", "Search", "Searched", "elsewhere", "search", "search_wider"]
 
 CLASSICS = ("zero1", "zero2", "zero3", "mics", "zeropp")
 """Presets that every table shows for comparison."""
@@ -79,10 +78,26 @@ def search(job: TrainingJob, *, top: int = 10, simulations: Simulations | None =
     return replace(searching.run(top), classics=tuple(searching.classics()))
 
 
+def search_wider(job: TrainingJob, *, top: int = 10) -> tuple[TrainingJob, Searched]:
+    """Find the best plans for a job without tensor and pipeline parallelism, or with them if nothing fits otherwise.
+
+    Args:
+        job: Model, cluster, batch and the choices that are allowed.
+        top: Number of plans to simulate at least, if that many fit.
+
+    Returns:
+        The job that was searched for last, and what was found.
+    """
+    searched = search(job, top=top)
+    if searched.candidates or (job.tp, job.pp) != ((1,), (1,)):
+        return job, searched
+    wider = replace(job, tp=None, pp=None)
+    return wider, search(wider, top=top, simulations=searched.simulations)
+
+
 def elsewhere(job: TrainingJob, cluster: ClusterSpec, **changes: Any) -> TrainingJob:
     """The job on another cluster, with further changes. Published rates follow the cluster; a profile is kept."""
-    rates = job.rates.on(cluster) if isinstance(job.rates, NominalRates) else job.rates
-    return replace(job, cluster=cluster, rates=rates, **changes)
+    return replace(job, cluster=cluster, rates=job.rates.on(cluster), **changes)
 
 
 class Search:
@@ -122,9 +137,10 @@ class Search:
         tying = (candidate for candidate in promising.plainest(best * (1 + self.job.tie)) if candidate not in simulated)
         for candidate in list(itertools.islice(filter(self._fits, tying), top)):
             simulated[candidate] = self._price(self.plan(candidate))
-        ranked = _ranked(
-            [*simulated.values(), *_sharing_experts(self.job, self._cuts.get(UNCUT), self.simulations)], self.job.tie
-        )
+        found = list(simulated.values())
+        if (uncut := self._cuts.get(UNCUT)) is not None:
+            found += expert_candidates(self.job, self.simulations, uncut.bucket_bytes)
+        ranked = _ranked(found, self.job.tie)
         if ranked:
             ranked[0] = Refinement(self.job, self.simulations).of(ranked[0])
         return Searched(
@@ -193,8 +209,8 @@ class Search:
 
     def _best_batch(self, candidates: Candidates, plan: Plan, label: str) -> PricedPlan:
         """A plan with the batch that makes it fastest, or with the smallest batch if none fits."""
-        states = candidates.states.of((plan.params, plan.grads, plan.optimizer), plan.secondary)
-        fitting = [batch for batch in candidates.batches if fits(states, batch, self.job.cluster.memory)]
+        chain, batches = (plan.params, plan.grads, plan.optimizer), candidates.batches
+        fitting = [batches[row] for row in candidates.states.fitting(chain, plan.secondary, batches)]
         tried = sorted(fitting, key=lambda batch: batch.computing)[:2] if fitting else []
         if not tried:
             tried = [min(candidates.batches, key=lambda batch: max(batch.working))]
@@ -223,14 +239,6 @@ class Search:
         """Whether any plan fits, without the messages of codecs."""
         cuts = reversed(self._cuts.values())  # from the one with the most tensor-parallel ranks and stages
         return any(candidates.smallest()[0] <= self.job.cluster.memory for candidates in cuts)
-
-
-def _sharing_experts(job: TrainingJob, candidates: Candidates | None, simulations: Simulations) -> list[PricedPlan]:
-    """Plans whose ranks share experts, if the model has any; ``candidates`` are those without tensor and pipeline
-    parallelism, if they are allowed."""
-    if candidates is None or job.model.experts is None:
-        return []
-    return expert_candidates(job, simulations, candidates.bucket_bytes)
 
 
 _TRIED = 8

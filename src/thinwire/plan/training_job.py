@@ -13,13 +13,13 @@ from thinwire.cost import (
     OVERHEAD,
     HopCollectives,
     ModelPart,
+    NominalRates,
     ProfiledRates,
     Rates,
-    nominal_rates,
     parts,
     units,
 )
-from thinwire.cost.memory import stage_model, stages
+from thinwire.cost.memory.stages import stage_model, stages
 from thinwire.errors import SpecError
 from thinwire.plan.profiled import profiled_cluster
 from thinwire.plan.rules import UNCUT, Cut, cut_problems, cuts, divided, powers_of_two
@@ -152,7 +152,7 @@ class TrainingJob:
             }
         fields |= choices
         dtype = fields["compute_dtype"]
-        rates = nominal_rates(cluster, dtype) if profile is None else ProfiledRates(profile, model, dtype)
+        rates = NominalRates(cluster, dtype) if profile is None else ProfiledRates(profile, model, dtype)
         known = {"rates": rates, "overhead": OVERHEAD if profile is None else profile.base_memory}
         return cls(model=model, cluster=cluster, seq=seq, **known | fields)
 
@@ -162,13 +162,12 @@ class TrainingJob:
 
         Published rates have no noise, so 1 % is enough. A profile is measured and noisy, so it takes 4 %.
         """
-        return 0.04 if isinstance(self.rates, ProfiledRates) else 0.01
+        return self.rates.noise
 
     @property
     def loss_chunk(self) -> int:
         """Most logits of which the loss has fp32 copies at once; ranks of a profile over gloo compute on processors."""
-        on_host = isinstance(self.rates, ProfiledRates) and self.rates.profile.backend == "gloo"
-        return HOST_LOSS_CHUNK if on_host else GPU_LOSS_CHUNK
+        return HOST_LOSS_CHUNK if self.rates.on_processors else GPU_LOSS_CHUNK
 
     # -- how the ranks may share the model ---------------------------------------------------------------------------
 
@@ -241,8 +240,10 @@ class TrainingJob:
 
 
 def axis_costs(job: TrainingJob, plan: Plan) -> AxisCosts:
-    """What ranks exchange that share tensors, experts or sequences under a plan of a job."""
-    return AxisCosts(plan, job.model, job.seq, job.rates, HopCollectives(job.rates))
+    """What sharing the model takes under a plan of a job. Every tensor-parallel rank sends its share of the tokens to
+    the next stage."""
+    calls, crosses = HopCollectives(job.rates), job.cluster.nodes > 1
+    return AxisCosts(plan, job.model, job.seq, job.rates, calls, crosses, sharers=plan.tp, gathered=False)
 
 
 def _largest_stage(model: ModelSpec, plan: Plan) -> ModelSpec:

@@ -1,7 +1,7 @@
 """The simulator: it prices the program that the runtime performs. Never imports torch.
 
-A program becomes a script of instructions (``script.py``, ``writer.py``), in which equal blocks are repeated sections
-(``repetition.py``). A player performs it on a clock (``player.py``, ``clock.py``), and ``step.py`` makes a step of
+A player performs a program on a clock (``player.py``, ``lanes.py``, ``clock.py``), with the work of each unit
+(``workload.py``), and plays only some of many equal blocks (``repetition.py``). ``step.py`` makes a step of
 that. ``axes.py`` adds what tensor, pipeline, expert and context parallelism cost. Cases (``cases.py``) are steps of
 an engine (``engine.py``): thinwire's own, or one that a package adds; ``peers.py`` has other frameworks at thinwire's
 rates.
@@ -11,7 +11,8 @@ from thinwire.sim.cases import Answer, Case, Slowed, answer, read_cases
 from thinwire.sim.clock import Resource
 from thinwire.sim.disturbed import Disturbance, Disturbed, disturbed
 from thinwire.sim.engine import Engine, engines
-from thinwire.sim.step import Simulated, Workload, simulate
+from thinwire.sim.step import Simulated, simulate
+from thinwire.sim.workload import Workload
 
 __all__ = [
     "Answer",

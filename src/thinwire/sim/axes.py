@@ -6,21 +6,18 @@ These are exchanges inside a block while computation waits, idle stages, and mes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from thinwire.cost import CollectiveTimes, ModelPart, Rates, Work, alike
 from thinwire.cost.rates import wire_bytes_per_value
 from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
-from thinwire.sim.step import Simulated, Workload, part_seconds
+from thinwire.sim.workload import Workload, part_seconds
 from thinwire.spec import CodecSpec, Factor, ModelSpec, Plan
 from thinwire.spec.plan_parts.pipeline import STAGES_OF_A_RANK
 
-__all__ = [
-    "AxisCosts", "StageLink", "exchanged_values", "bubble_of", "bubble_seconds", "message_seconds", "pass_seconds",
-    "sent_seconds", "with_stages",
-]  # fmt: skip
+__all__ = ["AxisCosts", "exchanged_values", "pass_seconds"]
 
 SUMS = 2
 """Number of sums over tensor-parallel ranks in the forward of a block: after attention and after the feed-forward. The
@@ -36,15 +33,20 @@ GATHERED = 2
 
 @dataclass(frozen=True)
 class AxisCosts:
-    """Seconds that ranks which share tensors, experts or sequences exchange in one pass over a part of the model, as
-    many in a forward as in a backward.
+    """What sharing a model takes beside the computation of each rank.
+
+    Ranks that share tensors, experts or sequences exchange in each pass over a part of the model, as much in a forward
+    as in a backward. Stages of a pipeline idle and wait for messages.
 
     Attributes:
-        plan: The plan; ``tp``, ``ep``, ``cp``, their codecs and the micro-batch matter.
+        plan: The plan; its axes, their codecs and the batch matter.
         model: Dimensions of the model.
         seq: Tokens per sequence.
         rates: Seconds of hops and codecs.
         calls: Seconds of collectives.
+        crosses: Whether the next stage of a pipeline is on another node.
+        sharers: Number of tensor-parallel ranks that each send a part of a message between stages.
+        gathered: Whether the receiving ranks gather the parts; otherwise the sequence stays split between them.
     """
 
     plan: Plan
@@ -52,6 +54,9 @@ class AxisCosts:
     seq: int
     rates: Rates
     calls: CollectiveTimes
+    crosses: bool = False
+    sharers: int = 1
+    gathered: bool = True
 
     def exchanges(self, parts: Sequence[ModelPart]) -> tuple[float, ...]:
         """Seconds of all exchanges of each part; empty if the plan has no such ranks."""
@@ -105,6 +110,49 @@ class AxisCosts:
                 seconds += self.rates.hop(kind, scope, ranks, round(share), encoded=not codec.is_none)
         return seconds if codec.is_none else seconds + self.rates.codec(Work(codec, dtype, values, values))
 
+    # -- pipelines ---------------------------------------------------------------------------------------------------
+
+    def idle(self, forward: float, backward: float) -> float:
+        """Seconds per step that a pipeline stage idles while the pipeline fills and drains.
+
+        This is the time of ``pp - 1`` micro-batches under 1F1B. Under the interleaved schedule, each of them passes
+        through only one of a rank's chunks (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+
+        Args:
+            forward: Seconds of a forward through all parts; see :func:`pass_seconds`.
+            backward: Seconds of a backward.
+        """
+        plan = self.plan
+        if plan.pp == 1:
+            return 0.0
+        again = forward if plan.recompute else 0.0
+        chunks = STAGES_OF_A_RANK[plan.schedule]
+        return (plan.pp - 1) * ((forward + backward + again) / chunks + 2 * self.message)
+
+    @property
+    def awaited(self) -> float:
+        """Seconds per step that a stage waits for messages while the pipeline is full.
+
+        Torch's schedules wait for every message, in both directions and for each chunk.
+        """
+        plan = self.plan
+        return 2 * STAGES_OF_A_RANK[plan.schedule] * plan.micro_batches * self.message if plan.pp > 1 else 0.0
+
+    @cached_property
+    def message(self) -> float:
+        """Seconds to send a micro-batch's activations, or their gradients, to the next stage."""
+        plan, codec, dtype = self.plan, self.plan.wire.pp, self.plan.compute_dtype
+        values = plan.micro_batch * self.seq * self.model.hidden
+        part = values / self.sharers
+        pair = Factor(nodes=2) if self.crosses else Factor(local=2)
+        # The nodes of a stage are adjacent, so the distance to the next stage is a stage's number of nodes.
+        seconds = self.calls.seconds("BC", part * wire_bytes_per_value(codec, dtype), pair, plan.mesh.nodes)
+        if not codec.is_none:
+            seconds += self.rates.codec(Work(codec, dtype, encoded=part, decoded=part))
+        if not self.gathered:
+            return seconds
+        return seconds + self.calls.seconds("AG", values * ITEMSIZE[dtype], Factor(local=self.sharers))
+
 
 def exchanged_values(part: ModelPart, plan: Plan, seq: int, hidden: int) -> float:
     """Values that a rank sends to others in one exchange of the experts of a part, if tokens choose all equally often.
@@ -121,97 +169,11 @@ def exchanged_values(part: ModelPart, plan: Plan, seq: int, hidden: int) -> floa
     return rows * hidden * (plan.ep - 1) / plan.ep
 
 
-# -- pipelines ---------------------------------------------------------------------------------------------------
-
-
-def bubble_seconds(plan: Plan, workload: Workload, rates: Rates, message: float) -> float:
-    """Seconds per step that a pipeline stage idles while the pipeline fills and drains.
-
-    This is the time of ``pp - 1`` micro-batches under 1F1B. Under the interleaved schedule, each of them passes through
-    only one of a rank's chunks (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
-
-    Args:
-        plan: The plan; the number of stages and the schedule matter.
-        workload: Workload of one rank.
-        rates: Seconds of the workload's parts.
-        message: Seconds to send a micro-batch's activations, or their gradients, to the next stage.
-    """
+def pass_seconds(plan: Plan, workload: Workload, rates: Rates) -> tuple[float, float]:
+    """Seconds of a forward and of a backward through all parts of a workload, exchanges included."""
     each = dict(zip((part.work for part in workload.parts), workload.exchanges, strict=False))
-    counted = [(count, part, each.get(part.work, 0.0)) for count, part in alike(workload.parts)]
-    return bubble_of(plan, *pass_seconds(plan, counted, rates, workload.seq), message)
-
-
-def pass_seconds(
-    plan: Plan, counted: Sequence[tuple[int, ModelPart, float]], rates: Rates, seq: int
-) -> tuple[float, float]:
-    """Seconds of a forward and of a backward through parts, given with their numbers and the seconds of exchanges."""
-    each = [(count, *part_seconds(rates, part, plan, seq, exchange)) for count, part, exchange in counted]
-    return sum(count * forward for count, forward, _ in each), sum(count * backward for count, _, backward in each)
-
-
-def bubble_of(plan: Plan, forward: float, backward: float, message: float) -> float:
-    """The same as :func:`bubble_seconds`, from the seconds of a forward and of a backward through all parts."""
-    again = forward if plan.recompute else 0.0
-    return (plan.pp - 1) * ((forward + backward + again) / STAGES_OF_A_RANK[plan.schedule] + 2 * message)
-
-
-def message_seconds(plan: Plan, message: float) -> float:
-    """Seconds per step that a stage waits for messages while the pipeline is full.
-
-    Torch's schedules wait for every message, in both directions and for each chunk.
-
-    Args:
-        plan: The plan; micro-batches and schedule matter.
-        message: Seconds of one message.
-    """
-    return 2 * STAGES_OF_A_RANK[plan.schedule] * plan.micro_batches * message if plan.pp > 1 else 0.0
-
-
-@dataclass(frozen=True)
-class StageLink:
-    """The connection from a pipeline stage to the next one.
-
-    Attributes:
-        hidden: Width of the residual stream.
-        crosses: Whether the next stage is on another node.
-        sharers: Number of tensor-parallel ranks that each send a part.
-        gathered: Whether the receiving ranks gather the parts; otherwise the sequence stays split between them.
-    """
-
-    hidden: int
-    crosses: bool
-    sharers: int = 1
-    gathered: bool = True
-
-
-def sent_seconds(plan: Plan, seq: int, rates: Rates, calls: CollectiveTimes, link: StageLink) -> float:
-    """Seconds to send a micro-batch's activations, or their gradients, to the next stage.
-
-    Args:
-        plan: Plan with the codec of the pipeline.
-        seq: Tokens per sequence.
-        rates: Seconds of the codec.
-        calls: Seconds of collectives.
-        link: Connection between the stages.
-    """
-    codec, dtype = plan.wire.pp, plan.compute_dtype
-    values = plan.micro_batch * seq * link.hidden
-    part = values / link.sharers
-    pair = Factor(nodes=2) if link.crosses else Factor(local=2)
-    # The nodes of a stage are adjacent, so the distance to the next stage is a stage's number of nodes.
-    seconds = calls.seconds("BC", part * wire_bytes_per_value(codec, dtype), pair, plan.mesh.nodes)
-    if not codec.is_none:
-        seconds += rates.codec(Work(codec, dtype, encoded=part, decoded=part))
-    if not link.gathered:
-        return seconds
-    return seconds + calls.seconds("AG", values * ITEMSIZE[dtype], Factor(local=link.sharers))
-
-
-def with_stages(
-    step: Simulated, plan: Plan, workload: Workload, rates: Rates, calls: CollectiveTimes, link: StageLink
-) -> Simulated:
-    """A step with the seconds in which stages idle while the pipeline fills and drains."""
-    if plan.pp == 1:
-        return step
-    message = sent_seconds(plan, workload.seq, rates, calls, link)
-    return replace(step, seconds=step.seconds + bubble_seconds(plan, workload, rates, message))
+    passes = [
+        (count, *part_seconds(rates, part, plan, workload.seq, each.get(part.work, 0.0)))
+        for count, part in alike(workload.parts)
+    ]
+    return sum(count * forward for count, forward, _ in passes), sum(count * backward for count, _, backward in passes)

@@ -9,7 +9,7 @@ transfer waits for its turn on a busy processor before it uses its links. Time j
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -61,6 +61,9 @@ class Burden:
     share: float = 1.0
     spine: float = 0.0
 
+    def __deepcopy__(self, memo: object) -> Burden:
+        return self
+
 
 @dataclass(slots=True, eq=False)
 class Task:
@@ -69,7 +72,7 @@ class Task:
     Attributes:
         load: What it does to the resources.
         left: Remaining seconds of undisturbed work.
-        done: Returned, or called by :meth:`FluidClock.run`, when the task has finished.
+        done: Returned by :meth:`FluidClock.advance` when the task has finished.
         late: Remaining seconds that the task waits for its turn while the processor is busy.
     """
 
@@ -99,27 +102,14 @@ class FluidClock:
         self._known: dict[tuple[Burden, ...], tuple[float, ...]] = {}
         self._late = False
 
-    def begin(
-        self,
-        resource: Resource,
-        seconds: float,
-        done: Callable[[], None],
-        beside: Beside = ALONE,
-        spine_load: float = 0.0,
-    ) -> None:
-        """Start a task now; ``done`` may start others.
+    def load(self, resource: Resource, beside: Beside = ALONE, spine_load: float = 0.0) -> Burden:
+        """The load of a kind of task, the same object for the same kind.
 
         Args:
             resource: Resource that the task runs on.
-            seconds: Work of the task without slowdown, spine included.
-            done: Called when the task has finished.
             beside: For a transfer, the slowdown between it and computation.
             spine_load: Busy time of the spine over busy time of the resource.
         """
-        self.start(self.load(resource, beside, spine_load), seconds, done)
-
-    def load(self, resource: Resource, beside: Beside = ALONE, spine_load: float = 0.0) -> Burden:
-        """The load of a kind of task, the same object for the same kind."""
         key = resource, beside, spine_load
         known = self._loads.get(key)
         if known is None:
@@ -130,25 +120,26 @@ class FluidClock:
         return known
 
     def start(self, load: Burden, seconds: float, done: Any) -> None:
-        """Start a task of a load that :meth:`load` returned."""
+        """Start a task now.
+
+        Args:
+            load: What :meth:`load` returned.
+            seconds: Work of the task without slowdown, spine included.
+            done: What :meth:`advance` returns once the task has finished.
+        """
         late = load.beside.delay if seconds else 0.0
         self._late = self._late or late > 0
         self.active.append(Task(load, seconds, done, late))
 
-    def share(self, other: FluidClock) -> None:
-        """Go on with the tasks of another clock: they have its loads, and what is known of these."""
-        self._loads, self._known, self._late = other._loads, other._known, other._late
+    @property
+    def shared(self) -> tuple[Any, ...]:
+        """What copies have in common: the loads, and what is known of them."""
+        return self._loads, self._known
 
     def compute(self, seconds: float) -> None:
         """Compute while nothing else runs."""
         self.now += seconds
         self.busy[Resource.COMPUTE] += seconds
-
-    def run(self) -> None:
-        """Run until no task is left, and call each when it has finished."""
-        while self.active:
-            for done in self.advance():
-                done()
 
     def advance(self) -> list[Any]:
         """Run until tasks finish or begin to use their links. Returns what they were started with."""

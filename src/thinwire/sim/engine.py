@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Literal, Protocol, final
 
 from thinwire.cost import LibraryCollectives, Memory, NominalRates, memory
 from thinwire.program import UnitInfo
-from thinwire.sim.axes import AxisCosts, StageLink, with_stages
-from thinwire.sim.step import Simulated, Workload, simulate
-from thinwire.spec import ClusterSpec, Fabric, ModelSpec, Plan, seen_by
+from thinwire.sim.axes import AxisCosts, pass_seconds
+from thinwire.sim.step import Simulated, simulate
+from thinwire.sim.workload import Execution, Workload
+from thinwire.spec import ClusterSpec, ModelSpec, Plan
 
-__all__ = ["GROUP", "Engine", "ThinwireEngine", "engines"]
+__all__ = ["GROUP", "Engine", "ThinwireEngine", "engines", "step_with_axes"]
 
 GROUP = "thinwire.engines"
 """Entry points of mappings from names to engines."""
@@ -123,12 +125,28 @@ class ThinwireEngine:
         trace: bool = False,
     ) -> Simulated:
         """As the runtime performs it; tensor-parallel sums and messages between stages are the library's calls."""
-        seen = cluster if group is None else seen_by(cluster, group)
-        rates = NominalRates(seen, plan.compute_dtype, fabric=Fabric(cluster, group))
+        rates = NominalRates(cluster, plan.compute_dtype, group=group)
         calls = LibraryCollectives(cluster, group=group)
-        workload = workload.exchanging(AxisCosts(plan, model, workload.seq, rates, calls).exchanges(workload.parts))
-        step = simulate(plan, workload, rates, micro_batches=plan.micro_batches, trace=trace)
-        return with_stages(step, plan, workload, rates, calls, StageLink(model.hidden, cluster.nodes > 1))
+        return step_with_axes(
+            AxisCosts(plan, model, workload.seq, rates, calls, cluster.nodes > 1), workload, trace=trace
+        )
+
+
+def step_with_axes(
+    costs: AxisCosts, workload: Workload, *, trace: bool = False, execution: Execution | None = None
+) -> Simulated:
+    """Play a step with what sharing the model takes; messages between full stages are taken to be hidden.
+
+    Args:
+        costs: The plan, and what its axes take.
+        workload: A rank's part of the model.
+        trace: Whether to keep the spans.
+        execution: How an engine other than thinwire performs it.
+    """
+    plan, rates = costs.plan, costs.rates
+    workload = workload.exchanging(costs.exchanges(workload.parts))
+    step = simulate(plan, workload, rates, micro_batches=plan.micro_batches, trace=trace, execution=execution)
+    return replace(step, seconds=step.seconds + costs.idle(*pass_seconds(plan, workload, rates)))
 
 
 _OWN: Mapping[str, Engine] = {"thinwire": ThinwireEngine()}

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from thinwire.cost import CollectiveTimes, PricedStage, ProfiledRates, Rates, library_moves
+from thinwire.cost import CollectiveTimes, PricedStage, Rates, library_moves
 from thinwire.program import Axis, Lane, Operation, UnitInfo, axis_shape
 from thinwire.program.stages import Stage
-from thinwire.sim.script import Workload
-from thinwire.sim.step import Execution, Simulated, simulate
+from thinwire.sim.step import Simulated, simulate
+from thinwire.sim.workload import Execution, Workload
 from thinwire.spec import Plan
 
 __all__ = ["PEER_FRAMEWORKS", "PeerFramework", "peer_step"]
@@ -60,8 +60,7 @@ def peer_step(framework: str, plan: Plan, workload: Workload, rates: Rates, call
         calls: Seconds of library calls.
     """
     peer = PEER_FRAMEWORKS[framework]
-    on_processors = isinstance(rates, ProfiledRates) and rates.profile.backend == "gloo"
-    able = () if on_processors else peer.overlaps
+    able = () if rates.on_processors else peer.overlaps
     names = ("gather", "reduce", "sync", "spread")
     plan = plan.with_(overlap={name: name in able for name in names})
     large = [sum(tensor.numel >= _LARGE for tensor in part.tensors) for part in workload.parts]

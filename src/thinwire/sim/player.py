@@ -1,83 +1,57 @@
-"""Plays a script on a clock: one rank computes, and its lanes perform operations.
+"""Plays a step on a clock: one rank computes, beside its lanes.
 
-Where a section of the script repeats, the player compares the state of lanes and clock at the beginning of each time.
-If a state comes again, what happened in between happens again until the section ends, so that the player skips it.
+Computation is a generator for each pass over the model. It starts operations, and yields what takes time: computation
+itself, and operations that it waits for.
+
+Of a model with many equal blocks, a program with few of them is played, and one period of blocks again for each that is
+missing: everything on its way then takes the place of operations a period earlier. Once the lanes are in a state in
+which they have been before, what happened since happens again, and the player skips it.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+import copy
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
-from thinwire.cost import PricedStage
-from thinwire.program import Axis, Lane, Operation
-from thinwire.program.timeline import COMPUTE, WAITING, Level, Span
-from thinwire.sim.clock import Burden, FluidClock, Resource, Task
-from thinwire.sim.script import (
-    GATHERED,
-    GRADIENTS,
-    Compute,
-    Hold,
-    Queue,
-    Ref,
-    Script,
-    Section,
-    StartedOperation,
-    StartOperations,
-    UpdateParameters,
-    Wait,
-)
+from thinwire.cost import Rates
+from thinwire.program import UNDER_WAY, Event, Lane, Phase, StepProgram, default_trace
+from thinwire.program.step import Moment
+from thinwire.program.timeline import COMPUTE, WAITING
+from thinwire.sim.clock import Resource
+from thinwire.sim.lanes import ACTIVATIONS, GATHERED, Flight, Lanes
+from thinwire.sim.repetition import Repeated
+from thinwire.sim.workload import Execution, Workload, unit_seconds, update_seconds, update_shares
 from thinwire.spec import Plan
 
-__all__ = ["Player"]
+__all__ = ["Computation", "Player"]
 
 _SAME = 1e-11
 """States are the same if no task's remaining seconds differ by more than this share of the time in between."""
 
 _LONGEST = 4
-"""Most times of a section after which a state may come again."""
+"""Most periods after which a state may come again."""
+
+_STEP = Event(Phase.STEP, -1, 0)
 
 
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """One operation on its way.
+class _Computing(NamedTuple):
+    """Computation."""
 
-    Attributes:
-        launch: The operation.
-        number: Its number in its lane, from 0.
-        at: Number of its stages that have ended.
-        needs: Operations that must end first.
-        ended: Whether all of its stages have ended.
-        then: Operations that need it.
-        begin: When its present stage began.
-    """
-
-    launch: StartedOperation
-    number: int
-    at: int = 0
-    needs: int = 0
-    ended: bool = False
-    then: list[_Flight] = field(default_factory=list)
-    begin: float = 0.0
-    key: Queue | None = None
-
-
-@dataclass(slots=True)
-class _Computing:
-    """Computation that runs on the clock.
-
-    Attributes:
-        name: What is computed.
-        begin: When it began.
-    """
-
+    seconds: float
     name: str
-    begin: float
+
+
+Computation = Iterator[Flight | _Computing]
+"""What takes time, in order: computation itself, and waiting for operations."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """The state at the beginning of one time of a section, and what had been counted until then.
+    """The state after a period, and what had been counted until then.
 
     Attributes:
         state: What is on its way, without times.
@@ -85,7 +59,6 @@ class _Mark:
         now: The time.
         busy: Seconds of work by resource.
         exposed: Seconds of waiting by lane.
-        counts: Operations started by lane.
         finals: Number of operations that complete gradients.
     """
 
@@ -94,390 +67,314 @@ class _Mark:
     now: float
     busy: dict[Resource, float]
     exposed: dict[Lane, float]
-    counts: dict[Lane, int]
     finals: int
 
-
-class _Lanes:
-    """Lanes that perform operations on a clock, and what is recorded of them.
-
-    Args:
-        plan: The plan.
-        script: The script whose operations are performed.
-        trace: Whether to keep spans and levels.
-
-    Attributes:
-        spans: Spans of the step; ``None`` without tracing.
-        levels: Memory levels of the step.
-    """
-
-    def __init__(self, plan: Plan, script: Script, *, trace: bool = False) -> None:
-        self._plan, self._script = plan, script
-        self._clock = FluidClock()
-        self.spans: list[Span] | None = [] if trace else None
-        self.levels: list[Level] = []
-        self._held: dict[str, int] = {}
-        self._counts = dict.fromkeys(Lane, 0)
-        self._pending: dict[Lane, dict[int, _Flight]] = {lane: {} for lane in Lane}
-        self._queues: dict[Queue, deque[_Flight]] = {}
-        self._busy_queues: set[Queue] = set()
-        self._loads: dict[int, Burden] = {}
-        self._finals: list[tuple[float, _Flight | None]] = []  # seconds of the update, and the operation
-        self._spreads = 0  # spreads by which references are further on
-
-    @property
-    def busy(self) -> dict[Resource, float]:
-        """Seconds of work by resource, without slowdown."""
-        return self._clock.busy
-
-    def _run(self, ref: Ref) -> _Flight | None:
-        """The operation of a reference; ``None`` if it has ended."""
-        lane, number = ref
-        number = number + self._spreads if lane is Lane.SPREAD else self._counts[lane] - 1 - number
-        return self._pending[lane].get(number)
-
-    def _enqueue(self, launch: StartedOperation) -> None:
-        lane = launch.lane
-        if self.spans is not None:
-            self._carry(launch.operation, 1)
-        needed = [other for ref in launch.after if (other := self._run(ref)) is not None]
-        run = _Flight(launch, self._counts[lane], needs=len(needed))
-        self._pending[lane][run.number] = run
-        self._counts[lane] += 1
-        if launch.update is not None and launch.lane in (Lane.REDUCE, Lane.SYNC):
-            self._finals.append((launch.update, run))
-        for other in needed:
-            other.then.append(run)
-        for key in launch.queues:
-            if (queue := self._queues.get(key)) is None:
-                queue = self._queues[key] = deque()
-            queue.append(run)
-        for key in launch.queues:
-            self._pull(key)
-
-    def _pull(self, key: Queue) -> None:
-        """Start the first operation of a queue, if it is that operation's turn."""
-        queue = self._queues.get(key)
-        if not queue or key in self._busy_queues:
-            return
-        run = queue[0]
-        if run.needs:
-            return
-        moves = run.launch.moves
-        if run.at == len(moves):
-            queue.popleft()
-            self._ended(run)
-            self._pull(key)
-            return
-        move = moves[run.at]
-        if key[1] and move.stage != key[1]:
-            return
-        self._busy_queues.add(key)
-        run.begin, run.key = self._clock.now, key
-        self._clock.start(self._load(move), move.seconds, run)
-
-    def _load(self, move: PricedStage) -> Burden:
-        load = self._loads.get(id(move))  # stages live as long as the script
-        if load is None:
-            load = self._clock.load(Resource.of(move.scope), move.beside, move.spine_load)
-            self._loads[id(move)] = load
-        return load
-
-    def _moved(self, run: _Flight) -> None:
-        """End one stage of an operation."""
-        key, operation, moves = run.key, run.launch.operation, run.launch.moves
-        assert key is not None, "a stage that runs has a queue"
-        self._busy_queues.discard(key)
-        if self.spans is not None:
-            self._note(f"{operation.lane} {moves[run.at].stage}", f"{operation.kind} {operation.axis}", run.begin)
-        run.at += 1
-        run.key = None
-        whole = run.at == len(moves)
-        if key[1] or whole:
-            self._queues[key].popleft()
-        if whole:
-            self._ended(run)
-        else:
-            self._pull((key[0], moves[run.at].stage) if key[1] else key)
-        self._pull(key)
-
-    def _ended(self, run: _Flight) -> None:
-        run.ended = True
-        del self._pending[run.launch.lane][run.number]
-        if self.spans is not None and run.launch.lane is not Lane.GATHER:
-            self._carry(run.launch.operation, -1)  # gathered parameters stay until they are freed
-        for other in run.then:
-            other.needs -= 1
-            if not other.needs:
-                for key in dict.fromkeys(other.launch.queues):
-                    self._pull(key)
-        run.then.clear()
-
-    # -- what is recorded --------------------------------------------------------------------------------------
-
-    def _carry(self, operation: Operation, sign: int) -> None:
-        """Change the memory level of an operation in flight."""
-        if operation.lane not in (Lane.GATHER, Lane.REDUCE, Lane.SYNC):
-            return
-        units = self._script.units
-        if operation.lane is Lane.GATHER:
-            self._hold(GATHERED, sign * sum(units[unit].buffers[number].nbytes for unit, number in operation.buffers))
-        else:
-            whole = sum(units[unit].nbytes for unit in operation.bucket) // operation.chunks
-            shared = {Axis.PARAMS: 1, Axis.SHARD: self._plan.params.ranks}.get(
-                operation.axis, self._plan.optimizer.ranks
-            )
-            self._hold(GRADIENTS, sign * (whole // shared))
-
-    def _hold(self, name: str, change: int) -> None:
-        if self.spans is not None:
-            self._held[name] = self._held.get(name, 0) + change
-            self.levels.append(Level(name, self._clock.now, self._held[name]))
-
-    def _note(self, track: str, name: str, begin: float) -> None:
-        if self.spans is not None:
-            self.spans.append(Span(track, name, begin, self._clock.now))
+    def is_again(self, other: _Mark) -> bool:
+        """Whether the state has come again in a later mark."""
+        most = _SAME * (other.now - self.now)
+        return self.state == other.state and all(abs(a - b) <= most for a, b in zip(self.left, other.left, strict=True))
 
 
-class Player(_Lanes):
-    """Plays a script: computation, beside the lanes.
+class Player:
+    """Plays a step.
 
     Args:
         plan: The plan.
-        script: Its script; sections of it are played.
+        workload: Work of the whole model.
+        rates: Seconds of each part.
+        program: Program of the step, lowered for the blocks that ``fewer`` leaves.
+        execution: How the engine performs it.
         trace: Whether to keep spans and levels.
+        fewer: The blocks that are repeated; ``None``: the program has all of them.
 
     Attributes:
-        end: When the script ended.
+        lanes: The lanes.
+        end: When the step ended.
         exposed: Seconds that computation waited, by lane.
     """
 
-    def __init__(self, plan: Plan, script: Script, *, trace: bool = False) -> None:
-        super().__init__(plan, script, trace=trace)
-        self.end = 0.0
-        self.exposed = dict.fromkeys(Lane, 0.0)
-        self._awaited: _Flight | None = None
-        self._waited_since = 0.0
-        # Where computation is: section, time, instruction; then operations that it waits for, and updates to do.
-        self._sections: list[Section] = []
-        self._at = (0, 0, 0)
-        self._marks: list[_Mark] = []
-        self._waits: deque[_Flight] = deque()
-        self._updating: deque[tuple[_Flight | None, float | None]] = deque()
-        self._done = False
+    def __init__(
+        self,
+        plan: Plan,
+        workload: Workload,
+        rates: Rates,
+        program: StepProgram,
+        execution: Execution,
+        *,
+        trace: bool = False,
+        fewer: Repeated | None = None,
+    ) -> None:
+        self.lanes = Lanes(plan, program, execution.pricing, trace=trace)
+        self.end, self.exposed = 0.0, dict.fromkeys(Lane, 0.0)
+        self._plan, self._whole, self._rates = plan, workload, rates
+        self._program, self._execution, self._fewer = program, execution, fewer
+        played = workload if fewer is None else fewer.workload
+        self._trace = default_trace(played.units, recompute=plan.recompute)
+        self._seconds = unit_seconds(plan, played, rates)
+        self._updates = update_seconds(played, rates, program)
+        self._finals: list[tuple[float, Flight | None]] = []  # seconds of the update, and the operation
+        self._computation: Computation | None = None
+        self._current: Flight | _Computing | None = None
+        self._since = 0.0
 
-    def play(self, sections: list[Section], *, drain: bool = True) -> None:
-        """Play sections, after those that were played before.
+    def play(self, computation: Computation, *, drain: bool = True) -> None:
+        """Play some computation, after what was played before.
 
         Args:
-            sections: The sections.
+            computation: What :meth:`begin`, :meth:`forward`, :meth:`backward` and :meth:`finish` return.
             drain: Whether operations that computation does not wait for go on to their end.
         """
-        self._sections, self._at, self._done = sections, (0, 0, 0), False
-        self._marks.clear()
-        self._compute_on()
-        while not self._done:
-            assert self._clock.active, "the program waits for what never starts"
+        self._computation = computation
+        self._go_on()
+        while self._current is not None:
+            assert self.lanes.clock.active, "the program waits for what never starts"
             self._advance()
-        self.end = self._clock.now
-        while drain and self._clock.active:
+        self.end, self._computation = self.lanes.clock.now, None
+        while drain and self.lanes.clock.active:
             self._advance()
 
     def copy(self) -> Player:
         """A player that continues from here on its own."""
-        runs: dict[int, _Flight] = {}
-
-        def of(run: _Flight) -> _Flight:
-            if id(run) not in runs:
-                runs[id(run)] = made = _Flight(
-                    run.launch, run.number, run.at, run.needs, run.ended, [], run.begin, run.key
-                )
-                made.then = [of(other) for other in run.then]
-            return runs[id(run)]
-
-        other = Player(self._plan, self._script)
-        clock, other._loads = other._clock, self._loads
-        clock.now, clock.busy = self._clock.now, dict(self._clock.busy)
-        clock.share(self._clock)
-        clock.active = [
-            Task(task.load, task.left, of(task.done) if isinstance(task.done, _Flight) else task.done, task.late)
-            for task in self._clock.active
-        ]
-        other.exposed = dict(self.exposed)
-        other._counts = dict(self._counts)
-        other._pending = {lane: {n: of(run) for n, run in pending.items()} for lane, pending in self._pending.items()}
-        other._queues = {key: deque(map(of, queue)) for key, queue in self._queues.items()}
-        other._busy_queues = set(self._busy_queues)
-        other._finals = [(seconds, None if run is None else of(run)) for seconds, run in self._finals]
-        other._spreads = self._spreads
+        other = copy.copy(self)
+        same = {id(each): each for each in self.lanes.shared}
+        other.lanes, other.exposed, other._finals = copy.deepcopy((self.lanes, self.exposed, self._finals), same)
         return other
 
+    def leave_out(self, micro_batch: int) -> None:
+        """Go on as if this micro-batch, whose forward was the last to be played, were the next one."""
+        counts = Counter(op.lane for op in self._program.operations if op.start.micro_batch == micro_batch)
+        self.lanes.renumber({lane: -count for lane, count in counts.items()})
+
     def _advance(self) -> None:
-        for done in self._clock.advance():
-            if isinstance(done, _Flight):
-                self._moved(done)
+        lanes = self.lanes
+        for done in lanes.clock.advance():
+            if isinstance(done, Flight):
+                lanes.moved(done)
             else:
-                self._note(COMPUTE, done.name, done.begin)
-                self._compute_on()
+                lanes.note(COMPUTE, done.name, self._since)
+                self._go_on()
+        awaited = self._current
+        if isinstance(awaited, Flight) and awaited.ended:
+            lane = awaited.launch.operation.lane
+            self.exposed[lane] += lanes.clock.now - self._since
+            lanes.note(WAITING, f"for {lane}", self._since)
+            self._go_on()
 
-    # -- computation -------------------------------------------------------------------------------------------
+    def _go_on(self) -> None:
+        """Go on until computation is busy, waits, or has come to the end."""
+        lanes, clock = self.lanes, self.lanes.clock
+        assert self._computation is not None
+        for step in self._computation:
+            self._since = clock.now
+            if isinstance(step, Flight):
+                if step.ended:
+                    continue
+            elif lanes.are_idle:  # it takes as long as it takes alone
+                clock.compute(step.seconds)
+                lanes.note(COMPUTE, step.name, self._since)
+                continue
+            else:
+                clock.start(clock.load(Resource.COMPUTE), step.seconds, step)
+            self._current = step
+            return
+        self._current = None
 
-    def _compute_on(self) -> None:
-        """Go on with the script until computation is busy, waits, or has come to the end."""
-        while True:
-            if self._waits and self._wait():
-                return
-            if self._updating and self._update():
-                return
-            if not self._waits and not self._updating:
-                break
-        section_index, time, position = self._at
-        while section_index < len(self._sections):
-            section = self._sections[section_index]
-            instructions = section.instructions
-            while time < section.times:
-                if position == 0 and section.times > 1:
-                    time += self._repeat(section, time)
-                    if time >= section.times:
-                        break
-                while position < len(instructions):
-                    instruction = instructions[position]
-                    position += 1
-                    if isinstance(instruction, Compute):
-                        if self._compute(instruction.seconds, instruction.name):
-                            self._at = section_index, time, position
-                            return
-                    elif isinstance(instruction, StartOperations):
-                        for launch in instruction.launches:
-                            self._enqueue(launch)
-                    elif isinstance(instruction, Wait):
-                        self._waits.extend(run for ref in instruction.operations if (run := self._run(ref)) is not None)
-                        if self._waits and self._wait():
-                            self._at = section_index, time, position
-                            return
-                    elif isinstance(instruction, Hold):
-                        self._hold(instruction.name, instruction.change)
-                    elif self._begin_update(instruction):
-                        self._at = section_index, time, position
-                        return
-                position = 0
-                time += 1
-            time = 0
-            section_index += 1
-            self._marks.clear()
-        self._at = section_index, time, position
-        self._done = True
+    # -- what one rank computes --------------------------------------------------------------------------------
 
-    def _compute(self, seconds: float, name: str) -> bool:
-        """Compute. Returns whether it takes the clock; while no operation is on its way, it is done at once."""
-        if any(self._pending.values()):
-            self._clock.start(self._clock.load(Resource.COMPUTE), seconds, _Computing(name, self._clock.now))
-            return True
-        begin = self._clock.now
-        self._clock.compute(seconds)
-        self._note(COMPUTE, name, begin)
-        return False
+    def begin(self) -> Computation:
+        """The spread of updated parameters, and the fixed seconds of a step."""
+        program, launches = self._program, self.lanes.launches
+        spreads = [launches[op.index] for op in program.starts(_STEP) if op.lane is Lane.SPREAD]
+        if self._fewer is not None and self._spreads:
+            blocks, units = self._fewer.blocks, program.units
+            first = next(n for n, each in enumerate(spreads) if units[each.operation.units[0]].block in blocks)
+            spreads[first:first] = spreads[first : first + self._spreads] * self._fewer.times
+        for number, launch in enumerate(spreads):
+            self.lanes.start(launch, number)
+        awaited = [index for index in program.waits.get(_STEP, ()) if program.operations[index].lane is Lane.SPREAD]
+        yield from self._wait(awaited)
+        yield from _compute(self._rates.handling.step, "step")
 
-    def _wait(self) -> bool:
-        """Wait for the next operation that has not ended. Returns whether there is one."""
-        while self._waits:
-            if not self._waits[0].ended:
-                self._awaited, self._waited_since = self._waits[0], self._clock.now
-                return True
-            self._waits.popleft()
-        return False
+    def forward(self, micro_batch: int) -> Computation:
+        """The forward of a micro-batch."""
+        # In the first one, updated parameters are on their way to all blocks.
+        more = {Lane.SPREAD: self._spreads} if micro_batch == 0 else {}
+        return self._pass(self._trace.forward, self._forward_at, micro_batch, self._plan.prefetch, more)
 
-    def _begin_update(self, instruction: UpdateParameters) -> bool:
-        """Update parameters as their gradients arrive. Returns whether computation is busy or waits."""
-        each = instruction.seconds is not None
-        self._updating.extend((run, seconds if each else None) for seconds, run in self._finals)
-        return self._update()
+    def backward(self, micro_batch: int) -> Computation:
+        """The backward of a micro-batch."""
+        held: list[int] = []  # reductions that start once the next unit is gathered
+        at = partial(self._backward_at, held=held)
+        yield from self._pass(self._trace.backward, at, micro_batch, UNDER_WAY, {})
+        self._start(held)
+        yield from self._reach(Event(Phase.BACKWARD_END, -1, micro_batch))
 
-    def _update(self) -> bool:
-        while self._updating:
-            run, seconds = self._updating[0]
-            if run is not None and not run.ended:
-                self._waits.append(run)
-                return self._wait()
-            self._updating.popleft()
-            if seconds and self._compute(seconds, "update"):
-                return True
-        return False
+    def finish(self) -> Computation:
+        """Update each unit when its gradients arrive, or all units after the exchange of the norm."""
+        control = [op.index for op in self._program.starts(_STEP) if op.lane is Lane.CONTROL]
+        self._start(control)
+        everything = self._rates.update(sum(update_shares(self._whole.units)))
+        for seconds, flight in self._finals:
+            if flight is not None:
+                yield flight
+            if not self._whole.clip:
+                yield from _compute(seconds, "update")
+        if not self._whole.clip and not self._updates:
+            yield from _compute(everything, "update")
+        yield from self._wait(control)
+        if self._whole.clip:
+            yield from _compute(everything, "update")
 
-    def _ended(self, run: _Flight) -> None:
-        super()._ended(run)
-        if run is self._awaited:
-            self._awaited = None
-            self.exposed[run.launch.lane] += self._clock.now - self._waited_since
-            self._note(WAITING, f"for {run.launch.lane}", self._waited_since)
-            self._compute_on()
+    def _forward_at(self, event: Event) -> Computation:
+        unit, name = event.unit, self._program.units[event.unit].name
+        later = self._unawaited(event) if self._execution.needed_first else ()
+        yield from self._reach(event, later)
+        self._start(later)
+        # The root's own modules run last: norm, head, loss.
+        if event.phase is (Phase.PRE_FORWARD if name else Phase.POST_FORWARD):
+            yield from _compute(self._seconds[unit].forward, f"forward {name or '(root)'}")
+            self._keep(unit, 1)
 
-    # -- repeated sections -------------------------------------------------------------------------------------
+    def _backward_at(self, event: Event, held: list[int]) -> Computation:
+        phase, unit, name = event.phase, event.unit, self._program.units[event.unit].name
+        seconds = self._seconds[unit]
+        if phase is Phase.GRADS_READY and name:
+            yield from _compute(seconds.gradients, f"backward {name}")
+            self._keep(unit, -1)
+        holding = self._unawaited(event) if self._execution.holds_reductions and phase is Phase.GRADS_READY else ()
+        yield from self._reach(event, holding)
+        held += holding
+        if phase is Phase.PRE_BACKWARD:
+            self._start(held)
+            held.clear()
+            yield from _compute(seconds.again, f"forward again {name}")
+            if not name:  # its own modules ran last, and its gradients are counted as ready when all others are
+                yield from _compute(seconds.gradients, "backward (root)")
+                self._keep(unit, -1)
+        elif phase is Phase.INPUT_GRADIENT:
+            yield from _compute(seconds.input, f"input gradient {name}")
 
-    def _repeat(self, section: Section, time: int) -> int:
-        """Begin one more time of a section. Returns how many times of it are skipped, because all of them are alike."""
-        if time == 0:
-            self._marks.clear()
-        else:
-            self._spreads += section.spreads
-        if section.spreads and self._pending[Lane.SPREAD]:
+    def _unawaited(self, event: Event) -> tuple[int, ...]:
+        """Operations that start at an event and that computation does not wait for there."""
+        awaited = self._program.waits.get(event, ())
+        return tuple(operation.index for operation in self._program.starts(event) if operation.index not in awaited)
+
+    def _reach(self, event: Event, holding: Sequence[int] = ()) -> Iterator[Flight]:
+        """At an event: start operations but those held, free parameters, and wait for what is needed."""
+        program = self._program
+        self._start(operation.index for operation in program.starts(event) if operation.index not in holding)
+        if self.lanes.spans is not None:
+            for unit in program.frees.get(event, ()):
+                self.lanes.hold(GATHERED, -program.units[unit].nbytes)
+        if awaited := program.waits.get(event):
+            yield from self._wait(awaited)
+
+    def _start(self, operations: Iterable[int]) -> None:
+        for index in operations:
+            flight = self.lanes.start(self.lanes.launches[index])
+            if index in self._updates:
+                self._finals.append((self._updates[index], flight))
+
+    def _wait(self, operations: Iterable[int]) -> Iterator[Flight]:
+        for flight in [self.lanes.flight(index) for index in operations]:
+            if flight is not None:
+                yield flight
+
+    def _keep(self, unit: int, sign: int) -> None:
+        """Keep the activations of a unit, or free them."""
+        if self._whole.kept:
+            self.lanes.hold(ACTIVATIONS, sign * self._whole.kept[unit])
+
+    # -- repeated blocks ---------------------------------------------------------------------------------------
+
+    @property
+    def _spreads(self) -> int:
+        """Spreads of a period of blocks."""
+        if self._fewer is None:
+            return 0
+        blocks = self._fewer.blocks
+        spreads = [op for op in self._program.operations if op.lane is Lane.SPREAD]
+        of_blocks = sum(self._program.units[op.units[0]].block in blocks for op in spreads)
+        return self._fewer.period * of_blocks // len(blocks)
+
+    def _pass(
+        self,
+        moments: Sequence[Moment],
+        at: Callable[[Event], Computation],
+        micro_batch: int,
+        after: int,
+        more: Mapping[Lane, int],
+    ) -> Computation:
+        """All moments of a pass, one period again for each that is missing.
+
+        Args:
+            moments: The moments.
+            at: What is computed at a moment.
+            micro_batch: Number of the micro-batch.
+            after: Number of periods before the one that is repeated, from which on all are alike.
+            more: Number of operations of a period by lane, beside those that start in it.
+        """
+        events, missing = [Event(*moment, micro_batch) for moment in moments], 0
+        begin = end = len(events)
+        if self._fewer is not None:
+            blocks, units, period = self._fewer.blocks, self._program.units, self._fewer.period
+            numbers = [units[unit].block for _, unit in moments]
+            begins = [n for n, block in enumerate(numbers) if block in blocks and block != numbers[n - 1]]
+            begin, end, missing = begins[after * period], begins[(after + 1) * period], self._fewer.times
+        for event in events[:end]:
+            yield from at(event)
+        again = events[begin:end]
+        older = {**Counter(op.lane for event in again for op in self._program.starts(event)), **more}
+        marks: deque[_Mark] = deque(maxlen=_LONGEST)
+        while missing := missing - self._skipped(marks, missing):
+            self.lanes.renumber(older)
+            for event in again:
+                yield from at(event)
+            missing -= 1
+        for event in events[end:]:
+            yield from at(event)
+
+    def _skipped(self, marks: deque[_Mark], left: int) -> int:
+        """Note the state after a period, and skip what is left of them if the state was the same some periods ago.
+        Returns how many were skipped."""
+        if not left or self.lanes.pending[Lane.SPREAD]:
             return 0  # they are on their way since the step began, and no state comes again before they have arrived
-        mark = self._mark()
-        for earlier in range(1, min(_LONGEST, len(self._marks)) + 1):
-            before = self._marks[-earlier]
-            skipped = (section.times - time) // earlier
-            if skipped and _same(before, mark):
-                self._skip(before, mark, skipped)
-                self._spreads += section.spreads * earlier * skipped
-                self._marks.clear()
-                return earlier * skipped
-        self._marks.append(mark)
+        mark = self._state()
+        for periods, before in enumerate(reversed(marks), start=1):
+            if left >= periods and before.is_again(mark):
+                self._skip(before, mark, left // periods)
+                marks.clear()
+                return left // periods * periods
+        marks.append(mark)
         return 0
 
-    def _mark(self) -> _Mark:
+    def _state(self) -> _Mark:
         state: list[object] = []
         left: list[float] = []
-        for lane, pending in self._pending.items():
-            count = self._counts[lane]
-            for number, run in pending.items():
-                key = run.key[1] if run.key else None
-                state.append((lane, count - number, run.at, run.needs, key, id(run.launch.moves)))
-        for task in self._clock.active:
-            run = task.done
-            name = (run.launch.lane, self._counts[run.launch.lane] - run.number) if isinstance(run, _Flight) else None
-            state.append((id(task.load), name))
+        for lane, pending in self.lanes.pending.items():
+            for number, flight in pending.items():
+                stage = flight.queue[1] if flight.queue else None
+                state.append((lane, number, flight.at, flight.needs, stage, id(flight.launch.moves)))
+        clock = self.lanes.clock
+        for task in clock.active:
+            of = task.done
+            state.append((id(task.load), (of.launch.operation.lane, of.number) if isinstance(of, Flight) else None))
             left += (task.left, task.late)
-        return _Mark(
-            tuple(state),
-            tuple(left),
-            self._clock.now,
-            dict(self._clock.busy),
-            dict(self.exposed),
-            dict(self._counts),
-            len(self._finals),
-        )
+        return _Mark(tuple(state), tuple(left), clock.now, dict(clock.busy), dict(self.exposed), len(self._finals))
 
     def _skip(self, before: _Mark, mark: _Mark, times: int) -> None:
         """Let what happened between two marks happen some more times."""
-        self._clock.now += times * (mark.now - before.now)
+        clock = self.lanes.clock
+        clock.now += times * (mark.now - before.now)
         for resource, seconds in mark.busy.items():
-            self._clock.busy[resource] += times * (seconds - before.busy[resource])
+            clock.busy[resource] += times * (seconds - before.busy[resource])
         for lane, waited in mark.exposed.items():
             self.exposed[lane] += times * (waited - before.exposed[lane])
-            more = times * (mark.counts[lane] - before.counts[lane])
-            self._counts[lane] += more
-            pending = list(self._pending[lane].values())
-            for run in pending:
-                run.number += more
-            self._pending[lane] = {run.number: run for run in pending}
         # All of the skipped operations have ended, except those that are on their way now.
         again = [(seconds, None) for seconds, _ in self._finals[before.finals : mark.finals]]
         self._finals[before.finals : before.finals] = again * times
 
 
-def _same(one: _Mark, other: _Mark) -> bool:
-    """Whether a state has come again."""
-    if one.state != other.state:
-        return False
-    most = _SAME * (other.now - one.now)
-    return all(abs(a - b) <= most for a, b in zip(one.left, other.left, strict=True))
+def _compute(seconds: float, name: str) -> Iterator[_Computing]:
+    if seconds > 0:
+        yield _Computing(seconds, name)

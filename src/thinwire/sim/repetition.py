@@ -6,13 +6,12 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from thinwire.cost import ModelPart
 from thinwire.program import UNDER_WAY, UnitInfo
 from thinwire.program.wire import ITEMSIZE
-from thinwire.sim.script import Workload
+from thinwire.sim.workload import Workload, work_of
 from thinwire.spec import Plan
 
-__all__ = ["Repeated", "repeated", "work_of"]
+__all__ = ["Repeated", "repeated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +54,9 @@ def repeated(plan: Plan, workload: Workload) -> Repeated | None:
         return None
     first, length, size = _equal_blocks(workload)
     period = _period(plan, workload.units[first : first + size])
-    # The backward repeats the period after the first UNDER_WAY + 1, in which reductions wait for others already.
-    shortest = period * (UNDER_WAY + 2) + plan.prefetch + _ENDS
+    # The backward repeats the period after the first UNDER_WAY, in which reductions wait for others already, and the
+    # forward the one after as many as are prefetched. Another one follows, like it.
+    shortest = period * (max(UNDER_WAY, plan.prefetch) + 2) + plan.prefetch + _ENDS
     missing = (length - shortest) // period
     if missing < 2:
         return None
@@ -84,11 +84,6 @@ def _equal_blocks(workload: Workload) -> tuple[int, int, int]:
         before = same
         position += len(same)
     return best
-
-
-def work_of(unit: UnitInfo, part: ModelPart) -> object:
-    """What the price of a unit depends on."""
-    return unit.buffers, unit.parameters, unit.keeps_gathered, unit.weight_first, part.work
 
 
 def _period(plan: Plan, block: Sequence[UnitInfo]) -> int:

@@ -17,13 +17,12 @@ from thinwire.cost import PricedStage, Rates, moves
 from thinwire.program import Lane, Operation, UnitInfo, exchange_operations, lower
 from thinwire.program.timeline import Level, Span
 from thinwire.sim.clock import Resource
-from thinwire.sim.player import Player
+from thinwire.sim.player import Computation, Player
 from thinwire.sim.repetition import repeated
-from thinwire.sim.script import Execution, Pricing, Script, Section, Workload, part_seconds
-from thinwire.sim.writer import write
+from thinwire.sim.workload import Execution, Workload
 from thinwire.spec import Plan
 
-__all__ = ["PLAYED", "Execution", "Played", "Pricing", "Simulated", "Workload", "part_seconds", "play", "simulate"]
+__all__ = ["PLAYED", "Execution", "Played", "Simulated", "Workload", "play", "simulate"]
 
 PLAYED = 3
 """Most micro-batches to play; further ones repeat the last of the middle ones."""
@@ -133,16 +132,16 @@ def play(
     execution: Execution | None = None,
 ) -> Played:
     """Play one step in steady state, with three micro-batches if it has more; arguments as of :func:`simulate`."""
-    script = _script(plan, workload, rates, min(micro_batches, PLAYED), trace, execution)
-    player = Player(plan, script, trace=trace)
+    player = _player(plan, workload, rates, min(micro_batches, PLAYED), execution or _own(plan, rates), trace=trace)
     if micro_batches <= PLAYED:
-        player.play([*script.begin, *_passes(script, range(micro_batches)), *script.end])
+        player.play(chain(player.begin(), *_passes(player, range(micro_batches)), player.finish()))
         return Played(_simulated(player, rates))
     # Two and three micro-batches begin alike, and the last of either ends the step.
-    player.play([*script.begin, *_passes(script, [0]), *script.forwards[1]], drain=False)
+    player.play(chain(player.begin(), *_passes(player, [0]), player.forward(1)), drain=False)
     shorter = player.copy()
-    player.play([*script.backwards[1], *_passes(script, [2]), *script.end])
-    shorter.play([*script.backwards[2], *script.end])
+    shorter.leave_out(1)
+    player.play(chain(player.backward(1), *_passes(player, [2]), player.finish()))
+    shorter.play(chain(shorter.backward(2), shorter.finish()))
     return Played(_simulated(player, rates), _simulated(shorter, rates))
 
 
@@ -161,47 +160,40 @@ def _further(three: Simulated, two: Simulated, more: int) -> Simulated:
     )
 
 
-def _passes(script: Script, micro_batches: Sequence[int]) -> list[Section]:
+def _passes(player: Player, micro_batches: Sequence[int]) -> list[Computation]:
     """Forward and backward of these micro-batches."""
-    return [part for number in micro_batches for part in (*script.forwards[number], *script.backwards[number])]
+    return [part for number in micro_batches for part in (player.forward(number), player.backward(number))]
 
 
 def _simulated(player: Player, rates: Rates) -> Simulated:
+    busy = player.lanes.clock.busy
     return Simulated(
         seconds=player.end,
-        computing=player.busy[Resource.COMPUTE],
+        computing=busy[Resource.COMPUTE],
         exposed=player.exposed,
-        busy=player.busy,
-        spans=tuple(player.spans or ()),
-        levels=tuple(player.levels),
+        busy=busy,
+        spans=tuple(player.lanes.spans or ()),
+        levels=tuple(player.lanes.levels),
         extrapolated=rates.extrapolated,
     )
 
 
-def _script(
-    plan: Plan,
-    workload: Workload,
-    rates: Rates,
-    micro_batches: int,
-    trace: bool = False,
-    execution: Execution | None = None,
-) -> Script:
-    """The script of a step, of fewer blocks if those that are left out repeat others."""
-
+def _own(plan: Plan, rates: Rates) -> Execution:
+    """How thinwire's runtime performs a program."""
     of_experts = plan.for_experts()
 
-    def thinwire(plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> list[PricedStage]:
+    def pricing(plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> list[PricedStage]:
         shared = bool(operation.units) and units[operation.units[0]].experts
         return moves(of_experts if shared else plan, operation, rates)
 
-    fewer = None if trace or execution is not None else repeated(plan, workload)
-    execution = execution or Execution(thinwire)
-    if fewer is not None:
-        program = lower(plan, fewer.workload.units, micro_batches=micro_batches)
-        script = write(plan, workload, rates, program, execution, fewer=fewer)
-        if script is not None:
-            return script
-    program = execution.revised(lower(plan, workload.units, micro_batches=micro_batches))
-    script = write(plan, workload, rates, program, execution, trace=trace)
-    assert script is not None, "a whole script repeats nothing"
-    return script
+    return Execution(pricing, repeats=True)
+
+
+def _player(
+    plan: Plan, workload: Workload, rates: Rates, micro_batches: int, execution: Execution, *, trace: bool
+) -> Player:
+    """A player of a step, of fewer blocks if those that are left out repeat others."""
+    fewer = repeated(plan, workload) if execution.repeats and not trace else None
+    units = workload.units if fewer is None else fewer.workload.units
+    program = execution.revised(lower(plan, units, micro_batches=micro_batches))
+    return Player(plan, workload, rates, program, execution, trace=trace, fewer=fewer)

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from thinwire.cli.main import app
-from thinwire.cost import MixedRates, nominal_rates, views_of
+from thinwire.cost import NominalRates
 from thinwire.errors import SpecError
 from thinwire.plan import TrainingJob, candidate, search
 from thinwire.spec import ClusterSpec, Fabric, ModelSpec, Plan, first_nodes
@@ -28,7 +28,7 @@ def group(name: str = "a100-80g", nodes: int = 2, **keys: Any) -> dict[str, Any]
 
 
 def step(machine: ClusterSpec, plan: Plan) -> float:
-    job = TrainingJob(MODEL, machine, 32 * 2048 * 2, 2048, rates=nominal_rates(machine))
+    job = TrainingJob(MODEL, machine, 32 * 2048 * 2, 2048, rates=NominalRates(machine))
     return candidate(job, plan.with_(micro_batch=1, micro_batches=2)).seconds
 
 
@@ -116,9 +116,8 @@ def test_the_step_is_that_of_the_slowest_rank() -> None:
     mixed = cluster(group("h100-80g", 3), group("a100-80g", 1))
     assert step(mixed, plan) == pytest.approx(step(old, plan), rel=1e-9)
     assert step(new, plan) < 0.6 * step(old, plan)
-    rates = nominal_rates(mixed)
-    assert isinstance(rates, MixedRates)
-    assert len(views_of(rates)) == 2
+    rates = NominalRates(mixed)
+    assert len(rates.views) == 2
     # A group that computes slowly and one whose links are slow: neither alone is the whole step of a uniform cluster.
     unlike = cluster(group("a100-80g", 2), group("h100-80g", 2, inside={"bandwidth": "100gbit"}))
     local = Plan.preset("mics", nodes=4, local=8)
@@ -130,11 +129,11 @@ def test_the_search_keeps_slow_links_out_of_frequent_collectives() -> None:
     machine = ClusterSpec.from_toml(UNLIKE)
     equal = ClusterSpec.preset("a100-80g", nodes=4)
     job = TrainingJob(
-        MODEL, machine, 32 * 2048, 2048, micro_batch=1, recompute=False, codecs="none", rates=nominal_rates(machine)
+        MODEL, machine, 32 * 2048, 2048, micro_batch=1, recompute=False, codecs="none", rates=NominalRates(machine)
     )
     chosen = search(job, top=3).candidates[0]
     assert chosen.plan.params.nodes <= 2  # inside a zone
-    assert search(replace(job, cluster=equal, rates=nominal_rates(equal)), top=3).candidates[0].seconds < chosen.seconds
+    assert search(replace(job, cluster=equal, rates=NominalRates(equal)), top=3).candidates[0].seconds < chosen.seconds
 
 
 def test_commands_take_the_file(tmp_path: Path) -> None:

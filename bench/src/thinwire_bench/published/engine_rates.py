@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from thinwire.cost import Efficiency, NominalRates, Work
 from thinwire.program.wire import ITEMSIZE
-from thinwire.spec import ClusterSpec, Fabric, seen_by
+from thinwire.spec import ClusterSpec
 
 __all__ = ["EngineRates"]
 
@@ -31,8 +31,7 @@ class EngineRates(NominalRates):
         codecs: Mapping[str, float],
         group: int | None = None,
     ) -> None:
-        seen = cluster if group is None else seen_by(cluster, group)
-        super().__init__(seen, dtype, efficiency, Fabric(cluster, group))
+        super().__init__(cluster, dtype, efficiency, group)
         self._codecs = codecs
 
     def codec(self, work: Work) -> float:

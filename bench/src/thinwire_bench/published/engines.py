@@ -25,8 +25,10 @@ from thinwire.cost import (
 )
 from thinwire.program import Axis, Lane, Operation, Phase, UnitInfo, axis_shape
 from thinwire.program.stages import Stage
-from thinwire.sim.axes import AxisCosts, StageLink, with_stages
-from thinwire.sim.step import Execution, Simulated, Workload, simulate
+from thinwire.sim.axes import AxisCosts
+from thinwire.sim.engine import step_with_axes
+from thinwire.sim.step import Simulated
+from thinwire.sim.workload import Execution, Workload
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 from thinwire_bench.published.engine_rates import EngineRates
 from thinwire_bench.published.headroom import Headroom
@@ -156,7 +158,6 @@ class PublishedEngine:
         calls = LibraryCollectives(cluster, efficiency, group=group)
         multiplied = "bfloat16" if self.messages else plan.compute_dtype
         rates = EngineRates(cluster, multiplied, efficiency, self.codecs, group)
-        workload = workload.exchanging(AxisCosts(plan, model, workload.seq, rates, calls).exchanges(workload.parts))
         large = [_large_tensors(part) for part in workload.parts]
         memory = cluster.memory_bandwidth / 8 * self.efficiency.memory
 
@@ -178,10 +179,9 @@ class PublishedEngine:
 
         room = self._room(plan, workload.parts)
         execution = Execution(pricing, room.revised, room.ahead < 1, room.bucket is not None)
-        played = simulate(plan, workload, rates, micro_batches=plan.micro_batches, trace=trace, execution=execution)
         sharers = plan.tp if self.scatters_stages else 1
-        link = StageLink(model.hidden, cluster.nodes > 1, sharers)
-        return with_stages(played, plan, workload, rates, calls, link)
+        costs = AxisCosts(plan, model, workload.seq, rates, calls, cluster.nodes > 1, sharers)
+        return step_with_axes(costs, workload, trace=trace, execution=execution)
 
     def _copied(self, plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> float:
         """Bytes that the accelerator copies for an operation."""

@@ -37,7 +37,7 @@ def least_sum(job: TrainingJob, top: int, out: Path | None, answer: Answer, *, e
             answer.show(f"  {flip}")
     if out is not None and rows and rows[0].fits:
         answer.files.append(File("--out", out, rows[0].plan.save, f"wrote the first plan to {out}"))
-    simulated = [(row, planner.candidate(job, row.plan, row.label)) for row in rows]
+    simulated = [(row, planner.price_plan(job, row.plan, row.label)) for row in rows]
     answer.facts = {
         "plans": [
             {

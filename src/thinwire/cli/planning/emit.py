@@ -12,7 +12,7 @@ from thinwire.cli.planning.answer import File
 
 if TYPE_CHECKING:
     from thinwire.cli.planning.answer import Answer
-    from thinwire.plan import Candidate, TrainingJob
+    from thinwire.plan import PricedPlan, TrainingJob
 
 __all__ = ["NOTHING_EMITTED", "EmitOptions", "emit"]
 
@@ -39,7 +39,7 @@ NOTHING_EMITTED = EmitOptions()
 """None of the options."""
 
 
-def emit(job: TrainingJob, ours: Candidate, options: EmitOptions, answer: Answer) -> dict[str, Any] | None:
+def emit(job: TrainingJob, ours: PricedPlan, options: EmitOptions, answer: Answer) -> dict[str, Any] | None:
     """Add the nearest configuration of a framework, and what it loses; returns what ``--json`` prints.
 
     Raises:

@@ -9,17 +9,17 @@ from thinwire.cli.planning.tables import row_json
 
 if TYPE_CHECKING:
     from thinwire.cli.planning.answer import Answer
-    from thinwire.plan import Candidate, IslandPlan, LossLaw, TrainingJob
+    from thinwire.plan import IslandPlan, LossLaw, PricedPlan, TrainingJob
 
 
-def faster(job: TrainingJob, plans: Sequence[IslandPlan], best: Candidate) -> IslandPlan | None:
+def faster(job: TrainingJob, plans: Sequence[IslandPlan], best: PricedPlan) -> IslandPlan | None:
     """The fastest plan with islands, if it gains more than a tie on the best one without."""
     first = next(iter(plans), None)
     return first if first is not None and first.candidate.seconds * (1 + job.tie) < best.seconds else None
 
 
 def show_islands(
-    job: TrainingJob, plans: Sequence[IslandPlan], best: Candidate, law: LossLaw, budget: float, answer: Answer
+    job: TrainingJob, plans: Sequence[IslandPlan], best: PricedPlan, law: LossLaw, budget: float, answer: Answer
 ) -> None:
     """Add plans with islands, what they change, and where their losses come from."""
     from thinwire.report import Sheet
@@ -34,7 +34,7 @@ def show_islands(
         answer.show(sentence)
 
 
-def sentences(job: TrainingJob, plans: Sequence[IslandPlan], best: Candidate, law: LossLaw) -> list[str]:
+def sentences(job: TrainingJob, plans: Sequence[IslandPlan], best: PricedPlan, law: LossLaw) -> list[str]:
     """What a reader has to know before trusting the table."""
     made = [
         "Islands change what is trained: between two exchanges, each follows its own gradients. All other plans "
@@ -59,7 +59,7 @@ def sentences(job: TrainingJob, plans: Sequence[IslandPlan], best: Candidate, la
 
 
 def islands_json(
-    job: TrainingJob, plans: Sequence[IslandPlan], best: Candidate, law: LossLaw, budget: float
+    job: TrainingJob, plans: Sequence[IslandPlan], best: PricedPlan, law: LossLaw, budget: float
 ) -> dict[str, Any]:
     """Plans with islands as JSON."""
     chosen = faster(job, plans, best)
@@ -76,7 +76,7 @@ def islands_json(
     }
 
 
-def _cells(plan: IslandPlan, best: Candidate, law: LossLaw) -> list[str]:
+def _cells(plan: IslandPlan, best: PricedPlan, law: LossLaw) -> list[str]:
     islands, candidate = plan.islands, plan.candidate
     return [
         str(islands.count),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -37,7 +37,7 @@ from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options, hidden
 
 if TYPE_CHECKING:
-    from thinwire.plan import Candidate, Searched, TrainingJob
+    from thinwire.plan import PricedPlan, Searched, TrainingJob
     from thinwire.spec import Plan
 
 
@@ -317,11 +317,12 @@ def _fastest(job: TrainingJob, options: PlanOptions, answer: Answer) -> None:
     """Add the plans of the shortest overlapped step, and what else is asked of the first of them."""
     import thinwire.plan as planner
 
-    searched = planner.search(job, top=options.top)
-    widened = options.tp is None and options.pp is None and not searched.candidates
-    if widened:
-        job = replace(job, tp=None, pp=None)
-        searched = planner.search(job, top=options.top, simulations=searched.simulations)
+    asked = job
+    if options.tp is None and options.pp is None:
+        job, searched = planner.search_wider(asked, top=options.top)
+    else:
+        searched = planner.search(asked, top=options.top)
+    widened = job is not asked
     rows = listed(searched, options.top)
     introduce(job, answer)
     if widened:
@@ -386,7 +387,7 @@ def _with_islands(
     return best.plan if chosen is None else chosen.candidate.plan, islands_json(job, plans, best, law, budget)
 
 
-def _infeasible(job: TrainingJob, rows: Sequence[Candidate], answer: Answer) -> dict[str, Any]:
+def _infeasible(job: TrainingJob, rows: Sequence[PricedPlan], answer: Answer) -> dict[str, Any]:
     import thinwire.plan as planner
     from thinwire.units import format_bytes
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from thinwire.cli.planning.answer import Answer
-    from thinwire.plan import Candidate, Explanation, Searched, TrainingJob
+    from thinwire.plan import Explanation, PricedPlan, Searched, TrainingJob
     from thinwire.report import Sheet
     from thinwire.spec import ModelSpec
 
 
-def listed(searched: Searched, top: int) -> list[Candidate]:
+def listed(searched: Searched, top: int) -> list[PricedPlan]:
     """The chosen plan, then the best plans and classic systems by time, then the classic systems that do not fit."""
     first, rest = list(searched.candidates[:1]), list(searched.candidates[1:top])
     others = sorted([*rest, *(c for c in searched.classics if c.fits)], key=lambda c: c.seconds)
@@ -44,7 +44,7 @@ def _active(model: ModelSpec) -> str:
     return "" if model.experts is None else f" ({model.active_parameters / 1e9:.2f} billion of them active)"
 
 
-def plan_sheet(job: TrainingJob, rows: Sequence[Candidate]) -> Sheet:
+def plan_sheet(job: TrainingJob, rows: Sequence[PricedPlan]) -> Sheet:
     """The table of plans."""
     from thinwire.report import Sheet
 
@@ -78,7 +78,7 @@ def plan_sheet(job: TrainingJob, rows: Sequence[Candidate]) -> Sheet:
     )
 
 
-def _cells(job: TrainingJob, number: int, row: Candidate, *, with_price: bool, with_cut: bool) -> list[str]:
+def _cells(job: TrainingJob, number: int, row: PricedPlan, *, with_price: bool, with_cut: bool) -> list[str]:
     chosen = row.plan
     batch = f"{chosen.micro_batch} x {chosen.micro_batches}{' recompute' if chosen.recompute else ''}"
     axes = {"tp": row.axes.sums, "pp": row.axes.messages, "idle": row.axes.idle}
@@ -106,7 +106,7 @@ def _cells(job: TrainingJob, number: int, row: Candidate, *, with_price: bool, w
     return [*cells, "" if row.fits else "does not fit"]
 
 
-def _codecs(row: Candidate) -> str:
+def _codecs(row: PricedPlan) -> str:
     short = {"gather": "gather", "reduce_intra": "inside", "reduce_inter": "across", "scatter": "scatter"}
     short |= {"spread": "spread", "tp": "tp", "pp": "pp"}
     codecs = row.plan.wire.codecs()
@@ -127,15 +127,15 @@ def search_line(searched: Searched, tie: float) -> str:
     )
 
 
-def basis_line(job: TrainingJob, chosen: Candidate) -> str:
+def basis_line(job: TrainingJob, chosen: PricedPlan) -> str:
     """What the first plan's prediction rests on."""
-    from thinwire.plan import rests_on
+    from thinwire.plan import provenance
 
-    basis = rests_on(job, chosen)
+    basis = provenance(job, chosen)
     return f"estimate quality: compute {basis.computation}, network {basis.transfers}"
 
 
-def show_explanation(explanation: Explanation, chosen: Candidate, answer: Answer) -> None:
+def show_explanation(explanation: Explanation, chosen: PricedPlan, answer: Answer) -> None:
     """Add what bounds the chosen plan, and what would change the choice."""
     answer.show(f"\nbound by {explanation.binding}")
     for cause, seconds in explanation.path.items():
@@ -152,11 +152,11 @@ def show_explanation(explanation: Explanation, chosen: Candidate, answer: Answer
         answer.show(f"the same plan with {'; '.join(explanation.steady)}")
 
 
-def row_json(job: TrainingJob, number: int, row: Candidate) -> dict[str, Any]:
+def row_json(job: TrainingJob, number: int, row: PricedPlan) -> dict[str, Any]:
     """A row of the table as JSON."""
-    from thinwire.plan import rests_on
+    from thinwire.plan import provenance
 
-    basis = rests_on(job, row)
+    basis = provenance(job, row)
     return {
         "rank": number,
         "plan": row.plan.to_dict(),

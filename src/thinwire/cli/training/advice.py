@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from thinwire.errors import Room
-    from thinwire.plan import Candidate, TrainingJob
+    from thinwire.plan import PricedPlan, TrainingJob
     from thinwire.spec import Plan
     from thinwire.spec.recipe import Recipe
     from thinwire.train.launching.resolved import ResolvedRun
@@ -48,7 +48,7 @@ def advised(path: Path, run: ResolvedRun) -> Iterator[None]:
         raise OutOfMemoryError(f"{error}. {words}", error.room) from error
 
 
-def fitting(recipe: Recipe, plan: Plan, vocab: int, room: Room) -> tuple[TrainingJob, Candidate | None, int]:
+def fitting(recipe: Recipe, plan: Plan, vocab: int, room: Room) -> tuple[TrainingJob, PricedPlan | None, int]:
     """Search for a plan that fits into the memory of a rank.
 
     Args:
@@ -91,7 +91,7 @@ def fitting(recipe: Recipe, plan: Plan, vocab: int, room: Room) -> tuple[Trainin
         clip=recipe.optimizer.clip > 0,
         overhead=room.base,
     )
-    needed = planner.candidate(job, plan).memory.total
+    needed = planner.price_plan(job, plan).memory.total
     least = min(room.limit, room.base + round(_LESS * (needed - room.base)))
     searched = planner.search(_with_memory(job, least))
     return job, searched.candidates[0] if searched.candidates else None, needed

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from thinwire.cost.blocks import ModelPart
 from thinwire.cost.memory.stages import PipelineShare
-from thinwire.cost.shapes import ModelPart
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import ModelSpec, Plan
 from thinwire.spec.models.block_shapes import expert_layers

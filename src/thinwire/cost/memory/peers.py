@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from thinwire.cost.blocks import ModelPart
 from thinwire.cost.memory.activations import GPU_LOSS_CHUNK, activation_bytes, logit_bytes
 from thinwire.cost.memory.peak import OVERHEAD, Memory
-from thinwire.cost.shapes import ModelPart, parts
+from thinwire.cost.shapes import parts
 from thinwire.errors import SpecError
 from thinwire.spec import ModelSpec, Plan
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from thinwire.cost import ProfiledRates
-from thinwire.cost.memory import largest_memory
+from thinwire.cost.memory.peak import largest_memory
 from thinwire.errors import SpecError
 from thinwire.plan.amsp.solver import AmspPlan, amsp_plan, amsp_search, seconds_by_reducing
 from thinwire.plan.priced import PricedPlan, Simulations

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from thinwire.cost.blocks import ModelPart
 from thinwire.cost.collectives import CollectiveTimes
-from thinwire.cost.shapes import ModelPart
 from thinwire.spec import Factor
 
 __all__ = ["AmspSums", "AmspTimes"]

@@ -5,19 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
-from thinwire.cost import HopCollectives, ModelPart, alike, working_memory
-from thinwire.cost.memory import PipelineShare, demanding_stages, stages
+from thinwire.cost import ModelPart, alike, working_memory
+from thinwire.cost.memory.stages import PipelineShare, demanding_stages, stages
 from thinwire.plan.rules import Cut
 from thinwire.plan.space.traffic import codec_choices
 from thinwire.plan.training_job import TrainingJob, axis_costs
-from thinwire.sim.axes import StageLink, bubble_of, message_seconds, sent_seconds
-from thinwire.sim.step import part_seconds
+from thinwire.sim.workload import part_seconds
 from thinwire.spec import Plan
 
-__all__ = ["BatchChoice", "BatchMemory", "Batches", "demanding", "stage_message"]
+__all__ = ["BatchChoice", "BatchMemory", "Batches", "demanding"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +61,6 @@ class BatchChoice(BatchMemory):
     def complexity(self) -> int:
         """Number of knobs that the choice turns."""
         return self.recompute + sum(codec != "none" for codec in self.codecs)
-
-
-def stage_message(job: TrainingJob, plan: Plan) -> float:
-    """Seconds of sending a micro-batch to the next stage; every tensor-parallel rank sends its share of the tokens."""
-    calls, crosses = HopCollectives(job.rates), job.cluster.nodes > 1
-    link = StageLink(job.model.hidden, crosses, sharers=plan.tp, gathered=False)
-    return sent_seconds(plan, job.seq, job.rates, calls, link)
 
 
 class Batches:
@@ -139,7 +131,8 @@ def _batch_choice(
     job: TrainingJob, counted: Sequence[tuple[int, ModelPart]], batch: BatchMemory, plan: Plan
 ) -> BatchChoice:
     """A choice of the batch with its costs."""
-    exchanges = axis_costs(job, plan).exchanges([part for _, part in counted]) or (0.0,) * len(counted)
+    costs = axis_costs(job, plan)
+    exchanges = costs.exchanges([part for _, part in counted]) or (0.0,) * len(counted)
     each = [
         (count, part.kind, *part_seconds(job.rates, part, plan, job.seq, exchange))
         for (count, part), exchange in zip(counted, exchanges, strict=True)
@@ -152,16 +145,17 @@ def _batch_choice(
     forward = sum(count * seconds for count, _, seconds, _ in each)
     backward = sum(count * seconds for count, _, _, seconds in each)
     again = sum(count * seconds for count, kind, seconds, _ in each if plan.recompute and kind == "block")
-    bubble = 0.0
-    if plan.pp > 1:
-        message = stage_message(job, plan)
-        bubble = bubble_of(plan, forward, backward, message) + message_seconds(plan, message)
     computing = plan.micro_batches * (forward + backward + again) + job.rates.handling.step
+    none = {"embedding": (0.0, 0.0), "head": (0.0, 0.0), "rest": (0.0, 0.0)}
     return BatchChoice(
-        batch.micro_batch, batch.micro_batches, batch.recompute, batch.working,
-        (str(plan.wire.tp), str(plan.wire.pp)), computing, bubble, forward, backward + again,
-        {"embedding": (0.0, 0.0), "head": (0.0, 0.0), "rest": (0.0, 0.0), **parts},
-    )  # fmt: skip
+        **{each.name: getattr(batch, each.name) for each in fields(batch)},
+        codecs=(str(plan.wire.tp), str(plan.wire.pp)),
+        computing=computing,
+        bubble=costs.idle(forward, backward) + costs.awaited,
+        forward=forward,
+        backward=backward + again,
+        parts=none | parts,
+    )
 
 
 def demanding(job: TrainingJob, base: Plan, micro_batches: int) -> list[PipelineShare]:

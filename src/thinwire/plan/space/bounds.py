@@ -41,7 +41,7 @@ def seconds_of(busy: Busy) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Computation:
-    """Seconds of computation by choice of the batch, arrays of shape ``(B, 1)``.
+    """Seconds of computation by choice of the batch, arrays of shape ``(B, 1, 1, 1)``.
 
     Attributes:
         count: Micro-batches.
@@ -72,11 +72,13 @@ class Computation:
 
 @dataclass(frozen=True)
 class Communication:
-    """Seconds of communication by choice of codecs, arrays of shape ``(K, 5)`` as :func:`seconds_of` says.
+    """Seconds of communication by choice of codecs, as :func:`seconds_of` says.
+
+    Arrays have the axes ``(R, G, S, 5)``, or those that matter: codecs of reductions, of gathers and of the spread.
 
     Attributes:
         forward: Gathers of a forward.
-        backward: Gathers of a backward, by secondary shard: shape ``(S, 1, K, 5)``.
+        backward: Gathers of a backward, by secondary shard: two more axes come first, ``(C, 1)``.
         scatter: Reductions over the ranks of ``P``, of a micro-batch.
         shard: Reductions to the owners of optimizer states.
         sync: Sums over replicas, of a step.
@@ -84,9 +86,9 @@ class Communication:
         every: Whether ``shard`` is part of every micro-batch.
         one_gather: The largest gather of a backward, of the same shape.
         one_reduction: The largest reduction.
-        first_spread: Seconds of the spread of the first units, before they compute or are gathered, shape ``(K,)``.
-        first_gather: Seconds of gathering the first units, after that, shape ``(K,)``.
-        last: Seconds after the last gradient until all are reduced, shape ``(K,)``.
+        first_spread: Seconds of the spread of the first units, before they compute or are gathered, ``(S,)``.
+        first_gather: Seconds of gathering the first units, after that, ``(G, 1)``.
+        last: Seconds after the last gradient until all are reduced, ``(R, 1, 1)``.
     """
 
     forward: Array
@@ -104,7 +106,7 @@ class Communication:
 
 
 def least_seconds(computing: Computation, sent: Communication) -> Array:
-    """A lower bound of the step with every secondary shard, batch and choice of codecs, in seconds, ``(S, B, K)``."""
+    """A lower bound of the step in seconds, by secondary shard, batch and choice of codecs: ``(C, B, R, G, S)``."""
     of_step = sent.scatter + sent.shard + sent.sync
     in_passes = sent.forward + sent.backward + sent.scatter + (sent.shard if sent.every else 0.0)
     more = computing.count - 1

@@ -15,11 +15,11 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from thinwire.cost import GroupShape, NominalRates, Pricer, Traffic
+from thinwire.cost import GroupShape, Pricer, ProcessGroups
 from thinwire.plan.rules import Chain, Cut, chain_ends, secondaries
 from thinwire.plan.space.batches import BatchChoice, Batches
 from thinwire.plan.space.bounds import Array, Computation, least_seconds
-from thinwire.plan.space.state_bytes import StateBytes, needed_bytes
+from thinwire.plan.space.state_bytes import StateBytes
 from thinwire.plan.space.traffic import WIRE, TrafficSeconds, UnitSizes
 from thinwire.plan.training_job import TrainingJob
 from thinwire.program import Kind, Scope
@@ -197,9 +197,8 @@ class Candidates:
             rows = self.states.fitting((params, optimizer, optimizer), None, promising)
             within = [promising[row] for row in rows]
             if not within or (len(closer) > 1 and self._hopeless((params, params, optimizer), within, limit)):
-                levels = self._traffic.levels(self._groups_of((params, params, optimizer), None))
-                every = len(closer) * len({params, optimizer}) * math.prod(map(len, levels))
-                self.considered += every * len(self.batches)
+                count = self._traffic.count(self._groups_of((params, params, optimizer), None))
+                self.considered += len(closer) * len({params, optimizer}) * count * len(self.batches)
                 continue
             yield from self._groups_between((params, optimizer), closer, within, complete=len(promising))
 
@@ -227,7 +226,7 @@ class Candidates:
             for grads in dict.fromkeys((params, optimizer)):
                 chain = params, grads, optimizer
                 rows = self.states.fitting(chain, secondary, batches)
-                count = math.prod(map(len, self._traffic.levels(self._groups_of(chain, None))))
+                count = self._traffic.count(self._groups_of(chain, None))
                 self.considered += count * len(self.batches)
                 self.fitting += count * len(rows)
                 if rows:
@@ -257,8 +256,8 @@ class Candidates:
         of the backward."""
         if limit == math.inf:
             return False
-        traffic = self._groups_of(chain, None)
-        _, sent = self._traffic.choices(traffic, [GroupShape(1, 1)], self._traffic.levels(traffic))
+        groups = self._groups_of(chain, None)
+        _, sent = self._traffic.choices(groups, [GroupShape(1, 1)])
         return bool(least_seconds(self._computation(batches, chain), sent).min() > limit)
 
     def _priced(
@@ -266,15 +265,16 @@ class Candidates:
     ) -> tuple[Sequence[tuple[str, ...]], npt.NDArray[np.int64], Array]:
         """Choices of codecs, their numbers of knobs, ``(1, codecs)``, and bounds of the steps, ``(secondaries, batches,
         codecs)``."""
-        traffic = self._groups_of(chain, None)
+        groups = self._groups_of(chain, None)
         secondaries = [self._groups_of(chain, secondary).secondary for secondary in closer]
-        codecs, sent = self._traffic.choices(traffic, secondaries, self._traffic.levels(traffic))
+        codecs, sent = self._traffic.choices(groups, secondaries)
         complexity = np.array([[4 - choice.count("none") for choice in codecs]])
-        return codecs, complexity, least_seconds(self._computation(batches, chain), sent)
+        bounds = least_seconds(self._computation(batches, chain), sent)
+        return codecs, complexity, bounds.reshape(len(closer), len(batches), len(codecs))
 
-    def _groups_of(self, chain: Chain, secondary: Factor | None) -> Traffic:
+    def _groups_of(self, chain: Chain, secondary: Factor | None) -> ProcessGroups:
         strided = bool(self.job.cluster.links.spine or self.job.cluster.groups)
-        return Traffic.of(self.mesh, *chain, secondary, strided=strided)
+        return ProcessGroups.of(self.mesh, *chain, secondary, strided=strided)
 
     def _computation(self, batches: Sequence[BatchChoice], chain: Chain) -> Computation:
         """Seconds of computation of these batches."""
@@ -282,7 +282,7 @@ class Candidates:
         before = self._units.before_reductions(params.ranks, self.bucket_bytes)
 
         def column(seconds: Iterable[float]) -> Array:
-            return np.array([[each] for each in seconds], dtype=np.float64)
+            return np.array([[[[each]]] for each in seconds], dtype=np.float64)
 
         return Computation(
             count=column(batch.micro_batches for batch in batches),
@@ -295,7 +295,7 @@ class Candidates:
             step=job.rates.handling.step,
             control=self._control,
             clip=job.clip,
-            slowing=min(1.0, job.rates.least_slowing - 1) if isinstance(job.rates, NominalRates) else 0.0,
+            slowing=job.rates.slowing,
         )
 
     @cached_property
@@ -328,10 +328,10 @@ class Candidates:
             for params, optimizer in chain_ends(self.mesh)
             if self.cut.pp == 1 or params.ranks == 1
         ]
-        several, least, best = batch.micro_batches > 1, math.inf, chains[0]
+        least, best = math.inf, chains[0]
         for chain in reversed(chains):  # the most sharded first, which leaves little to try
-            if needed_bytes(self.states.least(chain, None), batch) <= least:
-                needed = needed_bytes(self.states.of(chain, None)[several], batch)
+            if self.states.needed(chain, None, batch, states_alone=True) <= least:
+                needed = self.states.needed(chain, None, batch)
                 least, best = (needed, chain) if needed <= least else (least, best)
         codecs = ("none",) * len(WIRE)
         return int(least), Candidate(0.0, 0, self.cut, best, None, codecs, batch.micro_batch, batch.recompute)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 
-from thinwire.cost import Busy, GroupShape, Pricer, Traffic, UnitKind
+from thinwire.cost import Busy, GroupShape, Pricer, ProcessGroups, UnitKind
 from thinwire.plan.space.bounds import Array, Communication, seconds_of
 from thinwire.plan.training_job import CODEC_LEVELS, CodecLevel, TrainingJob
 from thinwire.program import control_bytes, default_trace
@@ -18,8 +18,6 @@ from thinwire.program.batches import grouped
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import CodecSpec, Plan
 from thinwire.spec.codec import encodable_dtypes
-
-Places = npt.NDArray[np.int64]
 
 __all__ = ["TrafficSeconds", "UnitSizes", "WIRE", "codec_choices"]
 
@@ -120,10 +118,6 @@ class _ReductionSeconds:
     last: float
 
 
-_Choices = tuple[list[tuple[str, ...]], Places, Communication]
-"""Choices of codecs, the place of each one's codec of gathers, and what all of them cost."""
-
-
 class TrafficSeconds:
     """Prices the communication of plans of one cut.
 
@@ -138,103 +132,102 @@ class TrafficSeconds:
         self._pricer, self._units, self._bucket_bytes = pricer, units, bucket_bytes
         self._level = codec_choices(job)
         self._buckets: dict[int, Mapping[int, int]] = {}
-        self._apart: dict[Traffic, _Choices] = {}
+        self._apart: dict[ProcessGroups, Communication] = {}
 
-    def levels(self, traffic: Traffic) -> list[tuple[str, ...]]:
+    def count(self, groups: ProcessGroups) -> int:
+        """Number of choices of codecs."""
+        return math.prod(map(len, self._levels(groups)))
+
+    def _levels(self, groups: ProcessGroups) -> list[tuple[str, ...]]:
         """Codecs that make a difference, by field of ``wire``; those of activations are left out."""
-        reductions = [mesh for mesh in (traffic.params, traffic.shard, traffic.replica) if mesh]
+        reductions = [mesh for mesh in (groups.params, groups.shard, groups.replica) if mesh]
         used = (
-            traffic.params is not None,
+            groups.params is not None,
             any(mesh.local > 1 for mesh in reductions),
             any(mesh.nodes > 1 for mesh in reductions),
-            traffic.shard is not None,
+            groups.shard is not None,
         )
         return [self._level[name] if needed else ("none",) for name, needed in zip(WIRE[:4], used, strict=True)]
 
     def choices(
-        self, traffic: Traffic, secondaries: Sequence[GroupShape | None], levels: Sequence[tuple[str, ...]]
+        self, groups: ProcessGroups, secondaries: Sequence[GroupShape | None]
     ) -> tuple[list[tuple[str, ...]], Communication]:
         """Every choice of codecs of gather, reduce_intra, reduce_inter and spread, and what all of them cost.
 
         Args:
-            traffic: The groups of a plan; its secondary shard does not matter.
-            secondaries: Secondary shards. Gathers of the backward depend on them, and have shape ``(S, 1, K, 5)``.
-            levels: Codecs of each field; see :meth:`levels`.
+            groups: The groups of a plan; its secondary shard does not matter.
+            secondaries: Secondary shards, on which gathers of the backward depend.
         """
-        key = traffic._replace(secondary=None, every_micro_batch=False)
+        key = groups._replace(secondary=None, every_micro_batch=False)
+        gather, intra, inter, spread = levels = self._levels(groups)
         if key not in self._apart:
-            self._apart[key] = self._priced_choices(key, levels)
-        names, of_gathers, sent = self._apart[key]
-        pricer, kinds, gathers = self._pricer, self._units.kinds, _codecs(levels[0])
+            self._apart[key] = self._communication(key, levels)
+        pricer, kinds, gathers = self._pricer, self._units.kinds, _codecs(gather)
         largest = max((kind.numel for kind in kinds if not kind.kept), default=0)
-        closer = [traffic._replace(secondary=secondary) for secondary in secondaries]
+        closer = [groups._replace(secondary=secondary) for secondary in secondaries]
         backward = [_rows([pricer.gathers(each, kinds, codec)[1] for codec in gathers]) for each in closer]
         one = [_rows([pricer.gathered_again(each, largest, codec) for codec in gathers]) for each in closer]
+        names: list[tuple[str, ...]] = [
+            (of_gather, *pair, of_spread)
+            for pair, of_gather, of_spread in itertools.product(itertools.product(intra, inter), gather, spread)
+        ]
         return names, replace(
-            sent,
-            every=traffic.every_micro_batch,
-            backward=np.array(backward)[:, None, of_gathers],
-            one_gather=np.array(one)[:, None, of_gathers],
+            self._apart[key],
+            every=groups.every_micro_batch,
+            backward=np.array(backward)[:, None, None, :, None],
+            one_gather=np.array(one)[:, None, None, :, None],
         )
 
-    def _priced_choices(self, traffic: Traffic, levels: Sequence[tuple[str, ...]]) -> _Choices:
+    def _communication(self, groups: ProcessGroups, levels: Sequence[tuple[str, ...]]) -> Communication:
         """The same as far as it depends neither on the secondary shard nor on when gradients are reduced."""
         gathers, intras, inters, spreads = map(_codecs, levels)
         pricer, kinds = self._pricer, self._units.kinds
-        reductions = [self._priced(traffic, *pair) for pair in itertools.product(intras, inters)]
-        # All in the order of the product of reductions, gathers and spreads.
-        shape = len(reductions), len(gathers), len(spreads)
-        of_reductions, of_gathers, of_spreads = (places.ravel() for places in np.indices(shape))
-        names: list[tuple[str, ...]] = [
-            (str(gather), str(intra), str(inter), str(codec))
-            for (intra, inter), gather, codec in itertools.product(itertools.product(intras, inters), gathers, spreads)
-        ]
-        nothing = np.zeros((1, 5))
-        sent = Communication(
-            forward=_rows([pricer.gathers(traffic, kinds, codec)[0] for codec in gathers])[of_gathers],
+        reductions = [self._priced(groups, *pair) for pair in itertools.product(intras, inters)]
+        nothing = np.zeros((1, 1, 1, 5))
+        return Communication(
+            forward=_rows([pricer.gathers(groups, kinds, codec)[0] for codec in gathers])[:, None],
             backward=nothing,
-            scatter=_rows([each.scatter for each in reductions])[of_reductions],
-            shard=_rows([each.shard for each in reductions])[of_reductions],
-            sync=_rows([each.sync for each in reductions])[of_reductions],
-            spread=_rows([pricer.spread(traffic, kinds, codec) for codec in spreads])[of_spreads],
+            scatter=_rows([each.scatter for each in reductions])[:, None, None],
+            shard=_rows([each.shard for each in reductions])[:, None, None],
+            sync=_rows([each.sync for each in reductions])[:, None, None],
+            spread=_rows([pricer.spread(groups, kinds, codec) for codec in spreads]),
             every=False,
             one_gather=nothing,
-            one_reduction=_rows([each.largest for each in reductions])[of_reductions],
-            first_spread=np.array([self._first_spread(traffic, codec) for codec in spreads])[of_spreads],
-            first_gather=np.array([self._first_gather(traffic, codec) for codec in gathers])[of_gathers],
-            last=np.array([each.last for each in reductions])[of_reductions],
+            one_reduction=_rows([each.largest for each in reductions])[:, None, None],
+            first_spread=np.array([self._first_spread(groups, codec) for codec in spreads]),
+            first_gather=np.array([self._first_gather(groups, codec) for codec in gathers])[:, None],
+            last=np.array([each.last for each in reductions])[:, None, None],
         )
-        return names, of_gathers, sent
 
-    def _first_spread(self, traffic: Traffic, codec: CodecSpec) -> float:
+    def _first_spread(self, groups: ProcessGroups, codec: CodecSpec) -> float:
         """Seconds of the spread of the first unit, which gathers wait for; without gathers, of all up to a block."""
-        units = self._units.first[: 1 if traffic.params else 2]
-        return _together([self._pricer.spread_unit(traffic, numel, codec) for numel in units])
+        units = self._units.first[: 1 if groups.params else 2]
+        return _together([self._pricer.spread_unit(groups, numel, codec) for numel in units])
 
-    def _first_gather(self, traffic: Traffic, codec: CodecSpec) -> float:
+    def _first_gather(self, groups: ProcessGroups, codec: CodecSpec) -> float:
         """Seconds of gathering the units up to the first block."""
-        if traffic.params is None:
+        if groups.params is None:
             return 0.0
-        return _together([self._pricer.gather(traffic.params, numel, codec) for numel in self._units.first])
+        return _together([self._pricer.gather(groups.params, numel, codec) for numel in self._units.first])
 
-    def _priced(self, traffic: Traffic, intra: CodecSpec, inter: CodecSpec) -> _ReductionSeconds:
+    def _priced(self, groups: ProcessGroups, intra: CodecSpec, inter: CodecSpec) -> _ReductionSeconds:
         """Costs of reductions with a choice of codecs."""
         pricer, kinds = self._pricer, self._units.kinds
-        shards = traffic.params.ranks if traffic.params else 1
+        shards = groups.params.ranks if groups.params else 1
         buckets = self._units_of(shards)
         shard, sync = Busy(), Busy()
         for numel, count in buckets.items():
-            shard = shard.plus(pricer.sharded(traffic, numel, intra, inter), count)
-            sync = sync.plus(pricer.synced(traffic, numel, intra, inter), count)
+            shard = shard.plus(pricer.sharded(groups, numel, intra, inter), count)
+            sync = sync.plus(pricer.synced(groups, numel, intra, inter), count)
         largest = max(kind.numel for kind in kinds)
-        one = pricer.scattered(traffic, [UnitKind(1, largest, False)], intra, inter)
-        last = pricer.scattered(traffic, [UnitKind(1, self._units.last, False)], intra, inter).total
+        one = pricer.scattered(groups, [UnitKind(1, largest, False)], intra, inter)
+        last = pricer.scattered(groups, [UnitKind(1, self._units.last, False)], intra, inter).total
         of_last = next(reversed(buckets))
-        last += pricer.sharded(traffic, of_last, intra, inter).total
-        last += pricer.synced(traffic, of_last, intra, inter).total
-        largest_bucket = pricer.sharded(traffic, max(buckets), intra, inter)
+        last += pricer.sharded(groups, of_last, intra, inter).total
+        last += pricer.synced(groups, of_last, intra, inter).total
+        largest_bucket = pricer.sharded(groups, max(buckets), intra, inter)
         return _ReductionSeconds(
-            pricer.scattered(traffic, kinds, intra, inter), shard, sync, one.plus(largest_bucket), last
+            pricer.scattered(groups, kinds, intra, inter), shard, sync, one.plus(largest_bucket), last
         )
 
     def _units_of(self, shards: int) -> Mapping[int, int]:

@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from thinwire.cost.memory import largest_memory, stage_model
+from thinwire.cost import largest_memory
+from thinwire.cost.memory.stages import stage_model
 from thinwire.errors import UsageError
 from thinwire.profile import ModelPiece, Weightless
 from thinwire.sharding.api import micro_batches, optimizer, shard
