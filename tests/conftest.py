@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
+from tests.support.paths import ROOT
 
 # torch asks the name server for the name of 127.0.0.1 each time a rank connects to its job's store. Where a question is
 # lost on the way now and then, the five seconds until the next would be a good part of the suite's time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
-
-OWN_PROCESSES = (
-    "test_faults.py",
-    "test_profile.py",
-    "test_rendezvous.py",
-    "test_state.py",
-    "test_state_local.py",
-    "test_train.py",
-    "test_train_alone.py",
-)
-"""Files of ``tests/dist`` that leave the pools of ranks alone."""
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -46,14 +38,23 @@ def no_job_is_left() -> Iterator[None]:
 def queue(node_id: str) -> str:
     """The tests that one worker of ``pytest -n`` takes as a whole, in their order.
 
-    Tests on pools of ranks are one queue: they keep two cores busy, two at a time take as long as one after the other,
+    Tests marked ``ranks`` are one queue: they keep two cores busy, two at a time take as long as one after the other,
     and their deadlines would have to be longer. The lab's are one, as they measure links. The others go file by file.
     """
-    path = PurePath(node_id.split("::", 1)[0])
-    directory = path.parent.name
-    if directory == "families":
-        return "dist"
-    return directory if directory == "lab" or (directory == "dist" and path.name not in OWN_PROCESSES) else str(path)
+    file = node_id.partition("::")[0]
+    if is_on_ranks(ROOT / file):
+        return "ranks"
+    return "lab" if PurePath(file).parent.name == "lab" else file
+
+
+@functools.cache
+def is_on_ranks(path: Path) -> bool:
+    """Whether all tests of a file are marked ``ranks``: it says so in ``pytestmark``.
+
+    The process that deals out the tests knows their names only, so it reads the file.
+    """
+    text = path.read_text(encoding="utf-8")
+    return re.search(r"^pytestmark = .*pytest\.mark\.ranks\b", text, re.MULTILINE) is not None
 
 
 def repeated(cases: Sequence[pytest.Function]) -> Iterator[pytest.Function]:
@@ -91,8 +92,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for cases in tests.values():
         for case in repeated(cases):
             case.add_marker(pytest.mark.slow)
-    order = {"dist": 0, "families": 0, "lab": 1}
-    items.sort(key=lambda item: order.get(item.path.parent.name, 2))
+    order = {"ranks": 0, "lab": 1}
+    items.sort(key=lambda item: order.get(queue(item.nodeid), 2))
 
 
 @pytest.hookimpl(optionalhook=True)

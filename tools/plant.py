@@ -6,7 +6,7 @@
 
 A wait that no test misses is either not needed, or a race that only a card shows. Statements that call a method of
 WAITS lose the call, contexts named in VISITS do nothing, and EXTRA has faults of other kinds: memory that is dropped
-too early. For each, tests run until the first fails: those of ``tests/dist/planting.py`` in ranks that stay alive,
+too early. For each, tests run until the first fails: those of ``tools/planting.py`` in ranks that stay alive,
 others on a copy of the package. The checkout is not touched. Results are kept by the content of the file, so an
 interrupted run goes on where it ended, and a later one tries the test first that noticed a fault before; the first run
 takes about half an hour on two cores. What REASONS explains is planted with --again only. The exit status is 1 if
@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # for tests.dist.planting, also on the ranks
+sys.path.insert(0, str(ROOT))  # for tools.planting, also on the ranks
 PACKAGE = ROOT / "src" / "thinwire"
 RECORDS = ROOT / "runs" / "plant.json"
 
@@ -56,33 +56,36 @@ EXTRA: Final = (
 """Further faults: file, function, text that occurs once, what takes its place."""
 
 CONNECTIONS: Final = (
-    "unit/test_gloo_device.py", "dist/test_native.py", "dist/test_rendezvous.py", "dist/test_start_up.py",
-    "dist/test_collectives.py", "dist/test_rollcall.py", "dist/test_faults.py",
+    "collectives/links/test_gloo.py", "collectives/links/test_nccl.py", "collectives/links/test_rendezvous.py",
+    "end_to_end/test_start_up.py", "collectives/test_collectives.py", "collectives/job/test_rollcall.py",
+    "end_to_end/test_faults.py",
 )  # fmt: skip
 INTERCEPT: Final = (
-    "dist/test_intercept.py", "dist/test_intercept_exchange.py", "dist/test_intercept_stock.py",
-    "dist/test_intercept_streams.py",
+    "intercept/test_intercept.py", "intercept/test_exchange.py", "intercept/test_stock.py", "intercept/test_streams.py",
 )  # fmt: skip
 
 TESTS: Final = (
-    ("sharding/islands/lighthouse.py", ("dist/test_islands_faults.py",)),
-    ("sharding/lanes/thread_workers.py", ("unit/test_lanes.py", "dist/test_delays.py")),
+    ("sharding/islands/lighthouse.py", ("sharding/islands/test_faults.py",)),
+    ("sharding/lanes/thread_workers.py", ("sharding/lanes/test_lanes.py", "testing/test_delays.py")),
     (
         "sharding/checkpointing/saving.py",
-        ("dist/test_background_saves.py", "dist/test_islands_inside.py", "dist/test_streams.py"),
+        ("sharding/checkpointing/test_saving.py", "sharding/islands/test_inside.py", "sharding/lanes/test_streams.py"),
     ),
     ("sharding/", None),
     ("intercept/queued.py", None),
-    ("intercept/works.py", ("unit/test_intercept_works.py", "dist/test_intercept_streams.py")),
+    ("intercept/works.py", ("intercept/test_works.py", "intercept/test_streams.py")),
     ("intercept/", INTERCEPT),
-    ("collectives/gateway/", ("dist/test_gateway.py",)),
-    ("collectives/job/rollcall.py", ("dist/test_rollcall.py", "dist/test_faults.py")),
+    ("collectives/gateway/", ("collectives/gateway/test_gateway.py",)),
+    ("collectives/job/rollcall.py", ("collectives/job/test_rollcall.py", "end_to_end/test_faults.py")),
     ("collectives/links/nccl.py", None),
     ("collectives/", CONNECTIONS),
-    ("checkpoint/", ("dist/test_background_saves.py", "dist/test_state.py", "dist/test_streams.py")),
+    (
+        "checkpoint/",
+        ("sharding/checkpointing/test_saving.py", "checkpoint/test_store.py", "sharding/lanes/test_streams.py"),
+    ),
 )
 """Tests that should notice, by the beginning of the file's name; the first that fits counts. None stands for those of
-``tests/dist/planting.py``."""
+``tools/planting.py``."""
 
 _ABOUT_WAITS: Final = "not planted and not launch and not times and not timed and not missing_waits"
 """Tests that count launches, take times or plant faults themselves have nothing to say of others."""
@@ -229,7 +232,7 @@ def check(plant: Plant, before: str = "") -> str:
     if tests is not None:
         first = before.removeprefix("tests/").split(" ")[0]
         return check_copy(plant, (first, *tests) if first.startswith(tests) else tests)
-    from tests.dist.planting import first_that_fails
+    from tools.planting import first_that_fails
 
     return first_that_fails(plant.file, plant.where, plant.text, plant.original, before)
 

@@ -63,7 +63,7 @@ def _compile(name: str, dtype: str) -> float:
         warm_up([codec], dtypes, "cuda", messages=(2, 4), gain=1.0)
         torch.cuda.synchronize()
     else:
-        from tests.codecs.gpu_compile import compile_only
+        from tests.support.codecs.gpu_compile import compile_only
 
         with compile_only("sm_90", lambda name, kernel, programs: None):
             warm_up([codec], dtypes, "cpu", messages=(2, 4), gain=1.0)

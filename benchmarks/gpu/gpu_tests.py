@@ -32,7 +32,7 @@ _PRESETS: Final = "tests/gpu/test_cuda.py::test_every_preset_agrees_with_the_cpu
 _ELSEWHERE: Final = ("tests/gpu/test_nccl.py", "tests/gpu/test_delays.py")
 """The parts ``contact`` and ``streams`` run these."""
 
-_REHEARSED: Final = ["tests/unit/test_spec_presets.py"]
+_REHEARSED: Final = ["tests/spec/plan_parts/test_presets.py"]
 """Tests of a few seconds without a GPU: a rehearsal tries how outcomes are read."""
 
 

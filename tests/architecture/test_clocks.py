@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-SOURCE = Path(__file__).parents[2] / "src" / "thinwire"
+from tests.support.paths import ROOT
+
+SOURCE = ROOT / "src" / "thinwire"
 
 WRITTEN_DOWN = {
     "report/page.py", "train/directory.py", "train/observing/metrics.py", "train/worker.py", "lab/job.py",

@@ -10,8 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
 
 PLANTED = {
     "data flows one way": ("thinwire/spec/planted.py", "import thinwire.program.step"),

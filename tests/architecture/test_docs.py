@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tests.support.paths import ROOT
 
 import thinwire
 from thinwire.spec import ClusterSpec, ModelSpec, Plan, Wire
@@ -19,7 +20,6 @@ from thinwire.spec.recipe import Recipe
 from thinwire.spec.reference import PAGES as GENERATED
 from thinwire.spec.reference import cluster_reference, plan_reference, recipe_reference
 
-ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 
 LINK = re.compile(r"\[[^\]]+\]\((?!https?://|#)([^)#]+)")

@@ -11,11 +11,10 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from tests.support.paths import ROOT
 
 from thinwire.errors import UsageError
 from thinwire.extras import EXTRAS, extra_of, require
-
-ROOT = Path(__file__).parents[2]
 
 LIGHT = {
     "thinwire",

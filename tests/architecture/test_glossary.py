@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from pathlib import Path
+
+from tests.support.paths import ROOT
 
 import thinwire
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = ROOT / "docs"
 CONCEPTS = DOCS / "concepts.md"
 DEFINITION = re.compile(r"^\*\*([A-Z][^*?]*)\*\*(?: \(`tw\.(\w+)`\))?: ", re.MULTILINE)
 NOUNS = (

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.paths import ROOT
 
 import thinwire
 
-ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "thinwire"
 
 DECIDING = {

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "structure.py"
 
 

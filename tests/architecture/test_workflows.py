@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 WORKFLOWS = ROOT / ".github" / "workflows"
 
 

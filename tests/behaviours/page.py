@@ -14,10 +14,11 @@ from pathlib import Path
 from tests.behaviours.catalog import SUBJECTS, Behaviour, catalogue
 from tests.behaviours.not_yet import NOT_YET
 from tests.behaviours.runner import Outcome, run
+from tests.support.paths import ROOT
 
 __all__ = ["PAGE", "render"]
 
-PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+PAGE = ROOT / "docs" / "compatibility.md"
 MEASURED = Path(__file__).with_name("measured.json")
 """Outcomes on two ranks by system and behaviour: what thinwire's refusals say, and what FSDP2 does."""
 

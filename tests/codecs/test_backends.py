@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.codecs.samples import LOSSLESS
+from tests.support.codecs.samples import LOSSLESS
 
 from thinwire import codecs
 from thinwire.codecs.cpp import _native
@@ -70,7 +70,7 @@ def pair(name: str) -> tuple[codecs.Codec, codecs.Codec]:
 )
 def test_messages_and_values_are_the_references(name: str) -> None:
     reference, native = pair(name)
-    sizes = (7, 255) if name.startswith("zfp") else SIZES  # the reference codes ZFP bit by bit; see test_zfp_native.py
+    sizes = (7, 255) if name.startswith("zfp") else SIZES  # the reference codes ZFP bit by bit; see cpp/test_zfp.py
     for numel in sizes:
         for label, values in contents(numel).items():
             for dtype in DTYPES:

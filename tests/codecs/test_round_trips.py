@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.codecs.samples import VARIABLE
+from tests.support.codecs.samples import VARIABLE
 from torch import Tensor
 
 from thinwire import codecs

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.families.catalog import ARCHITECTURES, LENGTH, VOCABULARY
-from tests.families.training import quiet
+from tests.support.families.catalog import ARCHITECTURES, LENGTH, VOCABULARY
+from tests.support.families.training import quiet
 
 from thinwire.spec.recipe import ModelRecipe
 from thinwire.train.models.build import draft
 from thinwire.train.models.huggingface import read_config
+
+pytestmark = pytest.mark.ranks
 
 NOT_FINITE = ("mamba2", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid")
 """Architectures whose configurations hold an infinity."""

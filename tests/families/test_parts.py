@@ -7,12 +7,14 @@ from typing import Any, Final
 
 import pytest
 import torch
-from tests.families import catalog
-from tests.families.training import plan, quiet
+from tests.support.families import catalog
+from tests.support.families.training import plan, quiet
 
 import thinwire as tw
 from thinwire.sharding.api import runtime
 from thinwire.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
 
 Call = Callable[[Any, catalog.Batch], Any]
 

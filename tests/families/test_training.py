@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from tests.families.catalog import ARCHITECTURES
-from tests.families.training import faults
+from tests.support.families.catalog import ARCHITECTURES
+from tests.support.families.training import faults
 
 from thinwire.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
 
 FEW = ("gpt2", "mixtral", "mamba2", "t5", "vit", "whisper", "clip")
 """One of each kind, for every run of the tests."""

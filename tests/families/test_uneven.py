@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.families import catalog
-from tests.families.training import ADAMW, TOLERANCE, differences, plan, quiet
+from tests.support.families import catalog
+from tests.support.families.training import ADAMW, TOLERANCE, differences, plan, quiet
 from torch import nn
 
 import thinwire as tw
 from thinwire.sharding.api import runtime
 from thinwire.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
 
 
 class Skipping(nn.Module):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.codecs.samples import LOSSLESS, POISON, dtype_for, mixture, of_every_family, same, with_word
+from tests.support.codecs.samples import LOSSLESS, POISON, dtype_for, mixture, of_every_family, same, with_word
 from torch import Tensor
 
 from thinwire import codecs

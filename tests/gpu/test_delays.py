@@ -1,7 +1,7 @@
 """Real streams, some of which are late: a missing wait changes the losses. And torch's own sanitizer over a step.
 
 A job of one rank queues nothing on lanes. So four processes share the card, each of which exchanges with itself
-(:class:`~tests.dist.delayed.Loopback`).
+(:class:`~tests.support.training.delayed.Loopback`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.dist.delayed import PRESETS, STEPS, WORLD, Loopback, planted, train, train_on_streams
+from tests.support.training.delayed import PRESETS, STEPS, WORLD, Loopback, planted, train, train_on_streams
 
 from thinwire.collectives.links.nccl import replace_nccl
 from thinwire.testing import RankPool, run_ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from tests.dist.torch_names import all_gather_single, reduce_scatter_single
+from tests.support.torch_names import all_gather_single, reduce_scatter_single
 
 import thinwire as tw
 from thinwire.testing import run_ranks

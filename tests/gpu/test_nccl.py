@@ -7,7 +7,7 @@ import datetime
 import pytest
 import torch
 import torch.distributed as dist
-from tests.dist.nccl_alone import EXPECTED, use_alone
+from tests.support.nccl_alone import EXPECTED, use_alone
 from torch._C import _distributed_c10d as c10d
 
 from thinwire.collectives.links.nccl import Membership, NcclLinks, _finish, _make_nccl

@@ -13,12 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.paths import ROOT
 
 from thinwire.testing import run_ranks
 
 pytest.importorskip("transformers")
-
-ROOT = Path(__file__).parents[2]
 
 
 def run_here(name: str, *arguments: str) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integrations.test_fabric import fabric_of
-from tests.integrations.test_lightning import Blocks, loader, trainer
+from tests.support.frameworks.fabric import fabric_of
+from tests.support.frameworks.lightning import Blocks, loader, trainer
 from torch import nn
 
 import thinwire as tw

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.plugins.precision import MixedPrecision
-from tests.integrations.test_lightning import Blocks, loader, trainer, weights
+from tests.support.frameworks.lightning import Blocks, loader, trainer, weights
 
 from thinwire.integrations.lightning import ThinwireStrategy
 from thinwire.testing import run_ranks

@@ -13,9 +13,9 @@ from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrec
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.plugins.precision import MixedPrecision
-from tests.integrations.test_fabric import STEPS, fabric_of, loop, parts
-from tests.integrations.test_fabric import weights as fabric_weights
-from tests.integrations.test_lightning import Blocks, loader, trainer, weights
+from tests.support.frameworks.fabric import STEPS, fabric_of, loop, parts
+from tests.support.frameworks.fabric import weights as fabric_weights
+from tests.support.frameworks.lightning import Blocks, loader, trainer, weights
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.utilities import grad_norm
-from tests.integrations.test_lightning import Blocks, loader, trainer, weights
+from tests.support.frameworks.lightning import Blocks, loader, trainer, weights
 from torch import nn
 from torch.utils.data import DataLoader
 

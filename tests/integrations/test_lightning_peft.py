@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from tests.integrations.test_lightning import trainer, weights
+from tests.support.frameworks.lightning import trainer, weights
 
 from thinwire.testing import run_ranks
 

@@ -12,7 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.torchtitan_jobs import STEPS, V02, Results, build, change, configure, join, train, whole_weights
+from tests.support.frameworks.torchtitan_jobs import (
+    STEPS,
+    V02,
+    Results,
+    build,
+    change,
+    configure,
+    join,
+    train,
+    whole_weights,
+)
+from tests.support.paths import ROOT
 
 import thinwire as tw
 from thinwire.errors import UsageError
@@ -22,7 +33,6 @@ from thinwire.testing import RankError, run_ranks
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: see docs/torchtitan.md")
 pytestmark = pytest.mark.filterwarnings("default")
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = "examples/torchtitan_v02_debug.py" if V02 else "examples/torchtitan_debug.py"
 
 

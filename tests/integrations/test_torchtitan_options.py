@@ -13,15 +13,24 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.torchtitan_jobs import STEPS, V02, Results, build, change, configure, join, train, write_text
+from tests.support.frameworks.torchtitan_jobs import (
+    STEPS,
+    V02,
+    Results,
+    build,
+    change,
+    configure,
+    join,
+    train,
+    write_text,
+)
+from tests.support.paths import ROOT
 
 from thinwire.errors import UsageError
 from thinwire.testing import run_ranks
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: see docs/torchtitan.md")
 pytestmark = pytest.mark.filterwarnings("default")
-
-ROOT = Path(__file__).parents[2]
 
 
 def beside(folder: Path, changes: dict[str, Any], options: dict[str, Any], plan: str) -> tuple[Results, Results]:
@@ -169,7 +178,7 @@ def command(folder: Path, *flags: str) -> str:
         program = ["thinwire.integrations.torchtitan_v02", "--job.config_file", str(folder / "run.toml")]
         program += ["--job.dump_folder", str(folder)]
     else:
-        program = ["torchtitan.train", "--module", "tests.integrations.torchtitan_jobs", "--config", "job"]
+        program = ["torchtitan.train", "--module", "tests.support.frameworks.torchtitan_jobs", "--config", "job"]
         program += ["--dump_folder", str(folder)]
     ranks = ["--standalone", "--nproc-per-node", "2", "--role", "", "--tee", "3", "-m"]
     line = [sys.executable, "-m", "torch.distributed.run", *ranks, *program, *flags]

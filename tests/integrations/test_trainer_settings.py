@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.integrations.test_transformers import (
+from tests.support.frameworks.transformers import (
     VOCABULARY,
     Results,
     Text,

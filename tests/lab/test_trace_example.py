@@ -7,7 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.lab.cluster import ROOT, THINWIRE, needs_lab
+from tests.support.cluster import THINWIRE, needs_lab
+from tests.support.paths import ROOT
 
 pytestmark = needs_lab
 

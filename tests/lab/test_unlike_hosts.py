@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.lab.cluster import needs_lab
+from tests.support.cluster import needs_lab
 
 from thinwire.cost import nominal_rates
 from thinwire.errors import SpecError

@@ -11,7 +11,7 @@ from thinwire_bench.chaos.disk import can_mount
 from thinwire_bench.chaos.setups import SOURCES, SmallRun, make_corpus, setups
 from thinwire_bench.chaos.trial import CampaignSettings, Trial, conduct
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 KINDS = ("a rank is killed", "killed in a save", "Ctrl-C or SIGTERM")
 

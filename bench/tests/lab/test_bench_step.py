@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.lab.cluster import THINWIRE, needs_lab
+from tests.support.cluster import THINWIRE, needs_lab
 
 pytestmark = needs_lab
 

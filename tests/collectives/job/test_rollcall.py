@@ -1,0 +1,162 @@
+"""Ranks that make different calls find out within seconds, and say where each of them waits."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.training.edge import build, samples
+from tests.support.training.models import Stack
+from torch import nn
+
+import thinwire as tw
+from thinwire.collectives.job.rollcall import MeetingPlace, NotedExchange, Report, RollCall, judge
+from thinwire.errors import MismatchError
+from thinwire.testing import RankPool
+
+pytestmark = pytest.mark.ranks
+
+SECONDS = 20.0
+"""Far below any timeout; it takes about seven."""
+
+
+def start(preset: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = tw.shard(build(Stack), tw.Plan.preset(preset, nodes=1, local=2, compute_dtype="float32"))
+    return model, tw.optimizer(model, torch.optim.AdamW, lr=1e-3)
+
+
+def step(model: nn.Module, optim: torch.optim.Optimizer, micro_batches: int = 1) -> None:
+    for number in tw.micro_batches(model, range(micro_batches)):
+        model(samples(number, 1, 2)[0, dist.get_rank()]).square().mean().backward()
+    optim.step()
+    optim.zero_grad()
+
+
+def evaluates_alone(model: nn.Module, optim: torch.optim.Optimizer, _path: Path) -> None:
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model(samples(0, 1, 2)[0, 0])
+    for _ in range(3):
+        step(model, optim)
+
+
+def skips_a_backward(model: nn.Module, optim: torch.optim.Optimizer, _path: Path) -> None:
+    if dist.get_rank() == 0:
+        model(samples(0, 1, 2)[0, 0])
+    else:
+        step(model, optim)
+    for _ in range(2):
+        step(model, optim)
+
+
+def has_fewer_micro_batches(model: nn.Module, optim: torch.optim.Optimizer, _path: Path) -> None:
+    step(model, optim, 2 + dist.get_rank())
+
+
+def has_fewer_batches(model: nn.Module, optim: torch.optim.Optimizer, path: Path) -> None:
+    for _ in range(2 + dist.get_rank()):
+        step(model, optim)
+    tw.save(model, optim, path)
+
+
+def saves_alone(model: nn.Module, optim: torch.optim.Optimizer, path: Path) -> None:
+    if dist.get_rank() == 0:
+        tw.save(model, optim, path)
+    step(model, optim)
+
+
+Case = Callable[[nn.Module, torch.optim.Optimizer, Path], None]
+
+
+def find_out(preset: str, case: Case, path: Path) -> tuple[str, float]:
+    model, optim = start(preset)
+    step(model, optim)
+    started = time.monotonic()
+    try:
+        case(model, optim, path)
+    except MismatchError as error:
+        return str(error), time.monotonic() - started
+    return "", time.monotonic() - started
+
+
+@pytest.mark.parametrize(
+    ("preset", "case"),
+    [
+        ("zero3", evaluates_alone),
+        *(
+            pytest.param(preset, case, marks=pytest.mark.slow)
+            for preset in ("zero3", "zero1")
+            for case in (skips_a_backward, has_fewer_micro_batches, has_fewer_batches, saves_alone)
+            # Where parameters are whole, a forward alone concerns no other rank.
+            if (preset, case) != ("zero1", skips_a_backward)
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_ranks_that_make_different_calls_get_an_error_instead_of_hanging(
+    preset: str, case: Case, tmp_path: Path
+) -> None:
+    with contextlib.closing(RankPool(2)) as pool:  # its ranks can talk to each other no more
+        for message, seconds in pool.run(find_out, preset, case, tmp_path / "checkpoint"):
+            assert seconds < SECONDS
+            assert "rank 0" in message
+            assert "rank 1" in message
+            assert "very rank" in message  # what every rank has to do
+
+
+def test_autograds_thread_computes_and_lanes_do_not() -> None:
+    """On a GPU, hooks run on a thread that torch has started, and their exchanges hold up computation."""
+    calls = RollCall(lambda: None, dist.HashStore)
+    calls.watching = True  # nobody is asked
+    place, found = MeetingPlace(calls, (0, 1), "gather"), []
+    done = threading.Event()
+
+    def exchange() -> None:
+        with place.doing("all_gather"):
+            found.append(place.on_main)
+        done.set()
+
+    exchange()
+    done.clear()
+    _thread.start_new_thread(exchange, ())  # as C++ does
+    assert done.wait(10)
+    lane = threading.Thread(target=exchange)
+    lane.start()
+    lane.join()
+    assert found == [True, True, False]
+
+
+def report(beat: int, *exchanges: NotedExchange, blocked: bool = True) -> Report:
+    return Report(beat, blocked, "", exchanges)
+
+
+def gather(
+    number: int, sends: tuple[int, ...] = (), receives: tuple[int, ...] = (), place: str = "gather"
+) -> NotedExchange:
+    return NotedExchange((0, 1), place, number, "all_gather", sends, receives)
+
+
+def verdict(one: NotedExchange, other: NotedExchange, *, blocked: bool = True, beats: tuple[int, int] = (0, 1)) -> str:
+    rounds = [{0: report(beat, one), 1: report(beat, other, blocked=blocked)} for beat in beats]
+    return judge(*rounds, world=2)
+
+
+def test_only_ranks_that_cannot_go_on_are_judged() -> None:
+    assert "rank 1 waits in all_gather on the spread lane" in verdict(gather(1), gather(1, place="spread"))
+    assert verdict(gather(1), gather(2))
+    assert verdict(gather(1, (0, 8), (0, 8)), gather(1, (4, 0), (4, 0)))  # they would wait for other sizes
+    assert not verdict(gather(1, (0, 8), (0, 8)), gather(1, (8, 0), (8, 0)))  # slow, not stuck
+    assert not verdict(gather(1), gather(2), blocked=False)  # it computes
+    assert not verdict(gather(1), gather(2), beats=(3, 3))  # no news from it
+    before = {0: report(0, gather(1)), 1: report(0, gather(1))}
+    assert not judge(before, {0: report(1, gather(2)), 1: report(1, gather(1))}, 2)  # one has moved
+    assert not judge({0: report(0, gather(1))}, {0: report(1, gather(1))}, 2)  # the other one is not waiting
+    one = report(7, gather(3, (0, 8), (0, 8)))
+    assert Report.from_json(one.to_json()) == one

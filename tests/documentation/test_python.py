@@ -1,0 +1,92 @@
+"""Runs the Python code of the documentation and the example of a tensor's journey."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from examples.journey import journey
+from tests.support.paths import ROOT
+from torch import nn
+
+from thinwire.spec import Plan
+from thinwire.testing import run_ranks
+from thinwire.train.models.common import CausalOutput
+
+pytestmark = pytest.mark.ranks
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+class Toy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> CausalOutput:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return CausalOutput(loss=x.square().mean(), logits=x)
+
+
+def run_code(code: str, directory: str) -> list[float]:
+    """Run a page's Python on this rank; the weights it leaves."""
+    os.chdir(directory)
+    torch.manual_seed(0)
+    micro_batches = [{"x": torch.randn(2, 6)} for _ in range(2)]
+    names: dict[str, Any] = {"model": Toy(), "batches": 4 * [micro_batches], "micro_batches": micro_batches}
+    before = names["model"].layers[0].weight.detach().clone()
+    exec(compile(code, "page", "exec"), names)
+    names["optim"].runtime.join_spreads()
+    after = names["model"].layers[0].weight.detach()
+    assert not torch.equal(before.to(after.dtype), after)
+    return [float(value) for value in after.flatten()]
+
+
+def test_the_script_of_the_readme_runs_as_pasted(tmp_path: Path) -> None:
+    [script] = blocks("README.md", "python")
+    [command] = [line for block in blocks("README.md", "console") for line in block.splitlines() if "torchrun" in line]
+    (tmp_path / "train.py").write_text(script)
+    torchrun, *words = command.removeprefix("$ ").split()
+    assert torchrun == "torchrun"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]  # which takes a free port
+    done = subprocess.run([*launcher, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d{3})", done.stdout)]  # lines of two ranks may mix
+    assert len(losses) == 2, done.stdout
+    assert max(losses) < 0.2, "of inputs with a variance of 1, halved"
+
+
+@pytest.mark.parametrize("page", ["docs/quickstart.md", "docs/float16.md"])
+def test_the_library_code_of_a_page_trains(page: str, tmp_path: Path) -> None:
+    [code] = blocks(page, "python")
+    [plan] = blocks("docs/quickstart.md", "toml")
+    (tmp_path / "plan.toml").write_text(plan)
+    weights = run_ranks(4, run_code, code, str(tmp_path))
+    assert all(other == weights[0] for other in weights)
+
+
+def test_the_quickstart_s_plan_is_valid() -> None:
+    [plan] = blocks("docs/quickstart.md", "toml")
+    assert Plan.from_toml(plan).optimizer.ranks == 2
+
+
+def test_the_journey_names_every_stage_and_matches_its_page() -> None:
+    stories = run_ranks(4, journey)
+    first_words = [line.split()[0] for line in stories[0]]
+    for stage in ("plan", "layout", "ownership", "reduce", "sync", "spread", "gradient", "updated"):
+        assert stage in first_words
+    assert all(story[-2] == stories[0][-2] for story in stories), "ranks disagree on the updated weight"
+    [told] = blocks("docs/architecture.md", "text")
+    # Lanes run concurrently, so the order of their transfers may vary.
+    assert sorted(line for line in told.splitlines() if "[-" not in line) == sorted(
+        line for line in stories[0] if "[-" not in line
+    )

@@ -1,0 +1,291 @@
+"""Operations on a sharded model outside its steps: allowed ones work, others are refused with a remedy."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.training.edge import (
+    ADAMW,
+    PLANS,
+    SHARDED,
+    TOLERANCE,
+    build,
+    close,
+    computed,
+    gap,
+    plan,
+    raised,
+    samples,
+    train_alone,
+    train_sharded,
+    whole,
+)
+from tests.support.training.models import Shapes, Stack, TiedEnds
+from torch import nn
+
+import thinwire as tw
+from thinwire.errors import UsageError
+from thinwire.sharding.tensors.tensor import ShareTensor
+from thinwire.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def start(
+    name: str, model_class: Callable[[], nn.Module] = Stack, **changes: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = tw.shard(build(model_class), plan(name, **changes))
+    return model, tw.optimizer(model, torch.optim.AdamW, **ADAMW)
+
+
+def loss_of(model: nn.Module, number: int = 0) -> torch.Tensor:
+    return model(samples(number, 1, 4)[0, dist.get_rank()]).square().mean()
+
+
+# -- freed parameters ------------------------------------------------------------------------------------------
+
+
+def check_freed_parameters() -> None:
+    for name in SHARDED:
+        for model_class in (Stack, Shapes):
+            model, optim = start(name, model_class)
+            shapes = [p.shape for p in build(model_class).parameters()]
+            loss_of(model).backward()
+            optim.step()
+            for parameter, shape in zip(map(computed, model.parameters()), shapes, strict=True):
+                assert parameter.shape == shape
+                assert torch.isnan(parameter).all()
+                with torch.no_grad():
+                    if parameter.numel() > 1:
+                        assert "more than one element" in raised(RuntimeError, parameter.add_, 1.0)
+                    else:
+                        parameter.fill_(7.0)  # cannot be refused; must not last
+            expected = whole(model)
+            assert all(torch.isfinite(value).all() for value in expected)
+            with torch.no_grad():
+                model(samples(0, 1, 4)[0, 0])
+            assert all(torch.isnan(computed(parameter)).all() for parameter in model.parameters())
+            assert gap(whole(model), expected) == 0.0
+            close(model)
+
+
+def test_freed_parameters_read_as_nan_and_refuse_writes() -> None:
+    run_ranks(4, check_freed_parameters)
+
+
+def check_memory() -> None:
+    """Between steps a rank holds no gathered parameter; in a step never more than the unit that runs, the one that is
+    gathered ahead, and the root."""
+    sizes: list[int] = []
+
+    def measure(*_: Any) -> None:
+        sizes.append(sum(weight.untyped_storage().nbytes() > 4 for weight in weights))
+
+    model = Stack(6)
+    weights = [block.up.weight for block in model.blocks]  # the tensors that modules compute with
+    for block in model.blocks:
+        block.register_forward_hook(measure)
+        block.up.register_full_backward_hook(measure)
+    model = tw.shard(model, plan("zero3"))
+    optim = tw.optimizer(model, torch.optim.AdamW, **ADAMW)
+    train_sharded(model, optim, steps=range(2), micro_batches=2)
+    sizes.clear()
+    train_sharded(model, optim, steps=range(1), micro_batches=2)
+    assert len(sizes) == 2 * 2 * 6
+    assert max(sizes) <= 2
+    assert all(computed(p).untyped_storage().nbytes() <= 4 for p in model.parameters())
+    close(model)
+
+
+def test_no_more_is_gathered_than_is_needed() -> None:
+    run_ranks(4, check_memory)
+
+
+# -- whole parameters ------------------------------------------------------------------------------------------
+
+
+def check_whole_parameters() -> None:
+    for name in PLANS:
+        reference = build(TiedEnds)
+        model, optim = start(name, TiedEnds)
+        for part in (model, model.blocks, model.blocks[0], model.blocks[0].up):
+            for value, expected in zip(part.state_dict().values(), part.parameters(), strict=False):
+                assert isinstance(value, ShareTensor) == (expected.spec.pieces > 1)
+        if name in SHARDED:
+            refused = raised(UsageError, torch.save, model.state_dict(), io.BytesIO())
+            assert "full_state_dict" in refused
+            assert "thinwire.save" in refused
+        with tw.full_parameters(model):
+            saved = model.state_dict()
+            part = model.blocks[0].state_dict()
+        # It outlives the block, and is an independent copy.
+        train_alone(
+            reference, torch.optim.AdamW(reference.parameters(), **ADAMW), steps=range(1), micro_batches=1, world=4
+        )
+        train_sharded(model, optim, steps=range(1), micro_batches=1)
+        fresh = build(TiedEnds)
+        assert list(saved) == list(fresh.state_dict())
+        if name in SHARDED:
+            assert gap(list(saved.values()), list(fresh.state_dict().values())) == 0.0
+            assert gap(list(part.values()), list(fresh.blocks[0].state_dict().values())) == 0.0
+        with tw.full_parameters(model), tw.full_parameters(model):
+            saved = model.state_dict()
+            loaded = build(TiedEnds, seed=3)
+            loaded.load_state_dict(saved)
+            assert loaded.head.weight is loaded.embedding.weight
+            with torch.no_grad():
+                x = samples(2, 1, 4)[0, 0]
+                assert torch.equal(loaded(x), model(x))
+                assert torch.equal(loaded(x), model(x))
+        assert gap(list(loaded.parameters()), list(reference.parameters())) <= TOLERANCE
+        assert torch.isnan(computed(model.head.weight)).all() == (name in SHARDED)
+        close(model)
+
+
+def test_state_dicts_are_whole_or_refused() -> None:
+    run_ranks(4, check_whole_parameters)
+
+
+def check_training_inside() -> None:
+    """A forward and a backward inside ``full_parameters`` are allowed, a step is not and changes nothing."""
+    for name in PLANS:
+        model, optim = start(name)
+        with tw.full_parameters(model):
+            before = [p.detach().clone() for p in model.parameters()]
+            loss_of(model).backward()
+            message = raised(UsageError, optim.step)
+            assert "step() inside full_parameters()" in message
+            assert "leave the block first" in message
+            assert gap(list(model.parameters()), before) == 0.0
+        optim.step()
+        optim.zero_grad()
+        reference = build(Stack)
+        train_alone(
+            reference, torch.optim.AdamW(reference.parameters(), **ADAMW), steps=range(1), micro_batches=1, world=4
+        )
+        assert gap(whole(model), list(reference.parameters())) <= TOLERANCE
+        close(model)
+
+
+def test_a_step_inside_full_parameters_is_refused() -> None:
+    run_ranks(4, check_training_inside)
+
+
+# -- refusals --------------------------------------------------------------------------------------------------
+
+
+def check_refusals() -> None:
+    for name in ("zero3", "zero1-node"):
+        model, optim = start(name)
+        state = {key: value.clone() for key, value in build(Stack).state_dict().items()}
+        assert "leave out assign" in raised(UsageError, model.load_state_dict, state, assign=True)
+        assert "thinwire.save" in raised(UsageError, optim.state_dict)
+        assert "thinwire.load" in raised(UsageError, optim.load_state_dict, {})
+        assert "param_groups" in raised(UsageError, optim.add_param_group, {"params": []})
+        assert "Stack is sharded already" in raised(UsageError, tw.shard, model, plan(name))
+        assert "its module '0' is sharded" in raised(UsageError, tw.shard, nn.Sequential(model), plan(name))
+        for function in (tw.traffic, lambda m: next(tw.micro_batches(m, [1])), tw.full_parameters(nn.Tanh()).__enter__):
+            plain = () if function.__name__ == "__enter__" else (nn.Tanh(),)
+            assert "Tanh is not sharded: call thinwire.shard" in raised(UsageError, function, *plain)
+        loss_of(model).backward()
+        optim.step()
+        assert gap(whole(model), list(build(Stack).parameters())) > 1e-4
+        close(model)
+
+
+def test_refusals_name_the_remedy() -> None:
+    run_ranks(4, check_refusals)
+
+
+def check_models_that_cannot_be_sharded() -> None:
+    cases: list[tuple[nn.Module, str]] = []
+    cases.append((nn.Tanh(), "Tanh has no parameters to shard"))
+    cases.append((nn.Linear(2, 2, device="meta"), "parameter weight is on the meta device"))
+    cases.append((nn.Linear(2, 2, dtype=torch.complex64), "parameter weight is complex"))
+    used = nn.Linear(2, 2)
+    used(torch.ones(2)).sum().backward()
+    cases.append((used, "parameter weight has a gradient already: call model.zero_grad()"))
+    for model, message in cases:
+        assert message in raised(UsageError, tw.shard, model, plan("zero3"))
+        assert not hasattr(model, "_thinwire_runtime")
+
+
+def test_models_that_cannot_be_sharded() -> None:
+    run_ranks(4, check_models_that_cannot_be_sharded)
+
+
+# -- stale graphs, hooks of the user's -------------------------------------------------------------------------
+
+
+def check_stale_graph() -> None:
+    for name in PLANS:
+        model, optim = start(name)
+        old = loss_of(model, 1)
+        loss_of(model, 0).backward()
+        optim.step()
+        optim.zero_grad()
+        message = raised(RuntimeError, old.backward)
+        assert "modified by an inplace operation" in message, f"{name}: {message}"
+        # Its gathered parameters and collected gradients are dropped.
+        loss_of(model, 2).backward()
+        optim.step()
+        reference = build(Stack)
+        train_alone(
+            reference, torch.optim.AdamW(reference.parameters(), **ADAMW), steps=(0, 2), micro_batches=1, world=4
+        )
+        assert gap(whole(model), list(reference.parameters())) <= TOLERANCE
+        close(model)
+
+
+def test_a_graph_from_before_a_step_is_refused_by_torch() -> None:
+    run_ranks(4, check_stale_graph)
+
+
+def hook_gradients(model: nn.Module, seen: list[float]) -> None:
+    """Scales one gradient, masks another, looks at a third and at an activation's."""
+    model.first.weight.register_hook(lambda grad: grad * 0.5)
+    model.blocks[1].up.weight.register_hook(lambda grad: grad * (grad > 0))
+    model.last.bias.register_hook(lambda grad: seen.append(float(grad.norm())))
+    model.blocks[2].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2.0,))
+    model.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] + 1.0,))
+    model.blocks[0].register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+def check_user_hooks() -> None:
+    for early in (True, False):
+        for name in PLANS:
+            seen: list[float] = []
+            reference = build(Stack)
+            hook_gradients(reference, [])
+            # Masks depend on each rank's own gradient, so every rank sees the same data here.
+            own = torch.optim.AdamW(reference.parameters(), **ADAMW)
+            x = samples(0, 1, 4)[0, 0]
+            for _ in range(2):
+                reference(x).square().mean().backward()
+                own.step()
+                own.zero_grad()
+            raw = build(Stack)
+            if early:
+                hook_gradients(raw, seen)
+            model = tw.shard(raw, plan(name))
+            if not early:
+                hook_gradients(model, seen)
+            optim = tw.optimizer(model, torch.optim.AdamW, **ADAMW)
+            for _ in range(2):
+                model(x).square().mean().backward()
+                optim.step()
+                optim.zero_grad()
+            assert gap(whole(model), list(reference.parameters())) <= TOLERANCE, name
+            assert len(seen) == 2
+            assert all(math.isfinite(norm) for norm in seen)
+            close(model)
+
+
+def test_hooks_of_the_user() -> None:
+    run_ranks(4, check_user_hooks)

@@ -1,0 +1,339 @@
+"""Any torch optimizer, parameter groups in any form, schedulers, and ranks that own nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.training.edge import (
+    ADAMW,
+    TOLERANCE,
+    WIDTH,
+    build,
+    close,
+    gap,
+    parity,
+    plan,
+    raised,
+    samples,
+    train_alone,
+    train_sharded,
+    whole,
+)
+from tests.support.training.models import OneLayer, SmallerThanTheWorld, Stack, UnusedParameters
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR
+
+import thinwire as tw
+from thinwire.errors import UsageError
+from thinwire.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+THREE = ("zero3", "zero1-node", "inter")
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer of the user's own; a soft sign, as the hard one would magnify rounding."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99), decay: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p)
+                first, second = group["betas"]
+                update = torch.lerp(p.grad, state["momentum"], first)
+                p.mul_(1 - group["lr"] * group["decay"]).add_(torch.tanh(10 * update), alpha=-group["lr"])
+                state["momentum"].lerp_(p.grad, 1 - second)
+        return loss
+
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, ADAMW),
+    "AdamW fused": (torch.optim.AdamW, {**ADAMW, "fused": True}),
+    "AdamW one by one": (torch.optim.AdamW, {**ADAMW, "foreach": False}),
+    "Adam amsgrad": (torch.optim.Adam, {**ADAMW, "amsgrad": True, "weight_decay": 0.1}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1}),
+    "SGD with momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "eps": 0.1}),
+    "NAdam": (torch.optim.NAdam, {"lr": 1e-2, "eps": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3, "eps": 0.1, "momentum": 0.9, "centered": True}),
+    "Lion": (Lion, {"lr": 1e-2}),
+}
+
+
+def check_optimizers() -> None:
+    for label, (kind, options) in OPTIMIZERS.items():
+        try:
+            # A parameter without gradients has to be left alone by each of them.
+            parity(UnusedParameters, THREE, optimizer=kind, options=options)
+        except AssertionError as error:
+            raise AssertionError(f"{label}: {error}") from error
+
+
+@pytest.mark.slow
+def test_elementwise_optimizers() -> None:
+    run_ranks(4, check_optimizers)
+
+
+# -- optimizers of whole tensors -------------------------------------------------------------------------------
+
+
+class Matrices(nn.Module):
+    """Muon takes matrices only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.last = nn.Linear(WIDTH, 11, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.last(x)
+
+
+class Uneven(nn.Module):
+    """Cut in four, the first rank would have a whole matrix and the others parts of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(6, 8))
+
+
+# Muon orthogonalises in bf16, where a difference in the last fp32 bit may turn a whole bf16 bit.
+WHOLE = {"Adafactor": (torch.optim.Adafactor, {"lr": 0.05}, 1e-5), "Muon": (torch.optim.Muon, {"lr": 0.01}, 1e-3)}
+
+
+def check_whole_tensors(label: str) -> None:
+    kind, options, tolerance = WHOLE[label]
+    for name in (*THREE, "hpz"):
+        for model_class in (Matrices, Uneven):
+            model = tw.shard(build(model_class), plan(name))
+            message = raised(UsageError, tw.optimizer, model, kind, **options)
+            assert message.startswith(f"{kind.__name__} updates whole tensors")
+            assert "partition = 'inter' with params = 1x1" in message
+            close(model)
+    parity(
+        Matrices, ("whole tensors", "ddp"), optimizer=kind, options=options, tolerance=tolerance, norm_tolerance=1e-3
+    )
+    reference = build(Matrices)
+    train_alone(reference, kind(reference.parameters(), **options), steps=range(3), micro_batches=2, world=4)
+    assert gap(list(reference.parameters()), list(build(Matrices).parameters())) > 30 * tolerance
+
+
+@pytest.mark.parametrize("label", WHOLE)
+def test_optimizers_of_whole_tensors(label: str) -> None:
+    run_ranks(4, check_whole_tensors, label)
+
+
+# -- parameter groups ------------------------------------------------------------------------------------------
+
+
+def torch_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Norms and biases do not decay, the head learns faster, the rest has the defaults."""
+    head = list(model.last.parameters())
+    flat = [p for name, p in model.named_parameters() if "norm" in name or name.endswith("bias")]
+    flat = [p for p in flat if all(p is not other for other in head)]
+    taken = {id(p) for p in (*head, *flat)}
+    rest = [p for p in model.parameters() if id(p) not in taken]
+    return [{"params": flat, "weight_decay": 0.0}, {"params": head, "lr": 0.05}, {"params": rest}]
+
+
+def groups_in_many_forms(model: nn.Module) -> Iterable[list[dict[str, Any]]]:
+    flat, head, rest = torch_groups(model)
+    named = [(name, p) for name, p in model.named_parameters() if any(p is q for q in flat["params"])]
+    yield [{"params": ["*norm*", "blocks.*bias", "first.bias"], "weight_decay": 0.0}, {"params": "last.*", "lr": 0.05}]
+    yield [flat, head, rest]
+    yield [flat, {"params": model.last.parameters(), "lr": 0.05}]
+    yield [{"params": named, "weight_decay": 0.0}, {"params": ["last.weight", model.last.bias], "lr": 0.05}]
+
+
+def check_groups() -> None:
+    options = {**ADAMW, "weight_decay": 0.5}
+    reference = build(Stack)
+    optim = torch.optim.AdamW(torch_groups(reference), **options)
+    train_alone(reference, optim, steps=range(2), micro_batches=1, world=4)
+    for number in range(4):
+        for name in THREE:
+            model = tw.shard(build(Stack), plan(name))
+            groups = list(groups_in_many_forms(model))[number]
+            optim = tw.optimizer(model, torch.optim.AdamW, param_groups=groups, **options)
+            assert [(g["lr"], g["weight_decay"]) for g in optim.param_groups] == [(0.01, 0.0), (0.05, 0.5), (0.01, 0.5)]
+            train_sharded(model, optim, steps=range(2), micro_batches=1)
+            assert gap(whole(model), list(reference.parameters())) <= TOLERANCE, f"form {number} under {name}"
+            close(model)
+
+
+def test_parameter_groups_in_every_form() -> None:
+    run_ranks(4, check_groups)
+
+
+def check_wrong_groups() -> None:
+    model = tw.shard(build(Stack), plan("zero3"))
+    wrong: list[tuple[list[dict[str, Any]], str]] = [
+        (
+            [{"params": ["bocks.*"]}],
+            r"param_groups[0]: pattern 'bocks.*' matches no parameter; names look like 'first.",
+        ),
+        ([{"params": "*bias"}, {"params": ["last.*"]}], "'last.bias' is in param_groups[0] and in param_groups[1]"),
+        ([{"lr": 1.0}], "param_groups[0] has no key 'params'"),
+        (
+            [{"params": ["last.*"]}, {"params": [nn.Parameter(torch.ones(1))]}],
+            "param_groups[1] holds a tensor that is no",
+        ),
+    ]
+    for groups, message in wrong:
+        error = raised(UsageError, tw.optimizer, model, torch.optim.AdamW, param_groups=groups, lr=0.1)
+        assert message in error, error
+    close(model)
+
+
+def test_wrong_groups_are_named() -> None:
+    run_ranks(4, check_wrong_groups)
+
+
+# -- schedulers ------------------------------------------------------------------------------------------------
+
+
+def warm_up_and_cosine(optim: torch.optim.Optimizer) -> LRScheduler:
+    parts = [LinearLR(optim, 0.1, total_iters=2), CosineAnnealingLR(optim, 4)]
+    return SequentialLR(optim, parts, milestones=[2])
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
+    "lambda": lambda optim: LambdaLR(optim, [lambda step: 0.5**step, lambda step: 1.0 + step]),
+    "cosine": lambda optim: CosineAnnealingLR(optim, 4, eta_min=1e-3),
+    "sequential": warm_up_and_cosine,
+    "one cycle": lambda optim: OneCycleLR(optim, [0.02, 0.05], total_steps=8),
+}
+
+
+def check_schedulers() -> None:
+    for label, make in SCHEDULERS.items():
+        reference = build(Stack)
+        head = list(reference.last.parameters())
+        rest = [p for name, p in reference.named_parameters() if not name.startswith("last")]
+        alone = torch.optim.AdamW([{"params": head, "lr": 0.05}, {"params": rest}], **ADAMW)
+        scheduler = make(alone)
+        rates = []
+        for step in range(5):
+            rates.append([group["lr"] for group in alone.param_groups])
+            train_alone(reference, alone, steps=[step], micro_batches=1, world=4)
+            scheduler.step()
+        assert len({tuple(rate) for rate in rates}) > 2
+        for name in ("zero3", "whole tensors"):
+            model = tw.shard(build(Stack), plan(name))
+            groups = [{"params": "last.*", "lr": 0.05}]
+            optim = tw.optimizer(model, torch.optim.AdamW, param_groups=groups, **ADAMW)
+            scheduler = make(optim)
+            for step in range(5):
+                assert [group["lr"] for group in optim.param_groups] == rates[step]
+                train_sharded(model, optim, steps=[step], micro_batches=1)
+                scheduler.step()
+            assert gap(whole(model), list(reference.parameters())) <= TOLERANCE, f"{label} under {name}"
+            close(model)
+
+
+def test_learning_rate_schedulers() -> None:
+    run_ranks(4, check_schedulers)
+
+
+# -- odds ------------------------------------------------------------------------------------------------------
+
+
+def check_ranks_that_own_nothing() -> None:
+    for options in (ADAMW, {**ADAMW, "fused": True}, {**ADAMW, "foreach": True}):
+        parity(SmallerThanTheWorld, ("whole tensors", "zero3", "zero1-node"), options=options)
+        parity(OneLayer, ("whole tensors", "inter"), options=options)
+    model = tw.shard(build(SmallerThanTheWorld), plan("whole tensors"))
+    optim = tw.optimizer(model, torch.optim.AdamW, **ADAMW)
+    owned: list[Any] = [None] * 4
+    dist.all_gather_object(owned, len(optim.fragments))
+    assert sorted(owned) == [0, 0, 0, 1]
+    assert [len(group["params"]) for group in optim.param_groups] == [len(optim.fragments)]
+    assert "ShardedOptimizer(AdamW" in repr(optim)
+    assert f"{len(optim.fragments)} fragments" in repr(optim)
+    close(model)
+
+
+def test_ranks_that_own_nothing() -> None:
+    run_ranks(4, check_ranks_that_own_nothing)
+
+
+def check_steps_of_other_kinds() -> None:
+    x = samples(0, 1, 4)[0]
+    rank = dist.get_rank()
+    for name in THREE:
+        model = tw.shard(build(Stack), plan(name))
+        optim = tw.optimizer(model, torch.optim.AdamW, **{**ADAMW, "weight_decay": 0.5})
+        before = whole(model)
+        optim.step()  # without a gradient nothing moves, decay included
+        assert gap(whole(model), before) == 0.0
+        model(x[rank]).square().mean().backward()
+        optim.zero_grad()
+        optim.step()
+        assert gap(whole(model), before) == 0.0
+        assert not optim.state
+
+        reference = build(Stack)
+        alone = torch.optim.AdamW(reference.parameters(), **{**ADAMW, "weight_decay": 0.5})
+        loss = torch.stack([reference(part).square().mean() for part in x]).mean()
+        loss.backward()
+        alone.step()
+
+        def closure() -> torch.Tensor:
+            optim.zero_grad()  # noqa: B023
+            loss = model(x[rank]).square().mean()  # noqa: B023
+            loss.backward()
+            return loss
+
+        calls: list[str] = []
+        optim.register_step_post_hook(lambda *_: calls.append("post"))  # noqa: B023
+        mine = optim.step(closure)
+        assert calls == ["post"]
+        losses: list[Any] = [None] * 4
+        dist.all_gather_object(losses, mine.item())
+        assert abs(sum(losses) / 4 - loss.item()) < 1e-5
+        assert gap(whole(model), list(reference.parameters())) <= TOLERANCE
+        close(model)
+
+
+def test_steps_without_gradients_and_with_closures() -> None:
+    run_ranks(4, check_steps_of_other_kinds)
+
+
+def check_norm_of_many() -> None:
+    """fp32 sums of as many squares lose the fourth digit, and another one under each plan."""
+    for name in ("ddp", "zero3"):
+        model = tw.shard(nn.Linear(2048, 2048, bias=False), plan(name))
+        gradient = torch.randn(model.weight.shape, generator=torch.Generator().manual_seed(3))
+        (model.weight * gradient).sum().backward()
+        found, expected = float(tw.clip_grad_norm_(model, 1e9)), float(gradient.double().norm())
+        assert abs(found / expected - 1) < 2e-6, (name, found, expected)
+        close(model)
+
+
+def test_the_norm_of_many_elements_is_exact_under_any_plan() -> None:
+    run_ranks(4, check_norm_of_many)
+
+
+def check_options_that_are_for_cuda() -> None:
+    model = tw.shard(build(Stack), plan("zero3"))
+    tw.optimizer(model, torch.optim.AdamW, lr=1e-3, capturable=True)
+    assert "differentiable" in raised(UsageError, tw.optimizer, model, torch.optim.AdamW, lr=1e-3, differentiable=True)
+
+
+def test_options_of_optimizers() -> None:
+    run_ranks(4, check_options_that_are_for_cuda)

@@ -1,0 +1,254 @@
+"""Inputs and outputs of a forward may have any form; buffers are not sharded."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.training.edge import ADAMW, PLANS, WIDTH, Place, close, every, plan, samples, train_sharded
+from tests.support.training.models import Block, Stack
+from torch import nn
+
+import thinwire as tw
+from thinwire.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@pytest.mark.slow
+@dataclass
+class Result:
+    hidden: torch.Tensor
+    number: int = 3
+
+
+class Box:
+    """An object that no container type describes."""
+
+    def __init__(self, *held: Any) -> None:
+        self.held = list(held)
+        self.me = self
+
+
+class Slotted:
+    __slots__ = ("empty", "held")
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+FORMS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "tuple": (lambda x: (None, x), lambda form: form[1]),
+    "list": (lambda x: [1, [x, "text"]], lambda form: form[1][0]),
+    "dictionary": (lambda x: {"a": OrderedDict(b=x)}, lambda form: form["a"]["b"]),
+    "namedtuple": (lambda x: Pair(x, x), lambda form: form.left + 0 * form.right),
+    "dataclass": (Result, lambda form: form.hidden),
+    "one of two": (lambda x: (x * 2, x), lambda form: form[1]),
+    "object": (Box, lambda form: form.held[0]),
+    "object with slots": (lambda x: Slotted(Box(x)), lambda form: form.held.held[0]),
+    "object beside a tensor": (lambda x: (torch.tensor(1), Box(x)), lambda form: form[1].held[0]),
+    "object beside the same": (lambda x: {"spare": x * 1, "box": Box(x)}, lambda form: form["box"].held[0]),
+}
+
+
+class Wrapped(Block):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.give, self.take = FORMS[form]
+
+    def forward(self, form: Any) -> Any:
+        return self.give(super().forward(self.take(form)))
+
+
+class Former(Stack):
+    """Blocks that take and return their activations in some form."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__(3, partial(Wrapped, form))
+        self.give, self.take = FORMS[form]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        form = self.give(self.first(x))
+        for block in self.blocks:
+            form = block(form)
+        return form
+
+    @staticmethod
+    def objective(model: nn.Module, x: torch.Tensor, place: Place) -> torch.Tensor:
+        return model.take(model(x)).square().mean()
+
+
+def test_outputs_of_any_form() -> None:
+    run_ranks(4, partial(every, plans=("zero3", "zero1-node")), [partial(Former, form) for form in FORMS])
+
+
+class ByKeyword(nn.Module):
+    """Everything is passed by keyword, tensors in dictionaries too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Layer() for _ in range(2))
+
+    def forward(self, *, batch: dict[str, Any], scale: float) -> dict[str, torch.Tensor]:
+        x = batch["x"]
+        for block in self.blocks:
+            x = block(scale=scale, hidden=x)
+        return {"loss": x.square().mean(), "hidden": x}
+
+    @staticmethod
+    def objective(model: nn.Module, x: torch.Tensor, place: Place) -> torch.Tensor:
+        return model(batch={"x": x, "name": "n"}, scale=0.5)["loss"]
+
+    class Layer(Block):
+        def forward(self, *, hidden: torch.Tensor, scale: float) -> torch.Tensor:
+            return super().forward(hidden) * scale
+
+
+class Loss(Stack):
+    """The model computes its own loss, a 0-d tensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.smooth_l1_loss(super().forward(x), x[:, :5])
+
+    @staticmethod
+    def objective(model: nn.Module, x: torch.Tensor, place: Place) -> torch.Tensor:
+        return model(x)
+
+
+class InPlace(Stack):
+    """Callers change outputs in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+            x[:, 0] = 0.0
+            x.mul_(0.5)
+        return self.last(x)
+
+
+class Auxiliary(Stack):
+    """Every block contributes to the loss itself, as mixtures of experts do."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        x = self.first(x)
+        extra = []
+        for block in self.blocks:
+            x = block(x)
+            extra.append(x.abs().mean())
+        return self.last(x), extra
+
+    @staticmethod
+    def objective(model: nn.Module, x: torch.Tensor, place: Place) -> torch.Tensor:
+        y, extra = model(x)
+        return y.square().mean() + sum(extra)
+
+
+class ParameterAsArgument(nn.Module):
+    """Blocks get a parameter of the root as an input, whose gradient ends no block's backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(WIDTH))
+        self.blocks = nn.ModuleList(self.Layer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, self.position)
+        return x
+
+    class Layer(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+            return super().forward(torch.tanh(self.frozen(x * position)))
+
+
+@pytest.mark.slow
+def test_inputs_and_outputs_of_all_kinds() -> None:
+    run_ranks(4, every, (ByKeyword, Loss, InPlace, Auxiliary, ParameterAsArgument))
+
+
+# -- buffers ---------------------------------------------------------------------------------------------------
+
+
+class Normed(Stack):
+    """Running statistics of the data, and buffers of every kind, different on every rank at first."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.statistics = nn.BatchNorm1d(WIDTH)
+        seed = int(torch.randint(0, 1 << 30, ()))
+        self.register_buffer("secret", torch.full((3,), float(seed)), persistent=False)
+        self.register_buffer("wide", torch.full((1, 2), float(seed)).expand(5, 2))
+        self.register_buffer("turned", torch.arange(6.0).add(seed).view(2, 3).t())
+        self.register_buffer("mask", torch.tensor([True, seed % 2 == 0, bool(dist.get_rank())]))
+        self.register_buffer("rotation", torch.polar(torch.tensor([seed % 7 + 1.0]), torch.ones(1)))
+        self.register_buffer("precise", torch.tensor(float(seed), dtype=torch.float64))
+        self.register_buffer("small", torch.tensor([seed % 100], dtype=torch.int16))
+        self.register_buffer("empty", torch.empty(0))
+        self.register_buffer("none", None)
+        self.blocks[1].register_buffer("inner", torch.tensor(seed))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.statistics(x))
+
+
+def check_buffers(name: str) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    raw = Normed()
+    types = {key: (value.dtype, value.shape) for key, value in raw.named_buffers()}
+    firsts: list[Any] = [None] * 4
+    dist.all_gather_object(firsts, {key: value.clone() for key, value in raw.named_buffers()})
+    model = tw.shard(raw, plan(name))
+    optim = tw.optimizer(model, torch.optim.AdamW, **ADAMW)
+    for key, value in model.named_buffers():
+        assert (value.dtype, value.shape) == types[key], key
+        assert torch.equal(value, firsts[0][key]), f"{key} is not rank 0's"
+    alone = nn.BatchNorm1d(WIDTH)
+    for step in range(2):
+        for x in samples(step, 2, 4)[:, rank]:
+            alone(x)
+    train_sharded(model, optim, steps=range(2), micro_batches=2)
+    for key, value in alone.named_buffers():
+        assert torch.equal(value, model.statistics.get_buffer(key)), key
+    model.eval()
+    with torch.no_grad():
+        x = samples(9, 1, 4)[0, rank]
+        assert torch.isfinite(model(x)).all()
+    with tw.full_parameters(model):
+        saved = model.state_dict()
+    assert "secret" not in saved
+    assert torch.equal(saved["statistics.running_mean"], alone.running_mean)
+    close(model)
+
+
+def check_all_buffers() -> None:
+    for name in PLANS:
+        check_buffers(name)
+
+
+def test_buffers_start_as_rank_zeros_and_then_stay_local() -> None:
+    run_ranks(4, check_all_buffers)
+
+
+class BatchNormed(Stack):
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.first = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.blocks[0].norm = nn.BatchNorm1d(WIDTH)
+
+
+def test_batch_statistics_train_as_in_plain_torch() -> None:
+    run_ranks(4, every, (BatchNormed,))

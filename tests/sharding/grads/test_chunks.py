@@ -1,0 +1,209 @@
+"""Reductions in chunks: the same gradients, the bytes and chunks of the program, on ordered streams."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.training.failing import train
+from tests.support.training.ordered import Outcome, assert_ordered, check_cases, preset, small_chunks
+from tests.support.training.parity import Case, alone, gap, sharded
+from tests.support.training.program import Model, follow, train_step
+
+import thinwire as tw
+from thinwire.program import BufferInfo, Even, Lane, UnitInfo, chunk_spans, lower, shares, within
+from thinwire.sharding.api import runtime
+from thinwire.testing import RankError, run_ranks
+
+pytestmark = pytest.mark.ranks
+
+NAMES = ("ddp", "zero1", "zero2", "zero3", "hpz")
+
+
+def check_parity(names: tuple[str, ...], micro_batches: int) -> dict[str, str]:
+    """For each preset, how training in chunks differs from training alone; empty if it does not."""
+    differences = {}
+    with small_chunks():
+        for name in names:
+            case = Case(preset(name, bucket_chunks=3), micro_batches)
+            difference = gap(sharded(case), alone(dist.get_world_size(), micro_batches))
+            differences[name] = "" if difference.closed else str(difference)
+    return differences
+
+
+@pytest.mark.parametrize(
+    ("names", "micro_batches"),
+    [
+        (NAMES, 2),
+        pytest.param((*NAMES, "hsdp", "amsp-30b", "mics", "zero1-node"), 1, marks=pytest.mark.slow),
+    ],
+)
+def test_chunks_reduce_the_same_gradients(names: tuple[str, ...], micro_batches: int) -> None:
+    for differences in run_ranks(4, check_parity, names, micro_batches):
+        assert differences == dict.fromkeys(names, "")
+
+
+def trained_with_codecs(chunks: int) -> list[float]:
+    """Parameters after steps with codecs and error feedback, whose blocks are no larger than chunks."""
+    with mock.patch.object(shares, "CHUNK_MULTIPLE", 256):
+        torch.manual_seed(0)
+        model = tw.shard(
+            Model(), tw.Plan.preset("thinwire", nodes=2, local=2, bucket_bytes=1 << 30, bucket_chunks=chunks)
+        )
+        optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-3)
+        torch.manual_seed(1 + dist.get_rank())
+        for _ in range(3):
+            train_step(model, optim, 2)
+        assert len(runtime(model).reducer.reductions.feedback.lost) > 0
+        with tw.full_parameters(model):
+            return [float(value) for parameter in model.parameters() for value in parameter.flatten()]
+
+
+def test_codecs_and_error_feedback_lose_the_same_in_chunks() -> None:
+    assert run_ranks(4, trained_with_codecs, 3) == run_ranks(4, trained_with_codecs, 1)
+
+
+# -- the program -----------------------------------------------------------------------------------------------
+
+
+def follow_chunks(name: str, micro_batches: int) -> tuple[int, int]:
+    """Hold the runtime against the program of a plan; number of its operations in chunks, and without."""
+    plan = preset(name, bucket_chunks=3, bucket_bytes=1 << 20)
+    with small_chunks():
+        return follow(plan.to_toml(), micro_batches)[0], follow(plan.with_(bucket_chunks=1).to_toml(), micro_batches)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "micro_batches"),
+    [
+        ("zero1-node", 2),
+        ("zeropp", 1),
+        pytest.param("zero1", 2, marks=pytest.mark.slow),
+        pytest.param("zero2", 2, marks=pytest.mark.slow),
+        pytest.param("zero3", 2, marks=pytest.mark.slow),
+        pytest.param("hpz", 1, marks=pytest.mark.slow),
+        pytest.param("amsp-30b", 2, marks=pytest.mark.slow),
+        pytest.param("thinwire", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_the_runtime_performs_the_chunks_of_the_program(name: str, micro_batches: int) -> None:
+    for in_chunks, whole in run_ranks(4, follow_chunks, name, micro_batches):
+        assert in_chunks > whole
+
+
+def units(shares: Sequence[Sequence[int]]) -> list[UnitInfo]:
+    """Units of one fp32 buffer each, of which the members of the shard axis own these numbers of elements."""
+    return [
+        UnitInfo(f"unit{number}", (BufferInfo(sum(owned), 4, True, owned),), parameters=1, block=number)
+        for number, owned in enumerate(shares)
+    ]
+
+
+def starts(plan: tw.Plan, shares: Sequence[Sequence[int]]) -> dict[Lane, list[tuple[int, tuple[int, ...], int]]]:
+    """By lane, each chunk of a reduction in the order in which they start: its number, its units, and the unit whose
+    gradients it waited for."""
+    program = lower(plan, units(shares))
+    return {
+        lane: [(op.chunk, op.units, op.start.unit) for op in program.operations if op.lane is lane]
+        for lane in (Lane.REDUCE, Lane.SYNC)
+    }
+
+
+def test_a_chunk_starts_when_its_gradients_exist() -> None:
+    zero1 = tw.Plan.preset("zero1", nodes=1, local=2, compute_dtype="float32", bucket_bytes=1 << 30, bucket_chunks=2)
+    with small_chunks():
+        # The backward reaches unit 2 first, so its share is the first in the bucket.
+        even = starts(zero1, [[8, 8], [16, 16], [8, 8]])
+        assert even[Lane.REDUCE] == [(0, (2, 1), 1), (1, (1, 0), 0)]
+        # One owner has little of the bucket, and its last gradient is in the first chunk.
+        uneven = starts(zero1.with_(partition="inter"), [[8, 0], [0, 32], [8, 0]])
+        assert uneven[Lane.REDUCE] == [(1, (1,), 1), (0, (2, 1, 0), 0)]
+
+
+def test_the_replicas_of_a_chunk_follow_its_owners() -> None:
+    plan = tw.Plan.preset(
+        "zero1-node", nodes=2, local=2, compute_dtype="float32", bucket_bytes=1 << 30, bucket_chunks=2
+    )
+    with small_chunks():
+        program = lower(plan, units([[16, 16], [16, 16], [16, 16], [16, 16]]))
+        scatters, syncs = ([op for op in program.operations if op.lane is lane] for lane in (Lane.REDUCE, Lane.SYNC))
+        assert [op.start.unit for op in scatters] == [op.start.unit for op in syncs] == [2, 0]
+        assert [op.after for op in syncs] == [(op.index,) for op in scatters]
+
+
+def test_chunks_cut_every_piece() -> None:
+    assert chunk_spans(100_000, 1) == [(0, 100_000)]
+    assert chunk_spans(100_000, 3) == [(0, 40_960), (40_960, 81_920), (81_920, 122_880)]
+    assert [within(Even(100_000, 4), span) for span in chunk_spans(100_000, 3)] == [
+        Even(40_960, 4),
+        Even(40_960, 4),
+        Even(18_080, 4),
+    ]
+    assert [within((8192, 20_000, 0), span) for span in chunk_spans(20_000, 4)] == [
+        (8192, 8192, 0),
+        (0, 8192, 0),
+        (0, 3616, 0),
+    ]
+    assert chunk_spans(5, 8) == [(0, 8192)]
+    assert chunk_spans(0, 1, 4) == [(0, 4)]
+    assert chunk_spans(3, 1, 4) == [(0, 4)]
+    assert chunk_spans(100_000, 3, 3) == [(0, 49_152), (49_152, 98_304), (98_304, 147_456)]
+
+
+# -- streams and errors ----------------------------------------------------------------------------------------
+
+
+def check_streams_of_chunks(names: tuple[str, ...]) -> Outcome:
+    with small_chunks():
+        return check_cases({name: Case(preset(name, bucket_chunks=3), 2) for name in names}, "never")
+
+
+@pytest.mark.parametrize(
+    "names", [("zero3",), pytest.param(("ddp", "zero1", "hpz", "zeropp", "thinwire"), marks=pytest.mark.slow)]
+)
+def test_chunks_order_every_access(names: tuple[str, ...]) -> None:
+    assert_ordered(run_ranks(4, check_streams_of_chunks, names))
+
+
+def fail_in_the_first_chunk() -> None:
+    with small_chunks():
+        torch.manual_seed(0)
+        model = tw.shard(Model(), preset("zero3", bucket_chunks=3))
+        lanes = runtime(model).lanes
+        submit = lanes.submit
+        spoiled: list[Lane] = []
+
+        def spoil(lane: Lane, work: object, **options: object) -> object:
+            if lane is Lane.REDUCE and not spoiled:
+                spoiled.append(lane)
+                work = work.after(lambda: 1 / 0)  # type: ignore[attr-defined]
+            return submit(lane, work, **options)  # type: ignore[arg-type]
+
+        with mock.patch.object(lanes, "submit", spoil):
+            model(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
+            tw.clip_grad_norm_(model, 1.0)
+
+
+def test_an_error_in_any_chunk_is_raised() -> None:
+    with pytest.raises(RankError, match="ZeroDivisionError"):
+        run_ranks(4, fail_in_the_first_chunk, timeout=60)
+
+
+def train_past_a_failure(fail_in: int | None, forget: bool) -> list[float]:
+    """Parameters after training in which one backward fails when some chunks of its only bucket are on their way."""
+    with small_chunks():
+        plan = preset("zero1-node", bucket_chunks=3, bucket_bytes=1 << 30)
+        return train(plan.to_toml(), fail_in, forget)
+
+
+def test_training_continues_after_a_backward_that_fails_between_chunks() -> None:
+    assert run_ranks(4, train_past_a_failure, 1, True) == run_ranks(4, train_past_a_failure, None, True)
+
+
+def test_a_gradient_of_which_some_chunks_arrived_is_forgotten() -> None:
+    for values in run_ranks(4, train_past_a_failure, 0, False):
+        assert all(map(math.isfinite, values))

@@ -1,0 +1,231 @@
+"""What else a job may do, inside islands: tensor and pipeline parallelism, torch's own optimizers, saves in the
+background, and lanes on streams."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.training import grids
+from tests.support.training.islands import go_on, plan_of, start, whole
+from tests.support.training.parity import batches, build, loss_of
+
+import thinwire as tw
+from thinwire.parallel import ParallelModel
+from thinwire.sharding.api import runtime
+from thinwire.testing import check_streams, run_ranks
+from thinwire.testing.nccl import Issue, compare_issues
+from thinwire.train.data.samples import Batch
+from thinwire.train.models.common import cross_entropy
+
+pytestmark = pytest.mark.ranks
+
+MEANS: dict[str, Any] = {"count": 2, "every": 1, "outer": {"name": "sgd", "lr": 1.0, "momentum": 0.0}}
+"""With SGD inside, islands that take the mean of parameters after every step train like one process."""
+
+LATE: dict[str, Any] = {"every": 4, "delay": 2, "blend": 0.5, "codec": "int4:256,stochastic", "error_feedback": True}
+"""Islands whose exchange is under way for two steps."""
+
+LR = 0.1
+
+
+# -- tensor and pipeline parallelism ---------------------------------------------------------------------------
+
+
+def samples_of(plan: tw.Plan, sampler: int) -> list[list[Batch]]:
+    """The micro-batches of one data-parallel rank of all islands."""
+    everyone = tw.Plan.preset("zero1", nodes=1, local=plan.data_ranks, micro_batches=plan.micro_batches)
+    return grids.batches(everyone, sampler)
+
+
+def trained_on_a_grid(plan: tw.Plan) -> tuple[dict[str, torch.Tensor], int]:
+    """This rank's parameters after training, whole, and the number of its island."""
+    model = tw.parallelize(grids.build("llama"), plan, loss=cross_entropy)
+    optimizer = model.optimizer(torch.optim.SGD, lr=LR)
+    for step in samples_of(plan, model.grid.sampler):
+        model.step(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.grid.islands == plan.islands.count  # type: ignore[union-attr]
+    return grids.whole_parameters(model), model.grid.island
+
+
+def trained_alone(plan: tw.Plan) -> dict[str, torch.Tensor]:
+    model = grids.build("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    by_rank = [samples_of(plan, rank) for rank in range(plan.data_ranks)]
+    for step in range(grids.STEPS):
+        micro_batches = [batch for of_rank in by_rank for batch in of_rank[step]]
+        for batch in micro_batches:
+            (model(batch.input_ids, batch.labels).loss / len(micro_batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+GRIDS = [
+    pytest.param((1, 2, 1), {}, id="tp2"),
+    pytest.param((1, 1, 2), {}, id="pp2"),
+    pytest.param((2, 1, 2), {"schedule": "interleaved"}, id="dp2pp2-interleaved", marks=pytest.mark.slow),
+    pytest.param((2, 2, 1), {"params": {"local": 2}, "grads": {"local": 2}}, id="zero3-tp2", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("grid", "fields"), GRIDS)
+def test_an_island_may_cut_its_model(grid: tuple[int, int, int], fields: dict[str, Any]) -> None:
+    plan = grids.plan_for(*grid, **fields).with_(islands={"codec": "none", **MEANS})
+    wanted = trained_alone(plan)
+    held = run_ranks(plan.ranks, trained_on_a_grid, plan)
+    assert {island for _, island in held} == {0, 1}
+    for parameters, _ in held:
+        assert grids.gap(parameters, wanted) <= grids.PARAMETER_TOLERANCE
+    assert set.union(*(set(parameters) for parameters, _ in held)) == set(wanted)
+
+
+def grid_resumed(plan: tw.Plan, path: str) -> bool:
+    """Train on from step 1, and from a checkpoint of it in the middle of an exchange: whether all bits agree."""
+
+    def begin() -> tuple[ParallelModel, Any, list[list[Batch]]]:
+        model = tw.parallelize(grids.build("llama"), plan, loss=cross_entropy)
+        optimizer = model.optimizer(torch.optim.AdamW, lr=grids.LR, eps=grids.EPS)
+        return model, optimizer, samples_of(plan, model.grid.sampler)
+
+    def on(model: ParallelModel, optimizer: Any, steps: list[list[Batch]]) -> dict[str, torch.Tensor]:
+        for step in steps:
+            model.step(step)
+            optimizer.step()
+            optimizer.zero_grad()
+        return grids.whole_parameters(model)
+
+    model, optimizer, steps = begin()
+    on(model, optimizer, steps * 2)
+    model.save(optimizer, path)
+    wanted = on(model, optimizer, steps)
+    model, optimizer, steps = begin()
+    model.load(optimizer, path)
+    got = on(model, optimizer, steps)
+    return all(torch.equal(value, got[name]) for name, value in wanted.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [(1, 2, 1), (1, 1, 2)], ids=["tp2", "pp2"])
+def test_an_island_that_cuts_its_model_resumes_bitwise(grid: tuple[int, int, int], tmp_path: Path) -> None:
+    plan = grids.plan_for(*grid).with_(islands={"count": 2, **LATE})
+    assert all(run_ranks(plan.ranks, grid_resumed, plan, str(tmp_path / "saved")))
+
+
+# -- torch's own optimizers ------------------------------------------------------------------------------------
+
+
+def with_torchs(toml: str, kind: type[torch.optim.Optimizer], own: bool) -> list[torch.Tensor]:
+    """Train with an optimizer of torch's own on the model's shares, or with thinwire's of the same class."""
+    plan, rank = tw.Plan.from_toml(toml), torch.distributed.get_rank()
+    model = tw.shard(build(seed=3), plan)
+    optimizer = kind(model.parameters(), lr=1e-2) if own else tw.optimizer(model, kind, lr=1e-2)  # type: ignore[call-arg]
+    for data in batches(plan.data_ranks, 1, 9):
+        loss_of(model, data[0, rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(model)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_torchs_own_optimizers_exchange_as_ours(name: str, kind: type[torch.optim.Optimizer]) -> None:
+    plan = plan_of(name, local=2, islands={"count": 2, "every": 4, "delay": 1, "blend": 0.5})
+    ours = run_ranks(4, with_torchs, plan.to_toml(), kind, False)
+    for mine, wanted in zip(run_ranks(4, with_torchs, plan.to_toml(), kind, True), ours, strict=True):
+        for got, want in zip(mine, wanted, strict=True):
+            assert torch.equal(got, want)
+
+
+# -- saves in the background -----------------------------------------------------------------------------------
+
+
+def saved_twice(toml: str, first: str, second: str) -> bool:
+    """Save in the background and train on at once, while an exchange is under way: whether a load goes on from there
+    as a load of the same state does that nothing else was done beside."""
+    plan, model, optimizer = start(toml)
+    go_on(plan, model, optimizer, 0, 5)
+    tw.save(model, optimizer, first)
+    pending = tw.async_save(model, optimizer, second)
+    go_on(plan, model, optimizer, 5, 9)
+    pending.result()
+    trained = []
+    for path in (first, second):
+        plan, model, optimizer = start(toml)
+        tw.load(model, optimizer, path)
+        go_on(plan, model, optimizer, 5, 12)
+        trained.append(whole(model))
+    return all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
+def test_a_save_in_the_background_keeps_the_exchange_under_way(name: str, tmp_path: Path) -> None:
+    plan = plan_of(name, local=2, islands={"count": 2, **LATE})
+    assert all(run_ranks(4, saved_twice, plan.to_toml(), str(tmp_path / "first"), str(tmp_path / "second")))
+
+
+# -- streams ---------------------------------------------------------------------------------------------------
+
+
+def on_streams(toml: str) -> tuple[list[str], list[Issue], list[torch.Tensor]]:
+    """Train on simulated streams: accesses that nothing orders, calls of NCCL, and the parameters."""
+    with check_streams("never") as check:
+        plan, model, optimizer = start(toml)
+        go_on(plan, model, optimizer, 0, 9)
+        tw.join_islands(model)
+        parameters = whole(model)
+        runtime(model).lanes.close()
+    return [str(hazard) for hazard in check.hazards], check.issues, parameters
+
+
+def checkpoints_on_streams(toml: str, first: str, second: str) -> list[str]:
+    """Save, save in the background and load, each while an exchange is under way: accesses that nothing orders."""
+    with check_streams("never") as check:
+        plan, model, optimizer = start(toml)
+        go_on(plan, model, optimizer, 0, 5)
+        tw.save(model, optimizer, first)
+        go_on(plan, model, optimizer, 5, 9)
+        pending = tw.async_save(model, optimizer, second)
+        go_on(plan, model, optimizer, 9, 13)
+        pending.result()
+        tw.load(model, optimizer, first)
+        go_on(plan, model, optimizer, 5, 7)
+        runtime(model).lanes.close()
+    return [str(hazard) for hazard in check.hazards]
+
+
+def off_streams(toml: str) -> list[torch.Tensor]:
+    plan, model, optimizer = start(toml)
+    go_on(plan, model, optimizer, 0, 9)
+    tw.join_islands(model)
+    return whole(model)
+
+
+EXCHANGES: list[dict[str, Any]] = [
+    {"every": 3},
+    {"every": 4, "fragments": 2, "delay": 2, "blend": 0.5, "codec": "int4:256", "error_feedback": True},
+]
+
+
+@pytest.mark.parametrize("islands", EXCHANGES, ids=["at once", "under way"])
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
+def test_exchanges_order_every_access(name: str, islands: dict[str, Any]) -> None:
+    plan = plan_of(name, local=2, islands={"count": 2, **islands})
+    outcomes = run_ranks(4, on_streams, plan.to_toml())
+    for rank, (hazards, _, _) in enumerate(outcomes):
+        assert not hazards, f"rank {rank}: {len(hazards)} problems\n" + "\n".join(hazards[:5])
+    assert compare_issues([issues for _, issues, _ in outcomes]) == []
+    for (_, _, got), wanted in zip(outcomes, run_ranks(4, off_streams, plan.to_toml()), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
+def test_checkpoints_during_an_exchange_order_every_access(name: str, tmp_path: Path) -> None:
+    plan = plan_of(name, local=2, islands={"count": 2, **LATE})
+    paths = str(tmp_path / "first"), str(tmp_path / "second")
+    for rank, hazards in enumerate(run_ranks(4, checkpoints_on_streams, plan.to_toml(), *paths)):
+        assert not hazards, f"rank {rank}: {len(hazards)} problems\n" + "\n".join(hazards[:5])

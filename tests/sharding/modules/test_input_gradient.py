@@ -1,0 +1,330 @@
+"""``overlap.input_gradient``: a linear layer's reduction starts before its input gradient, and no number changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.support.training.edge import (
+    ADAMW,
+    TOLERANCE,
+    build,
+    every,
+    gap,
+    plan,
+    raised,
+    train_alone,
+    train_sharded,
+    whole,
+)
+from tests.support.training.journal import keep_journal
+from tests.support.training.models import (
+    Branching,
+    CalledTwice,
+    LowRankStack,
+    SameBlockTwice,
+    Stack,
+    TiedAcrossBlocks,
+    TiedEnds,
+    UnusedParameters,
+)
+from tests.support.training.parity import Case, assert_parity
+from tests.support.training.scripts import (
+    CHECKPOINTED,
+    Dropping,
+    check_script,
+    retained_graph,
+    second_order,
+    two_forwards_one_backward,
+    two_forwards_two_backwards,
+)
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import thinwire as tw
+from thinwire.errors import SpecError
+from thinwire.program import Lane, Phase, default_trace
+from thinwire.sharding.api import runtime
+from thinwire.testing import run_ranks
+from thinwire.train.models.gpt import GPT, GPTConfig
+from thinwire.train.models.llama import Llama, LlamaConfig
+
+pytestmark = pytest.mark.ranks
+
+FIRST: dict[str, Any] = {"granularity": "module", "overlap": {"input_gradient": True}}
+
+
+# -- numbers ---------------------------------------------------------------------------------------------------
+
+
+def parity_cases(names: tuple[str, ...], granularities: tuple[str, ...]) -> dict[str, Case]:
+    """Plans with recomputation and without, in units of modules or of blocks, where only the head is a layer."""
+    return {
+        f"{name} {granularity} {'recompute' if recompute else ''}": Case(
+            plan(name, granularity=granularity, recompute=recompute, overlap={"input_gradient": True}), 2
+        )
+        for name in names
+        for granularity in granularities
+        for recompute in (False, True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("names", "granularities"),
+    [
+        (("zero3",), ("module",)),
+        pytest.param(("zero3",), ("block",), marks=pytest.mark.slow),
+        pytest.param(
+            ("ddp", "zero1", "zero2", "zero1-node", "amsp-30b", "hsdp", "hpz"),
+            ("module", "block"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_parity_with_one_process(names: tuple[str, ...], granularities: tuple[str, ...]) -> None:
+    assert_parity(4, parity_cases(names, granularities))
+
+
+def losses(model_class: Callable[[], nn.Module], fields: dict[str, Any]) -> list[float]:
+    """Losses of three steps of two micro-batches on this rank, and the sum of the parameters after them."""
+    torch.manual_seed(0)
+    model = tw.shard(model_class(), plan("zero3", **fields))
+    optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
+    values = []
+    for _ in range(3):
+        for _ in tw.micro_batches(model, range(2)):
+            ids = torch.randint(0, 64, (2, 9))
+            loss = model(ids[:, :-1], labels=ids[:, 1:]).loss / 2
+            loss.backward()
+            values.append(loss.item())
+        tw.clip_grad_norm_(model, 1.0)
+        optim.step()
+        optim.zero_grad()
+    with tw.full_parameters(model):
+        values += [p.double().sum().item() for p in model.parameters()]
+    return values
+
+
+def llama() -> Llama:
+    return Llama(LlamaConfig(vocab=64, hidden=32, layers=2, heads=2, kv_heads=1, ffn=48, seq=16))
+
+
+def gpt() -> GPT:
+    return GPT(GPTConfig(vocab=64, hidden=32, layers=2, heads=2, ffn=48, seq=16))
+
+
+def with_and_without(fields: dict[str, Any], models: tuple[Callable[[], nn.Module], ...]) -> list[list[list[float]]]:
+    return [
+        [losses(model, {**fields, "overlap": {"input_gradient": first}}) for first in (False, True)] for model in models
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "models"),
+    [
+        ({"granularity": "module", "compute_dtype": "bfloat16"}, (llama,)),
+        pytest.param({"granularity": "module", "compute_dtype": "bfloat16"}, (gpt,), marks=pytest.mark.slow),
+        pytest.param({"granularity": "module", "recompute": True}, (llama, gpt), marks=pytest.mark.slow),
+        pytest.param({}, (llama, gpt), marks=pytest.mark.slow),
+    ],
+    ids=["llama", "gpt", "recomputed", "blocks"],
+)
+def test_built_in_models_train_alike_bit_by_bit(
+    fields: dict[str, Any], models: tuple[Callable[[], nn.Module], ...]
+) -> None:
+    for curves in run_ranks(4, with_and_without, fields, models):
+        for torchs_order, weights_first in curves:
+            assert torchs_order == weights_first
+
+
+SCRIPTS = (two_forwards_one_backward, two_forwards_two_backwards, retained_graph, second_order)
+
+
+def check_scripts(scripts: tuple[Callable[..., None], ...]) -> None:
+    for script in scripts:
+        check_script(script, ("zero3", "inter"), **FIRST)
+
+
+@pytest.mark.parametrize("scripts", [(second_order,), pytest.param(SCRIPTS, marks=pytest.mark.slow)], ids=len)
+def test_backwards_in_any_order(scripts: tuple[Callable[..., None], ...]) -> None:
+    run_ranks(4, check_scripts, scripts)
+
+
+MODELS = (Stack, TiedEnds, TiedAcrossBlocks, SameBlockTwice, CalledTwice, LowRankStack, Branching, UnusedParameters)
+
+
+def check_models(model_classes: tuple[Callable[[], nn.Module], ...], recompute: bool) -> None:
+    every(model_classes, plans=("zero3", "zero1-node"), changes={**FIRST, "recompute": recompute})
+
+
+@pytest.mark.parametrize(
+    ("models", "recompute"),
+    [
+        ((TiedAcrossBlocks, CalledTwice), False),
+        pytest.param(MODELS, False, marks=pytest.mark.slow),
+        pytest.param((Stack, LowRankStack, TiedAcrossBlocks, Dropping), True, marks=pytest.mark.slow),
+        pytest.param(CHECKPOINTED, False, marks=pytest.mark.slow),
+    ],
+    ids=["shared weights", "models", "recomputed", "checkpointed by the user"],
+)
+def test_models_of_all_kinds(models: tuple[Callable[[], nn.Module], ...], recompute: bool) -> None:
+    run_ranks(4, check_models, models, recompute)
+
+
+def check_compiled() -> None:
+    torch._dynamo.reset()
+    reference = build(Stack)
+    train_alone(reference, torch.optim.AdamW(reference.parameters(), **ADAMW), steps=range(2), micro_batches=2, world=4)
+    model = tw.shard(build(Stack), plan("zero3", **FIRST))
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    train_sharded(model, tw.optimizer(model, torch.optim.AdamW, **ADAMW), steps=range(2), micro_batches=2)
+    assert gap(whole(model), list(reference.parameters())) <= TOLERANCE
+    assert early(model), "in compiled blocks as well"
+
+
+@pytest.mark.slow
+def test_compiled_blocks() -> None:
+    run_ranks(4, check_compiled)
+
+
+# -- when reductions start -------------------------------------------------------------------------------------
+
+
+def early(model: nn.Module) -> set[str]:
+    """Names of the units whose input gradient came right after their gradients in the traced backward."""
+    engine = runtime(model)
+    trace = engine.schedule.programs.trace
+    assert trace is not None
+    after = zip(trace.backward, trace.backward[1:], strict=False)
+    return {engine.units[u].name for (_, u), second in after if second == (Phase.INPUT_GRADIENT, u)}
+
+
+class Products(TorchDispatchMode):
+    """Notes the shapes of matrix products, and what was known when each began."""
+
+    def __init__(self, know: Callable[[], int]) -> None:
+        super().__init__()
+        self.know = know
+        self.products: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.products.append((tuple(args[0].shape), tuple(args[1].shape), self.know()))
+        return func(*args, **(kwargs or {}))
+
+
+class Wedge(nn.Module):
+    """Three layers whose products all have different shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 32), nn.Linear(32, 64)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def reductions_before_products(first: bool) -> list[tuple[int, int]]:
+    """The products of the second and third layer's input gradients: the layer, and the reductions started before."""
+    torch.manual_seed(0)
+    model = tw.shard(Wedge(), plan("zero3", overlap={"input_gradient": first}))
+    engine = runtime(model)
+    for _ in range(2):
+        model(torch.randn(5, 8, requires_grad=True)).sum().backward()
+        engine.zero_grad()
+    with keep_journal(engine) as journal:
+        loss = model(torch.randn(5, 8)).sum()
+
+        def started() -> int:
+            return sum(start.lane is Lane.REDUCE for start in journal.step(engine.num_steps).starts)
+
+        with Products(started) as products:
+            loss.backward()
+    return [
+        (layer, count)
+        for left, right, count in products.products
+        for layer, shapes in ((2, ((5, 64), (64, 32))), (1, ((5, 32), (32, 16))))
+        if (left, right) == shapes
+    ]
+
+
+def test_a_layers_reduction_starts_before_its_input_gradient() -> None:
+    for counts in run_ranks(4, reductions_before_products, True):
+        assert counts == [(2, 1), (1, 2)]
+
+
+def test_torchs_own_backward_starts_it_after() -> None:
+    for counts in run_ranks(4, reductions_before_products, False):
+        assert counts == [(2, 0), (1, 1)]
+
+
+def traces(fields: dict[str, Any]) -> None:
+    """The backward of the built-in models is the one that plans and simulations assume."""
+    for make, linears in ((llama, 7 * 2 + 1), (gpt, 4 * 2 + 1)):
+        torch.manual_seed(0)
+        model = tw.shard(make(), plan("zero3", granularity="module", **fields))
+        ids = torch.randint(0, 64, (2, 9))
+        model(ids[:, :-1], labels=ids[:, 1:]).loss.backward()
+        programs = runtime(model).schedule.programs
+        trace, assumed = programs.trace, default_trace(programs.infos, recompute=programs.plan.recompute)
+        assert trace is not None
+        assert trace.forward == assumed.forward or make is gpt  # its halves run side by side
+        assert len(early(model)) == linears * programs.plan.overlap.input_gradient
+        # Layers with the same input leave their units together, when the last of them has added its part.
+        late = {Phase.POST_BACKWARD}
+        if make is llama:
+            assert [m for m in trace.backward if m[0] not in late] == [m for m in assumed.backward if m[0] not in late]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_traces_are_those_that_plans_assume(recompute: bool) -> None:
+    run_ranks(4, traces, {"recompute": recompute, "overlap": {"input_gradient": True}})
+
+
+def sharded_twice() -> set[str]:
+    """Layers that were sharded by themselves become units of a larger model, whose input is a leaf with a gradient."""
+    first = plan("zero3", overlap={"input_gradient": True})
+    model = Wedge()
+    for layer in model.layers:
+        tw.shard(layer, first)
+    tw.shard(model, first)
+    x = torch.randn(5, 8, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None
+    return early(model)
+
+
+def test_layers_may_have_been_sharded_before() -> None:
+    for names in run_ranks(4, sharded_twice):
+        assert names == {"layers.0", "layers.1", "layers.2"}
+
+
+# -- what is refused -------------------------------------------------------------------------------------------
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv1d(4, 4, 1) for _ in range(2)])
+
+
+def refused() -> str:
+    return raised(SpecError, tw.shard, Convolutions(), plan("zero3", **FIRST))
+
+
+def test_a_model_without_linear_layers_of_their_own_is_refused() -> None:
+    for message in run_ranks(4, refused):
+        assert "overlap.input_gradient = true" in message
+        assert "Convolutions" in message
+        assert "granularity" in message
+
+
+def test_tensor_parallel_ranks_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"overlap.input_gradient = true with tp = 2"):
+        plan("zero1", tp=2, **FIRST)

@@ -1,0 +1,258 @@
+"""A step in steady state: it allocates nothing large, the timeline shows all work, units are updated as they arrive."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import gc
+import itertools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import thinwire as tw
+from thinwire.collectives import memory
+from thinwire.collectives.group import control
+from thinwire.program.timeline import COMPUTE, WAITING
+from thinwire.sharding.api import runtime
+from thinwire.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+LARGE = 64 << 10
+WIDTH = 256
+DEPTH = 3
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def take_step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, WIDTH)).backward()
+    optim.step()
+    optim.zero_grad()
+
+
+def large_allocations(model: nn.Module, optim: torch.optim.Optimizer) -> list[int]:
+    """How many blocks of 64 KiB and more the computing thread allocates in each of three steps, after three others.
+    torch's profiler tells of no other thread's memory; what lanes use is counted with the communication buffers."""
+    for _ in range(3):
+        take_step(model, optim)
+    counts = []
+    for _ in range(3):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            take_step(model, optim)
+            if hasattr(model, "_thinwire_runtime"):
+                runtime(model).lanes.drain()
+        events = seen.profiler.kineto_results.events()
+        counts.append(sum(event.name() == "[memory]" and event.nbytes() >= LARGE for event in events))
+    return counts
+
+
+def count(preset: str | None) -> tuple[list[int], int, int]:
+    """Large allocations of each of three steps, how many of them made communication buffers that are kept from then on,
+    and how many such buffers there are."""
+    model: nn.Module = Chain()
+    if preset is None:
+        return large_allocations(model, torch.optim.SGD(model.parameters(), lr=1e-2)), 0, 0
+    model = tw.shard(model, tw.Plan.preset(preset, nodes=2, local=2, compute_dtype="float32"))
+    optim = tw.optimizer(model, torch.optim.SGD, lr=1e-2)
+    for _ in range(3):
+        take_step(model, optim)
+    before = num_blocks()
+    num_large = large_allocations(model, optim)
+    return num_large, num_blocks() - before, num_blocks()
+
+
+def num_blocks() -> int:
+    return sum(map(len, memory._blocks.values()))
+
+
+@pytest.mark.parametrize("preset", ["zero1-node", "zero1", "zero3", "hpz"])
+def test_steady_state_allocates_what_the_model_alone_does(preset: str) -> None:
+    alone, *_ = run_ranks(4, count, None)[0]
+    # A freed storage has to be given its memory back: in the forward, and in the backward unless it was kept.
+    gathered = 2 * DEPTH - 1 if preset in ("zero3", "hpz") else 0
+    for allocations, added, kept in run_ranks(4, count, preset):
+        # Now and then lanes and computation meet in a new way, and one buffer more is in use at once.
+        assert kept <= 3 * DEPTH, "a gradient, what is received for it, and the sum between two hops, for each unit"
+        extra = [mine - (theirs + gathered) for mine, theirs in zip(allocations, alone, strict=True)]
+        assert all(count >= 0 for count in extra)
+        assert sum(extra) <= added
+
+
+def allocations_of_shards(preset: str) -> dict[str, int]:
+    """Number of storages that hold each kind of shard, and number of units."""
+    model = tw.shard(Chain(), tw.Plan.preset(preset, nodes=2, local=2))
+    tw.optimizer(model, torch.optim.SGD, lr=1e-2)
+    buffers = [buffer for unit in runtime(model).units for buffer in unit.buffers]
+    parts = {
+        "params": [buffer.shard for buffer in buffers],
+        "masters": [buffer.master for buffer in buffers],
+        "secondary": [buffer.secondary for buffer in buffers],
+        "gradients": [owned.grad for owned in runtime(model).sharded.fragments()],
+    }
+    tensors = {name: [part for part in several if part is not None] for name, several in parts.items()}
+    storages = {name: len({part.untyped_storage().data_ptr() for part in several}) for name, several in tensors.items()}
+    return {**storages, "units": len(buffers)}
+
+
+def test_shards_of_all_units_share_one_allocation_of_their_kind() -> None:
+    for counts in run_ranks(4, allocations_of_shards, "hpz"):
+        assert counts == {"params": 1, "masters": 1, "secondary": 1, "gradients": 1, "units": DEPTH}
+
+
+HEAP = (
+    "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+)  # fmt: skip
+"""Fields of glibc's ``struct mallinfo2``."""
+
+
+class Heap(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_size_t) for name in HEAP)
+
+
+def heap_bytes() -> int:
+    """Bytes in use on the C heap, of which Python's objects are no part."""
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = Heap
+    gc.collect()
+    return int(libc.mallinfo2().uordblks)
+
+
+def growth_by_exchange(number: int) -> dict[str, int]:
+    """Bytes by which the heap grows while each kind of control exchange is made a number of times; the least of three
+    measurements, as threads allocate at any time."""
+    ranks = control()
+    kinds = {
+        "mean": lambda: ranks.all_reduce_mean([1.0, 2.0]),
+        "messages": lambda: ranks.all_gather_bytes(b"message"),
+        "barrier": ranks.barrier,
+    }
+    grown = {}
+    for name, exchange in kinds.items():
+        sizes = [heap_bytes()]
+        for _ in range(3):
+            for _ in range(number):
+                exchange()
+            sizes.append(heap_bytes())
+        grown[name] = min(after - before for before, after in itertools.pairwise(sizes))
+    return grown
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc counts the bytes of its heap")
+def test_control_exchanges_leave_nothing_behind() -> None:
+    number = 200
+    for grown in run_ranks(2, growth_by_exchange, number):
+        # torch's flight recorder keeps half a kilobyte and more of each of the last 2,000 collectives.
+        assert all(size < 32 * number for size in grown.values()), grown
+
+
+def spans_of_a_step(preset: str) -> list[tuple[str, str, float, float]]:
+    model = tw.shard(Chain(), tw.Plan.preset(preset, nodes=2, local=2))
+    optim = tw.optimizer(model, torch.optim.SGD, lr=1e-2)
+    for _ in range(2):
+        take_step(model, optim)
+    with tw.timeline(model) as timeline:
+        take_step(model, optim)
+        runtime(model).lanes.drain()
+    count = len(timeline.spans)
+    take_step(model, optim)
+    runtime(model).lanes.drain()
+    assert len(timeline.spans) == count, "nothing is recorded when nobody looks"
+    return [(span.track, span.name, span.start, span.end) for span in timeline.spans]
+
+
+def test_a_timeline_shows_every_hop_and_every_wait() -> None:
+    for spans in run_ranks(4, spans_of_a_step, "zero3"):
+        assert all(end >= start for _, _, start, end in spans)
+        tracks = {track for track, *_ in spans}
+        assert tracks - {WAITING} == {
+            COMPUTE,
+            "gather gather-across",
+            "gather gather-inside",
+            "reduce scatter-inside",
+            "reduce scatter-across",
+        }
+        computed = [name for track, name, *_ in spans if track == COMPUTE]
+        forward = [f"forward layers.{i}" for i in range(DEPTH)]
+        backward = [f"backward layers.{i}" for i in reversed(range(DEPTH))]
+        assert [name for name in computed if name in {*forward, *backward}] == [*forward, *backward]
+        gathers = [name for track, name, *_ in spans if track == "gather gather-inside"]
+        assert len(gathers) == 2 * DEPTH - 1, "twice, but the last block is kept"
+
+
+class CountsCalls(torch.optim.Optimizer):
+    """Its update depends on how often it was called: its units cannot be updated one by one."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / self.calls)
+
+
+def updated_with(kind: type[torch.optim.Optimizer], bucket_bytes: int) -> tuple[int, float]:
+    """In how many calls a step updates the units, and how far the result is from training alone."""
+    alone = Chain()
+    plan = tw.Plan.preset("zero1", nodes=2, local=2, compute_dtype="float32", bucket_bytes=bucket_bytes)
+    model = tw.shard(copy.deepcopy(alone), plan)
+    optim, other = tw.optimizer(model, kind, lr=0.5), kind(alone.parameters(), lr=0.5)
+    calls = mock.Mock(side_effect=optim.inner.step)
+    optim.inner.step = calls
+    for _ in range(3):
+        take_step(model, optim)
+        take_step(alone, other)
+    with tw.full_parameters(model):
+        pairs = zip(model.parameters(), alone.parameters(), strict=True)
+        return calls.call_count // 3, max(float((a - b).abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bucket_bytes", "calls"),
+    [
+        (torch.optim.AdamW, 1, DEPTH),
+        (torch.optim.SGD, 1, DEPTH),
+        (torch.optim.AdamW, 1 << 22, 1),  # the gradients of all units arrive together
+        (CountsCalls, 1, 1),
+    ],
+)
+def test_units_are_updated_as_they_arrive_where_that_is_the_same(
+    kind: type[torch.optim.Optimizer], bucket_bytes: int, calls: int
+) -> None:
+    for updates, gap in run_ranks(4, updated_with, kind, bucket_bytes):
+        assert updates == calls
+        assert gap <= 1e-6
+
+
+def steps_seen_by_hooks() -> int:
+    model = tw.shard(Chain(), tw.Plan.preset("zero1", nodes=2, local=2))
+    optim = tw.optimizer(model, torch.optim.SGD, lr=1e-2)
+    calls: list[Any] = []
+    optim.register_step_post_hook(lambda *_: calls.append(None))
+    for _ in range(2):
+        take_step(model, optim)
+    return len(calls)
+
+
+def test_hooks_on_the_optimizer_see_one_step_a_step() -> None:
+    assert run_ranks(4, steps_seen_by_hooks) == [2] * 4

@@ -1,0 +1,666 @@
+"""Parameters outside of forward and backward: shares that are read, written, differentiated and optimized as any "
+"tensor."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tests.support.training.edge import build, close, plan, raised, samples
+from tests.support.training.models import Stack
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
+
+import thinwire as tw
+from thinwire.errors import UsageError
+from thinwire.sharding.tensors.boxes import boxes
+from thinwire.sharding.tensors.tensor import ShareTensor
+from thinwire.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+PLANS = ("zero1", "zero3", "whole tensors")
+OTHER_PLANS = ("ddp", "zero2", "hpz", "zero1-node", "inter")
+"""Plans of the slow suite."""
+
+BOTH = pytest.mark.parametrize(
+    "plans", [PLANS, pytest.param(OTHER_PLANS, marks=pytest.mark.slow)], ids=["few", "other"]
+)
+
+
+class Learned(Stack):
+    """A root with one direct parameter and a second method that computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(self.first.in_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.scale)
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        """A method that is not forward and reads the root's parameter."""
+        return super().forward(x * self.scale).square().mean()
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor().detach() if isinstance(value, ShareTensor) else value.detach()
+
+
+class Pair:
+    """A sharded model and the same model unsharded, trained on the same data."""
+
+    def __init__(self, name: str, **changes: Any) -> None:
+        self.one = build(Learned)
+        self.model = tw.shard(build(Learned), plan(name, **changes))
+        self.names = [name for name, _ in self.one.named_parameters()]
+        self.label = name
+
+    def parameters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        mine, theirs = dict(self.model.named_parameters()), dict(self.one.named_parameters())
+        return [(mine[name], theirs[name]) for name in self.names]
+
+    def backward(self, number: int = 0) -> torch.Tensor:
+        losses = [model(samples(number, 1, 4)[0, 0]).square().mean() for model in (self.model, self.one)]
+        for loss in losses:
+            loss.backward()
+        return losses[0]
+
+    def check(self, what: str, tolerance: float = 1e-5) -> None:
+        for name, (mine, theirs) in zip(self.names, self.parameters(), strict=True):
+            assert torch.allclose(whole(mine), theirs, rtol=1e-5, atol=tolerance), f"{what} under {self.label}: {name}"
+
+    def check_gradients(self, what: str, tolerance: float = 1e-6) -> None:
+        for name, (mine, theirs) in zip(self.names, self.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None), f"{what} under {self.label}: {name}"
+            if mine.grad is not None:
+                assert torch.allclose(whole(mine.grad), theirs.grad, rtol=1e-4, atol=tolerance), (
+                    f"{what} under {self.label}: gradient of {name}"
+                )
+
+
+def same(value: Any, expected: Any, what: str) -> None:
+    value, expected = torch.as_tensor(value).detach(), torch.as_tensor(expected).detach()
+    value = whole(value)
+    assert value.shape == expected.shape, what
+    assert value.dtype == expected.dtype, what
+    assert torch.allclose(value, expected, rtol=1e-5, atol=1e-6), what
+
+
+# -- reading ---------------------------------------------------------------------------------------------------
+
+READS: Mapping[str, Callable[[torch.Tensor], Any]] = {
+    "norm": lambda p: p.norm(),
+    "1-norm": lambda p: p.norm(1),
+    "inf-norm": lambda p: torch.linalg.vector_norm(p, math.inf),
+    "sum": lambda p: p.sum(),
+    "mean": lambda p: p.mean(),
+    "max": lambda p: p.max(),
+    "min": lambda p: p.amin(),
+    "isnan": lambda p: p.isnan().any(),
+    "isfinite": lambda p: p.isfinite().all(),
+    "count": lambda p: (p > 0).sum(),
+    "std": lambda p: p.std(),
+    "rows": lambda p: p.sum(-1),
+    "slice": lambda p: p[:2],
+    "flat": lambda p: p.view(-1),
+    "bf16": lambda p: p.to(torch.bfloat16),
+    "copy": lambda p: p.clone(),
+    "numpy": lambda p: torch.from_numpy(p.full_tensor().numpy()) if isinstance(p, ShareTensor) else p,
+    "chain": lambda p: (p.abs().sqrt() * 3 + p.clamp(-0.1, 0.1)).square().mean().sqrt(),
+    "plain": lambda p: p + torch.arange(p.numel(), dtype=torch.float32).view(p.shape),
+    "equal": lambda p: torch.equal(p, p.clone()),
+    "allclose": lambda p: torch.allclose(p, p + 1e-12),
+    "float": lambda p: float(p.max()),
+}
+
+
+def check_reads(plans: tuple[str, ...]) -> None:
+    for name in plans:
+        pair = Pair(name)
+        with torch.no_grad():
+            for what, read in READS.items():
+                for mine, theirs in pair.parameters():
+                    same(read(mine), read(theirs), f"{what} of {tuple(theirs.shape)} under {name}")
+            same(
+                parameters_to_vector(m for m, _ in pair.parameters()), parameters_to_vector(pair.one.parameters()), name
+            )
+        weight = pair.model.first.weight
+        assert isinstance(weight, nn.Parameter)
+        assert weight.is_leaf
+        assert weight.dtype == torch.float32
+        assert "first.weight" in repr(weight)
+        local = weight.to_local()
+        assert local.numel() == weight.spec.length
+        assert local.numel() < weight.numel() or name in ("ddp", "inter", "whole tensors")
+        close(pair.model)
+
+
+@BOTH
+def test_shares_read_as_the_whole_parameter(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_reads, plans)
+
+
+def check_reads_after_a_step(plans: tuple[str, ...]) -> None:
+    """A read right after a step returns the values that the step has written."""
+    for name in plans:
+        pair = Pair(name)
+        optim = tw.optimizer(pair.model, torch.optim.SGD, lr=0.1)
+        reference = torch.optim.SGD(pair.one.parameters(), lr=0.1)
+        averages = [p.detach().clone() for p, _ in pair.parameters()]
+        expected = [p.detach().clone() for _, p in pair.parameters()]
+        for step in range(3):
+            pair.backward(step)
+            optim.step()
+            reference.step()
+            pair.check("read after step()")
+            with torch.no_grad():
+                for kept, parameter in zip(
+                    [*averages, *expected], [p for s in zip(*pair.parameters(), strict=True) for p in s], strict=True
+                ):
+                    kept.lerp_(parameter, 0.5)
+            optim.zero_grad()
+            reference.zero_grad()
+        for kept, plain in zip(averages, expected, strict=True):
+            assert torch.allclose(whole(kept), plain, atol=1e-6), name
+        close(pair.model)
+
+
+@BOTH
+def test_reads_right_after_a_step(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_reads_after_a_step, plans)
+
+
+# -- writing ---------------------------------------------------------------------------------------------------
+
+
+def double(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+
+
+def assign(model: nn.Module) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        parameter.data = torch.full(parameter.shape, 0.01 * number)
+
+
+def through_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.05, 0.05)
+
+
+def initialise(model: nn.Module) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        torch.manual_seed(number)
+        nn.init.normal_(parameter, std=0.1)
+
+
+def from_a_vector(model: nn.Module) -> None:
+    count = sum(parameter.numel() for parameter in model.parameters())
+    vector_to_parameters(torch.linspace(-0.2, 0.2, count), model.parameters())
+
+
+def load(model: nn.Module) -> None:
+    state = build(Learned, seed=5).state_dict()
+    model.load_state_dict(state)
+
+
+def swap(model: nn.Module) -> None:
+    saved = {name: value.detach().clone() for name, value in model.named_parameters()}
+    double(model)
+    model(samples(1, 1, 4)[0, 0])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(saved[name])
+
+
+def check_writes(plans: tuple[str, ...]) -> None:
+    x = samples(0, 1, 4)[0, 0]
+    for name in plans:
+        for write in (double, assign, through_data, initialise, from_a_vector, load, swap):
+            pair = Pair(name)
+            named = [dict(model.named_parameters()) for model in (pair.model, pair.one)]
+            # units list parameters in another order than the model does
+            write(pair.model)
+            write(pair.one)
+            pair.check(write.__name__)
+            assert torch.allclose(pair.model(x), pair.one(x), atol=1e-5), f"{write.__name__} under {name}"
+            with torch.no_grad():
+                assert torch.allclose(pair.model(x), pair.one(x), atol=1e-5), f"{write.__name__} under {name}"
+            assert list(named[0]) == list(named[1])
+            close(pair.model)
+
+
+@BOTH
+def test_writes_reach_every_rank(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_writes, plans)
+
+
+def check_initialisation_with_other_seeds() -> None:
+    """Ranks whose generators differ draw the numbers of the first rank."""
+    for name in ("zero1", "zero3", "ddp"):
+        pair = Pair(name)
+        torch.manual_seed(dist.get_rank())
+        nn.init.uniform_(pair.model.first.weight)
+        torch.manual_seed(0)
+        nn.init.uniform_(pair.one.first.weight)
+        pair.check("uniform_")
+        close(pair.model)
+
+
+def test_ranks_draw_alike() -> None:
+    run_ranks(4, check_initialisation_with_other_seeds)
+
+
+def check_writes_to_whole_parameters(plans: tuple[str, ...]) -> None:
+    for name in plans:
+        for dtype in ("float32", "bfloat16"):
+            pair = Pair(name, compute_dtype=dtype)
+            with torch.no_grad():
+                before = [whole(mine).clone() for mine, _ in pair.parameters()]
+                with tw.full_parameters(pair.model, write=True):
+                    pair.model.first.weight[1, 2] = 7.0
+            for parameter_name, (mine, _), old in zip(pair.names, pair.parameters(), before, strict=True):
+                changed = (whole(mine) != old).nonzero().tolist()
+                assert changed == ([[1, 2]] if parameter_name == "first.weight" else []), f"{parameter_name}, {name}"
+            if name not in ("ddp",) or dtype == "bfloat16":
+
+                def write(model: nn.Module = pair.model) -> None:
+                    with torch.no_grad(), tw.full_parameters(model):
+                        model.first.weight.fill_(1.0)
+
+                assert "write=True" in raised(UsageError, write)
+            close(pair.model)
+
+
+@BOTH
+def test_whole_parameters_are_written_where_asked(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_writes_to_whole_parameters, plans)
+
+
+# -- gradients -------------------------------------------------------------------------------------------------
+
+
+def check_gradients(plans: tuple[str, ...]) -> None:
+    for name in plans:
+        pair = Pair(name)
+        assert all(mine.grad is None for mine, _ in pair.parameters())
+        for clear in (
+            lambda model: model.zero_grad(),
+            lambda model: model.zero_grad(set_to_none=False),
+            lambda model: [setattr(p, "grad", None) for p in model.parameters()],
+        ):
+            for step in range(2):
+                pair.backward(step)
+                for mine, theirs in pair.parameters():
+                    same(mine.grad.norm(), theirs.grad.norm(), "a norm that is read between backwards")
+            pair.check_gradients("two backwards")
+            for model in (pair.model, pair.one):
+                clear(model)
+            pair.check_gradients("cleared")
+            pair.backward(2)
+            pair.check_gradients("after clearing")
+            for model in (pair.model, pair.one):
+                model.first.weight.grad = None
+            pair.backward(3)
+            pair.check_gradients("after clearing one")
+            for mine, theirs in pair.parameters():
+                mine.grad.mul_(0.5)
+                theirs.grad.mul_(0.5)
+                mine.grad = mine.grad + 1
+                theirs.grad = theirs.grad + 1
+            pair.check_gradients("edited")
+            for model in (pair.model, pair.one):
+                model.zero_grad()
+        close(pair.model)
+
+
+@BOTH
+def test_gradients_are_read_cleared_and_edited(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_gradients, plans)
+
+
+def check_clipping(plans: tuple[str, ...]) -> None:
+    for name in plans:
+        pair = Pair(name)
+        for step, order in enumerate((2.0, 1.0, math.inf, 3.0)):
+            for clip in (clip_grad_norm_, lambda p, *a, **k: tw.clip_grad_norm_(p, *a, **k)):
+                pair.backward(step)
+                given = pair.model.parameters() if clip is clip_grad_norm_ else pair.model
+                norm = clip(given, 0.01, norm_type=order)
+                expected = clip_grad_norm_(pair.one.parameters(), 0.01, norm_type=order)
+                assert math.isclose(float(norm), float(expected), rel_tol=1e-4), f"{order} under {name}"
+                pair.check_gradients(f"clipped by {order}")
+                for model in (pair.model, pair.one):
+                    model.zero_grad()
+        pair.backward()
+        for model in (pair.model, pair.one):
+            clip_grad_value_(model.parameters(), 1e-3)
+        pair.check_gradients("clipped by value")
+        close(pair.model)
+
+
+@BOTH
+def test_clipping_of_any_order(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_clipping, plans)
+
+
+def check_penalties(plans: tuple[str, ...]) -> None:
+    """Terms of the loss that read parameters outside of the model's forward."""
+    x = samples(0, 1, 4)[0, 0]
+    for name in plans:
+        pair = Pair(name)
+        for model in (pair.model, pair.one):
+            loss = model(x).square().mean()
+            loss = loss + 0.1 * sum(p.square().sum() for p in model.parameters())
+            loss = loss + 0.1 * sum(p.norm() for p in model.parameters()) + model.first.weight.sum()
+            loss = loss + model.first.weight[1:3].square().sum() + F.linear(x, model.first.weight).mean()
+            loss.backward()
+        pair.check_gradients("penalty", 1e-5)
+        # Each rank scales its penalty by something of its own: gradients are the mean.
+        for model in (pair.model, pair.one):
+            model.zero_grad()
+        (float(dist.get_rank() + 1) * pair.model.first.weight.square().sum()).backward()
+        (2.5 * pair.one.first.weight.square().sum()).backward()
+        pair.check_gradients("a penalty that differs from rank to rank", 1e-5)
+        close(pair.model)
+
+
+@BOTH
+def test_penalties_on_parameters(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_penalties, plans)
+
+
+def note_norm(norms: list[str], parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    norms.append(f"{float(parameter.grad.norm()):.3g}")
+
+
+def check_hooks(plans: tuple[str, ...]) -> None:
+    for name in plans:
+        pair = Pair(name)
+        seen: list[list[str]] = [[], []]
+        for norms, model in zip(seen, (pair.model, pair.one), strict=True):
+            model.first.weight.register_hook(lambda grad: grad * 3)
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(partial(note_norm, norms))
+        pair.backward()
+        pair.check_gradients("hooked")
+        assert sorted(seen[0]) == sorted(seen[1]), name
+        close(pair.model)
+
+
+@BOTH
+def test_hooks_see_gradients(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_hooks, plans)
+
+
+# -- optimizers that users make --------------------------------------------------------------------------------
+
+OPTIMIZERS: tuple[tuple[Any, dict[str, Any]], ...] = (
+    (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.SGD, {"lr": 0.01, "foreach": True}),
+    (torch.optim.AdamW, {"lr": 1e-3}),
+    (torch.optim.AdamW, {"lr": 1e-3, "foreach": True}),
+    (torch.optim.AdamW, {"lr": 1e-3, "fused": True}),
+    (torch.optim.Adagrad, {"lr": 1e-3}),
+    (torch.optim.RMSprop, {"lr": 1e-3, "centered": True}),
+    (torch.optim.NAdam, {"lr": 1e-3}),
+    (torch.optim.Adafactor, {"lr": 1e-3}),
+)
+
+
+def check_optimizers(plans: tuple[str, ...]) -> None:
+    for name in plans:
+        for kind, options in OPTIMIZERS:
+            pair = Pair(name)
+            optims, schedulers = [], []
+            for model in (pair.model, pair.one):
+                named = dict(model.named_parameters())
+                groups = [
+                    {"params": [p for n, p in named.items() if n.endswith("weight")], "weight_decay": 0.01},
+                    {"params": [p for n, p in named.items() if not n.endswith("weight")]},
+                ]
+                optims.append(kind(groups, **options))
+                schedulers.append(torch.optim.lr_scheduler.StepLR(optims[-1], 1, 0.9))
+            for step in range(3):
+                pair.backward(step)
+                for optim, scheduler in zip(optims, schedulers, strict=True):
+                    optim.step()
+                    scheduler.step()
+                    optim.zero_grad()
+            pair.check(f"{kind.__name__} {options}")
+            close(pair.model)
+
+
+@BOTH
+def test_any_optimizer_updates_shares(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_optimizers, plans, timeout=240)
+
+
+def check_closures_and_scalers(plans: tuple[str, ...]) -> None:
+    x = samples(0, 1, 4)[0, 0]
+    for name in plans:
+        pair = Pair(name)
+        for model in (pair.model, pair.one):
+            optim = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+            def closure(model: nn.Module = model, optim: torch.optim.Optimizer = optim) -> torch.Tensor:
+                optim.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                return loss
+
+            optim.step(closure)
+        pair.check("LBFGS", 1e-4)
+        optims = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (pair.model, pair.one)]
+        scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) for _ in optims]
+        for step in range(4):
+            for model, optim, scaler in zip((pair.model, pair.one), optims, scalers, strict=True):
+                optim.zero_grad()
+                factor = math.inf if step == 2 and (model is pair.one or dist.get_rank() == 1) else 1.0
+                scaler.scale(model(x).square().mean() * factor).backward()
+                if step % 2:
+                    scaler.unscale_(optim)
+                scaler.step(optim)
+                scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        pair.check("GradScaler")
+        close(pair.model)
+
+
+@BOTH
+def test_closures_and_gradient_scalers(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_closures_and_scalers, plans)
+
+
+def check_loops_by_hand(plans: tuple[str, ...]) -> None:
+    for name in plans:
+        pair = Pair(name)
+        for step in range(2):
+            pair.backward(step)
+            for model in (pair.model, pair.one):
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter -= 0.1 * parameter.grad
+                model.zero_grad()
+        pair.check("gradient descent by hand")
+        close(pair.model)
+
+
+@BOTH
+def test_updates_by_hand(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_loops_by_hand, plans)
+
+
+class GlobalNorm(torch.optim.SGD):
+    """Divides every gradient by the norm of all of them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([grad.norm() for grad in grads]).norm()
+        for grad in grads:
+            grad.div_(norm)
+        super().step(closure)
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise to every update."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=0.01)
+        super().step(closure)
+
+
+def check_coupled_optimizers(plans: tuple[str, ...]) -> None:
+    for name in plans:
+        for kind, sentence in ((GlobalNorm, "other parameters' gradients"), (Noisy, "draws random numbers")):
+            pair = Pair(name)
+            if name != "ddp" or kind is Noisy:
+                assert sentence in raised(UsageError, tw.optimizer, pair.model, kind, lr=0.1)
+            optims = [kind(model.parameters(), lr=0.1) for model in (pair.model, pair.one)]
+            for step in range(2):
+                pair.backward(step)
+                torch.manual_seed(10 * step + dist.get_rank())
+                optims[0].step()
+                torch.manual_seed(10 * step)
+                optims[1].step()
+                for optim in optims:
+                    optim.zero_grad()
+            pair.check(kind.__name__)  # every rank draws what the first one draws
+            close(pair.model)
+
+
+@BOTH
+def test_optimizers_that_couple_parameters_or_draw(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_coupled_optimizers, plans)
+
+
+# -- outside of forward ---------------------------------------------------------------------------------------
+
+
+def check_methods(plans: tuple[str, ...]) -> None:
+    x = samples(0, 1, 4)[0, 0]
+    for name in plans:
+        for register in (False, True):
+            pair = Pair(name)
+            if register:
+                tw.register_forward_method(pair.model, "loss")
+            for model in (pair.model, pair.one):
+                model.loss(x).backward()
+                model.forward(x).square().mean().backward()
+                model.blocks[0](x @ torch.ones(x.shape[-1], model.blocks[0].up.in_features)).mean().backward()
+            pair.check_gradients(f"methods, registered: {register}", 1e-5)
+            with torch.no_grad():
+                same(pair.model.loss(x), pair.one.loss(x), name)
+            assert not pair.model._thinwire_runtime.passes.state.inside
+            close(pair.model)
+
+
+@BOTH
+def test_methods_other_than_forward(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_methods, plans)
+
+
+# -- refusals --------------------------------------------------------------------------------------------------
+
+
+def refusals_of(model: nn.Module, early: torch.optim.Optimizer) -> Mapping[str, Callable[[], Any]]:
+    """Actions that are refused, by words of the sentence."""
+    return {
+        "made before thinwire.shard": early.step,
+        "copied or pickled": partial(copy.deepcopy, model),
+        "cannot be copied": partial(copy.deepcopy, model.blocks[0]),
+        "cannot be pickled": partial(pickle.dumps, model.first.weight),
+        "frozen when the model was sharded": partial(model.blocks[0].up.bias.requires_grad_, True),
+        "another parameter": partial(setattr, model.first, "weight", nn.Parameter(torch.ones(1))),
+        "cannot be taken out": partial(delattr, model.first, "weight"),
+        "are fixed once the model is sharded": partial(model.to, torch.bfloat16),
+    }
+
+
+def check_refusals() -> None:
+    for name in ("zero1", "zero3"):
+        model = build(Learned)
+        early = torch.optim.AdamW(model.parameters())
+        model.blocks[0].up.bias.requires_grad_(False)
+        tw.shard(model, plan(name))
+        x = samples(0, 1, 4)[0, 0]
+        for message, action in refusals_of(model, early).items():
+            assert message in raised(UsageError, action), message
+        model.to("cpu")
+        model.float()
+        mine = torch.optim.AdamW(model.parameters())
+        model(x)
+        assert "without a backward" in raised(UsageError, mine.step)
+        model.head = nn.Linear(2, 2)
+        model(x).square().mean().backward()
+        assert "head.weight was added after" in raised(UsageError, mine.step)
+        del model.head
+        mine.step()
+        owner = tw.optimizer(model, torch.optim.AdamW, lr=1e-3)
+        model(x).square().mean().backward()
+        assert "both would update it" in raised(UsageError, mine.step)
+        owner.step()
+        close(model)
+    assert "float64" in raised(UsageError, tw.shard, nn.Linear(2, 2, dtype=torch.float64), plan("zero3"))
+
+
+def test_refusals() -> None:
+    run_ranks(4, check_refusals)
+
+
+# -- boxes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (2, 3, 4), (2, 1, 3, 2)])
+def test_boxes_cover_a_piece_exactly(shape: tuple[int, ...]) -> None:
+    whole_tensor = torch.arange(math.prod(shape)).view(shape)
+    for offset in range(whole_tensor.numel() + 1):
+        for length in range(whole_tensor.numel() - offset + 1):
+            cut = boxes(shape, offset, length)
+            assert len(cut) <= max(1, 2 * len(shape) - 1)
+            values = []
+            for box in cut:
+                index = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+                assert box.start == len(values)
+                values += whole_tensor[index].reshape(-1).tolist()
+            assert values == list(range(offset, offset + length))
+
+
+def clipped_where_a_rank_owns_nothing(preset: str) -> tuple[float, float]:
+    """Norm by torch's clipping, over ranks and alone, of a model whose units have one parameter each."""
+    alone = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2)))
+    with torch.no_grad():
+        for parameter in alone.parameters():
+            parameter.copy_(torch.linspace(-1, 1, 64).view(8, 8))
+    plan = tw.Plan.preset(preset, nodes=2, local=2, partition="inter", bucket_bytes=1, compute_dtype="float32")
+    model = tw.shard(copy.deepcopy(alone), plan, units=["0", "1"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        for data in tw.micro_batches(model, [torch.ones(2, 8)] * 2):
+            model(data).square().mean().backward()
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), math.inf))
+        optimizer.step()
+        optimizer.zero_grad()
+    (2 * alone(torch.ones(2, 8)).square().mean()).backward()
+    return norm, float(nn.utils.clip_grad_norm_(alone.parameters(), math.inf))
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero1-node"])
+def test_a_rank_that_owns_nothing_of_a_parameter_takes_part_in_clipping(preset: str) -> None:
+    for norm, expected in run_ranks(4, clipped_where_a_rank_owns_nothing, preset):
+        assert norm == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,175 @@
+"""``thinwire sim``: cases are read strictly, answers are complete, and engines differ as expected."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.paths import ROOT
+
+from thinwire.errors import SpecError
+from thinwire.sim import Case, Resource, answer, read_cases
+
+NODE = {"local": 8, "nodes": 1}
+ONE = {"local": 1, "nodes": 1}
+AMSP_7B = {"params": ONE, "grads": ONE, "optimizer": NODE}
+
+
+def case(**changes: Any) -> Case:
+    fields: dict[str, Any] = {"model": "llama-7b", "gpu": "a800-80g", "gpus": 64, "seq": 4096, "plan": "zero1-node"}
+    return Case.parse({**fields, **changes}, "case")
+
+
+def test_answers_have_every_figure() -> None:
+    written = answer(case(id="x")).to_dict()
+    assert list(written) == [
+        "id", "step_seconds", "tgs", "mfu", "tflops", "memory_bytes", "exposed", "extrapolated",
+    ]  # fmt: skip
+    assert written["id"] == "x"
+    assert written["tgs"] == pytest.approx(4096 / written["step_seconds"])
+    assert written["tflops"] == pytest.approx(312 * written["mfu"])
+    assert written["memory_bytes"]["total"] == sum(v for k, v in written["memory_bytes"].items() if k != "total")
+    assert set(written["exposed"]) == {"gather", "reduce", "sync", "spread", "control", "outer"}
+
+
+def test_factors_and_their_preset_are_one_plan() -> None:
+    named, written = answer(case(plan="zero1-node")), answer(case(plan=AMSP_7B))
+    assert named.simulated.seconds == written.simulated.seconds
+    assert named.memory == written.memory
+
+
+def test_micro_batches_and_batch_sizes_count() -> None:
+    assert answer(case(micro_batches=4)).tokens == 4 * answer(case()).tokens
+    assert answer(case(micro_batch_tokens=16384)).plan.micro_batch == 4
+    short = answer(
+        Case(model="gpt-18b", gpu="v100-32g", gpus=64, micro_batch_tokens=512, plan="zero3", dtype="float16")
+    )
+    assert (short.model.seq, short.plan.micro_batch) == (512, 1)
+
+
+def test_overlap_hides_communication() -> None:
+    hidden, bare = answer(case()), answer(case(overlap=[]))
+    assert sum(bare.simulated.exposed.values()) > sum(hidden.simulated.exposed.values())
+    assert bare.simulated.seconds > hidden.simulated.seconds
+
+
+def test_a_thinner_wire_is_slower_and_codecs_help() -> None:
+    wide, thin = (answer(case(plan="zero3", internode_gbps=gbps)) for gbps in (800, 50))
+    assert thin.simulated.seconds > 2 * wide.simulated.seconds
+    assert answer(case(plan="zeropp", internode_gbps=50)).simulated.seconds < thin.simulated.seconds
+
+
+def test_amsp_synchronises_whole_gradients() -> None:
+    """Its all-reduce over all ranks sends more across nodes than a reduce-scatter inside them lets through."""
+    whole, shared = (answer(case(plan=AMSP_7B, engine=name, overlap=[])) for name in ("amsp", "thinwire"))
+    assert whole.simulated.exposed["reduce"] > 0  # type: ignore[index]
+    assert whole.plan.partition == "inter"
+    assert whole.simulated.busy[Resource.ACROSS] > shared.simulated.busy[Resource.ACROSS]
+    assert not whole.extrapolated
+
+
+def test_a_hundred_thousand_accelerators_are_no_more_work_than_eight() -> None:
+    few, many = (answer(case(gpus=count, plan="zero3", gpu="h100-80g", micro_batches=8)) for count in (8, 100_000))
+    assert many.memory.params < few.memory.params / 10_000
+    assert many.extrapolated
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"colour": "red"}, "colour"),
+        ({"gpu": "a900"}, "gpu = 'a900' is unknown; valid are a800-80g"),
+        ({"engine": "horovod"}, "engine = 'horovod' is unknown; valid are thinwire, amsp"),
+        ({"gpus": 63}, "gpus = 63 is not a multiple of gpus_per_node = 8"),
+        ({"micro_batch_tokens": 5000}, "micro_batch_tokens = 5000 is not a multiple of seq = 4096"),
+        ({"micro_batch_tokens": 512}, "micro_batch_tokens = 512 is less than seq = 4096"),
+        ({"plan": {"params": NODE, "stage": 3}}, "plan.stage is unknown; valid are params"),
+        ({"plan": "zero9"}, "there is no preset 'zero9'"),
+        ({"overlap": ["everything"]}, "overlap"),
+        ({"dtype": "int4"}, "dtype"),
+    ],
+)
+def test_wrong_fields_of_a_case_are_named(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        answer(case(**changes))
+    assert complaint in str(caught.value)
+
+
+def test_a_file_of_cases_names_every_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "cases.json"
+    good = {"id": "a", "model": "llama-7b", "gpu": "a800-80g", "gpus": 8, "plan": "ddp"}
+    path.write_text(json.dumps([good, {**good, "id": "b", "size": 3}, {**good, "id": "c", "gpus": "many"}]))
+    with pytest.raises(SpecError) as caught:
+        read_cases(path)
+    assert "case b" in str(caught.value)
+    assert "case c" in str(caught.value)
+    path.write_text("{}")
+    with pytest.raises(SpecError, match="should be a JSON list"):
+        read_cases(path)
+    path.write_text("[")
+    with pytest.raises(SpecError, match="cannot be read as cases"):
+        read_cases(path)
+    path.write_text(json.dumps([good]))
+    assert [read.id for read in read_cases(path)] == ["a"]
+
+
+def test_the_cases_of_the_docs_are_answered(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "planner.md").read_text()
+    path = tmp_path / "cases.json"
+    path.write_text(page.split("```json\n")[1].split("```")[0])
+    answers = [answer(one) for one in read_cases(path)]
+    assert [one.case.id for one in answers] == ["a", "b"]
+    assert not any(one.extrapolated for one in answers)
+    assert set(Case.model_fields) <= set(re.findall(r"`(\w+)`", page))
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "thinwire.cli.main", "sim", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_the_command_sweeps_draws_and_traces(tmp_path: Path) -> None:
+    usual = ["--model", "llama-7b", "--cluster", "a800-80g:2x8", "--plan", "preset:zero3"]
+    picture, trace, plan = tmp_path / "sweep.png", tmp_path / "trace.json", tmp_path / "plan.toml"
+    swept = run_command(*usual, "--sweep", "internode_gbps=50,100,200", "--plot", str(picture), "--json")
+    assert swept.returncode == 0, swept.stderr
+    seconds = [row["step_seconds"] for row in json.loads(swept.stdout)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert len(set(seconds)) == 3
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    one = run_command(*usual, "--trace", str(trace), "--json")
+    assert one.returncode == 0, one.stderr
+    assert any(event["ph"] == "X" for event in json.loads(trace.read_text())["traceEvents"])
+    from thinwire.spec import Plan
+
+    Plan.preset("zero3", nodes=2, local=8).save(plan)
+    from_file = run_command(*usual[:4], "--plan", str(plan), "--json")
+    # A trace has every block; without one, equal blocks are played once.
+    traced = json.loads(one.stdout)["step_seconds"]
+    assert json.loads(from_file.stdout)["step_seconds"] == pytest.approx(traced, rel=1e-9)
+    assert "simulated steps" in run_command(*usual).stdout.lower()
+    Plan.preset("zero3", nodes=2, local=8).with_(overlap={"gather": False}, micro_batches=2).save(plan)
+    blocking = json.loads(run_command(*usual[:4], "--plan", str(plan), "--json").stdout)
+    assert blocking["exposed"]["gather"] > 2 * json.loads(one.stdout)["exposed"]["gather"]
+    assert blocking["step_seconds"] > 2 * json.loads(one.stdout)["step_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "--model and --cluster are missing"),
+        (["--model", "llama-7b", "--cluster", "a800-80g:2x8", "--sweep", "colour=1,2"], "--sweep colour=1,2 should be"),
+        (["--model", "llama-7b", "--cluster", "a800-80g:2x8", "--plot", "x.png"], "--plot x.png needs --sweep"),
+    ],
+)
+def test_the_command_names_what_is_wrong(arguments: list[str], complaint: str) -> None:
+    result = run_command(*arguments)
+    assert result.returncode == 1
+    assert complaint in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,81 @@
+"""Trainers of transformers, and what they leave."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+transformers = pytest.importorskip("transformers")
+
+STEPS = 20
+
+LENGTH = 12
+
+VOCABULARY = 64
+
+
+class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Random tokens, of which some labels do not count."""
+
+    def __init__(self, number: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.tokens = torch.randint(0, VOCABULARY, (number, LENGTH), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        labels = self.tokens[index].clone()
+        labels[: index % 5] = -100
+        return {"input_ids": self.tokens[index], "labels": labels}
+
+
+def build() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=LENGTH,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+@dataclass
+class Results:
+    """What a run has logged, and the weights at its end."""
+
+    logs: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+
+
+def arguments(directory: Path, kind: type, **options: Any) -> Any:
+    defaults: Mapping[str, Any] = {
+        "per_device_train_batch_size": 2, "max_steps": STEPS, "learning_rate": 1e-2, "adam_epsilon": 1e-2,
+        "weight_decay": 0.1, "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True,
+        "disable_tqdm": True, "dataloader_pin_memory": False, "warmup_steps": 2, "seed": 3,
+    }  # fmt: skip
+    return kind(output_dir=str(directory), **{**defaults, **options})
+
+
+def join() -> None:
+    """Give accelerate the environment that torchrun would."""
+    os.environ |= {
+        "RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()),
+        "LOCAL_RANK": str(dist.get_rank()), "LOCAL_WORLD_SIZE": str(dist.get_world_size()),
+    }  # fmt: skip
+
+
+def assert_alike(got: Results, want: Results) -> None:
+    for one, other in zip(got.logs, want.logs, strict=True):
+        assert one.keys() == other.keys()
+        for key in one.keys() & {"loss", "grad_norm", "learning_rate", "eval_loss"}:
+            assert math.isclose(one[key], other[key], rel_tol=2e-4), (key, one, other)
+    for name, value in want.weights.items():
+        torch.testing.assert_close(got.weights[name], value, rtol=1e-4, atol=1e-5)

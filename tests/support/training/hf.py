@@ -1,0 +1,61 @@
+"""Hugging Face models and their batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+def build(kind: str) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    match kind:
+        case "llama":
+            config = transformers.LlamaConfig(**SIZES, intermediate_size=56, num_key_value_heads=2)
+        case "llama-tied":
+            config = transformers.LlamaConfig(**SIZES, intermediate_size=56, tie_word_embeddings=True)
+        case "gpt2":
+            quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+            config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=3, n_head=4, n_positions=32, **quiet)
+        case "mixtral":
+            experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+            config = transformers.MixtralConfig(**SIZES, intermediate_size=40, num_key_value_heads=2, **experts)
+        case _:
+            raise AssertionError(kind)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def batches(step: int, world: int) -> list[torch.Tensor]:
+    ids = torch.randint(0, 64, (2 * world, 12), generator=torch.Generator().manual_seed(step))
+    return list(ids.chunk(world))
+
+
+class Adapted(nn.Module):
+    """A frozen layer plus a trainable product of two thin matrices."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.a = nn.Parameter(torch.randn(2, layer.in_features) / 8)
+        self.b = nn.Parameter(torch.randn(layer.out_features, 2) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + x @ self.a.T @ self.b.T
+
+
+def prepare(kind: str, *, adapted: bool, reentrant: bool | None) -> nn.Module:
+    model = build(kind)
+    if adapted:
+        model.requires_grad_(False)
+        for layer in model.model.layers:
+            for name in ("q_proj", "v_proj"):
+                setattr(layer.self_attn, name, Adapted(getattr(layer.self_attn, name)))
+    if reentrant is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    return model.train()
