@@ -34,7 +34,7 @@ class _Direction:
     Attributes:
         pair: The two, of which one sends.
         queue: The messages in order.
-        late: The message that is received when somebody waits for it; messages after it come later.
+        late: The newest message that is received when somebody waits for it, or for one after it.
     """
 
     pair: MemberGroup
@@ -115,12 +115,10 @@ class Channels:
         def receive() -> QueuedWork:
             return direction.queue.perform(body, [tensor], [], wait=False)
 
-        if direction.late is not None:
-            direction.late.begin()
-            direction.late = None
-        if codec is None or not codec.spec.is_variable_length:
+        before = direction.late if direction.late is not None and not direction.late.has_begun else None
+        if before is None and (codec is None or not codec.spec.is_variable_length):
             return receive()
-        direction.late = LateWork(receive)
+        direction.late = LateWork(receive, before)
         return direction.late
 
     def leave(self) -> None:

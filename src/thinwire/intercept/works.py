@@ -142,19 +142,29 @@ class LateWork(dist.Work):
 
     Args:
         begin: Begins it, and returns the work from then on. It is called once.
+        after: Work that has to begin before.
     """
 
-    def __init__(self, begin: Callable[[], dist.Work]) -> None:
+    def __init__(self, begin: Callable[[], dist.Work], after: LateWork | None = None) -> None:
         super().__init__()
         self._begin: Callable[[], dist.Work] | None = begin
+        self._after = after
         self._work: Any = None
         self._lock = threading.Lock()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether somebody has asked for it."""
+        return self._begin is None
 
     def begin(self) -> Any:
         """The work, which begins now if it has not yet."""
         with self._lock:
             if self._begin is not None:
-                self._work, self._begin = self._begin(), None
+                if self._after is not None:
+                    self._after.begin()
+                self._work = self._begin()
+                self._begin = self._after = None
             return self._work
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
