@@ -166,9 +166,13 @@ class TrainingJob:
 
     @property
     def loss_chunk(self) -> int:
-        """Most logits of which the loss has fp32 copies at once; ranks of a profile over gloo compute on processors."""
-        on_host = isinstance(self.rates, ProfiledRates) and self.rates.profile.backend == "gloo"
-        return HOST_LOSS_CHUNK if on_host else GPU_LOSS_CHUNK
+        """Most logits of which the loss has fp32 copies at once."""
+        return HOST_LOSS_CHUNK if self.is_on_processors else GPU_LOSS_CHUNK
+
+    @property
+    def is_on_processors(self) -> bool:
+        """Whether ranks compute on processors: those of a profile over gloo do."""
+        return isinstance(self.rates, ProfiledRates) and self.rates.profile.backend == "gloo"
 
     # -- how the ranks may share the model ---------------------------------------------------------------------------
 
