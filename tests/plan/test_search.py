@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.paths import GOLDEN
 
-from thinwire.cost import NominalRates, memory, units
+from thinwire.cost import NominalRates, ProfiledRates, memory, units
 from thinwire.errors import SpecError
 from thinwire.plan import (
+    CodecLevel,
     Search,
     TrainingJob,
     amsp_flips,
@@ -32,7 +34,8 @@ from thinwire.plan.refine import Refinement
 from thinwire.plan.rules import chain_ends, complexity, factors, secondaries
 from thinwire.plan.search import RESOLUTION
 from thinwire.plan.space.traffic import codec_choices
-from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
+from thinwire.spec import ClusterSpec, CodecSpec, Factor, ModelSpec, Plan
+from thinwire.spec.profile import Profile
 
 SMALL = ModelSpec(name="small", layers=4, hidden=1024, heads=8, vocab=8192, seq=1024)
 
@@ -274,16 +277,27 @@ def test_plans_for_accelerators_without_bfloat16_compute_in_float16() -> None:
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "plans compute in float16, with loss scaling" in result.stderr
+    assert "mpc and exp3 are left out on GPUs" in result.stderr
     plans = [Plan.parse(row["plan"]) for row in json.loads(result.stdout)["plans"]]
     assert {plan.compute_dtype for plan in plans} == {"float16"}
-    assert not any("exp3" in str(plan.wire) for plan in plans), "exp3 encodes bfloat16 only"
+    assert not any(codec in str(plan.wire) for plan in plans for codec in ("exp3", "mpc"))
 
 
 @pytest.mark.parametrize(("dtype", "proposes"), [("bfloat16", True), ("float16", False)])
 def test_the_search_leaves_out_codecs_of_other_dtypes(dtype: str, proposes: bool) -> None:
-    choices = codec_choices(job(codecs="lossless", compute_dtype=dtype))
+    """A profile over gloo is of processors, which wait for lengths on threads of their own."""
+    measured = Profile.read(GOLDEN / "profile-1gbit.json")
+    rates = ProfiledRates(measured, SMALL, "bfloat16")
+    choices = codec_choices(replace(job(codecs="lossless", compute_dtype=dtype), rates=rates))
     assert ("exp3" in choices["gather"]) is ("exp3" in choices["spread"]) is proposes
     assert choices["reduce_inter"] == ("none", "mpc")
+
+
+@pytest.mark.parametrize("level", ["none", "lossless", "standard", "aggressive"])
+def test_messages_on_gpus_have_fixed_length(level: CodecLevel) -> None:
+    assert not any(
+        CodecSpec(text).is_variable_length for texts in codec_choices(job(codecs=level)).values() for text in texts
+    )
 
 
 def test_float16_takes_the_memory_of_bfloat16() -> None:

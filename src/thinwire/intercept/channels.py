@@ -2,6 +2,9 @@
 
 torch groups the messages of ``batch_isend_irecv`` only for process groups of its own class. One by one, a message to a
 rank and one from it would wait for each other on the stream that NCCL gives to a pair. Here they do not.
+
+The host has to know how long a message is. Where that depends on its values, it is received when computation waits for
+it: until then, this rank may be about to send what the other one waits for.
 """
 
 from __future__ import annotations
@@ -14,20 +17,29 @@ from thinwire.codecs import Codec
 from thinwire.collectives.links.nccl import Membership
 from thinwire.collectives.links.streams import streams_of
 from thinwire.collectives.memory import allocate
+from thinwire.collectives.messages import Messages
 from thinwire.errors import UsageError
 from thinwire.intercept.encoded import decode, deliver, flat, ready
 from thinwire.intercept.members import MemberGroup, part_of
 from thinwire.intercept.queued import QueuedWork, StreamQueue
+from thinwire.intercept.works import LateWork
 
 __all__ = ["Channels"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Direction:
-    """One way between two members."""
+    """One way between two members.
+
+    Attributes:
+        pair: The two, of which one sends.
+        queue: The messages in order.
+        late: The newest message that is received when somebody waits for it, or for one after it.
+    """
 
     pair: MemberGroup
     queue: StreamQueue
+    late: LateWork | None = None
 
 
 class Channels:
@@ -52,7 +64,7 @@ class Channels:
                 if self._index in (low, high):
                     self._connect(low, high)
 
-    def send(self, tensor: torch.Tensor, target: int, codec: Codec | None, seed: int | None) -> QueuedWork:
+    def send(self, tensor: torch.Tensor, target: int, codec: Codec | None, seed: int | None) -> tuple[QueuedWork, int]:
         """Send a tensor to a member.
 
         Args:
@@ -60,17 +72,26 @@ class Channels:
             target: Index of the member.
             codec: Codec of the message; ``None`` sends the tensor's bytes.
             seed: Seed for a codec that rounds at random.
+
+        Returns:
+            The work, and the bytes that it sends.
         """
         direction = self._direction(self._index, target)
-        values = flat(tensor)
+        pair, values = direction.pair, flat(tensor)
+        before = pair.sent
 
         def body() -> None:
-            message = values.view(torch.uint8) if codec is None else codec.encode(values, seed=seed)
-            direction.pair.send(message, direction.pair.index, 1 - direction.pair.index)
+            if codec is None:
+                pair.send(values.view(torch.uint8), pair.index, 1 - pair.index)
+                return
+            messages = Messages(codec, [values.numel()], values.dtype, values.device)
+            messages.encode(0, values, seed)
+            messages.send(pair, pair.index, 1 - pair.index)
 
-        return direction.queue.perform(body, [], [values], wait=False)
+        work = direction.queue.perform(body, [], [values], wait=False)
+        return work, pair.sent - before
 
-    def receive(self, tensor: torch.Tensor, source: int, codec: Codec | None) -> QueuedWork:
+    def receive(self, tensor: torch.Tensor, source: int, codec: Codec | None) -> QueuedWork | LateWork:
         """Fill a tensor with that of a member.
 
         Args:
@@ -79,18 +100,26 @@ class Channels:
             codec: Codec of the message; ``None`` for the tensor's bytes.
         """
         direction = self._direction(source, self._index)
-        tensor = ready(tensor)
-        nbytes = tensor.nbytes if codec is None else codec.max_wire_bytes(tensor.numel(), tensor.dtype)
+        pair, tensor = direction.pair, ready(tensor)
 
         def body() -> None:
-            message = allocate(nbytes, torch.uint8, tensor.device)
-            direction.pair.send(message, 1 - direction.pair.index, direction.pair.index)
             if codec is None:
+                message = allocate(tensor.nbytes, torch.uint8, tensor.device)
+                pair.send(message, 1 - pair.index, pair.index)
                 deliver(message.view(tensor.dtype), tensor)
-            else:
-                decode(codec, message, tensor)
+                return
+            messages = Messages(codec, [tensor.numel()], tensor.dtype, tensor.device)
+            messages.send(pair, 1 - pair.index, pair.index)
+            decode(codec, messages.message(0), tensor)
 
-        return direction.queue.perform(body, [tensor], [], wait=False)
+        def receive() -> QueuedWork:
+            return direction.queue.perform(body, [tensor], [], wait=False)
+
+        before = direction.late if direction.late is not None and not direction.late.has_begun else None
+        if before is None and (codec is None or not codec.spec.is_variable_length):
+            return receive()
+        direction.late = LateWork(receive, before)
+        return direction.late
 
     def leave(self) -> None:
         """Release the connections."""

@@ -90,7 +90,8 @@ def all_to_all(
         for piece, codec in zip(pieces, sent.codecs, strict=True)
     ]
     lengths = [message.numel() for message in messages]
-    expected = _lengths(members, lengths, received) if received.vary or sent.vary else received.most_bytes
+    vary = received.vary or sent.vary
+    expected = _lengths(members, lengths, received, tensor.device) if vary else received.most_bytes
     room = [torch.empty(length, dtype=torch.uint8, device=tensor.device) for length in expected]
     members.exchange(messages, room)
     room[mine] = messages[mine]
@@ -106,11 +107,12 @@ def all_to_all(
     return lengths
 
 
-def _lengths(members: Subgroup, lengths: Sequence[int], received: RankPieces) -> list[int]:
-    """Exchange the lengths of messages; returns those of the messages to this rank."""
-    mine, theirs = [torch.tensor([length]) for length in lengths], [torch.tensor([length]) for length in lengths]
-    members.exchange(mine, theirs)
-    expected = [int(length) for length in theirs]
+def _lengths(members: Subgroup, lengths: Sequence[int], received: RankPieces, device: torch.device) -> list[int]:
+    """Exchange the lengths of messages; returns those of the messages to this rank, for which the host waits."""
+    mine = torch.tensor(lengths, device=device)
+    theirs = mine.clone()
+    members.exchange(list(mine.split(1)), list(theirs.split(1)))
+    expected: list[int] = theirs.tolist()
     for length, most, codec in zip(expected, received.most_bytes, received.codecs, strict=True):
         if not 0 <= length <= most or (codec is None and length != most):
             raise WireError(f"an all-to-all's message has {length} bytes, and at most {most} were expected")

@@ -10,14 +10,12 @@ import torch.distributed as dist
 
 from thinwire import codecs
 from thinwire.codecs import Codec
-from thinwire.collectives.links.streams import streams_of
 from thinwire.collectives.reduce_scatter import HopCodecs
-from thinwire.errors import UsageError
 from thinwire.intercept.scope import in_step, is_exact
 from thinwire.spec import CodecSpec
-from thinwire.spec.codec import encodable_dtypes, length_problem
+from thinwire.spec.codec import encodable_dtypes
 
-__all__ = ["DEVICES", "MIN_NUMEL", "AxisCodecs", "EncodingGate", "Operation", "check_length", "scale_of"]
+__all__ = ["DEVICES", "MIN_NUMEL", "AxisCodecs", "EncodingGate", "Operation", "scale_of"]
 
 MIN_NUMEL = 1024
 """Tensors with fewer values are sent unencoded: losses, norms, counters."""
@@ -165,19 +163,10 @@ class EncodingGate:
             return None, name
         if numel < self._min_numel:
             return None, "tiny"
-        if streams_of(device) is not None:
-            check_length(spec)
         codec = codecs.get(spec, device=device)
         if not spec.is_variable_length and codec.max_wire_bytes(numel, dtype) >= numel * dtype.itemsize:
             return None, "no smaller"
         return codec, ""
-
-
-def check_length(spec: CodecSpec) -> None:
-    """Raise :class:`UsageError` if messages of a codec differ in length, which a GPU cannot send without the host."""
-    problem = length_problem(spec)
-    if problem is not None:
-        raise UsageError(problem)
 
 
 def scale_of(op: Any, size: int) -> float | None:

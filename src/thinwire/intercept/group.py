@@ -26,7 +26,7 @@ from thinwire.collectives.links.streams import streams_of
 from thinwire.errors import UsageError, WireError
 from thinwire.intercept import encoded, exchange
 from thinwire.intercept.channels import Channels
-from thinwire.intercept.gate import MIN_NUMEL, AxisCodecs, EncodingGate, Operation, check_length, scale_of
+from thinwire.intercept.gate import MIN_NUMEL, AxisCodecs, EncodingGate, Operation, scale_of
 from thinwire.intercept.members import MembersAxis
 from thinwire.intercept.nodes import check_nodes, count_nodes
 from thinwire.intercept.plain import PlainGroup
@@ -109,12 +109,9 @@ class CompressingGroup(PlainGroup):
                 one across, so that a byte crosses nodes once. ``None`` derives the number from ``LOCAL_WORLD_SIZE``.
 
         Raises:
-            UsageError: Nodes have different numbers of members, or a codec does not work on the group's device.
+            UsageError: Nodes have different numbers of members.
         """
         counted = count_nodes(self._ranks, nodes, self.axis)
-        if not any(device.type == "cpu" for device in self._inner._device_types):
-            for spec in (codecs.reduce, codecs.gather, codecs.send, codecs.inside or codecs.reduce):
-                check_length(spec)
         self._gate = EncodingGate(len(self._ranks), codecs, min_numel, always=always, nodes=counted)
 
     @property
@@ -310,9 +307,9 @@ class CompressingGroup(PlainGroup):
         if encoded.is_plain(tensor) and streams_of(tensor.device) is not None:
             channels, seed = self._channels_of(tensor.device), None if codec is None else self._seed(codec)
             plain = self._plain_bytes("send", tensor.nbytes)
-            sent = plain if codec is None else codec.max_wire_bytes(tensor.numel(), tensor.dtype)
+            work, sent = channels.send(tensor, dst, codec, seed)
             self._report("send", _name(codec), plain, sent, why=why)
-            return self._noted(channels.send(tensor, dst, codec, seed), tensor.device)
+            return self._noted(work, tensor.device)
         if codec is None:
             return self._pass_one_on("send", tensor, why, self._inner.send, tensors, dst, tag)
         with self._waiting(tensor.device):

@@ -119,8 +119,7 @@ def compress_axis(
         The group of the axis. :meth:`CompressingGroup.traffic` reports what it sent.
 
     Raises:
-        UsageError: The mesh has no such axis, or is of other devices; or a codec has messages of variable length, which
-            GPUs cannot send.
+        UsageError: The mesh has no such axis, or is of other devices.
         SpecError: A codec is misspelt.
     """
     if axis not in (mesh.mesh_dim_names or ()):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from thinwire.collectives.links.streams import EventPairs, Streams
 
-__all__ = ["AllOf", "Courier", "Promise", "Stopwatch", "Watched", "done"]
+__all__ = ["AllOf", "Courier", "LateWork", "Promise", "Stopwatch", "Watched", "done"]
 
 
 class Promise(dist.Work):
@@ -135,6 +135,66 @@ class AllOf(Promise):
     def is_completed(self) -> bool:
         """Whether all works are complete."""
         return self._ended.is_set() or all(work.is_completed() for work in self._works)
+
+
+class LateWork(dist.Work):
+    """Work that begins when somebody asks for it.
+
+    Args:
+        begin: Begins it, and returns the work from then on. It is called once.
+        after: Work that has to begin before.
+    """
+
+    def __init__(self, begin: Callable[[], dist.Work], after: LateWork | None = None) -> None:
+        super().__init__()
+        self._begin: Callable[[], dist.Work] | None = begin
+        self._after = after
+        self._work: Any = None
+        self._lock = threading.Lock()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether somebody has asked for it."""
+        return self._begin is None
+
+    def begin(self) -> Any:
+        """The work, which begins now if it has not yet."""
+        with self._lock:
+            if self._begin is not None:
+                if self._after is not None:
+                    self._after.begin()
+                self._work = self._begin()
+                self._begin = self._after = None
+            return self._work
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Begin the work, and wait for it."""
+        del timeout  # the transport has one of its own
+        return bool(self.begin().wait())
+
+    def synchronize(self) -> None:
+        """:meth:`wait`, as torch also calls it."""
+        self.wait()
+
+    def get_future(self) -> Any:
+        """The future of the work, which begins."""
+        return self.begin().get_future()
+
+    def is_completed(self) -> bool:
+        """Whether the work is complete. It begins, so that asking again and again comes to an end."""
+        return bool(self.begin().is_completed())
+
+    def is_success(self) -> bool:
+        """Whether the work is complete and has not failed."""
+        return bool(self.begin().is_success())
+
+    def exception(self) -> Any:
+        """The error of the work; ``None`` if it has not failed."""
+        return self.begin().exception()
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that the work fills."""
+        return list(self.begin().result())
 
 
 class Stopwatch:

@@ -242,15 +242,6 @@ _WITHOUT_OPTIONS = [notation for notation, _ in NOTATION if "," not in notation]
 VALID = f"{', '.join(_WITHOUT_OPTIONS)} and topk:1/N,int2"
 """Names of the built-in codecs without options, for messages."""
 
-_OF_FIXED_LENGTH = [
-    notation
-    for family in FAMILIES.values()
-    if not family.variable_length
-    for notation, _ in family.notation
-    if "," not in notation
-]
-"""Names of the built-in codecs of fixed length without options, for messages."""
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CodecSpec:
@@ -381,16 +372,6 @@ def typical_ratio(codec: CodecSpec, dtype: str) -> float | None:
     """Bytes of a tensor over bytes of its message, as they usually come out; ``None`` for a codec of fixed length."""
     plugin = codec.plugin
     return FAMILIES[codec.family].typical_ratio.get(dtype) if plugin is None else plugin.typical_ratio
-
-
-def length_problem(codec: CodecSpec) -> str | None:
-    """Why GPUs cannot send messages of a codec without the host, in a sentence; ``None`` if they can."""
-    if not codec.is_variable_length:
-        return None
-    return (
-        f"codec {codec} is not possible on GPUs: the length of its messages depends on their values, so the host would "
-        f"wait for every one of them; valid are {', '.join(_OF_FIXED_LENGTH[:-1])} and {_OF_FIXED_LENGTH[-1]}"
-    )
 
 
 def profiled_codecs() -> tuple[str, ...]:

@@ -320,17 +320,3 @@ def note_warm_ups() -> list[tuple[str, str]]:
 def test_codecs_are_warmed_up_before_a_step_needs_them() -> None:
     plan = tw.Plan.preset("zeropp", nodes=2, local=2, compute_dtype="float32")
     assert run_ranks(WORLD, note_warm_ups) == [[(plan.fingerprint(), "cpu")]] * WORLD
-
-
-# -- codecs ----------------------------------------------------------------------------------------------------
-
-
-def shard_with_lengths() -> None:
-    plan = tw.Plan.preset("zero3", nodes=2, local=2, compute_dtype="float32", wire={"reduce_inter": "mpc"})
-    with check_streams():
-        tw.shard(nn.Linear(4, 4), plan)
-
-
-def test_codecs_of_variable_length_are_refused_where_the_host_would_wait() -> None:
-    with pytest.raises(RankError, match=r"wire.reduce_inter: codec mpc is not possible on GPUs.*valid are none, bf16"):
-        run_ranks(WORLD, shard_with_lengths)

@@ -37,6 +37,11 @@ def introduce(job: TrainingJob, answer: Answer) -> None:
         answer.show(
             "the accelerator has a peak for float16 and none for bfloat16: plans compute in float16, with loss scaling",
         )
+    if job.codecs == "lossless" and not job.rates.on_processors:
+        answer.show(
+            "mpc and exp3 are left out on GPUs: the host would wait for the length of each message, and nothing would "
+            "hide it; a plan of your own may name them",
+        )
 
 
 def _active(model: ModelSpec) -> str:

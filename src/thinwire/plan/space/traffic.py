@@ -26,16 +26,20 @@ WIRE = ("gather", "reduce_intra", "reduce_inter", "spread", "tp", "pp")
 
 
 def codec_choices(job: TrainingJob) -> dict[str, tuple[str, ...]]:
-    """Codecs of the job's level that encode its compute dtype, by field of ``wire``."""
-    return _encoding(job.codecs, job.compute_dtype)
+    """Codecs of the job's level that encode its compute dtype, by field of ``wire``.
+
+    On GPUs they have fixed length: the host would wait for each message of another, and with it all that is hidden
+    behind computation.
+    """
+    return _encoding(job.codecs, job.compute_dtype, job.rates.on_processors)
 
 
 @cache
-def _encoding(level: CodecLevel, dtype: str) -> dict[str, tuple[str, ...]]:
-    return {
-        name: tuple(text for text in texts if dtype in encodable_dtypes(CodecSpec(text)))
-        for name, texts in CODEC_LEVELS[level].items()
-    }
+def _encoding(level: CodecLevel, dtype: str, varies: bool) -> dict[str, tuple[str, ...]]:
+    def fits(codec: CodecSpec) -> bool:
+        return dtype in encodable_dtypes(codec) and (varies or not codec.is_variable_length)
+
+    return {name: tuple(text for text in texts if fits(CodecSpec(text))) for name, texts in CODEC_LEVELS[level].items()}
 
 
 @cache

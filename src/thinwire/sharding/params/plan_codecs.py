@@ -12,13 +12,11 @@ import torch
 from thinwire import codecs
 from thinwire.codecs import Codec
 from thinwire.codecs.triton.warmup import warm_up
-from thinwire.collectives.links.nccl import backend_maker
 from thinwire.collectives.reduce_scatter import HopCodecs
 from thinwire.errors import SpecError
 from thinwire.program import Axis
 from thinwire.program.wire import axis_shape, is_excluded, reduction_codecs, sums_dtype
 from thinwire.spec import CodecSpec, Plan
-from thinwire.spec.codec import length_problem
 
 __all__ = ["PlanCodecs", "agreed_codecs", "check_exclusions", "codec_problems", "is_excluded", "rounds_parameters"]
 
@@ -46,8 +44,6 @@ class PlanCodecs:
     def of(cls, plan: Plan, device: torch.device, backend: str | None = None) -> PlanCodecs:
         """Create the codecs of a plan, with the given backend or the device's default."""
 
-        _refuse_lengths_on_devices(plan, device)
-
         @cache
         def made(spec: CodecSpec) -> Codec | None:
             return None if spec.is_none else codecs.get(spec, backend=backend, device=device)
@@ -69,24 +65,6 @@ class PlanCodecs:
         counts = sorted({rank - 1 for rank in ranks} | ({2} if 2 in ranks else set()))
         gain = plan.wire.feedback_gain if plan.wire.error_feedback else None
         warm_up(kernels, dtypes, device, messages=counts, gain=gain)
-
-
-def _refuse_lengths_on_devices(plan: Plan, device: torch.device) -> None:
-    """Refuse codecs of variable length where exchanges are queued on a device: the host would wait for the length of
-    every message, and computation with it.
-
-    Raises:
-        SpecError: The plan has such a codec.
-    """
-    if backend_maker(device) is None:
-        return
-    problems = [
-        f"wire.{name}: {problem}"
-        for name, spec in plan.wire.codecs().items()
-        if (problem := length_problem(spec)) is not None
-    ]
-    if problems:
-        raise SpecError(f"plan {plan.name or plan.fingerprint()}", problems)
 
 
 def agreed_codecs(plan: Plan) -> tuple[str, ...]:
