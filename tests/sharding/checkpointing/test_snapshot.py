@@ -52,7 +52,7 @@ class Model(nn.Module):
 
 def train(toml: str, path: str, start: int, stop: int, optimizer: str = "AdamW", options: Any = None) -> list[float]:
     """Train steps ``[start, stop)``, loading before and saving after; mean losses of the steps."""
-    torch.manual_seed(100 if start else 0)  # the initial values of a resumed model must not matter
+    torch.default_generator.manual_seed(100 if start else 0)  # the initial values of a resumed model must not matter
     model = tw.shard(Model(), Plan.from_toml(toml))
     optim = tw.optimizer(
         model,
