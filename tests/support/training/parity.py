@@ -155,7 +155,7 @@ in_part = pytest.mark.parametrize("part", ["few", pytest.param("others", marks=p
 
 def part_of(part: str, cases: Mapping[str, T]) -> dict[str, T]:
     """The cases of :data:`FEW`, or all others, where a case's name begins with that of its preset."""
-    return {name: case for name, case in cases.items() if (name.split()[0] in FEW) == (part == "few")}
+    return {name: case for name, case in cases.items() if (name.replace(",", " ").split()[0] in FEW) == (part == "few")}
 
 
 @functools.lru_cache(maxsize=32)
