@@ -59,7 +59,7 @@ SKIPPED := tests/behaviours tests/end_to_end tests/families tests/integrations t
 
 check: lint ## lint, then what a change most often breaks, in about three minutes
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and (smoke or not ranks)" \
-	  $(addprefix --ignore=,$(SKIPPED)) --deselect tests/tools/test_lease.py tests
+	  $(addprefix --ignore=,$(SKIPPED)) tests
 
 test: lint ## lint, then every test that is not marked slow
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"

@@ -57,7 +57,7 @@ class Context:
 
     def build(self, make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
         """A model with the same values on every rank."""
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return make()
 
     def x(self, step: int = 0, micro: int = 0) -> torch.Tensor:

@@ -73,6 +73,7 @@ def test_it_keeps_the_contract(site: Path) -> None:
     assert run(site, "-c", code).strip() == "kept"
 
 
+@pytest.mark.slow
 def test_two_ranks_train_by_its_name(site: Path) -> None:
     output = run(site, "-m", "torch.distributed.run", "--nproc-per-node", "2", EXAMPLE / "train.py")
     losses = [float(word) for word in output.split("loss")[1].split()]
@@ -98,6 +99,7 @@ def measured(site: str) -> list[str]:
     return [f"{row.codec} {row.work}" for row in rows]
 
 
+@pytest.mark.slow
 def test_profile_measures_it(site: Path) -> None:
     works = ("encode", "decode", "feedback")
     expected = [f"{name} {work}" for name in ("fp8:e4m3", "fp8:e5m2") for work in works]

@@ -40,7 +40,7 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def make() -> Blocks:
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     return Blocks()
 
 

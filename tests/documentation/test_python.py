@@ -51,6 +51,7 @@ def run_code(code: str, directory: str) -> list[float]:
     return [float(value) for value in after.flatten()]
 
 
+@pytest.mark.slow
 def test_the_script_of_the_readme_runs_as_pasted(tmp_path: Path) -> None:
     [script] = blocks("README.md", "python")
     [command] = [line for block in blocks("README.md", "console") for line in block.splitlines() if "torchrun" in line]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from tests.support.training.edge import (
     computed,
     every,
     gap,
+    over_plans,
     parity,
     plan,
     samples,
@@ -98,9 +99,9 @@ def backward_to_some_inputs(run: Session) -> None:
     run.step()
 
 
-def check_scripts(scripts: Iterable[Callable[[Session], None]], **options: Any) -> None:
+def check_scripts(scripts: Iterable[Callable[[Session], None]], plans: Sequence[str] = PLANS, **options: Any) -> None:
     for script in scripts:
-        check_script(script, **options)
+        check_script(script, plans, **options)
 
 
 @pytest.mark.slow
@@ -115,8 +116,9 @@ def test_forwards_and_backwards_in_any_order() -> None:
     run_ranks(4, check_scripts, scripts)
 
 
-def test_gradients_of_other_things_than_all_parameters() -> None:
-    run_ranks(4, check_scripts, (gradients_on_demand, backward_to_some_inputs, second_order))
+@over_plans
+def test_gradients_of_other_things_than_all_parameters(plans: Sequence[str]) -> None:
+    run_ranks(4, check_scripts, (gradients_on_demand, backward_to_some_inputs, second_order), plans)
 
 
 class Differentiable(Stack):
@@ -142,18 +144,19 @@ class GraphLoss:
             self.loss.backward(create_graph=True)
 
 
-def check_created_graphs() -> None:
-    for name in PLANS:
+def check_created_graphs(plans: Sequence[str]) -> None:
+    for name in plans:
         model = tw.shard(build(Differentiable), plan(name))
         train_sharded(model, tw.optimizer(model, torch.optim.AdamW, **ADAMW), steps=range(1), micro_batches=2)
         held = [part.local.values for part in runtime(model).reducer.parts]
         assert not any(values.requires_grad for values in (*held, runtime(model).sharded.arena)), "graphs pile up"
         close(model)
-    parity(Differentiable)
+    parity(Differentiable, plans)
 
 
-def test_a_backward_that_creates_a_graph() -> None:
-    run_ranks(4, check_created_graphs)
+@over_plans
+def test_a_backward_that_creates_a_graph(plans: Sequence[str]) -> None:
+    run_ranks(4, check_created_graphs, plans)
 
 
 # -- evaluation ------------------------------------------------------------------------------------------------
@@ -202,8 +205,9 @@ def evaluation_of_a_part(run: Session) -> None:
         assert torch.isfinite(run.model.blocks[0](x)).all()
 
 
-def test_evaluation_does_not_disturb_training() -> None:
-    run_ranks(4, check_scripts, (evaluation_in_between, evaluation_of_a_part))
+@over_plans
+def test_evaluation_does_not_disturb_training(plans: Sequence[str]) -> None:
+    run_ranks(4, check_scripts, (evaluation_in_between, evaluation_of_a_part), plans)
 
 
 # -- failures --------------------------------------------------------------------------------------------------
@@ -252,8 +256,9 @@ def failures(run: Session) -> None:
         run.step()
 
 
-def test_training_continues_after_a_failure() -> None:
-    run_ranks(4, partial(check_scripts, model_class=Fragile), (failures,))
+@over_plans
+def test_training_continues_after_a_failure(plans: Sequence[str]) -> None:
+    run_ranks(4, partial(check_scripts, model_class=Fragile), (failures,), plans)
 
 
 # -- recomputation ---------------------------------------------------------------------------------------------
@@ -270,8 +275,9 @@ class CheckpointedTwice(Stack):
         return self.last(x)
 
 
-def test_gradients_that_come_twice_in_a_backward() -> None:
-    run_ranks(4, every, (CheckpointedTwice,))
+@over_plans
+def test_gradients_that_come_twice_in_a_backward(plans: Sequence[str]) -> None:
+    run_ranks(4, partial(every, plans=plans), (CheckpointedTwice,))
 
 
 @pytest.mark.slow
@@ -338,6 +344,6 @@ def check_backward_in_a_compiled_step(name: str) -> None:
     close(model)
 
 
-@pytest.mark.parametrize("name", ["zero3", "zero1-node"])
+@pytest.mark.parametrize("name", [pytest.param("zero3", marks=pytest.mark.slow), "zero1-node"])
 def test_hooks_are_not_compiled(name: str) -> None:
     run_ranks(4, check_backward_in_a_compiled_step, name)

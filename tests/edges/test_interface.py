@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from tests.support.training.edge import (
     ADAMW,
-    PLANS,
     SHARDED,
     TOLERANCE,
     build,
     close,
     computed,
     gap,
+    over_plans,
     plan,
     raised,
     samples,
@@ -51,8 +51,8 @@ def loss_of(model: nn.Module, number: int = 0) -> torch.Tensor:
 # -- freed parameters ------------------------------------------------------------------------------------------
 
 
-def check_freed_parameters() -> None:
-    for name in SHARDED:
+def check_freed_parameters(plans: Sequence[str]) -> None:
+    for name in sorted(set(SHARDED).intersection(plans)):
         for model_class in (Stack, Shapes):
             model, optim = start(name, model_class)
             shapes = [p.shape for p in build(model_class).parameters()]
@@ -75,8 +75,9 @@ def check_freed_parameters() -> None:
             close(model)
 
 
-def test_freed_parameters_read_as_nan_and_refuse_writes() -> None:
-    run_ranks(4, check_freed_parameters)
+@over_plans
+def test_freed_parameters_read_as_nan_and_refuse_writes(plans: Sequence[str]) -> None:
+    run_ranks(4, check_freed_parameters, plans)
 
 
 def check_memory() -> None:
@@ -110,8 +111,8 @@ def test_no_more_is_gathered_than_is_needed() -> None:
 # -- whole parameters ------------------------------------------------------------------------------------------
 
 
-def check_whole_parameters() -> None:
-    for name in PLANS:
+def check_whole_parameters(plans: Sequence[str]) -> None:
+    for name in plans:
         reference = build(TiedEnds)
         model, optim = start(name, TiedEnds)
         for part in (model, model.blocks, model.blocks[0], model.blocks[0].up):
@@ -148,13 +149,14 @@ def check_whole_parameters() -> None:
         close(model)
 
 
-def test_state_dicts_are_whole_or_refused() -> None:
-    run_ranks(4, check_whole_parameters)
+@over_plans
+def test_state_dicts_are_whole_or_refused(plans: Sequence[str]) -> None:
+    run_ranks(4, check_whole_parameters, plans)
 
 
-def check_training_inside() -> None:
+def check_training_inside(plans: Sequence[str]) -> None:
     """A forward and a backward inside ``full_parameters`` are allowed, a step is not and changes nothing."""
-    for name in PLANS:
+    for name in plans:
         model, optim = start(name)
         with tw.full_parameters(model):
             before = [p.detach().clone() for p in model.parameters()]
@@ -173,8 +175,9 @@ def check_training_inside() -> None:
         close(model)
 
 
-def test_a_step_inside_full_parameters_is_refused() -> None:
-    run_ranks(4, check_training_inside)
+@over_plans
+def test_a_step_inside_full_parameters_is_refused(plans: Sequence[str]) -> None:
+    run_ranks(4, check_training_inside, plans)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------
@@ -223,8 +226,8 @@ def test_models_that_cannot_be_sharded() -> None:
 # -- stale graphs, hooks of the user's -------------------------------------------------------------------------
 
 
-def check_stale_graph() -> None:
-    for name in PLANS:
+def check_stale_graph(plans: Sequence[str]) -> None:
+    for name in plans:
         model, optim = start(name)
         old = loss_of(model, 1)
         loss_of(model, 0).backward()
@@ -243,8 +246,9 @@ def check_stale_graph() -> None:
         close(model)
 
 
-def test_a_graph_from_before_a_step_is_refused_by_torch() -> None:
-    run_ranks(4, check_stale_graph)
+@over_plans
+def test_a_graph_from_before_a_step_is_refused_by_torch(plans: Sequence[str]) -> None:
+    run_ranks(4, check_stale_graph, plans)
 
 
 def hook_gradients(model: nn.Module, seen: list[float]) -> None:
@@ -257,9 +261,9 @@ def hook_gradients(model: nn.Module, seen: list[float]) -> None:
     model.blocks[0].register_forward_hook(lambda module, args, output: output * 1.5)
 
 
-def check_user_hooks() -> None:
+def check_user_hooks(plans: Sequence[str]) -> None:
     for early in (True, False):
-        for name in PLANS:
+        for name in plans:
             seen: list[float] = []
             reference = build(Stack)
             hook_gradients(reference, [])
@@ -287,5 +291,6 @@ def check_user_hooks() -> None:
             close(model)
 
 
-def test_hooks_of_the_user() -> None:
-    run_ranks(4, check_user_hooks)
+@over_plans
+def test_hooks_of_the_user(plans: Sequence[str]) -> None:
+    run_ranks(4, check_user_hooks, plans)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import pytest
 import torch
-from tests.support.training.edge import WIDTH, Place, every
+from tests.support.training.edge import WIDTH, Place, every, over_plans
 from tests.support.training.models import (
     Branching,
     CalledTwice,
@@ -183,5 +186,6 @@ GROUPS: dict[str, tuple[type[nn.Module], ...]] = {
     "group",
     [pytest.param(group, marks=pytest.mark.slow) if group in {"types", "frozen"} else group for group in GROUPS],
 )
-def test_trains_as_in_plain_torch(group: str) -> None:
-    run_ranks(4, every, GROUPS[group])
+@over_plans
+def test_trains_as_in_plain_torch(group: str, plans: Sequence[str]) -> None:
+    run_ranks(4, partial(every, plans=plans), GROUPS[group])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -34,6 +34,9 @@ from thinwire.testing import run_ranks
 pytestmark = pytest.mark.ranks
 
 THREE = ("zero3", "zero1-node", "inter")
+over_three = pytest.mark.parametrize(
+    "name", [THREE[0], *(pytest.param(name, marks=pytest.mark.slow) for name in THREE[1:])]
+)
 
 
 class Lion(torch.optim.Optimizer):
@@ -160,24 +163,24 @@ def groups_in_many_forms(model: nn.Module) -> Iterable[list[dict[str, Any]]]:
     yield [{"params": named, "weight_decay": 0.0}, {"params": ["last.weight", model.last.bias], "lr": 0.05}]
 
 
-def check_groups() -> None:
+def check_groups(name: str) -> None:
     options = {**ADAMW, "weight_decay": 0.5}
     reference = build(Stack)
     optim = torch.optim.AdamW(torch_groups(reference), **options)
     train_alone(reference, optim, steps=range(2), micro_batches=1, world=4)
     for number in range(4):
-        for name in THREE:
-            model = tw.shard(build(Stack), plan(name))
-            groups = list(groups_in_many_forms(model))[number]
-            optim = tw.optimizer(model, torch.optim.AdamW, param_groups=groups, **options)
-            assert [(g["lr"], g["weight_decay"]) for g in optim.param_groups] == [(0.01, 0.0), (0.05, 0.5), (0.01, 0.5)]
-            train_sharded(model, optim, steps=range(2), micro_batches=1)
-            assert gap(whole(model), list(reference.parameters())) <= TOLERANCE, f"form {number} under {name}"
-            close(model)
+        model = tw.shard(build(Stack), plan(name))
+        groups = list(groups_in_many_forms(model))[number]
+        optim = tw.optimizer(model, torch.optim.AdamW, param_groups=groups, **options)
+        assert [(g["lr"], g["weight_decay"]) for g in optim.param_groups] == [(0.01, 0.0), (0.05, 0.5), (0.01, 0.5)]
+        train_sharded(model, optim, steps=range(2), micro_batches=1)
+        assert gap(whole(model), list(reference.parameters())) <= TOLERANCE, f"form {number}"
+        close(model)
 
 
-def test_parameter_groups_in_every_form() -> None:
-    run_ranks(4, check_groups)
+@over_three
+def test_parameter_groups_in_every_form(name: str) -> None:
+    run_ranks(4, check_groups, name)
 
 
 def check_wrong_groups() -> None:
@@ -220,8 +223,9 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
 }
 
 
-def check_schedulers() -> None:
-    for label, make in SCHEDULERS.items():
+def check_schedulers(labels: Sequence[str]) -> None:
+    for label in labels:
+        make = SCHEDULERS[label]
         reference = build(Stack)
         head = list(reference.last.parameters())
         rest = [p for name, p in reference.named_parameters() if not name.startswith("last")]
@@ -246,17 +250,19 @@ def check_schedulers() -> None:
             close(model)
 
 
-def test_learning_rate_schedulers() -> None:
-    run_ranks(4, check_schedulers)
+@pytest.mark.parametrize(
+    "labels", [("lambda",), pytest.param(("cosine", "sequential", "one cycle"), marks=pytest.mark.slow)]
+)
+def test_learning_rate_schedulers(labels: Sequence[str]) -> None:
+    run_ranks(4, check_schedulers, labels)
 
 
 # -- odds ------------------------------------------------------------------------------------------------------
 
 
-def check_ranks_that_own_nothing() -> None:
-    for options in (ADAMW, {**ADAMW, "fused": True}, {**ADAMW, "foreach": True}):
-        parity(SmallerThanTheWorld, ("whole tensors", "zero3", "zero1-node"), options=options)
-        parity(OneLayer, ("whole tensors", "inter"), options=options)
+def check_ranks_that_own_nothing(options: dict[str, Any]) -> None:
+    parity(SmallerThanTheWorld, ("whole tensors", "zero3", "zero1-node"), options=ADAMW | options)
+    parity(OneLayer, ("whole tensors", "inter"), options=ADAMW | options)
     model = tw.shard(build(SmallerThanTheWorld), plan("whole tensors"))
     optim = tw.optimizer(model, torch.optim.AdamW, **ADAMW)
     owned: list[Any] = [None] * 4
@@ -268,8 +274,11 @@ def check_ranks_that_own_nothing() -> None:
     close(model)
 
 
-def test_ranks_that_own_nothing() -> None:
-    run_ranks(4, check_ranks_that_own_nothing)
+@pytest.mark.parametrize(
+    "options", [{}, *(pytest.param({kind: True}, id=kind, marks=pytest.mark.slow) for kind in ("fused", "foreach"))]
+)
+def test_ranks_that_own_nothing(options: dict[str, Any]) -> None:
+    run_ranks(4, check_ranks_that_own_nothing, options)
 
 
 def check_steps_of_other_kinds() -> None:

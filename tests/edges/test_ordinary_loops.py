@@ -1,8 +1,8 @@
-"""Loops as users of DDP and fully_shard write them: uneven data, models sharded part by part, state dicts and DCP."""
+"""Loops as users of DDP and fully_shard write them: ignored parameters, models sharded in parts, state dicts, DCP."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,9 @@ from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-PLANS = ("ddp", "zero1", "zero2", "zero3", "hpz")
+over_plans = pytest.mark.parametrize(
+    "plans", [("zero3",), pytest.param(("ddp", "zero1", "zero2", "hpz"), marks=pytest.mark.slow)]
+)
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -44,47 +46,11 @@ def check_same(model: nn.Module, reference: nn.Module, what: str) -> None:
         assert torch.allclose(mine[name], theirs[name], atol=TOLERANCE), f"{what}: {name}"
 
 
-# -- uneven data -----------------------------------------------------------------------------------------------
-
-
-def batches(rank: int) -> Iterator[torch.Tensor]:
-    """Rank r has r + 1 of them."""
-    for number in range(rank + 1):
-        yield samples(number, 1, 4)[0, rank]
-
-
-def check_join() -> None:
-    world = dist.get_world_size()
-    reference = build(Stack)
-    reference_optim = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for number in range(world):
-        for rank in range(number, world):  # those that have a batch of this number
-            (reference(samples(number, 1, 4)[0, rank]).square().mean() / world).backward()
-        reference_optim.step()
-        reference_optim.zero_grad()
-    for name in PLANS:
-        model = tw.shard(build(Stack), plan(name))
-        optim = tw.optimizer(model, torch.optim.SGD, lr=0.1)
-        steps = 0
-        for batch in tw.join(model, batches(dist.get_rank())):
-            model(batch).square().mean().backward()
-            optim.step()
-            optim.zero_grad()
-            steps += 1
-        assert steps == world
-        check_same(model, reference, f"join under {name}")
-        close(model)
-
-
-def test_ranks_with_different_numbers_of_batches() -> None:
-    run_ranks(4, check_join)
-
-
 # -- parameters to ignore --------------------------------------------------------------------------------------
 
 
-def check_ignored(path: Path) -> None:
-    for name in PLANS:
+def check_ignored(path: Path, plans: Sequence[str]) -> None:
+    for name in plans:
         model = build(Stack)
         ignored = model.last.bias
         tw.ignore(ignored)
@@ -108,8 +74,9 @@ def check_ignored(path: Path) -> None:
         close(model)
 
 
-def test_parameters_that_are_ignored(tmp_path: Path) -> None:
-    run_ranks(4, check_ignored, tmp_path / "checkpoint")
+@over_plans
+def test_parameters_that_are_ignored(tmp_path: Path, plans: Sequence[str]) -> None:
+    run_ranks(4, check_ignored, tmp_path / "checkpoint", plans)
 
 
 # -- part by part ----------------------------------------------------------------------------------------------
@@ -124,10 +91,10 @@ def train(model: nn.Module, optim: Any, *, steps: int = 2, alone: bool = False) 
         optim.zero_grad()
 
 
-def check_parts() -> None:
+def check_parts(plans: Sequence[str]) -> None:
     reference = build(Stack)
     train(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2), alone=True)
-    for name in PLANS:
+    for name in plans:
         model = build(Stack)
         for block in model.blocks:
             tw.shard(block.up, plan(name))
@@ -153,8 +120,9 @@ def check_parts() -> None:
     close(model.blocks[0])
 
 
-def test_models_that_are_sharded_part_by_part() -> None:
-    run_ranks(4, check_parts)
+@over_plans
+def test_models_that_are_sharded_part_by_part(plans: Sequence[str]) -> None:
+    run_ranks(4, check_parts, plans)
 
 
 # -- state dicts and torch.distributed.checkpoint --------------------------------------------------------------
@@ -195,12 +163,13 @@ def check_exchange(path: Path) -> None:
         check_same(other, model, f"gone on from {saver} as {loader}")
 
 
+@pytest.mark.slow
 def test_checkpoints_travel_between_plans_and_fsdp2(tmp_path: Path) -> None:
     run_ranks(4, check_exchange, tmp_path)
 
 
-def check_full_states(path: Path) -> None:
-    for name in PLANS:
+def check_full_states(path: Path, plans: Sequence[str]) -> None:
+    for name in plans:
         model, optim = shard_with(name, 0)
         train(model, optim)
         states = tw.full_state_dict(model)
@@ -224,5 +193,6 @@ def check_full_states(path: Path) -> None:
             check_same(another, model, f"set_model_state_dict under {name}")
 
 
-def test_full_state_dicts(tmp_path: Path) -> None:
-    run_ranks(4, check_full_states, tmp_path / "states.pt")
+@over_plans
+def test_full_state_dicts(tmp_path: Path, plans: Sequence[str]) -> None:
+    run_ranks(4, check_full_states, tmp_path / "states.pt", plans)

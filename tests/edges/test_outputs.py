@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.training.edge import ADAMW, PLANS, WIDTH, Place, close, every, plan, samples, train_sharded
+from tests.support.training.edge import (
+    ADAMW,
+    WIDTH,
+    Place,
+    close,
+    every,
+    over_plans,
+    plan,
+    samples,
+    train_sharded,
+)
 from tests.support.training.models import Block, Stack
 from torch import nn
 
@@ -23,7 +33,6 @@ pytestmark = pytest.mark.ranks
 Pair = namedtuple("Pair", ["left", "right"])
 
 
-@pytest.mark.slow
 @dataclass
 class Result:
     hidden: torch.Tensor
@@ -86,8 +95,9 @@ class Former(Stack):
         return model.take(model(x)).square().mean()
 
 
-def test_outputs_of_any_form() -> None:
-    run_ranks(4, partial(every, plans=("zero3", "zero1-node")), [partial(Former, form) for form in FORMS])
+@pytest.mark.parametrize("name", ["zero3", pytest.param("zero1-node", marks=pytest.mark.slow)])
+def test_outputs_of_any_form(name: str) -> None:
+    run_ranks(4, partial(every, plans=(name,)), [partial(Former, form) for form in FORMS])
 
 
 class ByKeyword(nn.Module):
@@ -206,7 +216,7 @@ class Normed(Stack):
 
 def check_buffers(name: str) -> None:
     rank = dist.get_rank()
-    torch.manual_seed(rank)
+    torch.default_generator.manual_seed(rank)
     raw = Normed()
     types = {key: (value.dtype, value.shape) for key, value in raw.named_buffers()}
     firsts: list[Any] = [None] * 4
@@ -234,13 +244,14 @@ def check_buffers(name: str) -> None:
     close(model)
 
 
-def check_all_buffers() -> None:
-    for name in PLANS:
+def check_all_buffers(plans: Sequence[str]) -> None:
+    for name in plans:
         check_buffers(name)
 
 
-def test_buffers_start_as_rank_zeros_and_then_stay_local() -> None:
-    run_ranks(4, check_all_buffers)
+@over_plans
+def test_buffers_start_as_rank_zeros_and_then_stay_local(plans: Sequence[str]) -> None:
+    run_ranks(4, check_all_buffers, plans)
 
 
 class BatchNormed(Stack):
@@ -250,5 +261,6 @@ class BatchNormed(Stack):
         self.blocks[0].norm = nn.BatchNorm1d(WIDTH)
 
 
-def test_batch_statistics_train_as_in_plain_torch() -> None:
-    run_ranks(4, every, (BatchNormed,))
+@over_plans
+def test_batch_statistics_train_as_in_plain_torch(plans: Sequence[str]) -> None:
+    run_ranks(4, partial(every, plans=plans), (BatchNormed,))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
 import torch
-from tests.support.training.edge import WIDTH, every, parity
+from tests.support.training.edge import WIDTH, every, over_plans, parity
 from tests.support.training.models import Block, FrozenUnits, Stack, TiedAcrossBlocks
 from torch import nn
 
@@ -123,10 +124,12 @@ CHOSEN = {
 }
 
 
+@pytest.mark.parametrize("plans", [("zero3",), pytest.param(("hpz", "inter"), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chosen", CHOSEN)
-def test_units_as_chosen(chosen: str) -> None:
-    run_ranks(4, partial(parity, Nested, ("zero3", "hpz", "inter"), units=CHOSEN[chosen]))
+def test_units_as_chosen(chosen: str, plans: Sequence[str]) -> None:
+    run_ranks(4, partial(parity, Nested, plans, units=CHOSEN[chosen]))
 
 
-def test_recomputation_of_nested_units() -> None:
-    run_ranks(4, partial(parity, Nested, units=CHOSEN["nested"], changes={"recompute": True}))
+@over_plans
+def test_recomputation_of_nested_units(plans: Sequence[str]) -> None:
+    run_ranks(4, partial(parity, Nested, plans, units=CHOSEN["nested"], changes={"recompute": True}))

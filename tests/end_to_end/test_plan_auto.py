@@ -90,7 +90,12 @@ def test_a_run_trains_as_the_search_chose(recipe: Path) -> None:
     assert not plan.wire.is_none
     assert "lossy codecs, as --codecs standard allows: " in output
     assert "auto decides bucket_bytes: " in output
-    again, output = train(recipe, "chosen", "--plan", "auto", "--resume", "--set", "train.steps=3")
+
+
+@pytest.mark.slow
+def test_a_resumed_run_keeps_what_was_chosen(recipe: Path) -> None:
+    want, _ = train(recipe, "kept", "--plan", "auto", "--profile", str(PROFILE), "--codecs", "standard")
+    again, output = train(recipe, "kept", "--plan", "auto", "--resume", "--set", "train.steps=3")
     assert again == want
     assert "auto:" not in output
 

@@ -23,7 +23,7 @@ def deep_llama() -> Any:
     import transformers
 
     sizes = {**catalog.ARCHITECTURES["llama"].sizes, "num_hidden_layers": 8}
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).train()
 
 

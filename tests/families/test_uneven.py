@@ -40,9 +40,9 @@ def layers_of(step: int, rank: int) -> list[int]:
 
 
 def check_skipping(plan_name: str, micro_batches: int, fields: dict[str, Any]) -> None:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     reference = Skipping()
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = tw.shard(Skipping(), plan(plan_name, **fields))
     optim = tw.optimizer(model, torch.optim.AdamW, **ADAMW)
     plain = torch.optim.AdamW(reference.parameters(), **ADAMW)
@@ -104,12 +104,12 @@ def check_model(name: str, batch: Callable[[int, int], dict[str, Any]], plan_nam
         plain = torch.optim.AdamW(reference.parameters(), **ADAMW)
         world = dist.get_world_size()
         for step in range(4):
-            torch.manual_seed(17 * step + dist.get_rank())
+            torch.default_generator.manual_seed(17 * step + dist.get_rank())
             model(**batch(step, dist.get_rank())).loss.backward()
             optim.step()
             optim.zero_grad()
             for rank in range(world):
-                torch.manual_seed(17 * step + rank)
+                torch.default_generator.manual_seed(17 * step + rank)
                 (reference(**batch(step, rank)).loss / world).backward()
             plain.step()
             plain.zero_grad()

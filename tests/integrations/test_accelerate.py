@@ -170,8 +170,9 @@ def compare(settings: Sequence[tuple[int, float | None]], plans: Sequence[str]) 
             assert_alike(run(plan, clip, gradient_accumulation_steps=accumulation), want)
 
 
-def test_a_loop_trains_as_under_ddp() -> None:
-    run_ranks(4, compare, [(4, 0.1)], ["zero3"], timeout=100)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_loop_trains_as_under_ddp(world: int) -> None:
+    run_ranks(world, compare, [(4, 0.1)], ["zero3"], timeout=100)
 
 
 @pytest.mark.slow
@@ -234,6 +235,7 @@ def load_nothing(directory: Path) -> str:
         return str(caught.value)
 
 
+@pytest.mark.slow
 def test_four_ranks_save_and_two_resume(tmp_path: Path) -> None:
     want = run_ranks(4, save, tmp_path, timeout=100)[0]
     got = run_ranks(2, resume, tmp_path, timeout=100)[0]

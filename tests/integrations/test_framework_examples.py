@@ -33,6 +33,7 @@ def losses(printed: str) -> list[float]:
     return [float(number) for number in re.findall(r"'loss': '([\d.]+)'", printed)]
 
 
+@pytest.mark.slow
 def test_the_trainer_learns_to_count(tmp_path: Path) -> None:
     printed = run_ranks(4, run_here, "trainer.py", "--steps", "20", "--out", str(tmp_path))[0]
     first, last = losses(printed)

@@ -53,8 +53,9 @@ def compare(directory: Path, settings: Sequence[tuple[int, float]], plans: Seque
             assert_alike(train(directory, plan, **options), want)
 
 
-def test_it_trains_as_ddp_does(tmp_path: Path) -> None:
-    run_ranks(4, compare, tmp_path, [(4, 0.1)], ["zero3"], timeout=200)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_it_trains_as_ddp_does(tmp_path: Path, world: int) -> None:
+    run_ranks(world, compare, tmp_path, [(4, 0.1)], ["zero3"], timeout=200)
 
 
 @pytest.mark.slow
@@ -113,8 +114,9 @@ def bytes_and_second_call(directory: Path) -> tuple[int, int, int]:
     return sent, predicted, trainer.state.global_step
 
 
-def test_bytes_are_the_programs_and_train_can_be_called_again(tmp_path: Path) -> None:
-    for sent, predicted, steps in run_ranks(4, bytes_and_second_call, tmp_path, timeout=120):
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_bytes_are_the_programs_and_train_can_be_called_again(tmp_path: Path, world: int) -> None:
+    for sent, predicted, steps in run_ranks(world, bytes_and_second_call, tmp_path, timeout=120):
         assert sent == predicted
         assert steps == 4
 

@@ -64,10 +64,11 @@ def test_fsdp(codec: str, limit: float) -> None:
             assert not [row for row in traffic["fsdp"].rows if row.why not in ("", "tiny")]
 
 
-def test_tensor_and_pipeline_parallelism_under_every_policy() -> None:
+@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_tensor_and_pipeline_parallelism_under_every_policy(few: bool) -> None:
     steps, micro_batches = 2, 4
     expected = run_ranks(4, strict, without, "compress_mesh", intercept_tp_pp.train, "", steps)[3][0]
-    for policy in STUDIED:
+    for policy in STUDIED[-1:] if few else STUDIED[:-1]:
         results = run_ranks(4, strict, intercept_tp_pp.train, policy, steps)
         codec = str(tw.HybridPolicy.parse(policy).tp)
         assert close(results[3][0], expected, 0.0 if codec in ("none", "mpc") else 0.05), policy
@@ -150,9 +151,14 @@ def data_parallel_job(policy: str, folder: str) -> dict[str, Losses]:
     return by_layout
 
 
-def test_hsdp_ddp_and_fsdp_on_compressed_axes(tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    "policies",
+    [(("hybrid", 0.02),), pytest.param((("naive-mpc", 1e-4), ("zhybrid:24-8", 0.02)), marks=pytest.mark.slow)],
+    ids=["hybrid", "others"],
+)
+def test_hsdp_ddp_and_fsdp_on_compressed_axes(tmp_path: Any, policies: tuple[tuple[str, float], ...]) -> None:
     expected = run_ranks(4, strict_layout, data_parallel_job, "none", str(tmp_path / "none"))
-    for policy, limit in (("naive-mpc", 1e-4), ("zhybrid:24-8", 0.02), ("hybrid", 0.02)):
+    for policy, limit in policies:
         curves = run_ranks(4, strict_layout, data_parallel_job, policy, str(tmp_path / policy))
         for mine, others in zip(curves, expected, strict=True):
             for layout, losses in mine.items():
@@ -166,6 +172,7 @@ def strict_layout(job: Callable[..., Any], *args: Any) -> Any:
         return job(*args)
 
 
+@pytest.mark.slow
 def test_interleaved_pipeline_with_sequence_parallelism() -> None:
     results = {
         policy: run_ranks(4, strict, interleaved_job, policy, timeout=60) for policy in ("none", "naive-mpc", "hybrid")

@@ -8,7 +8,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.training.parity import EPS, LR, Case, alone, batches, build, distinct_presets, gap, loss_of, sharded
+from tests.support.training.parity import (
+    EPS,
+    LR,
+    Case,
+    alone,
+    batches,
+    build,
+    distinct_presets,
+    gap,
+    in_part,
+    loss_of,
+    part_of,
+    sharded,
+)
 from torch import nn
 
 import thinwire as tw
@@ -19,8 +32,8 @@ from thinwire.testing import run_ranks
 pytestmark = pytest.mark.ranks
 
 
-def plans(nodes: int = 2, **fields: Any) -> dict[str, tw.Plan]:
-    return distinct_presets(nodes, 2, **fields)
+def plans(part: str, nodes: int = 2, **fields: Any) -> dict[str, tw.Plan]:
+    return part_of(part, distinct_presets(nodes, 2, **fields))
 
 
 # -- dtypes ----------------------------------------------------------------------------------------------------
@@ -54,8 +67,9 @@ def dtypes_seen(plans: dict[str, tw.Plan]) -> dict[str, dict[str, set[str]]]:
     return by_plan
 
 
-def test_bf16_in_modules_and_fp32_in_the_optimizer() -> None:
-    for result in run_ranks(4, dtypes_seen, plans()):
+@in_part
+def test_bf16_in_modules_and_fp32_in_the_optimizer(part: str) -> None:
+    for result in run_ranks(4, dtypes_seen, plans(part)):
         for name, seen in result.items():
             assert seen.pop("optimizer") == {"torch.float32"}, name
             assert set(seen) == {"parameters", "activations", "gradients"}
@@ -88,9 +102,10 @@ def bytes_sent(plans: dict[str, tw.Plan]) -> dict[str, dict[str, dict[str, int]]
     return by_plan
 
 
-def test_bf16_halves_every_byte() -> None:
+@in_part
+def test_bf16_halves_every_byte(part: str) -> None:
     wide, narrow, mixed = (
-        run_ranks(4, bytes_sent, plans(compute_dtype=compute, reduce_dtype=reduce))
+        run_ranks(4, bytes_sent, plans(part, compute_dtype=compute, reduce_dtype=reduce))
         for compute, reduce in (("float32", None), ("bfloat16", None), ("bfloat16", "float32"))
     )
     kinds = {"gather": False, "spread": False, "reduce": True, "sync": True}
@@ -136,9 +151,10 @@ def exact_values(plans: dict[str, tw.Plan]) -> dict[str, bool]:
     return by_plan
 
 
-def test_values_beyond_the_range_of_fp16_survive() -> None:
+@in_part
+def test_values_beyond_the_range_of_fp16_survive(part: str) -> None:
     """bf16 is never reinterpreted as fp16 and never passed through it."""
-    for result in run_ranks(4, exact_values, plans()):
+    for result in run_ranks(4, exact_values, plans(part)):
         assert all(result.values()), [name for name, right in result.items() if not right]
 
 
@@ -164,9 +180,10 @@ def small_things_add_up(plans: dict[str, tw.Plan]) -> dict[str, tuple[float, flo
     return by_plan
 
 
-def test_gradients_accumulate_and_parameters_are_kept_in_fp32() -> None:
+@in_part
+def test_gradients_accumulate_and_parameters_are_kept_in_fp32(part: str) -> None:
     """In bf16 256 + 1 is 256, and -260 + 1/4 is -260."""
-    for result in run_ranks(4, small_things_add_up, plans()):
+    for result in run_ranks(4, small_things_add_up, plans(part)):
         for name, (after_one, after_many) in result.items():
             assert (after_one, after_many) == ([-260.0], [-256.0]), name
 
@@ -176,14 +193,15 @@ def distances(plans: dict[str, tw.Plan]) -> dict[str, Any]:
     return {name: gap(sharded(Case(plan, 2)), alone(world, 2)) for name, plan in plans.items()}
 
 
+@in_part
 @pytest.mark.parametrize(
     ("nodes", "reduce_dtype"),
     [(2, None), pytest.param(2, "float32", marks=pytest.mark.slow), pytest.param(3, None, marks=pytest.mark.slow)],
 )
-def test_bf16_stays_near_fp32(nodes: int, reduce_dtype: str | None) -> None:
+def test_bf16_stays_near_fp32(nodes: int, reduce_dtype: str | None, part: str) -> None:
     """Three steps of every preset. bf16 has a relative precision of 2^-8 = 0.004, which means over many terms undercut;
     parameters that start at zero are made of three gradients' errors. Measured: 0.0001, 0.001 and 0.012."""
-    for result in run_ranks(2 * nodes, distances, plans(nodes, reduce_dtype=reduce_dtype)):
+    for result in run_ranks(2 * nodes, distances, plans(part, nodes, reduce_dtype=reduce_dtype)):
         for name, difference in result.items():
             assert difference.losses <= 0.0005, name
             assert difference.norms <= 0.004, name
@@ -248,6 +266,7 @@ def spoiled_step(plans: dict[str, tw.Plan], value: float) -> dict[str, tuple[flo
     return by_plan
 
 
+@in_part
 @pytest.mark.parametrize(
     ("value", "dtype"),
     [
@@ -259,8 +278,8 @@ def spoiled_step(plans: dict[str, tw.Plan], value: float) -> dict[str, tuple[flo
         pytest.param(-math.inf, "bfloat16", marks=pytest.mark.slow),
     ],
 )
-def test_a_non_finite_gradient_shows_on_every_rank(value: float, dtype: str) -> None:
-    for result in run_ranks(4, spoiled_step, plans(compute_dtype=dtype), value):
+def test_a_non_finite_gradient_shows_on_every_rank(value: float, dtype: str, part: str) -> None:
+    for result in run_ranks(4, spoiled_step, plans(part, compute_dtype=dtype), value):
         for name, (norm, finite) in result.items():
             assert norm - norm != 0.0, (name, norm)
             assert not finite, name
@@ -298,10 +317,8 @@ def skipped_step(plans: dict[str, tw.Plan], value: float, clip: bool) -> dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("value", "clip"),
-    [(math.inf, True), (math.nan, False), (-math.inf, False)],
-)
-def test_a_skipped_step_leaves_no_trace(value: float, clip: bool) -> None:
-    for result in run_ranks(4, skipped_step, plans(compute_dtype="bfloat16"), value, clip):
+@pytest.mark.parametrize("part", ["few", "others"])
+@pytest.mark.parametrize(("value", "clip"), [(math.inf, True), (math.nan, False), (-math.inf, False)])
+def test_a_skipped_step_leaves_no_trace(value: float, clip: bool, part: str) -> None:
+    for result in run_ranks(4, skipped_step, plans(part, compute_dtype="bfloat16"), value, clip):
         assert not any(result.values()), result

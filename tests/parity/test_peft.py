@@ -30,7 +30,7 @@ def adapted(kind: str, *, checkpointing: bool = False, **options: Any) -> nn.Mod
     model = build_model(kind)
     lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS[kind], task_type="CAUSAL_LM", **options)
     model = peft.get_peft_model(model, lora)
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.05)

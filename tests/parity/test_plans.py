@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.training.parity import Case, assert_parity, distinct_presets, valid_plans
+from tests.support.training.parity import Case, assert_parity, distinct_presets, in_part, part_of, valid_plans
 
 import thinwire as tw
 
@@ -17,6 +17,7 @@ def preset(name: str, nodes: int, local: int, **fields: object) -> tw.Plan:
     return plan.uncompressed()
 
 
+@in_part
 @pytest.mark.parametrize(
     ("partition", "micro_batches"),
     [
@@ -26,17 +27,18 @@ def preset(name: str, nodes: int, local: int, **fields: object) -> tw.Plan:
         pytest.param("inter", 1, marks=pytest.mark.slow),
     ],
 )
-def test_presets_on_2x2(partition: str, micro_batches: int) -> None:
+def test_presets_on_2x2(partition: str, micro_batches: int, part: str) -> None:
     cases = {
         name: Case(preset(name, 2, 2, partition=partition), micro_batches)
         for name in tw.Plan.preset_names(islands=False)
     }
     assert len(cases) == 13
-    assert_parity(4, cases)
+    assert_parity(4, part_of(part, cases))
 
 
-def test_presets_on_3x2() -> None:
-    plans = distinct_presets(3, 2, compute_dtype="float32")
+@in_part
+def test_presets_on_3x2(part: str) -> None:
+    plans = part_of(part, distinct_presets(3, 2, compute_dtype="float32"))
     assert_parity(6, {name: Case(plan, 2) for name, plan in plans.items()})
 
 
@@ -56,16 +58,17 @@ def differ(plans: dict[str, tw.Plan]) -> dict[str, tw.Plan]:
 
 
 @pytest.mark.parametrize("partition", ["intra", pytest.param("inter", marks=pytest.mark.slow)])
-def test_every_combination_of_factors_trains_alike_on_2x2(partition: str) -> None:
+@pytest.mark.parametrize("secondary", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_combination_of_factors_trains_alike_on_2x2(partition: str, secondary: bool) -> None:
     plans = differ(valid_plans(tw.Factor(local=2, nodes=2), partition))
-    assert_parity(4, {name: Case(plan, 2) for name, plan in plans.items()})
+    assert_parity(4, {name: Case(plan, 2) for name, plan in plans.items() if (plan.secondary is not None) == secondary})
 
 
 @pytest.mark.parametrize(
     ("local", "nodes", "partition"),
     [
         (4, 1, "intra"),
-        (1, 4, "inter"),
+        pytest.param(1, 4, "inter", marks=pytest.mark.slow),
         pytest.param(4, 1, "inter", marks=pytest.mark.slow),
         pytest.param(1, 4, "intra", marks=pytest.mark.slow),
     ],

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.training.parity import LR, batches, build, distinct_presets, loss_of
+from tests.support.training.parity import LR, batches, build, distinct_presets, in_part, loss_of, part_of
 from torch import nn
 
 import thinwire as tw
@@ -77,10 +77,11 @@ def sent_and_predicted(plans: dict[str, tw.Plan], micro_batches: int) -> dict[st
     return by_plan
 
 
+@in_part
 @pytest.mark.parametrize(("nodes", "micro_batches"), [pytest.param(2, 1, marks=pytest.mark.slow), (2, 2), (3, 2)])
-def test_every_byte_is_predicted(nodes: int, micro_batches: int) -> None:
+def test_every_byte_is_predicted(nodes: int, micro_batches: int, part: str) -> None:
     """Model and mesh force padding, unequal shares and a remainder in the buckets."""
-    plans = distinct_presets(nodes, 2, bucket_bytes=5000)
+    plans = part_of(part, distinct_presets(nodes, 2, bucket_bytes=5000))
     for rank, result in enumerate(run_ranks(2 * nodes, sent_and_predicted, plans, micro_batches)):
         for name, (sent, predicted) in result.items():
             assert sent == predicted, (rank, name)

@@ -107,7 +107,7 @@ def only_waits(program: StepProgram, lane: Lane) -> StepProgram:
 def perform(number: int) -> tuple[bool, bool]:
     """Perform a spoilt program; whether the runtime did as it says, and whether it did as the sound one says."""
     case = CASES[number]
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     plan = Plan.preset(case.preset, nodes=2, local=2, bucket_bytes=1, **dict(case.options)).uncompressed()
     model = tw.shard(Model(), plan)
     optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-3)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.training.parity import in_part, part_of
 from tests.support.training.program import (
     TOGETHER,
     Model,
@@ -27,11 +28,13 @@ from thinwire.testing import run_ranks
 pytestmark = pytest.mark.ranks
 
 
-def variants(**changes: Any) -> list[str]:
-    plans = [Plan.preset(name, nodes=2, local=2).uncompressed() for name in Plan.preset_names()]
-    return [plan.with_(partition=partition, **changes).to_toml() for plan in plans for partition in ("intra", "inter")]
+def variants(part: str, **changes: Any) -> list[str]:
+    plans = part_of(part, {name: Plan.preset(name, nodes=2, local=2).uncompressed() for name in Plan.preset_names()})
+    both = ("intra", "inter")
+    return [plan.with_(partition=each, **changes).to_toml() for plan in plans.values() for each in both]
 
 
+@in_part
 @pytest.mark.parametrize(
     ("num_micro_batches", "recompute"),
     [
@@ -41,8 +44,8 @@ def variants(**changes: Any) -> list[str]:
         pytest.param(3, False, marks=pytest.mark.slow),
     ],
 )
-def test_runtime_performs_the_program(num_micro_batches: int, recompute: bool) -> None:
-    plans = variants(recompute=recompute)
+def test_runtime_performs_the_program(num_micro_batches: int, recompute: bool, part: str) -> None:
+    plans = variants(part, recompute=recompute)
     for counts in run_ranks(4, follow_many, plans, num_micro_batches):
         assert all(operations > 0 and sent > 0 for operations, sent in counts)
 
@@ -71,12 +74,14 @@ def test_runtime_performs_the_program(num_micro_batches: int, recompute: bool) -
     ids=str,
 )
 @pytest.mark.parametrize(
-    "names", [("zero3", "zero1-node"), pytest.param(("hpz", "amsp-13b", "zero2"), marks=pytest.mark.slow)], ids=str
+    "names",
+    [("zero3",), pytest.param(("zero1-node", "hpz", "hpz again", "amsp-13b", "zero2"), marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_every_option_of_a_plan_is_in_the_program(changes: dict[str, Any], names: tuple[str, ...]) -> None:
-    plans = [Plan.preset(name, nodes=2, local=2, **changes).to_toml() for name in names]
-    hpz = Plan.preset("hpz", nodes=2, local=2, secondary_reuse=True, **changes).to_toml()
-    run_ranks(4, follow_many, [*plans, hpz], 3)
+    presets = {name: (name.split()[0], {"secondary_reuse": True} if "again" in name else {}) for name in names}
+    plans = [Plan.preset(name, nodes=2, local=2, **fields, **changes) for name, fields in presets.values()]
+    run_ranks(4, follow_many, [plan.to_toml() for plan in plans], 3)
 
 
 def watch_prefetch(prefetch: int, overlap: bool) -> list[list[int]]:
@@ -115,7 +120,7 @@ def test_no_gather_runs_ahead_without_overlap() -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [("zero3", "zero1-node"), pytest.param(("zero1", "hpz", "amsp-30b"), marks=pytest.mark.slow)], ids=str
+    "names", [("zero1-node",), pytest.param(("zero3", "zero1", "hpz", "amsp-30b"), marks=pytest.mark.slow)], ids=str
 )
 def test_a_program_of_three_nodes_of_two_ranks_matches_too(names: tuple[str, ...]) -> None:
     plans = [

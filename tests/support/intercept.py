@@ -188,7 +188,7 @@ def close(found: Losses, expected: Losses, limit: float) -> bool:
 
 
 def net(width: int = 64) -> nn.Sequential:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return nn.Sequential(nn.Linear(16, width), *(intercept_fsdp.Block(width) for _ in range(2)), nn.Linear(width, 8))
 
 
@@ -219,7 +219,7 @@ def interleaved_job(policy: str) -> Losses:
     rank, width = mesh.get_local_rank("pp"), 64
     parts = []
     for stage in (rank, rank + 2):
-        torch.manual_seed(stage)
+        torch.default_generator.manual_seed(stage)
         part = Normed(width)
         sequence_parallel(mesh["tp"], part)
         parts.append(part)

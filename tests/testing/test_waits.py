@@ -174,7 +174,7 @@ def test_messages_of_a_reduction_never_wait(feedback: bool, launches: list[objec
 
 def places_of_waits(preset: str, dtype: str) -> list[list[str]]:
     """Where the forward, backward, and update of three steps wait; tensors of the CPU stand for a device's."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     x = torch.ones(4, 16)
     plan = tw.Plan.preset(preset, nodes=1, local=1).with_(compute_dtype=dtype)
     with check_streams("never", nccl=True):

@@ -163,6 +163,7 @@ def test_memory_is_measured_last_without_what_allocators_keep() -> None:
     assert all(row.needed_rss is None for row in run([FREE], 1)[0])
 
 
+@pytest.mark.slow
 def test_a_lean_process_forgets_its_peak_and_gives_back_what_it_frees() -> None:
     script = """
 from thinwire_bench.systems.rank import _Lean, _peak_of_turn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import gc
 import multiprocessing
 import os
 import random
@@ -185,6 +186,7 @@ def _serve(pipe: Connection[Any, Any], rank: int, world: int, threads: int) -> N
     from thinwire.collectives import group
 
     torch.set_num_threads(threads)
+    gc.freeze()  # collections, of which some tests make many, leave out what has been imported
     while True:
         try:
             function, args, port, init, timeout, parting = pipe.recv()

@@ -174,7 +174,7 @@ def elementwise_optimizer_of_your_own(ctx: Context) -> Any:
 def update_with_random_noise(ctx: Context) -> Any:
     """Add random noise to every parameter after each step."""
     model = ctx.shard(ctx.build(Stack))
-    torch.manual_seed(11)
+    torch.default_generator.manual_seed(11)
 
     def add_noise(_step: int) -> None:
         with torch.no_grad():

@@ -193,7 +193,7 @@ def constants_initialized_after_sharding(ctx: Context) -> Any:
 def random_values_initialized_after_sharding(ctx: Context) -> Any:
     """Initialize with `init.normal_`, `uniform_` and `xavier_uniform_` after sharding, with one seed."""
     model = ctx.shard(ctx.build(Stack))
-    torch.manual_seed(23)
+    torch.default_generator.manual_seed(23)
     nn.init.normal_(model.first.weight, std=0.2)
     nn.init.uniform_(model.head.bias)
     nn.init.xavier_uniform_(model.head.weight)
@@ -204,7 +204,7 @@ def random_values_initialized_after_sharding(ctx: Context) -> Any:
 def matrices_initialized_after_sharding(ctx: Context) -> Any:
     """Initialize with `init.eye_` and `init.orthogonal_` after sharding."""
     model = ctx.shard(ctx.build(Stack))
-    torch.manual_seed(23)
+    torch.default_generator.manual_seed(23)
     nn.init.eye_(model.first.weight)
     nn.init.orthogonal_(model.head.weight)
     return ctx.train(model, ctx.adamw(model))
@@ -214,7 +214,7 @@ def matrices_initialized_after_sharding(ctx: Context) -> Any:
 def layer_reset(ctx: Context) -> Any:
     """Call `reset_parameters()` of a layer after sharding, with one seed."""
     model = ctx.shard(ctx.build(Stack))
-    torch.manual_seed(29)
+    torch.default_generator.manual_seed(29)
     model.head.reset_parameters()
     return ctx.train(model, ctx.adamw(model))
 
@@ -346,7 +346,7 @@ def parameters_unfrozen_after_sharding(ctx: Context) -> Any:
 def module_added_after_sharding(ctx: Context) -> Any:
     """Put a new head into the model after it was sharded, and train it."""
     model = ctx.shard(ctx.build(Stack))
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     model.head = nn.Linear(WIDTH, 3)
     return ctx.train(model, ctx.adamw(model))
 

@@ -284,7 +284,7 @@ def meta_device_refused_without_values(ctx: Context) -> Any:
     with torch.device("meta"):
         model: nn.Module = Stack()
     model = model.to_empty(device="cpu")
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()

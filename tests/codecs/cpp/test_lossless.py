@@ -68,7 +68,7 @@ KINDS: dict[str, Callable[[torch.dtype, int], Tensor]] = {
 @functools.cache
 def sample(kind: str, name: str, dtype: torch.dtype, numel: int) -> tuple[Tensor, Tensor]:
     """Values, and the reference's message of them."""
-    torch.manual_seed(numel)
+    torch.default_generator.manual_seed(numel)
     x = KINDS[kind](dtype, numel)
     return x, reference(name).encode(x)
 
@@ -128,7 +128,7 @@ def test_threads_write_the_same_bytes(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
 def test_every_pattern_of_16_bits_comes_back(name: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     patterns = torch.randperm(1 << 16).to(torch.int32).to(torch.int16).view(torch.uint8)
     x = patterns.view(dtype)
     wire = encode(name, x)
@@ -160,7 +160,7 @@ def test_addresses_may_be_misaligned(by: int) -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
 def test_adds_in_fp32(name: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     for numel in FEW_SIZES:
         x, total = KINDS["few values"](dtype, numel), torch.randn(numel)
         expected = total + x.float()
@@ -170,7 +170,7 @@ def test_adds_in_fp32(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
 def test_other_bytes_may_follow_a_message(name: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(2)
+    torch.default_generator.manual_seed(2)
     for kind in ("gaussian", "any bits"):
         x = KINDS[kind](dtype, 3000)
         wire = torch.cat((native(name).encode(x), torch.full((37,), POISON, dtype=torch.uint8)))
@@ -179,7 +179,7 @@ def test_other_bytes_may_follow_a_message(name: str, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
 def test_refuses_what_the_reference_refuses(name: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     numel = 1100
     for kind in ("gaussian", "any bits", "sparse"):
         wire = native(name).encode(KINDS[kind](dtype, numel))
@@ -207,7 +207,7 @@ def with_word(wire: Tensor, index: int, value: int) -> Tensor:
 def test_mutated_messages_do_no_harm(name: str, dtype: torch.dtype) -> None:
     """They decode, or are refused, as the reference does it."""
     generator = torch.Generator().manual_seed(4)
-    torch.manual_seed(4)
+    torch.default_generator.manual_seed(4)
 
     def number(below: int) -> int:
         return int(torch.randint(0, below, (1,), generator=generator))
@@ -236,7 +236,7 @@ def test_mutated_messages_do_no_harm(name: str, dtype: torch.dtype) -> None:
 
 
 def test_any_bytes_after_a_header_do_no_harm() -> None:
-    torch.manual_seed(5)
+    torch.default_generator.manual_seed(5)
     # What messages of a codec begin with: those of tensors that compress, and of those that do not.
     headers = sorted(
         {
@@ -259,7 +259,7 @@ def test_any_bytes_after_a_header_do_no_harm() -> None:
 @pytest.mark.parametrize("stride", [2, 5, 16, 17, 31, 32])
 def test_strides_have_the_references_bytes_and_shorten_records(stride: int) -> None:
     name = f"mpc:{stride}"
-    torch.manual_seed(stride)
+    torch.default_generator.manual_seed(stride)
     for numel in FEW_SIZES:
         # Records of unlike places, each of which changes little from record to record.
         x = (torch.arange(numel) % stride) * 1000.0 + torch.randint(0, 4, (numel,)) * 0.25

@@ -160,7 +160,7 @@ def test_threads_change_nothing(threads: int) -> None:
 def test_narrow_values_travel_as_float32(dtype: str) -> None:
     torch = pytest.importorskip("torch")
     narrow = getattr(torch, dtype)
-    x = torch.randn(1001, generator=torch.manual_seed(4)).to(narrow)
+    x = torch.randn(1001, generator=torch.default_generator.manual_seed(4)).to(narrow)
     wide = x.float().numpy()
     bits = x.view(torch.int16).numpy()
     for rate in (2.5, 8, 16):

@@ -51,6 +51,11 @@ MORE_FIXED = [
     *("int2:32", "int6:256", "int7:24", "int8:8,hadamard", "int3:2048", "int4:4104", "int8:8192,hadamard"),
     *("int2:8192,hadamard", "int2:tensor", "int7:tensor,stochastic", "int2:32,stochastic"),
 ]
+FEW_FIXED = ("none", "bf16", "zfp:8", "int8:256", "int4:256,stochastic", "int4:tensor")
+over_fixed = pytest.mark.parametrize(
+    "name", [name if name in FEW_FIXED else pytest.param(name, marks=pytest.mark.slow) for name in FIXED]
+)
+"""One codec for each kernel in the default suite, all of them in the long one."""
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Interpreter = Callable[..., Any]
 
@@ -85,7 +90,7 @@ def decode(codec: Codec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor
 # ------------------------------------------------------------------------------------------------------ the same bits
 
 
-@pytest.mark.parametrize("name", FIXED)
+@over_fixed
 def test_messages_and_values_are_the_references(interpreter: Interpreter, name: str) -> None:
     spec = CodecSpec(name)
     if spec.family == "zfp" or spec.searches_clip:
@@ -94,7 +99,7 @@ def test_messages_and_values_are_the_references(interpreter: Interpreter, name: 
         interpreter(check_fixed, name, DTYPES, [2061])
 
 
-@pytest.mark.parametrize("name", FIXED)
+@over_fixed
 def test_short_messages(interpreter: Interpreter, name: str) -> None:
     interpreter(check_fixed, name, [torch.bfloat16], [1, 10])
 
@@ -339,6 +344,7 @@ def check_feedback(name: str, dtype: torch.dtype, numel: int) -> None:
         assert same(lost, want_lost), (name, by)
 
 
+@pytest.mark.slow
 def test_a_warm_up_runs_codecs(interpreter: Interpreter) -> None:
     interpreter(check_warm_up)
 

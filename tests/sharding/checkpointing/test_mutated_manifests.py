@@ -62,7 +62,7 @@ def mutate(body: dict[str, Any], chance: random.Random) -> dict[str, Any]:
 
 
 def start(seed: int) -> tuple[nn.Module, Any]:
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     wire = {"reduce_intra": "int8:64", "error_feedback": True, "spread": "int8:64", "spread_difference": True}
     plan = Plan.preset("zero1", nodes=1, local=2, compute_dtype="float16", wire=wire)
     model = tw.shard(nn.Sequential(nn.Linear(8, 9), nn.BatchNorm1d(9), nn.Linear(9, 8)), plan)

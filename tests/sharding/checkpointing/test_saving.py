@@ -28,7 +28,7 @@ pytestmark = pytest.mark.ranks
 
 
 def start(seed: int = 0) -> tuple[nn.Module, Any]:
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     plan = Plan.preset("zero1", nodes=1, local=2, compute_dtype="float32")
     model = tw.shard(nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 8)), plan)
     return model, tw.optimizer(model, torch.optim.AdamW, lr=0.1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,10 +40,9 @@ def check(kind: str, preset: str, *, adapted: bool) -> None:
     close(model)
 
 
-def check_all() -> None:
-    check("llama-tied", "zero1", adapted=False)
-    check("llama", "zero3", adapted=True)
-
-
-def test_whole_models_and_adapters() -> None:
-    run_ranks(4, check_all)
+@pytest.mark.parametrize(
+    ("kind", "preset", "adapted"),
+    [pytest.param("llama-tied", "zero1", False, marks=pytest.mark.slow), ("llama", "zero3", True)],
+)
+def test_whole_models_and_adapters(kind: str, preset: str, adapted: bool) -> None:
+    run_ranks(4, partial(check, kind, preset, adapted=adapted))

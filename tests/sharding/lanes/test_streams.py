@@ -237,7 +237,7 @@ def check_loops(names: tuple[str, ...], answers: Answer) -> Outcome:
     problems, issues = [], {}
     for name, loop in itertools.product(names, LOOPS):
         with check_streams(answers) as check:
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             model = tw.shard(Tied(), preset(name, bucket_bytes=1, grad_reduce="sum"), codec_backend="reference")
             optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
             for _ in range(3):
@@ -358,7 +358,7 @@ def check_endings(name: str, own: bool, endings: tuple[Ending, ...]) -> list[str
     problems = []
     for ending in endings:
         with check_streams("never") as check:
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             model = tw.shard(Tied(), preset(name, bucket_bytes=1), codec_backend="reference")
             optim: Any = tw.optimizer(model, torch.optim.AdamW, lr=1e-2) if own else None
             optim = optim or torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -384,7 +384,7 @@ def test_every_end_of_a_step_orders_every_access(name: str, own: bool) -> None:
 def check_scaled(name: str, fused: bool) -> list[str]:
     """Hazards of steps in float16, one of which is skipped: by the device, if the optimizer is fused."""
     with check_streams("never") as check:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         plan = tw.Plan.preset(
             name, nodes=2, local=2, compute_dtype="float16", wire={"error_feedback": name == "zeropp"}
         )
@@ -410,7 +410,7 @@ def test_steps_with_a_loss_scale_order_every_access(name: str, fused: bool) -> N
 def check_progress() -> list[str]:
     """Hazards of steps whose gradients are encoded no longer, and then again, from before an update on."""
     with check_streams("never") as check:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         plan = preset("zeropp", bucket_bytes=1, wire={"error_feedback": True, "schedule": 0.5})
         model = tw.shard(Tied(), plan, codec_backend="reference")
         optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
@@ -538,7 +538,7 @@ INPUT_GRADIENTS: dict[str, Any] = {"granularity": "module", "recompute": True, "
 
 def train_on_two_streams(name: str | None, answers: Answer) -> StreamCheck:
     with check_streams(answers) as check:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         model: nn.Module = OnTwoStreams(check.streams)
         optim: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if name is not None:
@@ -633,7 +633,7 @@ def test_planted_faults_are_found(names: tuple[str, ...]) -> None:
 def save_while_training(name: str, directory: str, answers: Answer) -> tuple[list[str], list[float], list[float]]:
     """Hazards; parameters when a save in the background began; those that were saved."""
     with check_streams(answers) as check:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         plan = preset(name, wire={"error_feedback": name == "zeropp"})
         model = tw.shard(Tied(), plan, codec_backend="reference")
         optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
@@ -705,7 +705,7 @@ class Layer(nn.Module):
 
 def count_launches(name: str | None, depth: int) -> int:
     """Launches of the fourth step: with thinwire, or of torch alone in bf16."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model: nn.Module = nn.Sequential(*(Layer() for _ in range(depth)))
     with check_streams() as check:
         if name is None:

@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 def start(plan: str, dtype: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = tw.shard(Odd(), tw.Plan.preset(plan, nodes=2, local=2, compute_dtype=dtype))
     return model, tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
 

@@ -51,9 +51,9 @@ def check(values: RecordedValues, model: nn.Module, expected: nn.Module) -> None
 
 @pytest.mark.parametrize("smallest", [pytest.param(1, marks=pytest.mark.slow), 1 << 10, 1 << 16])
 def test_values_and_later_numbers_are_the_same(smallest: int) -> None:
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     expected, later = Various(), torch.rand(3)
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     with Recording(smallest, kept=1) as recording:
         model = Various()
     assert torch.equal(torch.rand(3), later)
@@ -69,10 +69,10 @@ def test_modules_on_the_meta_device_are_reset_in_order() -> None:
     with torch.device("meta"):
         model = layers()
     recording = Recording(1, kept=1)
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     initialize_meta_modules(model, recording)
     values = RecordedValues(model, recording)
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     check(values, model, layers())
 
 

@@ -90,7 +90,7 @@ def test_parity_with_one_process(names: tuple[str, ...], granularities: tuple[st
 
 def losses(model_class: Callable[[], nn.Module], fields: dict[str, Any]) -> list[float]:
     """Losses of three steps of two micro-batches on this rank, and the sum of the parameters after them."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = tw.shard(model_class(), plan("zero3", **fields))
     optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
     values = []
@@ -232,7 +232,7 @@ class Wedge(nn.Module):
 
 def reductions_before_products(first: bool) -> list[tuple[int, int]]:
     """The products of the second and third layer's input gradients: the layer, and the reductions started before."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = tw.shard(Wedge(), plan("zero3", overlap={"input_gradient": first}))
     engine = runtime(model)
     for _ in range(2):
@@ -267,7 +267,7 @@ def test_torchs_own_backward_starts_it_after() -> None:
 def traces(fields: dict[str, Any]) -> None:
     """The backward of the built-in models is the one that plans and simulations assume."""
     for make, linears in ((llama, 7 * 2 + 1), (gpt, 4 * 2 + 1)):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         model = tw.shard(make(), plan("zero3", granularity="module", **fields))
         ids = torch.randint(0, 64, (2, 9))
         model(ids[:, :-1], labels=ids[:, 1:]).loss.backward()

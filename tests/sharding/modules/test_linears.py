@@ -34,7 +34,7 @@ def pair(
     bias: bool = True, dtype: torch.dtype = torch.float32, note: Callable[[str], None] = lambda _: None
 ) -> tuple[nn.Linear, nn.Linear]:
     """torch's layer and ours with the same weights; ``note`` is told which gradient is next."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     plain = nn.Linear(24, 16, bias=bias, dtype=dtype)
     ours = copy.deepcopy(plain)
     for name, parameter in ours.named_parameters():

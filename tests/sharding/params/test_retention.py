@@ -81,7 +81,7 @@ def test_every_access_is_ordered() -> None:
 def watch(fields: dict[str, Any], micro_batches: int) -> tuple[int, int, int, int]:
     """In the third step: gathers, most bytes gathered at once at any hook, most that the program predicts, and bytes
     that stay gathered after the step."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = tw.shard(Model(), plan("zero3", **fields))
     optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-3)
     engine = runtime(model)

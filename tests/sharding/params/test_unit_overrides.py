@@ -57,7 +57,7 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 def train(plan_toml: str, steps: int = 3) -> dict[str, Any]:
     """Three steps of four ranks: weights, compute dtypes, and the bytes of the last step, sent and predicted."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = tw.shard(Model(), Plan.from_toml(plan_toml))
     optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2, eps=1e-1)
     rank = torch.distributed.get_rank()
@@ -85,7 +85,7 @@ def train(plan_toml: str, steps: int = 3) -> dict[str, Any]:
 
 def alone(steps: int = 3) -> dict[str, torch.Tensor]:
     """The same training in one process, in fp32."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = Model()
     optim = make_optimizer(model.parameters())
     for step in range(steps):
@@ -201,9 +201,9 @@ def train_experts_that_differ_by_rank(names: list[str]) -> None:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     leaf = {"match": "layers.*.mixture", "granularity": "block"}
     for name in names:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         reference = Mixture()
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         plan = Plan.preset(
             name, nodes=2, local=world // 2, compute_dtype="float32", granularity="module", units=[leaf]
         ).uncompressed()

@@ -31,7 +31,7 @@ DEPTH = 3
 class Chain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

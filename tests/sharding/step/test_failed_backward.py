@@ -25,7 +25,7 @@ def test_training_continues_after_a_failed_backward(preset: str) -> None:
 
 def step_without(toml: str, what: str) -> tuple[str, bool]:
     """Take a good step, then one in which something is missing; the error, and whether parameters moved."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = tw.shard(Model(), Plan.from_toml(toml))
     optim = tw.optimizer(model, torch.optim.SGD, lr=0.1)
     model(torch.ones(2, 6)).backward()
@@ -65,7 +65,7 @@ def test_no_step_is_taken_on_unfinished_gradients(preset: str, what: str) -> Non
 
 
 def evaluate_differently(toml: str) -> None:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = tw.shard(Model(), Plan.from_toml(toml))
     optim = tw.optimizer(model, torch.optim.SGD, lr=0.1)
     with torch.no_grad():

@@ -200,7 +200,7 @@ def through_data(model: nn.Module) -> None:
 
 def initialise(model: nn.Module) -> None:
     for number, parameter in enumerate(model.parameters()):
-        torch.manual_seed(number)
+        torch.default_generator.manual_seed(number)
         nn.init.normal_(parameter, std=0.1)
 
 
@@ -249,9 +249,9 @@ def check_initialisation_with_other_seeds() -> None:
     """Ranks whose generators differ draw the numbers of the first rank."""
     for name in ("zero1", "zero3", "ddp"):
         pair = Pair(name)
-        torch.manual_seed(dist.get_rank())
+        torch.default_generator.manual_seed(dist.get_rank())
         nn.init.uniform_(pair.model.first.weight)
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         nn.init.uniform_(pair.one.first.weight)
         pair.check("uniform_")
         close(pair.model)
@@ -534,9 +534,9 @@ def check_coupled_optimizers(plans: tuple[str, ...]) -> None:
             optims = [kind(model.parameters(), lr=0.1) for model in (pair.model, pair.one)]
             for step in range(2):
                 pair.backward(step)
-                torch.manual_seed(10 * step + dist.get_rank())
+                torch.default_generator.manual_seed(10 * step + dist.get_rank())
                 optims[0].step()
-                torch.manual_seed(10 * step)
+                torch.default_generator.manual_seed(10 * step)
                 optims[1].step()
                 for optim in optims:
                     optim.zero_grad()

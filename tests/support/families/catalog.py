@@ -509,7 +509,7 @@ def build(name: str, seed: int = 0) -> Any:
     model_class = getattr(transformers, architecture.model_class)
     config = model_class.config_class(**architecture.sizes)
     _silence(config)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     model = model_class(config)
     with torch.no_grad():
         for parameter in model.parameters():  # what starts at zero or one would hide a missing update

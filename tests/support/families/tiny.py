@@ -56,7 +56,7 @@ def random_model(family: str, seed: int = 0) -> Any:
 
     table = dict(FAMILIES[family])
     config = transformers.AutoConfig.for_model(table.pop("model_type"), **table)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -79,7 +79,7 @@ def train(name: str, device: str, steps: int = STEPS) -> list[float]:
     Returns:
         The loss of each step, which the host reads at the end.
     """
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     plan = tw.Plan.preset(name, nodes=2, local=2, compute_dtype="float32")
     model = tw.shard(nn.Sequential(*(Block() for _ in range(3))).to(device), plan)
     optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)

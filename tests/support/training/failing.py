@@ -45,7 +45,7 @@ class Model(nn.Module):
 
 
 def train(toml: str, fail_in: int | None, forget: bool = True) -> list[float]:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = tw.shard(Model(), Plan.from_toml(toml))
     optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
     for part in runtime(model).reducer.parts:

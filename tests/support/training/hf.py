@@ -13,7 +13,7 @@ SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers
 def build(kind: str) -> nn.Module:
     import transformers
 
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     match kind:
         case "llama":
             config = transformers.LlamaConfig(**SIZES, intermediate_size=56, num_key_value_heads=2)

@@ -10,8 +10,9 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,6 +21,8 @@ import thinwire as tw
 from thinwire.errors import SpecError
 from thinwire.sharding.api import runtime
 from thinwire.testing import run_ranks
+
+T = TypeVar("T")
 
 VOCABULARY, WIDTH, LENGTH = 50, 16, 9
 STEPS = 3
@@ -66,7 +69,7 @@ class Model(nn.Module):
 
 def build(seed: int = 0, blocks: int = 2) -> Model:
     """The model, the same for the same seed."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     return Model(blocks)
 
 
@@ -142,6 +145,17 @@ def distinct_presets(nodes: int, local: int, **fields: Any) -> dict[str, tw.Plan
             if partition == "intra" or plan.params != plan.optimizer:
                 by_fingerprint.setdefault(plan.fingerprint(), (f"{name} {partition}", plan))
     return dict(by_fingerprint.values())
+
+
+FEW = ("zero1", "zero3", "thinwire")
+"""Presets of the default suite: one that keeps parameters, one that frees them, and one of two scopes."""
+in_part = pytest.mark.parametrize("part", ["few", pytest.param("others", marks=pytest.mark.slow)])
+"""A test of many presets, of which the default suite runs a few; see :func:`part_of`."""
+
+
+def part_of(part: str, cases: Mapping[str, T]) -> dict[str, T]:
+    """The cases of :data:`FEW`, or all others, where a case's name begins with that of its preset."""
+    return {name: case for name, case in cases.items() if (name.replace(",", " ").split()[0] in FEW) == (part == "few")}
 
 
 @functools.lru_cache(maxsize=32)

@@ -119,7 +119,7 @@ def assert_input_gradients_last(trace: Trace | None, program: StepProgram) -> No
 
 def follow(plan_toml: str, num_micro_batches: int) -> tuple[int, int]:
     """Train four steps on this rank and hold the last against the program; operations and bytes of it."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     plan = Plan.from_toml(plan_toml)
     model = tw.shard(Model(), plan)
     optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-3)

@@ -200,5 +200,5 @@ class Dropping(Stack):
 
     @staticmethod
     def objective(model: nn.Module, x: torch.Tensor, place: Place) -> torch.Tensor:
-        torch.manual_seed(100 * place.step + 10 * place.micro_batch + place.rank)
+        torch.default_generator.manual_seed(100 * place.step + 10 * place.micro_batch + place.rank)
         return model(x).square().mean()

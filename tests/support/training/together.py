@@ -33,10 +33,10 @@ class Tied(nn.Module):
 
 def trained(chosen: tw.Plan, model_class: type[nn.Module]) -> list[float]:
     """Parameters after three steps of two micro-batches."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = tw.shard(model_class(), chosen)
     optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
-    torch.manual_seed(1 + dist.get_rank())
+    torch.default_generator.manual_seed(1 + dist.get_rank())
     for _ in range(3):
         train_step(model, optim, 2)
     with tw.full_parameters(model):

@@ -47,7 +47,7 @@ class Job:
     """Real ranks that train, and compare replicas in every step."""
 
     def __init__(self, plan: Plan) -> None:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         self.model: ParallelModel = parallelize(Tiny(), plan, loss=nn.functional.cross_entropy)
         self.optim: ParallelOptimizer = self.model.optimizer(torch.optim.AdamW, lr=0.1, skip_nonfinite=True)
         self.checks = ReplicaChecks(self.model, self.optim, HOSTS, every=1)
