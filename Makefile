@@ -125,7 +125,7 @@ audit: install ## look up the pinned packages in a copy of the OSV database: mak
 	$(BIN)/python tools/audit.py "$(OSV)" constraints.txt locked.txt
 
 docs: install structure ## regenerate the pages docs/*-reference.md from the types, and the drawn structure
-	$(BIN)/python -m thinwire.spec.reference docs
+	$(BIN)/python tools/reference.py docs
 
 structure: install ## count what a reader feels, and draw the packages in docs/architecture.md and docs/structure.svg
 	$(BIN)/python tools/structure.py --page docs/architecture.md --svg docs/structure.svg

@@ -10,14 +10,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tools.reference import PAGES as GENERATED
+from tools.reference import cluster_reference, plan_reference, recipe_reference
 
 import thinwire
 from thinwire.spec import ClusterSpec, ModelSpec, Plan, Wire
 from thinwire.spec.base import Spec
 from thinwire.spec.codec import FAMILIES
 from thinwire.spec.recipe import Recipe
-from thinwire.spec.reference import PAGES as GENERATED
-from thinwire.spec.reference import cluster_reference, plan_reference, recipe_reference
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])

@@ -1,6 +1,6 @@
 """Generates the reference pages of plans, recipes, models and clusters from the types, so that they always match.
 
-``python -m thinwire.spec.reference docs``
+``python tools/reference.py docs``
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ reduce_inter = "int4:256"               # gradients cross nodes as 4-bit integer
 error_feedback = true
 """
 
-_UNLIKE = """\
+UNLIKE = """\
 name = "two generations"
 
 [links]
@@ -169,7 +169,7 @@ def cluster_reference() -> str:
         _models(),
         _titled("## Cluster", ClusterSpec),
         "This file describes two generations of nodes in two zones:",
-        f"```toml\n{_UNLIKE}```",
+        f"```toml\n{UNLIKE}```",
         _titled("## [links]", Links),
         _titled("## Link", Link, 'In TOML, write `{ bandwidth = "200gbit", latency = "5us" }`.'),
         _titled("## [[groups]]", NodeGroup),
