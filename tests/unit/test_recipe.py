@@ -16,7 +16,6 @@ from thinwire.spec.template import PlanTemplate
 from thinwire.train.environment import (
     Started,
     device_kind,
-    first_host,
     rank_device,
     resolve_mesh,
     started,
@@ -347,7 +346,9 @@ def test_the_environment() -> None:
     ],
 )
 def test_first_hosts(nodes: str, host: str) -> None:
-    assert first_host(nodes) == host
+    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": nodes}
+    started(slurm)
+    assert slurm["MASTER_ADDR"] == host
 
 
 def test_demanding_a_gpu_that_is_not_there(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,13 @@ themselves.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from thinwire.errors import SpecError, UsageError
 from thinwire.spec.factor import Factor
+from thinwire.spec.machines.slurm import expand_hosts
 from thinwire.spec.plan import Dtype, Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.spec.template import PlanTemplate
@@ -107,23 +107,10 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": world,
         "LOCAL_RANK": environment.get("SLURM_LOCALID", environment["SLURM_PROCID"]),
         "LOCAL_WORLD_SIZE": str(int(world) // nodes),
-        "MASTER_ADDR": first_host(environment.get("SLURM_JOB_NODELIST", "localhost")),
+        "MASTER_ADDR": expand_hosts(environment.get("SLURM_JOB_NODELIST", "localhost"))[0],
         # Any port will do as long as all ranks compute the same one and jobs on a shared node differ.
         "MASTER_PORT": str(20_000 + job % 20_000),
     }
-
-
-def first_host(node_list: str) -> str:
-    """The first host of SLURM's compact notation.
-
-    Args:
-        node_list: List of nodes, for example ``node[03-05,9],other``.
-
-    Returns:
-        Name of the host, for example ``node03``.
-    """
-    match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", node_list)
-    return (match[1] + (match[2] or "")) if match else "localhost"
 
 
 def device_kind(demand: Demand) -> DeviceKind:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,11 +15,7 @@ from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options, hidden, say_moved
 
 if TYPE_CHECKING:
-    import torch
-
-    from thinwire.profile import ModelPiece
     from thinwire.report import Sheet
-    from thinwire.spec import Factor
     from thinwire.spec.profile import CollectiveRow, Profile
     from thinwire.train.environment import Started
 
@@ -90,6 +86,7 @@ def profile(options: ProfileOptions) -> None:
     with explained(as_json=options.as_json):
         from thinwire.cli.measuring.ranks import launched
         from thinwire.collectives import group
+        from thinwire.errors import UsageError
 
         if options.kernels is not None:
             _time_kernels(options, options.kernels)
@@ -99,12 +96,13 @@ def profile(options: ProfileOptions) -> None:
             if options.topology is not None:
                 _find_topology(options, options.topology, ranks)
                 return
-            measurement = _measurement(options, ranks)
-            measured = measure_here(measurement, ranks)
+            if options.out is None:
+                raise UsageError("--out PROFILE.json is missing: the file to write")
+            measured = _measured(options, options.out, ranks)
         finally:
             group.shutdown()
         if ranks.rank == 0:
-            _show(measured, measurement.out, options.plot, as_json=options.as_json)
+            _show(measured, options.out, options.plot, as_json=options.as_json)
 
 
 def _time_kernels(options: ProfileOptions, out: Path) -> None:
@@ -143,91 +141,31 @@ def _find_topology(options: ProfileOptions, out: Path, ranks: Started) -> None:
     find_topology(ranks, mesh_of(ranks, options.nodes), device, out, options.plot, as_json=options.as_json)
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """What the ranks of a job measure together.
-
-    Attributes:
-        out: File that rank 0 writes.
-        budget: Seconds that the measurement should take, approximately.
-        pieces: Parts of models to compute.
-        mesh: All ranks.
-        device: Device of this rank.
-        resume: Keep the rows that ``out`` already has.
-        library: Time the library calls of other frameworks, too.
-    """
-
-    out: Path
-    budget: float
-    pieces: Sequence[ModelPiece]
-    mesh: Factor
-    device: torch.device
-    resume: bool = False
-    library: bool = False
-
-
-def _measurement(options: ProfileOptions, ranks: Started) -> Measurement:
-    """What the options ask for.
+def _measured(options: ProfileOptions, out: Path, ranks: Started) -> Profile:
+    """Measure on this rank, together with the others; all of them call this function.
 
     Raises:
-        UsageError: there is no file to write, or the number of nodes does not divide that of the ranks.
+        UsageError: The number of nodes does not divide that of the ranks.
     """
-    from thinwire.cli.measuring.ranks import mesh_of, small_model
-    from thinwire.errors import UsageError
+    from thinwire.cli.measuring.ranks import join, mesh_of, small_model, status
+    from thinwire.collectives import group
+    from thinwire.profile import Settings, measure
     from thinwire.spec import ModelSpec
     from thinwire.train.environment import rank_device
-    from thinwire.train.observing.pieces import pieces
+    from thinwire.train.observing.pieces import pieces, weightless
     from thinwire.train.observing.room import rank_memory
     from thinwire.units import parse_duration
 
-    if options.out is None:
-        raise UsageError("--out PROFILE.json is missing: the file to write")
     budget = parse_duration(options.budget)
     shape = ModelSpec.named(options.model) if options.model else small_model(options.seq)
     mesh = mesh_of(ranks, options.nodes)
     device = rank_device(options.device, ranks.local_rank)
-    parts = pieces(
-        shape,
-        mesh,
-        seq=options.seq,
-        micro_batch=options.micro_batch,
-        dtype=options.dtype,
-        memory=rank_memory(device),
-    )
-    return Measurement(options.out, budget, parts, mesh, device, options.resume, options.library)
-
-
-def measure_here(measurement: Measurement, ranks: Started) -> Profile:
-    """Measure on this rank, together with the others that were started with it; all of them call this function.
-
-    It joins the job and does not leave it, so that training may go on in the same job.
-
-    Args:
-        measurement: What to measure; the same on every rank but for the device.
-        ranks: This rank among all.
-
-    Returns:
-        The profile, the same on every rank.
-    """
-    from thinwire.cli.measuring.ranks import join, status
-    from thinwire.collectives import group
-    from thinwire.profile import Settings, measure
-    from thinwire.train.observing.pieces import weightless
-    from thinwire.train.observing.room import rank_memory
-
-    device = measurement.device
+    memory = rank_memory(device)
+    parts = pieces(shape, mesh, seq=options.seq, micro_batch=options.micro_batch, dtype=options.dtype, memory=memory)
     join(device)
-    settings = Settings(
-        measurement.mesh,
-        device,
-        measurement.budget,
-        measurement.pieces,
-        rank_memory(device),
-        library=measurement.library,
-        weightless=weightless,
-    )
+    settings = Settings(mesh, device, budget, parts, memory, library=options.library, weightless=weightless)
     with status(ranks) as say:
-        return measure(settings, group.control(), measurement.out, say, resume=measurement.resume)
+        return measure(settings, group.control(), out, say, resume=options.resume)
 
 
 def _show(measured: Profile, out: Path, plot: Path | None, *, as_json: bool) -> None:
