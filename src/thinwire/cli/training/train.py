@@ -7,7 +7,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -310,18 +310,18 @@ def _join(run: ResolvedRun, profile: Profile | None, console: Console, ranks: St
 def _finish(directory: RunDirectory, console: Console, as_json: bool) -> None:
     """Draw the loss curve and print the summary, or the step at which the run stopped."""
     from thinwire.cli.terminal.summary import summary_table
-    from thinwire.cli.training.picture import draw_losses
-    from thinwire.record import began, read_run
+    from thinwire.record import read_run
+    from thinwire.report.charts import loss_chart
+    from thinwire.report.drawing import write_png
 
-    record = read_run(directory.path)
-    records = record.records
-    draw_losses(records, directory)
-    if not directory.summary.exists():
-        step = records[-1]["step"] if records else 0
+    run = read_run(directory.path)
+    chart = loss_chart(run)
+    if chart is not None:
+        write_png(chart, directory.picture)
+    if run.summary is None:
         if as_json:
-            print(json.dumps({"stopped": True, "steps": step, "directory": str(directory.path)}))
+            print(json.dumps({"stopped": True, "steps": run.last_step, "directory": str(directory.path)}))
         return
-    summary: dict[str, Any] = json.loads(directory.summary.read_text())
     if as_json:
-        print(json.dumps(summary))
-    console.print(summary_table(summary, records, began(record.starts), directory))
+        print(json.dumps(run.summary))
+    console.print(summary_table(run, directory))
