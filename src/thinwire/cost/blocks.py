@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from thinwire.spec import ModelSpec
-from thinwire.spec.models.block_shapes import attention_width, block_matrices, latent_norms
+from thinwire.spec.models.model import attention_width, block_matrices, latent_norms
 
 __all__ = ["EXPERTS", "BlockModule", "Routed", "block_modules", "norm_parameters"]
 

@@ -12,7 +12,7 @@ from thinwire.errors import SpecError
 from thinwire.program import ALIGNMENT_BYTES
 from thinwire.program.shares import LARGE_LEAF
 from thinwire.spec import ModelSpec
-from thinwire.spec.models.block_shapes import expert_layers, expert_parameters
+from thinwire.spec.models.model import expert_layers, expert_parameters
 
 __all__ = ["ModelPart", "Tensor", "alike", "parts"]
 
