@@ -27,7 +27,7 @@ from thinwire.spec.machines.cluster import ClusterSpec, Links
 from thinwire.spec.machines.nodes import Failures, Link, NodeGroup, Spot
 from thinwire.spec.models.model import ModelSpec
 from thinwire.spec.plan import Overlap, Plan, UnitOverride, Wire
-from thinwire.spec.plan_parts.islands import Islands, OuterOptimizer, Stretch
+from thinwire.spec.plan_parts.islands import Islands, OuterOptimizer
 from thinwire.spec.plan_parts.policy import POLICIES
 from thinwire.spec.plan_parts.presets import PRESETS
 from thinwire.spec.recipe import (
@@ -110,7 +110,6 @@ def plan_reference() -> str:
         _titled("## [wire]", Wire),
         _titled("## [islands]", Islands),
         _titled("## [islands.outer]", OuterOptimizer),
-        _titled("## [[islands.schedule]]", Stretch),
         _titled("## [[units]]", UnitOverride),
         "## Rules",
         _rules(Plan, Wire, Islands, OuterOptimizer),

@@ -102,6 +102,9 @@ class Spec(BaseModel):
     file_keys: ClassVar[Mapping[str, str]] = {}
     """How files spell the fields that have another name there; see :mod:`thinwire.spec.renames`."""
 
+    former_keys: ClassVar[Mapping[str, str]] = {}
+    """Keys of earlier releases, and the key that says the same now."""
+
     shorthands: ClassVar[tuple[str, ...]] = ()
     """Keys that stand for others: a value has those others, and none of these."""
 
@@ -123,6 +126,13 @@ class Spec(BaseModel):
     def prepare(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """Expands shorthand between keys before validation; the identity unless a specification has some."""
         return data
+
+    @classmethod
+    def renewed(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The same keys without :attr:`former_keys`; where both are given, the present one counts."""
+        former = {old: data[old] for old in cls.former_keys.keys() & data.keys()}
+        renamed = {cls.former_keys[old]: value for old, value in former.items() if value is not None}
+        return renamed | {key: value for key, value in data.items() if key not in former} if former else data
 
     @classmethod
     def from_text(cls, text: str) -> Mapping[str, Any] | None:
@@ -174,7 +184,8 @@ class Spec(BaseModel):
     @classmethod
     def old_spellings(cls, table: Mapping[str, Any]) -> dict[str, str]:
         """The new spelling of every key of a file that has an old one, in nested tables, too."""
-        found = renames.old_spellings(table, cls.file_keys)
+        renamed = {**cls.file_keys, **cls.former_keys}
+        found = {old: new for old, new in renamed.items() if old in table}
         for name, field in cls.model_fields.items():
             spec, inside = nested(field.annotation), table.get(name)
             if spec is not None and isinstance(inside, Mapping):
@@ -226,6 +237,7 @@ class Spec(BaseModel):
         return self.model_copy(update=changes)
 
     def _merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        changes = self.renewed(changes)
         merged = {name: getattr(self, name) for name in type(self).model_fields}
         for name, value in changes.items():
             current = merged.get(name)
@@ -264,7 +276,7 @@ def _expanded(cls: type[Spec], data: Any) -> Any:
     if isinstance(data, str):
         shorthand = cls.from_text(data)
         data = data if shorthand is None else shorthand
-    return cls.prepare(renames.to_fields(data, cls.file_keys)) if isinstance(data, Mapping) else data
+    return cls.prepare(cls.renewed(renames.to_fields(data, cls.file_keys))) if isinstance(data, Mapping) else data
 
 
 def _plain(value: Any, *, full: bool | None = None) -> Any:

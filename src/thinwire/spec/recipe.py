@@ -18,7 +18,8 @@ from thinwire.spec.factor import Factor
 from thinwire.spec.io import apply_settings, read_toml_file
 from thinwire.spec.machines.topology import TOPOLOGY_SOURCES
 from thinwire.spec.models.recipe import ModelRecipe
-from thinwire.spec.renames import hint, old_spellings_of_plan, plan_to_fields, plan_to_file
+from thinwire.spec.plan import Plan
+from thinwire.spec.renames import hint, plan_to_fields, plan_to_file
 
 __all__ = [
     "MOST_TRACED", "CheckpointRecipe", "ClusterRecipe", "DataRecipe", "LossScaleRecipe", "ModelRecipe",
@@ -353,7 +354,9 @@ class Recipe(Spec):
             SpecError: The recipe is invalid; the error lists every problem.
         """
         table = read_toml_file(path)
-        hint(str(path), old_spellings_of_plan(table.get("plan")))
+        named = table.get("plan")
+        old = Plan.old_spellings(named) if isinstance(named, Mapping) else {}
+        hint(str(path), {f"plan.{key}": f"plan.{new}" for key, new in old.items()})
         table = _absolute(table, Path(path).resolve().parent)
         if plan is not None:
             table["plan"] = plan

@@ -75,11 +75,6 @@ def to_file(fields: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any
     return table
 
 
-def old_spellings(table: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, str]:
-    """The new spelling of every key that a table still spells as the field is named."""
-    return {name: spelled for name, spelled in keys.items() if name in table}
-
-
 def plan_to_fields(plan: Mapping[str, Any]) -> dict[str, Any]:
     """:func:`to_fields` for the plan's table of a recipe."""
     fields = to_fields(plan, PLAN_KEYS)
@@ -91,16 +86,6 @@ def plan_to_file(plan: Mapping[str, Any]) -> dict[str, Any]:
     """:func:`to_file` for the plan's table of a recipe, which is no plan yet: it may name a preset or a file."""
     wire = plan.get("wire")
     return to_file(plan if not isinstance(wire, Mapping) else {**plan, "wire": to_file(wire, WIRE_KEYS)}, PLAN_KEYS)
-
-
-def old_spellings_of_plan(plan: Any) -> dict[str, str]:
-    """:func:`old_spellings` for the plan's table of a recipe."""
-    if not isinstance(plan, Mapping):
-        return {}
-    wire = plan.get("wire")
-    of_wire = old_spellings(wire, WIRE_KEYS) if isinstance(wire, Mapping) else {}
-    found = old_spellings(plan, PLAN_KEYS) | {f"wire.{old}": f"wire.{new}" for old, new in of_wire.items()}
-    return {f"plan.{old}": f"plan.{new}" for old, new in found.items()}
 
 
 def hint(what: str, found: Mapping[str, str]) -> None:

@@ -329,7 +329,7 @@ def _want_feedback(
         manifest,
         vectors,
         same_plan=same_plan,
-        keeps=sharded.plan.wire.error_feedback,
+        keeps=sharded.plan.wire.error_feedback > 0,
     )
     outer = _want_lost(
         "outer/lost",
@@ -338,7 +338,7 @@ def _want_feedback(
         manifest,
         vectors,
         same_plan=same_plan,
-        keeps=islands is not None and islands.error_feedback,
+        keeps=islands is not None and islands.error_feedback > 0,
     )
     return wanted, outer
 

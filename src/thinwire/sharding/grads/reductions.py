@@ -127,7 +127,7 @@ class ErrorFeedback:
     def _loses(self, group: AxisGroup, codecs: HopCodecs) -> bool:
         """Whether the last hop along an axis rounds, and its errors are kept."""
         codec = codecs.across if group.nodes > 1 else codecs.inside
-        return self._wire.error_feedback and codec is not None and not codec.spec.is_lossless
+        return self._wire.error_feedback > 0 and codec is not None and not codec.spec.is_lossless
 
     def _residual(self, what: str, bucket: Bucket, numels: Sequence[int], number: int) -> Residual | None:
         """Rounding errors of a chunk; ``numels`` are the numbers of elements that the last hop encodes, by chunk."""
@@ -138,7 +138,7 @@ class ErrorFeedback:
         if not numels[number]:
             return None
         begin = sum(numels[:number])
-        return Residual(lost[begin : begin + numels[number]], self._wire.feedback_gain)
+        return Residual(lost[begin : begin + numels[number]], self._wire.error_feedback)
 
 
 class Reductions:

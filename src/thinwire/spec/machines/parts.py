@@ -42,11 +42,11 @@ def first_nodes(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
     Raises:
         SpecError: Unlike nodes or named leaves are fewer.
     """
-    if (cluster.groups or cluster.leaves is not None) and nodes > cluster.nodes:
+    if (cluster.groups or isinstance(cluster.leaves, tuple)) and nodes > cluster.nodes:
         raise SpecError(
             "nodes", [f"= {nodes}: the cluster describes {cluster.nodes} nodes one by one; describe as many"]
         )
-    leaves = None if cluster.leaves is None else cluster.leaves[:nodes]
+    leaves = cluster.leaves[:nodes] if isinstance(cluster.leaves, tuple) else cluster.leaves
     name = cluster.name
     label = name if name is None else name.replace(f":{cluster.nodes}x", f":{nodes}x")
     if not cluster.groups:
