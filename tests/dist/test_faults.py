@@ -161,7 +161,7 @@ def test_out_of_memory_names_a_plan_that_fits_and_it_does(runs: Runs) -> None:
     limit = address_space() + (1 << 30)
     limited = ("prlimit", f"--as={limit}", *THINWIRE)
     batch = ("--set", "train.seq=64", "--set", "train.global_batch=4096", "--set", "train.steps=2")
-    _, errors = runs.run("full", *batch, "--set", "train.micro_batch=2048", command=limited, status=1)
+    _, errors = runs.run("full", *batch, "--set", "plan.micro_batch=2048", command=limited, status=1)
     assert re.search(r"thinwire: rank \d ran out of memory for [\d.]+ MiB more while training: address space", errors)
     assert "Traceback" not in errors
     assert "restarting" not in errors

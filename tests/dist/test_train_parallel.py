@@ -156,7 +156,7 @@ def test_eight_ranks_under_torchrun_and_a_plan_file(recipe: Path) -> None:
     ("settings", "message"),
     [
         (["plan.tp=3"], "--nodes 1 --nproc 6 would do"),
-        (["train.micro_batch=8", "train.global_batch=1"], "set it to a multiple of 2"),
+        (["plan.micro_batch=8", "train.global_batch=1"], "set it to a multiple of 2"),
         (["train.seq=15"], "seq = 15 should be a multiple of plan.tp = 2"),
     ],
 )

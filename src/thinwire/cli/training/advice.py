@@ -128,9 +128,9 @@ def _advice(path: Path, run: ResolvedRun, room: Room) -> str:
 
 def _overruled(recipe: Recipe, plan: Plan) -> Iterator[str]:
     """Settings without which the recipe would change the plan's batch or recomputation back."""
-    train = recipe.train
-    keys = ["micro_batch", "recompute", *(["micro_batches"] if train.global_batch is None else [])]
-    for key in keys:
+    from thinwire.spec.recipe import BATCH
+
+    for key in BATCH:
         value = getattr(plan, key)
-        if getattr(train, key) not in (None, value):
-            yield f"train.{key}={str(value).lower()}"
+        if recipe.plan.get(key) not in (None, value):
+            yield f"plan.{key}={str(value).lower()}"

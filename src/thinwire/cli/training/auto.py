@@ -71,17 +71,17 @@ def choose_plan(
 
 
 def _freedom(recipe: Recipe, codecs: CodecLevel | None) -> Freedom:
-    """What the search may choose: all but what the recipe's ``[train]`` decides.
+    """What the search may choose: all but what the recipe decides beside its plan's name.
 
-    A recipe's ``micro_batch`` and ``micro_batches`` say how many sequences a rank trains in a step, and the search
-    divides them; beside ``global_batch``, ``micro_batch`` is an upper limit.
+    Its ``micro_batch`` and ``micro_batches`` say how many sequences a rank trains in a step, and the search divides
+    them; beside ``global_batch``, ``micro_batch`` is an upper limit.
     """
     from thinwire.plan import Freedom
 
-    train = recipe.train
+    decided = {} if "mesh" in recipe.plan else recipe.plan  # a whole plan has every key
     return Freedom(
-        largest_micro_batch=train.micro_batch if train.global_batch is not None else None,
-        recompute=train.recompute,
+        largest_micro_batch=None if recipe.train.global_batch is None else decided.get("micro_batch"),
+        recompute=decided.get("recompute"),
         cuts=recipe.model.kind != "huggingface",
         codecs=codecs or "lossless",
     )

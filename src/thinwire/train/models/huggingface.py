@@ -156,7 +156,7 @@ def _enable_recomputation(model: nn.Module) -> None:
         if enable is not None:
             enable(**{f"{word}_checkpointing_kwargs": {"use_reentrant": False}})
             return
-    raise UsageError(f"{type(model).__name__} cannot recompute activations; set train.recompute = false")
+    raise UsageError(f"{type(model).__name__} cannot recompute activations; set plan.recompute = false")
 
 
 def draft_huggingface(
