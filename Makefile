@@ -82,7 +82,7 @@ test-torch: install ## every test that is not slow with another PyTorch, for exa
 
 # The newest releases are pinned in constraints.txt; these are the minor releases before them. torchtitan is in no other
 # environment, as it pins a release of datasets that others do not take.
-FRAMEWORKS ?= transformers==5.22.2 accelerate==1.14.0 lightning==2.5.6 torchtitan==0.2.2 torchtitan==0.3.0
+FRAMEWORKS ?= transformers==5.22.2 accelerate==1.14.0 lightning==2.5.6 torchtitan==0.3.0
 test-frameworks: install ## tests/integrations with older releases, for example FRAMEWORKS=transformers==5.22.2 SLOW=1
 	$(BIN)/python tools/frameworks.py $(if $(SLOW),--slow) $(FRAMEWORKS)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.torchtitan_jobs import STEPS, V02, Results, build, change, configure, join, train, whole_weights
+from tests.integrations.torchtitan_jobs import STEPS, Results, build, change, configure, join, train, whole_weights
 
 import thinwire as tw
 from thinwire.errors import UsageError
@@ -23,7 +23,7 @@ pytest.importorskip("torchtitan", reason="torchtitan is not installed: see docs/
 pytestmark = pytest.mark.filterwarnings("default")
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = "examples/torchtitan_v02_debug.py" if V02 else "examples/torchtitan_debug.py"
+EXAMPLE = "examples/torchtitan_debug.py"
 
 
 def assert_alike(got: Results, want: Results, *, clips: bool) -> None:
@@ -187,20 +187,11 @@ REFUSED = [
     ({"training.enable_cpu_offload": True}, "training.enable_cpu_offload = True"),
     ({"training.dtype": "bfloat16"}, "training.dtype = 'bfloat16'"),
     ({"checkpoint.enable": True, "checkpoint.async_mode": "async"}, "checkpoint.async_mode = 'async'"),
+    ({"training.disable_cuda_graphs": False}, "training.disable_cuda_graphs = False"),
+    ({"parallelism.spmd_backend": "full_dtensor"}, "parallelism.spmd_backend = 'full_dtensor'"),
+    ({"optimizer.param_groups.0.optimizer_name": "DistMuon"}, "optimizer_name = 'DistMuon'"),
+    ({"optimizer.implementation": "fused_opt_states_bf16"}, "optimizer.implementation = 'fused_opt_states_bf16'"),
 ]
-REFUSED += (
-    [
-        ({"optimizer.early_step_in_backward": True}, "optimizer.early_step_in_backward = True"),
-        ({"model.converters": ["quantize.linear.float8"]}, "model.converters = ['quantize.linear.float8']"),
-    ]
-    if V02
-    else [
-        ({"training.disable_cuda_graphs": False}, "training.disable_cuda_graphs = False"),
-        ({"parallelism.spmd_backend": "full_dtensor"}, "parallelism.spmd_backend = 'full_dtensor'"),
-        ({"optimizer.param_groups.0.optimizer_name": "DistMuon"}, "optimizer_name = 'DistMuon'"),
-        ({"optimizer.implementation": "fused_opt_states_bf16"}, "optimizer.implementation = 'fused_opt_states_bf16'"),
-    ]
-)
 
 
 @pytest.mark.slow
