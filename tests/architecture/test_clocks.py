@@ -8,7 +8,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src" / "thinwire"
 
 WRITTEN_DOWN = {
-    "report/page.py", "train/directory.py", "train/observing/metrics.py", "train/worker.py", "lab/job.py",
+    "report/page.py", "train/directory.py", "train/observing/metrics.py", "train/processes/worker.py", "lab/job.py",
 }  # fmt: skip
 """Files that note when something happened, for people to read."""
 

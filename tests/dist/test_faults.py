@@ -151,7 +151,7 @@ def children(process: int) -> list[int]:
 
 def address_space() -> int:
     """Bytes of address space of a process with the imports of a rank."""
-    code = "import thinwire.train.worker; print(open('/proc/self/statm').read().split()[0])"
+    code = "import thinwire.train.processes.worker; print(open('/proc/self/statm').read().split()[0])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return int(done.stdout) * os.sysconf("SC_PAGE_SIZE")
 

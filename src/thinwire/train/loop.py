@@ -24,9 +24,9 @@ from thinwire.train.export.kept import keep_sources
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.launching.stop import StopRequest
 from thinwire.train.launching.versions import versions
+from thinwire.train.measuring.room import explained_exhaustion, measure_room
 from thinwire.train.observing.metrics import MetricsLog
 from thinwire.train.observing.progress import ProgressReport
-from thinwire.train.observing.room import explained_exhaustion, measure_room
 from thinwire.train.observing.tracing import StepTracer
 from thinwire.train.trainer import Trainer, make_trainer
 

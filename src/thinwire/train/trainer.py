@@ -30,10 +30,7 @@ from thinwire.sharding.lanes.late import read_later
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import LossScaleRecipe
-from thinwire.train.checkpoint import Checkpoint, checkpoint_path, delete_old
-from thinwire.train.comparing.links import LinkWatch
-from thinwire.train.comparing.pace import Pace, summarized
-from thinwire.train.comparing.replicas import ReplicaChecks
+from thinwire.train.checkpoint import Checkpoint, Position, checkpoint_path, delete_old
 from thinwire.train.data.ahead import BatchesAhead, Waits
 from thinwire.train.data.packing import Dataset
 from thinwire.train.data.samples import Batch, Samples, step_batches, validation_batches
@@ -45,11 +42,12 @@ from thinwire.train.models.build import draft
 from thinwire.train.models.common import IGNORED, cross_entropy
 from thinwire.train.models.flops import flops_per_token
 from thinwire.train.observing.islands import IslandWatch
+from thinwire.train.observing.links import LinkWatch
 from thinwire.train.observing.measure import pack, unpack
 from thinwire.train.observing.metrics import StepRecord, known_peak_tflops
-from thinwire.train.position import Position
-from thinwire.train.schedule import learning_rate_share
-from thinwire.train.updates import QueuedUpdate, Update, Updates
+from thinwire.train.observing.pace import Pace, summarized
+from thinwire.train.observing.replicas import ReplicaChecks
+from thinwire.train.updates import QueuedUpdate, Update, Updates, learning_rate_share
 
 
 def _finite(value: float | None) -> float | None:

@@ -152,8 +152,8 @@ def _measured(options: ProfileOptions, out: Path, ranks: Started) -> Profile:
     from thinwire.profile import Settings, measure
     from thinwire.spec import ModelSpec
     from thinwire.train.environment import rank_device
-    from thinwire.train.observing.pieces import pieces, weightless
-    from thinwire.train.observing.room import rank_memory
+    from thinwire.train.measuring.pieces import pieces, weightless
+    from thinwire.train.measuring.room import rank_memory
     from thinwire.units import parse_duration
 
     budget = parse_duration(options.budget)

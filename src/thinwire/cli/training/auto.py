@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from thinwire.spec import ModelSpec, Plan
     from thinwire.spec.profile import Profile
     from thinwire.spec.recipe import Recipe
-    from thinwire.train.automatic import Here
     from thinwire.train.environment import Started
     from thinwire.train.launching.resolved import ResolvedRun
+    from thinwire.train.measuring.automatic import Here
 
 __all__ = ["choose_plan"]
 
@@ -46,8 +46,8 @@ def choose_plan(
         UsageError: No plan fits; the message lists remedies.
     """
     import thinwire.plan as planner
-    from thinwire.train.automatic import measure_and_choose
     from thinwire.train.data.packing import prepare
+    from thinwire.train.measuring.automatic import measure_and_choose
 
     recipe, resolved = run.recipe, run.plan
     dataset = prepare(recipe.data)
@@ -90,8 +90,8 @@ def _freedom(recipe: Recipe, codecs: CodecLevel | None) -> Freedom:
 def _here(recipe: Recipe, mesh: Factor, ranks: Started) -> Here:
     """The ranks that a launcher has started, of which this one has joined the others."""
     from thinwire.cli.measuring.ranks import join, status
-    from thinwire.train.automatic import Here
     from thinwire.train.environment import rank_device
+    from thinwire.train.measuring.automatic import Here
 
     device = rank_device(recipe.cluster.device, ranks.local_rank)
     join(device, recipe.cluster.timeout)
@@ -101,7 +101,7 @@ def _here(recipe: Recipe, mesh: Factor, ranks: Started) -> Here:
 def _measured_apart(recipe: Recipe, resolved: Plan, mesh: Factor, shape: ModelSpec, directory: Path) -> Path:
     """The file of a profile that ranks make which are started for it."""
     from thinwire.errors import UsageError
-    from thinwire.train.automatic import BUDGET
+    from thinwire.train.measuring.automatic import BUDGET
 
     model, out = directory / "model.toml", directory / "profile.json"
     shape.save(model)

@@ -289,7 +289,7 @@ def _join(run: ResolvedRun, profile: Profile | None, console: Console, ranks: St
 
     from thinwire.program import idle_codecs
     from thinwire.train.launching.versions import versions
-    from thinwire.train.worker import recorded_failure, train
+    from thinwire.train.processes.worker import recorded_failure, train
 
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     directory, plan = run.directory, run.plan

@@ -30,7 +30,7 @@ from thinwire.train.export.layout import Layout, OutTensor, layout_of_huggingfac
 from thinwire.train.models.build import draft
 from thinwire.train.models.gpt import GPT
 from thinwire.train.models.llama import Llama
-from thinwire.train.weights.loading import INDEX, SINGLE
+from thinwire.train.models.loaded import INDEX, SINGLE
 
 __all__ = ["Exported", "export"]
 

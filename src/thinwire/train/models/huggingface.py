@@ -20,7 +20,7 @@ from thinwire.spec.recipe import ModelRecipe
 from thinwire.train.models.common import CausalOutput, cross_entropy
 from thinwire.train.models.divided import Division
 from thinwire.train.models.fresh import InitializedValues
-from thinwire.train.weights.loading import LoadedValues
+from thinwire.train.models.loaded import LoadedValues
 
 _LONGEST: Final = 300
 """Characters of somebody else's message: transformers names every architecture it knows."""

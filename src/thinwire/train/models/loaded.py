@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import DataError
 from thinwire.sharding.memory.initial import Region
-from thinwire.train.weights.stored import FileTensor, file_tensors, persistent_buffers
+from thinwire.train.models.stored import FileTensor, file_tensors, persistent_buffers
 
 __all__ = ["INDEX", "SINGLE", "LoadedValues", "holds_weights"]
 
