@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from thinwire.errors import SpecError, UsageError
 from thinwire.spec.factor import Factor
 from thinwire.spec.machines.slurm import expand_hosts
-from thinwire.spec.plan import Dtype, Plan
-from thinwire.spec.recipe import Recipe
+from thinwire.spec.plan import Dtype
 from thinwire.spec.template import PlanTemplate
 
 if TYPE_CHECKING:
@@ -253,23 +252,6 @@ def resolve_ranks(template: PlanTemplate, ranks: Started | None, num_gpus: int) 
             ],
         )
     return layout
-
-
-def resolve_plan(recipe: Recipe, ranks: Started | None) -> Plan:
-    """The plan of a run on this machine.
-
-    Args:
-        recipe: The recipe of the run.
-        ranks: The ranks that a launcher has started; ``None`` if this process starts them.
-
-    Returns:
-        The plan on the mesh of the run.
-
-    Raises:
-        SpecError: The plan does not fit the ranks.
-    """
-    template, found = PlanTemplate.read(recipe), hardware(recipe.cluster.device)
-    return template.resolve(resolve_mesh(template, ranks, found.num_gpus), auto_dtype=found.fast_dtype)
 
 
 def hardware(demand: Demand) -> Hardware:

@@ -426,8 +426,7 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
     plan = (ordered := order_ranks(run.plan, control(), device)).plan
     train = Samples(dataset.train, seq, recipe.train.seed)
     validation = Samples(dataset.validation, seq, 0)
-    # Recomputation is done by the shards, whatever the model: parameters are gathered once for it and the gradients.
-    drafted = draft(recipe.model, vocab=dataset.vocab, seq=seq, seed=recipe.train.seed, recompute=False)
+    drafted = draft(recipe.model, vocab=dataset.vocab, seq=seq, seed=recipe.train.seed)
     model = drafted.model
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     token_flops, undecayed = flops_per_token(model, seq), undecayed_names(model)

@@ -154,7 +154,7 @@ def _layout(run: RunDirectory, recipe: Recipe, saved: SavedModel) -> tuple[Layou
     if name is None:
         raise CheckpointError(f"{run.path}: the checkpoint is of no model of this recipe: it has no embedding")
     rows = saved.shapes[name][0]
-    model = draft(recipe.model, vocab=rows, seq=recipe.train.seq, seed=0, recompute=False).model
+    model = draft(recipe.model, vocab=rows, seq=recipe.train.seq, seed=0).model
     assert isinstance(model, Llama | GPT)
     return layout_of_ours(model), model.config.seq
 

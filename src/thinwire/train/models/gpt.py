@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from thinwire.train.models.common import (
     CausalOutput,
     RotaryTable,
-    call_layer,
     cross_entropy,
     init_weights,
     rotate,
@@ -44,7 +43,6 @@ class GPTConfig:
         parallel_residual: whether attention and feed-forward both read the block's input (NeoX) or in turn
             (GPT-2).
         norm_eps: of LayerNorm.
-        recompute: whether backward recomputes each block.
     """
 
     vocab: int
@@ -59,7 +57,6 @@ class GPTConfig:
     rope_theta: float = 10_000.0
     parallel_residual: bool = True
     norm_eps: float = 1e-5
-    recompute: bool = False
 
     @property
     def rotary_channels(self) -> int:
@@ -179,7 +176,7 @@ class GPT(Decoder):
                 x = x + self.embed_positions(torch.arange(length, device=input_ids.device))
         cos, sin = (None, None) if self.rotary is None else self.rotary(length, x.dtype)
         for layer in self.layers:
-            x = call_layer(layer, self.config.recompute, x, cos, sin)
+            x = layer(x, cos, sin)
         if self.final_layer_norm is None or self.lm_head is None:
             return x
         logits = self.lm_head(self.final_layer_norm(x))

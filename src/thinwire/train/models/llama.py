@@ -19,7 +19,6 @@ from thinwire.parallel.context import Context
 from thinwire.train.models.common import (
     CausalOutput,
     RotaryTable,
-    call_layer,
     cross_entropy,
     init_weights,
     rotate,
@@ -42,7 +41,6 @@ class LlamaConfig:
         tied: whether the head shares the embedding's weight.
         rope_theta: base of the rotary frequencies.
         norm_eps: of RMSNorm.
-        recompute: whether backward recomputes each block.
         experts: E, experts of a block; ``None`` for a dense model.
         active_experts: experts that each token visits.
         expert_ffn: width of an expert; default: ``ffn``.
@@ -58,7 +56,6 @@ class LlamaConfig:
     tied: bool = False
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
-    recompute: bool = False
     experts: int | None = None
     active_experts: int = 1
     expert_ffn: int | None = None
@@ -250,7 +247,7 @@ class Llama(Decoder):
             own = self.context.positions(length)
             cos, sin = (table[own] for table in self.rotary(length * self.context.ways, x.dtype))
         for layer in self.layers:
-            x = call_layer(layer, self.config.recompute, x, cos, sin)
+            x = layer(x, cos, sin)
         if self.norm is None or self.lm_head is None:
             return x
         logits = self.lm_head(self.norm(x))
