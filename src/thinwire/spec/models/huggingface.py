@@ -101,9 +101,10 @@ def _expert_problems(config: Mapping[str, Any]) -> list[str]:
         return []
     family = str(config.get("model_type"))
     if family not in EXPERT_FAMILIES:
+        known = ", ".join(EXPERT_FAMILIES)
         return [
-            f"{name} = {config[name]} with model_type = {family!r}: mixtures of experts of {', '.join(EXPERT_FAMILIES)} "
-            "are known; describe the shape in a TOML file with the keys experts, active_experts and expert_ffn"
+            f"{name} = {config[name]} with model_type = {family!r}: mixtures of experts of {known} are known; describe "
+            "the shape in a TOML file with the keys experts, active_experts and expert_ffn"
         ]
     problems = [
         f"{key} = {value}: blocks with experts should follow one another after the dense ones, so it should be 1"
