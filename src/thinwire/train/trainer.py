@@ -25,7 +25,7 @@ from thinwire.collectives.links.streams import streams_of
 from thinwire.errors import CheckpointError, DataError
 from thinwire.network.order import Ordered, order_ranks
 from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
-from thinwire.sharding.checkpointing.saving import settle
+from thinwire.sharding.checkpointing.saving import finish_save
 from thinwire.sharding.lanes.late import read_later
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec.plan import Plan
@@ -79,7 +79,7 @@ class StepOutcome(NamedTuple):
     Attributes:
         record: The record; ``None`` if this step is not logged.
         stop: Whether any rank wants to stop.
-        save_failed: Whether a checkpoint could not be written in the background; :meth:`Trainer.settle` says why.
+        save_failed: Whether a checkpoint could not be written in the background; :meth:`Trainer.finish_save` says why.
     """
 
     record: StepRecord | None
@@ -242,7 +242,7 @@ class Trainer:
 
         Args:
             waits: Whether to wait until the checkpoint is complete. Otherwise, this returns once the state is copied; a
-                later step or :meth:`settle` reports a failure.
+                later step or :meth:`finish_save` reports a failure.
 
         Returns:
             The checkpoint's directory.
@@ -266,17 +266,17 @@ class Trainer:
             self.optimizer, path, extra=extra, then=clean_up, limit=settings.timeout, copies=not waits
         )
         if waits:
-            self.settle()
+            self.finish_save()
         return path
 
-    def settle(self) -> None:
+    def finish_save(self) -> None:
         """Wait for a checkpoint that is being written in the background. All ranks call it.
 
         Raises:
             CheckpointError: On every rank, if it could not be written.
         """
         self._pending = None
-        settle()
+        finish_save()
 
     def load(self, checkpoint: Checkpoint) -> str | None:
         """Continue from a checkpoint.

@@ -127,7 +127,7 @@ class Updates:
         """
         if self.scale is not None:
             try:
-                self.scale.settle()
+                self.scale.await_update()
             except NonFiniteError:
                 self._end(update)
         ends = not self.skips or num_skipped > MOST_SKIPPED

@@ -166,7 +166,9 @@ class Reductions:
         self._plan, self._gradients, self._groups, self._seeds = plan, gradients, groups, seeds
         self._codecs, self._encoding = codecs, True
         self._topology = ReductionConfig(plan)
-        self._ways: dict[UnitGradient, _Way] = {}  # gradients of units from their turn until they settle
+        self._ways: dict[
+            UnitGradient, _Way
+        ] = {}  # gradients of units from their turn until they are finished
         self._vectors: dict[tuple[UnitGradient, ...], _Vector] = {}
         self._buckets: dict[tuple[Axis, tuple[int, ...], bool], Bucket] = {}
         self._loads: dict[tuple[Axis, tuple[int, ...], bool], Load] = {}
@@ -199,7 +201,7 @@ class Reductions:
             moves = self._scatter_into_owned(bucket, operation.chunk)
         return moves, self._load(operation, bucket)
 
-    def settle(self, units: Sequence[int], *, last: bool) -> None:
+    def finish(self, units: Sequence[int], *, last: bool) -> None:
         """Release what holds the gradients of units that take part in no later reduction of this micro-batch.
 
         Args:

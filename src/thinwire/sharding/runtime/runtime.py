@@ -318,7 +318,7 @@ class Runtime:
             return
         self.holds.refuse("join_islands()")
         self.join_spreads()
-        written = self.exchanges.settle()
+        written = self.exchanges.finish()
         if (step := self.exchanges.take_fetched()) is not None:
             self.loaded(step, with_replicas=False)
             return
@@ -362,7 +362,7 @@ class Runtime:
         try:
             yield
             if written is not None:
-                written.settle(keep=write)
+                written.carry_over(keep=write)
         finally:
             self.audit.excuse()
             self.holds.release_all()
