@@ -166,9 +166,7 @@ class Reductions:
         self._plan, self._gradients, self._groups, self._seeds = plan, gradients, groups, seeds
         self._codecs, self._encoding = codecs, True
         self._topology = ReductionConfig(plan)
-        self._ways: dict[
-            UnitGradient, _Way
-        ] = {}  # gradients of units from their turn until they are finished
+        self._ways: dict[UnitGradient, _Way] = {}  # gradients of units from their turn until they are finished
         self._vectors: dict[tuple[UnitGradient, ...], _Vector] = {}
         self._buckets: dict[tuple[Axis, tuple[int, ...], bool], Bucket] = {}
         self._loads: dict[tuple[Axis, tuple[int, ...], bool], Load] = {}

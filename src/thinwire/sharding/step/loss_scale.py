@@ -34,8 +34,8 @@ class LossScale:
 
     Attributes:
         applied: Whether a loss was scaled since the last step.
-        await_update: Waits until the last step's :meth:`update` was called. Where the device decides whether it skips a step,
-            the host learns of it when it needs the scale again.
+        await_update: Waits until the last step's :meth:`update` was called. Where the device decides whether it skips a
+            step, the host learns of it when it needs the scale again.
 
     Raises:
         UsageError: A value is out of its range.

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-__all__ = ["Decoder", "Half", "Parts"]
+__all__ = ["Decoder", "Half", "ModuleNames"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Half:
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModuleNames:
     """Names of a decoder's modules.
 
     Attributes:
@@ -79,15 +79,15 @@ class DecoderShape(Protocol):
 class Decoder(nn.Module):
     """A causal language model that can be split: a :class:`thinwire.parallel.Divisible` once a subclass adds its sizes.
 
-    Modules of :attr:`parts` that are on another stage of a pipeline are ``None``.
+    Modules of :attr:`module_names` that are on another stage of a pipeline are ``None``.
 
     Attributes:
-        parts: Names of its modules; the blocks are in ``layers``.
+        module_names: Names of its modules; the blocks are in ``layers``.
         sequence_ways: Number of tensor-parallel ranks that share the tokens of hidden states; set when the model is
             split.
     """
 
-    parts: ClassVar[Parts]
+    module_names: ClassVar[ModuleNames]
     config: DecoderShape
     layers: nn.ModuleList
 
@@ -117,19 +117,19 @@ class Decoder(nn.Module):
 
     def tensor_parallel_styles(self, *, sequence: bool) -> dict[str, ParallelStyle]:
         """torch's style of each module of this stage."""
-        parts = self.parts
+        names = self.module_names
         tokens = Shard(1) if sequence else Replicate()
         outer: dict[str | None, ParallelStyle] = {
-            parts.embedding: RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
-            parts.positions: RowwiseParallel(
+            names.embedding: RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
+            names.positions: RowwiseParallel(
                 input_layouts=Replicate(), output_layouts=Shard(0) if sequence else Replicate()
             ),
-            parts.head: ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1)),
+            names.head: ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1)),
         }
         if sequence:
-            outer[parts.norm] = SequenceParallel()
+            outer[names.norm] = SequenceParallel()
         made = {name: style for name, style in outer.items() if name is not None and getattr(self, name) is not None}
-        for name, half in parts.halves.items():
+        for name, half in names.halves.items():
             others = (None,) * (half.inputs - 1)
             # All matrices read one DTensor, so that their gradients are added up before they are sent.
             made[f"layers.*.{name}"] = PrepareModuleInput(
@@ -138,12 +138,12 @@ class Decoder(nn.Module):
             made |= {f"layers.*.{name}.{matrix}": ColwiseParallel() for matrix in half.columns}
             made[f"layers.*.{name}.{half.rows}"] = RowwiseParallel(output_layouts=tokens)
         if sequence:
-            made |= {f"layers.*.{name}": SequenceParallel() for name in parts.block_norms}
+            made |= {f"layers.*.{name}": SequenceParallel() for name in names.block_norms}
         return made
 
     def tie(self) -> None:
         """Share the embedding's weight with the head, if they are tied."""
-        embedding, head = getattr(self, self.parts.embedding), getattr(self, self.parts.head)
+        embedding, head = getattr(self, self.module_names.embedding), getattr(self, self.module_names.head)
         if self.is_tied and embedding is not None and head is not None:
             head.weight = embedding.weight
 
@@ -153,8 +153,8 @@ class Decoder(nn.Module):
         for index in blocks:
             kept.add_module(str(index), self.layers[index])
         self.layers = kept
-        parts = self.parts
-        gone = [*(() if first else (parts.embedding, parts.positions)), *(() if last else (parts.norm, parts.head))]
+        names = self.module_names
+        gone = [*(() if first else (names.embedding, names.positions)), *(() if last else (names.norm, names.head))]
         for name in gone:
             if name is not None:
                 setattr(self, name, None)

@@ -22,7 +22,7 @@ from thinwire.train.models.common import (
     init_weights,
     rotate,
 )
-from thinwire.train.models.cutting import Decoder, Half, Parts
+from thinwire.train.models.cutting import Decoder, Half, ModuleNames
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ class GPT(Decoder):
         seed: of the initial weights.
     """
 
-    parts = Parts(
+    module_names = ModuleNames(
         embedding="embed_in",
         norm="final_layer_norm",
         head="lm_head",

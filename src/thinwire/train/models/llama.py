@@ -23,7 +23,7 @@ from thinwire.train.models.common import (
     init_weights,
     rotate,
 )
-from thinwire.train.models.cutting import Decoder, Half, Parts
+from thinwire.train.models.cutting import Decoder, Half, ModuleNames
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,7 @@ class Llama(Decoder):
         seed: of the initial weights.
     """
 
-    parts = Parts(
+    module_names = ModuleNames(
         embedding="embed_tokens",
         norm="norm",
         head="lm_head",
