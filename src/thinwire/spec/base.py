@@ -107,7 +107,7 @@ class Spec(BaseModel):
     """How files spell the fields that have another name there; see :mod:`thinwire.spec.renames`."""
 
     former_keys: ClassVar[Mapping[str, str]] = {}
-    """Keys of earlier releases, and the key that says the same now."""
+    """Keys of earlier releases, and the key that says the same now; empty text where none does, as nobody read it."""
 
     shorthands: ClassVar[tuple[str, ...]] = ()
     """Keys that stand for others: a value has those others, and none of these."""
@@ -134,7 +134,7 @@ class Spec(BaseModel):
     def renewed(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """The same keys without :attr:`former_keys`; where both are given, the present one counts."""
         former = {old: data[old] for old in cls.former_keys.keys() & data.keys()}
-        renamed = {cls.former_keys[old]: value for old, value in former.items() if value is not None}
+        renamed = {new: value for old, value in former.items() if value is not None and (new := cls.former_keys[old])}
         return renamed | {key: value for key, value in data.items() if key not in former} if former else data
 
     @classmethod
@@ -197,7 +197,7 @@ class Spec(BaseModel):
     def old_spellings(cls, table: Mapping[str, Any]) -> dict[str, str]:
         """The new spelling of every key of a file that has an old one, in nested tables, too."""
         renamed = {**cls.file_keys, **cls.former_keys}
-        found = {old: new for old, new in renamed.items() if old in table}
+        found = {old: new for old, new in renamed.items() if new and old in table}
         for name, field in cls.model_fields.items():
             spec, inside = nested(field.annotation), table.get(name)
             if spec is not None and isinstance(inside, Mapping):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field
@@ -18,6 +19,8 @@ NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 class CollectiveRow(Timing):
     """Times of one collective on the slowest rank, for one message size and one group shape."""
 
+    former_keys: ClassVar[Mapping[str, str]] = {"samples": ""}
+
     kind: Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send"] = Field(
         description="name of the collective"
     )
@@ -28,7 +31,6 @@ class CollectiveRow(Timing):
         description="all: every disjoint group of the cluster runs at once, as in training; one: a single group runs",
     )
     sent: Bytes = Field(description="bytes that one rank sends")
-    samples: Count = Field(description="number of samples")
     processor: NonNegative = Field(
         default=0.0, description="seconds of processor time per rank, if processors send; mean over the ranks"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -34,10 +35,10 @@ class KernelTable(Measured):
 
     what: ClassVar[str] = "times of kernels"
     made_by: ClassVar[str] = "thinwire kernels"
+    former_keys: ClassVar[Mapping[str, str]] = {"threads": ""}
 
     host: str = Field(default="", description="digits that stand for the machine that measured; may be left out")
     dtype: Dtype = Field(description="dtype of the values")
-    threads: Depth = Field(default=0, description="threads of a processor; 0 for accelerators")
     rows: tuple[KernelRow, ...] = Field(min_length=1, description="times of kernels by shape")
 
 
