@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from thinwire.errors import UsageError
 from thinwire.sharding.memory.initial import Region
 from thinwire.train.models.common import draws
-from thinwire.train.models.cutting import Decoder
+from thinwire.train.models.decoder import Decoder
 
 __all__ = ["DrawnValues", "InitializedValues"]
 
