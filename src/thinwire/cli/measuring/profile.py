@@ -170,7 +170,7 @@ def _measured(options: ProfileOptions, out: Path, ranks: Started) -> Profile:
 
 def _show(measured: Profile, out: Path, plot: Path | None, *, as_json: bool) -> None:
     from thinwire.report import rich_table
-    from thinwire.report.bandwidth import draw_bandwidth
+    from thinwire.report.pictures import draw_bandwidth
 
     console = wide_console(as_json=as_json)
     for sheet in _sheets(measured):

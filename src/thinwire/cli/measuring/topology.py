@@ -162,7 +162,7 @@ def _refuse(named: _NamedLeaves, out: Path) -> None:
 
 
 def _write(named: _NamedLeaves, out: Path, plot: Path | None) -> None:
-    from thinwire.report.pairs import draw_pairs
+    from thinwire.report.pictures import draw_pairs
     from thinwire.spec.machines.topology import host_lines
 
     out.write_text(host_lines(named.leaves(), comment=named.sentence()), encoding="utf-8")
