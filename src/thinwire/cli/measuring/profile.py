@@ -13,9 +13,11 @@ import typer
 from thinwire.cli.terminal.console import wide_console
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options, hidden, say_moved
+from thinwire.errors import UsageError
+from thinwire.report import Sheet, rich_table
+from thinwire.units import format_bytes, format_duration, parse_duration
 
 if TYPE_CHECKING:
-    from thinwire.report import Sheet
     from thinwire.spec.profile import CollectiveRow, Profile
     from thinwire.train.environment import Started
 
@@ -86,7 +88,6 @@ def profile(options: ProfileOptions) -> None:
     with explained(as_json=options.as_json):
         from thinwire.cli.measuring.ranks import launched
         from thinwire.collectives import group
-        from thinwire.errors import UsageError
 
         if options.kernels is not None:
             _time_kernels(options, options.kernels)
@@ -108,7 +109,6 @@ def profile(options: ProfileOptions) -> None:
 def _time_kernels(options: ProfileOptions, out: Path) -> None:
     """What ``thinwire kernels`` does, for ``--kernels`` of an earlier release."""
     from thinwire.cli.measuring.kernels import KernelOptions, time_kernels
-    from thinwire.errors import UsageError
 
     others = {"--out": options.out, "--topology": options.topology, "--plot": options.plot}
     if given := [name for name, value in others.items() if value is not None]:
@@ -126,7 +126,6 @@ def _find_topology(options: ProfileOptions, out: Path, ranks: Started) -> None:
     """What ``thinwire topology`` does, for ``--topology`` of an earlier release."""
     from thinwire.cli.measuring.ranks import mesh_of
     from thinwire.cli.measuring.topology import find_topology
-    from thinwire.errors import UsageError
     from thinwire.train.environment import rank_device
 
     if options.out is not None:
@@ -154,7 +153,6 @@ def _measured(options: ProfileOptions, out: Path, ranks: Started) -> Profile:
     from thinwire.train.environment import rank_device
     from thinwire.train.measuring.pieces import pieces, weightless
     from thinwire.train.measuring.room import rank_memory
-    from thinwire.units import parse_duration
 
     budget = parse_duration(options.budget)
     shape = ModelSpec.named(options.model) if options.model else small_model(options.seq)
@@ -169,7 +167,6 @@ def _measured(options: ProfileOptions, out: Path, ranks: Started) -> Profile:
 
 
 def _show(measured: Profile, out: Path, plot: Path | None, *, as_json: bool) -> None:
-    from thinwire.report import rich_table
     from thinwire.report.pictures import draw_bandwidth
 
     console = wide_console(as_json=as_json)
@@ -195,9 +192,6 @@ def _sheets(measured: Profile) -> Iterator[Sheet]:
 
 
 def _collectives(measured: Profile) -> Sheet:
-    from thinwire.report import Sheet
-    from thinwire.units import format_bytes, format_duration
-
     by_shape: dict[tuple[str, str], list[CollectiveRow]] = {}
     for row in measured.collectives:
         groups = "" if row.groups == "all" else ", one alone"
@@ -220,8 +214,6 @@ def _collectives(measured: Profile) -> Sheet:
 
 
 def _codecs(measured: Profile) -> Sheet:
-    from thinwire.report import Sheet
-
     return Sheet(
         "Codecs: million values a second, all ranks of a node at it",
         ["codec", "dtype", "way", "values", "10^6/s"],
@@ -231,9 +223,6 @@ def _codecs(measured: Profile) -> Sheet:
 
 
 def _parts(measured: Profile) -> Sheet:
-    from thinwire.report import Sheet
-    from thinwire.units import format_duration
-
     return Sheet(
         "Computation of one micro-batch",
         ["part", "hidden", "forward", "backward", "GFLOP/s"],
@@ -252,9 +241,6 @@ def _parts(measured: Profile) -> Sheet:
 
 
 def _handling(measured: Profile) -> Sheet:
-    from thinwire.report import Sheet
-    from thinwire.units import format_duration
-
     seconds = measured.handling
     return Sheet(
         "The runtime's own part of the processor, for each",
@@ -265,9 +251,6 @@ def _handling(measured: Profile) -> Sheet:
 
 
 def _overlapping(measured: Profile) -> Sheet:
-    from thinwire.report import Sheet
-    from thinwire.units import format_duration
-
     return Sheet(
         "Overlapping: factor by which each takes longer, and additional delay of a transfer",
         ["transfer", "computation", "the transfer", "and late by"],

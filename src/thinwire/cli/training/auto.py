@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from thinwire.errors import UsageError
 from thinwire.spec import Factor
 
 if TYPE_CHECKING:
@@ -100,7 +101,6 @@ def _here(recipe: Recipe, mesh: Factor, ranks: Started) -> Here:
 
 def _measured_apart(recipe: Recipe, resolved: Plan, mesh: Factor, shape: ModelSpec, directory: Path) -> Path:
     """The file of a profile that ranks make which are started for it."""
-    from thinwire.errors import UsageError
     from thinwire.train.measuring.automatic import BUDGET
 
     model, out = directory / "model.toml", directory / "profile.json"

@@ -17,6 +17,7 @@ from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options
 from thinwire.cli.terminal.summary import shown
 from thinwire.cli.training.advice import advised
+from thinwire.errors import UsageError
 from thinwire.extras import require
 
 if TYPE_CHECKING:
@@ -191,7 +192,6 @@ def _choose_plan(
     A run that continues on the same mesh keeps its plan.
     """
     from thinwire.cli.training.auto import choose_plan
-    from thinwire.errors import UsageError
     from thinwire.spec.plan import Plan
 
     if options.plan != "auto":
@@ -223,7 +223,6 @@ def _origin(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _directory(options: TrainOptions, ranks: Started | None) -> RunDirectory:
-    from thinwire.errors import UsageError
     from thinwire.train.directory import RunDirectory
 
     if options.out is not None:
