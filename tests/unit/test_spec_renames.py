@@ -13,11 +13,15 @@ from thinwire.spec import ClusterSpec, Plan, Wire
 from thinwire.spec.io import apply_settings, read_toml
 from thinwire.spec.plan_parts.islands import Islands
 from thinwire.spec.recipe import Recipe
-from thinwire.spec.renames import PLAN_KEYS, WIRE_KEYS
+from thinwire.spec.renames import PLAN_KEYS
 
 BASE = {"mesh": "2x2", "params": "1x1", "grads": "1x1", "optimizer": "2x1", "pp": 2}
 VALUES: dict[str, Any] = {"schedule": "interleaved", "keep_gathered": "none", "backward_prefetch": "module"}
-RENAMED = [*PLAN_KEYS.items(), *((f"wire.{old}", f"wire.{new}") for old, new in WIRE_KEYS.items())]
+RENAMED = [
+    *((old, new) for old, new in PLAN_KEYS.items() if old != "kept_unit"),
+    *((old, PLAN_KEYS.get(new, new)) for old, new in Plan.former_keys.items()),
+    ("wire.schedule", "wire.compress_until"),
+]
 
 
 def value_of(key: str) -> Any:
@@ -29,7 +33,7 @@ def spelled(key: str, value: Any) -> dict[str, Any]:
 
 
 def field(plan: Plan, key: str) -> Any:
-    return plan.wire.schedule if key == "wire.schedule" else getattr(plan, key)
+    return plan.wire.compress_until if key == "wire.schedule" else getattr(plan, Plan.former_keys.get(key, key))
 
 
 CASES = [(old, new, value_of(old)) for old, new in RENAMED]
@@ -76,7 +80,7 @@ def test_a_change_counts_over_a_file_in_either_spelling() -> None:
     plan = Plan.parse({**BASE, "bucket_bytes": 1, "tuning": {"bucket_bytes": 2}})
     assert plan.bucket_bytes == 2
     assert plan.with_(bucket_bytes=3).bucket_bytes == plan.with_(tuning={"bucket_bytes": 3}).bucket_bytes == 3
-    assert plan.with_(wire={"compress_until": 0.5}).wire.schedule == 0.5
+    assert plan.with_(wire={"compress_until": 0.5}).wire.compress_until == 0.5
 
 
 def test_problems_name_the_keys_as_files_do() -> None:

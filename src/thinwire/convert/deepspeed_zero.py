@@ -166,7 +166,7 @@ def _live(key: str) -> Rule:
     of_elements = _elements(key)
 
     def rule(value: int, source: Source) -> Judgement:
-        return mapped(plan={"keep_gathered": "none"}) if value == 0 else of_elements(value, source)
+        return mapped(plan={"kept_unit": "none"}) if value == 0 else of_elements(value, source)
 
     return rule
 

@@ -78,8 +78,8 @@ def summary(plan: Plan) -> str:
     if plan.recompute:
         words.append("recompute")
     ways = [f"{axis} {count}" for axis, count in (("tp", plan.tp), ("pp", plan.pp)) if count > 1]
-    if plan.schedule != "1f1b":
-        ways.append(plan.schedule)
+    if plan.pipeline_schedule != "1f1b":
+        ways.append(plan.pipeline_schedule)
     return "; ".join([" ".join(ways), *words] if ways else words)
 
 

@@ -152,7 +152,7 @@ def pass_seconds(
 def bubble_of(plan: Plan, forward: float, backward: float, message: float) -> float:
     """The same as :func:`bubble_seconds`, from the seconds of a forward and of a backward through all parts."""
     again = forward if plan.recompute else 0.0
-    return (plan.pp - 1) * ((forward + backward + again) / STAGES_OF_A_RANK[plan.schedule] + 2 * message)
+    return (plan.pp - 1) * ((forward + backward + again) / STAGES_OF_A_RANK[plan.pipeline_schedule] + 2 * message)
 
 
 def message_seconds(plan: Plan, message: float) -> float:
@@ -164,7 +164,7 @@ def message_seconds(plan: Plan, message: float) -> float:
         plan: The plan; micro-batches and schedule matter.
         message: Seconds of one message.
     """
-    return 2 * STAGES_OF_A_RANK[plan.schedule] * plan.micro_batches * message if plan.pp > 1 else 0.0
+    return 2 * STAGES_OF_A_RANK[plan.pipeline_schedule] * plan.micro_batches * message if plan.pp > 1 else 0.0
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ class Spec(BaseModel):
     """Whether TOML shows this specification on one line inside its parent."""
 
     file_keys: ClassVar[Mapping[str, str]] = {}
-    """How files spell the fields that have another name there; see :mod:`thinwire.spec.renames`."""
+    """How files spell the fields that stand in another table there; see :mod:`thinwire.spec.renames`."""
 
     former_keys: ClassVar[Mapping[str, str]] = {}
     """Keys of earlier releases, and the key that says the same now; empty text where none does, as nobody read it."""
@@ -196,7 +196,7 @@ class Spec(BaseModel):
     @classmethod
     def old_spellings(cls, table: Mapping[str, Any]) -> dict[str, str]:
         """The new spelling of every key of a file that has an old one, in nested tables, too."""
-        renamed = {**cls.file_keys, **cls.former_keys}
+        renamed = dict(cls.file_keys) | {old: cls.file_keys.get(new, new) for old, new in cls.former_keys.items()}
         found = {old: new for old, new in renamed.items() if new and old in table}
         for name, field in cls.model_fields.items():
             spec, inside = nested(field.annotation), table.get(name)

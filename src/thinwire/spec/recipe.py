@@ -18,8 +18,8 @@ from thinwire.spec.factor import Factor
 from thinwire.spec.io import apply_settings, read_toml_file
 from thinwire.spec.machines.topology import TOPOLOGY_SOURCES
 from thinwire.spec.models.recipe import ModelRecipe
-from thinwire.spec.plan import Plan
-from thinwire.spec.renames import hint, plan_to_fields, plan_to_file
+from thinwire.spec.plan import Plan, Wire
+from thinwire.spec.renames import PLAN_KEYS, hint, to_fields, to_file
 
 __all__ = [
     "BATCH", "MOST_TRACED", "CheckpointRecipe", "ClusterRecipe", "DataRecipe", "LossScaleRecipe", "ModelRecipe",
@@ -272,7 +272,12 @@ def plan_table(value: Any) -> Any:
         table is returned unchanged.
     """
     if isinstance(value, Mapping):
-        return plan_to_fields(value)
+        fields = {**Plan.renewed(to_fields(value, PLAN_KEYS))}
+        wire = fields.get("wire")
+        # A former gain by itself says nothing until it meets the plan that it changes.
+        if isinstance(wire, Mapping) and ("error_feedback" in wire or "feedback_gain" not in wire):
+            fields["wire"] = {**Wire.renewed(wire)}
+        return fields
     if not isinstance(value, str):
         return value
     if value.startswith("preset:"):
@@ -370,7 +375,7 @@ class Recipe(Spec):
     def to_file(self, *, full: bool = True) -> dict[str, Any]:
         """Plain dictionaries with the keys of files, those of the plan among them."""
         table = super().to_file(full=full)
-        return table | {"plan": plan_to_file(table["plan"])}
+        return table | {"plan": to_file(table["plan"], PLAN_KEYS)}
 
     @rule("plan", "train")
     def _one_batch_size(self) -> Iterator[Problem]:

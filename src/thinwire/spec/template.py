@@ -176,7 +176,7 @@ class PlanTemplate:
     def _with_global_batch(self, plan: Plan) -> Plan:
         if self.recipe.train.global_batch is not None:
             return _with_global_batch(plan, self.recipe.train.global_batch)
-        if not keeps_busy(plan.pp, plan.schedule, plan.micro_batches):
+        if not keeps_busy(plan.pp, plan.pipeline_schedule, plan.micro_batches):
             raise SpecError(
                 "plan",
                 [
@@ -201,7 +201,7 @@ def _with_global_batch(plan: Plan, global_batch: int) -> Plan:
     sizes = [
         size
         for size in range(1, plan.micro_batch + 1)
-        if share % size == 0 and keeps_busy(plan.pp, plan.schedule, share // size)
+        if share % size == 0 and keeps_busy(plan.pp, plan.pipeline_schedule, share // size)
     ]
     if not sizes:
         raise SpecError(

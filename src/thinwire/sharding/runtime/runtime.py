@@ -246,7 +246,7 @@ class Runtime:
         """Report the share of training that is done, 0 to 1; from ``wire.compress_until`` on, gradients are exact."""
         if self.exchanges is not None:
             self.exchanges.share = share
-        encodes = share < self.plan.wire.schedule or self.plan.wire.schedule == 1.0
+        encodes = share < self.plan.wire.compress_until or self.plan.wire.compress_until == 1.0
         if encodes == self.passes.encodes_gradients:
             return
         self.passes.encodes_gradients = encodes

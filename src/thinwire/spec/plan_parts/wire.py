@@ -12,7 +12,6 @@ from thinwire.errors import SpecError
 from thinwire.spec.base import Flag, Problem, Share, Spec, rule
 from thinwire.spec.codec import CodecSpec
 from thinwire.spec.plan_parts.policy import HybridPolicy
-from thinwire.spec.renames import WIRE_KEYS
 
 __all__ = ["GRADIENTS", "Feedback", "Wire"]
 
@@ -44,7 +43,7 @@ class Feedback(Spec):
         gain = data.pop("feedback_gain", None)
         if isinstance(given, bool):
             data["error_feedback"] = (cls.usual_gain if gain is None else gain) if given else 0.0
-        return data
+        return super().renewed(data)
 
     def _merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         if "feedback_gain" in changes and "error_feedback" not in changes:
@@ -56,9 +55,8 @@ class Wire(Feedback):
     """The codec of every kind of collective (see CodecSpec for the notation). ``error_feedback = true`` is 0.1, which
     makes messages less noisy than the classic 1."""
 
-    file_keys: ClassVar[Mapping[str, str]] = WIRE_KEYS
     shorthands: ClassVar[tuple[str, ...]] = ("dp", "policy")
-    former_keys: ClassVar[Mapping[str, str]] = {"feedback_gain": "error_feedback"}
+    former_keys: ClassVar[Mapping[str, str]] = {"feedback_gain": "error_feedback", "schedule": "compress_until"}
     usual_gain: ClassVar[float] = 0.1
 
     gather: CodecSpec = Field(default=CodecSpec(), description="codec of parameter all-gathers (qwZ)")
@@ -95,7 +93,7 @@ class Wire(Feedback):
     exclude: Annotated[
         tuple[str, ...], Field(description="parameter name patterns that always travel uncompressed")
     ] = ()
-    schedule: Share = Field(
+    compress_until: Share = Field(
         default=1.0, description="share of training, from its start, during which gradients are encoded"
     )
 

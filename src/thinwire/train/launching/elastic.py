@@ -85,7 +85,7 @@ def _nearest(batch: int, template: PlanTemplate, mesh: Factor) -> int:
     """The global batch, or the next larger one that data-parallel ranks can share evenly and that keeps all stages
     busy."""
     _, pp = template.model_parallel
-    schedule = template.recipe.plan.get("schedule", "1f1b")
+    schedule = template.recipe.plan.get("pipeline_schedule", "1f1b")
     shares = itertools.count(math.ceil(batch / mesh.ranks))
     return mesh.ranks * next(share for share in shares if keeps_busy(pp, schedule, share))
 
