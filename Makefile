@@ -84,7 +84,7 @@ test-torch: install ## every test that is not slow with another PyTorch, for exa
 
 # The newest releases are pinned in constraints.txt; these are the minor releases before them. torchtitan is in no other
 # environment, as it pins a release of datasets that others do not take.
-FRAMEWORKS ?= transformers==5.22.2 accelerate==1.14.0 lightning==2.5.6 torchtitan==0.2.2 torchtitan==0.3.0
+FRAMEWORKS ?= transformers==5.22.2 accelerate==1.14.0 lightning==2.5.6 torchtitan==0.3.0
 test-frameworks: install ## tests/integrations with older releases, for example FRAMEWORKS=transformers==5.22.2 SLOW=1
 	$(BIN)/python tools/frameworks.py $(if $(SLOW),--slow) $(FRAMEWORKS)
 
@@ -127,7 +127,7 @@ audit: install ## look up the pinned packages in a copy of the OSV database: mak
 	$(BIN)/python tools/audit.py "$(OSV)" constraints.txt locked.txt
 
 docs: install structure ## regenerate the pages docs/*-reference.md from the types, and the drawn structure
-	$(BIN)/python -m thinwire.spec.reference docs
+	$(BIN)/python tools/reference.py docs
 
 structure: install ## count what a reader feels, and draw the packages in docs/architecture.md and docs/structure.svg
 	$(BIN)/python tools/structure.py --page docs/architecture.md --svg docs/structure.svg

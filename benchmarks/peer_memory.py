@@ -152,11 +152,15 @@ Step = Callable[[list[Any]], None]
 
 def build(case: Case, shape: dict[str, int]) -> Step:
     """The step of a system around a model of a shape, whose whole fp32 weights are freed once it is built."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
     from thinwire.train.models.llama import Llama, LlamaConfig
 
-    model: Any = Llama(LlamaConfig(**shape, recompute=case.recompute))
+    model: Any = Llama(LlamaConfig(**shape))
     if case.system.startswith(OURS):
         return _thinwire(model, case)
+    for index, block in enumerate(model.layers if case.recompute else ()):
+        model.layers[index] = checkpoint_wrapper(block)
     if case.system.startswith("zero"):
         return _deepspeed(model, case)
     return _ddp(model) if case.system == "ddp" else _fsdp2(model)

@@ -16,6 +16,7 @@ from benchmarks.gpu.scale import Scale
 from benchmarks.gpu.step import joined, synchronize
 from benchmarks.gpu.systems import tokens
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
 from thinwire.report.sheet import Sheet
@@ -43,7 +44,10 @@ def cases(scale: Scale, stack: ExitStack) -> list[Case]:
 
 def _middle(scale: Scale, *, recompute: bool = False) -> Llama:
     fields: dict[str, Any] = dict(_MIDDLE if scale.device == "cuda" else scale.model)
-    return Llama(LlamaConfig(**fields, recompute=recompute), seed=0)
+    model = Llama(LlamaConfig(**fields), seed=0)
+    for block in model.layers if recompute else ():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return model
 
 
 def _compiled(scale: Scale, report: Report) -> Outcome:

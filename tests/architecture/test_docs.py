@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 from tests.support.paths import ROOT
+from tools.reference import PAGES as GENERATED
+from tools.reference import cluster_reference, plan_reference, recipe_reference
 
 import thinwire
 from thinwire.spec import ClusterSpec, ModelSpec, Plan, Wire
 from thinwire.spec.base import Spec
 from thinwire.spec.codec import FAMILIES
 from thinwire.spec.recipe import Recipe
-from thinwire.spec.reference import PAGES as GENERATED
-from thinwire.spec.reference import cluster_reference, plan_reference, recipe_reference
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 

@@ -7,16 +7,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.unit.reports import write_run
 from typer.testing import CliRunner, Result
 
 import thinwire
 from thinwire.cli.main import app
 from thinwire.cli.terminal.summary import summary_table
-from thinwire.cli.training.picture import draw_losses
 from thinwire.cli.training.train import default_directory
+from thinwire.record import read_run
+from thinwire.report.charts import loss_chart
+from thinwire.report.drawing import write_png
 from thinwire.spec.plan import Plan
 from thinwire.train.directory import RunDirectory
 from thinwire.train.processes.launch import LostRankError, _next_attempt
@@ -167,45 +169,26 @@ def test_only_what_a_restart_can_cure_restarts(tmp_path: Path) -> None:
         _next_attempt(cause({1: RankExit(-9)}), directory, 0, 3)
 
 
-def records(number: int) -> list[dict[str, Any]]:
-    return [
-        {
-            "step": step,
-            "loss": None if step == 2 else 5.0 / step,
-            "val_loss": 3.0 if step % 4 == 0 else None,
-            "bytes": {"reduce": {"inside": 2048, "across": 0}, "spread": {"inside": 0, "across": 0}},
-            "exposed": {"reduce": 0.25, "spread": 0.0},
-        }
-        for step in range(1, number + 1)
-    ]
-
-
 def test_picture_and_table(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
-    draw_losses([], directory)
-    assert not directory.picture.exists()
-    summary = {
-        "final_train_loss": 2.5,
-        "final_val_loss": 3.0,
-        "unigram_entropy": 6.5,
-        "steps": 8,
-        "tokens_per_second": 1e4,
-    }
-    directory.summary.write_text(json.dumps(summary))
-    draw_losses(records(8), directory)
+    run = read_run(write_run(tmp_path / "run"))
+    directory = RunDirectory(run.path)
+    chart = loss_chart(run)
+    assert chart is not None
+    write_png(chart, directory.picture)
     assert directory.picture.read_bytes().startswith(b"\x89PNG")
-    table = summary_table(summary, records(8), 0, directory)
+    table = summary_table(run, directory)
     cells = " ".join(str(cell) for column in table.columns for cell in column.cells)
     for text in (
-        "3.000",
-        "6.500",
-        "10,000 tokens/s",
-        "reduce 2 KiB inside nodes",
-        "reduce 250 ms",
-        str(tmp_path),
+        "4.300",
+        "5.000",
+        "gather 1000 B inside nodes, 3.906 KiB across",
+        "gather 10 ms",
+        "gather 1 ms",
+        str(run.path),
     ):
         assert text in cells
-    assert "spread" not in cells
+    assert "sync" not in cells
+    assert loss_chart(read_run(write_run(tmp_path / "empty", []))) is None
 
 
 def test_python_module_form_works() -> None:

@@ -164,7 +164,7 @@ def test_overlap_prefetch_and_live_parameters_can_be_switched_off() -> None:
     assert not (overlap.reduce)
     assert not (overlap.sync)
     assert not (overlap.spread)
-    assert (plan.prefetch, plan.keep_gathered) == (0, "none")
+    assert (plan.prefetch, plan.kept_unit) == (0, "none")
     assert convert(**zero(3, overlap_comm=True)).plan() == convert(**zero(3)).plan()
 
 

@@ -35,7 +35,7 @@ LARGE = [path for path in RECIPES if path.parent.name == "pretrain"]
 TINY = [
     *("model.layers=2", "model.hidden=32", "model.heads=2", "model.kv_heads=1", "model.ffn=48"),
     *("data.source=text", "data.vocab=300", "plan.compute_dtype=float32"),
-    *("train.steps=3", "train.seq=16", "train.micro_batch=2", "train.global_batch=8"),
+    *("train.steps=3", "train.seq=16", "plan.micro_batch=2", "train.global_batch=8"),
     *("train.validate_every=0", "train.validation_samples=8", "train.log_every=1", "train.tensorboard=false"),
     *("optimizer.warmup=1", "cluster.device=cpu"),
 ]

@@ -153,7 +153,7 @@ def children(process: int) -> list[int]:
 
 def address_space() -> int:
     """Bytes of address space of a process with the imports of a rank."""
-    code = "import thinwire.train.worker; print(open('/proc/self/statm').read().split()[0])"
+    code = "import thinwire.train.processes.worker; print(open('/proc/self/statm').read().split()[0])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return int(done.stdout) * os.sysconf("SC_PAGE_SIZE")
 
@@ -163,7 +163,7 @@ def test_out_of_memory_names_a_plan_that_fits_and_it_does(runs: Runs) -> None:
     limit = address_space() + (1 << 30)
     limited = ("prlimit", f"--as={limit}", *THINWIRE)
     batch = ("--set", "train.seq=64", "--set", "train.global_batch=4096", "--set", "train.steps=2")
-    _, errors = runs.run("full", *batch, "--set", "train.micro_batch=2048", command=limited, status=1)
+    _, errors = runs.run("full", *batch, "--set", "plan.micro_batch=2048", command=limited, status=1)
     assert re.search(r"thinwire: rank \d ran out of memory for [\d.]+ MiB more while training: address space", errors)
     assert "Traceback" not in errors
     assert "restarting" not in errors

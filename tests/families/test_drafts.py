@@ -37,7 +37,7 @@ def recipe(name: str, directory: Path) -> ModelRecipe:
 @pytest.mark.parametrize("name", [*CAUSAL, *MULTIMODAL])
 def test_random_values_train(name: str, tmp_path: Path) -> None:
     with quiet():
-        drafted = draft(recipe(name, tmp_path), vocab=VOCABULARY - 1, seq=LENGTH, seed=0, recompute=False)
+        drafted = draft(recipe(name, tmp_path), vocab=VOCABULARY - 1, seq=LENGTH, seed=0)
         model = drafted.materialize()
         ids = torch.randint(4, VOCABULARY - 1, (2, LENGTH + 1), generator=torch.Generator().manual_seed(0))
         loss = model(ids[:, :-1], labels=ids[:, 1:]).loss
@@ -52,7 +52,7 @@ def test_an_infinity_arrives_in_the_model(name: str, tmp_path: Path) -> None:
     tagged = read_config(written)
     assert tagged["time_step_limit"][1] == {"__float__": "Infinity"}
     with quiet():
-        drafted = draft(written, vocab=VOCABULARY - 1, seq=LENGTH, seed=0, recompute=False)
+        drafted = draft(written, vocab=VOCABULARY - 1, seq=LENGTH, seed=0)
         as_table = ModelRecipe(kind="huggingface", config={**tagged, "time_step_limit": [0.0, float("inf")]})
         assert read_config(as_table) == tagged
     assert drafted.model.model.config.time_step_limit[1] == float("inf")
@@ -61,7 +61,7 @@ def test_an_infinity_arrives_in_the_model(name: str, tmp_path: Path) -> None:
 def test_random_values_are_those_of_transformers_rules_for_each_part(tmp_path: Path) -> None:
     """The image tower of LLaVA is CLIP's, whose class embedding has a separate rule."""
     with quiet():
-        drafted = draft(recipe("llava", tmp_path), vocab=VOCABULARY - 1, seq=LENGTH, seed=0, recompute=False)
+        drafted = draft(recipe("llava", tmp_path), vocab=VOCABULARY - 1, seq=LENGTH, seed=0)
         model = drafted.materialize()
     embedding = dict(model.named_parameters())["model.model.vision_tower.embeddings.class_embedding"]
     assert 0.02 < embedding.std().item() < 2.0  # hidden_size ** -0.5 = 0.18 by CLIP's rule

@@ -14,7 +14,6 @@ import pytest
 import torch
 from tests.support.frameworks.torchtitan_jobs import (
     STEPS,
-    V02,
     Results,
     build,
     change,
@@ -33,7 +32,7 @@ from thinwire.testing import RankError, run_ranks
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: see docs/torchtitan.md")
 pytestmark = pytest.mark.filterwarnings("default")
 
-EXAMPLE = "examples/torchtitan_v02_debug.py" if V02 else "examples/torchtitan_debug.py"
+EXAMPLE = "examples/torchtitan_debug.py"
 
 
 def assert_alike(got: Results, want: Results, *, clips: bool) -> None:
@@ -197,20 +196,11 @@ REFUSED = [
     ({"training.enable_cpu_offload": True}, "training.enable_cpu_offload = True"),
     ({"training.dtype": "bfloat16"}, "training.dtype = 'bfloat16'"),
     ({"checkpoint.enable": True, "checkpoint.async_mode": "async"}, "checkpoint.async_mode = 'async'"),
+    ({"training.disable_cuda_graphs": False}, "training.disable_cuda_graphs = False"),
+    ({"parallelism.spmd_backend": "full_dtensor"}, "parallelism.spmd_backend = 'full_dtensor'"),
+    ({"optimizer.param_groups.0.optimizer_name": "DistMuon"}, "optimizer_name = 'DistMuon'"),
+    ({"optimizer.implementation": "fused_opt_states_bf16"}, "optimizer.implementation = 'fused_opt_states_bf16'"),
 ]
-REFUSED += (
-    [
-        ({"optimizer.early_step_in_backward": True}, "optimizer.early_step_in_backward = True"),
-        ({"model.converters": ["quantize.linear.float8"]}, "model.converters = ['quantize.linear.float8']"),
-    ]
-    if V02
-    else [
-        ({"training.disable_cuda_graphs": False}, "training.disable_cuda_graphs = False"),
-        ({"parallelism.spmd_backend": "full_dtensor"}, "parallelism.spmd_backend = 'full_dtensor'"),
-        ({"optimizer.param_groups.0.optimizer_name": "DistMuon"}, "optimizer_name = 'DistMuon'"),
-        ({"optimizer.implementation": "fused_opt_states_bf16"}, "optimizer.implementation = 'fused_opt_states_bf16'"),
-    ]
-)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 import re
@@ -13,17 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.frameworks.torchtitan_jobs import (
-    STEPS,
-    V02,
-    Results,
-    build,
-    change,
-    configure,
-    join,
-    train,
-    write_text,
-)
+from tests.support.frameworks.torchtitan_jobs import STEPS, Results, build, change, configure, join, train, write_text
 from tests.support.paths import ROOT
 
 from thinwire.errors import UsageError
@@ -103,7 +92,6 @@ def test_tied_embeddings_train_as_on_one_rank(tmp_path: Path, plan: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(V02, reason="torchtitan 0.2 has no LoRA")
 def test_lora_trains_alike(tmp_path: Path) -> None:
     want, got = run_ranks(2, beside, tmp_path, {}, {"model": "lora"}, "zero3", timeout=250)[0]
     assert_close(want, got, 1e-5)
@@ -125,8 +113,7 @@ def read_text(folder: Path, text: Path, resumes: bool, workers: int) -> Results:
     change(config, {"checkpoint.interval": 3, "checkpoint.last_save_model_only": False})
     if resumes:
         change(config, {"checkpoint.load_step": 3, "checkpoint.load_only": True})
-    place = config.training.dataloader if V02 else config.dataloader
-    place.num_workers = workers
+    config.dataloader.num_workers = workers
     multiprocessing.current_process()._config["daemon"] = False  # the ranks of tests are daemons, without children
     return train(config)
 
@@ -173,36 +160,14 @@ def test_a_run_that_has_ended_goes_on_in_its_folder(tmp_path: Path) -> None:
 
 def command(folder: Path, *flags: str) -> str:
     """Run torchtitan's command on two ranks; returns what it logs."""
-    if V02:
-        (folder / "run.toml").write_text(TOML)
-        program = ["thinwire.integrations.torchtitan_v02", "--job.config_file", str(folder / "run.toml")]
-        program += ["--job.dump_folder", str(folder)]
-    else:
-        program = ["torchtitan.train", "--module", "tests.support.frameworks.torchtitan_jobs", "--config", "job"]
-        program += ["--dump_folder", str(folder)]
+    program = ["torchtitan.train", "--module", "tests.support.frameworks.torchtitan_jobs", "--config", "job"]
+    program += ["--dump_folder", str(folder)]
     ranks = ["--standalone", "--nproc-per-node", "2", "--role", "", "--tee", "3", "-m"]
     line = [sys.executable, "-m", "torch.distributed.run", *ranks, *program, *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr
-
-
-TOML = """
-plan = "zero3"
-[model]
-name = "counting"
-flavor = "debugmodel"
-[training]
-steps = 2
-seq_len = 16
-local_batch_size = 1
-mixed_precision_param = "float32"
-[metrics]
-log_freq = 1
-[experimental]
-custom_import = "examples.torchtitan_v02_debug"
-"""
 
 
 @pytest.mark.slow
@@ -221,14 +186,6 @@ def test_the_configuration_has_a_plan_of_its_own(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ refusals
 
 
-def test_the_module_for_another_release_names_the_right_one() -> None:
-    mine, other = "thinwire.integrations.torchtitan", "thinwire.integrations.torchtitan_v02"
-    if V02:
-        mine, other = other, mine
-    with pytest.raises(UsageError, match=f"^{other} is not for torchtitan .*: import from {mine}$"):
-        importlib.import_module(other)
-
-
 def convert(folder: Path) -> str:
     """The sentence about a model with float8 layers."""
     join()
@@ -242,7 +199,6 @@ def convert(folder: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.skipif(V02, reason="0.2 names converters in its configuration: see test_torchtitan.py")
 def test_float8_layers_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     for sentence in run_ranks(2, convert, tmp_path, timeout=120):

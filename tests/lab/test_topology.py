@@ -57,7 +57,7 @@ def test_a_run_finds_its_order_and_names_hosts(tmp_path: Path) -> None:
     out = tmp_path / "run"
     settings = [
         "train.steps=2",
-        "train.micro_batch=1",
+        "plan.micro_batch=1",
         "model.layers=1",
         "plan.optimizer.nodes=2",
         "plan.topology=timed",

@@ -18,7 +18,7 @@ INTERLEAVED = (
     "SwitchName=leaf1 Nodes=node[01,03]\nSwitchName=leaf2 Nodes=node[02,04]\nSwitchName=top Switches=leaf[1-2]\n"
 )
 SETTINGS = (
-    "train.steps=2", "train.micro_batch=1", "train.validate_every=0", "model.layers=1", "plan.optimizer.nodes=2",
+    "train.steps=2", "plan.micro_batch=1", "train.validate_every=0", "model.layers=1", "plan.optimizer.nodes=2",
     "plan.topology=auto",
 )  # fmt: skip
 

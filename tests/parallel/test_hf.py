@@ -41,7 +41,7 @@ TIED = [family for family in FAMILIES if not family.startswith("gemma")]
 def drafted(family: str, **changes: Any) -> DraftedModel:
     config = {"model_type": family, "tie_word_embeddings": False, **SIZES, **changes}
     recipe = ModelRecipe(kind="huggingface", config=config, weights="random")
-    return draft(recipe, vocab=VOCABULARY, seq=LENGTH, seed=3, recompute=False)
+    return draft(recipe, vocab=VOCABULARY, seq=LENGTH, seed=3)
 
 
 def batch(step: int, number: int, rank: int) -> Batch:

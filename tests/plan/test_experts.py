@@ -20,7 +20,7 @@ from thinwire.plan.search import Search
 from thinwire.program import Lane, Phase, Scope, lower
 from thinwire.sim.axes import exchanged_values
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
-from thinwire.spec.models.block_shapes import expert_parameters
+from thinwire.spec.models.model import expert_parameters
 
 CONFIGS = GOLDEN / "configs"
 MIXTRAL = ModelSpec.named(str(CONFIGS / "mixtral-8x7b.json"))

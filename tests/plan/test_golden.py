@@ -63,7 +63,7 @@ def job_of(keys: dict[str, Any]) -> TrainingJob:
         links["nic"] = cluster.links.nic.with_(bandwidth=keys["gbps"] * 1e9)
     if "spine" in keys:
         links["spine"] = {"bandwidth": keys["spine"] * 1e9}
-        cluster = cluster.with_(nodes_per_leaf=4, links=links)
+        cluster = cluster.with_(leaves=4, links=links)
     elif links:
         cluster = cluster.with_(links=links)
     rest = {name: keys[name] for name in ("codecs", "tp", "pp", "micro_batch", "recompute") if name in keys}

@@ -31,7 +31,7 @@ def plan(nodes: int, *, optimizer: int, params: int = 1) -> Plan:
 
 def job(nodes: int, *, spine: bool = True) -> TrainingJob:
     links = {"nic": {"bandwidth": "20gbit"}, **({"spine": {"bandwidth": "5gbit"}} if spine else {})}
-    cluster = ClusterSpec.named(f"a800-80g:{nodes}x2", links=links, nodes_per_leaf=nodes)
+    cluster = ClusterSpec.named(f"a800-80g:{nodes}x2", links=links, leaves=nodes)
     return TrainingJob(MODEL, cluster, nodes * 2 * MODEL.seq, MODEL.seq, rates=NominalRates(cluster))
 
 
@@ -50,7 +50,7 @@ def test_an_order_is_priced_as_plans_are() -> None:
     hosts = {"a": "left", "b": "right", "c": "left", "d": "right"}
     asked, chosen = job(4), plan(4, optimizer=2)
     for order, leaves in (("abcd", [0, 1, 0, 1]), ("acbd", [0, 0, 1, 1])):
-        there = elsewhere(asked, asked.cluster.with_(nodes_per_leaf=None, leaves=leaves))
+        there = elsewhere(asked, asked.cluster.with_(leaves=leaves))
         assert placed(asked, chosen, list(order), hosts).seconds == candidate(there, chosen).seconds
 
 

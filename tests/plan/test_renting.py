@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.reference import UNLIKE
 from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.cost.goodput import best_interval, goodput, useful_share, young_interval
 from thinwire.plan import offers
 from thinwire.spec import ClusterSpec
-from thinwire.spec.reference import _UNLIKE as UNLIKE
 
 HOUR = 3600.0
 JOB = ["--model", "llama-7b", "--tokens-per-step", "512k", "--seq", "2048", "--micro-batch", "1", "--codecs", "none"]

@@ -81,7 +81,7 @@ def test_the_first_place_is_the_optimum_of_all_plans(gbps: float) -> None:
 def below_leaves(oversubscription: float) -> TrainingJob:
     nic = 50e9
     links = {"nic": {"bandwidth": nic, "latency": 1e-5}, "spine": {"bandwidth": nic / oversubscription}}
-    return job("a800-80g:16x4", machine={"links": links, "nodes_per_leaf": 4}, codecs="none", micro_batch=2)
+    return job("a800-80g:16x4", machine={"links": links, "leaves": 4}, codecs="none", micro_batch=2)
 
 
 def test_groups_stay_below_leaves_where_the_spine_is_thin() -> None:

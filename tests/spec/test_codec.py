@@ -152,7 +152,7 @@ def test_a_written_codec_wins_over_the_policy() -> None:
 def test_a_new_policy_replaces_the_codecs_of_the_old_one() -> None:
     wire = Wire(policy="zhybrid").with_(policy="naive-mpc", spread="none")
     assert (str(wire.gather), str(wire.reduce_inter), str(wire.spread)) == ("mpc", "mpc", "none")
-    assert Wire(policy="zhybrid").with_(policy=None) == Wire()
+    assert Wire(policy="zhybrid").with_(policy="none") == Wire()
 
 
 def test_a_policy_that_is_no_text_is_refused() -> None:

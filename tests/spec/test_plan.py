@@ -128,7 +128,11 @@ def test_values_that_are_not_factors_are_refused(value: Any) -> None:
             {"wire": {"schedule": 1.5}},
             "wire.compress_until = 1.5: it should be less than or equal to 1",
         ),
-        (("1x1",) * 4, {"wire": "int8:256"}, "wire = 'int8:256' should be a table with the keys gather,"),
+        (
+            ("1x1",) * 4,
+            {"wire": "int8:256"},
+            "wire = 'int8:256' should be a table with the keys",
+        ),
         (("1x1",) * 4, {"units": [{}]}, "units.0.match is missing"),
         (("1x1",) * 4, {"units": {"match": "*"}}, "units = {'match': '*'} should be a list of tables"),
         (

@@ -41,7 +41,7 @@ def plans(draw: st.DrawFn) -> Plan:
             "error_feedback": lossy and draw(st.booleans()),
             "spread_difference": not CodecSpec(codecs["spread"]).is_lossless and draw(st.booleans()),
             "exclude": draw(st.lists(NAMES, max_size=2)),
-            "schedule": draw(st.floats(0, 1)),
+            "compress_until": draw(st.floats(0, 1)),
         },
         placement=draw(st.none() | st.permutations(range(base.world))),
         units=draw(
@@ -139,6 +139,6 @@ def test_describe_names_what_matters() -> None:
 def test_defaults() -> None:
     default = Plan.parse({"mesh": "2x2", "params": "1x1", "grads": "1x1", "optimizer": "2x1"})
     assert default.bucket_bytes == 4 * 2**20
-    assert (default.prefetch, default.keep_gathered, default.granularity) == (1, "last", "block")
+    assert (default.prefetch, default.kept_unit, default.granularity) == (1, "last", "block")
     assert default.overlap == Overlap(gather=True, reduce=True, sync=True, spread=True)
-    assert default.wire.schedule == 1.0
+    assert default.wire.compress_until == 1.0

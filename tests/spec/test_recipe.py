@@ -17,7 +17,6 @@ from thinwire.spec.template import PlanTemplate
 from thinwire.train.environment import (
     Started,
     device_kind,
-    first_host,
     rank_device,
     resolve_mesh,
     started,
@@ -189,27 +188,27 @@ def test_a_plan_for_another_mesh_says_how_to_start_it(path: Path, tmp_path: Path
 
 
 def test_the_recipes_batch_wins_and_a_global_batch_fits_any_world(path: Path) -> None:
-    recipe = Recipe.read(path, ["train.micro_batch=3", "train.recompute=true"])
+    recipe = Recipe.read(path, ["plan.micro_batch=3", "plan.recompute=true"])
     plan = PlanTemplate.read(recipe).resolve(MESH)
     assert (plan.micro_batch, plan.micro_batches, plan.recompute) == (3, 1, True)
-    recipe = Recipe.read(path, ["train.micro_batch=4", "train.global_batch=24"])
+    recipe = Recipe.read(path, ["plan.micro_batch=4", "train.global_batch=24"])
     plans = [PlanTemplate.read(recipe).resolve(Factor(local=ranks)) for ranks in (1, 2, 4, 12, 24)]
     batches = [(plan.micro_batch, plan.micro_batches) for plan in plans]
     assert batches == [(4, 6), (4, 3), (3, 2), (2, 1), (1, 1)]
     with pytest.raises(SpecError, match=r"global_batch = 24 should be a multiple of the 5 ranks"):
         PlanTemplate.read(recipe).resolve(Factor(local=5))
     with pytest.raises(SpecError, match="leave one out"):
-        Recipe.read(path, ["train.micro_batches=2", "train.global_batch=24"])
+        Recipe.read(path, ["plan.micro_batches=2", "train.global_batch=24"])
 
 
 def test_plan_file_values_that_the_recipe_replaces_are_reported(path: Path, tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
     Plan.preset("zero1", nodes=2, local=2, micro_batch=4, micro_batches=2).save(file)
-    recipe = Recipe.read(path, ["train.micro_batch=8"], plan=str(file))
+    recipe = Recipe.read(path, ["plan.micro_batch=8"], plan=str(file))
     assert PlanTemplate.read(recipe).resolve(MESH).micro_batches == 2
     assert PlanTemplate.read(recipe).replaced(MESH) == ("the recipe's micro_batch = 8 replaces the plan file's 4",)
     assert PlanTemplate.read(Recipe.read(path, plan=str(file))).replaced(MESH) == ()
-    assert PlanTemplate.read(Recipe.read(path, ["train.micro_batch=8"])).replaced(MESH) == ()
+    assert PlanTemplate.read(Recipe.read(path, ["plan.micro_batch=8"])).replaced(MESH) == ()
 
 
 def test_auto_dtype(path: Path) -> None:
@@ -279,7 +278,7 @@ def test_a_grid_that_does_not_fit_comes_with_one_that_does(
 
 
 def test_a_pipeline_gets_enough_micro_batches(path: Path) -> None:
-    settings = ["plan.pp=4", "train.micro_batch=8", "train.global_batch=32"]
+    settings = ["plan.pp=4", "plan.micro_batch=8", "train.global_batch=32"]
     plan = PlanTemplate.read(Recipe.read(path, settings)).resolve(Factor(local=2))
     assert (plan.micro_batch, plan.micro_batches) == (4, 4)
     interleaved = [*settings[:2], "plan.schedule=interleaved", "train.global_batch=12"]
@@ -288,7 +287,7 @@ def test_a_pipeline_gets_enough_micro_batches(path: Path) -> None:
     with pytest.raises(SpecError, match=r"global_batch = 4 gives each data-parallel rank 2 .* a multiple of 8"):
         PlanTemplate.read(Recipe.read(path, [*settings[:2], "train.global_batch=4"])).resolve(Factor(local=2))
     with pytest.raises(SpecError, match=r"micro_batches = 3 leaves stages .* idle; set it to 4"):
-        PlanTemplate.read(Recipe.read(path, ["plan.pp=4", "train.micro_batches=3"])).resolve(Factor(local=2))
+        PlanTemplate.read(Recipe.read(path, ["plan.pp=4", "plan.micro_batches=3"])).resolve(Factor(local=2))
 
 
 def test_a_plan_file_for_a_grid_says_how_to_start_it(path: Path, tmp_path: Path) -> None:
@@ -348,7 +347,9 @@ def test_the_environment() -> None:
     ],
 )
 def test_first_hosts(nodes: str, host: str) -> None:
-    assert first_host(nodes) == host
+    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": nodes}
+    started(slurm)
+    assert slurm["MASTER_ADDR"] == host
 
 
 def test_demanding_a_gpu_that_is_not_there(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def test_a_models_own_code_is_not_run(tmp_path: Path, sprung: Path, key: str) ->
     (model / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(sprung)))
     recipe = Recipe.parse({**RECIPE, **OWN_TOKENIZER, "model": {"kind": "huggingface", key: str(model)}})
     with pytest.raises(DataError):
-        build(recipe.model, vocab=300, seq=8, seed=0, recompute=False)
+        build(recipe.model, vocab=300, seq=8, seed=0)
     assert not sprung.exists()
 
 
@@ -91,7 +91,7 @@ def test_weights_in_a_pickle_are_refused(tmp_path: Path, sprung: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(sprung)))
     recipe = Recipe.parse({**RECIPE, **OWN_TOKENIZER, "model": {"kind": "huggingface", "path": str(tmp_path)}})
     with pytest.raises(DataError):
-        build(recipe.model, vocab=300, seq=8, seed=0, recompute=False)
+        build(recipe.model, vocab=300, seq=8, seed=0)
     assert not sprung.exists()
 
 

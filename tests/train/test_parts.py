@@ -22,12 +22,12 @@ from thinwire.errors import CheckpointError, UsageError
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.train import checkpoint as checkpoints
+from thinwire.train.checkpoint import Position
 from thinwire.train.directory import RunDirectory
 from thinwire.train.launching.stop import StopRequest
 from thinwire.train.observing.metrics import MetricsLog, StepRecord, known_peak_tflops, read, truncate
 from thinwire.train.observing.progress import ProgressReport
-from thinwire.train.position import Position
-from thinwire.train.schedule import learning_rate_share
+from thinwire.train.updates import learning_rate_share
 
 
 def record(step: int, loss: float = 1.0, val_loss: float | None = None) -> StepRecord:

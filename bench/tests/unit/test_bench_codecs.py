@@ -16,7 +16,6 @@ from typer.testing import CliRunner, Result
 from thinwire.cli.main import app
 from thinwire.codecs import get
 from thinwire.errors import UsageError
-from thinwire.report import insert
 from thinwire_bench.codecs import peers
 from thinwire_bench.codecs.accuracy import Accuracy, blocking, signal_to_noise
 from thinwire_bench.codecs.bench import CODECS
@@ -28,6 +27,7 @@ from thinwire_bench.codecs.speed_chart import draw
 from thinwire_bench.codecs.speeds import COPY, CodecSpeed, TimedCall, interleave, is_noisy, speeds
 from thinwire_bench.codecs.study import CodecStudy
 from thinwire_bench.codecs.targets import TARGET_DIRECTIONS, known_targets, native_target
+from thinwire_bench.pages import insert
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")

@@ -172,7 +172,7 @@ class BackgroundWriter:
             values: Free to change once this has returned.
             then: What the thread does once the checkpoint is complete. If it fails, the log says so: the checkpoint is
                 complete all the same.
-            limit: Seconds that the save may take before :meth:`settle` gives it up; ``None`` for as long as it takes.
+            limit: Seconds that the save may take before :meth:`finish` gives it up; ``None`` for as long as it takes.
             copies: False if the caller waits for the save, so that the vectors need not be copied.
 
         Returns:
@@ -220,7 +220,7 @@ class BackgroundWriter:
             if not self._thread.is_alive():
                 self._thread = None
 
-    def settle(self, control: store.ControlGroup) -> None:
+    def finish(self, control: store.ControlGroup) -> None:
         """Wait until no checkpoint is being written, and raise the error of the last one if nobody asked for it.
         Collective.
 

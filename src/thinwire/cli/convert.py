@@ -13,6 +13,7 @@ import typer
 from thinwire.cli.terminal.console import wide_console
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options
+from thinwire.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -134,7 +135,6 @@ def _converted(options: ConvertOptions) -> Conversion:
     """
     from thinwire.convert import from_accelerate, from_deepspeed, from_fsdp2
     from thinwire.convert.source import changed, read_source
-    from thinwire.errors import UsageError
     from thinwire.spec import Factor
 
     ranks = Factor(local=options.nproc, nodes=options.nodes)

@@ -13,6 +13,8 @@ import typer
 from thinwire.cli.terminal.console import wide_console
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.summary import shown
+from thinwire.errors import SpecError
+from thinwire.units import format_bytes, parse_bytes
 
 
 class Precision(StrEnum):
@@ -44,10 +46,8 @@ def export(
       thinwire export runs/quickstart --to exported/quickstart --step 450 --dtype bfloat16 --force
     """
     with explained(as_json=as_json):
-        from thinwire.errors import SpecError
         from thinwire.train.directory import RunDirectory
         from thinwire.train.export.files import export as write
-        from thinwire.units import format_bytes, parse_bytes
 
         size = parse_bytes(max_shard_size)
         if size < 1:

@@ -10,6 +10,7 @@ import typer
 
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options
+from thinwire.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,6 @@ def lighthouse(options: LighthouseOptions) -> None:
 
 
 def _serve(options: LighthouseOptions) -> None:
-    from thinwire.errors import UsageError
     from thinwire.sharding.islands.lighthouse import serve
 
     # Before threads start, so that all of them leave these signals to this one.

@@ -14,6 +14,7 @@ from thinwire.cli.terminal.console import wide_console
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options
 from thinwire.cli.terminal.summary import shown
+from thinwire.errors import ThinwireError, UsageError
 from thinwire.extras import require
 
 if TYPE_CHECKING:
@@ -87,7 +88,6 @@ def report(options: ReportOptions) -> None:
 
 def _write(directory: Path, subjects: Sequence[Subject]) -> list[Path]:
     """Write the page and its pictures; the page comes first in the list."""
-    from thinwire.errors import UsageError
     from thinwire.report.page import write_page
 
     directory = directory.resolve()
@@ -99,7 +99,6 @@ def _write(directory: Path, subjects: Sequence[Subject]) -> list[Path]:
 
 def _subject(run: RunRecord, profile: Path | None) -> Subject:
     """A run with its prediction, or with the reason why there is none."""
-    from thinwire.errors import ThinwireError
     from thinwire.plan import compare
     from thinwire.report.page import Subject
     from thinwire.spec.profile import Profile

@@ -117,7 +117,7 @@ def _frozen_weights(value: bool, source: Source) -> Judgement:
 def _loco(value: Any, source: Source) -> Judgement:
     if value is None or stage_of(source) != 3 or not source.get("zero_optimization.zero_quantized_gradients", False):
         return ignored("it has an effect with quantized gradients at stage 3 only")
-    note = "wire.feedback_gain takes the place of err_beta; nothing is reset; removed from DeepSpeed 0.19"
+    note = "its share takes the place of err_beta; nothing is reset; removed from DeepSpeed 0.19"
     return mapped(plan={"wire.error_feedback": True}, note=note)
 
 
@@ -166,7 +166,7 @@ def _live(key: str) -> Rule:
     of_elements = _elements(key)
 
     def rule(value: int, source: Source) -> Judgement:
-        return mapped(plan={"keep_gathered": "none"}) if value == 0 else of_elements(value, source)
+        return mapped(plan={"kept_unit": "none"}) if value == 0 else of_elements(value, source)
 
     return rule
 

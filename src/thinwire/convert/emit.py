@@ -240,7 +240,7 @@ def _torchtitan(emitted: Emitted) -> str:
             "fsdp_reshard_after_forward": "always" if reshard else "never",
             "tensor_parallel_degree": plan.tp,
             "pipeline_parallel_degree": plan.pp,
-            **({"pipeline_parallel_schedule": _SCHEDULES[plan.schedule]} if plan.pp > 1 else {}),
+            **({"pipeline_parallel_schedule": _SCHEDULES[plan.pipeline_schedule]} if plan.pp > 1 else {}),
         },
         "activation_checkpoint": {"mode": "full" if plan.recompute else "none"},
     }

@@ -13,7 +13,7 @@ from typing import Any
 
 from thinwire.program import ALIGNMENT_BYTES
 from thinwire.spec import ModelSpec
-from thinwire.spec.models.block_shapes import attention_width, block_matrices, latent_norms
+from thinwire.spec.models.model import attention_width, block_matrices, latent_norms
 
 __all__ = ["ModelPart", "Routed", "Tensor", "block_modules", "norm_parameters", "tensors_of"]
 

@@ -167,8 +167,8 @@ def _coded(plan: Plan, operation: Operation, hop: Hop) -> CodedHop:
     changes = operation.lane is Lane.OUTER
     encodings = change_encodings(plan) if changes else reduction_encodings(plan, operation.axis)
     _, nodes = axis_shape(plan, operation.axis)
-    keeps = plan.islands is not None and plan.islands.error_feedback if changes else plan.wire.error_feedback
-    feedback = keeps and not encodings.gather.codec.is_lossless
+    sender = plan.islands if changes else plan.wire
+    feedback = sender is not None and sender.error_feedback > 0 and not encodings.gather.codec.is_lossless
     if hop.kind is not Kind.REDUCE_SCATTER:
         return CodedHop(hop, encodings.gather, feedback)
     if hop.scope is Scope.INSIDE:

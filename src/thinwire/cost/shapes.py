@@ -11,7 +11,7 @@ from thinwire.cost.blocks import ModelPart, Tensor, block_modules, norm_paramete
 from thinwire.errors import SpecError
 from thinwire.program.shares import LARGE_LEAF
 from thinwire.spec import ModelSpec
-from thinwire.spec.models.block_shapes import expert_layers, expert_parameters
+from thinwire.spec.models.model import expert_layers, expert_parameters
 
 __all__ = ["alike", "parts"]
 

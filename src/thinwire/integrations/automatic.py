@@ -15,7 +15,7 @@ from thinwire.errors import UsageError
 from thinwire.plan import CodecLevel
 from thinwire.spec import ModelSpec, Plan
 from thinwire.spec.models.huggingface import huggingface_shape
-from thinwire.train.automatic import Here, measure_and_choose
+from thinwire.train.measuring.automatic import Here, measure_and_choose
 
 __all__ = ["automatic_plan"]
 

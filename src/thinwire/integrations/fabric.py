@@ -22,7 +22,7 @@ from torch import nn
 import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.integrations.building import Building
-from thinwire.integrations.mixed import COMPUTE_DTYPES, autocast, checked_precision, scale_like
+from thinwire.integrations.mixed import COMPUTE_DTYPES, ShardedPrecision, checked_precision, register
 from thinwire.integrations.optimizers import follow, is_sharded, over_shares
 from thinwire.integrations.plans import chosen_plan
 from thinwire.integrations.steps import without_sync
@@ -33,33 +33,12 @@ from thinwire.spec import Factor
 
 __all__ = ["ThinwireFabricPrecision", "ThinwireFabricStrategy"]
 
-_PRESETS: Final = ("zero1", "zero2", "zero3")
 _REMEDY: Final = "Give fabric.save numbers, texts, tensors, and objects with a state_dict() of these"
 _TOGETHER: Final = "pass the module and the optimizer to one call of fabric.setup"
 
 
-class ThinwireFabricPrecision(Precision):
-    """Fabric's mixed precision, which the plan's ``compute_dtype`` implements.
-
-    Args:
-        precision: ``"bf16-mixed"`` or ``"16-mixed"``.
-        strategy: The strategy, which knows the device of this rank.
-        scaler: With ``"16-mixed"``, the ``GradScaler`` whose settings the loss scale takes; by default, torch's.
-
-    Attributes:
-        loss_scale: Scale of the losses of ``"16-mixed"``, in place of torch's ``GradScaler``; ``None`` for the others.
-    """
-
-    loss_scale: LossScale | None
-
-    def __init__(self, precision: str, strategy: ThinwireFabricStrategy, scaler: Any = None) -> None:
-        self.precision, self._strategy = precision, strategy
-        scales = precision == "16-mixed"
-        self.loss_scale = None if not scales else LossScale() if scaler is None else scale_like(scaler)
-
-    def forward_context(self) -> Any:
-        """The context of a forward: losses inside are computed in float32."""
-        return autocast(self.precision, self._strategy.root_device)
+class ThinwireFabricPrecision(ShardedPrecision, Precision):
+    """Fabric's mixed precision, which the plan's ``compute_dtype`` implements."""
 
     def convert_output(self, data: Any) -> Any:
         """Return outputs in the default dtype, so that losses outside are computed in it, as Fabric's own does."""
@@ -328,11 +307,4 @@ def _state_of(item: Any) -> Any:
     return item.state_dict() if hasattr(item, "state_dict") else item
 
 
-STRATEGY_REGISTRY.register("thinwire", ThinwireFabricStrategy, description="shards by thinwire's preset zero3")
-for _preset in _PRESETS:
-    STRATEGY_REGISTRY.register(
-        f"thinwire_{_preset}",
-        ThinwireFabricStrategy,
-        description=f"shards by thinwire's preset {_preset}",
-        plan=_preset,
-    )
+register(STRATEGY_REGISTRY, ThinwireFabricStrategy)

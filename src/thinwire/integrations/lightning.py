@@ -23,10 +23,10 @@ from thinwire.errors import UsageError
 from thinwire.integrations.building import Building
 from thinwire.integrations.mixed import (
     COMPUTE_DTYPES,
-    autocast,
+    ShardedPrecision,
     checked_precision,
+    register,
     restore_scaler,
-    scale_like,
     scaler_state,
 )
 from thinwire.integrations.optimizers import follow, over_shares
@@ -34,38 +34,15 @@ from thinwire.integrations.plans import chosen_plan
 from thinwire.integrations.steps import begin_micro_batch
 from thinwire.integrations.typed_state import decoded, encoded
 from thinwire.sharding.checkpointing.full_state import load_whole_state, whole_state, whole_value
-from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Factor
 
 __all__ = ["ThinwirePrecision", "ThinwireStrategy"]
 
-_PRESETS: Final = ("zero1", "zero2", "zero3")
 _REMEDY: Final = "Look at state_dict() of your callbacks and at save_hyperparameters()"
 
 
-class ThinwirePrecision(Precision):
-    """The trainer's precision, which the plan's ``compute_dtype`` implements. Clipping is thinwire's.
-
-    Args:
-        precision: ``"32-true"``, ``"bf16-mixed"`` or ``"16-mixed"``.
-        strategy: The strategy, which has the sharded module and keeps the norm.
-        scaler: With ``"16-mixed"``, the ``GradScaler`` whose settings the loss scale takes; by default, torch's.
-
-    Attributes:
-        loss_scale: Scale of the losses of ``"16-mixed"``, in place of torch's ``GradScaler``; ``None`` for the others.
-    """
-
-    loss_scale: LossScale | None
-
-    def __init__(self, precision: str, strategy: ThinwireStrategy, scaler: Any = None) -> None:
-        self.precision = precision
-        self._strategy = strategy
-        scales = precision == "16-mixed"
-        self.loss_scale = None if not scales else LossScale() if scaler is None else scale_like(scaler)
-
-    def forward_context(self) -> Any:
-        """The context of a step: losses are computed in float32."""
-        return autocast(self.precision, self._strategy.root_device)
+class ThinwirePrecision(ShardedPrecision, Precision):
+    """The trainer's precision, which the plan's ``compute_dtype`` implements. Clipping is thinwire's."""
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
         """Multiply a loss by the loss scale, if there is one."""
@@ -364,8 +341,4 @@ def _refuse(module: Any, trainer: Any) -> None:
         )
 
 
-StrategyRegistry.register("thinwire", ThinwireStrategy, description="shards by thinwire's preset zero3")
-for _preset in _PRESETS:
-    StrategyRegistry.register(
-        f"thinwire_{_preset}", ThinwireStrategy, description=f"shards by thinwire's preset {_preset}", plan=_preset
-    )
+register(StrategyRegistry, ThinwireStrategy)

@@ -11,7 +11,10 @@ import torch
 from thinwire.errors import UsageError
 from thinwire.sharding.step.loss_scale import LossScale
 
-__all__ = ["COMPUTE_DTYPES", "autocast", "checked_precision", "restore_scaler", "scale_like", "scaler_state"]
+__all__ = [
+    "COMPUTE_DTYPES", "ShardedPrecision", "checked_precision", "register", "restore_scaler", "scale_like",
+    "scaler_state",
+]  # fmt: skip
 
 COMPUTE_DTYPES: Final = {"32-true": "float32", "bf16-mixed": "bfloat16", "16-mixed": "float16"}
 """Lightning's precisions, and the ``compute_dtype`` of a plan that has the same effect."""
@@ -42,13 +45,40 @@ def checked_precision(plugin: Any, known: Collection[type]) -> str:
     return name
 
 
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """The context of a forward: parameters have the dtype of the plan, and losses are computed in float32."""
-    if precision == "32-true":
-        return nullcontext()
-    # Parameters are not cast here, so that there is nothing to cache.
-    dtype: torch.dtype = getattr(torch, COMPUTE_DTYPES[precision])
-    return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
+class ShardedPrecision:
+    """What the precisions of a trainer and of Fabric over thinwire have in common. Put it before Lightning's own.
+
+    Args:
+        precision: One of :data:`COMPUTE_DTYPES`.
+        strategy: The strategy, which knows the device of this rank.
+        scaler: With ``"16-mixed"``, the ``GradScaler`` whose settings the loss scale takes; by default, torch's.
+
+    Attributes:
+        loss_scale: Scale of the losses of ``"16-mixed"``, in place of torch's ``GradScaler``; ``None`` for the others.
+    """
+
+    loss_scale: LossScale | None
+
+    def __init__(self, precision: str, strategy: Any, scaler: Any = None) -> None:
+        self.precision, self._strategy = precision, strategy
+        scales = precision == "16-mixed"
+        self.loss_scale = None if not scales else LossScale() if scaler is None else scale_like(scaler)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """The context of a forward: parameters have the dtype of the plan, and losses are computed in float32."""
+        if self.precision == "32-true":
+            return nullcontext()
+        # Parameters are not cast here, so that there is nothing to cache.
+        dtype: torch.dtype = getattr(torch, COMPUTE_DTYPES[self.precision])
+        return torch.autocast(self._strategy.root_device.type, dtype=dtype, cache_enabled=False)
+
+
+def register(registry: Any, strategy: type) -> None:
+    """Give a strategy its names in one of Lightning's registries: ``thinwire``, and one for each preset of ZeRO."""
+    registry.register("thinwire", strategy, description="shards by thinwire's preset zero3")
+    for preset in ("zero1", "zero2", "zero3"):
+        about = f"shards by thinwire's preset {preset}"
+        registry.register(f"thinwire_{preset}", strategy, description=about, plan=preset)
 
 
 def scale_like(scaler: Any) -> LossScale:

@@ -16,12 +16,11 @@ from typing import Any, Final
 from torch import nn
 
 from thinwire.errors import UsageError
-from thinwire.integrations.torchtitan_release import wrong_release
 
 try:
     from torchtitan.trainer import Trainer
 except ModuleNotFoundError as missing:
-    raise wrong_release(__name__) from missing
+    raise ImportError(f"{__name__} needs torchtitan 0.3: pip install 'thinwire[torchtitan]'") from missing
 
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper

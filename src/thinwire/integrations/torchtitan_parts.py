@@ -1,4 +1,4 @@
-"""What both releases of torchtitan share here: a model becomes shares, and checkpoints hold them."""
+"""The parts of a trainer of torchtitan over thinwire: a model becomes shares, and checkpoints hold them."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def divisible(model: object, plan: Plan, *, stages: int) -> Divisible:
         )
     if plan.pp > 1 and plan.micro_batches < plan.pp:
         problems.append(f"micro_batches = {plan.micro_batches} should be at least pp = {plan.pp}, or stages stand idle")
-    elif not keeps_busy(plan.pp, plan.schedule, plan.micro_batches):
+    elif not keeps_busy(plan.pp, plan.pipeline_schedule, plan.micro_batches):
         problems.append(
             f"micro_batches = {plan.micro_batches} should be a multiple of {plan.micro_batches // plan.pp} with "
             f"pipeline_schedule = 'interleaved' and pp = {plan.pp}; a multiple of pp always is"

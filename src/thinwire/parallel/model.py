@@ -396,7 +396,7 @@ def parallelize(
     if not encoded and not (plan.wire.tp.is_none and plan.wire.pp.is_none):
         raise SpecError("plan", ["wire.tp and wire.pp need encoded = True, or set both to 'none'"])
     device = device or next(model.parameters()).device
-    per_rank = STAGES_OF_A_RANK[plan.schedule] if grid.pp > 1 else 1
+    per_rank = STAGES_OF_A_RANK[plan.pipeline_schedule] if grid.pp > 1 else 1
     stages = grid.pp * per_rank
     anatomy = divisible(model, plan, stages=stages)
     sequence = sequence_parallel and getattr(anatomy, "cuts_sequences", True)

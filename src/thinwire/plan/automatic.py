@@ -27,7 +27,7 @@ KEPT: Final = (
 )  # fmt: skip
 """Keys of a plan that the search does not decide."""
 
-KEPT_WIRE: Final = ("exclude", "schedule", "feedback_gain")
+KEPT_WIRE: Final = ("exclude", "compress_until")
 """Keys of ``wire`` that the search does not decide."""
 
 LOSSY: Final[tuple[CodecLevel, ...]] = ("standard", "aggressive")

@@ -78,8 +78,8 @@ def summary(plan: Plan) -> str:
     if plan.recompute:
         words.append("recompute")
     ways = [f"{axis} {count}" for axis, count in (("tp", plan.tp), ("pp", plan.pp)) if count > 1]
-    if plan.schedule != "1f1b":
-        ways.append(plan.schedule)
+    if plan.pipeline_schedule != "1f1b":
+        ways.append(plan.pipeline_schedule)
     return "; ".join([" ".join(ways), *words] if ways else words)
 
 
@@ -340,6 +340,6 @@ def _more_nodes(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
 def _times(cluster: ClusterSpec, times: int) -> ClusterSpec:
     """A cluster with ``times`` as many nodes and leaf switches."""
     leaves = cluster.leaves
-    if leaves is not None:
+    if isinstance(leaves, tuple):
         leaves = tuple(leaf + copy * (max(leaves) + 1) for copy in range(times) for leaf in leaves)
     return cluster.with_(nodes=cluster.nodes * times, leaves=leaves)

@@ -91,7 +91,7 @@ def configurations(job: TrainingJob, framework: str, ours: Plan) -> Iterator[Pla
                         **sharding,
                         tp=cut.tp,
                         pp=cut.pp,
-                        schedule=cut.schedule,
+                        pipeline_schedule=cut.schedule,
                         compute_dtype=job.compute_dtype,
                         bucket_bytes=ours.bucket_bytes,
                         micro_batch=micro_batch,

@@ -98,7 +98,7 @@ def slurm_hostfile(order: Sequence[str], local: int) -> str:
 
 def _placed(job: TrainingJob, plan: Plan, order: Sequence[str], hosts: Mapping[str, str], traffic: Traffic) -> Placed:
     leaves = leaf_numbers(hosts, order)
-    cluster = job.cluster.with_(nodes_per_leaf=None, leaves=leaves)
+    cluster = job.cluster.with_(leaves=leaves)
     seconds = price_plan(elsewhere(job, cluster), plan).seconds
     return Placed(tuple(order), seconds, crossing_bytes(traffic, leaves) / max(1, sum(traffic.values())))
 

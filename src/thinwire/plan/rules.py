@@ -45,7 +45,7 @@ class Cut(NamedTuple):
     @classmethod
     def of(cls, plan: Plan) -> Cut:
         """The cut of a plan."""
-        return cls(plan.tp, plan.pp, plan.schedule)
+        return cls(plan.tp, plan.pp, plan.pipeline_schedule)
 
 
 UNCUT = Cut()

@@ -131,7 +131,6 @@ def measure_exchange(
         seconds=spread.median,
         low=spread.low,
         high=spread.high,
-        samples=spread.samples,
         processor=spread.processor,
     )
 

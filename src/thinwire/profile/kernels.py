@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -50,10 +49,7 @@ def measure_kernels(shapes: Sequence[KernelShape], device: torch.device, dtype: 
     each = seconds / max(1, len(shapes))
     rows = [_row(shape, _spread(_body(shape, device, getattr(torch, dtype)), device, each)) for shape in shapes]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    threads = 0 if device.type == "cuda" else min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
-    return KernelTable(
-        device=name, host=this_host(), torch=torch.__version__, dtype=dtype, threads=threads, rows=tuple(rows)
-    )
+    return KernelTable(device=name, host=this_host(), torch=torch.__version__, dtype=dtype, rows=tuple(rows))
 
 
 def _row(shape: KernelShape, spread: Spread) -> KernelRow:

@@ -84,7 +84,6 @@ def _row(
         seconds=spread.median,
         low=spread.low,
         high=spread.high,
-        samples=spread.samples,
         processor=spread.processor,
     )
 

@@ -41,23 +41,21 @@ class Spread:
         median: Median of the samples.
         low: Lower quartile of the samples.
         high: Upper quartile of the samples.
-        samples: Number of samples.
         processor: Processor seconds per rank and call: the median of the samples, mean over ranks.
     """
 
     median: float
     low: float
     high: float
-    samples: int
     processor: float = 0.0
 
     @classmethod
     def of(cls, samples: Sequence[float], processor: float = 0.0) -> Spread:
         """The median and the quartiles of samples."""
         if len(samples) == 1:
-            return cls(samples[0], samples[0], samples[0], 1, processor)
+            return cls(samples[0], samples[0], samples[0], processor)
         low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
-        return cls(median, low, high, len(samples), processor)
+        return cls(median, low, high, processor)
 
 
 class Deadline:

@@ -50,7 +50,7 @@ def retention(plan: Plan, units: Sequence[UnitInfo], trace: Trace) -> Retention:
     persistent = frozenset(
         index for index, unit in enumerate(units) if unit.nbytes <= plan.persist_bytes and excepted.get(index, True)
     )
-    last = trace.tail if plan.keep_gathered == "last" else frozenset[int]()
+    last = trace.tail if plan.kept_unit == "last" else frozenset[int]()
     kept = frozenset(index for index in range(len(units)) if excepted.get(index, index in last or index in persistent))
     chosen = Retention(kept, persistent, persistent)
     if not plan.reuse_bytes or plan.params.ranks == 1:

@@ -106,7 +106,7 @@ class UnitInfo:
         parameters: Number of trainable parameter tensors.
         block: Number of the unit's block; units of a block are prefetched together under ``granularity = "module"``.
         keeps_gathered: Whether the unit stays gathered from its forward to its backward, if the plan overrides this
-            for the unit; ``None`` follows the plan's ``keep_gathered``.
+            for the unit; ``None`` follows the plan's ``kept_unit``.
         weight_first: Whether the backward computes the gradients of the unit's parameters before that of its input.
         experts: Whether the unit holds experts that neighbouring ranks share.
     """

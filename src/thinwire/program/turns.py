@@ -25,13 +25,13 @@ class ReductionTurn:
         starts: Reductions to start, in order.
         waits: Reductions that computation then waits for, counted back from the newest one, which is 0. Unlike indices
             of operations, these counts are the same in every micro-batch.
-        settles: Units whose gradients take part in no later reduction of this micro-batch.
+        finishes: Units whose gradients take part in no later reduction of this micro-batch.
         continued: Indices of operations in ``starts`` whose results another reduction takes on.
     """
 
     starts: tuple[Operation, ...] = ()
     waits: tuple[int, ...] = ()
-    settles: tuple[int, ...] = ()
+    finishes: tuple[int, ...] = ()
     continued: frozenset[int] = frozenset()
 
 
@@ -65,15 +65,15 @@ def reduction_turns(program: StepProgram, micro_batch: int, order: Sequence[int]
         turn: tuple(newest - position[index] for index in program.waits.get(event, ()) if index in position)
         for event, (turn, newest) in closing.items()
     }
-    settles: dict[int, list[int]] = {}
+    finishes: dict[int, list[int]] = {}
     for unit in starts:
-        settles.setdefault(turn_of.get(unit, unit), []).append(unit)
+        finishes.setdefault(turn_of.get(unit, unit), []).append(unit)
     taken_on = {index for op in mine for index in op.after}
     return {
         unit: ReductionTurn(
             tuple(operations),
             waits.get(unit, ()),
-            tuple(settles.get(unit, ())),
+            tuple(finishes.get(unit, ())),
             frozenset(op.index for op in operations if op.index in taken_on),
         )
         for unit, operations in starts.items()

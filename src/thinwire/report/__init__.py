@@ -1,8 +1,6 @@
-"""Results for people: tables that read alike in a terminal and in a page of the documentation."""
+"""Results for people: tables for a terminal, pictures, and the page about a run."""
 
-from thinwire.report.scatter import draw_agreement
-from thinwire.report.sheet import Sheet, insert, markdown_table, rich_table
-from thinwire.report.sweep import draw_sweep
-from thinwire.report.timelines import draw_timelines
+from thinwire.report.pictures import draw_sweep
+from thinwire.report.sheet import Sheet, rich_table
 
-__all__ = ["draw_agreement", "draw_sweep", "draw_timelines", "Sheet", "insert", "markdown_table", "rich_table"]
+__all__ = ["Sheet", "draw_sweep", "rich_table"]

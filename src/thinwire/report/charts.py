@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from thinwire.program.timeline import Span
     from thinwire.report.traced import TracedStep
 
-__all__ = ["run_charts", "timeline_chart"]
+__all__ = ["loss_chart", "run_charts", "timeline_chart"]
 
 _MOST_RANKS: Final = 8
 """Ranks that a timeline shows."""
@@ -55,7 +55,7 @@ def run_charts(run: RunRecord, numbers: Mapping[str, Any], comparison: RunCompar
     if not run.records:
         return []
     charts = [
-        _loss(run, numbers),
+        loss_chart(run),
         _gradient(run),
         _throughput(run, numbers),
         _mfu(run, numbers),
@@ -110,7 +110,15 @@ def _draw_spans(axes: Axes, spans: Sequence[Span], row_of: Mapping[str, int]) ->
         axes.broken_barh(bars, (row_of[kind] - 0.4, 0.8), facecolors=light(KIND_HUES[kind]), alpha=strength(track))
 
 
-def _loss(run: RunRecord, numbers: Mapping[str, Any]) -> Chart | None:
+def loss_chart(run: RunRecord) -> Chart | None:
+    """Training and validation loss over steps, with the unigram entropy for comparison.
+
+    Args:
+        run: The run.
+
+    Returns:
+        The picture; ``None`` if no step was logged.
+    """
     trained = points_of(run, "loss")
     if not trained:
         return None
@@ -122,7 +130,7 @@ def _loss(run: RunRecord, numbers: Mapping[str, Any]) -> Chart | None:
     validated = points_of(run, "val_loss")
     if validated:
         axes.plot(*columns_of(validated), "o-", color=light("orange"), markersize=4, label="validation")
-    entropy = numbers["unigram_entropy"]
+    entropy = (run.summary or {}).get("unigram_entropy")
     if entropy is not None:
         axes.axhline(entropy, color=light("grey"), linestyle="--", linewidth=1, label="unigram entropy")
     mark_restarts(axes, run)

@@ -126,7 +126,7 @@ class AxisCosts:
         if plan.pp == 1:
             return 0.0
         again = forward if plan.recompute else 0.0
-        chunks = STAGES_OF_A_RANK[plan.schedule]
+        chunks = STAGES_OF_A_RANK[plan.pipeline_schedule]
         return (plan.pp - 1) * ((forward + backward + again) / chunks + 2 * self.message)
 
     @property
@@ -136,7 +136,7 @@ class AxisCosts:
         Torch's schedules wait for every message, in both directions and for each chunk.
         """
         plan = self.plan
-        return 2 * STAGES_OF_A_RANK[plan.schedule] * plan.micro_batches * self.message if plan.pp > 1 else 0.0
+        return 2 * STAGES_OF_A_RANK[plan.pipeline_schedule] * plan.micro_batches * self.message if plan.pp > 1 else 0.0
 
     @cached_property
     def message(self) -> float:

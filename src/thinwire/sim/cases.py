@@ -240,7 +240,7 @@ def _cluster(case: Case) -> ClusterSpec:
         raise SpecError(_what(case), [f"gpus = {case.gpus} is not a multiple of gpus_per_node = {local}"])
     given = {"nic": case.internode_gbps, "spine": case.spine_gbps}
     links = {name: {"bandwidth": gbps * 1e9} for name, gbps in given.items() if gbps is not None}
-    changes: dict[str, Any] = {} if case.nodes_per_leaf is None else {"nodes_per_leaf": case.nodes_per_leaf}
+    changes: dict[str, Any] = {} if case.nodes_per_leaf is None else {"leaves": case.nodes_per_leaf}
     return ClusterSpec.preset(case.gpu, nodes=case.gpus // local, gpus_per_node=local, links=links, **changes)
 
 

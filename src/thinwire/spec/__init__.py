@@ -5,10 +5,9 @@ from thinwire.spec.codec import CodecSpec
 from thinwire.spec.codec_plugin import CodecPlugin
 from thinwire.spec.factor import Factor
 from thinwire.spec.io import apply_settings, read_toml, read_toml_file, write_toml
-from thinwire.spec.machines.cluster import ClusterSpec, Links
+from thinwire.spec.machines.cluster import ClusterSpec, Links, first_nodes, mean_peak, seen_by
 from thinwire.spec.machines.fabric import Fabric, Route
 from thinwire.spec.machines.nodes import Failures, Link, NodeGroup, Spot
-from thinwire.spec.machines.parts import first_nodes, mean_peak, seen_by
 from thinwire.spec.models.model import ModelSpec
 from thinwire.spec.plan import Overlap, Plan, UnitOverride, Wire
 

@@ -1,8 +1,7 @@
 """The base of every specification: frozen, validated, TOML in and out, and *all* problems at once.
 
-pydantic validates the good case. It stops before cross-field rules as soon as one field is wrong, so the
-bad case is walked a second time here, field by field and rule by rule, to collect everything that is wrong
-into one :class:`~thinwire.errors.SpecError`. A person then fixes a file once, not once per mistake.
+pydantic collects what is wrong with fields. Cross-field rules then apply as far as the fields that they need are right,
+so that one :class:`~thinwire.errors.SpecError` says everything. A person then fixes a file once, not once per mistake.
 """
 
 from __future__ import annotations
@@ -13,14 +12,22 @@ import hashlib
 import json
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import pydantic
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from thinwire import units
 from thinwire.errors import SpecError
@@ -60,16 +67,13 @@ class Problem(NamedTuple):
     key: str
     why: str
 
-    def below(self, prefix: str) -> Problem:
-        """The same problem seen from the specification that holds this one as ``prefix``."""
-        return self._replace(key=_join(prefix, self.key))
-
     def __str__(self) -> str:
         return f"{self.key} {self.why}" if self.key else self.why
 
 
 Check = Callable[[Any], Iterable[Problem]]
 _CheckT = TypeVar("_CheckT", bound=Check)
+_SpecT = TypeVar("_SpecT", bound="Spec")
 _RULE = "thinwire_rules"
 
 
@@ -100,7 +104,10 @@ class Spec(BaseModel):
     """Whether TOML shows this specification on one line inside its parent."""
 
     file_keys: ClassVar[Mapping[str, str]] = {}
-    """How files spell the fields that have another name there; see :mod:`thinwire.spec.renames`."""
+    """How files spell the fields that stand in another table there; see :mod:`thinwire.spec.renames`."""
+
+    former_keys: ClassVar[Mapping[str, str]] = {}
+    """Keys of earlier releases, and the key that says the same now; empty text where none does, as nobody read it."""
 
     shorthands: ClassVar[tuple[str, ...]] = ()
     """Keys that stand for others: a value has those others, and none of these."""
@@ -109,11 +116,10 @@ class Spec(BaseModel):
     if not TYPE_CHECKING:
 
         def __init__(self, /, **data: Any) -> None:
-            cls = type(self)
             try:
                 super().__init__(**data)
             except ValidationError as error:
-                raise SpecError(cls.__name__, _sentences(cls, data, error)) from None
+                raise SpecError(type(self).__name__, _sentences(error)) from None
 
         # pydantic's own marker: nested specifications are then validated in place by the parent, whose
         # error already covers them, instead of through this constructor.
@@ -125,22 +131,38 @@ class Spec(BaseModel):
         return data
 
     @classmethod
+    def renewed(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The same keys without :attr:`former_keys`; where both are given, the present one counts."""
+        former = {old: data[old] for old in cls.former_keys.keys() & data.keys()}
+        renamed = {new: value for old, value in former.items() if value is not None and (new := cls.former_keys[old])}
+        return renamed | {key: value for key, value in data.items() if key not in former} if former else data
+
+    @classmethod
     def from_text(cls, text: str) -> Mapping[str, Any] | None:
         """The fields that a string stands for, or ``None`` where a string is no shorthand for this."""
         del text
         return None
 
-    @pydantic.model_validator(mode="before")
+    @pydantic.model_validator(mode="wrap")
     @classmethod
-    def _expand(cls, data: Any) -> Any:
-        return _expanded(cls, data)
-
-    @pydantic.model_validator(mode="after")
-    def _apply_rules(self) -> Self:
-        problems = [problem for check in rules(type(self)) for problem in check(self)]
+    def _checked(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if isinstance(data, cls):
+            return data
+        data, problems = _expanded(cls, data), list[Problem]()
+        valid: Set[str] = cls.model_fields.keys()
+        try:
+            made = handler(data)
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+            details.sort(key=lambda detail: detail["type"] != "extra_forbidden")  # unknown keys first
+            problems = [_problem(cls, detail) for detail in details]
+            made, valid = _valid_part(cls, data, error)
+        for check in rules(cls):
+            if valid >= {*check._needs}:  # type: ignore[attr-defined]
+                problems += check(made)
         if problems:
-            raise PydanticCustomError(_RULE, "{text}", {"text": "; ".join(str(problem) for problem in problems)})
-        return self
+            raise ValidationError.from_exception_data(cls.__name__, [_spelled(cls, problem) for problem in problems])
+        return made
 
     @classmethod
     def parse(cls, data: Mapping[str, Any], what: str | None = None) -> Self:
@@ -156,7 +178,7 @@ class Spec(BaseModel):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise SpecError(what or cls.__name__, _sentences(cls, data, error)) from None
+            raise SpecError(what or cls.__name__, _sentences(error)) from None
 
     @classmethod
     def from_toml(cls, text: str, what: str | None = None) -> Self:
@@ -174,7 +196,8 @@ class Spec(BaseModel):
     @classmethod
     def old_spellings(cls, table: Mapping[str, Any]) -> dict[str, str]:
         """The new spelling of every key of a file that has an old one, in nested tables, too."""
-        found = renames.old_spellings(table, cls.file_keys)
+        renamed = dict(cls.file_keys) | {old: cls.file_keys.get(new, new) for old, new in cls.former_keys.items()}
+        found = {old: new for old, new in renamed.items() if new and old in table}
         for name, field in cls.model_fields.items():
             spec, inside = nested(field.annotation), table.get(name)
             if spec is not None and isinstance(inside, Mapping):
@@ -226,6 +249,7 @@ class Spec(BaseModel):
         return self.model_copy(update=changes)
 
     def _merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        changes = self.renewed(changes)
         merged = {name: getattr(self, name) for name in type(self).model_fields}
         for name, value in changes.items():
             current = merged.get(name)
@@ -264,7 +288,7 @@ def _expanded(cls: type[Spec], data: Any) -> Any:
     if isinstance(data, str):
         shorthand = cls.from_text(data)
         data = data if shorthand is None else shorthand
-    return cls.prepare(renames.to_fields(data, cls.file_keys)) if isinstance(data, Mapping) else data
+    return cls.prepare(cls.renewed(renames.to_fields(data, cls.file_keys))) if isinstance(data, Mapping) else data
 
 
 def _plain(value: Any, *, full: bool | None = None) -> Any:
@@ -278,74 +302,46 @@ def _plain(value: Any, *, full: bool | None = None) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def _sentences(cls: type[Spec], data: Mapping[str, Any], error: ValidationError) -> list[str]:
-    problems = list(_problems(cls, data))
-    # The walk mirrors pydantic's; should they ever disagree, pydantic's refusal stands and is shown as is.
-    return [str(problem) for problem in problems] or [str(error)]
+def _sentences(error: ValidationError) -> list[str]:
+    return [
+        str(Problem(".".join(map(str, detail["loc"])), detail["msg"])) for detail in error.errors(include_url=False)
+    ]
 
 
-def _problems(cls: type[Spec], data: Any) -> Iterator[Problem]:
-    """Everything wrong with ``data`` as a ``cls``, with keys relative to it."""
-    if isinstance(data, cls):
-        return
-    data = _expanded(cls, data)
-    if not isinstance(data, Mapping):
-        yield Problem("", f"= {data!r} should be a table with the keys {', '.join(cls.model_fields)}")
-        return
-    for key in data:
-        if key not in cls.model_fields:
-            yield Problem(str(key), f"= {data[key]!r} is not a key of {cls.__name__}{_suggestion(str(key), cls)}")
-    yield from (problem._replace(key=_spelled(cls, problem.key)) for problem in _problems_of_fields(cls, data))
-
-
-def _problems_of_fields(cls: type[Spec], data: Mapping[str, Any]) -> Iterator[Problem]:
-    """Everything wrong with the values of known keys, and between them."""
+def _valid_part(cls: type[_SpecT], data: Any, error: ValidationError) -> tuple[_SpecT, Set[str]]:
+    """What rules may still look at where some fields are invalid, and the names of the fields that are not."""
+    wrong = {detail["loc"][0] for detail in error.errors(include_url=False) if detail["loc"]}
     valid: dict[str, Any] = {}
-    for name, field in cls.model_fields.items():
-        if name not in data:
-            if field.is_required():
-                yield Problem(name, f"is missing: {field.description or 'it is required'}")
-            else:
-                valid[name] = field.get_default(call_default_factory=True)
-            continue
-        found = list(_field_problems(name, field, data[name]))
-        if found:
-            yield from found
-        else:
+    for name, field in cls.model_fields.items() if isinstance(data, Mapping) else ():
+        if name in data and name not in wrong:
             valid[name] = _adapter(field).validate_python(data[name])
-    partial = cls.model_construct(**valid)
-    for check in rules(cls):
-        if valid.keys() >= set(check._needs):  # type: ignore[attr-defined]
-            yield from check(partial)
+        elif name not in data and not field.is_required():
+            valid[name] = field.get_default(call_default_factory=True)
+    return cls.model_construct(**valid), valid.keys()
 
 
-def _field_problems(name: str, field: FieldInfo, value: Any) -> Iterator[Problem]:
-    """Everything wrong with one field's value; nested specifications are walked, pydantic judges the rest."""
-    try:
-        _adapter(field).validate_python(value)
-    except ValidationError as error:
-        failure = error
-    else:
-        return
+def _problem(cls: type[Spec], detail: ErrorDetails) -> Problem:
+    """What pydantic says of a field, or has been told by the specification in it, in our words."""
+    kind, value = detail["type"], detail["input"]
+    first, *rest = detail["loc"] or ("",)
+    key = _join(str(first), ".".join(map(str, rest)))
+    if kind == _RULE:
+        return Problem(key, detail["msg"])
+    if kind == "extra_forbidden":
+        return Problem(key, f"= {value!r} is not a key of {cls.__name__}{_suggestion(key, cls)}")
+    field = cls.model_fields.get(str(first))
+    if field is None:
+        return Problem("", f"= {value!r} should be a table with the keys {', '.join(cls.model_fields)}")
+    if kind == "missing":
+        return Problem(key, f"is missing: {field.description or 'it is required'}")
     spec = nested(field.annotation)
-    if spec is None:
-        yield from (_leaf_problem(name, detail) for detail in failure.errors())
-    elif typing.get_origin(field.annotation) is not tuple:
-        yield from (problem.below(name) for problem in _problems(spec, value))
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from (problem.below(f"{name}.{index}") for problem in _problems(spec, item))
-    else:
+    if spec is not None and not rest:
         keys = ", ".join(spec.model_fields)
-        yield Problem(name, f"= {value!r} should be a list of tables with the keys {keys}")
-
-
-def _leaf_problem(name: str, detail: ErrorDetails) -> Problem:
-    key = _join(name, ".".join(str(part) for part in detail["loc"]))
+        return Problem(key, f"= {value!r} should be a list of tables with the keys {keys}")
     cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, SpecError):
         return Problem(key, f"= {'; '.join(cause.problems)}")  # which begin with the value
-    return Problem(key, f"= {detail['input']!r}: it {_lower_first(detail['msg'].removeprefix('Input '))}")
+    return Problem(key, f"= {value!r}: it {_lower_first(detail['msg'].removeprefix('Input '))}")
 
 
 def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
@@ -354,14 +350,17 @@ def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
 
 
 def _suggestion(key: str, cls: type[Spec]) -> str:
-    keys = [_spelled(cls, name) for name in cls.model_fields]
+    keys = [cls.file_keys.get(name, name) for name in cls.model_fields]
     nearest = difflib.get_close_matches(key, [*cls.model_fields, *keys], n=1, cutoff=0.5)
-    hint = f"; did you mean {_spelled(cls, nearest[0])}?" if nearest else ";"
+    hint = f"; did you mean {cls.file_keys.get(nearest[0], nearest[0])}?" if nearest else ";"
     return f"{hint} Valid keys: {', '.join(keys)}"
 
 
-def _spelled(cls: type[Spec], key: str) -> str:
-    return cls.file_keys.get(key, key)
+def _spelled(cls: type[Spec], problem: Problem) -> InitErrorDetails:
+    """A problem as pydantic hands it on to the specification around this one, with the key as files have it."""
+    key = cls.file_keys.get(problem.key, problem.key)
+    why = PydanticCustomError(_RULE, "{why}", {"why": problem.why})
+    return InitErrorDetails(type=why, loc=(key,) if key else (), input=None)
 
 
 def _join(prefix: str, key: str) -> str:

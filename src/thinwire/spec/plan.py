@@ -40,6 +40,7 @@ class Plan(Spec):
     """How one training job is sharded, overlapped and compressed."""
 
     file_keys: ClassVar[Mapping[str, str]] = PLAN_KEYS
+    former_keys: ClassVar[Mapping[str, str]] = {"schedule": "pipeline_schedule", "keep_gathered": "kept_unit"}
 
     name: str | None = Field(default=None, description="label of the preset or of whoever made the plan")
     mesh: Factor = Field(description="the data-parallel ranks, s_dp: ranks of a node times nodes")
@@ -102,7 +103,7 @@ class Plan(Spec):
         description="split each gradient reduction into this many pipelined chunks: each starts when its gradients "
         "exist, and hops and codecs of different chunks overlap; small reductions have fewer",
     )
-    keep_gathered: Literal["none", "last"] = Field(
+    kept_unit: Literal["none", "last"] = Field(
         default="last", description="which unit stays gathered between its forward and its backward"
     )
     persist_bytes: Budget = Field(
@@ -128,7 +129,7 @@ class Plan(Spec):
     cp: Count = Field(
         default=1, description="neighbouring ranks of the mesh that share every sequence (context-parallel)"
     )
-    schedule: Literal["1f1b", "interleaved"] = Field(default="1f1b", description="order of work in a pipeline")
+    pipeline_schedule: Literal["1f1b", "interleaved"] = Field(default="1f1b", description="order of work in a pipeline")
     placement: tuple[Annotated[int, Field(strict=True)], ...] | None = Field(
         default=None,
         description="the physical rank that takes each position of the mesh, node by node; unset: in order",
@@ -357,8 +358,8 @@ class Plan(Spec):
             parts.append("recompute")
         axes = {"tp": self.tp, "pp": self.pp, "ep": self.ep, "cp": self.cp}
         parts += [f"{axis} {ways}" for axis, ways in axes.items() if ways > 1]
-        if self.schedule != "1f1b":
-            parts.append(self.schedule)
+        if self.pipeline_schedule != "1f1b":
+            parts.append(self.pipeline_schedule)
         if self.topology is not None:
             parts.append(f"ranks ordered by topology {self.topology}")
         codecs = [f"{name} {codec}" for name, codec in self.wire.codecs().items() if not codec.is_none]
@@ -489,8 +490,8 @@ class Plan(Spec):
                 "persist_bytes to at most live_bytes",
             )
 
-    @rule("pp", "schedule")
+    @rule("pp", "pipeline_schedule")
     def _schedule_needs_a_pipeline(self) -> Iterator[Problem]:
         """``pipeline_schedule = "interleaved"`` needs ``pp`` of at least 2."""
-        if self.schedule == "interleaved" and self.pp == 1:
-            yield Problem("schedule", "= 'interleaved' needs pp of at least 2; with pp = 1 use '1f1b'")
+        if self.pipeline_schedule == "interleaved" and self.pp == 1:
+            yield Problem("pipeline_schedule", "= 'interleaved' needs pp of at least 2; with pp = 1 use '1f1b'")

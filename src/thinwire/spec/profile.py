@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field
 
-from thinwire.errors import SpecError
 from thinwire.spec.base import Bytes, Count, Depth, Positive, Spec
 from thinwire.spec.machines.measured import Measured, Timing
 from thinwire.spec.plan import Dtype
@@ -22,6 +19,8 @@ NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 class CollectiveRow(Timing):
     """Times of one collective on the slowest rank, for one message size and one group shape."""
 
+    former_keys: ClassVar[Mapping[str, str]] = {"samples": ""}
+
     kind: Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send"] = Field(
         description="name of the collective"
     )
@@ -32,7 +31,6 @@ class CollectiveRow(Timing):
         description="all: every disjoint group of the cluster runs at once, as in training; one: a single group runs",
     )
     sent: Bytes = Field(description="bytes that one rank sends")
-    samples: Count = Field(description="number of samples")
     processor: NonNegative = Field(
         default=0.0, description="seconds of processor time per rank, if processors send; mean over the ranks"
     )
@@ -117,6 +115,9 @@ class Handling(Spec):
 class Profile(Measured):
     """All measurements of one cluster."""
 
+    what: ClassVar[str] = "a profile"
+    made_by: ClassVar[str] = "thinwire profile --out"
+
     backend: str = Field(description="torch.distributed backend")
     nodes: Count = Field(description="number of nodes")
     gpus_per_node: Count = Field(description="ranks per node")
@@ -150,23 +151,6 @@ class Profile(Measured):
     overlap: tuple[OverlapRow, ...] = Field(
         default=(), description="how much computation and transfers slow each other down"
     )
-
-    @classmethod
-    def read(cls, path: str | Path) -> Self:
-        """Read a profile.
-
-        Raises:
-            SpecError: The file cannot be read, is not JSON, or is not a profile.
-        """
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise SpecError(
-                str(path), [f"cannot be read as a profile: {error}; make one with thinwire profile --out {path}"]
-            ) from error
-        if not isinstance(data, Mapping):
-            raise SpecError(str(path), ["it should be a JSON object, as thinwire profile writes it"])
-        return cls.parse(data, str(path))
 
     def paced(self, pace: float, *, transfers: bool = False) -> Self:
         """The profile of the same cluster with processors that take ``pace`` times as long.
@@ -205,19 +189,3 @@ class Profile(Measured):
                 for row in self.compute
             ),
         )
-
-    def write(self, path: str | Path) -> None:
-        """Write the profile as JSON, one row per line."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
-
-    def to_json(self) -> str:
-        """The profile as JSON, one row per line."""
-        table: dict[str, Any] = self.to_dict()
-        lines = []
-        for key, value in table.items():
-            if isinstance(value, list) and value:
-                rows = ",\n".join(f"    {json.dumps(row)}" for row in value)
-                lines.append(f'  "{key}": [\n{rows}\n  ]')
-            else:
-                lines.append(f'  "{key}": {json.dumps(value)}')
-        return "{\n" + ",\n".join(lines) + "\n}\n"

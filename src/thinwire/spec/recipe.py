@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -18,10 +18,11 @@ from thinwire.spec.factor import Factor
 from thinwire.spec.io import apply_settings, read_toml_file
 from thinwire.spec.machines.topology import TOPOLOGY_SOURCES
 from thinwire.spec.models.recipe import ModelRecipe
-from thinwire.spec.renames import hint, old_spellings_of_plan, plan_to_fields, plan_to_file
+from thinwire.spec.plan import Plan, Wire
+from thinwire.spec.renames import PLAN_KEYS, hint, to_fields, to_file
 
 __all__ = [
-    "MOST_TRACED", "CheckpointRecipe", "ClusterRecipe", "DataRecipe", "LossScaleRecipe", "ModelRecipe",
+    "BATCH", "MOST_TRACED", "CheckpointRecipe", "ClusterRecipe", "DataRecipe", "LossScaleRecipe", "ModelRecipe",
     "OptimizerRecipe", "Recipe", "TrainRecipe", "model_table", "plan_table",
 ]  # fmt: skip
 
@@ -115,21 +116,14 @@ class DataRecipe(Spec):
 
 
 class TrainRecipe(Spec):
-    """The training loop: number of steps, batch size, validation and logging."""
+    """The training loop: number of steps, global batch size, validation and logging."""
 
     steps: Count = Field(description="optimizer updates")
     seq: Count = Field(default=256, description="tokens per sequence")
-    micro_batch: Count | None = Field(
-        default=None, description="sequences per rank and micro-batch; default: the plan's"
-    )
-    micro_batches: Count | None = Field(default=None, description="micro-batches per step; default: the plan's")
     global_batch: Count | None = Field(
         default=None,
-        description="sequences per step over all ranks, so that results do not depend on the number of ranks; sets "
-        "micro_batches, and micro_batch becomes an upper bound",
-    )
-    recompute: Flag | None = Field(
-        default=None, description="whether to recompute activations in the backward; default: the plan's"
+        description="sequences per step over all ranks, so that results do not depend on the number of ranks; sets the "
+        "plan's micro_batches, and its micro_batch becomes an upper bound; default: the plan's batch",
     )
     seed: Depth = Field(default=0, description="seed of the initial weights and of the sample order")
     validate_every: Depth = Field(default=100, description="steps between validations; 0: at the end only")
@@ -167,14 +161,6 @@ class TrainRecipe(Spec):
         elif last - first >= MOST_TRACED:
             yield Problem(
                 "trace_steps", f'= "{first}:{last}" is {last - first + 1} steps; at most {MOST_TRACED} can be traced'
-            )
-
-    @rule("micro_batches", "global_batch")
-    def _one_batch_size(self) -> Iterator[Problem]:
-        if self.micro_batches is not None and self.global_batch is not None:
-            yield Problem(
-                "global_batch",
-                f"= {self.global_batch} already sets micro_batches = {self.micro_batches}; leave one out",
             )
 
 
@@ -270,6 +256,9 @@ class ClusterRecipe(Spec):
 
 _DEFAULT_PLAN = "zero1-node"
 
+BATCH: Final = ("micro_batch", "micro_batches", "recompute")
+"""Keys of the plan's table that another plan on the command line does not replace."""
+
 
 def plan_table(value: Any) -> Any:
     """Expand a plan's shorthand into a table.
@@ -283,7 +272,12 @@ def plan_table(value: Any) -> Any:
         table is returned unchanged.
     """
     if isinstance(value, Mapping):
-        return plan_to_fields(value)
+        fields = {**Plan.renewed(to_fields(value, PLAN_KEYS))}
+        wire = fields.get("wire")
+        # A former gain by itself says nothing until it meets the plan that it changes.
+        if isinstance(wire, Mapping) and ("error_feedback" in wire or "feedback_gain" not in wire):
+            fields["wire"] = {**Wire.renewed(wire)}
+        return fields
     if not isinstance(value, str):
         return value
     if value.startswith("preset:"):
@@ -353,20 +347,44 @@ class Recipe(Spec):
             SpecError: The recipe is invalid; the error lists every problem.
         """
         table = read_toml_file(path)
-        hint(str(path), old_spellings_of_plan(table.get("plan")))
-        table = _absolute(table, Path(path).resolve().parent)
+        named = table.get("plan")
+        old = {f"train.{key}": f"plan.{key}" for key in _former_batch(table)}
+        if isinstance(named, Mapping):
+            old |= {f"plan.{key}": f"plan.{new}" for key, new in Plan.old_spellings(named).items()}
+        hint(str(path), old)
+        table = _absolute(cls.prepare(table), Path(path).resolve().parent)
         if plan is not None:
-            table["plan"] = plan
+            table["plan"] = _instead(table.get("plan"), plan)
         if model is not None:
             table["model"] = model_table(model)
         # Expand the shorthand first, so that settings can change single keys of the plan.
         table["plan"] = plan_table(table.get("plan", _DEFAULT_PLAN))
         return cls.parse(_with_tokenizer(_absolute(apply_settings(table, settings), Path.cwd())), str(path))
 
+    @classmethod
+    def prepare(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Batch and recomputation were keys of ``train`` before release 0.3, and took precedence over the plan's."""
+        batch = _former_batch(data)
+        plan = plan_table(data.get("plan", _DEFAULT_PLAN))
+        if not batch or not isinstance(plan, Mapping):
+            return data
+        train = {key: value for key, value in data["train"].items() if key not in batch}
+        given = {key: value for key, value in batch.items() if value is not None}
+        return {**data, "train": train, "plan": {**plan, **given}}
+
     def to_file(self, *, full: bool = True) -> dict[str, Any]:
         """Plain dictionaries with the keys of files, those of the plan among them."""
         table = super().to_file(full=full)
-        return table | {"plan": plan_to_file(table["plan"])}
+        return table | {"plan": to_file(table["plan"], PLAN_KEYS)}
+
+    @rule("plan", "train")
+    def _one_batch_size(self) -> Iterator[Problem]:
+        batch, sequences = self.plan.get("micro_batches"), self.train.global_batch
+        # A whole plan has every key, and the global batch takes precedence.
+        if batch is not None and sequences is not None and "mesh" not in self.plan:
+            yield Problem(
+                "train.global_batch", f"= {sequences} already sets plan.micro_batches = {batch}; leave one out"
+            )
 
     @rule("model", "data")
     def _trained_weights_keep_their_tokenizer(self) -> Iterator[Problem]:
@@ -376,6 +394,19 @@ class Recipe(Spec):
                 f'= "bpe" trains a new one, but the weights in model.path = {self.model.path} know the ids of theirs; '
                 'set it to a directory with that tokenizer.json, or model.weights = "random"',
             )
+
+
+def _former_batch(table: Mapping[str, Any]) -> dict[str, Any]:
+    train = table.get("train")
+    return {key: train[key] for key in BATCH if key in train} if isinstance(train, Mapping) else {}
+
+
+def _instead(old: Any, plan: str) -> dict[str, Any]:
+    """The table of a plan from the command line, with the batch of the recipe's own."""
+    before = plan_table(old)
+    kept = {key: before[key] for key in BATCH if key in before} if isinstance(before, Mapping) else {}
+    named = plan_table(plan)
+    return {**named, **kept}
 
 
 def _with_tokenizer(table: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""How files spell the keys whose fields have other names in Python, and the hint that a file in an old spelling gets.
+"""The table ``tuning`` of a plan's file, which Python does not have: ``tuning.bucket_bytes`` is ``Plan.bucket_bytes``.
 
-A file's key may stand in a table that Python does not have: ``tuning.bucket_bytes`` is ``Plan.bucket_bytes``. The name
-of the field is the spelling before release 0.3, which is read for one release more.
+Until release 0.3 its keys stood beside the others, where they are read for one release more.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any, Final
 _LOG = logging.getLogger(__name__)
 
 TUNED: Final = (
+    "kept_unit",
     "prefetch",
     "prefetch_bytes",
     "backward_prefetch",
@@ -27,15 +27,8 @@ TUNED: Final = (
 )
 """Fields of a plan in the table ``tuning`` of its file: the planner writes them, and people seldom do."""
 
-PLAN_KEYS: Final[Mapping[str, str]] = {
-    "schedule": "pipeline_schedule",
-    "keep_gathered": "tuning.kept_unit",
-    **{name: f"tuning.{name}" for name in TUNED},
-}
+PLAN_KEYS: Final[Mapping[str, str]] = {name: f"tuning.{name}" for name in TUNED}
 """Fields of a plan by name, and how a plan file spells them."""
-
-WIRE_KEYS: Final[Mapping[str, str]] = {"schedule": "compress_until"}
-"""The same for the table ``wire`` of a plan."""
 
 _ON_DEVICE: Final = dict.fromkeys(("params", "grads", "optimizer"), "device")
 
@@ -73,34 +66,6 @@ def to_file(fields: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any
         group, _, key = keys.get(name, name).rpartition(".")
         (table.setdefault(group, {}) if group else table)[key] = value
     return table
-
-
-def old_spellings(table: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, str]:
-    """The new spelling of every key that a table still spells as the field is named."""
-    return {name: spelled for name, spelled in keys.items() if name in table}
-
-
-def plan_to_fields(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """:func:`to_fields` for the plan's table of a recipe."""
-    fields = to_fields(plan, PLAN_KEYS)
-    wire = fields.get("wire")
-    return fields if not isinstance(wire, Mapping) else {**fields, "wire": to_fields(wire, WIRE_KEYS)}
-
-
-def plan_to_file(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """:func:`to_file` for the plan's table of a recipe, which is no plan yet: it may name a preset or a file."""
-    wire = plan.get("wire")
-    return to_file(plan if not isinstance(wire, Mapping) else {**plan, "wire": to_file(wire, WIRE_KEYS)}, PLAN_KEYS)
-
-
-def old_spellings_of_plan(plan: Any) -> dict[str, str]:
-    """:func:`old_spellings` for the plan's table of a recipe."""
-    if not isinstance(plan, Mapping):
-        return {}
-    wire = plan.get("wire")
-    of_wire = old_spellings(wire, WIRE_KEYS) if isinstance(wire, Mapping) else {}
-    found = old_spellings(plan, PLAN_KEYS) | {f"wire.{old}": f"wire.{new}" for old, new in of_wire.items()}
-    return {f"plan.{old}": f"plan.{new}" for old, new in found.items()}
 
 
 def hint(what: str, found: Mapping[str, str]) -> None:

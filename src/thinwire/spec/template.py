@@ -13,7 +13,7 @@ from thinwire.errors import SpecError
 from thinwire.spec.factor import Factor
 from thinwire.spec.plan import Dtype, Plan
 from thinwire.spec.plan_parts.pipeline import keeps_busy
-from thinwire.spec.recipe import Recipe
+from thinwire.spec.recipe import BATCH, Recipe
 
 __all__ = ["PlanTemplate"]
 
@@ -91,13 +91,13 @@ class PlanTemplate:
             auto_dtype: The compute dtype that ``compute_dtype = "auto"`` stands for on this machine.
 
         Returns:
-            The plan, with the recipe's batch and recomputation where the recipe sets them.
+            The plan, with the global batch of the recipe if it sets one.
 
         Raises:
             SpecError: The preset does not exist, the plan breaks a rule or is for another mesh, or the batch size
                 or sequence length does not fit the plan.
         """
-        plan = self._with_batch(self._without_batch(mesh, auto_dtype))
+        plan = self._with_global_batch(self._without_global_batch(mesh, auto_dtype))
         seq = self.recipe.train.seq
         if seq % plan.cp:
             raise SpecError(
@@ -108,6 +108,11 @@ class PlanTemplate:
                 "train", [f"seq = {seq} should be a multiple of plan.tp = {plan.tp}, which cuts sequences, too"]
             )
         return plan
+
+    def with_global_batch(self, sequences: int) -> Self:
+        """The template of the same plan with this many sequences in a step."""
+        plan = {key: value for key, value in self.recipe.plan.items() if key != "micro_batches"}
+        return replace(self, recipe=self.recipe.with_(plan=plan, train={"global_batch": sequences}))
 
     def fitted(self, mesh: Factor) -> Self:
         """The template for another mesh.
@@ -122,7 +127,7 @@ class PlanTemplate:
         named = self.mesh
         if named is None:
             return self
-        table = self._without_batch(named, "bfloat16").fitted(mesh).to_dict()
+        table = self._without_global_batch(named, "bfloat16").fitted(mesh).to_dict()
         if self.recipe.plan.get("compute_dtype") == "auto":
             table["compute_dtype"] = "auto"  # the new machine chooses its own dtype
         return type(self)(self.recipe.with_(plan=table), file=None)
@@ -135,16 +140,15 @@ class PlanTemplate:
         """
         if self.file is None:
             return ()
-        written = self._without_batch(mesh, "bfloat16")
-        plan = self._with_batch(written)
+        plan = self._with_global_batch(self._without_global_batch(mesh, "bfloat16"))
         return tuple(
-            f"the recipe's {key} = {getattr(plan, key)} replaces the plan file's {getattr(written, key)}"
-            for key in ("micro_batch", "micro_batches", "recompute")
-            if getattr(plan, key) != getattr(written, key)
+            f"the recipe's {key} = {getattr(plan, key)} replaces the plan file's {getattr(self.file, key)}"
+            for key in BATCH
+            if getattr(plan, key) != getattr(self.file, key)
         )
 
-    def _without_batch(self, mesh: Factor, auto_dtype: Dtype) -> Plan:
-        """The plan with its own batch and recomputation; see :meth:`resolve`."""
+    def _without_global_batch(self, mesh: Factor, auto_dtype: Dtype) -> Plan:
+        """The plan with its own batch; see :meth:`resolve`."""
         keys = {key: value for key, value in self.recipe.plan.items() if key not in ("preset", "file")}
         preset = self.recipe.plan.get("preset")
         if keys.get("compute_dtype") == "auto":
@@ -169,22 +173,15 @@ class PlanTemplate:
             )
         return plan
 
-    def _with_batch(self, plan: Plan) -> Plan:
-        train = self.recipe.train
-        changes: dict[str, Any] = {
-            "micro_batch": train.micro_batch,
-            "micro_batches": train.micro_batches,
-            "recompute": train.recompute,
-        }
-        plan = plan.with_(**{key: value for key, value in changes.items() if value is not None})
-        if train.global_batch is not None:
-            return _with_global_batch(plan, train.global_batch)
-        if not keeps_busy(plan.pp, plan.schedule, plan.micro_batches):
+    def _with_global_batch(self, plan: Plan) -> Plan:
+        if self.recipe.train.global_batch is not None:
+            return _with_global_batch(plan, self.recipe.train.global_batch)
+        if not keeps_busy(plan.pp, plan.pipeline_schedule, plan.micro_batches):
             raise SpecError(
-                "train",
+                "plan",
                 [
                     f"micro_batches = {plan.micro_batches} leaves stages of the pipeline idle; set it to "
-                    f"{_busy_count(plan)} or another multiple of plan.pp = {plan.pp}, or set global_batch instead"
+                    f"{_busy_count(plan)} or another multiple of pp = {plan.pp}, or set train.global_batch instead"
                 ],
             )
         return plan
@@ -204,7 +201,7 @@ def _with_global_batch(plan: Plan, global_batch: int) -> Plan:
     sizes = [
         size
         for size in range(1, plan.micro_batch + 1)
-        if share % size == 0 and keeps_busy(plan.pp, plan.schedule, share // size)
+        if share % size == 0 and keeps_busy(plan.pp, plan.pipeline_schedule, share // size)
     ]
     if not sizes:
         raise SpecError(

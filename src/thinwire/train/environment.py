@@ -7,15 +7,14 @@ themselves.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from thinwire.errors import SpecError, UsageError
 from thinwire.spec.factor import Factor
-from thinwire.spec.plan import Dtype, Plan
-from thinwire.spec.recipe import Recipe
+from thinwire.spec.machines.slurm import expand_hosts
+from thinwire.spec.plan import Dtype
 from thinwire.spec.template import PlanTemplate
 
 if TYPE_CHECKING:
@@ -107,23 +106,10 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": world,
         "LOCAL_RANK": environment.get("SLURM_LOCALID", environment["SLURM_PROCID"]),
         "LOCAL_WORLD_SIZE": str(int(world) // nodes),
-        "MASTER_ADDR": first_host(environment.get("SLURM_JOB_NODELIST", "localhost")),
+        "MASTER_ADDR": expand_hosts(environment.get("SLURM_JOB_NODELIST", "localhost"))[0],
         # Any port will do as long as all ranks compute the same one and jobs on a shared node differ.
         "MASTER_PORT": str(20_000 + job % 20_000),
     }
-
-
-def first_host(node_list: str) -> str:
-    """The first host of SLURM's compact notation.
-
-    Args:
-        node_list: List of nodes, for example ``node[03-05,9],other``.
-
-    Returns:
-        Name of the host, for example ``node03``.
-    """
-    match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", node_list)
-    return (match[1] + (match[2] or "")) if match else "localhost"
 
 
 def device_kind(demand: Demand) -> DeviceKind:
@@ -266,23 +252,6 @@ def resolve_ranks(template: PlanTemplate, ranks: Started | None, num_gpus: int) 
             ],
         )
     return layout
-
-
-def resolve_plan(recipe: Recipe, ranks: Started | None) -> Plan:
-    """The plan of a run on this machine.
-
-    Args:
-        recipe: The recipe of the run.
-        ranks: The ranks that a launcher has started; ``None`` if this process starts them.
-
-    Returns:
-        The plan on the mesh of the run.
-
-    Raises:
-        SpecError: The plan does not fit the ranks.
-    """
-    template, found = PlanTemplate.read(recipe), hardware(recipe.cluster.device)
-    return template.resolve(resolve_mesh(template, ranks, found.num_gpus), auto_dtype=found.fast_dtype)
 
 
 def hardware(demand: Demand) -> Hardware:

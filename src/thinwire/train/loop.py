@@ -24,9 +24,9 @@ from thinwire.train.export.kept import keep_sources
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.launching.stop import StopRequest
 from thinwire.train.launching.versions import versions
+from thinwire.train.measuring.room import explained_exhaustion, measure_room
 from thinwire.train.observing.metrics import MetricsLog
 from thinwire.train.observing.progress import ProgressReport
-from thinwire.train.observing.room import explained_exhaustion, measure_room
 from thinwire.train.observing.tracing import StepTracer
 from thinwire.train.trainer import Trainer, make_trainer
 
@@ -177,7 +177,7 @@ def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress
                 if slow is not None:
                     progress.note(slow)
         if save_failed:
-            _settle(trainer, progress)
+            _finish_save(trainer, progress)
         if trainer.saves or stopping:
             if log is not None:
                 log.sync()
@@ -191,14 +191,14 @@ def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress
 
 def _save(trainer: Trainer, progress: ProgressReport, *, last: bool) -> None:
     """Save, once a checkpoint that is under way has succeeded or its failure is excused."""
-    _settle(trainer, progress)
+    _finish_save(trainer, progress)
     with _excused(trainer, progress, last=last):
         trainer.save(waits=last or not trainer.run.recipe.checkpoint.background)
 
 
-def _settle(trainer: Trainer, progress: ProgressReport) -> None:
+def _finish_save(trainer: Trainer, progress: ProgressReport) -> None:
     with _excused(trainer, progress, last=False):
-        trainer.settle()
+        trainer.finish_save()
 
 
 @contextlib.contextmanager

@@ -25,15 +25,12 @@ from thinwire.collectives.links.streams import streams_of
 from thinwire.errors import CheckpointError, DataError
 from thinwire.network.order import Ordered, order_ranks
 from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
-from thinwire.sharding.checkpointing.saving import settle
+from thinwire.sharding.checkpointing.saving import finish_save
 from thinwire.sharding.lanes.late import read_later
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import LossScaleRecipe
-from thinwire.train.checkpoint import Checkpoint, checkpoint_path, delete_old
-from thinwire.train.comparing.links import LinkWatch
-from thinwire.train.comparing.pace import Pace, summarized
-from thinwire.train.comparing.replicas import ReplicaChecks
+from thinwire.train.checkpoint import Checkpoint, Position, checkpoint_path, delete_old
 from thinwire.train.data.ahead import BatchesAhead, Waits
 from thinwire.train.data.packing import Dataset
 from thinwire.train.data.samples import Batch, Samples, step_batches, validation_batches
@@ -45,11 +42,12 @@ from thinwire.train.models.build import draft
 from thinwire.train.models.common import IGNORED, cross_entropy
 from thinwire.train.models.flops import flops_per_token
 from thinwire.train.observing.islands import IslandWatch
+from thinwire.train.observing.links import LinkWatch
 from thinwire.train.observing.measure import pack, unpack
 from thinwire.train.observing.metrics import StepRecord, known_peak_tflops
-from thinwire.train.position import Position
-from thinwire.train.schedule import learning_rate_share
-from thinwire.train.updates import QueuedUpdate, Update, Updates
+from thinwire.train.observing.pace import Pace, summarized
+from thinwire.train.observing.replicas import ReplicaChecks
+from thinwire.train.updates import QueuedUpdate, Update, Updates, learning_rate_share
 
 
 def _finite(value: float | None) -> float | None:
@@ -81,7 +79,7 @@ class StepOutcome(NamedTuple):
     Attributes:
         record: The record; ``None`` if this step is not logged.
         stop: Whether any rank wants to stop.
-        save_failed: Whether a checkpoint could not be written in the background; :meth:`Trainer.settle` says why.
+        save_failed: Whether a checkpoint could not be written in the background; :meth:`Trainer.finish_save` says why.
     """
 
     record: StepRecord | None
@@ -244,7 +242,7 @@ class Trainer:
 
         Args:
             waits: Whether to wait until the checkpoint is complete. Otherwise, this returns once the state is copied; a
-                later step or :meth:`settle` reports a failure.
+                later step or :meth:`finish_save` reports a failure.
 
         Returns:
             The checkpoint's directory.
@@ -268,17 +266,17 @@ class Trainer:
             self.optimizer, path, extra=extra, then=clean_up, limit=settings.timeout, copies=not waits
         )
         if waits:
-            self.settle()
+            self.finish_save()
         return path
 
-    def settle(self) -> None:
+    def finish_save(self) -> None:
         """Wait for a checkpoint that is being written in the background. All ranks call it.
 
         Raises:
             CheckpointError: On every rank, if it could not be written.
         """
         self._pending = None
-        settle()
+        finish_save()
 
     def load(self, checkpoint: Checkpoint) -> str | None:
         """Continue from a checkpoint.
@@ -428,8 +426,7 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
     plan = (ordered := order_ranks(run.plan, control(), device)).plan
     train = Samples(dataset.train, seq, recipe.train.seed)
     validation = Samples(dataset.validation, seq, 0)
-    # Recomputation is done by the shards, whatever the model: parameters are gathered once for it and the gradients.
-    drafted = draft(recipe.model, vocab=dataset.vocab, seq=seq, seed=recipe.train.seed, recompute=False)
+    drafted = draft(recipe.model, vocab=dataset.vocab, seq=seq, seed=recipe.train.seed)
     model = drafted.model
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     token_flops, undecayed = flops_per_token(model, seq), undecayed_names(model)

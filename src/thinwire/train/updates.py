@@ -15,10 +15,9 @@ from thinwire.errors import NonFiniteError
 from thinwire.sharding.checkpointing.saving import wait_for_writer
 from thinwire.sharding.lanes.late import Late
 from thinwire.sharding.step.loss_scale import LossScale
-from thinwire.train.checkpoint import checkpoints
-from thinwire.train.position import Position
+from thinwire.train.checkpoint import Position, checkpoints
 
-__all__ = ["MOST_SKIPPED", "QueuedUpdate", "Update", "Updates"]
+__all__ = ["MOST_SKIPPED", "QueuedUpdate", "Update", "Updates", "learning_rate_share"]
 
 MOST_SKIPPED: Final = 20
 """Give up after this many consecutive non-finite steps."""
@@ -128,7 +127,7 @@ class Updates:
         """
         if self.scale is not None:
             try:
-                self.scale.settle()
+                self.scale.await_update()
             except NonFiniteError:
                 self._end(update)
         ends = not self.skips or num_skipped > MOST_SKIPPED
@@ -197,3 +196,21 @@ class Updates:
             f"the scale is at loss_scale.floor = {scale.floor:g}: lower optimizer.lr, or set plan.compute_dtype to "
             '"bfloat16" or "float32"'
         )
+
+
+def learning_rate_share(step: int, *, warmup: int, steps: int, final: float) -> float:
+    """Linear warm-up, followed by half a period of a cosine.
+
+    Args:
+        step: Number of updates before this one.
+        warmup: Number of warm-up updates; the last of them has the peak rate.
+        steps: Number of updates in the whole run.
+        final: Learning rate of the last update, as a fraction of the peak.
+
+    Returns:
+        Learning rate as a fraction of the peak: above 0 for the first update, `final` for the last.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup + 1) / max(1, steps - warmup)
+    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))

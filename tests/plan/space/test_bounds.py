@@ -38,7 +38,7 @@ clusters = st.builds(
             "inside": {"bandwidth": inside * 1e9},
             **({"spine": {"bandwidth": gbps * 0.3e9}} if leaf else {}),
         },
-        **({"nodes_per_leaf": 2} if leaf else {}),
+        **({"leaves": 2} if leaf else {}),
     },
     st.sampled_from((1, 2, 4, 6)),
     st.sampled_from((1, 2, 4)),
@@ -51,7 +51,7 @@ clusters = st.builds(
 
 def published(model: ModelSpec, changes: dict[str, Any], sequences: int, **rest: Any) -> TrainingJob:
     if changes["nodes"] % 2:
-        changes = {key: value for key, value in changes.items() if key != "nodes_per_leaf"}
+        changes = {key: value for key, value in changes.items() if key != "leaves"}
         changes["links"] = {key: value for key, value in changes["links"].items() if key != "spine"}
     cluster = ClusterSpec.named("a100-80g:1x1").with_(**changes)
     tokens = sequences * model.seq * cluster.gpus
@@ -132,7 +132,7 @@ def test_bounds_hold_where_the_root_holds_the_embedding() -> None:
     """The first block is the first unit to gather then, and the second arrives while it computes."""
     model = ModelSpec(layers=8, hidden=2560, heads=4, vocab=512, seq=1024)
     links = {"nic": {"bandwidth": 800e9, "latency": 1e-6}, "inside": {"bandwidth": 2e12}, "spine": {"bandwidth": 240e9}}
-    job = published(model, {"nodes": 4, "gpus_per_node": 2, "nodes_per_leaf": 2, "links": links}, 6)
+    job = published(model, {"nodes": 4, "gpus_per_node": 2, "leaves": 2, "links": links}, 6)
     assert {unit.name for unit in job.units(Plan.preset("zero3", nodes=4, local=2))} == {
         "",
         *map("layers.{}".format, range(8)),

@@ -94,7 +94,7 @@ def mean(changes: list[torch.Tensor], lost: list[torch.Tensor], islands: Any) ->
         return torch.stack(changes).mean(0)
     codec, sent = codecs.get(islands.codec, backend="reference"), []
     for change, error in zip(changes, lost, strict=True):
-        wanted = change + islands.feedback_gain * error if islands.error_feedback else change
+        wanted = change + islands.error_feedback * error if islands.error_feedback else change
         sent.append(codec.decode(codec.encode(wanted), wanted.numel(), torch.float32))
         error += change - sent[-1]
     return torch.stack(sent).mean(0)

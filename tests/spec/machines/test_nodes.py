@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.reference import UNLIKE
 from typer.testing import CliRunner
 
 from thinwire.cli.main import app
@@ -14,7 +15,6 @@ from thinwire.cost import NominalRates
 from thinwire.errors import SpecError
 from thinwire.plan import TrainingJob, candidate, search
 from thinwire.spec import ClusterSpec, Fabric, ModelSpec, Plan, first_nodes
-from thinwire.spec.reference import _UNLIKE as UNLIKE
 
 MODEL = ModelSpec.preset("llama-7b").with_(layers=4)
 

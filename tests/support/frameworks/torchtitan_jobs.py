@@ -1,30 +1,22 @@
-"""Short runs of torchtitan's debug model, under the release that is installed."""
+"""Short runs of torchtitan's debug model."""
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.metadata
 import json
 import os
 import random
 import string
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import FSDPModule
 
 import thinwire as tw
 
 STEPS = 20
-V02 = find_spec("torchtitan") is not None and importlib.metadata.version("torchtitan").startswith("0.2.")
-
-HISTC = torch.histc
 
 
 @dataclass
@@ -53,19 +45,12 @@ def join() -> None:
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
     torch.set_num_threads(1)
-    if V02:
-        torch.histc = count_whole_numbers
-
-
-def count_whole_numbers(values: torch.Tensor, **options: Any) -> torch.Tensor:
-    """``torch.histc``, by which routers of 0.2 count tokens; on CPUs, it takes no whole numbers."""
-    return HISTC(values.float(), **options).to(values.dtype)
 
 
 def change(config: Any, changes: dict[str, Any]) -> None:
-    """Set options by dotted names; validation has another name in 0.2."""
+    """Set options by dotted names."""
     for path, value in changes.items():
-        *parents, name = path.replace("validator.", "validation.").split(".") if V02 else path.split(".")
+        *parents, name = path.split(".")
         place = config
         for parent in parents:
             place = place[int(parent)] if parent.isdigit() else getattr(place, parent)
@@ -85,8 +70,7 @@ def configure(
 ) -> Any:
     """A short run of two layers of a debug model: under a plan, or by torchtitan itself.
 
-    torchtitan 0.3 replicates the model. In 0.2, replicas divide gradients by the number of ranks once more, so that
-    only its FSDP is the reference there.
+    torchtitan itself replicates the model.
 
     Args:
         folder: Directory of the run.
@@ -95,17 +79,15 @@ def configure(
         clip: Largest norm of the gradient.
         sequences: Sequences of a micro-batch.
         model: ``llama``; ``experts``, whose second layer is a mixture of experts; ``tied``, whose head is the
-            embedding; or ``lora``, which 0.2 lacks.
+            embedding; or ``lora``.
         text: Directory that :func:`write_text` has filled, to read it by torchtitan's own loader.
         recomputation: Activation checkpointing: ``selective``, ``full`` or ``none``.
     """
     world = dist.get_world_size()
-    config = (_configured_v02 if V02 else _configured)(folder, plan, sequences, model, text)
+    config = _configured(folder, plan, sequences, model, text)
     options = {"training.max_norm": clip, "training.global_batch_size": world * sequences * accumulate}
     change(config, {**options, "validator.freq": 7})
-    if V02:
-        config.activation_checkpoint.mode = recomputation
-    elif recomputation != "selective":
+    if recomputation != "selective":
         from torchtitan.distributed.activation_checkpoint import FullAC
 
         config.activation_checkpoint = FullAC.Config() if recomputation == "full" else None
@@ -113,7 +95,7 @@ def configure(
 
 
 def job() -> Any:
-    """A configuration for the command line of torchtitan 0.3."""
+    """A configuration for the command line of torchtitan."""
     from examples.torchtitan_debug import debug_config
 
     from thinwire.integrations.torchtitan import sharded
@@ -150,25 +132,6 @@ def _configured(folder: Path, plan: str | None, sequences: int, model: str, text
     return config
 
 
-def _configured_v02(folder: Path, plan: str | None, sequences: int, model: str, text: Path | None) -> Any:
-    from examples.torchtitan_v02_debug import counted, debug_config
-    from torchtitan.models import deepseek_v3, llama3, qwen3
-    from torchtitan.protocols import train_spec
-
-    config = debug_config(STEPS, str(folder), length=16, batch=sequences)
-    config.model.name = "debug"
-    spec = {"llama": llama3, "experts": deepseek_v3, "tied": qwen3}[model].get_train_spec()
-    changed = {"enable_weight_tying": True} if model == "tied" else {}
-    spec.model_args = {"debugmodel": dataclasses.replace(spec.model_args["debugmodel"], n_layers=2, **changed)}
-    if text is None:
-        spec = counted(spec)
-    else:
-        config.training.dataset_path, config.model.hf_assets_path = str(text / "text"), str(text)
-    train_spec._extra_train_specs[config.model.name] = spec  # a process has several of these
-    config.plan = plan
-    return config
-
-
 def write_text(folder: Path) -> None:
     """Write a small data set and a tokenizer for it."""
     (folder / "text").mkdir(parents=True)
@@ -186,32 +149,7 @@ def write_text(folder: Path) -> None:
 
 def build(config: Any) -> Any:
     """The trainer of a configuration."""
-    if not V02:
-        return config.build()
-    from torchtitan.train import Trainer
-
-    from thinwire.integrations.torchtitan_v02 import ThinwireTrainer
-
-    if config.plan is not None:
-        return ThinwireTrainer(config)
-    trainer = Trainer(config)
-    _start_alike(trainer)
-    for module in trainer.model_parts[0].modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
-    return trainer
-
-
-def _start_alike(trainer: Any) -> None:
-    """Give a model of FSDP the values of a single process: each of its ranks has drawn its own."""
-    with torch.device("meta"):
-        alone = trainer.train_spec.model_cls(trainer.model_args)
-    alone.to_empty(device="cpu")
-    torch.manual_seed(trainer.job_config.debug.seed)
-    with torch.no_grad():
-        alone.init_weights()
-    options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(trainer.model_parts[0], alone.state_dict(), options=options)
+    return config.build()
 
 
 def record(trainer: Any) -> Results:

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from thinwire.train.comparing.links import RECORDS, LinkMeter, LinkPace, Places
+from thinwire.train.observing.links import RECORDS, LinkMeter, LinkPace, Places
 
 HOSTS = ("a (1)", "b (2)", "c (3)", "d (4)")
 

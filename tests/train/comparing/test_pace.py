@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thinwire.train.comparing.pace import RECORDS, Pace, summarized
+from thinwire.train.observing.pace import RECORDS, Pace, summarized
 
 HOSTS = ("a", "a", "b", "b")
 

@@ -15,7 +15,7 @@ from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
 from thinwire.spec import Plan
 from thinwire.spec.plan_parts.presets import PRESETS
 from thinwire.testing import run_ranks
-from thinwire.train.comparing.replicas import ReplicaChecks
+from thinwire.train.observing.replicas import ReplicaChecks
 
 pytestmark = pytest.mark.ranks
 

@@ -9,8 +9,8 @@ from thinwire.errors import UsageError
 from thinwire.profile import ModelPiece
 from thinwire.spec import Factor, ModelSpec
 from thinwire.train.environment import LAB_HOSTS, num_cores, shares_cores
-from thinwire.train.observing.pieces import pieces
-from thinwire.train.observing.room import measure_room, rank_memory
+from thinwire.train.measuring.pieces import pieces
+from thinwire.train.measuring.room import measure_room, rank_memory
 
 GIB = 1 << 30
 

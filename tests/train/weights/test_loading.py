@@ -36,13 +36,13 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 def started(recipe: dict[str, Any], plan: tw.Plan) -> list[torch.nn.Module]:
     """This rank's parts of a model that starts on the meta device."""
-    made = draft(ModelRecipe(**recipe), vocab=VOCABULARY - 1, seq=LENGTH, seed=3, recompute=False)
+    made = draft(ModelRecipe(**recipe), vocab=VOCABULARY - 1, seq=LENGTH, seed=3)
     return list(tw.parallelize(made.model, plan, loss=cross_entropy, values=made.values, device=CPU).chunks)
 
 
 def same_as_whole(recipe: dict[str, Any], toml: list[str]) -> int:
     """Compare under each plan with the model that one process builds; parameters and masters compared."""
-    whole = build(ModelRecipe(**recipe), vocab=VOCABULARY - 1, seq=LENGTH, seed=3, recompute=False)
+    whole = build(ModelRecipe(**recipe), vocab=VOCABULARY - 1, seq=LENGTH, seed=3)
     expected = {name: parameter.detach() for name, parameter in whole.named_parameters()}
     count = 0
     for text in toml:
@@ -225,7 +225,7 @@ def growth_of_start(recipe: dict[str, Any]) -> tuple[int, int, int]:
     started({"kind": "llama", **OURS}, tw.Plan.preset("zero3", nodes=2, local=2, compute_dtype="float32"))
     plan = tw.Plan.preset("zero3", nodes=2, local=2, compute_dtype="float32")
     with Peak() as peak:
-        made = draft(ModelRecipe(**recipe), vocab=99, seq=LENGTH, seed=0, recompute=False)
+        made = draft(ModelRecipe(**recipe), vocab=99, seq=LENGTH, seed=0)
         whole = 4 * sum(parameter.numel() for parameter in made.model.parameters())
         tw.parallelize(made.model, plan, values=made.values, device=CPU)
     return whole, peak.now() - peak.start, peak.most - peak.start

@@ -19,7 +19,7 @@ from thinwire.train.models.llama import Llama, LlamaConfig
 
 
 def drafted(recipe: dict[str, Any], seed: int = 0) -> DraftedModel:
-    return draft(ModelRecipe(**recipe), vocab=VOCABULARY, seq=LENGTH, seed=seed, recompute=False)
+    return draft(ModelRecipe(**recipe), vocab=VOCABULARY, seq=LENGTH, seed=seed)
 
 
 def read(draft: DraftedModel, name: str, *bounds: tuple[int, int]) -> torch.Tensor:
@@ -165,9 +165,7 @@ def test_random_values_are_distributed_as_those_of_transformers(family: str) -> 
     table = dict(FAMILIES[family])
     config = transformers.AutoConfig.for_model(table.pop("model_type"), **table)
     theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    mine = build(
-        ModelRecipe(kind="huggingface", config=FAMILIES[family]), vocab=VOCABULARY, seq=LENGTH, seed=0, recompute=False
-    )
+    mine = build(ModelRecipe(kind="huggingface", config=FAMILIES[family]), vocab=VOCABULARY, seq=LENGTH, seed=0)
     for (name, a), b in zip(mine.named_parameters(), theirs.parameters(), strict=True):
         a, b = a.detach(), b.detach()
         spread = float(b.std())

@@ -38,7 +38,6 @@ heads = 2
 [train]
 steps = {steps}
 seq = 16
-micro_batch = 2
 global_batch = 8
 tensorboard = false
 validate_every = 30
@@ -91,7 +90,7 @@ class SmallRun:
         """
         keys = SOURCES[self.source].keys(corpus)
         return _RECIPE.format(
-            plan=_inline(dict(self.plan)),
+            plan=_inline({**self.plan, "micro_batch": 2}),
             kind=self.kind,
             layers=self.layers,
             experts="" if self.experts is None else f"experts = {self.experts}\nactive_experts = 2",

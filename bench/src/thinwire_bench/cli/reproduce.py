@@ -188,7 +188,7 @@ def _plain(table: Table, comparisons: Sequence[RowComparison]) -> dict[str, Any]
 
 
 def _draw(path: Path, table: Table, comparisons: Sequence[RowComparison]) -> None:
-    from thinwire.report import draw_agreement
+    from thinwire_bench.cli.pictures import draw_agreement
 
     points: dict[str, list[tuple[float, float]]] = {}
     for comparison in comparisons:
@@ -199,8 +199,8 @@ def _draw(path: Path, table: Table, comparisons: Sequence[RowComparison]) -> Non
 
 
 def _draw_traces(path: Path) -> None:
-    from thinwire.report import draw_timelines
     from thinwire.sim import answer
+    from thinwire_bench.cli.pictures import draw_timelines
     from thinwire_bench.published import traced
 
     spans = {name: answer(case, trace=True).simulated.spans for name, case in traced().items()}

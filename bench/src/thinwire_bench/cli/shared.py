@@ -115,14 +115,14 @@ def insert_into(page: Path, text: str, command: str) -> None:
     Raises:
         UsageError: the page has no such marks.
     """
-    from thinwire.report import insert
+    from thinwire_bench.pages import insert
 
     page.write_text(insert(page.read_text(encoding="utf-8"), text, command), encoding="utf-8")
 
 
 def markdown(sheets: Iterable[Sheet]) -> str:
     """Tables as Markdown."""
-    from thinwire.report import markdown_table
+    from thinwire_bench.pages import markdown_table
 
     return "\n".join(line for sheet in sheets for line in markdown_table(sheet))
 

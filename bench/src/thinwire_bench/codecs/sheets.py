@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from thinwire.report import Sheet, markdown_table
+from thinwire.report import Sheet
 from thinwire.units import format_bytes
 from thinwire_bench.codecs.data import DATA_SETS
 from thinwire_bench.codecs.jobs import DIRECTIONS, FUSED
 from thinwire_bench.codecs.speeds import COPY, CodecSpeed
 from thinwire_bench.codecs.study import CodecStudy
+from thinwire_bench.pages import markdown_table
 
 __all__ = ["markdown", "sheets"]
 

@@ -13,6 +13,8 @@ import typer
 from thinwire.cli.terminal.console import wide_console
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options
+from thinwire.report import Sheet, rich_table
+from thinwire.units import format_duration, parse_duration
 
 if TYPE_CHECKING:
     from thinwire.profile.kernels import KernelShape
@@ -75,7 +77,6 @@ def time_kernels(options: KernelOptions, *, as_json: bool) -> None:
     from thinwire.profile.kernels import measure_kernels
     from thinwire.spec import ModelSpec
     from thinwire.train.environment import rank_device
-    from thinwire.units import parse_duration
 
     seq = options.seq
     shape = ModelSpec.named(options.model, seq=seq) if options.model else small_model(seq)
@@ -117,9 +118,6 @@ def shapes_of(shape: ModelSpec, micro_batch: int) -> Iterator[KernelShape]:
 
 
 def _show(table: KernelTable, out: Path) -> None:
-    from thinwire.report import Sheet, rich_table
-    from thinwire.units import format_duration
-
     cells = []
     for row in table.rows:
         work = 2 * row.rows * row.columns * row.depth / row.seconds / 1e9 if row.kernel == "matmul" else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,13 +13,11 @@ import typer
 from thinwire.cli.terminal.console import wide_console
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options, hidden, say_moved
+from thinwire.errors import UsageError
+from thinwire.report import Sheet, rich_table
+from thinwire.units import format_bytes, format_duration, parse_duration
 
 if TYPE_CHECKING:
-    import torch
-
-    from thinwire.profile import ModelPiece
-    from thinwire.report import Sheet
-    from thinwire.spec import Factor
     from thinwire.spec.profile import CollectiveRow, Profile
     from thinwire.train.environment import Started
 
@@ -99,18 +97,18 @@ def profile(options: ProfileOptions) -> None:
             if options.topology is not None:
                 _find_topology(options, options.topology, ranks)
                 return
-            measurement = _measurement(options, ranks)
-            measured = measure_here(measurement, ranks)
+            if options.out is None:
+                raise UsageError("--out PROFILE.json is missing: the file to write")
+            measured = _measured(options, options.out, ranks)
         finally:
             group.shutdown()
         if ranks.rank == 0:
-            _show(measured, measurement.out, options.plot, as_json=options.as_json)
+            _show(measured, options.out, options.plot, as_json=options.as_json)
 
 
 def _time_kernels(options: ProfileOptions, out: Path) -> None:
     """What ``thinwire kernels`` does, for ``--kernels`` of an earlier release."""
     from thinwire.cli.measuring.kernels import KernelOptions, time_kernels
-    from thinwire.errors import UsageError
 
     others = {"--out": options.out, "--topology": options.topology, "--plot": options.plot}
     if given := [name for name, value in others.items() if value is not None]:
@@ -128,7 +126,6 @@ def _find_topology(options: ProfileOptions, out: Path, ranks: Started) -> None:
     """What ``thinwire topology`` does, for ``--topology`` of an earlier release."""
     from thinwire.cli.measuring.ranks import mesh_of
     from thinwire.cli.measuring.topology import find_topology
-    from thinwire.errors import UsageError
     from thinwire.train.environment import rank_device
 
     if options.out is not None:
@@ -143,96 +140,34 @@ def _find_topology(options: ProfileOptions, out: Path, ranks: Started) -> None:
     find_topology(ranks, mesh_of(ranks, options.nodes), device, out, options.plot, as_json=options.as_json)
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """What the ranks of a job measure together.
-
-    Attributes:
-        out: File that rank 0 writes.
-        budget: Seconds that the measurement should take, approximately.
-        pieces: Parts of models to compute.
-        mesh: All ranks.
-        device: Device of this rank.
-        resume: Keep the rows that ``out`` already has.
-        library: Time the library calls of other frameworks, too.
-    """
-
-    out: Path
-    budget: float
-    pieces: Sequence[ModelPiece]
-    mesh: Factor
-    device: torch.device
-    resume: bool = False
-    library: bool = False
-
-
-def _measurement(options: ProfileOptions, ranks: Started) -> Measurement:
-    """What the options ask for.
+def _measured(options: ProfileOptions, out: Path, ranks: Started) -> Profile:
+    """Measure on this rank, together with the others; all of them call this function.
 
     Raises:
-        UsageError: there is no file to write, or the number of nodes does not divide that of the ranks.
+        UsageError: The number of nodes does not divide that of the ranks.
     """
-    from thinwire.cli.measuring.ranks import mesh_of, small_model
-    from thinwire.errors import UsageError
+    from thinwire.cli.measuring.ranks import join, mesh_of, small_model, status
+    from thinwire.collectives import group
+    from thinwire.profile import Settings, measure
     from thinwire.spec import ModelSpec
     from thinwire.train.environment import rank_device
-    from thinwire.train.observing.pieces import pieces
-    from thinwire.train.observing.room import rank_memory
-    from thinwire.units import parse_duration
+    from thinwire.train.measuring.pieces import pieces, weightless
+    from thinwire.train.measuring.room import rank_memory
 
-    if options.out is None:
-        raise UsageError("--out PROFILE.json is missing: the file to write")
     budget = parse_duration(options.budget)
     shape = ModelSpec.named(options.model) if options.model else small_model(options.seq)
     mesh = mesh_of(ranks, options.nodes)
     device = rank_device(options.device, ranks.local_rank)
-    parts = pieces(
-        shape,
-        mesh,
-        seq=options.seq,
-        micro_batch=options.micro_batch,
-        dtype=options.dtype,
-        memory=rank_memory(device),
-    )
-    return Measurement(options.out, budget, parts, mesh, device, options.resume, options.library)
-
-
-def measure_here(measurement: Measurement, ranks: Started) -> Profile:
-    """Measure on this rank, together with the others that were started with it; all of them call this function.
-
-    It joins the job and does not leave it, so that training may go on in the same job.
-
-    Args:
-        measurement: What to measure; the same on every rank but for the device.
-        ranks: This rank among all.
-
-    Returns:
-        The profile, the same on every rank.
-    """
-    from thinwire.cli.measuring.ranks import join, status
-    from thinwire.collectives import group
-    from thinwire.profile import Settings, measure
-    from thinwire.train.observing.pieces import weightless
-    from thinwire.train.observing.room import rank_memory
-
-    device = measurement.device
+    memory = rank_memory(device)
+    parts = pieces(shape, mesh, seq=options.seq, micro_batch=options.micro_batch, dtype=options.dtype, memory=memory)
     join(device)
-    settings = Settings(
-        measurement.mesh,
-        device,
-        measurement.budget,
-        measurement.pieces,
-        rank_memory(device),
-        library=measurement.library,
-        weightless=weightless,
-    )
+    settings = Settings(mesh, device, budget, parts, memory, library=options.library, weightless=weightless)
     with status(ranks) as say:
-        return measure(settings, group.control(), measurement.out, say, resume=measurement.resume)
+        return measure(settings, group.control(), out, say, resume=options.resume)
 
 
 def _show(measured: Profile, out: Path, plot: Path | None, *, as_json: bool) -> None:
-    from thinwire.report import rich_table
-    from thinwire.report.bandwidth import draw_bandwidth
+    from thinwire.report.pictures import draw_bandwidth
 
     console = wide_console(as_json=as_json)
     for sheet in _sheets(measured):
@@ -257,9 +192,6 @@ def _sheets(measured: Profile) -> Iterator[Sheet]:
 
 
 def _collectives(measured: Profile) -> Sheet:
-    from thinwire.report import Sheet
-    from thinwire.units import format_bytes, format_duration
-
     by_shape: dict[tuple[str, str], list[CollectiveRow]] = {}
     for row in measured.collectives:
         groups = "" if row.groups == "all" else ", one alone"
@@ -282,8 +214,6 @@ def _collectives(measured: Profile) -> Sheet:
 
 
 def _codecs(measured: Profile) -> Sheet:
-    from thinwire.report import Sheet
-
     return Sheet(
         "Codecs: million values a second, all ranks of a node at it",
         ["codec", "dtype", "way", "values", "10^6/s"],
@@ -293,9 +223,6 @@ def _codecs(measured: Profile) -> Sheet:
 
 
 def _parts(measured: Profile) -> Sheet:
-    from thinwire.report import Sheet
-    from thinwire.units import format_duration
-
     return Sheet(
         "Computation of one micro-batch",
         ["part", "hidden", "forward", "backward", "GFLOP/s"],
@@ -314,9 +241,6 @@ def _parts(measured: Profile) -> Sheet:
 
 
 def _handling(measured: Profile) -> Sheet:
-    from thinwire.report import Sheet
-    from thinwire.units import format_duration
-
     seconds = measured.handling
     return Sheet(
         "The runtime's own part of the processor, for each",
@@ -327,9 +251,6 @@ def _handling(measured: Profile) -> Sheet:
 
 
 def _overlapping(measured: Profile) -> Sheet:
-    from thinwire.report import Sheet
-    from thinwire.units import format_duration
-
     return Sheet(
         "Overlapping: factor by which each takes longer, and additional delay of a transfer",
         ["transfer", "computation", "the transfer", "and late by"],

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from thinwire.cli.terminal.console import wide_console
+from thinwire.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +27,6 @@ def launched(command: str) -> Started:
     Raises:
         UsageError: No launcher has started it.
     """
-    from thinwire.errors import UsageError
     from thinwire.train.environment import started
 
     ranks = started()
@@ -74,7 +74,6 @@ def mesh_of(ranks: Started, nodes: int | None) -> Factor:
     Raises:
         UsageError: The number of nodes does not divide that of the ranks.
     """
-    from thinwire.errors import UsageError
     from thinwire.spec import Factor
 
     nodes = nodes or max(1, ranks.world // ranks.local_world)

@@ -14,6 +14,8 @@ from thinwire.agreement import Typed
 from thinwire.cli.terminal.console import wide_console
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options
+from thinwire.errors import UsageError
+from thinwire.report import Sheet, rich_table
 
 if TYPE_CHECKING:
     import torch
@@ -123,7 +125,6 @@ def find_topology(
     import torch
 
     from thinwire.collectives import group
-    from thinwire.errors import UsageError
     from thinwire.network.finding import FEWEST_NODES, find_leaves
     from thinwire.network.order import host_name
 
@@ -146,7 +147,6 @@ def find_topology(
 
 
 def _refuse(named: _NamedLeaves, out: Path) -> None:
-    from thinwire.errors import UsageError
 
     found = named.found
     if not found.known:
@@ -162,7 +162,7 @@ def _refuse(named: _NamedLeaves, out: Path) -> None:
 
 
 def _write(named: _NamedLeaves, out: Path, plot: Path | None) -> None:
-    from thinwire.report.pairs import draw_pairs
+    from thinwire.report.pictures import draw_pairs
     from thinwire.spec.machines.topology import host_lines
 
     out.write_text(host_lines(named.leaves(), comment=named.sentence()), encoding="utf-8")
@@ -171,8 +171,6 @@ def _write(named: _NamedLeaves, out: Path, plot: Path | None) -> None:
 
 
 def _show(named: _NamedLeaves, out: Path, plot: Path | None, *, as_json: bool) -> None:
-    from thinwire.report import Sheet, rich_table
-
     console = wide_console(as_json=as_json)
     leaves = named.leaves()
     rows = [[leaf, str(len(names)), " ".join(names)] for leaf, names in leaves.items()]

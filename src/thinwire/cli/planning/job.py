@@ -18,7 +18,7 @@ _OLD_SETTINGS: Final = {
     "internode_gbps": "cluster.links.nic.bandwidth={}gbit",
     "intranode_gbps": "cluster.links.inside.bandwidth={}gbit",
     "spine_gbps": "cluster.links.spine.bandwidth={}gbit",
-    "nodes_per_leaf": "cluster.nodes_per_leaf={}",
+    "nodes_per_leaf": "cluster.leaves={}",
     "memory": "cluster.memory={}",
     "price": "cluster.price_per_gpu_hour={}",
     "kernels": "cluster.kernels={}",
@@ -59,6 +59,7 @@ def cluster_settings(settings: Sequence[str], old: OldClusterOptions) -> dict[st
         SpecError: a setting is no ``KEY=VALUE``.
     """
     from thinwire.errors import UsageError
+    from thinwire.spec import ClusterSpec
     from thinwire.spec.io import apply_settings
 
     table = apply_settings({}, [*moved(old, _OLD_SETTINGS), *settings])
@@ -68,7 +69,7 @@ def cluster_settings(settings: Sequence[str], old: OldClusterOptions) -> dict[st
             f"--set {next(iter(table), 'cluster')}: only keys of the cluster can be set here, such as --set "
             "cluster.links.nic.bandwidth=25gbit"
         )
-    return changes
+    return dict(ClusterSpec.renewed(changes))
 
 
 def ways_of(option: str, text: str | None) -> tuple[int, ...] | None:

@@ -289,13 +289,12 @@ def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob
     shape = ModelSpec.named(options.model, **({} if options.seq is None else {"seq": options.seq}))
     measured = None if options.profile is None else Profile.read(options.profile)
     changes = cluster_settings(options.settings or (), options.old)
-    if leaf_of is not None and "nodes_per_leaf" in changes:
+    if leaf_of is not None and "leaves" in changes:
         raise UsageError(
-            f"--set cluster.nodes_per_leaf={changes['nodes_per_leaf']} and --hosts {options.hosts} both say it: leave "
-            "one out"
+            f"--set cluster.leaves={changes['leaves']} and --hosts {options.hosts} both say it: leave one out"
         )
     if leaf_of is not None:
-        changes |= {"nodes_per_leaf": None, "leaves": leaf_numbers(leaf_of)}
+        changes |= {"leaves": leaf_numbers(leaf_of)}
     machine = cluster_of(options.cluster, measured, changes)
     return TrainingJob.of(
         shape,

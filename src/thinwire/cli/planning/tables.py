@@ -90,7 +90,7 @@ def _cells(job: TrainingJob, number: int, row: PricedPlan, *, with_price: bool, 
     axes |= {"ep": row.axes.experts, "cp": row.axes.context}
     waiting = {**{str(lane): seconds for lane, seconds in row.simulated.exposed.items()}, **axes}
     shown = " ".join(f"{lane} {seconds:.3f}" for lane, seconds in waiting.items() if seconds >= 5e-4)
-    cut = f"{chosen.tp} x {chosen.pp}{' interleaved' if chosen.schedule == 'interleaved' else ''}"
+    cut = f"{chosen.tp} x {chosen.pp}{' interleaved' if chosen.pipeline_schedule == 'interleaved' else ''}"
     cells = [
         f"{number} {row.label or ''}".strip(),
         *([cut] if with_cut else []),

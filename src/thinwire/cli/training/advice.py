@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from thinwire.errors import OutOfMemoryError, SpecError
+from thinwire.units import format_bytes
+
 if TYPE_CHECKING:
     from thinwire.errors import Room
     from thinwire.plan import PricedPlan, TrainingJob
@@ -36,7 +39,6 @@ def advised(path: Path, run: ResolvedRun) -> Iterator[None]:
     Raises:
         OutOfMemoryError: The rank's error, with the advice.
     """
-    from thinwire.errors import OutOfMemoryError, SpecError
 
     try:
         yield
@@ -107,7 +109,6 @@ def _advice(path: Path, run: ResolvedRun, room: Room) -> str:
     import thinwire.plan as planner
     from thinwire.cli.terminal.summary import shown
     from thinwire.train.data.packing import prepare
-    from thinwire.units import format_bytes
 
     recipe, directory = run.recipe, run.directory
     job, candidate, needed = fitting(recipe, run.plan, prepare(recipe.data).vocab, room)
@@ -128,9 +129,9 @@ def _advice(path: Path, run: ResolvedRun, room: Room) -> str:
 
 def _overruled(recipe: Recipe, plan: Plan) -> Iterator[str]:
     """Settings without which the recipe would change the plan's batch or recomputation back."""
-    train = recipe.train
-    keys = ["micro_batch", "recompute", *(["micro_batches"] if train.global_batch is None else [])]
-    for key in keys:
+    from thinwire.spec.recipe import BATCH
+
+    for key in BATCH:
         value = getattr(plan, key)
-        if getattr(train, key) not in (None, value):
-            yield f"train.{key}={str(value).lower()}"
+        if recipe.plan.get(key) not in (None, value):
+            yield f"plan.{key}={str(value).lower()}"

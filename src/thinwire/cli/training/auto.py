@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from thinwire.errors import UsageError
 from thinwire.spec import Factor
 
 if TYPE_CHECKING:
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
     from thinwire.spec import ModelSpec, Plan
     from thinwire.spec.profile import Profile
     from thinwire.spec.recipe import Recipe
-    from thinwire.train.automatic import Here
     from thinwire.train.environment import Started
     from thinwire.train.launching.resolved import ResolvedRun
+    from thinwire.train.measuring.automatic import Here
 
 __all__ = ["choose_plan"]
 
@@ -46,8 +47,8 @@ def choose_plan(
         UsageError: No plan fits; the message lists remedies.
     """
     import thinwire.plan as planner
-    from thinwire.train.automatic import measure_and_choose
     from thinwire.train.data.packing import prepare
+    from thinwire.train.measuring.automatic import measure_and_choose
 
     recipe, resolved = run.recipe, run.plan
     dataset = prepare(recipe.data)
@@ -71,17 +72,17 @@ def choose_plan(
 
 
 def _freedom(recipe: Recipe, codecs: CodecLevel | None) -> Freedom:
-    """What the search may choose: all but what the recipe's ``[train]`` decides.
+    """What the search may choose: all but what the recipe decides beside its plan's name.
 
-    A recipe's ``micro_batch`` and ``micro_batches`` say how many sequences a rank trains in a step, and the search
-    divides them; beside ``global_batch``, ``micro_batch`` is an upper limit.
+    Its ``micro_batch`` and ``micro_batches`` say how many sequences a rank trains in a step, and the search divides
+    them; beside ``global_batch``, ``micro_batch`` is an upper limit.
     """
     from thinwire.plan import Freedom
 
-    train = recipe.train
+    decided = {} if "mesh" in recipe.plan else recipe.plan  # a whole plan has every key
     return Freedom(
-        largest_micro_batch=train.micro_batch if train.global_batch is not None else None,
-        recompute=train.recompute,
+        largest_micro_batch=None if recipe.train.global_batch is None else decided.get("micro_batch"),
+        recompute=decided.get("recompute"),
         cuts=recipe.model.kind != "huggingface",
         codecs=codecs or "lossless",
     )
@@ -90,8 +91,8 @@ def _freedom(recipe: Recipe, codecs: CodecLevel | None) -> Freedom:
 def _here(recipe: Recipe, mesh: Factor, ranks: Started) -> Here:
     """The ranks that a launcher has started, of which this one has joined the others."""
     from thinwire.cli.measuring.ranks import join, status
-    from thinwire.train.automatic import Here
     from thinwire.train.environment import rank_device
+    from thinwire.train.measuring.automatic import Here
 
     device = rank_device(recipe.cluster.device, ranks.local_rank)
     join(device, recipe.cluster.timeout)
@@ -100,8 +101,7 @@ def _here(recipe: Recipe, mesh: Factor, ranks: Started) -> Here:
 
 def _measured_apart(recipe: Recipe, resolved: Plan, mesh: Factor, shape: ModelSpec, directory: Path) -> Path:
     """The file of a profile that ranks make which are started for it."""
-    from thinwire.errors import UsageError
-    from thinwire.train.automatic import BUDGET
+    from thinwire.train.measuring.automatic import BUDGET
 
     model, out = directory / "model.toml", directory / "profile.json"
     shape.save(model)

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -17,6 +17,7 @@ from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options
 from thinwire.cli.terminal.summary import shown
 from thinwire.cli.training.advice import advised
+from thinwire.errors import UsageError
 from thinwire.extras import require
 
 if TYPE_CHECKING:
@@ -191,7 +192,6 @@ def _choose_plan(
     A run that continues on the same mesh keeps its plan.
     """
     from thinwire.cli.training.auto import choose_plan
-    from thinwire.errors import UsageError
     from thinwire.spec.plan import Plan
 
     if options.plan != "auto":
@@ -223,7 +223,6 @@ def _origin(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _directory(options: TrainOptions, ranks: Started | None) -> RunDirectory:
-    from thinwire.errors import UsageError
     from thinwire.train.directory import RunDirectory
 
     if options.out is not None:
@@ -289,7 +288,7 @@ def _join(run: ResolvedRun, profile: Profile | None, console: Console, ranks: St
 
     from thinwire.program import idle_codecs
     from thinwire.train.launching.versions import versions
-    from thinwire.train.worker import recorded_failure, train
+    from thinwire.train.processes.worker import recorded_failure, train
 
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     directory, plan = run.directory, run.plan
@@ -310,18 +309,18 @@ def _join(run: ResolvedRun, profile: Profile | None, console: Console, ranks: St
 def _finish(directory: RunDirectory, console: Console, as_json: bool) -> None:
     """Draw the loss curve and print the summary, or the step at which the run stopped."""
     from thinwire.cli.terminal.summary import summary_table
-    from thinwire.cli.training.picture import draw_losses
-    from thinwire.record import began, read_run
+    from thinwire.record import read_run
+    from thinwire.report.charts import loss_chart
+    from thinwire.report.drawing import write_png
 
-    record = read_run(directory.path)
-    records = record.records
-    draw_losses(records, directory)
-    if not directory.summary.exists():
-        step = records[-1]["step"] if records else 0
+    run = read_run(directory.path)
+    chart = loss_chart(run)
+    if chart is not None:
+        write_png(chart, directory.picture)
+    if run.summary is None:
         if as_json:
-            print(json.dumps({"stopped": True, "steps": step, "directory": str(directory.path)}))
+            print(json.dumps({"stopped": True, "steps": run.last_step, "directory": str(directory.path)}))
         return
-    summary: dict[str, Any] = json.loads(directory.summary.read_text())
     if as_json:
-        print(json.dumps(summary))
-    console.print(summary_table(summary, records, began(record.starts), directory))
+        print(json.dumps(run.summary))
+    console.print(summary_table(run, directory))

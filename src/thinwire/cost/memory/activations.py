@@ -12,7 +12,7 @@ from thinwire.cost.blocks import ModelPart
 from thinwire.cost.memory.stages import PipelineShare
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import ModelSpec, Plan
-from thinwire.spec.models.block_shapes import expert_layers
+from thinwire.spec.models.model import expert_layers
 
 __all__ = [
     "GPU_LOSS_CHUNK", "HOST_LOSS_CHUNK", "activation_bytes", "exchange_bytes", "kept_activations", "logit_bytes",

@@ -50,7 +50,7 @@ def stages(layers: int, plan: Plan) -> list[PipelineShare]:
         layers: Number of blocks in the model.
         plan: The plan; stages, schedule and micro-batches matter.
     """
-    return list(_stages(layers, plan.pp, STAGES_OF_A_RANK[plan.schedule], plan.micro_batches))
+    return list(_stages(layers, plan.pp, STAGES_OF_A_RANK[plan.pipeline_schedule], plan.micro_batches))
 
 
 @lru_cache(maxsize=4096)

@@ -139,6 +139,6 @@ def _insides(job: TrainingJob, count: int, simulations: Simulations) -> list[Pla
     """The best plans of one island, best first."""
     nodes = job.cluster.nodes // count
     leaves = job.cluster.leaves
-    cluster = job.cluster.with_(nodes=nodes, leaves=None if leaves is None else leaves[:nodes])
+    cluster = job.cluster.with_(nodes=nodes, leaves=leaves[:nodes] if isinstance(leaves, tuple) else leaves)
     island = elsewhere(job, cluster, tokens_per_step=job.tokens_per_step // count)
     return [candidate.plan for candidate in Search(island, simulations).run(_TRIED).candidates]

@@ -152,7 +152,7 @@ class Candidates:
             compute_dtype=job.compute_dtype,
             tp=cut.tp,
             pp=cut.pp,
-            schedule=cut.schedule,
+            pipeline_schedule=cut.schedule,
         )
         self.bucket_bytes = _bucket_bytes(job, self.mesh, sum(part.numel for part in job.parts(base)))
         self._base = base.trusted(bucket_bytes=self.bucket_bytes)

@@ -17,7 +17,7 @@ from thinwire.checkpoint.manifest import Manifest, VectorEntry
 from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError, SpecError
 from thinwire.sharding.checkpointing.manifest_values import check_groups, check_values
-from thinwire.sharding.checkpointing.saving import settle
+from thinwire.sharding.checkpointing.saving import finish_save
 from thinwire.sharding.checkpointing.stored_parameters import (
     Json,
     ModelAndOptimizer,
@@ -60,7 +60,7 @@ def load(parts: Sequence[ModelAndOptimizer], path: Path) -> dict[str, Json]:
         parts: Parts that this rank trains; the same number on every rank.
         path: Directory of the checkpoint.
     """
-    settle()
+    finish_save()
     for model, _ in parts:
         runtime_of(model).holds.refuse("load()")
     shapes = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()})
@@ -329,7 +329,7 @@ def _want_feedback(
         manifest,
         vectors,
         same_plan=same_plan,
-        keeps=sharded.plan.wire.error_feedback,
+        keeps=sharded.plan.wire.error_feedback > 0,
     )
     outer = _want_lost(
         "outer/lost",
@@ -338,7 +338,7 @@ def _want_feedback(
         manifest,
         vectors,
         same_plan=same_plan,
-        keeps=islands is not None and islands.error_feedback,
+        keeps=islands is not None and islands.error_feedback > 0,
     )
     return wanted, outer
 

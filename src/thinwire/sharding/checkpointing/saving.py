@@ -55,7 +55,7 @@ from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.step.sharded_model import ShardedModel
 
-__all__ = ["save", "settle", "start_saving", "wait_for_writer"]
+__all__ = ["save", "finish_save", "start_saving", "wait_for_writer"]
 
 
 _SIZES: Final[Typed[dict[str, int]]] = Typed(dict[str, int])
@@ -80,7 +80,7 @@ def save(parts: Sequence[ModelAndOptimizer], path: Path, extra: Mapping[str, Jso
         path: Directory of the checkpoint.
         extra: Further JSON values to save.
     """
-    settle()
+    finish_save()
     vectors, values = _collect(parts, extra)
     store.write(path, vectors, values, control=control())
 
@@ -111,7 +111,7 @@ def start_saving(
         CheckpointError: The save before has failed, or one that was given up still hangs. Raised on every rank.
     """
     global _writer
-    settle()
+    finish_save()
     if _given_up:
         _refuse_beside_hanging(path)
     vectors, values = _collect(parts, extra)
@@ -131,7 +131,7 @@ def _refuse_beside_hanging(path: Path) -> None:
         raise CheckpointError(f"{path}: cannot save: an earlier save still waits for the file system on rank {ranks}")
 
 
-def settle() -> None:
+def finish_save() -> None:
     """Wait until no checkpoint is being written in the background. Collective.
 
     Raises:
@@ -142,7 +142,7 @@ def settle() -> None:
     if _writer is None:
         return
     try:
-        _writer.settle(control())
+        _writer.finish(control())
     finally:
         if _writer.given_up:
             _given_up.append(_writer)

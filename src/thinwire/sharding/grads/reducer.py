@@ -126,7 +126,7 @@ class Reducer:
                 self._pending.popleft()
                 self._reduced.add(unit)
                 self.reductions.take(parts[0], staged)
-                self.reductions.settle(turn.settles, last=self._last)
+                self.reductions.finish(turn.finishes, last=self._last)
                 return
         if late := unit in self._reduced:
             self.join()  # as for a single gradient
@@ -239,7 +239,7 @@ class Reducer:
             after = [self._tickets[index] for index in operation.after if index in self._tickets]
             ticket = self._tickets[operation.index] = self._lanes.submit(operation.lane, moves, after=after, load=load)
             self._under_way.append(_UnderWay(ticket, load.units))
-        self.reductions.settle(turn.settles, last=self._last)
+        self.reductions.finish(turn.finishes, last=self._last)
         # Resolve all counts before waiting, because they count back from the newest reduction.
         for reduction in [self._under_way[-1 - ago] for ago in turn.waits if ago < len(self._under_way)]:
             reduction.wait()

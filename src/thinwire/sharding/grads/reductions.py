@@ -127,7 +127,7 @@ class ErrorFeedback:
     def _loses(self, group: AxisGroup, codecs: HopCodecs) -> bool:
         """Whether the last hop along an axis rounds, and its errors are kept."""
         codec = codecs.across if group.nodes > 1 else codecs.inside
-        return self._wire.error_feedback and codec is not None and not codec.spec.is_lossless
+        return self._wire.error_feedback > 0 and codec is not None and not codec.spec.is_lossless
 
     def _residual(self, what: str, bucket: Bucket, numels: Sequence[int], number: int) -> Residual | None:
         """Rounding errors of a chunk; ``numels`` are the numbers of elements that the last hop encodes, by chunk."""
@@ -138,7 +138,7 @@ class ErrorFeedback:
         if not numels[number]:
             return None
         begin = sum(numels[:number])
-        return Residual(lost[begin : begin + numels[number]], self._wire.feedback_gain)
+        return Residual(lost[begin : begin + numels[number]], self._wire.error_feedback)
 
 
 class Reductions:
@@ -166,7 +166,7 @@ class Reductions:
         self._plan, self._gradients, self._groups, self._seeds = plan, gradients, groups, seeds
         self._codecs, self._encoding = codecs, True
         self._topology = ReductionConfig(plan)
-        self._ways: dict[UnitGradient, _Way] = {}  # gradients of units from their turn until they settle
+        self._ways: dict[UnitGradient, _Way] = {}  # gradients of units from their turn until they are finished
         self._vectors: dict[tuple[UnitGradient, ...], _Vector] = {}
         self._buckets: dict[tuple[Axis, tuple[int, ...], bool], Bucket] = {}
         self._loads: dict[tuple[Axis, tuple[int, ...], bool], Load] = {}
@@ -199,7 +199,7 @@ class Reductions:
             moves = self._scatter_into_owned(bucket, operation.chunk)
         return moves, self._load(operation, bucket)
 
-    def settle(self, units: Sequence[int], *, last: bool) -> None:
+    def finish(self, units: Sequence[int], *, last: bool) -> None:
         """Release what holds the gradients of units that take part in no later reduction of this micro-batch.
 
         Args:

@@ -164,7 +164,7 @@ class ElasticExchanges(Exchanges):
         written = self._together(at, self._due(at))
         return Ended(written, at)  # a slow island goes on at the others' step
 
-    def settle(self) -> frozenset[int]:
+    def finish(self) -> frozenset[int]:
         """Exchange everything that was not exchanged after the last step with the islands that are there."""
         step = self._sharded.steps.taken
         due = tuple(f for f in range(self._settings.fragments) if self.alike_since.get(f) != step)

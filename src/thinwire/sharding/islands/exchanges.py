@@ -95,7 +95,7 @@ class Exchanges:
                 self.alike_since[fragment] = step
         return Ended(frozenset(unit for units in written for unit in units), step)
 
-    def settle(self) -> frozenset[int]:
+    def finish(self) -> frozenset[int]:
         """End the exchanges under way, and exchange everything that was not exchanged after the last step, without a
         blend: then all islands hold the same masters. Collective over all islands.
 

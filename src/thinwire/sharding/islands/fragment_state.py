@@ -134,7 +134,7 @@ class PartState:
             return None, None
         own, of_mean = group.feedback_numels(numel)
         self.lost = [_sized(self.lost[0], own, self.anchor), _sized(self.lost[1], of_mean, self.anchor, keeps=False)]
-        gain = self._settings.feedback_gain
+        gain = self._settings.error_feedback
         first, second = (None if lost is None else Residual(lost, gain) for lost in self.lost)
         return first, second
 

@@ -110,7 +110,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._skipped_steps = 0
         self._skips_on_device = sharded.decides_on_device and takes_found_inf(inner)
         if loss_scale is not None:
-            loss_scale.settle = self.step_check.settle
+            loss_scale.await_update = self.step_check.read_norms
         self.defaults = inner.defaults
         # Optimizer.__init__ would copy the groups; the wrapped optimizer's are to be shared.
         self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
@@ -129,7 +129,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def skipped_steps(self) -> int:
         """Number of steps that were skipped because the gradient norm was not finite. The host waits for the last."""
-        self.step_check.settle()
+        self.step_check.read_norms()
         return self._skipped_steps
 
     def __repr__(self) -> str:
@@ -204,7 +204,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._check_scaled(self.loss_scale)
         result = self.runtime.close_step(measure=True)
         norm = result.norm
-        self.step_check.once_settled(self._learn)
+        self.step_check.once_norm_is_read(self._learn)
         if self.loss_scale is not None:
             self.loss_scale.applied = False
         inner: Any = self.inner

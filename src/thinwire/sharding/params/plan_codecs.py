@@ -63,7 +63,7 @@ class PlanCodecs:
         dtypes = [getattr(torch, name) for name in (plan.compute_dtype, plan.effective_reduce_dtype, "float32")]
         # A reduction adds the messages of the other ranks; two replicas add both of their messages.
         counts = sorted({rank - 1 for rank in ranks} | ({2} if 2 in ranks else set()))
-        gain = plan.wire.feedback_gain if plan.wire.error_feedback else None
+        gain = plan.wire.error_feedback or None
         warm_up(kernels, dtypes, device, messages=counts, gain=gain)
 
 

@@ -33,7 +33,7 @@ class Written:
         self._sharded, self._shares = sharded, shares
         self._versions = {id(p): p._version for p in sharded.model.parameters()}
 
-    def settle(self, *, keep: bool) -> None:
+    def carry_over(self, *, keep: bool) -> None:
         """Carry changes into the masters.
 
         Args:

@@ -246,7 +246,7 @@ class Runtime:
         """Report the share of training that is done, 0 to 1; from ``wire.compress_until`` on, gradients are exact."""
         if self.exchanges is not None:
             self.exchanges.share = share
-        encodes = share < self.plan.wire.schedule or self.plan.wire.schedule == 1.0
+        encodes = share < self.plan.wire.compress_until or self.plan.wire.compress_until == 1.0
         if encodes == self.passes.encodes_gradients:
             return
         self.passes.encodes_gradients = encodes
@@ -318,7 +318,7 @@ class Runtime:
             return
         self.holds.refuse("join_islands()")
         self.join_spreads()
-        written = self.exchanges.settle()
+        written = self.exchanges.finish()
         if (step := self.exchanges.take_fetched()) is not None:
             self.loaded(step, with_replicas=False)
             return
@@ -362,7 +362,7 @@ class Runtime:
         try:
             yield
             if written is not None:
-                written.settle(keep=write)
+                written.carry_over(keep=write)
         finally:
             self.audit.excuse()
             self.holds.release_all()

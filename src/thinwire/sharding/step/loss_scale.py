@@ -34,8 +34,8 @@ class LossScale:
 
     Attributes:
         applied: Whether a loss was scaled since the last step.
-        settle: Waits until the last step's :meth:`update` was called. Where the device decides whether it skips a step,
-            the host learns of it when it needs the scale again.
+        await_update: Waits until the last step's :meth:`update` was called. Where the device decides whether it skips a
+            step, the host learns of it when it needs the scale again.
 
     Raises:
         UsageError: A value is out of its range.
@@ -63,7 +63,7 @@ class LossScale:
         self._value = _rounded(initial)
         self._finite_steps = self._skipped_steps = 0
         self.applied = False
-        self.settle: Callable[[], None] = _settled
+        self.await_update: Callable[[], None] = _nothing_to_await
         self._model: weakref.ref[nn.Module] | None = None
 
     def __repr__(self) -> str:
@@ -73,24 +73,24 @@ class LossScale:
     @property
     def value(self) -> float:
         """The present scale."""
-        self.settle()
+        self.await_update()
         return self._value
 
     @property
     def applied_value(self) -> float:
-        """The scale that :meth:`scale` has applied since the last step, which need not be settled."""
+        """The scale that :meth:`scale` has applied since the last step, which the last step may still change."""
         return self._value
 
     @property
     def finite_steps(self) -> int:
         """Number of finite steps since the scale changed."""
-        self.settle()
+        self.await_update()
         return self._finite_steps
 
     @property
     def skipped_steps(self) -> int:
         """Number of steps that were skipped because their gradients were not finite."""
-        self.settle()
+        self.await_update()
         return self._skipped_steps
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -163,7 +163,7 @@ class LossScale:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from the state in a checkpoint, which :func:`checked_state` has checked."""
-        self.settle()
+        self.await_update()
         self._value = float(state["value"])
         self._finite_steps, self._skipped_steps = state["finite_steps"], state["skipped_steps"]
 
@@ -187,7 +187,7 @@ def checked_state(state: Any) -> Mapping[str, Any] | None:
     return table
 
 
-def _settled() -> None:
+def _nothing_to_await() -> None:
     """Nothing is under way."""
 
 

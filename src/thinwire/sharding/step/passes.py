@@ -155,7 +155,7 @@ class Passes:
         self._root_depth = 0  # number of nested calls of that unit
         # For each unit, the number of calls with outputs that backward has reached and inputs that it has not.
         self._open_calls = [0] * len(self._units)
-        self.encodes_gradients: bool | None = True if self._plan.wire.schedule == 1.0 else None
+        self.encodes_gradients: bool | None = True if self._plan.wire.compress_until == 1.0 else None
         self.gradients_count = True
         self.deliveries: list[Delivery] = []
         # Gradients of small units, taken from autograd until they are given to the reducer together: its code then runs
@@ -418,7 +418,7 @@ class Passes:
     def _begin(self) -> None:
         if self.encodes_gradients is None:
             raise UsageError(
-                f"wire.compress_until = {self._plan.wire.schedule} needs to know how far training is: call "
+                f"wire.compress_until = {self._plan.wire.compress_until} needs to know how far training is: call "
                 "thinwire.progress(model, share) before each step, with the share of training that is done, 0 to 1"
             )
         self.state.before = self.state.present

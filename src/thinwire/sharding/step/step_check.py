@@ -218,7 +218,7 @@ class StepCheck:
 
     def begin_backward(self) -> None:
         """Begin a backward, whose gradients invalidate the agreement of this step."""
-        self.settle()
+        self.read_norms()
         self.used.begin_backward()
         self.result = None
 
@@ -255,7 +255,7 @@ class StepCheck:
             UsageError: On some rank, the backward of the last micro-batch is missing, or a forward wrote to parameters.
                 Raised on every rank.
         """
-        self.settle()
+        self.read_norms()
         # Compare before joining the reductions: if ranks ran different steps, reductions would never finish.
         self.used.learn(self._compare_steps(order_hash, backwards))
         self.result = StepResult(_UNKNOWN, False)
@@ -272,7 +272,7 @@ class StepCheck:
         elif not self.result.finite:
             self._reducer.forget_lost()  # the rounding errors of such gradients are not finite either
 
-    def settle(self) -> None:
+    def read_norms(self) -> None:
         """Read norms that have stayed on the device, and do what depends on them. The device computed them before it
         began what the host has queued since, so that it does not run out of work."""
         late, self._late = self._late, []
@@ -285,7 +285,7 @@ class StepCheck:
         for act in then:
             act(finite)
 
-    def once_settled(self, act: Callable[[bool], None]) -> None:
+    def once_norm_is_read(self, act: Callable[[bool], None]) -> None:
         """Call a function with whether the gradient of this step is finite, once the host has read its norm."""
         assert self.result is not None
         if self._late:

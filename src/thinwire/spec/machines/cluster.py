@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -46,6 +46,8 @@ class ClusterSpec(Machines):
     ``nodes`` is their sum.
     """
 
+    former_keys: ClassVar[Mapping[str, str]] = {"nodes_per_leaf": "leaves"}
+
     gpus_per_node: Count = Field(description="accelerators per node (R)")
     memory: Bytes = Field(description='memory of one accelerator, "80GiB" or bytes')
     peak_flops: Annotated[dict[str, Positive], Field(min_length=1)] = Field(
@@ -55,9 +57,8 @@ class ClusterSpec(Machines):
         default=MEMORY_BANDWIDTH, description='bits per second of one accelerator\'s memory, or text such as "2TB/s"'
     )
     links: Links = Field(description="bandwidth and latency by class of link")
-    nodes_per_leaf: Count | None = Field(default=None, description="nodes below one leaf switch, in order")
-    leaves: tuple[Depth, ...] | None = Field(
-        default=None, description="number of the leaf switch above each node; instead of ``nodes_per_leaf``"
+    leaves: Count | tuple[Depth, ...] | None = Field(
+        default=None, description="nodes below one leaf switch, in order, or the number of the leaf above each node"
     )
     failures: Failures | None = Field(default=None, description="how often nodes fail, and what that costs")
     groups: tuple[NodeGroup, ...] = Field(default=(), description="groups of unlike nodes, in the order of the nodes")
@@ -162,28 +163,24 @@ class ClusterSpec(Machines):
         and ``links.zone`` if they are in several zones."""
         yield from group_problems(self.groups, self.gpus_per_node, self.peak_flops, joined=self.links.zone is not None)
 
-    @rule("links", "nodes_per_leaf", "leaves")
+    @rule("links", "leaves")
     def _a_spine_joins_leaves(self) -> Iterator[Problem]:
-        """A spine link needs ``nodes_per_leaf`` or ``leaves``."""
-        if self.links.spine is not None and self.nodes_per_leaf is None and self.leaves is None:
-            yield Problem("nodes_per_leaf", "is missing: a spine link has no meaning without the size of a leaf")
+        """A spine link needs ``leaves``."""
+        if self.links.spine is not None and self.leaves is None:
+            yield Problem("leaves", "is missing: a spine link has no meaning without the size of a leaf")
 
-    @rule("nodes", "nodes_per_leaf", "leaves")
+    @rule("nodes", "leaves")
     def _every_node_is_below_one_leaf(self) -> Iterator[Problem]:
-        """``leaves`` names a leaf for every node, and excludes ``nodes_per_leaf``."""
-        if self.leaves is None:
-            return
-        if len(self.leaves) != self.nodes:
+        """A list of ``leaves`` names one for every node."""
+        if isinstance(self.leaves, tuple) and len(self.leaves) != self.nodes:
             yield Problem("leaves", f"names {len(self.leaves)} leaf switches, but there are {self.nodes} nodes")
-        if self.nodes_per_leaf is not None:
-            yield Problem("leaves", f"contradicts nodes_per_leaf = {self.nodes_per_leaf}: set only one of them")
 
     @property
     def leaf_of_nodes(self) -> tuple[int, ...]:
         """Number of the leaf switch above every node; a single leaf if none is set."""
-        if self.leaves is not None:
+        if isinstance(self.leaves, tuple):
             return self.leaves
-        size = self.nodes_per_leaf or self.nodes
+        size = self.leaves or self.nodes
         return tuple(node // size for node in range(self.nodes))
 
     @cached_property
@@ -203,7 +200,7 @@ class ClusterSpec(Machines):
         Raises:
             SpecError: ``order`` is not a permutation, or its length does not divide the number of nodes.
         """
-        if self.leaves is None and self.nodes_per_leaf is None:
+        if self.leaves is None:
             return self
         size = len(order)
         if self.nodes % size or sorted(order) != list(range(size)):
@@ -214,4 +211,55 @@ class ClusterSpec(Machines):
             )
         leaf_of = self.leaf_of_nodes
         leaves = tuple(leaf_of[start + node] for start in range(0, self.nodes, size) for node in order)
-        return self.with_(nodes_per_leaf=None, leaves=leaves)
+        return self.with_(leaves=leaves)
+
+
+def mean_peak(cluster: ClusterSpec, dtype: str) -> float:
+    """Peak FLOP/s of one accelerator in a dtype, or in one that it has; of unlike nodes, the mean."""
+    peaks = [(group.nodes, group.peak_flops or cluster.peak_flops) for group in cluster.groups]
+    peaks = peaks or [(1, cluster.peak_flops)]
+    sums = ((nodes, own.get(dtype) or own.get("float16") or max(own.values())) for nodes, own in peaks)
+    return sum(nodes * peak for nodes, peak in sums) / sum(nodes for nodes, _ in peaks)
+
+
+def seen_by(cluster: ClusterSpec, number: int) -> ClusterSpec:
+    """A cluster of equal nodes, each like those of a group; the network between nodes is not part of it.
+
+    Args:
+        cluster: A cluster with groups of unlike nodes.
+        number: Number of the group.
+    """
+    group = cluster.groups[number]
+    keys = ("memory", "peak_flops", "memory_bandwidth", "kernels")
+    figures = {key: getattr(group, key) for key in keys if getattr(group, key) is not None}
+    links = {key: getattr(group, key) for key in ("inside", "nic") if getattr(group, key) is not None}
+    own = {name: getattr(cluster, name) for name in ClusterSpec.model_fields}
+    own |= {**figures, "name": group.label, "links": cluster.links.with_(**links), "groups": ()}
+    return ClusterSpec.parse({**own, "accelerator": None, "spot": None, "failures": None}, group.label)
+
+
+def first_nodes(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
+    """The same cluster with only its first nodes, or with more if all are equal.
+
+    Args:
+        cluster: The cluster.
+        nodes: Number of nodes, from 1.
+
+    Raises:
+        SpecError: Unlike nodes or named leaves are fewer.
+    """
+    if (cluster.groups or isinstance(cluster.leaves, tuple)) and nodes > cluster.nodes:
+        raise SpecError(
+            "nodes", [f"= {nodes}: the cluster describes {cluster.nodes} nodes one by one; describe as many"]
+        )
+    leaves = cluster.leaves[:nodes] if isinstance(cluster.leaves, tuple) else cluster.leaves
+    name = cluster.name
+    label = name if name is None else name.replace(f":{cluster.nodes}x", f":{nodes}x")
+    if not cluster.groups:
+        return cluster.with_(nodes=nodes, leaves=leaves, name=label)
+    groups, left = [], nodes
+    for group in cluster.groups:
+        taken = min(left, group.nodes)
+        left -= taken
+        groups += [group.with_(nodes=taken)] if taken else []
+    return cluster.with_(nodes=nodes, leaves=leaves, groups=tuple(groups), name=label)

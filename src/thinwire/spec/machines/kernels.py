@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from thinwire.errors import SpecError
 from thinwire.spec.base import Count, Depth
 from thinwire.spec.machines.measured import Measured, Timing
 from thinwire.spec.plan import Dtype
@@ -36,33 +33,13 @@ class KernelRow(Timing):
 class KernelTable(Measured):
     """Times of kernels on one kind of accelerator."""
 
+    what: ClassVar[str] = "times of kernels"
+    made_by: ClassVar[str] = "thinwire kernels"
+    former_keys: ClassVar[Mapping[str, str]] = {"threads": ""}
+
     host: str = Field(default="", description="digits that stand for the machine that measured; may be left out")
     dtype: Dtype = Field(description="dtype of the values")
-    threads: Depth = Field(default=0, description="threads of a processor; 0 for accelerators")
     rows: tuple[KernelRow, ...] = Field(min_length=1, description="times of kernels by shape")
-
-    @classmethod
-    def read(cls, path: str | Path) -> Self:
-        """Read a table.
-
-        Raises:
-            SpecError: The file cannot be read, is not JSON, or is not a table of kernels.
-        """
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            what = f"cannot be read as times of kernels: {error}; make them with thinwire kernels {path}"
-            raise SpecError(str(path), [what]) from error
-        if not isinstance(data, Mapping):
-            raise SpecError(str(path), ["it should be a JSON object, as thinwire kernels writes it"])
-        return cls.parse(data, str(path))
-
-    def write(self, path: str | Path) -> None:
-        """Write the table as JSON, one row per line."""
-        table: dict[str, Any] = self.to_dict()
-        rows = ",\n".join(f"    {json.dumps(row)}" for row in table.pop("rows"))
-        head = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in table.items())
-        Path(path).write_text(f'{{\n{head},\n  "rows": [\n{rows}\n  ]\n}}\n', encoding="utf-8")
 
 
 def this_host() -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import json
+from pathlib import Path
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 
+from thinwire.errors import SpecError
 from thinwire.spec.base import Positive, Spec
 
 __all__ = ["Measured", "Timing"]
@@ -22,6 +25,44 @@ class Timing(Spec):
 class Measured(Spec):
     """What was measured, and with what."""
 
+    what: ClassVar[str]
+    """What such a file holds, for messages."""
+
+    made_by: ClassVar[str]
+    """The command that makes such a file, up to its name."""
+
     version: Literal[1] = Field(default=1, description="version of this file format")
     device: str = Field(description="name of the accelerator or the processor")
     torch: str = Field(description="PyTorch version")
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Read a file.
+
+        Raises:
+            SpecError: The file cannot be read, is not JSON, or is none of these files.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise SpecError(
+                str(path), [f"cannot be read as {cls.what}: {error}; {cls.made_by} {path} makes it"]
+            ) from error
+        if not isinstance(data, dict):
+            raise SpecError(str(path), [f"it should be a JSON object, as {cls.made_by} writes it"])
+        return cls.parse(data, str(path))
+
+    def write(self, path: str | Path) -> None:
+        """Write :meth:`to_json` to ``path``."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    def to_json(self) -> str:
+        """JSON text, one row of a table per line."""
+        lines = []
+        for key, value in self.to_dict().items():
+            if isinstance(value, list) and value:
+                rows = ",\n".join(f"    {json.dumps(row)}" for row in value)
+                lines.append(f'  "{key}": [\n{rows}\n  ]')
+            else:
+                lines.append(f'  "{key}": {json.dumps(value)}')
+        return "{\n" + ",\n".join(lines) + "\n}\n"

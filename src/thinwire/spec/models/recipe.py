@@ -68,20 +68,8 @@ class ModelRecipe(Dimensions):
             source = self.path if self.config is None else self.config
             assert source is not None, "a rule of this type"
             return ModelSpec.parse({**huggingface_shape(source), "seq": self.max_seq or seq}, "model")
-        own = {
-            "kind": self.kind,
-            "layers": self.layers,
-            "hidden": self.hidden,
-            "heads": self.heads,
-            "kv_heads": self.kv_heads,
-            "ffn": self.ffn,
-            "experts": self.experts,
-            "active_experts": self.active_experts,
-            "expert_ffn": self.expert_ffn,
-            "vocab": self.vocab or vocab,
-            "seq": self.max_seq or seq,
-            "tied_embedding": self.tied_embedding,
-        }
+        own = {name: getattr(self, name) for name in Dimensions.model_fields}
+        own |= {"vocab": self.vocab or vocab, "seq": self.max_seq or seq}
         given = {key: value for key, value in own.items() if value is not None}
         if self.preset is None:
             return ModelSpec.parse(given, "model")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from thinwire.errors import SpecError
 from thinwire.spec.base import Count, Depth, Flag, Positive, Problem, Seconds, Share, Spec, rule
 from thinwire.spec.codec import CodecSpec
+from thinwire.spec.plan_parts.wire import Feedback
 
-__all__ = ["Islands", "OuterOptimizer", "Stretch"]
+__all__ = ["Islands", "OuterOptimizer"]
 
 
 class OuterOptimizer(Spec):
@@ -31,22 +32,22 @@ class OuterOptimizer(Spec):
             yield Problem("momentum", "= 0 with name = 'nesterov': give a momentum such as 0.9, or set name to 'sgd'")
 
 
-class Stretch(Spec):
-    """A part of training with an ``every`` of its own."""
-
-    toml_inline: ClassVar[bool] = True
-
-    after: Share = Field(description="share of training after which it begins")
-    every: Count = Field(description="inner steps from one exchange of a parameter to the next")
+def _pair(value: Any) -> Any:
+    """A share of training and an ``every``; a table of both, as before release 0.3, is read, too."""
+    return (value.get("after"), value.get("every")) if isinstance(value, Mapping) else value
 
 
-class Islands(Spec):
-    """Groups of ranks, each with the plan's mesh, that exchange their parameters' changes every few steps (DiLoCo)."""
+class Islands(Feedback):
+    """Groups of ranks, each with the plan's mesh, that exchange their parameters' changes every few steps (DiLoCo).
+    ``error_feedback = true`` is 1."""
+
+    former_keys: ClassVar[Mapping[str, str]] = {"feedback_gain": "error_feedback"}
+    usual_gain: ClassVar[float] = 1.0
 
     count: Count = Field(description="islands, beside the mesh: each has all ranks of mesh, tp and pp")
     every: Count = Field(default=32, description="inner steps from one exchange of a parameter to the next (H)")
-    schedule: tuple[Stretch, ...] = Field(
-        default=(), description="other values of every, each from a share of training on: `{ after = 0.5, every = 64 }`"
+    schedule: tuple[Annotated[tuple[Share, Count], BeforeValidator(_pair)], ...] = Field(
+        default=(), description="other values of every, each from a share of training on: `[[0.5, 64], [0.8, 128]]`"
     )
     fragments: Count = Field(
         default=1, description="parts of the model that are exchanged at different steps; units are dealt out in turns"
@@ -59,12 +60,6 @@ class Islands(Spec):
     )
     outer: OuterOptimizer = Field(default=OuterOptimizer(), description="what makes a step of the mean change")
     codec: CodecSpec = Field(default=CodecSpec(), description="codec of the changes between islands")
-    error_feedback: Flag = Field(
-        default=False, description="what the codec rounded away is added to the next exchange's change"
-    )
-    feedback_gain: Annotated[float, Field(strict=True, gt=0, le=1)] = Field(
-        default=1.0, description="share of what was rounded away that comes back with the next exchange"
-    )
     elastic: Flag = Field(
         default=False,
         description="each island is a job of its own, which may vanish and come back, and `thinwire lighthouse` knows "
@@ -86,7 +81,7 @@ class Islands(Spec):
         """One phrase for people."""
         parts = [f"{self.count} islands", f"an exchange every {self.every} steps"]
         if self.schedule:
-            parts[-1] += "".join(f", {later.every} after {later.after:.0%}" for later in self.schedule)
+            parts[-1] += "".join(f", {every} after {after:.0%}" for after, every in self.schedule)
         if self.fragments > 1:
             parts.append(f"{self.fragments} fragments")
         if self.delay:
@@ -101,29 +96,26 @@ class Islands(Spec):
 
     def every_at(self, share: float) -> int:
         """Inner steps from one exchange to the next, once a share of training, 0 to 1, is done."""
-        return next((stretch.every for stretch in reversed(self.schedule) if share >= stretch.after), self.every)
+        return next((every for after, every in reversed(self.schedule) if share >= after), self.every)
 
     @property
     def exchanges_per_step(self) -> float:
         """How often a fragment is exchanged in a step, as a mean over the training."""
-        bounds = [0.0, *(stretch.after for stretch in self.schedule), 1.0]
-        rates = [1 / every for every in (self.every, *(stretch.every for stretch in self.schedule))]
+        bounds = [0.0, *(after for after, _ in self.schedule), 1.0]
+        rates = [1 / every for every in (self.every, *(every for _, every in self.schedule))]
         return sum(rate * (end - begin) for rate, (begin, end) in zip(rates, itertools.pairwise(bounds), strict=True))
 
     @property
     def least_every(self) -> int:
         """The smallest ``every`` of the training."""
-        return min([self.every, *(stretch.every for stretch in self.schedule)])
+        return min([self.every, *(every for _, every in self.schedule)])
 
     @rule("schedule")
     def _schedule_ascends(self) -> Iterator[Problem]:
-        """``after`` ascends in ``schedule``."""
-        for before, later in itertools.pairwise(self.schedule):
-            if before.after >= later.after:
-                yield Problem(
-                    "schedule",
-                    f"has after = {later.after:g} behind after = {before.after:g}: put them in ascending order",
-                )
+        """Shares ascend in ``schedule``."""
+        for (before, _), (later, _) in itertools.pairwise(self.schedule):
+            if before >= later:
+                yield Problem("schedule", f"has share {later:g} behind share {before:g}: put them in ascending order")
 
     @rule("every", "schedule", "fragments")
     def _each_fragment_has_a_step(self) -> Iterator[Problem]:

@@ -12,9 +12,8 @@ from thinwire.errors import SpecError
 from thinwire.spec.base import Flag, Problem, Share, Spec, rule
 from thinwire.spec.codec import CodecSpec
 from thinwire.spec.plan_parts.policy import HybridPolicy
-from thinwire.spec.renames import WIRE_KEYS
 
-__all__ = ["GRADIENTS", "Wire"]
+__all__ = ["GRADIENTS", "Feedback", "Wire"]
 
 GRADIENTS = ("reduce_intra", "reduce_inter")
 """The fields that ``Wire.dp`` fills in: gradients cross data-parallel ranks in these two hops."""
@@ -26,11 +25,39 @@ def _policy_name(value: Any) -> Any:
     return value
 
 
-class Wire(Spec):
-    """The codec of every kind of collective (see CodecSpec for the notation)."""
+class Feedback(Spec):
+    """Error feedback of messages that are encoded."""
 
-    file_keys: ClassVar[Mapping[str, str]] = WIRE_KEYS
-    shorthands: ClassVar[tuple[str, ...]] = ("dp",)
+    usual_gain: ClassVar[float]
+    """The gain that ``true`` stands for."""
+
+    error_feedback: Share = Field(
+        default=0.0,
+        description="share of what a codec rounded away that is added to the next message; false or 0: none",
+    )
+
+    @classmethod
+    def renewed(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """``true`` is the usual gain, and a gain beside it, as before release 0.3, the gain itself."""
+        data, given = dict(data), data.get("error_feedback")
+        gain = data.pop("feedback_gain", None)
+        if isinstance(given, bool):
+            data["error_feedback"] = (cls.usual_gain if gain is None else gain) if given else 0.0
+        return super().renewed(data)
+
+    def _merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        if "feedback_gain" in changes and "error_feedback" not in changes:
+            changes = {**changes, "error_feedback": self.error_feedback > 0}
+        return super()._merged(changes)
+
+
+class Wire(Feedback):
+    """The codec of every kind of collective (see CodecSpec for the notation). ``error_feedback = true`` is 0.1, which
+    makes messages less noisy than the classic 1."""
+
+    shorthands: ClassVar[tuple[str, ...]] = ("dp", "policy")
+    former_keys: ClassVar[Mapping[str, str]] = {"feedback_gain": "error_feedback", "schedule": "compress_until"}
+    usual_gain: ClassVar[float] = 0.1
 
     gather: CodecSpec = Field(default=CodecSpec(), description="codec of parameter all-gathers (qwZ)")
     reduce_intra: CodecSpec = Field(default=CodecSpec(), description="codec of gradient reductions inside a node")
@@ -51,21 +78,13 @@ class Wire(Spec):
     )
     dp: CodecSpec | None = Field(
         default=None,
-        description="short for reduce_intra and reduce_inter, which is how a plan keeps it; one written beside it "
-        "takes precedence; beside a policy, it is the codec of scatter too",
+        description="short for reduce_intra and reduce_inter, which scatter then follows; a codec written beside it "
+        "takes precedence",
     )
     policy: Annotated[str | None, BeforeValidator(_policy_name)] = Field(
         default=None,
-        description="a named choice for all codecs: none, naive-zfp, naive-mpc, mzhybrid, zhybrid or hybrid, "
-        "bits per value after a colon; a codec written beside it takes precedence",
-    )
-    error_feedback: Flag = Field(
-        default=False, description="what a gradient codec rounded away is added to the next step's gradient"
-    )
-    feedback_gain: Annotated[float, Field(strict=True, gt=0, le=1)] = Field(
-        default=0.1,
-        description="share of what was rounded away that comes back with each step; 1 is the classic error feedback, "
-        "less makes messages less noisy",
+        description="short for all codecs: none, naive-zfp, naive-mpc, mzhybrid, zhybrid or hybrid, bits per value "
+        "after a colon; a codec written beside it takes precedence",
     )
     spread_difference: Flag = Field(
         default=False,
@@ -74,7 +93,7 @@ class Wire(Spec):
     exclude: Annotated[
         tuple[str, ...], Field(description="parameter name patterns that always travel uncompressed")
     ] = ()
-    schedule: Share = Field(
+    compress_until: Share = Field(
         default=1.0, description="share of training, from its start, during which gradients are encoded"
     )
 
@@ -87,6 +106,7 @@ class Wire(Spec):
         if isinstance(policy := data.get("policy"), str):
             with contextlib.suppress(SpecError):
                 filled |= HybridPolicy.parse(policy).wire()
+                del data["policy"]
         if data.get("dp") is not None or data.keys() >= {*GRADIENTS}:
             filled.pop("scatter", None)  # all gradients have the codecs that are written
         if isinstance(gradients := data.get("dp"), str | CodecSpec):
@@ -95,17 +115,11 @@ class Wire(Spec):
                 del data["dp"]
         return filled | data
 
-    def _differing(self) -> list[str]:
-        # Beside a policy, the codec that says nothing is the policy's, not the default.
-        return super()._differing() if self.policy is None else list(type(self).model_fields)
-
     def _merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         merged = super()._merged(changes)
-        # A new policy replaces the codecs of the old one, a new dp those of gradients.
-        replaced = {*GRADIENTS} if changes.get("dp") is not None else set()
-        if replaced and self.policy is not None and self.scatter == HybridPolicy.parse(self.policy).scatter:
-            replaced.add("scatter")
-        if "policy" in changes:
+        # A policy replaces all codecs, and dp those of gradients.
+        replaced = {*GRADIENTS, "scatter"} if changes.get("dp") is not None else set()
+        if changes.get("policy") is not None:
             replaced |= self.codecs().keys()
         for name in replaced - changes.keys():
             del merged[name]

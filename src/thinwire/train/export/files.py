@@ -30,7 +30,7 @@ from thinwire.train.export.layout import Layout, OutTensor, layout_of_huggingfac
 from thinwire.train.models.build import draft
 from thinwire.train.models.gpt import GPT
 from thinwire.train.models.llama import Llama
-from thinwire.train.weights.loading import INDEX, SINGLE
+from thinwire.train.models.loaded import INDEX, SINGLE
 
 __all__ = ["Exported", "export"]
 
@@ -154,7 +154,7 @@ def _layout(run: RunDirectory, recipe: Recipe, saved: SavedModel) -> tuple[Layou
     if name is None:
         raise CheckpointError(f"{run.path}: the checkpoint is of no model of this recipe: it has no embedding")
     rows = saved.shapes[name][0]
-    model = draft(recipe.model, vocab=rows, seq=recipe.train.seq, seed=0, recompute=False).model
+    model = draft(recipe.model, vocab=rows, seq=recipe.train.seq, seed=0).model
     assert isinstance(model, Llama | GPT)
     return layout_of_ours(model), model.config.seq
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import UsageError
+from thinwire.train.models.divided import PREFIX
 from thinwire.train.models.gpt import GPT, GPTConfig
-from thinwire.train.models.huggingface import PREFIX, causal_on_meta
+from thinwire.train.models.huggingface import causal_on_meta
 from thinwire.train.models.llama import Llama, LlamaConfig
-from thinwire.train.weights.stored import file_tensors
+from thinwire.train.models.stored import file_tensors
 
 __all__ = ["Layout", "OutTensor", "layout_of_huggingface", "layout_of_ours"]
 

@@ -63,8 +63,8 @@ def continued(template: PlanTemplate, directory: RunDirectory, ranks: Started | 
     batch = template.recipe.train.global_batch or _batch_before(directory, before)
     if batch is None:
         batch = global_batch(template.resolve(mesh))
-    template = template.with_recipe(train={"global_batch": batch, "micro_batches": None})
-    shareable = template.with_recipe(train={"global_batch": _nearest(batch, template, mesh)})
+    template = template.with_global_batch(batch)
+    shareable = template.with_global_batch(_nearest(batch, template, mesh))
     plan = shareable.resolve(mesh, auto_dtype=found.fast_dtype)
     return Continued(template, plan, tuple(_notes(plan, before, batch)))
 
@@ -85,7 +85,7 @@ def _nearest(batch: int, template: PlanTemplate, mesh: Factor) -> int:
     """The global batch, or the next larger one that data-parallel ranks can share evenly and that keeps all stages
     busy."""
     _, pp = template.model_parallel
-    schedule = template.recipe.plan.get("schedule", "1f1b")
+    schedule = template.recipe.plan.get("pipeline_schedule", "1f1b")
     shares = itertools.count(math.ceil(batch / mesh.ranks))
     return mesh.ranks * next(share for share in shares if keeps_busy(pp, schedule, share))
 

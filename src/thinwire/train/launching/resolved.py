@@ -20,9 +20,6 @@ from thinwire.train.observing.progress import Stream
 
 __all__ = ["ResolvedRun", "resolve_run"]
 
-_BATCH = ("micro_batch", "micro_batches", "recompute")
-"""Keys of ``[train]`` that take precedence over the plan's."""
-
 
 @dataclass(frozen=True)
 class ResolvedRun:
@@ -49,13 +46,8 @@ class ResolvedRun:
     replaced: tuple[str, ...] = ()
 
     def with_plan(self, plan: Plan) -> Self:
-        """The same run under a plan for the same ranks, which the recipe then holds in full.
-
-        Batch and recomputation that the recipe sets beside the plan become those of the plan.
-        """
-        batch = {key: getattr(plan, key) for key in _BATCH if getattr(self.recipe.train, key) is not None}
-        recipe = self.recipe.with_(plan=plan.to_dict(), train=batch)
-        return dataclasses.replace(self, recipe=recipe, plan=plan, replaced=())
+        """The same run under a plan for the same ranks, which the recipe then holds in full."""
+        return dataclasses.replace(self, recipe=self.recipe.with_(plan=plan.to_dict()), plan=plan, replaced=())
 
 
 def resolve_run(

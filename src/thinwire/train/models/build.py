@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -13,11 +13,16 @@ from thinwire.errors import SpecError
 from thinwire.sharding.memory.initial import InitialValues, parameters_on_meta, place_model
 from thinwire.spec.models.model import ModelSpec
 from thinwire.spec.recipe import ModelRecipe
-from thinwire.train.models.cutting import Decoder
 from thinwire.train.models.fresh import DrawnValues
 from thinwire.train.models.gpt import GPT, GPTConfig
 from thinwire.train.models.huggingface import draft_huggingface, read_config
 from thinwire.train.models.llama import Llama, LlamaConfig
+
+_DETAILS: Final = {
+    "llama": ("norm_eps", "rope_theta"),
+    "gpt": ("norm_eps", "rope_theta", "positions", "rotary_share", "parallel_residual"),
+}
+"""Keys of a recipe that a kind of model has beside its dimensions."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +53,12 @@ class DraftedModel:
         return self.model
 
 
-def build(recipe: ModelRecipe, *, vocab: int, seq: int, seed: int, recompute: bool) -> nn.Module:
+def build(recipe: ModelRecipe, *, vocab: int, seq: int, seed: int) -> nn.Module:
     """Build a whole model on the CPU in float32. Training uses :func:`draft` instead."""
-    return draft(recipe, vocab=vocab, seq=seq, seed=seed, recompute=recompute).materialize()
+    return draft(recipe, vocab=vocab, seq=seq, seed=seed).materialize()
 
 
-def draft(recipe: ModelRecipe, *, vocab: int, seq: int, seed: int, recompute: bool) -> DraftedModel:
+def draft(recipe: ModelRecipe, *, vocab: int, seq: int, seed: int) -> DraftedModel:
     """Build a model on the meta device.
 
     Args:
@@ -61,7 +66,6 @@ def draft(recipe: ModelRecipe, *, vocab: int, seq: int, seed: int, recompute: bo
         vocab: Number of token ids.
         seq: Tokens per training sequence.
         seed: Seed of random weights; equal seeds give equal weights on every rank and device and under every plan.
-        recompute: Whether the backward recomputes each block.
 
     Returns:
         The model, ready to be sharded, and its initial values.
@@ -71,54 +75,28 @@ def draft(recipe: ModelRecipe, *, vocab: int, seq: int, seed: int, recompute: bo
     """
     if recipe.kind == "huggingface":
         table = read_config(recipe)
-        wrapped, values = draft_huggingface(recipe, table, seed=seed, recompute=recompute)
-        config = wrapped.model.config.get_text_config()  # type: ignore[union-attr, operator]
+        wrapped, values = draft_huggingface(recipe, table, seed=seed)
+        config = wrapped.model.config.get_text_config()
         _check_fits(int(config.vocab_size), getattr(config, "max_position_embeddings", None), vocab, seq)
         return DraftedModel(wrapped, values, table)
     shape = recipe.shape(vocab=vocab, seq=seq)
     _check_fits(shape.vocab, shape.seq, vocab, seq)
     with parameters_on_meta():
-        model = (_llama if shape.kind == "llama" else _gpt)(shape, recipe, recompute)
+        model = own_model(shape, **{name: getattr(recipe, name) for name in _DETAILS[shape.kind]})
     return DraftedModel(model, DrawnValues(model, seed))
 
 
-def _llama(shape: ModelSpec, recipe: ModelRecipe, recompute: bool) -> Decoder:
-    config = LlamaConfig(
-        vocab=shape.vocab,
-        hidden=shape.hidden,
-        layers=shape.layers,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        ffn=shape.ffn,
-        seq=shape.seq,
-        tied=shape.tied_embedding,
-        rope_theta=recipe.rope_theta,
-        norm_eps=recipe.norm_eps,
-        recompute=recompute,
-        experts=shape.experts,
-        active_experts=shape.active_experts,
-        expert_ffn=shape.expert_ffn,
-    )
-    return Llama(config)
+def own_model(shape: ModelSpec, **details: Any) -> Llama | GPT:
+    """A model of thinwire's own with random initial values.
 
-
-def _gpt(shape: ModelSpec, recipe: ModelRecipe, recompute: bool) -> Decoder:
-    config = GPTConfig(
-        vocab=shape.vocab,
-        hidden=shape.hidden,
-        layers=shape.layers,
-        heads=shape.heads,
-        ffn=shape.ffn,
-        seq=shape.seq,
-        tied=shape.tied_embedding,
-        positions=recipe.positions,
-        rotary_share=recipe.rotary_share,
-        rope_theta=recipe.rope_theta,
-        parallel_residual=recipe.parallel_residual,
-        norm_eps=recipe.norm_eps,
-        recompute=recompute,
-    )
-    return GPT(config)
+    Args:
+        shape: Its dimensions.
+        **details: Fields of its configuration beside them, or instead.
+    """
+    kind = LlamaConfig if shape.kind == "llama" else GPTConfig
+    same = {field.name: getattr(shape, field.name) for field in fields(kind) if hasattr(shape, field.name)}
+    config = kind(**{**same, "tied": shape.tied_embedding, **details})
+    return Llama(config) if isinstance(config, LlamaConfig) else GPT(config)
 
 
 def _check_fits(rows: int, longest: int | None, vocab: int, seq: int) -> None:

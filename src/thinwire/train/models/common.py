@@ -1,4 +1,4 @@
-"""Parts that all models share: the output, a loss with low memory use, rotary positions and recomputation.
+"""Parts that all models share: the output, a loss with low memory use, and rotary positions.
 
 Shapes: B sequences, T tokens each, D hidden width, H heads, C channels per head, V vocabulary.
 """
@@ -6,13 +6,11 @@ Shapes: B sequences, T tokens each, D hidden width, H heads, C channels per head
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from thinwire.collectives.links.streams import streams_of
 from thinwire.cost import GPU_LOSS_CHUNK, HOST_LOSS_CHUNK
@@ -140,24 +138,6 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
     return turned if kept.shape[-1] == 0 else torch.cat((turned, kept), dim=-1)
-
-
-def call_layer(layer: Callable[..., Tensor], recompute: bool, *inputs: Any) -> Tensor:
-    """Run a block. With recomputation, the backward recomputes it from its inputs, and no activations are kept.
-
-    Args:
-        layer: The block.
-        recompute: Whether to recompute.
-        inputs: Arguments of the block.
-
-    Returns:
-        Output of the block.
-    """
-    if not (recompute and torch.is_grad_enabled()):
-        return layer(*inputs)
-    # Our blocks have no dropout, so no random state has to be preserved, which would synchronize with CUDA.
-    output: Tensor = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
-    return output
 
 
 STACKED: Final = 3

@@ -19,7 +19,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from thinwire.errors import UsageError
 
-__all__ = ["FAMILIES", "STAGED", "Division"]
+__all__ = ["FAMILIES", "PREFIX", "STAGED", "DividedCausal"]
+
+PREFIX: Final = "model."
+"""Of the names that a wrapped model's parameters have here."""
 
 STAGED: Final = (
     "llama", "mistral", "qwen2", "qwen3", "smollm3", "starcoder2", "gemma", "granite", "arcee", "nemotron",
@@ -37,30 +40,49 @@ _HEAD_DIM: Final = 2
 """Dimension of the heads in normalised queries and keys, ``(B, T, heads, width)``."""
 
 
-class Division:
-    """Splits a causal model of ``transformers``.
+class DividedCausal(nn.Module):
+    """A causal model of ``transformers`` that can be split: a :class:`thinwire.parallel.Divisible`.
 
     Args:
         model: For example a ``LlamaForCausalLM``; it is changed in place.
-        prefix: Prefix of its modules' names in the module that wraps it.
 
     Attributes:
         first: Whether this stage has the embedding.
         last: Whether this stage has the head.
+        sequence_ways: Always 1, because tokens are not divided between matrices.
+        cuts_sequences: Always ``False``, for the same reason.
     """
 
-    def __init__(self, model: Any, prefix: str) -> None:
-        self._model, self._prefix = model, prefix
-        self._config = model.config
+    sequence_ways = 1
+    cuts_sequences = False
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
         self.first = self.last = True
 
-    # -- anatomy -----------------------------------------------------------------------------------------------
+    # -- sizes -------------------------------------------------------------------------------------------------
 
     @property
-    def blocks(self) -> nn.ModuleList:
-        """The blocks of this stage."""
-        blocks: nn.ModuleList = self._base.layers
-        return blocks
+    def num_blocks(self) -> int:
+        """Number of blocks of this stage."""
+        return len(self._base.layers)
+
+    @property
+    def width(self) -> int:
+        """Width of the hidden states, D."""
+        return int(self._config.hidden_size)
+
+    @property
+    def vocabulary(self) -> int:
+        """Size of the vocabulary, V."""
+        return int(self._config.vocab_size)
+
+    @property
+    def tensor_parallel_sizes(self) -> Mapping[str, int]:
+        """Sizes that the number of tensor-parallel ranks must divide, by name."""
+        names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+        return {name: int(getattr(self._config, name)) for name in names}
 
     @property
     def is_tied(self) -> bool:
@@ -68,22 +90,11 @@ class Division:
         return bool(self._config.tie_word_embeddings)
 
     @property
-    def sizes(self) -> Mapping[str, int]:
-        """Sizes that the number of tensor-parallel ranks must divide, by name."""
-        names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-        return {name: int(getattr(self._config, name)) for name in names}
-
-    @property
     def shares_experts(self) -> bool:
         """Whether the model is of a family whose experts ranks can share."""
         return self._config.model_type in EXPERTS
 
-    @property
-    def width(self) -> int:
-        """Width of the hidden states, D."""
-        return int(self._config.hidden_size)
-
-    def check(self, *, tp: int, pp: int) -> None:
+    def check_divisible(self, *, tp: int, pp: int) -> None:
         """Raise unless the model can be split like this.
 
         Args:
@@ -110,29 +121,30 @@ class Division:
 
     # -- splitting ---------------------------------------------------------------------------------------------
 
-    def styles(self) -> dict[str, ParallelStyle]:
+    def tensor_parallel_styles(self, *, sequence: bool) -> dict[str, ParallelStyle]:
         """torch's style of each module of this stage, by name."""
+        assert not sequence
         styles: dict[str, ParallelStyle] = {}
         shared = set()
         for pattern, style in self._config.base_model_tp_plan.items():
-            name = f"{self._prefix}{self._model.base_model_prefix}.{pattern}"
+            name = f"{PREFIX}{self.model.base_model_prefix}.{pattern}"
             styles[name] = _style(style)
             if style == "colwise":
                 shared.add(name.rpartition(".")[0])
         # All matrices read one DTensor, so that their gradients are added up before they are sent.
         styles |= {name: _SharedInput() for name in shared}
         if self.first and self._cuts_embedding:
-            styles[f"{self._prefix}{self._model.base_model_prefix}.embed_tokens"] = RowwiseParallel(
+            styles[f"{PREFIX}{self.model.base_model_prefix}.embed_tokens"] = RowwiseParallel(
                 input_layouts=Replicate(), output_layouts=Replicate()
             )
         if self.last:
-            styles[f"{self._prefix}lm_head"] = ColwiseParallel(output_layouts=Shard(-1))
+            styles[f"{PREFIX}lm_head"] = ColwiseParallel(output_layouts=Shard(-1))
         return styles
 
     def tie(self) -> None:
         """Share the embedding's weight with the head, if they are tied."""
         if self.is_tied and self.first and self.last:
-            self._model.lm_head.weight = self._embedding.weight
+            self.model.lm_head.weight = self._embedding.weight
 
     def keep(self, blocks: range, *, first: bool, last: bool) -> None:
         """Keep one stage of a pipeline. Blocks keep their names."""
@@ -149,12 +161,16 @@ class Division:
             base.embed_tokens = None
         if not last:
             base.norm = nn.Identity()
-            self._model.lm_head = nn.Identity()
+            self.model.lm_head = nn.Identity()
         self.first, self.last = first, last
 
     @property
+    def _config(self) -> Any:
+        return self.model.config
+
+    @property
     def _base(self) -> Any:
-        return getattr(self._model, self._model.base_model_prefix)
+        return getattr(self.model, self.model.base_model_prefix)
 
     @property
     def _cuts_embedding(self) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from thinwire.errors import UsageError
 from thinwire.sharding.memory.initial import Region
 from thinwire.train.models.common import draws
-from thinwire.train.models.cutting import Decoder
+from thinwire.train.models.decoder import Decoder
 
 __all__ = ["DrawnValues", "InitializedValues"]
 
@@ -34,7 +34,7 @@ class DrawnValues:
     """
 
     def __init__(self, model: Decoder, seed: int) -> None:
-        residual_outputs = tuple(half.rows for half in model.parts.halves.values())
+        residual_outputs = tuple(half.rows for half in model.module_names.halves.values())
         drawn = draws(model, len(model.layers), residual_outputs)
         self._draws = [(draw.name, tuple(draw.weight.shape), draw.std) for draw in drawn]
         self._places = {name: place for place, (name, _, _) in enumerate(self._draws)}

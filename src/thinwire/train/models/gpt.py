@@ -16,50 +16,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinwire.train.models.common import (
-    CausalOutput,
     RotaryTable,
-    call_layer,
-    cross_entropy,
     init_weights,
     rotate,
 )
-from thinwire.train.models.cutting import Decoder, Half, Parts
+from thinwire.train.models.decoder import Decoder, DecoderConfig, Half, ModuleNames
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTConfig:
+class GPTConfig(DecoderConfig):
     """Shape of a GPT.
 
     Attributes:
-        vocab: V.
-        hidden: D.
-        layers: number of blocks.
-        heads: H; divides `hidden`.
-        ffn: width of the feed-forward network.
-        seq: longest sequence.
-        tied: whether the head shares the embedding's weight.
         positions: rotary, or a learned vector per position.
         rotary_share: share of each head's channels that is rotated.
-        rope_theta: base of the rotary frequencies.
         parallel_residual: whether attention and feed-forward both read the block's input (NeoX) or in turn
             (GPT-2).
-        norm_eps: of LayerNorm.
-        recompute: whether backward recomputes each block.
     """
 
-    vocab: int
-    hidden: int
-    layers: int
-    heads: int
-    ffn: int
-    seq: int
-    tied: bool = False
     positions: Literal["rotary", "learned"] = "rotary"
     rotary_share: float = 0.25
-    rope_theta: float = 10_000.0
     parallel_residual: bool = True
-    norm_eps: float = 1e-5
-    recompute: bool = False
 
     @property
     def rotary_channels(self) -> int:
@@ -128,7 +105,7 @@ class GPT(Decoder):
         seed: of the initial weights.
     """
 
-    parts = Parts(
+    module_names = ModuleNames(
         embedding="embed_in",
         norm="final_layer_norm",
         head="lm_head",
@@ -159,31 +136,12 @@ class GPT(Decoder):
         init_weights(self, seed, config.layers, ("dense", "dense_4h_to_h"))
         self.tie()
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalOutput | Tensor:
-        """Predict the next tokens.
-
-        Args:
-            input_ids: int64, shape ``(B, T)`` with T at most ``config.seq``; hidden states ``(B, T, D)`` where the
-                embedding is on an earlier stage of a pipeline.
-            labels: int64, shape ``(B, T)``: the token that follows each input.
-
-        Returns:
-            Logits, and the loss when there are labels; hidden states where the head is on a later stage.
-        """
-        x, length = input_ids, input_ids.shape[1]
-        if self.embed_in is None:
-            length *= self.sequence_ways
-        else:
-            x = self.embed_in(input_ids)
-            if self.embed_positions is not None:
-                x = x + self.embed_positions(torch.arange(length, device=input_ids.device))
-        cos, sin = (None, None) if self.rotary is None else self.rotary(length, x.dtype)
-        for layer in self.layers:
-            x = call_layer(layer, self.config.recompute, x, cos, sin)
-        if self.final_layer_norm is None or self.lm_head is None:
-            return x
-        logits = self.lm_head(self.final_layer_norm(x))
-        return CausalOutput(logits, None if labels is None else cross_entropy(logits, labels))
+    def embedded(self, embedding: nn.Module, input_ids: Tensor) -> Tensor:
+        """What the first block gets of tokens: ``(B, T)`` to ``(B, T, D)``."""
+        vectors = super().embedded(embedding, input_ids)
+        if self.embed_positions is not None:
+            vectors = vectors + self.embed_positions(torch.arange(input_ids.shape[1], device=input_ids.device))
+        return vectors
 
     @property
     def tensor_parallel_sizes(self) -> Mapping[str, int]:

@@ -12,15 +12,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from thinwire.errors import DataError, UsageError
 from thinwire.sharding.memory.initial import InitialValues, parameters_on_meta
 from thinwire.spec.recipe import ModelRecipe
 from thinwire.train.models.common import CausalOutput, cross_entropy
-from thinwire.train.models.divided import Division
+from thinwire.train.models.divided import PREFIX, DividedCausal
 from thinwire.train.models.fresh import InitializedValues
-from thinwire.train.weights.loading import LoadedValues
+from thinwire.train.models.loaded import LoadedValues
 
 _LONGEST: Final = 300
 """Characters of somebody else's message: transformers names every architecture it knows."""
@@ -28,15 +27,11 @@ _LONGEST: Final = 300
 _FLOAT: Final = "__float__"
 """Key of the objects by which ``transformers`` writes numbers that JSON lacks."""
 
-PREFIX: Final = "model."
-"""Of the names that a wrapped model's parameters have here."""
 
-
-class HuggingFaceCausal(nn.Module):
+class HuggingFaceCausal(DividedCausal):
     """A ``transformers`` causal language model with our convention for labels and our loss.
 
-    It is a :class:`thinwire.parallel.Divisible` and can be split over ranks if its family is in
-    :data:`thinwire.train.models.divided.FAMILIES`.
+    It can be split over ranks if its family is in :data:`thinwire.train.models.divided.FAMILIES`.
 
     ``transformers`` shifts labels inside the model and makes a float32 copy of all logits; here labels are
     already the next tokens, as everywhere in thinwire, and the loss is
@@ -44,85 +39,16 @@ class HuggingFaceCausal(nn.Module):
 
     Args:
         model: the ``transformers`` model.
-        recompute: whether backward recomputes each block.
-
-    Attributes:
-        sequence_ways: Always 1, because tokens are not divided between matrices.
-        cuts_sequences: Always ``False``, for the same reason.
     """
 
-    sequence_ways = 1
-    cuts_sequences = False
-
-    def __init__(self, model: nn.Module, recompute: bool = False) -> None:
-        super().__init__()
-        self.model = model
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
         config: Any = model.config
         self.balance = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
         self.has_router = bool(getattr(config, "output_router_logits", False))
         # A model that takes images as well may want to know where they are: nowhere.
         takes = inspect.signature(model.forward).parameters
         self.has_token_types = "token_type_ids" in takes and getattr(config, "vision_config", None) is not None
-        if recompute:
-            _enable_recomputation(model)
-
-    # -- as a thinwire.parallel.Divisible ----------------------------------------------------------------------
-
-    @property
-    def division(self) -> Division:
-        """Splits the model."""
-        if not hasattr(self, "_division"):
-            self._division = Division(self.model, PREFIX)
-        return self._division
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks of this stage."""
-        return len(self.division.blocks)
-
-    @property
-    def width(self) -> int:
-        """Width of the residual stream, D."""
-        return self.division.width
-
-    @property
-    def vocabulary(self) -> int:
-        """Size of the vocabulary, V."""
-        return self.division.sizes["vocab_size"]
-
-    @property
-    def tensor_parallel_sizes(self) -> Mapping[str, int]:
-        """Sizes that the number of tensor-parallel ranks must divide, by name."""
-        return self.division.sizes
-
-    @property
-    def is_tied(self) -> bool:
-        """Whether the head shares the embedding's weight."""
-        return self.division.is_tied
-
-    @property
-    def shares_experts(self) -> bool:
-        """Whether expert parallelism has been tested with the model's family."""
-        return self.division.shares_experts
-
-    def check_divisible(self, *, tp: int, pp: int) -> None:
-        """Raise unless the model can be split like this."""
-        self.division.check(tp=tp, pp=pp)
-
-    def tensor_parallel_styles(self, *, sequence: bool) -> dict[str, ParallelStyle]:
-        """torch's style of each module of this stage."""
-        assert not sequence
-        return self.division.styles()
-
-    def tie(self) -> None:
-        """Share the embedding's weight with the head, if they are tied."""
-        self.division.tie()
-
-    def keep(self, blocks: range, *, first: bool, last: bool) -> None:
-        """Keep one stage of a pipeline. Blocks keep their names."""
-        self.division.keep(blocks, first=first, last=last)
-
-    # -- computing ---------------------------------------------------------------------------------------------
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalOutput | Tensor:
         """Predict the next tokens.
@@ -136,10 +62,10 @@ class HuggingFaceCausal(nn.Module):
             configuration sets ``output_router_logits``. In earlier stages of a pipeline: hidden states.
         """
         extra = {"token_type_ids": torch.zeros_like(input_ids)} if self.has_token_types else {}
-        name = "input_ids" if self.division.first else "inputs_embeds"
+        name = "input_ids" if self.first else "inputs_embeds"
         output = self.model(**{name: input_ids}, use_cache=False, **extra)
         logits: Tensor = output.logits
-        if not self.division.last:
+        if not self.last:
             return logits
         if labels is None:
             return CausalOutput(logits)
@@ -149,18 +75,8 @@ class HuggingFaceCausal(nn.Module):
         return CausalOutput(logits, loss)
 
 
-def _enable_recomputation(model: nn.Module) -> None:
-    """Ask a ``transformers`` model to recompute; the method and its argument were renamed in version 5."""
-    for word in ("activation", "gradient"):
-        enable: Any = getattr(model, f"{word}_checkpointing_enable", None)
-        if enable is not None:
-            enable(**{f"{word}_checkpointing_kwargs": {"use_reentrant": False}})
-            return
-    raise UsageError(f"{type(model).__name__} cannot recompute activations; set train.recompute = false")
-
-
 def draft_huggingface(
-    recipe: ModelRecipe, config: Mapping[str, Any], *, seed: int, recompute: bool = False
+    recipe: ModelRecipe, config: Mapping[str, Any], *, seed: int
 ) -> tuple[HuggingFaceCausal, InitialValues]:
     """Build a model on the meta device, and find its values.
 
@@ -168,7 +84,6 @@ def draft_huggingface(
         recipe: A model recipe of ``kind = "huggingface"``.
         config: The model's configuration; see :func:`read_config`.
         seed: Seed of random values.
-        recompute: Whether the backward recomputes each block.
 
     Returns:
         The model, parameters on the meta device, and where their values are: in the directory's safetensors files, or
@@ -185,7 +100,7 @@ def draft_huggingface(
     else:
         skeleton = on_meta(recipe, config)
         values = InitializedValues(skeleton, _initializer(skeleton), PREFIX, seed)
-    return HuggingFaceCausal(model, recompute), values
+    return HuggingFaceCausal(model), values
 
 
 def _initializer(model: nn.Module) -> Callable[[nn.Module], None]:

@@ -17,48 +17,25 @@ from torch import Tensor, nn
 from thinwire.errors import UsageError
 from thinwire.parallel.context import Context
 from thinwire.train.models.common import (
-    CausalOutput,
     RotaryTable,
-    call_layer,
-    cross_entropy,
     init_weights,
     rotate,
 )
-from thinwire.train.models.cutting import Decoder, Half, Parts
+from thinwire.train.models.decoder import Decoder, DecoderConfig, Half, ModuleNames
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaConfig:
+class LlamaConfig(DecoderConfig):
     """Shape of a Llama.
 
     Attributes:
-        vocab: V.
-        hidden: D.
-        layers: number of blocks.
-        heads: H; divides `hidden`.
         kv_heads: K; divides `heads`.
-        ffn: width of the feed-forward network.
-        seq: longest sequence.
-        tied: whether the head shares the embedding's weight.
-        rope_theta: base of the rotary frequencies.
-        norm_eps: of RMSNorm.
-        recompute: whether backward recomputes each block.
         experts: E, experts of a block; ``None`` for a dense model.
         active_experts: experts that each token visits.
         expert_ffn: width of an expert; default: ``ffn``.
     """
 
-    vocab: int
-    hidden: int
-    layers: int
-    heads: int
     kv_heads: int
-    ffn: int
-    seq: int
-    tied: bool = False
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-    recompute: bool = False
     experts: int | None = None
     active_experts: int = 1
     expert_ffn: int | None = None
@@ -195,7 +172,7 @@ class Llama(Decoder):
         seed: of the initial weights.
     """
 
-    parts = Parts(
+    module_names = ModuleNames(
         embedding="embed_tokens",
         norm="norm",
         head="lm_head",
@@ -210,6 +187,7 @@ class Llama(Decoder):
     embed_tokens: nn.Embedding | None
     norm: nn.RMSNorm | None
     lm_head: nn.Linear | None
+    rotary: RotaryTable
 
     def __init__(self, config: LlamaConfig, seed: int = 0) -> None:
         super().__init__()
@@ -230,31 +208,14 @@ class Llama(Decoder):
             assert isinstance(layer, LlamaBlock)
             layer.self_attn.context = context
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalOutput | Tensor:
-        """Predict the next tokens.
-
-        Args:
-            input_ids: int64, shape ``(B, T)`` with T at most ``config.seq``; hidden states ``(B, T, D)`` where the
-                embedding is on an earlier stage of a pipeline.
-            labels: int64, shape ``(B, T)``: the token that follows each input.
-
-        Returns:
-            Logits, and the loss when there are labels; hidden states where the head is on a later stage.
-        """
-        first = self.embed_tokens is not None
-        x = input_ids if self.embed_tokens is None else self.embed_tokens(input_ids)
-        length = input_ids.shape[1]
+    def angles(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the tokens that this rank has."""
+        ways = 1 if self.context is None else self.context.ways
+        cos, sin = self.rotary(length * ways, dtype)
         if self.context is None:
-            cos, sin = self.rotary(length * (1 if first else self.sequence_ways), x.dtype)
-        else:
-            own = self.context.positions(length)
-            cos, sin = (table[own] for table in self.rotary(length * self.context.ways, x.dtype))
-        for layer in self.layers:
-            x = call_layer(layer, self.config.recompute, x, cos, sin)
-        if self.norm is None or self.lm_head is None:
-            return x
-        logits = self.lm_head(self.norm(x))
-        return CausalOutput(logits, None if labels is None else cross_entropy(logits, labels))
+            return cos, sin
+        own = self.context.positions(length)
+        return cos[own], sin[own]
 
     def check_divisible(self, *, tp: int, pp: int) -> None:
         """Raise for a mixture of experts, which is not divided so."""

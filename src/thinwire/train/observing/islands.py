@@ -7,7 +7,7 @@ from typing import Any
 from thinwire.parallel import ParallelModel, ParallelOptimizer
 from thinwire.sharding import api
 from thinwire.spec.recipe import ClusterRecipe
-from thinwire.train.position import Position
+from thinwire.train.checkpoint import Position
 
 __all__ = ["IslandWatch"]
 

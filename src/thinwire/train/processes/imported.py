@@ -11,7 +11,7 @@ gc.disable()  # everything that is made here stays
 # The first optimizer of a process imports Dynamo.
 import torch._dynamo  # noqa: E402
 
-import thinwire.train.worker  # noqa: E402
+import thinwire.train.processes.worker  # noqa: E402
 
 __all__ = ["thinwire", "torch"]
 

@@ -137,7 +137,7 @@ def _rank(environment: Mapping[str, str], log: Path | None, run: ResolvedRun, re
         with log.open("ab") as file:
             for stream in (sys.stdout, sys.stderr):
                 os.dup2(file.fileno(), stream.fileno())
-    from thinwire.train.worker import be_rank  # imported long ago, by the server
+    from thinwire.train.processes.worker import be_rank  # imported long ago, by the server
 
     raise SystemExit(be_rank(run, resume=resume))
 

@@ -1,6 +1,6 @@
 """Generates the reference pages of plans, recipes, models and clusters from the types, so that they always match.
 
-``python -m thinwire.spec.reference docs``
+``python tools/reference.py docs``
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from thinwire.spec.machines.cluster import ClusterSpec, Links
 from thinwire.spec.machines.nodes import Failures, Link, NodeGroup, Spot
 from thinwire.spec.models.model import ModelSpec
 from thinwire.spec.plan import Overlap, Plan, UnitOverride, Wire
-from thinwire.spec.plan_parts.islands import Islands, OuterOptimizer, Stretch
+from thinwire.spec.plan_parts.islands import Islands, OuterOptimizer
 from thinwire.spec.plan_parts.policy import POLICIES
 from thinwire.spec.plan_parts.presets import PRESETS
 from thinwire.spec.recipe import (
@@ -63,7 +63,7 @@ reduce_inter = "int4:256"               # gradients cross nodes as 4-bit integer
 error_feedback = true
 """
 
-_UNLIKE = """\
+UNLIKE = """\
 name = "two generations"
 
 [links]
@@ -110,7 +110,6 @@ def plan_reference() -> str:
         _titled("## [wire]", Wire),
         _titled("## [islands]", Islands),
         _titled("## [islands.outer]", OuterOptimizer),
-        _titled("## [[islands.schedule]]", Stretch),
         _titled("## [[units]]", UnitOverride),
         "## Rules",
         _rules(Plan, Wire, Islands, OuterOptimizer),
@@ -169,7 +168,7 @@ def cluster_reference() -> str:
         _models(),
         _titled("## Cluster", ClusterSpec),
         "This file describes two generations of nodes in two zones:",
-        f"```toml\n{_UNLIKE}```",
+        f"```toml\n{UNLIKE}```",
         _titled("## [links]", Links),
         _titled("## Link", Link, 'In TOML, write `{ bandwidth = "200gbit", latency = "5us" }`.'),
         _titled("## [[groups]]", NodeGroup),

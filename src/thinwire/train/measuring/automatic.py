@@ -17,8 +17,8 @@ from thinwire.plan import Chosen, Freedom
 from thinwire.profile import Settings, measure
 from thinwire.spec import Factor, ModelSpec, Plan
 from thinwire.spec.profile import Profile
-from thinwire.train.observing.pieces import pieces, weightless
-from thinwire.train.observing.room import rank_memory
+from thinwire.train.measuring.pieces import pieces, weightless
+from thinwire.train.measuring.room import rank_memory
 
 __all__ = ["BUDGET", "Here", "measure_and_choose"]
 

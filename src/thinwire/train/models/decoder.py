@@ -1,17 +1,19 @@
-"""Splits thinwire's models: torch's tensor-parallel styles by module, and the blocks of a pipeline stage.
+"""What thinwire's models have in common: their forward, and how they are split over ranks and stages of a pipeline.
 
 Sums over tensor-parallel ranks follow Megatron-LM (arXiv 1909.08053, section 3): one after attention and one after the
 feed-forward. With sequence parallelism (arXiv 2205.05198, section 4.2), each sum is a reduce-scatter, followed by an
-all-gather before the next matrices; norms and residuals work on the tokens of one rank.
+all-gather before the next matrices; norms and residuals work on the tokens of one rank. Shapes: B sequences, T tokens,
+D hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -21,7 +23,9 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-__all__ = ["Decoder", "Half", "Parts"]
+from thinwire.train.models.common import CausalOutput, RotaryTable, cross_entropy
+
+__all__ = ["Decoder", "DecoderConfig", "Half", "ModuleNames"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Half:
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModuleNames:
     """Names of a decoder's modules.
 
     Attributes:
@@ -60,40 +64,89 @@ class Parts:
     positions: str | None = None
 
 
-class DecoderShape(Protocol):
-    """The sizes of a decoder that tensor and pipeline parallelism need, from its configuration."""
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Shape of a decoder.
 
-    @property
-    def vocab(self) -> int:
-        """Size of the vocabulary, V."""
+    Attributes:
+        vocab: V.
+        hidden: D.
+        layers: number of blocks.
+        heads: H; divides `hidden`.
+        ffn: width of the feed-forward network.
+        seq: longest sequence.
+        tied: whether the head shares the embedding's weight.
+        rope_theta: base of the rotary frequencies.
+        norm_eps: of the norms.
+    """
 
-    @property
-    def hidden(self) -> int:
-        """Width of the residual stream, D."""
-
-    @property
-    def tied(self) -> bool:
-        """Whether the head shares the embedding's weight."""
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    ffn: int
+    seq: int
+    tied: bool = False
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
 
 
 class Decoder(nn.Module):
     """A causal language model that can be split: a :class:`thinwire.parallel.Divisible` once a subclass adds its sizes.
 
-    Modules of :attr:`parts` that are on another stage of a pipeline are ``None``.
+    Modules of :attr:`module_names` that are on another stage of a pipeline are ``None``.
 
     Attributes:
-        parts: Names of its modules; the blocks are in ``layers``.
+        module_names: Names of its modules; the blocks are in ``layers``.
         sequence_ways: Number of tensor-parallel ranks that share the tokens of hidden states; set when the model is
             split.
     """
 
-    parts: ClassVar[Parts]
-    config: DecoderShape
+    module_names: ClassVar[ModuleNames]
+    config: DecoderConfig
     layers: nn.ModuleList
+    rotary: RotaryTable | None
 
     def __init__(self) -> None:
         super().__init__()
         self.sequence_ways = 1
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalOutput | Tensor:
+        """Predict the next tokens.
+
+        Args:
+            input_ids: int64, shape ``(B, T)`` with T at most ``config.seq``; hidden states ``(B, T, D)`` where the
+                embedding is on an earlier stage of a pipeline.
+            labels: int64, shape ``(B, T)``: the token that follows each input.
+
+        Returns:
+            Logits, and the loss when there are labels; hidden states where the head is on a later stage.
+        """
+        embedding, norm, head = (
+            getattr(self, name)
+            for name in (self.module_names.embedding, self.module_names.norm, self.module_names.head)
+        )
+        x, length = input_ids, input_ids.shape[1]
+        if embedding is None:
+            length *= self.sequence_ways
+        else:
+            x = self.embedded(embedding, input_ids)
+        cos, sin = self.angles(length, x.dtype)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        if norm is None or head is None:
+            return x
+        logits = head(norm(x))
+        return CausalOutput(logits, None if labels is None else cross_entropy(logits, labels))
+
+    def embedded(self, embedding: nn.Module, input_ids: Tensor) -> Tensor:
+        """What the first block gets of tokens: ``(B, T)`` to ``(B, T, D)``."""
+        vectors: Tensor = embedding(input_ids)
+        return vectors
+
+    def angles(self, length: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """Cosines and sines of rotary positions for T tokens, each ``(T, channels)``; ``None`` without rotation."""
+        return (None, None) if self.rotary is None else self.rotary(length, dtype)
 
     @property
     def num_blocks(self) -> int:
@@ -117,19 +170,19 @@ class Decoder(nn.Module):
 
     def tensor_parallel_styles(self, *, sequence: bool) -> dict[str, ParallelStyle]:
         """torch's style of each module of this stage."""
-        parts = self.parts
+        names = self.module_names
         tokens = Shard(1) if sequence else Replicate()
         outer: dict[str | None, ParallelStyle] = {
-            parts.embedding: RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
-            parts.positions: RowwiseParallel(
+            names.embedding: RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
+            names.positions: RowwiseParallel(
                 input_layouts=Replicate(), output_layouts=Shard(0) if sequence else Replicate()
             ),
-            parts.head: ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1)),
+            names.head: ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1)),
         }
         if sequence:
-            outer[parts.norm] = SequenceParallel()
+            outer[names.norm] = SequenceParallel()
         made = {name: style for name, style in outer.items() if name is not None and getattr(self, name) is not None}
-        for name, half in parts.halves.items():
+        for name, half in names.halves.items():
             others = (None,) * (half.inputs - 1)
             # All matrices read one DTensor, so that their gradients are added up before they are sent.
             made[f"layers.*.{name}"] = PrepareModuleInput(
@@ -138,12 +191,12 @@ class Decoder(nn.Module):
             made |= {f"layers.*.{name}.{matrix}": ColwiseParallel() for matrix in half.columns}
             made[f"layers.*.{name}.{half.rows}"] = RowwiseParallel(output_layouts=tokens)
         if sequence:
-            made |= {f"layers.*.{name}": SequenceParallel() for name in parts.block_norms}
+            made |= {f"layers.*.{name}": SequenceParallel() for name in names.block_norms}
         return made
 
     def tie(self) -> None:
         """Share the embedding's weight with the head, if they are tied."""
-        embedding, head = getattr(self, self.parts.embedding), getattr(self, self.parts.head)
+        embedding, head = getattr(self, self.module_names.embedding), getattr(self, self.module_names.head)
         if self.is_tied and embedding is not None and head is not None:
             head.weight = embedding.weight
 
@@ -153,8 +206,8 @@ class Decoder(nn.Module):
         for index in blocks:
             kept.add_module(str(index), self.layers[index])
         self.layers = kept
-        parts = self.parts
-        gone = [*(() if first else (parts.embedding, parts.positions)), *(() if last else (parts.norm, parts.head))]
+        names = self.module_names
+        gone = [*(() if first else (names.embedding, names.positions)), *(() if last else (names.norm, names.head))]
         for name in gone:
             if name is not None:
                 setattr(self, name, None)

@@ -17,9 +17,10 @@ from thinwire.sharding.api import micro_batches, optimizer, shard
 from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.spec import Factor, ModelSpec, Plan
 from thinwire.spec.plan import Dtype
+from thinwire.train.models.build import own_model
 from thinwire.train.models.common import cross_entropy
-from thinwire.train.models.gpt import GPT, GPTConfig
-from thinwire.train.models.llama import Llama, LlamaConfig
+from thinwire.train.models.gpt import GPT
+from thinwire.train.models.llama import Llama
 from thinwire.units import format_bytes
 
 __all__ = ["pieces", "weightless"]
@@ -199,14 +200,4 @@ def _model(shape: ModelSpec, seq: int, blocks: int) -> Llama | GPT:
             "biases, and experts in all blocks or none; leave out --model (a small Llama is timed, from whose FLOP/s "
             "the time of others follows)"
         )
-    if shape.kind == "llama":
-        return Llama(
-            LlamaConfig(
-                vocab=shape.vocab, hidden=shape.hidden, layers=blocks, heads=shape.heads, kv_heads=shape.kv_heads,
-                ffn=shape.ffn, seq=seq, experts=shape.experts, active_experts=shape.active_experts,
-                expert_ffn=shape.expert_ffn,
-            )
-        )  # fmt: skip
-    return GPT(
-        GPTConfig(vocab=shape.vocab, hidden=shape.hidden, layers=blocks, heads=shape.heads, ffn=shape.ffn, seq=seq)
-    )
+    return own_model(shape, layers=blocks, seq=seq, tied=False)

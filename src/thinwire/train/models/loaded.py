@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from thinwire.errors import DataError
 from thinwire.sharding.memory.initial import Region
-from thinwire.train.weights.stored import FileTensor, file_tensors, persistent_buffers
+from thinwire.train.models.stored import FileTensor, file_tensors, persistent_buffers
 
-__all__ = ["INDEX", "SINGLE", "LoadedValues", "holds_weights"]
+__all__ = ["INDEX", "SINGLE", "LoadedValues"]
 
 SINGLE: Final = "model.safetensors"
 """Name of the weights file of a model that is stored in one file."""
@@ -45,15 +45,6 @@ class _StoredTensor:
     file: Path
     shape: tuple[int, ...]
     dtype: str
-
-
-def holds_weights(directory: Path) -> bool:
-    """Whether a model directory has weights in safetensors files.
-
-    Args:
-        directory: Directory of the model.
-    """
-    return any((directory / name).is_file() for name in (SINGLE, INDEX))
 
 
 @final

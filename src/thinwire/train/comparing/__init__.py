@@ -1,1 +1,0 @@
-"""Comparison of ranks and hosts with each other while a run goes on: their pace, their links and their replicas."""

@@ -1,1 +1,0 @@
-"""Initial values from safetensors files."""
