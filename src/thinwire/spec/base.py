@@ -125,6 +125,11 @@ class Spec(BaseModel):
         # error already covers them, instead of through this constructor.
         __init__.__pydantic_base_init__ = True
 
+        def __getattr__(self, name: str) -> Any:
+            """The value of a former key, for code that was written before release 0.3."""
+            new = type(self).former_keys.get(name)
+            return getattr(self, new) if new else super().__getattr__(name)
+
     @classmethod
     def prepare(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """Expands shorthand between keys before validation; the identity unless a specification has some."""
