@@ -218,8 +218,8 @@ class Search:
         for batch in tried:
             if best is not None and batch.computing + batch.bubble > best.seconds:
                 break
-            count, again = batch.micro_batches, batch.recompute
-            batched = plan.with_(micro_batch=batch.micro_batch, micro_batches=count, recompute=again)
+            sized = {name: getattr(batch.plan, name) for name in ("micro_batch", "micro_batches", "recompute")}
+            batched = plan.with_(**sized)
             priced = self._price(batched, label)
             best = priced if best is None or priced.seconds < best.seconds else best
         assert best is not None, "there is a batch"

@@ -89,8 +89,8 @@ class CandidateGroup:
             self.chain,
             self.secondary,
             self.codecs[choice] + batch.codecs,
-            batch.micro_batch,
-            batch.recompute,
+            batch.plan.micro_batch,
+            batch.plan.recompute,
         )
 
 
@@ -322,7 +322,8 @@ class Candidates:
                 needed = self.states.needed(chain, None, batch)
                 least, best = (needed, chain) if needed <= least else (least, best)
         codecs = ("none",) * len(WIRE)
-        return int(least), Candidate(0.0, 0, self.cut, best, None, codecs, batch.micro_batch, batch.recompute)
+        size, recompute = batch.plan.micro_batch, batch.plan.recompute
+        return int(least), Candidate(0.0, 0, self.cut, best, None, codecs, size, recompute)
 
 
 def _bucket_bytes(job: TrainingJob, mesh: Factor, parameters: int) -> int:
