@@ -151,11 +151,15 @@ def test_flat_collectives_know_contention_and_latency() -> None:
     flat, printed = LibraryCollectives(CLUSTER), LibraryCollectives(CLUSTER, contention=False)
     one_rank_a_node = Factor(local=1, nodes=4)
     size = 1 << 30
-    assert flat.seconds("AG", size, one_rank_a_node) > 7 * printed.seconds("AG", size, one_rank_a_node)
+    assert flat.seconds(Kind.ALL_GATHER, size, one_rank_a_node) > 7 * printed.seconds(
+        Kind.ALL_GATHER, size, one_rank_a_node
+    )
     whole = Factor(local=8, nodes=4)
-    assert flat.seconds("AG", size, whole) == printed.seconds("AG", size, whole)
-    assert flat.seconds("AR", 8, whole) < 2 * flat.seconds("AG", 8, whole)  # a tree, where latency counts
-    assert flat.seconds("AG", size, Factor()) == 0
+    assert flat.seconds(Kind.ALL_GATHER, size, whole) == printed.seconds(Kind.ALL_GATHER, size, whole)
+    assert flat.seconds(Kind.ALL_REDUCE, 8, whole) < 2 * flat.seconds(
+        Kind.ALL_GATHER, 8, whole
+    )  # a tree, where latency counts
+    assert flat.seconds(Kind.ALL_GATHER, size, Factor()) == 0
 
 
 @pytest.mark.parametrize("name", ["zero1-node", "zero3", "mics", "zeropp", "thinwire", "hpz", "amsp-13b", "zero2"])

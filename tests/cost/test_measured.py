@@ -52,12 +52,12 @@ def test_other_frameworks_compute_without_the_runtime_and_make_their_own_calls()
     block, plan = parts(MODEL, "block")[1], Plan.preset("zero3", nodes=2, local=2)
     assert known.backward(block, plan, 32) == pytest.approx(2 * others.backward(block, plan, 32))
     library = MeasuredLibrary(known)
-    assert library.seconds("RS", 4 * MIB, Factor(local=2, nodes=2)) == pytest.approx(0.5)
+    assert library.seconds(Kind.REDUCE_SCATTER, 4 * MIB, Factor(local=2, nodes=2)) == pytest.approx(0.5)
     # Calls that were not measured follow from hops; gloo reduces whole vectors.
     hop = known.hop(Kind.ALL_GATHER, Scope.INSIDE, 2, 2 * MIB, encoded=False)
     added = known.touch(2 * MIB)
-    assert library.seconds("RS", 4 * MIB, Factor(local=2)) == pytest.approx(2 * hop + added)
-    assert library.seconds("AR", 4 * MIB, Factor(local=2)) == pytest.approx(2 * hop + added)
+    assert library.seconds(Kind.REDUCE_SCATTER, 4 * MIB, Factor(local=2)) == pytest.approx(2 * hop + added)
+    assert library.seconds(Kind.ALL_REDUCE, 4 * MIB, Factor(local=2)) == pytest.approx(2 * hop + added)
 
 
 def met(known: ProfiledRates, scope: Scope, sent: int) -> Beside:
@@ -297,15 +297,15 @@ def test_amsps_reductions_between_micro_batches_are_all_reduces() -> None:
 def test_a_collective_that_was_not_measured_takes_as_long_as_its_hops() -> None:
     known = rates()
     collectives = ProfiledCollectives(known)
-    assert collectives.seconds("AR", 2 * MIB, Factor(local=2)) == pytest.approx(2 * (1e-3 + MIB / 1e9))
+    assert collectives.seconds(Kind.ALL_REDUCE, 2 * MIB, Factor(local=2)) == pytest.approx(2 * (1e-3 + MIB / 1e9))
     assert collectives.extrapolated
     both = sum(
         known.hop(kind, scope, 2, sent, encoded=False)
         for kind in (Kind.REDUCE_SCATTER, Kind.ALL_GATHER)
         for scope, sent in ((Scope.INSIDE, 2 * MIB), (Scope.ACROSS, MIB))
     )
-    assert collectives.seconds("AR", 4 * MIB, Factor(local=2, nodes=2)) == pytest.approx(both)
-    assert collectives.seconds("AG", 4 * MIB, Factor()) == 0
+    assert collectives.seconds(Kind.ALL_REDUCE, 4 * MIB, Factor(local=2, nodes=2)) == pytest.approx(both)
+    assert collectives.seconds(Kind.ALL_GATHER, 4 * MIB, Factor()) == 0
 
 
 def test_no_contention_has_no_price_in_a_profile() -> None:

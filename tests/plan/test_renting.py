@@ -13,7 +13,7 @@ from tools.reference import UNLIKE
 from typer.testing import CliRunner
 
 from thinwire.cli.main import app
-from thinwire.cost.goodput import best_interval, goodput, useful_share, young_interval
+from thinwire.cost.goodput import best_interval, goodput, useful_share
 from thinwire.plan import offers
 from thinwire.spec import ClusterSpec
 
@@ -43,7 +43,7 @@ def test_no_other_interval_loses_less(hours: float, checkpoint: float) -> None:
     # Young's estimate is the limit for rare failures; Daly's second-order term is a third of the relative cost's root.
     ratio = math.sqrt(checkpoint / 2 / mean_time)
     assert best == pytest.approx(
-        young_interval(mean_time, checkpoint) * (1 + ratio / 3) - checkpoint, rel=max(0.001, ratio**2)
+        math.sqrt(2 * checkpoint * mean_time) * (1 + ratio / 3) - checkpoint, rel=max(0.001, ratio**2)
     )
 
 

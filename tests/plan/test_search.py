@@ -51,7 +51,7 @@ def test_factors_fill_a_node_first() -> None:
     assert [str(f) for f in options] == ["1x1", "2x1", "4x1", "4x2", "4x3", "4x6"]
     assert all(p.divides(o) for p, o in chain_ends(Factor(local=4, nodes=6)))
     assert (Factor(local=4, nodes=2), Factor(local=4, nodes=3)) not in list(chain_ends(Factor(local=4, nodes=6)))
-    assert secondaries(Factor(local=4, nodes=6), Factor()) == [None]
+    assert secondaries(Factor(local=4, nodes=6), Factor()) == (None,)
 
 
 def test_every_draft_is_a_valid_plan() -> None:

@@ -145,8 +145,8 @@ def test_closed_form_sums_are_what_the_simulator_adds_up(name: str) -> None:
 def test_engines_cross_the_spine_too() -> None:
     flat, thin = LibraryCollectives(cluster(oversubscription=None)), LibraryCollectives(cluster())
     near, far = Factor(local=4, nodes=4), Factor(local=1, nodes=4)
-    assert thin.seconds("AG", 1 << 30, near) == flat.seconds("AG", 1 << 30, near)
-    assert thin.seconds("AR", 1 << 30, far, 8) > 3.5 * flat.seconds("AR", 1 << 30, far, 8)
+    assert thin.seconds(Kind.ALL_GATHER, 1 << 30, near) == flat.seconds(Kind.ALL_GATHER, 1 << 30, near)
+    assert thin.seconds(Kind.ALL_REDUCE, 1 << 30, far, 8) > 3.5 * flat.seconds(Kind.ALL_REDUCE, 1 << 30, far, 8)
 
 
 def case(**changes: Any) -> Case:

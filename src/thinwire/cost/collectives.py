@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, final
+from typing import final
 
 from thinwire.cost.operations import CodedHop, PricedStage, codec_seconds, coded_hops, moves
 from thinwire.cost.rates import Efficiency, Rates, wire_bytes_per_value
@@ -18,26 +18,14 @@ from thinwire.program import Axis, Kind, Lane, Operation, Scope, UnitInfo, axis_
 from thinwire.program.stages import Stage
 from thinwire.spec import ClusterSpec, Fabric, Factor, Plan
 
-__all__ = ["KINDS", "Call", "CollectiveTimes", "HopCollectives", "LibraryCollectives", "library_moves"]
-
-Call = Literal["AG", "RS", "AR", "BC"]
-
-_CALLS: dict[Kind, Call] = {
-    Kind.ALL_GATHER: "AG",
-    Kind.REDUCE_SCATTER: "RS",
-    Kind.ALL_REDUCE: "AR",
-    Kind.BROADCAST: "BC",
-}
-
-KINDS: dict[Call, Kind] = {call: kind for kind, call in _CALLS.items()}
-"""The operator of each call."""
+__all__ = ["CollectiveTimes", "HopCollectives", "LibraryCollectives", "library_moves"]
 
 
 class CollectiveTimes(ABC):
     """Seconds of collectives, every group of the cluster at once: AMSP's ``t(o, v, p0 x p1)``."""
 
     @abstractmethod
-    def seconds(self, kind: Call, size: float, mesh: Factor, stride: int = 1) -> float:
+    def seconds(self, kind: Kind, size: float, mesh: Factor, stride: int = 1) -> float:
         """Seconds of one collective.
 
         Args:
@@ -51,7 +39,7 @@ class CollectiveTimes(ABC):
         """Seconds of grouped broadcasts, of one part of a vector from each of ``owners`` ranks; by default as long as
         an all-gather of the same vector."""
         del owners
-        return self.seconds("AG", size, mesh, stride)
+        return self.seconds(Kind.ALL_GATHER, size, mesh, stride)
 
     def spine_load(self, mesh: Factor, stride: int) -> float:
         """Busy time of the spine over busy time of a node's network cards; by default 0, as nothing is known of it."""
@@ -70,16 +58,16 @@ class HopCollectives(CollectiveTimes):
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
 
-    def seconds(self, kind: Call, size: float, mesh: Factor, stride: int = 1) -> float:
+    def seconds(self, kind: Kind, size: float, mesh: Factor, stride: int = 1) -> float:
         """Seconds of one collective inside a node, or of one with a single rank on each node. An all-reduce is a
         reduce-scatter, then an all-gather; a broadcast goes to one other rank."""
         if mesh.ranks == 1:
             return 0.0
         scope = Scope.ACROSS if mesh.nodes > 1 else Scope.INSIDE
-        sent = round(size if kind == "BC" else size * (mesh.ranks - 1) / mesh.ranks)
-        kinds = {"AR": (Kind.REDUCE_SCATTER, Kind.ALL_GATHER), "RS": (Kind.REDUCE_SCATTER,)}.get(
-            kind, (Kind.ALL_GATHER,)
-        )
+        sent = round(size if kind is Kind.BROADCAST else size * (mesh.ranks - 1) / mesh.ranks)
+        reduces = kind in (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
+        kinds = [Kind.REDUCE_SCATTER] if reduces else []
+        kinds += [Kind.ALL_GATHER] if kind is not Kind.REDUCE_SCATTER else []
         return sum(self._rates.hop(hop, scope, mesh.ranks, sent, encoded=False, stride=stride) for hop in kinds)
 
 
@@ -112,7 +100,7 @@ class LibraryCollectives(CollectiveTimes):
         """Busy time of the spine over busy time of a node's network cards; 0 if the group does not cross the spine."""
         return self._fabric.route(mesh.nodes, stride).load
 
-    def seconds(self, kind: Call, size: float, mesh: Factor, stride: int = 1) -> float:
+    def seconds(self, kind: Kind, size: float, mesh: Factor, stride: int = 1) -> float:
         """Seconds of one collective as a ring; an all-reduce may also be a tree."""
         ranks = mesh.ranks
         if ranks == 1:
@@ -127,10 +115,10 @@ class LibraryCollectives(CollectiveTimes):
             bandwidth = min(inside, route.bandwidth * share.nic / sharing)
             # A ring enters and leaves each node once.
             latency = (ranks - mesh.nodes) * links.inside.latency + (mesh.nodes - 1) * route.latency
-        if kind == "BC":
+        if kind is Kind.BROADCAST:
             return latency + 8 * size / bandwidth
         ring = latency + 8 * size * (ranks - 1) / ranks / bandwidth
-        if kind != "AR":
+        if kind is not Kind.ALL_REDUCE:
             return ring
         # If latency dominates, NCCL uses chains inside nodes and a tree across them.
         hops = math.log2(mesh.nodes) * route.latency + (mesh.local - 1) * links.inside.latency
@@ -148,8 +136,8 @@ class LibraryCollectives(CollectiveTimes):
             mesh: Shape of the group.
             stride: Distance from one node of the group to the next, in nodes.
         """
-        return owners * self.seconds("BC", 0, mesh, stride) + (
-            self.seconds("BC", size, mesh, stride) - self.seconds("BC", 0, mesh, stride)
+        return owners * self.seconds(Kind.BROADCAST, 0, mesh, stride) + (
+            self.seconds(Kind.BROADCAST, size, mesh, stride) - self.seconds(Kind.BROADCAST, 0, mesh, stride)
         ) * (1 - 1 / mesh.ranks if owners > 1 else 1)
 
 
@@ -193,13 +181,13 @@ def library_moves(
     per_value = wire_bytes_per_value(coded[0].encoding.codec, coded[0].encoding.dtype)
     if whole_sync and gradients and operation.axis is Axis.SHARD:
         mesh = plan.params.quotient(plan.mesh)
-        seconds = calls * collectives.seconds("AR", values * per_value / calls, mesh, stride)
+        seconds = calls * collectives.seconds(Kind.ALL_REDUCE, values * per_value / calls, mesh, stride)
     elif operation.kind is Kind.BROADCAST:
         owned = [sum(shares) for shares in zip(*_shares(operation, units), strict=True)]
         values, owners = float(sum(owned)), sum(1 for numel in owned if numel)
         seconds = collectives.broadcasts(values * per_value, owners, mesh, stride)
     else:
-        seconds = calls * collectives.seconds(_CALLS[operation.kind], values * per_value / calls, mesh, stride)
+        seconds = calls * collectives.seconds(operation.kind, values * per_value / calls, mesh, stride)
     scope = Scope.ACROSS if mesh.nodes > 1 else Scope.INSIDE
     encoded = not coded[0].encoding.codec.is_none
     beside = rates.beside(operation.kind, scope, mesh.ranks, round(values * per_value), encoded=encoded)

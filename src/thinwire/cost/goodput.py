@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["Goodput", "best_interval", "goodput", "useful_share", "young_interval"]
+__all__ = ["Goodput", "best_interval", "goodput", "useful_share"]
 
 _LARGEST_COST = 30.0
 """Above it, the best interval is the mean time between failures to the last digit."""
@@ -81,8 +81,3 @@ def best_interval(mean_time: float, checkpoint: float) -> float:
         else:
             high = middle
     return low * mean_time
-
-
-def young_interval(mean_time: float, checkpoint: float) -> float:
-    """Young's first-order estimate of :func:`best_interval`, for comparison."""
-    return math.sqrt(2 * checkpoint * mean_time)

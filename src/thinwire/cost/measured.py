@@ -14,7 +14,7 @@ from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
 from thinwire.cost.blocks import ModelPart
-from thinwire.cost.collectives import KINDS, Call, CollectiveTimes
+from thinwire.cost.collectives import CollectiveTimes
 from thinwire.cost.rates import ALONE, Basis, Beside, Rates, Work, declared_seconds
 from thinwire.errors import SpecError
 from thinwire.program import Even, Kind, MessageSizes, Scope, hops
@@ -263,7 +263,7 @@ class ProfiledCollectives(CollectiveTimes):
         self._rates, self.extrapolated = rates, False
         self._measured = _CollectiveRows(rates.profile.collectives, rates.profile.crowding, rates.quartile)
 
-    def seconds(self, kind: Call, size: float, mesh: Factor, stride: int = 1) -> float:
+    def seconds(self, kind: Kind, size: float, mesh: Factor, stride: int = 1) -> float:
         """Seconds of one collective, from the rows of its operator and its shape of group.
 
         If a profile with a small budget lacks the shape, the collective takes as long as its hops one after another.
@@ -280,9 +280,9 @@ class ProfiledCollectives(CollectiveTimes):
         del stride
         if mesh.ranks == 1 or not size:
             return 0.0
-        operator, shares = KINDS[kind], Even(math.ceil(size / mesh.ranks), mesh.ranks)
-        steps = hops(operator, mesh.local, mesh.nodes, shares, 0, MessageSizes.plain(1))
-        line = self._measured.exact(str(operator), mesh)
+        shares = Even(math.ceil(size / mesh.ranks), mesh.ranks)
+        steps = hops(kind, mesh.local, mesh.nodes, shares, 0, MessageSizes.plain(1))
+        line = self._measured.exact(str(kind), mesh)
         if line is None:
             self.extrapolated = True
             return sum(self._rates.hop(step.kind, step.scope, step.ranks, step.sent, encoded=False) for step in steps)
@@ -308,20 +308,20 @@ class MeasuredLibrary(CollectiveTimes):
         self._measured = _CollectiveRows(rates.profile.library, rates.profile.crowding, rates.quartile)
         self._whole_sums = rates.profile.backend == "gloo"
 
-    def seconds(self, kind: Call, size: float, mesh: Factor, stride: int = 1) -> float:
+    def seconds(self, kind: Kind, size: float, mesh: Factor, stride: int = 1) -> float:
         """Seconds of one call, whatever the distance from one node of the group to the next."""
         del stride
         ranks = mesh.ranks
         if ranks == 1 or not size:
             return 0.0
-        line = self._measured.exact(str(KINDS[kind]), mesh)
+        line = self._measured.exact(str(kind), mesh)
         if line is not None:
-            return line.seconds(size * (ranks - 1) / ranks * (2 if kind == "AR" else 1))
-        if self._whole_sums and kind in ("RS", "AR"):
+            return line.seconds(size * (ranks - 1) / ranks * (2 if kind is Kind.ALL_REDUCE else 1))
+        if self._whole_sums and kind in (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE):
             return 2 * self._ring(Kind.ALL_GATHER, size, mesh) + self._rates.touch(size / 2)
-        if kind == "AR":
+        if kind is Kind.ALL_REDUCE:
             return self._ring(Kind.REDUCE_SCATTER, size, mesh) + self._ring(Kind.ALL_GATHER, size, mesh)
-        return self._ring(KINDS[kind], size, mesh)
+        return self._ring(kind, size, mesh)
 
     def _ring(self, operator: Kind, size: float, mesh: Factor) -> float:
         ranks, sent = mesh.ranks, size * (mesh.ranks - 1) / mesh.ranks

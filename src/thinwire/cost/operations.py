@@ -80,51 +80,39 @@ def moves(plan: Plan, operation: Operation, rates: Rates) -> list[PricedStage]:
     """
     coded = coded_hops(plan, operation)
     priced = moves_of(coded, rates)
-    if operation.lane is Lane.OUTER:
-        return _exchanged(operation, coded, priced, rates)
+    before, after = _copied(plan, operation, coded)
+    if before:
+        priced = [PricedStage(priced[0].stage, None, rates.touch(before), copies=True), *priced]
+    if after:
+        priced = [*priced, PricedStage(priced[-1].stage, None, rates.touch(after), copies=True)]
+    return priced
+
+
+def _copied(plan: Plan, operation: Operation, coded: Sequence[CodedHop]) -> tuple[float, float]:
+    """Numbers of values that are copied before an operation's first stage and after its last one."""
+    if not coded:
+        return 0.0, 0.0
     if operation.lane in (Lane.GATHER, Lane.SPREAD):
-        return _copied_together(operation, coded, priced, rates)
-    several = len(operation.bucket) > 1
-    if operation.axis is Axis.PARAMS and (operation.chunks > 1 or several):
-        # Parts of the pieces, in a chunk or of several units, are copied side by side.
-        whole, (local, nodes) = whole_numel(coded), axis_shape(plan, operation.axis)
-        priced = [PricedStage(priced[0].stage, None, rates.touch(whole), copies=True), *priced]
-        if several:
-            sums = rates.touch(whole / (local * nodes))
-            priced.append(PricedStage(priced[-1].stage, None, sums, copies=True))
-    if operation.axis not in (Axis.SHARD, Axis.REPLICA) or not coded:
-        return priced
-    # Gradients of several units are packed into a bucket, and their sums are unpacked from it.
-    local, nodes = axis_shape(plan, operation.axis)
+        # Values of several buffers that no codec encodes are copied into one message, and from it to their places.
+        if len(operation.buffers) < 2 or not coded[0].encoding.codec.is_none:
+            return 0.0, 0.0
+        piece = coded[0].values / (coded[0].hop.ranks - 1)
+        return piece, piece + sum(step.values for step in coded)
     whole = whole_numel(coded)
-    taken = whole if operation.kind is Kind.ALL_REDUCE else whole / (local * nodes)
-    pack = PricedStage(priced[0].stage, None, rates.touch(whole), copies=True)
-    return [pack, *priced, PricedStage(priced[-1].stage, None, rates.touch(taken), copies=True)]
-
-
-def _exchanged(
-    operation: Operation, coded: Sequence[CodedHop], priced: list[PricedStage], rates: Rates
-) -> list[PricedStage]:
-    """The stages of an exchange between islands. Changes are computed from masters and what islands agreed on; the
-    outer optimizer's step and the new masters make as many passes again."""
-    if operation.axis is not Axis.ISLANDS or not coded:
-        return priced
-    passes = rates.touch(3 * whole_numel(coded))
-    before, after = (PricedStage(priced[at].stage, None, passes, copies=True) for at in (0, -1))
-    return [before, *priced, after]
-
-
-def _copied_together(
-    operation: Operation, coded: Sequence[CodedHop], priced: list[PricedStage], rates: Rates
-) -> list[PricedStage]:
-    """The stages of a gather or a spread. Values of several buffers that no codec encodes are copied into one message,
-    and from it to their places."""
-    if len(operation.buffers) < 2 or not coded or not coded[0].encoding.codec.is_none:
-        return priced
-    piece = coded[0].values / (coded[0].hop.ranks - 1)
-    pack = PricedStage(priced[0].stage, None, rates.touch(piece), copies=True)
-    whole = piece + sum(step.values for step in coded)
-    return [pack, *priced, PricedStage(priced[-1].stage, None, rates.touch(whole), copies=True)]
+    if operation.lane is Lane.OUTER:
+        # Changes are computed from masters and what islands agreed on. The outer optimizer's step and the new masters
+        # make as many passes again.
+        passes = 3 * whole if operation.axis is Axis.ISLANDS else 0.0
+        return passes, passes
+    if operation.axis not in (Axis.PARAMS, Axis.SHARD, Axis.REPLICA):
+        return 0.0, 0.0
+    local, nodes = axis_shape(plan, operation.axis)
+    if operation.axis is Axis.PARAMS:
+        # Parts of the pieces, in a chunk or of several units, are copied side by side.
+        several = len(operation.bucket) > 1
+        return whole if operation.chunks > 1 or several else 0.0, whole / (local * nodes) if several else 0.0
+    # Gradients of several units are packed into a bucket, and their sums are unpacked from it.
+    return whole, whole if operation.kind is Kind.ALL_REDUCE else whole / (local * nodes)
 
 
 def coded_hops(plan: Plan, operation: Operation) -> list[CodedHop]:

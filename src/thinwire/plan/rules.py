@@ -101,13 +101,9 @@ def cut_problems(model: ModelSpec, seq: int, cut: Cut) -> list[str]:
     return problems
 
 
-def factors(mesh: Factor) -> list[Factor]:
-    """Every factor that fills a node before it spans several nodes, smallest first."""
-    return list(_factors(mesh))
-
-
 @lru_cache(maxsize=256)
-def _factors(mesh: Factor) -> tuple[Factor, ...]:
+def factors(mesh: Factor) -> tuple[Factor, ...]:
+    """Every factor that fills a node before it spans several nodes, smallest first."""
     inside = [Factor(local=d) for d in _divisors(mesh.local)]
     across = [Factor(local=mesh.local, nodes=d) for d in _divisors(mesh.nodes) if d > 1]
     return (*inside, *across)
@@ -122,13 +118,9 @@ def chain_ends(mesh: Factor) -> Iterator[tuple[Factor, Factor]]:
                 yield params, optimizer
 
 
-def secondaries(mesh: Factor, params: Factor) -> list[Factor | None]:
-    """``None``, and every factor of a secondary shard: above 1 and below the factor of ``P``."""
-    return list(_secondaries(mesh, params))
-
-
 @lru_cache(maxsize=1024)
-def _secondaries(mesh: Factor, params: Factor) -> tuple[Factor | None, ...]:
+def secondaries(mesh: Factor, params: Factor) -> tuple[Factor | None, ...]:
+    """``None``, and every factor of a secondary shard: above 1 and below the factor of ``P``."""
     if params.ranks == 1:
         return (None,)
     inner = [f for f in factors(mesh) if f.divides(params) and 1 < f.ranks < params.ranks]

@@ -167,7 +167,7 @@ class Search:
         # The order of the cuts alone would take longer. Plans that share experts may still fit, and count these.
         if self.job.model.experts is None and not self._may_fit():
             return ByBound([]), simulated
-        order = sorted(self._cuts, key=lambda cut: (cut.pp == 1, self._cuts[cut].least))
+        order = sorted(self._cuts, key=lambda cut: (cut.pp == 1, self._cuts[cut].batches.least))
         for cut in order:
             groups[cut] = list(self._cuts[cut].groups(best * (1 + self.job.tie)))
             if cut == order[-1]:
@@ -209,17 +209,17 @@ class Search:
 
     def _best_batch(self, candidates: Candidates, plan: Plan, label: str) -> PricedPlan:
         """A plan with the batch that makes it fastest, or with the smallest batch if none fits."""
-        chain, batches = (plan.params, plan.grads, plan.optimizer), candidates.batches
+        chain, batches = (plan.params, plan.grads, plan.optimizer), candidates.batches.choices
         fitting = [batches[row] for row in candidates.states.fitting(chain, plan.secondary, batches)]
         tried = sorted(fitting, key=lambda batch: batch.computing)[:2] if fitting else []
         if not tried:
-            tried = [min(candidates.batches, key=lambda batch: max(batch.working))]
+            tried = [min(batches, key=lambda batch: max(batch.working))]
         best: PricedPlan | None = None
         for batch in tried:
             if best is not None and batch.computing + batch.bubble > best.seconds:
                 break
-            count, again = batch.micro_batches, batch.recompute
-            batched = plan.with_(micro_batch=batch.micro_batch, micro_batches=count, recompute=again)
+            sized = {name: getattr(batch.plan, name) for name in ("micro_batch", "micro_batches", "recompute")}
+            batched = plan.with_(**sized)
             priced = self._price(batched, label)
             best = priced if best is None or priced.seconds < best.seconds else best
         assert best is not None, "there is a batch"

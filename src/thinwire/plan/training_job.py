@@ -35,32 +35,26 @@ __all__ = ["CODEC_LEVELS", "CodecLevel", "TrainingJob", "axis_costs", "refuse_co
 
 CodecLevel = Literal["none", "lossless", "standard", "aggressive"]
 
+
+def _level(
+    params: tuple[str, ...] = (),
+    intra: tuple[str, ...] = (),
+    inter: tuple[str, ...] = (),
+    activations: tuple[str, ...] = (),
+) -> dict[str, tuple[str, ...]]:
+    """Codecs of parameters, of gradients inside a node and across, and of activations, each beside none."""
+    of_fields = {"gather": params, "reduce_intra": intra, "reduce_inter": inter, "spread": params}
+    of_fields |= {"tp": activations, "pp": activations}
+    return {field: ("none", *codecs) for field, codecs in of_fields.items()}
+
+
+_INT8, _INT6 = ("int8:256",), ("int8:256", "int6:256")
+
 CODEC_LEVELS: dict[CodecLevel, dict[str, tuple[str, ...]]] = {
-    "none": dict.fromkeys(("gather", "reduce_intra", "reduce_inter", "spread", "tp", "pp"), ("none",)),
-    "lossless": {
-        "gather": ("none", "exp3"),
-        "reduce_intra": ("none", "mpc"),
-        "reduce_inter": ("none", "mpc"),
-        "spread": ("none", "exp3"),
-        "tp": ("none",),
-        "pp": ("none",),
-    },
-    "standard": {
-        "gather": ("none", "int8:256"),
-        "reduce_intra": ("none", "int8:256"),
-        "reduce_inter": ("none", "int8:256", "int4:256"),
-        "spread": ("none", "int8:256"),
-        "tp": ("none", "int8:256"),
-        "pp": ("none", "int8:256"),
-    },
-    "aggressive": {
-        "gather": ("none", "int8:256", "int6:256"),
-        "reduce_intra": ("none", "int8:256", "int4:256"),
-        "reduce_inter": ("none", "int8:256", "int4:256", "int3:256"),
-        "spread": ("none", "int8:256", "int6:256"),
-        "tp": ("none", "int8:256", "int6:256"),
-        "pp": ("none", "int8:256", "int6:256"),
-    },
+    "none": _level(),
+    "lossless": _level(("exp3",), ("mpc",), ("mpc",)),
+    "standard": _level(_INT8, _INT8, ("int8:256", "int4:256"), _INT8),
+    "aggressive": _level(_INT6, ("int8:256", "int4:256"), ("int8:256", "int4:256", "int3:256"), _INT6),
 }
 """Codecs that the search may choose from, by level and by field of ``wire``. Each tuple starts with the plainest."""
 

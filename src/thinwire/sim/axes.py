@@ -75,9 +75,9 @@ class AxisCosts:
         plan, codec = self.plan, self.plan.wire.tp
         values, mesh = plan.micro_batch * self.seq * self.model.hidden, Factor(local=plan.tp)
         if codec.is_none:
-            return self.calls.seconds("AR", values * ITEMSIZE[plan.compute_dtype], mesh)
+            return self.calls.seconds(Kind.ALL_REDUCE, values * ITEMSIZE[plan.compute_dtype], mesh)
         dtype = plan.compute_dtype
-        transfer = self.calls.seconds("AR", values * wire_bytes_per_value(codec, dtype), mesh)
+        transfer = self.calls.seconds(Kind.ALL_REDUCE, values * wire_bytes_per_value(codec, dtype), mesh)
         # The reduce-scatter encodes the whole vector, the all-gather a rank's share; the parts of others are decoded.
         others = values * (plan.tp - 1) / plan.tp
         return transfer + self.rates.codec(Work(codec, dtype, encoded=values + values / plan.tp, decoded=2 * others))
@@ -146,12 +146,12 @@ class AxisCosts:
         part = values / self.sharers
         pair = Factor(nodes=2) if self.crosses else Factor(local=2)
         # The nodes of a stage are adjacent, so the distance to the next stage is a stage's number of nodes.
-        seconds = self.calls.seconds("BC", part * wire_bytes_per_value(codec, dtype), pair, plan.mesh.nodes)
+        seconds = self.calls.seconds(Kind.BROADCAST, part * wire_bytes_per_value(codec, dtype), pair, plan.mesh.nodes)
         if not codec.is_none:
             seconds += self.rates.codec(Work(codec, dtype, encoded=part, decoded=part))
         if not self.gathered:
             return seconds
-        return seconds + self.calls.seconds("AG", values * ITEMSIZE[dtype], Factor(local=self.sharers))
+        return seconds + self.calls.seconds(Kind.ALL_GATHER, values * ITEMSIZE[dtype], Factor(local=self.sharers))
 
 
 def exchanged_values(part: ModelPart, plan: Plan, seq: int, hidden: int) -> float:

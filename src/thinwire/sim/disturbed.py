@@ -87,7 +87,8 @@ def disturbed(case: Case, disturbance: Disturbance, *, samples: int = 64, seed: 
     undisturbed = answer(case)
     chance = random.Random(seed)
     cluster = undisturbed.cluster
-    seconds = sorted(_seconds(case, disturbance.draw(cluster.gpus, cluster.nodes, chance)) for _ in range(samples))
+    drawn = [disturbance.draw(cluster.gpus, cluster.nodes, chance) for _ in range(samples)]
+    seconds = sorted(answer(case, slowed=slowed).simulated.seconds for slowed in drawn)
     return Disturbed(
         statistics.median(seconds),
         seconds[math.floor(0.05 * (samples - 1))],
@@ -95,10 +96,6 @@ def disturbed(case: Case, disturbance: Disturbance, *, samples: int = 64, seed: 
         undisturbed.simulated.seconds,
         samples,
     )
-
-
-def _seconds(case: Case, slowed: Slowed) -> float:
-    return answer(case, slowed=slowed).simulated.seconds
 
 
 def _slowest(count: int, sigma: float, always: float, chance: random.Random) -> float:

@@ -144,7 +144,7 @@ def step_with_axes(
         execution: How an engine other than thinwire performs it.
     """
     plan, rates = costs.plan, costs.rates
-    workload = workload.exchanging(costs.exchanges(workload.parts))
+    workload = replace(workload, exchanges=costs.exchanges(workload.parts))
     step = simulate(plan, workload, rates, micro_batches=plan.micro_batches, trace=trace, execution=execution)
     return replace(step, seconds=step.seconds + costs.idle(*pass_seconds(plan, workload, rates)))
 

@@ -27,7 +27,7 @@ from thinwire.sim.repetition import Repeated
 from thinwire.sim.workload import Execution, Workload, unit_seconds, update_seconds, update_shares
 from thinwire.spec import Plan
 
-__all__ = ["Computation", "Player"]
+__all__ = ["Activity", "Player"]
 
 _SAME = 1e-11
 """States are the same if no task's remaining seconds differ by more than this share of the time in between."""
@@ -45,8 +45,8 @@ class _Computing(NamedTuple):
     name: str
 
 
-Computation = Iterator[Flight | _Computing]
-"""What takes time, in order: computation itself, and waiting for operations."""
+Activity = Iterator[Flight | _Computing]
+"""What takes a rank's time, in order: computation itself, and waiting for operations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +113,11 @@ class Player:
         self._seconds = unit_seconds(plan, played, rates)
         self._updates = update_seconds(played, rates, program)
         self._finals: list[tuple[float, Flight | None]] = []  # seconds of the update, and the operation
-        self._computation: Computation | None = None
+        self._computation: Activity | None = None
         self._current: Flight | _Computing | None = None
         self._since = 0.0
 
-    def play(self, computation: Computation, *, drain: bool = True) -> None:
+    def play(self, computation: Activity, *, drain: bool = True) -> None:
         """Play some computation, after what was played before.
 
         Args:
@@ -181,7 +181,7 @@ class Player:
 
     # -- what one rank computes --------------------------------------------------------------------------------
 
-    def begin(self) -> Computation:
+    def begin(self) -> Activity:
         """The spread of updated parameters, and the fixed seconds of a step."""
         program, launches = self._program, self.lanes.launches
         spreads = [launches[op.index] for op in program.starts(_STEP) if op.lane is Lane.SPREAD]
@@ -195,13 +195,13 @@ class Player:
         yield from self._wait(awaited)
         yield from _compute(self._rates.handling.step, "step")
 
-    def forward(self, micro_batch: int) -> Computation:
+    def forward(self, micro_batch: int) -> Activity:
         """The forward of a micro-batch."""
         # In the first one, updated parameters are on their way to all blocks.
         more = {Lane.SPREAD: self._spreads} if micro_batch == 0 else {}
         return self._pass(self._trace.forward, self._forward_at, micro_batch, self._plan.prefetch, more)
 
-    def backward(self, micro_batch: int) -> Computation:
+    def backward(self, micro_batch: int) -> Activity:
         """The backward of a micro-batch."""
         held: list[int] = []  # reductions that start once the next unit is gathered
         at = partial(self._backward_at, held=held)
@@ -209,7 +209,7 @@ class Player:
         self._start(held)
         yield from self._reach(Event(Phase.BACKWARD_END, -1, micro_batch))
 
-    def finish(self) -> Computation:
+    def finish(self) -> Activity:
         """Update each unit when its gradients arrive, or all units after the exchange of the norm."""
         control = [op.index for op in self._program.starts(_STEP) if op.lane is Lane.CONTROL]
         self._start(control)
@@ -225,7 +225,7 @@ class Player:
         if self._whole.clip:
             yield from _compute(everything, "update")
 
-    def _forward_at(self, event: Event) -> Computation:
+    def _forward_at(self, event: Event) -> Activity:
         unit, name = event.unit, self._program.units[event.unit].name
         later = self._unawaited(event) if self._execution.needed_first else ()
         yield from self._reach(event, later)
@@ -235,7 +235,7 @@ class Player:
             yield from _compute(self._seconds[unit].forward, f"forward {name or '(root)'}")
             self._keep(unit, 1)
 
-    def _backward_at(self, event: Event, held: list[int]) -> Computation:
+    def _backward_at(self, event: Event, held: list[int]) -> Activity:
         phase, unit, name = event.phase, event.unit, self._program.units[event.unit].name
         seconds = self._seconds[unit]
         if phase is Phase.GRADS_READY and name:
@@ -300,11 +300,11 @@ class Player:
     def _pass(
         self,
         moments: Sequence[Moment],
-        at: Callable[[Event], Computation],
+        at: Callable[[Event], Activity],
         micro_batch: int,
         after: int,
         more: Mapping[Lane, int],
-    ) -> Computation:
+    ) -> Activity:
         """All moments of a pass, one period again for each that is missing.
 
         Args:

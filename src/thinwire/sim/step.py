@@ -17,7 +17,7 @@ from thinwire.cost import PricedStage, Rates, moves
 from thinwire.program import Lane, Operation, UnitInfo, exchange_operations, lower
 from thinwire.program.timeline import Level, Span
 from thinwire.sim.clock import Resource
-from thinwire.sim.player import Computation, Player
+from thinwire.sim.player import Activity, Player
 from thinwire.sim.repetition import repeated
 from thinwire.sim.workload import Execution, Workload
 from thinwire.spec import Plan
@@ -160,7 +160,7 @@ def _further(three: Simulated, two: Simulated, more: int) -> Simulated:
     )
 
 
-def _passes(player: Player, micro_batches: Sequence[int]) -> list[Computation]:
+def _passes(player: Player, micro_batches: Sequence[int]) -> list[Activity]:
     """Forward and backward of these micro-batches."""
     return [part for number in micro_batches for part in (player.forward(number), player.backward(number))]
 

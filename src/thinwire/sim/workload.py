@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from thinwire.cost import ModelPart, PricedStage, Rates
@@ -40,10 +40,6 @@ class Workload:
     clip: bool = False
     kept: tuple[int, ...] = ()
     exchanges: tuple[float, ...] = ()
-
-    def exchanging(self, exchanges: tuple[float, ...]) -> Workload:
-        """The work with these exchanges."""
-        return replace(self, exchanges=exchanges)
 
 
 def work_of(unit: UnitInfo, part: ModelPart) -> object:

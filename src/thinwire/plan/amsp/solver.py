@@ -28,6 +28,9 @@ __all__ = ["PAPER_PLANS", "AmspPlan", "amsp_flips", "amsp_plan", "amsp_search", 
 PAPER_PLANS = {"llama-7b": "zero1-node", "llama-13b": "amsp-13b", "llama-30b-amsp": "amsp-30b"}
 """Presets of the plans in AMSP's Table IV, by model."""
 
+PAPER = "amsp-paper"
+"""Label of these plans."""
+
 TIE = 0.001
 """Relative difference below which two sums tie. A tie goes to s_g = s_p, then to the larger s_os (section 4.3)."""
 
@@ -42,7 +45,7 @@ class AmspPlan:
         recomputing: Seconds of computation that recomputation adds to a step.
         memory: Bytes on a rank, with states counted as AMSP counts them.
         fits: Whether these bytes fit into an accelerator's memory.
-        label: ``amsp-paper`` for the plan of Table IV.
+        label: :data:`PAPER` for the plan of Table IV.
     """
 
     plan: Plan
@@ -87,12 +90,12 @@ def amsp_search(job: TrainingJob, *, top: int | None = None, contention: bool = 
     for plan in _ranked(space.fitting()):
         # The paper's plan gets one row's label, that with the better choice of recomputation.
         is_paper = awaited and _chain_of(plan.plan) == _chain_of(paper[0].plan)
-        rows.append(_labelled(plan) if is_paper else plan)
+        rows.append(replace(plan, label=PAPER) if is_paper else plan)
         awaited = awaited and not is_paper
         if top is not None and len(rows) >= top and not awaited:
             break
     if paper and not any(plan.fits for plan in paper):
-        rows.append(_labelled(min(paper, key=lambda plan: plan.memory.total)))
+        rows.append(replace(min(paper, key=lambda plan: plan.memory.total), label=PAPER))
     return rows
 
 
@@ -320,7 +323,3 @@ def _paper_chain(job: TrainingJob) -> Chain | None:
 
 def _chain_of(plan: Plan) -> Chain:
     return plan.params, plan.grads, plan.optimizer
-
-
-def _labelled(plan: AmspPlan) -> AmspPlan:
-    return replace(plan, label="amsp-paper")

@@ -13,6 +13,7 @@ from functools import cache
 
 from thinwire.cost.blocks import ModelPart
 from thinwire.cost.collectives import CollectiveTimes
+from thinwire.program import Kind
 from thinwire.spec import Factor
 
 __all__ = ["AmspSums", "AmspTimes"]
@@ -89,14 +90,16 @@ class AmspSums:
         seconds, owners = self._collectives.seconds, params.quotient(optimizer)
         size, buckets = self._buckets(params)
         times = self._micro_batches if grads == optimizer else 1
-        replicas = seconds("AR", size / owners.ranks, optimizer.quotient(self._mesh))
-        return buckets * (times * seconds("RS", size, owners) + replicas)
+        replicas = seconds(Kind.ALL_REDUCE, size / owners.ranks, optimizer.quotient(self._mesh))
+        return buckets * (times * seconds(Kind.REDUCE_SCATTER, size, owners) + replicas)
 
     def _params(self, params: Factor) -> float:
         sizes, seconds = self._sizes, self._collectives.seconds
         gathers = [1 if index == len(sizes) - 1 else 2 for index in range(len(sizes))]  # the last unit stays gathered
-        gathering = sum(count * seconds("AG", size, params) for count, size in zip(gathers, sizes, strict=True))
-        return self._micro_batches * (gathering + sum(seconds("RS", size, params) for size in sizes))
+        gathering = sum(
+            count * seconds(Kind.ALL_GATHER, size, params) for count, size in zip(gathers, sizes, strict=True)
+        )
+        return self._micro_batches * (gathering + sum(seconds(Kind.REDUCE_SCATTER, size, params) for size in sizes))
 
     def _grads(self, params: Factor, grads: Factor) -> float:
         return (self._micro_batches - 1) * self._all_reduce(params, grads)
@@ -107,7 +110,7 @@ class AmspSums:
     def _all_reduce(self, params: Factor, outer: Factor) -> float:
         """Seconds of all-reducing the gradients of a ``P`` shard, bucket by bucket, over the ranks within ``outer``."""
         size, buckets = self._buckets(params)
-        return buckets * self._collectives.seconds("AR", size, params.quotient(outer))
+        return buckets * self._collectives.seconds(Kind.ALL_REDUCE, size, params.quotient(outer))
 
     def _buckets(self, params: Factor) -> tuple[float, float]:
         """Bytes of a bucket, and the number of buckets of a ``P`` shard; a part of a bucket counts as a part."""
@@ -118,4 +121,4 @@ class AmspSums:
     def _spread(self, params: Factor, optimizer: Factor) -> float:
         owners = params.quotient(optimizer)
         share = sum(self._sizes) / params.ranks / owners.ranks
-        return owners.ranks * self._collectives.seconds("BC", share, owners) if owners.ranks > 1 else 0.0
+        return owners.ranks * self._collectives.seconds(Kind.BROADCAST, share, owners) if owners.ranks > 1 else 0.0

@@ -5,18 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 from thinwire.cost import ModelPart, alike, working_memory
-from thinwire.cost.memory.stages import PipelineShare, demanding_stages, stages
+from thinwire.cost.memory.stages import demanding_stages, stages
 from thinwire.plan.rules import Cut
 from thinwire.plan.space.traffic import codec_choices
 from thinwire.plan.training_job import TrainingJob, axis_costs
 from thinwire.sim.workload import part_seconds
 from thinwire.spec import Plan
 
-__all__ = ["BatchChoice", "BatchMemory", "Batches", "demanding"]
+__all__ = ["BatchChoice", "BatchMemory", "Batches"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +24,17 @@ class BatchMemory:
     """A choice of the batch with the memory that it takes.
 
     Attributes:
-        micro_batch: Sequences per micro-batch.
-        micro_batches: Micro-batches per step.
-        recompute: Whether blocks are recomputed in the backward.
+        plan: A plan with the size of a micro-batch, their number, and recomputation.
         working: Bytes that depend on the batch, plus the overhead, for each stage that may need the most memory.
     """
 
-    micro_batch: int
-    micro_batches: int
-    recompute: bool
+    plan: Plan
     working: tuple[int, ...]
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per step."""
+        return self.plan.micro_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class BatchChoice(BatchMemory):
     @property
     def complexity(self) -> int:
         """Number of knobs that the choice turns."""
-        return self.recompute + sum(codec != "none" for codec in self.codecs)
+        return self.plan.recompute + sum(codec != "none" for codec in self.codecs)
 
 
 class Batches:
@@ -74,7 +75,6 @@ class Batches:
 
     def __init__(self, job: TrainingJob, cut: Cut, base: Plan) -> None:
         self._job, self._cut, self._base = job, cut, base
-        self._sized: dict[tuple[int, int, bool], Plan] = {}
 
     @cached_property
     def choices(self) -> Sequence[BatchChoice]:
@@ -90,41 +90,31 @@ class Batches:
         level = codec_choices(self._job)
         axes = [level[axis] if ways > 1 else ("none",) for axis, ways in (("tp", self._cut.tp), ("pp", self._cut.pp))]
         for batch in self.sizes:
-            size, count, recompute = batch.micro_batch, batch.micro_batches, batch.recompute
-            sized = self._plan(size, count, recompute=recompute)
             for tp, pp in itertools.product(*axes):
-                plan = sized if tp == pp == "none" else sized.with_(wire={"tp": tp, "pp": pp})
+                plan = batch.plan if tp == pp == "none" else batch.plan.with_(wire={"tp": tp, "pp": pp})
                 yield _batch_choice(self._job, self._parts, batch, plan)
 
     @cached_property
     def sizes(self) -> list[BatchMemory]:
         """Every size of a micro-batch, with and without recomputation, with its memory."""
-        return [
-            BatchMemory(size, count, recompute, self._working(size, count, recompute=recompute))
+        plans = (
+            self._base.trusted(micro_batch=size, micro_batches=count, recompute=recompute)
             for size, count in self._job.batches(self._cut)
             for recompute in self._job.recomputes
-        ]
+        )
+        return [BatchMemory(plan, self._working(plan)) for plan in plans]
 
     @cached_property
     def _parts(self) -> list[tuple[int, ModelPart]]:
         """The parts of the model that compute differently, with their numbers."""
         return alike(self._job.parts(self._base))
 
-    def _working(self, micro_batch: int, micro_batches: int, *, recompute: bool) -> tuple[int, ...]:
-        plan, job = self._plan(micro_batch, micro_batches, recompute=recompute), self._job
+    def _working(self, plan: Plan) -> tuple[int, ...]:
+        job = self._job
         return tuple(
             working_memory(job.model, plan, seq=job.seq, stage=stage, loss_chunk=job.loss_chunk) + job.overhead
             for stage in demanding_stages(stages(job.model.layers, plan))
         )
-
-    def _plan(self, micro_batch: int, micro_batches: int, *, recompute: bool) -> Plan:
-        """The base with a size of the batch."""
-        key = micro_batch, micro_batches, recompute
-        if key not in self._sized:
-            self._sized[key] = self._base.trusted(
-                micro_batch=micro_batch, micro_batches=micro_batches, recompute=recompute
-            )
-        return self._sized[key]
 
 
 def _batch_choice(
@@ -148,7 +138,8 @@ def _batch_choice(
     computing = plan.micro_batches * (forward + backward + again) + job.rates.handling.step
     none = {"embedding": (0.0, 0.0), "head": (0.0, 0.0), "rest": (0.0, 0.0)}
     return BatchChoice(
-        **{each.name: getattr(batch, each.name) for each in fields(batch)},
+        plan,
+        batch.working,
         codecs=(str(plan.wire.tp), str(plan.wire.pp)),
         computing=computing,
         bubble=costs.idle(forward, backward) + costs.awaited,
@@ -156,8 +147,3 @@ def _batch_choice(
         backward=backward + again,
         parts=none | parts,
     )
-
-
-def demanding(job: TrainingJob, base: Plan, micro_batches: int) -> list[PipelineShare]:
-    """The stages that may need the most memory."""
-    return demanding_stages(stages(job.model.layers, base.trusted(micro_batches=micro_batches)))

@@ -89,8 +89,8 @@ class CandidateGroup:
             self.chain,
             self.secondary,
             self.codecs[choice] + batch.codecs,
-            batch.micro_batch,
-            batch.recompute,
+            batch.plan.micro_batch,
+            batch.plan.recompute,
         )
 
 
@@ -137,6 +137,7 @@ class Candidates:
         pricer: Prices collectives.
 
     Attributes:
+        batches: Choices of the batch.
         states: Bytes of every plan that do not depend on the batch.
         considered: Number of plans that :meth:`candidates` has gone through.
         fitting: Number of these that fit into memory without codecs and may stay below the limit.
@@ -157,23 +158,12 @@ class Candidates:
         self.bucket_bytes = _bucket_bytes(job, self.mesh, sum(part.numel for part in job.parts(base)))
         self._base = base.trusted(bucket_bytes=self.bucket_bytes)
         self._units = UnitSizes.of(job, self._base)
-        self._kinds = self._units.kinds
-        self._parameters = sum(kind.count * kind.numel for kind in self._kinds)
+        self._parameters = sum(kind.count * kind.numel for kind in self._units.kinds)
         self.states = StateBytes(job, self._base)
         self._pricer = pricer
-        self._batches = Batches(job, cut, self._base)
+        self.batches = Batches(job, cut, self._base)
         self._traffic = TrafficSeconds(job, pricer, self._units, self.bucket_bytes)
         self.considered = self.fitting = 0
-
-    @property
-    def batches(self) -> Sequence[BatchChoice]:
-        """Every choice of the batch, with its costs."""
-        return self._batches.choices
-
-    @property
-    def least(self) -> float:
-        """Seconds of the batch that computes and idles least, whether it fits into memory or not."""
-        return self._batches.least
 
     def candidates(self) -> Iterator[Candidate]:
         """Every valid plan that fits into memory without codecs."""
@@ -188,7 +178,7 @@ class Candidates:
                 those above it are not.
         """
         fixed = self._control + self.job.rates.update(self._parameters // self.mesh.ranks)
-        promising = [batch for batch in self.batches if batch.computing + batch.bubble + fixed <= limit]
+        promising = [batch for batch in self.batches.choices if batch.computing + batch.bubble + fixed <= limit]
         for params, optimizer in chain_ends(self.mesh):
             if self.cut.pp > 1 and params.ranks > 1:  # every micro-batch would gather the parameters again
                 continue
@@ -198,7 +188,7 @@ class Candidates:
             within = [promising[row] for row in rows]
             if not within or (len(closer) > 1 and self._hopeless((params, params, optimizer), within, limit)):
                 count = self._traffic.count(self._groups_of((params, params, optimizer), None))
-                self.considered += len(closer) * len({params, optimizer}) * count * len(self.batches)
+                self.considered += len(closer) * len({params, optimizer}) * count * len(self.batches.choices)
                 continue
             yield from self._groups_between((params, optimizer), closer, within, complete=len(promising))
 
@@ -227,7 +217,7 @@ class Candidates:
                 chain = params, grads, optimizer
                 rows = self.states.fitting(chain, secondary, batches)
                 count = self._traffic.count(self._groups_of(chain, None))
-                self.considered += count * len(self.batches)
+                self.considered += count * len(self.batches.choices)
                 self.fitting += count * len(rows)
                 if rows:
                     found.append((grads, secondary, rows))
@@ -300,10 +290,8 @@ class Candidates:
 
     @cached_property
     def _control(self) -> float:
-        """Seconds of the exchanges of all ranks at the end of a step, one after another."""
-        if self.mesh.ranks == 1:
-            return 0.0
-        return sum(self._pricer.control(self.mesh, nbytes) for nbytes in self._units.control)
+        """Seconds of the exchange of all ranks at the end of a step."""
+        return 0.0 if self.mesh.ranks == 1 else self._pricer.control(self.mesh, self._units.control)
 
     def plan(self, candidate: Candidate) -> Plan:
         """The full plan of a candidate."""
@@ -322,7 +310,7 @@ class Candidates:
     def smallest(self) -> tuple[int, Candidate]:
         """The bytes of the plan that needs the least memory, and the plan; among several, the one with the least
         sharding."""
-        batch = min(self._batches.sizes, key=lambda batch: max(batch.working))
+        batch = min(self.batches.sizes, key=lambda batch: max(batch.working))
         chains = [
             (params, optimizer, optimizer)
             for params, optimizer in chain_ends(self.mesh)
@@ -334,7 +322,8 @@ class Candidates:
                 needed = self.states.needed(chain, None, batch)
                 least, best = (needed, chain) if needed <= least else (least, best)
         codecs = ("none",) * len(WIRE)
-        return int(least), Candidate(0.0, 0, self.cut, best, None, codecs, batch.micro_batch, batch.recompute)
+        size, recompute = batch.plan.micro_batch, batch.plan.recompute
+        return int(least), Candidate(0.0, 0, self.cut, best, None, codecs, size, recompute)
 
 
 def _bucket_bytes(job: TrainingJob, mesh: Factor, parameters: int) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from thinwire.cost.memory.stages import held_units, stage_model
+from thinwire.cost.memory.stages import demanding_stages, held_units, stage_model, stages
 from thinwire.cost.memory.states import ModelStates, States
 from thinwire.cost.memory.workspace import Workspace
 from thinwire.plan.rules import Chain
-from thinwire.plan.space.batches import BatchMemory, demanding
+from thinwire.plan.space.batches import BatchMemory
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import Factor, Plan
 
@@ -25,10 +25,11 @@ class StateBytes:
 
     def __init__(self, job: TrainingJob, base: Plan) -> None:
         self._base, self._room = base, job.cluster.memory
-        stages = [held_units(stage_model(job.model, stage.blocks), base, stage) for stage in demanding(job, base, 1)]
+        shares = demanding_stages(stages(job.model.layers, base))
+        held = [held_units(stage_model(job.model, stage.blocks), base, stage) for stage in shares]
         # Padding depends on the world size alone, so all plans have the same units, and cut them evenly.
-        self._numels = [sum(buffer.numel for unit in held for buffer in unit.buffers) for held in stages]
-        self._stages = [Workspace(held) for held in stages]
+        self._numels = [sum(buffer.numel for unit in units for buffer in unit.buffers) for units in held]
+        self._stages = [Workspace(units) for units in held]
         self._held: dict[tuple[Factor, Factor], list[int]] = {}
 
     def fitting(self, chain: Chain, secondary: Factor | None, batches: Sequence[BatchMemory]) -> list[int]:

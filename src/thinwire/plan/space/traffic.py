@@ -57,7 +57,7 @@ class UnitSizes:
         reduced: Kind of part and elements of every unit, in the order in which gradients are reduced.
         last: Elements of the last unit whose gradients a computation makes.
         itemsize: Bytes of a gradient on the wire.
-        control: Bytes of each rank in each exchange at the end of a step.
+        control: Bytes of each rank in the exchange at the end of a step.
     """
 
     kinds: tuple[UnitKind, ...]
@@ -65,7 +65,7 @@ class UnitSizes:
     reduced: tuple[tuple[str, int], ...]
     last: int
     itemsize: int
-    control: tuple[int, ...]
+    control: int
 
     @classmethod
     def of(cls, job: TrainingJob, base: Plan) -> UnitSizes:
@@ -86,7 +86,7 @@ class UnitSizes:
             tuple((names[unit], numels[unit]) for unit in trace.reduction_order),
             next(numels[unit] for unit in reversed(trace.reduction_order) if units[unit].name),
             ITEMSIZE[base.effective_reduce_dtype],
-            (control_bytes(units),),
+            control_bytes(units),
         )
 
     def buckets(self, shards: int, bucket_bytes: int) -> list[int]:
