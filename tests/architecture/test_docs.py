@@ -46,7 +46,7 @@ def keys(spec: type[Spec]) -> list[str]:
 
 def test_the_recipe_reference_names_every_key() -> None:
     text = recipe_reference()
-    assert "micro_batch" in keys(Recipe)
+    assert "global_batch" in keys(Recipe)
     for name in set(keys(Recipe)) - {"local"}:  # of a factor, which the plan's page explains
         assert f"| `{name}` |" in text
 
