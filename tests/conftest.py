@@ -17,6 +17,10 @@ from tests.support.paths import ROOT
 # lost on the way now and then, the five seconds until the next would be a good part of the suite's time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
+# Each of the many processes that tests start would compile thinwire anew, and each worker of pytest all tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Know ``timeout`` of pyproject.toml where pytest-timeout is not installed, as on a machine lent for its GPU."""

@@ -139,7 +139,7 @@ PLANS = {
 }
 
 
-SLOW = ("zero1 ep 2 of 2x2", "zero3 recomputed ep 4", "mixtral zero3 ep 2 of 4")
+SLOW = ("ddp ep 2 of 2", "zero1 ep 2 of 2x2", "zero3 recomputed ep 4", "mixtral zero3 ep 2 of 4")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in PLANS])

@@ -72,7 +72,7 @@ def rank_matches(kind: Kind, plan: tw.Plan, options: dict[str, Any]) -> set[str]
     ("kind", "grid", "fields", "options"),
     [
         pytest.param("llama", (2, 2, 1), {}, {}, marks=pytest.mark.slow),
-        ("tied", (2, 2, 1), {}, {"sequence_parallel": False}),
+        pytest.param("tied", (2, 2, 1), {}, {"sequence_parallel": False}, marks=pytest.mark.slow),
         ("learned", (2, 2, 1), {"params": {"local": 2}, "grads": {"local": 2}}, {}),
         pytest.param("gpt", (2, 1, 2), {}, {}, marks=pytest.mark.slow),
         ("llama", (2, 1, 2), {"schedule": "interleaved"}, {}),
