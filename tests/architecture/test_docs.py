@@ -68,6 +68,29 @@ def test_links_resolve(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
+OURS = [ROOT, ROOT / "src/thinwire", ROOT / "tests", ROOT / "bench/src/thinwire_bench"]
+FOLDERS = {"src", "csrc", "tests", "tools", "docs", "examples", "recipes", "bench", "benchmarks"} | {
+    path.name for path in (ROOT / "src/thinwire").iterdir() if path.is_dir()
+}
+
+
+def written_out(path: str) -> list[str]:
+    """``a/{b,c}.py`` as ``a/b.py`` and ``a/c.py``."""
+    before, _, rest = path.partition("{")
+    names, _, after = rest.partition("}")
+    return [f"{before}{name}{after}" for name in names.split(",")] if rest else [path]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    """Those with a folder of ours in front; NAME, CARD and a/b stand for any."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for named in re.findall(r"`([\w-]+/[\w{},./-]*)`", text):
+        if named.partition("/")[0] in FOLDERS and not re.search(r"[A-Z]{4}|a/b", named):
+            for path in written_out(named):
+                assert any((folder / path).exists() for folder in OURS), path
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_examples_are_valid(page: Path) -> None:
     for text in TOML.findall(page.read_text(encoding="utf-8")):

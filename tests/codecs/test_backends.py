@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.support.codecs.samples import LOSSLESS
+from tests.support.codecs.samples import LOSSLESS, of_every_fixed_family
 
 from thinwire import codecs
 from thinwire.codecs.cpp import _native
@@ -87,7 +87,7 @@ def test_messages_and_values_are_the_references(name: str) -> None:
 
 
 @pytest.mark.parametrize("misalignment", [1, 2, 3, 8])
-@pytest.mark.parametrize("name", ["bf16", "int8:256", "int4:256", "int3:64", "zfp:8"])
+@pytest.mark.parametrize("name", of_every_fixed_family(["bf16", "int8:256", "int4:256", "int3:64", "zfp:8"]))
 def test_any_alignment(name: str, misalignment: int, target: str) -> None:
     codec = codecs.get(name, backend="cpp")
     x = torch.randn(1001)
@@ -100,13 +100,8 @@ def test_any_alignment(name: str, misalignment: int, target: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "none",
-        "bf16",
-        "int8:256",
-        "int4:256",
-        "int4:256,stochastic",
-        "int4:tensor",
-        pytest.param("zfp:16", marks=pytest.mark.slow),
+        pytest.param(name, marks=pytest.mark.slow) if name == "zfp:16" else name
+        for name in of_every_fixed_family(["int8:256", "int4:256", "int4:256,stochastic", "int4:tensor", "zfp:16"])
     ],
 )
 @pytest.mark.parametrize("threads", [1, 2])

@@ -17,7 +17,7 @@ from thinwire import codecs
 from thinwire.codecs.reference.block import SEARCHES
 from thinwire.errors import WireError
 from thinwire.spec import CodecSpec
-from thinwire.spec.codec import encodable_dtypes
+from thinwire.spec.codec import FAMILIES, encodable_dtypes
 
 FLOAT = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 INTEGER = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -99,8 +99,16 @@ BLOCKS = st.one_of(
     st.builds(lambda eights, random: f"{8 * eights}{random}", st.integers(1, 40), st.sampled_from(["", ",stochastic"])),
     st.sampled_from(["tensor", "tensor,stochastic"]),
 )
+WITH_PARAMETERS = ("int", "zfp")
 LOSSY = st.one_of(
-    st.sampled_from(["bf16", "fp16"]),
+    st.sampled_from(
+        [
+            text
+            for name, family in FAMILIES.items()
+            if not family.lossless and name not in WITH_PARAMETERS
+            for text in family.examples
+        ]
+    ),
     st.builds(lambda bits, rest: f"int{bits}:{rest}", st.integers(2, 8), BLOCKS),
     st.integers(1, 128).map(lambda quarters: f"zfp:{quarters / 4}"),
 )
@@ -168,6 +176,10 @@ def test_errors_keep_to_the_bounds_of_the_format(examples: int) -> None:
     search(check, examples, cases(LOSSY, specials=False))
 
 
+CASTS = {"bf16": (8, 2.0**-134, torch.inf), "fp16": (11, 2.0**-25, 65520.0)}
+"""Bits of a value that are kept, half of the least denormal, and what becomes infinite."""
+
+
 def check_error(spec: CodecSpec, x: Tensor, y: Tensor) -> None:
     if x.numel() == 0:
         return
@@ -180,7 +192,7 @@ def check_error(spec: CodecSpec, x: Tensor, y: Tensor) -> None:
         for values, decoded in zip(x.split(4), y.split(4), strict=True):
             check_zfp_block(spec, values, decoded)
         return
-    bits, least, beyond = (8, 2.0**-134, torch.inf) if spec.family == "bf16" else (11, 2.0**-25, 65520.0)
+    bits, least, beyond = CASTS[spec.family]
     assert (y - x).abs().where(x.abs() < beyond, 0.0).le((x.abs() * 2.0**-bits).clamp(min=least)).all()
     assert y.isinf().equal(x.abs() >= beyond)
 

@@ -8,7 +8,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.support.codecs.samples import LOSSLESS, POISON, dtype_for, mixture, of_every_family, same, with_word
+from tests.support.codecs.samples import (
+    LOSSLESS,
+    POISON,
+    dtype_for,
+    mixture,
+    of_every_family,
+    of_every_fixed_family,
+    same,
+    with_word,
+)
 from torch import Tensor
 
 from thinwire import codecs
@@ -23,25 +32,15 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no CUDA device"),
 ]
 
-FIXED = [
-    *(
-        "none",
-        "bf16",
-        "fp16",
-        "zfp:2.25",
-        "zfp:4",
-        "zfp:8",
-        "zfp:10",
-        "zfp:15.3",
-        "zfp:16",
-        "zfp:24",
-        "zfp:25",
-        "zfp:32",
-    ),
-    *("int8:256", "int8:256,hadamard", "int4:256", "int4:256,hadamard", "int4:256,stochastic", "int8:tensor"),
-    *("int4:tensor", "int4:tensor,stochastic", "int2:32", "int3:24", "int3:2048", "int5:128", "int6:256", "int7:24"),
-    *("int4:4104", "int8:8,hadamard", "int8:8192,hadamard", "int2:8192,hadamard", "int8:64,hadamard,stochastic"),
-]
+FIXED = of_every_fixed_family(
+    [
+        *("zfp:2.25", "zfp:4", "zfp:8", "zfp:10", "zfp:15.3", "zfp:16", "zfp:24", "zfp:25", "zfp:32"),
+        *("int8:256", "int8:256,hadamard", "int4:256", "int4:256,hadamard", "int4:256,stochastic", "int8:tensor"),
+        *("int4:tensor", "int4:tensor,stochastic", "int2:32", "int3:24", "int3:2048", "int5:128", "int6:256"),
+        *("int7:24", "int4:4104", "int8:8,hadamard", "int8:8192,hadamard", "int2:8192,hadamard"),
+        "int8:64,hadamard,stochastic",
+    ]
+)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [1, 2, 3, 5, 9, 31, 255, 257, 1000, 2049, 8191, 100_003]
 MEBIBYTE = 1 << 20

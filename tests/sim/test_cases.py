@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from tests.support.paths import ROOT
 
+from thinwire.cli.planning.sim import _plan_fields
 from thinwire.errors import SpecError
 from thinwire.sim import Case, Resource, answer, read_cases
+from thinwire.spec import Plan
 
 NODE = {"local": 8, "nodes": 1}
 ONE = {"local": 1, "nodes": 1}
@@ -41,6 +43,29 @@ def test_factors_and_their_preset_are_one_plan() -> None:
     named, written = answer(case(plan="zero1-node")), answer(case(plan=AMSP_7B))
     assert named.simulated.seconds == written.simulated.seconds
     assert named.memory == written.memory
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"bucket_chunks": 4, "reduce_bytes": "64MiB", "grad_reduce": "sum"},
+        {"keep_gathered": "none", "live_bytes": "4GiB", "units": [{"match": "*", "keep_gathered": False}]},
+        {"overlap": {"gather": False, "stages": False, "input_gradient": True}, "granularity": "module"},
+    ],
+    ids=str,
+)
+def test_a_plan_file_is_played_as_it_is(changes: dict[str, Any], tmp_path: Path) -> None:
+    plan = Plan.preset("hpz", nodes=8, local=8, micro_batches=2, **changes)
+    plan.save(tmp_path / "plan.toml")
+    fields = _plan_fields(str(tmp_path / "plan.toml"), "llama-7b", 4096)
+    assert answer(case(**fields)).plan.with_(name="hpz") == plan
+
+
+def test_a_plan_file_with_islands_is_refused(tmp_path: Path) -> None:
+    Plan.preset("islands", nodes=8, local=8).save(tmp_path / "plan.toml")
+    with pytest.raises(SpecError, match="islands: thinwire sim plays files without them"):
+        _plan_fields(str(tmp_path / "plan.toml"), "llama-7b", 4096)
 
 
 def test_micro_batches_and_batch_sizes_count() -> None:
@@ -146,7 +171,6 @@ def test_the_command_sweeps_draws_and_traces(tmp_path: Path) -> None:
     one = run_command(*usual, "--trace", str(trace), "--json")
     assert one.returncode == 0, one.stderr
     assert any(event["ph"] == "X" for event in json.loads(trace.read_text())["traceEvents"])
-    from thinwire.spec import Plan
 
     Plan.preset("zero3", nodes=2, local=8).save(plan)
     from_file = run_command(*usual[:4], "--plan", str(plan), "--json")

@@ -25,11 +25,11 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 OVERLAPS = ("gather", "reduce", "sync", "spread")
 
-PLAN_KEYS = (
-    "params", "grads", "optimizer", "secondary", "partition",
-    "secondary_reuse", "granularity", "bucket_bytes", "prefetch", "accumulate_dtype", "reduce_dtype", "placement",
-)  # fmt: skip
-"""Keys of a plan that a case may set: sharding, placement of ranks, and the runtime's knobs that affect step time."""
+_OTHERWISE = {"name", "mesh", "compute_dtype", "recompute", "micro_batch", "micro_batches", "tp", "pp", "wire"}
+"""Keys of a plan for which a case has its own."""
+
+PLAN_KEYS = tuple(key for key in Plan.model_fields if key not in _OTHERWISE | {"ep", "cp", "islands"})
+"""Keys of a plan that a case may set. Of ``overlap``, what the case itself says counts."""
 
 
 def _long_name(dtype: object) -> object:
@@ -298,5 +298,7 @@ def _plan(case: Case, engine: Engine, cluster: ClusterSpec, model: ModelSpec) ->
         return engine.overlapped(plan.with_(**fields))
     if unknown := [key for key in case.plan if key not in PLAN_KEYS]:
         raise SpecError(_what(case), [f"plan.{key} is unknown; valid are {', '.join(PLAN_KEYS)}" for key in unknown])
-    plan = Plan.parse({"name": "plan", "mesh": mesh.to_dict(), **fields, **case.plan}, _what(case))
-    return engine.overlapped(plan)
+    table = {"name": "plan", "mesh": mesh.to_dict(), **fields, **case.plan}
+    if case.overlap is not None and isinstance(others := case.plan.get("overlap", {}), Mapping):
+        table["overlap"] = {**others, **fields["overlap"]}
+    return engine.overlapped(Plan.parse(table, _what(case)))

@@ -24,6 +24,7 @@ from tests.support.codecs.samples import (
     dtype_for,
     mixture,
     of_every_family,
+    of_every_fixed_family,
     same,
     with_word,
 )
@@ -41,11 +42,13 @@ from thinwire.spec.codec import encodable_dtypes
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 # Few values a tile, for the interpreter's sake, and yet more than one; blocks that are no power of two; every width.
-FIXED = [
-    *("none", "bf16", "fp16", "zfp:8", "zfp:15.3"),
-    *("int8:256", "int4:256", "int4:256,hadamard", "int4:256,stochastic", "int8:64,hadamard,stochastic"),
-    *("int8:tensor", "int4:tensor", "int3:24", "int5:128"),
-]
+FIXED = of_every_fixed_family(
+    [
+        *("none", "bf16", "fp16", "zfp:8", "zfp:15.3"),
+        *("int8:256", "int4:256", "int4:256,hadamard", "int4:256,stochastic", "int8:64,hadamard,stochastic"),
+        *("int8:tensor", "int4:tensor", "int3:24", "int5:128"),
+    ]
+)
 MORE_FIXED = [
     *("zfp:2.25", "zfp:4", "zfp:10", "zfp:16", "zfp:16.25", "zfp:24", "zfp:25", "zfp:32"),
     *("int2:32", "int6:256", "int7:24", "int8:8,hadamard", "int3:2048", "int4:4104", "int8:8192,hadamard"),

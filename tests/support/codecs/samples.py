@@ -13,7 +13,8 @@ from thinwire.spec import CodecSpec
 from thinwire.spec.codec import FAMILIES, encodable_dtypes
 
 __all__ = [
-    "LOSSLESS", "POISON", "VARIABLE", "before_a_wall", "dtype_for", "mixture", "of_every_family", "same", "with_word",
+    "LOSSLESS", "POISON", "VARIABLE", "before_a_wall", "dtype_for", "mixture", "of_every_family",
+    "of_every_fixed_family", "same", "with_word",
 ]  # fmt: skip
 
 VARIABLE = [family.examples[0] for family in FAMILIES.values() if family.variable_length]
@@ -31,6 +32,11 @@ def of_every_family(names: list[str]) -> list[str]:
     """Names of codecs, and an example of each family that none of them is of."""
     families = {CodecSpec(name).family for name in names}
     return [*names, *(family.examples[0] for name, family in FAMILIES.items() if name not in families)]
+
+
+def of_every_fixed_family(names: list[str]) -> list[str]:
+    """The same, of codecs of fixed length only."""
+    return [name for name in of_every_family(names) if not CodecSpec(name).is_variable_length]
 
 
 def dtype_for(name: str) -> torch.dtype:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from thinwire.spec import Wire
+from thinwire.spec.codec import FAMILIES
 from thinwire.spec.plan_parts.presets import PRESETS
 
 __all__ = ["SAVE_EVERY", "SOURCES", "STEPS", "SmallRun", "make_corpus", "setups"]
@@ -196,7 +198,7 @@ _CODECS: Final[Mapping[str, Mapping[str, Any]]] = {
     "difference": {"spread": "int4:256", "spread_difference": True, "dp": "int8:64"},
     "exp3": {"gather": "exp3"},
 }
-"""The wire of a setup by its name."""
+"""The wire of a setup by its name; :func:`_wires` adds the other families of codecs."""
 
 _SCHEDULES: Final[Mapping[str, Mapping[str, Any]]] = {
     "pipeline-1f1b": {"pp": 2},
@@ -215,6 +217,12 @@ _SCHEDULES: Final[Mapping[str, Mapping[str, Any]]] = {
 """Keys of a plan by a setup's name."""
 
 
+def _wires() -> dict[str, Mapping[str, Any]]:
+    """The wire of each setup, with gradients in the first example of every family that none of them names."""
+    named = {codec.family for wire in _CODECS.values() for codec in Wire.parse(wire).codecs().values()}
+    return {**_CODECS, **{name: {"dp": each.examples[0]} for name, each in FAMILIES.items() if name not in named}}
+
+
 def setups() -> list[SmallRun]:
     """All runs: presets on two by two ranks, codecs and schedules on two."""
     sources = list(SOURCES)
@@ -224,7 +232,7 @@ def setups() -> list[SmallRun]:
         if preset.islands is not None:
             plan["islands"] = _ISLANDS
         made.append(SmallRun(name, "preset", plan, sources[len(made) % len(sources)]))
-    for name, wire in _CODECS.items():
+    for name, wire in _wires().items():
         # Gathered parameters and reduced gradients both cross the wire under zero2 with a partial first factor.
         dtype = "bfloat16" if name == "exp3" else "float32"  # which encodes no other
         plan = {"preset": "zero3" if "gather" in wire else "zero1", "compute_dtype": dtype, "wire": dict(wire)}

@@ -263,9 +263,13 @@ def _plan_fields(plan: str, model: str, seq: int | None) -> dict[str, Any]:
     for axis, ways in (("ep", loaded.ep), ("cp", loaded.cp)):
         if ways > 1:
             raise SpecError(plan, [f"{axis} = {ways}: thinwire sim plays plans without it; use {axis} = 1"])
+    if loaded.islands is not None:
+        raise SpecError(
+            plan, ["islands: thinwire sim plays files without them; leave them out, or take a preset: preset:islands"]
+        )
     table = loaded.to_dict()
     return {
-        "plan": {key: table[key] for key in PLAN_KEYS if key in table},
+        "plan": {key: table[key] for key in PLAN_KEYS},
         "wire": table.get("wire", {}),
         "overlap": [name for name in OVERLAPS if getattr(loaded.overlap, name)],
         "micro_batch_tokens": loaded.micro_batch * (seq or ModelSpec.named(model).seq),

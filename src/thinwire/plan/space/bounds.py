@@ -22,13 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from thinwire.cost import Busy
+from thinwire.program import UNDER_WAY
 
 __all__ = ["Array", "Communication", "Computation", "least_seconds", "seconds_of"]
 
 Array = npt.NDArray[np.float64]
-
-UNDER_WAY = 4
-"""Reductions of a backward that may end in the next pass; as :data:`thinwire.program.UNDER_WAY`."""
 
 AHEAD = 3
 """Gathers that may begin in the pass before."""
@@ -119,6 +117,7 @@ def least_seconds(computing: Computation, sent: Communication) -> Array:
     first = _span(
         computing, computing.forward, sent.spread + sent.forward, begins, computing.forward - computing.entrance
     )
+    # So many reductions of a backward may end in the next pass.
     slack = AHEAD * sent.one_gather + UNDER_WAY * sent.one_reduction
     between = _span(computing, more * passes, more[..., None] * in_passes - slack)
     within = computing.backward - computing.before
