@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,6 @@ from thinwire.testing import run_ranks
 pytestmark = pytest.mark.ranks
 
 ORDERS = ((1, 0, 2, 3), (2, 3, 0, 1), (3, 2, 0, 1))
-PRESETS = ("zero3", "zero1", "zero1-node", "hpz", "inter", "zeropp")
 
 
 def start(name: str, placement: tuple[int, ...] | None) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -40,8 +40,8 @@ def train(model: nn.Module, optim: torch.optim.Optimizer, steps: range, place: i
     return norms
 
 
-def check_groups() -> None:
-    for name in PRESETS:
+def check_groups(names: Sequence[str]) -> None:
+    for name in names:
         expected = None
         for placement in (None, *ORDERS):
             model, optim = start(name, placement)
@@ -64,8 +64,13 @@ def check_groups() -> None:
             close(model)
 
 
-def test_groups_follow_the_placement() -> None:
-    run_ranks(4, check_groups)
+@pytest.mark.parametrize(
+    "names",
+    [("zero3", "zero1-node"), pytest.param(("zero1", "hpz", "inter", "zeropp"), marks=pytest.mark.slow)],
+    ids=" ".join,
+)
+def test_groups_follow_the_placement(names: Sequence[str]) -> None:
+    run_ranks(4, check_groups, names)
 
 
 def check_checkpoints(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -77,12 +78,14 @@ def check(framework: str, group: Factor, **keys: Any) -> None:
         torch.testing.assert_close(whole, theirs, rtol=1e-4, atol=1e-5)
 
 
-def check_all() -> None:
-    check("fsdp2", ALL)
-    check("fsdp2", ALL, params=ONE)
-    check("fsdp2", ALL, secondary=PAIR, recompute=True)
-    check("hsdp", PAIR)
-
-
-def test_emitted_snippets_train_like_one_process() -> None:
-    run_ranks(4, check_all)
+@pytest.mark.parametrize(
+    ("framework", "group", "keys"),
+    [
+        pytest.param("fsdp2", ALL, {}, marks=pytest.mark.slow),
+        pytest.param("fsdp2", ALL, {"params": ONE}, marks=pytest.mark.slow),
+        ("fsdp2", ALL, {"secondary": PAIR, "recompute": True}),
+        ("hsdp", PAIR, {}),
+    ],
+)
+def test_emitted_snippets_train_like_one_process(framework: str, group: Factor, keys: dict[str, Any]) -> None:
+    run_ranks(4, partial(check, framework, group, **keys))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +52,15 @@ class Odd(Shapes):
         self.register_buffer("secret", torch.randn(2), persistent=False)
 
 
-def check_unusual_models(directory: str) -> None:
+Move = tuple[type[nn.Module], Kind, dict[str, Any], str, str]
+NAMES = ("zero3", "inter", "zero1-node", "whole tensors", "amsp-13b")
+MOVES: list[Move] = [(Odd, torch.optim.AdamW, ADAMW, *pair) for pair in zip(NAMES, NAMES[1:] + NAMES[:1], strict=True)]
+ADAGRAD = {"lr": 1e-2, "eps": 0.1}  # has state before its first step, that of unused parameters included
+MOVES += [(UnusedParameters, torch.optim.Adagrad, ADAGRAD, *pair) for pair in (NAMES[:2], NAMES[3:])]
+
+
+def check_unusual_models(directory: str, moves: Sequence[Move]) -> None:
     """Saved under one plan and loaded under each other one, training continues without a difference."""
-    names = ("zero3", "inter", "zero1-node", "whole tensors", "amsp-13b")
-    moves = [(Odd, torch.optim.AdamW, ADAMW, *pair) for pair in zip(names, names[1:] + names[:1], strict=True)]
-    adagrad = {"lr": 1e-2, "eps": 0.1}  # has state before its first step, that of unused parameters included
-    moves += [(UnusedParameters, torch.optim.Adagrad, adagrad, *pair) for pair in (names[:2], names[3:])]
     for model_class, kind, options, saved, loaded in moves:
         path = str(Path(directory) / f"{model_class.__name__}-{kind.__name__}-{saved}")
         model, optim = start(saved, model_class, kind=kind, options=options)
@@ -78,8 +81,13 @@ def check_unusual_models(directory: str) -> None:
             close(net)
 
 
-def test_unusual_models_move_between_plans(tmp_path: Path) -> None:
-    run_ranks(4, check_unusual_models, str(tmp_path))
+@pytest.mark.parametrize(
+    "moves",
+    [[MOVES[1], MOVES[2], MOVES[5]], pytest.param([MOVES[0], *MOVES[3:5], MOVES[6]], marks=pytest.mark.slow)],
+    ids=["few", "others"],
+)
+def test_unusual_models_move_between_plans(tmp_path: Path, moves: Sequence[Move]) -> None:
+    run_ranks(4, check_unusual_models, str(tmp_path), moves)
 
 
 def check_precisions(path: str) -> None:

@@ -73,7 +73,8 @@ def build_with_fabric(seeds: list[int]) -> tuple[dict[str, torch.Tensor], torch.
     )
 
 
-@pytest.mark.parametrize("seeds", [[7] * 4, pytest.param([7, 8, 9, 10], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [[7] * 4, [7, 8, 9, 10]])
 def test_fabric_builds_what_one_process_builds(seeds: list[int]) -> None:
     results = run_ranks(4, build_with_fabric, seeds)
     torch.manual_seed(7)

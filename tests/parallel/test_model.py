@@ -95,6 +95,7 @@ def rank_bf16(kind: Kind, plan: tw.Plan) -> list[float]:
     return train(model, optimizer, batches(plan, model.grid.data))[0]
 
 
+@pytest.mark.slow
 def test_bf16_keeps_fp32_masters() -> None:
     """Losses follow those of fp32, and updates too small for bf16 add up in the masters."""
     plan = plan_for(1, 2, 2, compute_dtype="bfloat16")
@@ -225,6 +226,7 @@ def rank_counts_twice(plans: list[tw.Plan]) -> list[tuple[frozenset[str], int]]:
     return counts
 
 
+@pytest.mark.slow
 def test_a_second_model_sends_through_its_own_groups() -> None:
     """Torch takes meshes of the same ranks and names for one, and remembers the first."""
     plans = [plan_for(1, 2, 1, wire={"tp": codec}) for codec in ("none", "int8:256", "none")]

@@ -81,7 +81,7 @@ def plans(**changes: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama", "mixtral", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama-tied", "gpt2"))]
+    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mixtral", "llama-tied", "gpt2"))]
 )
 def test_trains_as_in_one_process(kind: str) -> None:
     for result in run_ranks(4, train_many, kind, plans(), ""):

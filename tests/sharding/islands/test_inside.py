@@ -66,7 +66,7 @@ def trained_alone(plan: tw.Plan) -> dict[str, torch.Tensor]:
 
 
 GRIDS = [
-    pytest.param((1, 2, 1), {}, id="tp2"),
+    pytest.param((1, 2, 1), {}, id="tp2", marks=pytest.mark.slow),
     pytest.param((1, 1, 2), {}, id="pp2"),
     pytest.param((2, 1, 2), {"schedule": "interleaved"}, id="dp2pp2-interleaved", marks=pytest.mark.slow),
     pytest.param((2, 2, 1), {"params": {"local": 2}, "grads": {"local": 2}}, id="zero3-tp2", marks=pytest.mark.slow),
@@ -212,7 +212,7 @@ EXCHANGES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("islands", EXCHANGES, ids=["at once", "under way"])
-@pytest.mark.parametrize("name", ["ddp", "zero3"])
+@pytest.mark.parametrize("name", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
 def test_exchanges_order_every_access(name: str, islands: dict[str, Any]) -> None:
     plan = plan_of(name, local=2, islands={"count": 2, **islands})
     outcomes = run_ranks(4, on_streams, plan.to_toml())

@@ -152,8 +152,8 @@ def test_islands_differ_between_exchanges() -> None:
     [
         {"outer": {"name": "sgd", "lr": 0.5, "momentum": 0.5}},
         {},
-        {"every": 4, "fragments": 2},
-        {"every": 4, "delay": 2, "blend": 0.5},
+        pytest.param({"every": 4, "fragments": 2}, marks=pytest.mark.slow),
+        pytest.param({"every": 4, "delay": 2, "blend": 0.5}, marks=pytest.mark.slow),
         {"every": 4, "fragments": 3, "delay": 3, "blend": 0.25},
     ],
     ids=str,
@@ -165,8 +165,8 @@ def test_the_algorithm(islands: Fields) -> None:
 @pytest.mark.parametrize(
     "islands",
     [
-        {"codec": "int8:256"},
-        {"codec": "int4:256", "error_feedback": True},
+        pytest.param({"codec": "int8:256"}, marks=pytest.mark.slow),
+        pytest.param({"codec": "int4:256", "error_feedback": True}, marks=pytest.mark.slow),
         {"codec": "int4:256", "error_feedback": True, "feedback_gain": 0.5, "every": 4, "fragments": 2, "delay": 1},
         {"codec": "topk:1/8,int2", "error_feedback": True},
         {"codec": "bf16"},
@@ -188,7 +188,10 @@ INNER = {
 }
 
 
-@pytest.mark.parametrize("name", INNER)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("zero1", "zero3", "thinwire") else pytest.param(name, marks=pytest.mark.slow) for name in INNER],
+)
 def test_every_sharding_inside_of_an_island(name: str) -> None:
     """Two islands of one node with two ranks; where both own the same shares, each exchanges a part of them."""
     plan = plan_of(name, nodes=1, local=2, islands={"count": 2, "every": 4, "delay": 2, "blend": 0.5}).uncompressed()
@@ -230,7 +233,12 @@ def resumed(toml: str, path: str) -> bool:
 @pytest.mark.parametrize(
     ("name", "local", "islands"),
     [
-        ("ddp", 2, {"every": 4, "delay": 2, "blend": 0.5, "codec": "int4:256,stochastic", "error_feedback": True}),
+        pytest.param(
+            "ddp",
+            2,
+            {"every": 4, "delay": 2, "blend": 0.5, "codec": "int4:256,stochastic", "error_feedback": True},
+            marks=pytest.mark.slow,
+        ),
         ("thinwire", 2, {"every": 4, "fragments": 3, "delay": 2, "codec": "int8:256", "error_feedback": True}),
         ("zero3", 2, {"every": 4, "fragments": 2}),
     ],
@@ -260,7 +268,7 @@ def loaded_by(toml: str, path: str) -> list[torch.Tensor]:
     return parameters
 
 
-@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("delay", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_other_numbers_of_islands_start_from_what_all_agreed_on(delay: int, tmp_path: Any) -> None:
     islands = {"count": 2, "every": 4, "delay": delay}
     first, second, *_ = run_ranks(4, saved_by, plan_of(local=2, islands=islands).to_toml(), str(tmp_path / "saved"))
@@ -334,7 +342,7 @@ def assert_waits(plan: tw.Plan, journal: Any, engine: Any, steps: int) -> None:
 @pytest.mark.parametrize(
     ("name", "nodes", "islands", "steps_with"),
     [
-        ("ddp", 1, {"every": 3}, {3: 2, 6: 2}),
+        pytest.param("ddp", 1, {"every": 3}, {3: 2, 6: 2}, marks=pytest.mark.slow),
         ("thinwire", 1, {"every": 4, "fragments": 2, "delay": 1, "codec": "int4:256"}, {2: 1, 4: 1, 6: 1}),
         ("zero3", 1, {"every": 4, "fragments": 3, "delay": 2, "blend": 0.5}, {2: 1, 4: 1, 5: 1, 6: 1}),
     ],

@@ -73,9 +73,9 @@ def test_kept_units_hold_what_was_decoded() -> None:
     assert run_ranks(4, differences, pairs, Model) == [[0.0]] * 4
 
 
-def test_every_access_is_ordered() -> None:
-    cases = {label: Case(preset("zero3", **OPTIONS[label]), 2) for label in ("some", "everything")}
-    assert_ordered(run_ranks(4, check_cases, cases, "never"))
+@pytest.mark.parametrize("label", ["some", pytest.param("everything", marks=pytest.mark.slow)])
+def test_every_access_is_ordered(label: str) -> None:
+    assert_ordered(run_ranks(4, check_cases, {label: Case(preset("zero3", **OPTIONS[label]), 2)}, "never"))
 
 
 def watch(fields: dict[str, Any], micro_batches: int) -> tuple[int, int, int, int]:

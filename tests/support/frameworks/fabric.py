@@ -14,6 +14,7 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from torch import nn
 
 import thinwire as tw
+import thinwire.integrations.fabric  # registers the strategies by name
 from thinwire.errors import UsageError
 
 WIDTH, BATCH, STEPS = 16, 8, 20
