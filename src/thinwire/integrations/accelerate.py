@@ -22,9 +22,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.integrations.optimizers import follow, is_sharded, over_shares
+from thinwire.integrations.optimizers import begin_micro_batch, follow, is_sharded, over_shares, without_sync
 from thinwire.integrations.plans import chosen_plan, launched_mesh
-from thinwire.integrations.steps import begin_micro_batch, without_sync
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import plan_of
 from thinwire.sharding.step.loss_scale import LossScale

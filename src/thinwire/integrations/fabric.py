@@ -23,9 +23,8 @@ import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.integrations.building import Building
 from thinwire.integrations.mixed import COMPUTE_DTYPES, ShardedPrecision, checked_precision, register
-from thinwire.integrations.optimizers import follow, is_sharded, over_shares
+from thinwire.integrations.optimizers import follow, is_sharded, over_shares, without_sync
 from thinwire.integrations.plans import chosen_plan
-from thinwire.integrations.steps import without_sync
 from thinwire.integrations.typed_state import decoded, encoded
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.step.loss_scale import LossScale

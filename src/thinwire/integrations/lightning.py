@@ -29,9 +29,8 @@ from thinwire.integrations.mixed import (
     restore_scaler,
     scaler_state,
 )
-from thinwire.integrations.optimizers import follow, over_shares
+from thinwire.integrations.optimizers import begin_micro_batch, follow, over_shares
 from thinwire.integrations.plans import chosen_plan
-from thinwire.integrations.steps import begin_micro_batch
 from thinwire.integrations.typed_state import decoded, encoded
 from thinwire.sharding.checkpointing.full_state import load_whole_state, whole_state, whole_value
 from thinwire.spec import Factor

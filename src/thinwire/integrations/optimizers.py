@@ -1,10 +1,12 @@
-"""Optimizers and schedules that were made before a model was sharded, made anew over its shares."""
+"""Optimizers and schedules that were made before a model was sharded, made anew over its shares; and steps of several
+micro-batches, in loops that say beforehand whether ranks combine gradients."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
 
-__all__ = ["follow", "is_sharded", "over_shares"]
+__all__ = ["begin_micro_batch", "follow", "is_sharded", "over_shares", "without_sync"]
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -98,3 +100,19 @@ def follow(scheduler: Any, optim: ShardedOptimizer) -> None:
 
     tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optim.step = tracked  # type: ignore[method-assign]
+
+
+def begin_micro_batch(model: nn.Module, *, last: bool) -> None:
+    """Begin a micro-batch of a sharded model; ranks combine gradients in the last one of a step."""
+    runtime = runtime_of(model)
+    runtime.begin_micro_batch(runtime.backwards, last=last)
+
+
+@contextmanager
+def without_sync(model: nn.Module) -> Iterator[None]:
+    """Combine no gradients in the backward inside: more micro-batches of the step follow."""
+    begin_micro_batch(model, last=False)
+    try:
+        yield
+    finally:
+        begin_micro_batch(model, last=True)

@@ -20,9 +20,8 @@ import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.integrations.accelerate import STATE, SteppingOptimizer
 from thinwire.integrations.automatic import automatic_plan
-from thinwire.integrations.optimizers import is_sharded
+from thinwire.integrations.optimizers import begin_micro_batch, is_sharded
 from thinwire.integrations.plans import chosen_plan, launched_mesh
-from thinwire.integrations.steps import begin_micro_batch
 from thinwire.plan import CODEC_LEVELS, CodecLevel
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import plan_of

@@ -202,16 +202,16 @@ _CODECS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 _SCHEDULES: Final[Mapping[str, Mapping[str, Any]]] = {
     "pipeline-1f1b": {"pp": 2},
-    "pipeline-interleaved": {"pp": 2, "schedule": "interleaved"},
+    "pipeline-interleaved": {"pp": 2, "pipeline_schedule": "interleaved"},
     "tensor": {"tp": 2},
     "context": {"cp": 2},
     "experts": {"ep": 2},
-    "codec-for-half": {"wire": {"dp": "int4:64", "error_feedback": True, "schedule": 0.5}},
+    "codec-for-half": {"wire": {"dp": "int4:64", "error_feedback": True, "compress_until": 0.5}},
     "chunks": {"bucket_chunks": 2, "bucket_bytes": 16384},
     "recomputed": {"recompute": True, "overlap": {"input_gradient": True}},
     "no-overlap": {"overlap": {"gather": False, "reduce": False, "sync": False, "spread": False}},
     "float16": {"compute_dtype": "float16"},
-    "islands-by-stretch": {"preset": "islands", "islands": {"every": 4, "schedule": [{"after": 0.5, "every": 8}]}},
+    "islands-by-stretch": {"preset": "islands", "islands": {"every": 4, "schedule": [[0.5, 8]]}},
     "islands-top-k": {"preset": "islands", "islands": {"every": 4, "codec": "topk:1/8,int2", "error_feedback": True}},
 }
 """Keys of a plan by a setup's name."""
