@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.unit.reports import write_run
+from tests.support.reports import write_run
 from typer.testing import CliRunner, Result
 
 import thinwire

@@ -38,7 +38,7 @@ THINWIRE = (sys.executable, "-m", "thinwire.cli.main")
 STEPS, SAVED = 4, 2
 
 RECIPE = f"""
-plan = {{ preset = "zero1", compute_dtype = "float32", tp = 2, pp = 2 }}
+plan = {{ preset = "zero1", compute_dtype = "float32", tp = 2, pp = 2, micro_batch = 2 }}
 [model]
 layers = 4
 hidden = 32

@@ -155,7 +155,7 @@ TIMEOUT = 6.0
 """Seconds until a collective gives up."""
 
 RECIPE = f"""
-plan = {{ preset = "zero1", compute_dtype = "float32" }}
+plan = {{ preset = "zero1", compute_dtype = "float32", micro_batch = 2 }}
 [model]
 layers = 2
 hidden = 32

@@ -20,7 +20,7 @@ THINWIRE = (sys.executable, "-m", "thinwire.cli.main")
 STEPS = 80
 
 RECIPE = f"""
-plan = {{ preset = "zero1", compute_dtype = "float32" }}
+plan = {{ preset = "zero1", compute_dtype = "float32", micro_batch = 2 }}
 [model]
 layers = 2
 hidden = 32

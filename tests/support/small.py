@@ -7,11 +7,11 @@ from pathlib import Path
 
 BATCH = """\
 seq = 16
-micro_batch = 2
 global_batch = 8
 tensorboard = false
 """
-"""Keys of a recipe's ``[train]``: one, two or four ranks do the same step in a few milliseconds."""
+"""Keys of a recipe's ``[train]``: with plan.micro_batch = 2, one, two or four ranks do the
+same step in a few milliseconds."""
 
 
 def write_text(path: Path, *, words: int = 300, lines: int = 3000) -> None:

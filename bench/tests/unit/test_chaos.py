@@ -183,7 +183,9 @@ def test_every_codec_and_schedule_is_that_of_some_setup() -> None:
     codecs += [plan.islands.codec for plan in plans if plan.islands is not None]
     assert {codec.family for codec in codecs} == {*FAMILIES, *BUNDLED}
     assert {option for codec in codecs for option in codec.options} == set(OPTIONS)
-    assert {plan.schedule for plan in plans if plan.pp > 1} == set(get_args(Plan.model_fields["schedule"].annotation))
+    assert {plan.pipeline_schedule for plan in plans if plan.pp > 1} == set(
+        get_args(Plan.model_fields["pipeline_schedule"].annotation)
+    )
     for axis in ("tp", "pp", "cp", "ep"):
         assert any(getattr(plan, axis) > 1 for plan in plans), axis
 

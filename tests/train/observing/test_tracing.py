@@ -30,7 +30,7 @@ from thinwire.train.observing.tracing import Clocks, longest
 pytestmark = pytest.mark.ranks
 
 RECIPE = f"""
-plan = {{ preset = "zero3", compute_dtype = "float32" }}
+plan = {{ preset = "zero3", compute_dtype = "float32", micro_batch = 2 }}
 [model]
 layers = 2
 hidden = 32
