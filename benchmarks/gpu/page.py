@@ -10,7 +10,8 @@ from benchmarks.gpu.chart import draw
 from benchmarks.gpu.outcome import Check, Record, place
 from benchmarks.gpu.parts import PARTS
 
-from thinwire.report.sheet import Sheet, insert, markdown_table
+from thinwire.report.sheet import Sheet, markdown_table
+from thinwire_bench.pages import insert
 
 __all__ = ["COMMAND", "NO_CARD", "REHEARSED", "markdown", "update"]
 
