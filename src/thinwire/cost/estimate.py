@@ -163,32 +163,23 @@ class Pricer:
 
     Args:
         rates: Seconds of codecs and transfers.
-        compute_dtype: Dtype of parameters.
-        reduce_dtype: Dtype of gradients on the wire.
+        dtype: Dtype of parameters, and of gradients on the wire.
     """
 
-    def __init__(self, rates: Rates, compute_dtype: str, reduce_dtype: str) -> None:
-        self._rates, self._compute, self._reduce = rates, compute_dtype, reduce_dtype
+    def __init__(self, rates: Rates, dtype: str) -> None:
+        self._rates, self._dtype = rates, dtype
         self.gather = cache(self._gather)
-        self.scatter = cache(self._scatter)
-        self.all_reduce = cache(self._all_reduce)
+        self.reduction = cache(self._reduction)
 
     def _gather(self, mesh: GroupShape, numel: int, codec: CodecSpec) -> Busy:
         """Busy seconds of an all-gather (or a grouped broadcast) of ``numel`` elements in total."""
-        encoding = Encoding(codec, self._compute)
+        encoding = Encoding(codec, self._dtype)
         sizes = MessageSizes(encoding.slot, encoding.slot, encoding.slot, encoded=not codec.is_none)
         return self._price(Kind.ALL_GATHER, mesh, numel, sizes, lambda hop: encoding)
 
-    def _scatter(self, mesh: GroupShape, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
-        """Busy seconds of a reduce-scatter of ``numel`` elements."""
-        return self._reduction(Kind.REDUCE_SCATTER, mesh, numel, intra, inter)
-
-    def _all_reduce(self, mesh: GroupShape, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
-        """Busy seconds of an all-reduce of ``numel`` elements."""
-        return self._reduction(Kind.ALL_REDUCE, mesh, numel, intra, inter)
-
     def _reduction(self, kind: Kind, mesh: GroupShape, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
-        encodings = ReductionEncodings.of(mesh.local, mesh.nodes, intra, inter, self._reduce)
+        """Busy seconds of a reduce-scatter or an all-reduce of ``numel`` elements."""
+        encodings = ReductionEncodings.of(mesh.local, mesh.nodes, intra, inter, self._dtype)
 
         def encoding(hop: Hop) -> Encoding:
             if hop.kind is not Kind.REDUCE_SCATTER:
@@ -231,7 +222,7 @@ class Pricer:
         """Busy seconds of one micro-batch's reductions over the ranks of ``P``."""
         total = Busy()
         for kind in kinds if groups.params is not None else ():
-            total = total.plus(self.scatter(groups.params, kind.numel, intra, inter), kind.count)
+            total = total.plus(self.reduction(Kind.REDUCE_SCATTER, groups.params, kind.numel, intra, inter), kind.count)
         return total
 
     def sharded(self, groups: ProcessGroups, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
@@ -240,14 +231,16 @@ class Pricer:
         if groups.shard is None:
             return Busy()
         packing = self._rates.touch(numel + numel / groups.shard.ranks)
-        return self.scatter(groups.shard, numel, intra, inter).plus(Busy(codec=packing))
+        return self.reduction(Kind.REDUCE_SCATTER, groups.shard, numel, intra, inter).plus(Busy(codec=packing))
 
     def synced(self, groups: ProcessGroups, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
         """Busy seconds of adding up a bucket of ``numel`` elements over replicas, packing included."""
         if groups.replica is None:
             return Busy()
         share = numel // (groups.shard.ranks if groups.shard is not None else 1)
-        return self.all_reduce(groups.replica, share, intra, inter).plus(Busy(codec=self._rates.touch(2 * share)))
+        return self.reduction(Kind.ALL_REDUCE, groups.replica, share, intra, inter).plus(
+            Busy(codec=self._rates.touch(2 * share))
+        )
 
     def spread(self, groups: ProcessGroups, kinds: Sequence[UnitKind], codec: CodecSpec) -> Busy:
         """Busy seconds of distributing updated parameters, once per step."""
@@ -266,7 +259,7 @@ class Pricer:
     def control(self, mesh: Factor, nbytes: int) -> float:
         """Seconds of an exchange of ``nbytes`` bytes of every rank of a mesh."""
         steps = hops(Kind.ALL_GATHER, mesh.local, mesh.nodes, Even(nbytes, mesh.ranks), 0, MessageSizes.plain(1))
-        plain = Encoding(_NONE, self._compute)
+        plain = Encoding(_NONE, self._dtype)
         return sum(
             move.seconds for move in moves_of([CodedHop(hop, plain) for hop in steps], self._rates) if move.scope
         )
