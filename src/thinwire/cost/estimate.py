@@ -7,7 +7,7 @@ once for each codec that it may use. A test compares them with the simulator's s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from thinwire.program.wire import Encoding, ReductionEncodings
 from thinwire.spec import CodecSpec, Factor
 from thinwire.spec.plan import cut_alike
 
-__all__ = ["Busy", "GroupShape", "Pricer", "ProcessGroups", "UnitKind"]
+__all__ = ["Busy", "GroupShape", "Pricer", "ProcessGroups"]
 
 _NONE = CodecSpec()
 
@@ -65,21 +65,6 @@ class Busy:
             self.between + count * other.between,
             self.sending + count * other.sending,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class UnitKind:
-    """A kind of unit.
-
-    Attributes:
-        count: Number of units of this kind.
-        numel: Elements of one unit, before padding.
-        kept: Whether these units stay gathered between forward and backward.
-    """
-
-    count: int
-    numel: int
-    kept: bool
 
 
 class GroupShape(NamedTuple):
@@ -200,30 +185,21 @@ class Pricer:
 
     # -- parts of a step -------------------------------------------------------------------------------------------
 
-    def gathers(self, groups: ProcessGroups, kinds: Sequence[UnitKind], codec: CodecSpec) -> tuple[Busy, Busy]:
-        """Busy seconds of one micro-batch's parameter gathers: for the forward, and again for the backward."""
-        forward, backward = Busy(), Busy()
-        if groups.params is None:
-            return forward, backward
-        for kind in kinds:
-            once = self.gather(groups.params, kind.numel, codec)
-            forward = forward.plus(once, kind.count)
-            if not kind.kept:
-                backward = backward.plus(self.gathered_again(groups, kind.numel, codec), kind.count)
-        return forward, backward
+    def gathered(self, groups: ProcessGroups, numel: int, codec: CodecSpec) -> Busy:
+        """Busy seconds of gathering a unit of ``numel`` elements for its forward."""
+        return Busy() if groups.params is None else self.gather(groups.params, numel, codec)
 
     def gathered_again(self, groups: ProcessGroups, numel: int, codec: CodecSpec) -> Busy:
         """Busy seconds of gathering a unit for its backward, from the secondary shard if there is one."""
         if groups.secondary is None:
-            return Busy() if groups.params is None else self.gather(groups.params, numel, codec)
+            return self.gathered(groups, numel, codec)
         return self.gather(groups.secondary, numel, _NONE) if groups.secondary.ranks > 1 else Busy()
 
-    def scattered(self, groups: ProcessGroups, kinds: Sequence[UnitKind], intra: CodecSpec, inter: CodecSpec) -> Busy:
-        """Busy seconds of one micro-batch's reductions over the ranks of ``P``."""
-        total = Busy()
-        for kind in kinds if groups.params is not None else ():
-            total = total.plus(self.reduction(Kind.REDUCE_SCATTER, groups.params, kind.numel, intra, inter), kind.count)
-        return total
+    def scattered(self, groups: ProcessGroups, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
+        """Busy seconds of reducing a unit over the ranks of ``P``."""
+        if groups.params is None:
+            return Busy()
+        return self.reduction(Kind.REDUCE_SCATTER, groups.params, numel, intra, inter)
 
     def sharded(self, groups: ProcessGroups, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
         """Busy seconds of reducing a bucket of ``numel`` elements to the owners of optimizer states, packing
@@ -238,19 +214,11 @@ class Pricer:
         if groups.replica is None:
             return Busy()
         share = numel // (groups.shard.ranks if groups.shard is not None else 1)
-        return self.reduction(Kind.ALL_REDUCE, groups.replica, share, intra, inter).plus(
-            Busy(codec=self._rates.touch(2 * share))
-        )
+        packing = Busy(codec=self._rates.touch(2 * share))
+        return self.reduction(Kind.ALL_REDUCE, groups.replica, share, intra, inter).plus(packing)
 
-    def spread(self, groups: ProcessGroups, kinds: Sequence[UnitKind], codec: CodecSpec) -> Busy:
-        """Busy seconds of distributing updated parameters, once per step."""
-        total = Busy()
-        for kind in kinds:
-            total = total.plus(self.spread_unit(groups, kind.numel, codec), kind.count)
-        return total
-
-    def spread_unit(self, groups: ProcessGroups, numel: int, codec: CodecSpec) -> Busy:
-        """Busy seconds of distributing the updated parameters of a unit of ``numel`` elements."""
+    def spread(self, groups: ProcessGroups, numel: int, codec: CodecSpec) -> Busy:
+        """Busy seconds of distributing the updated parameters of a unit."""
         if groups.shard is None:
             return Busy()
         shards = groups.params.ranks if groups.params else 1
