@@ -171,7 +171,7 @@ def test_closed_form_sums_are_what_the_simulator_adds_up(name: str) -> None:
     rates = NominalRates(CLUSTER)
     infos = units(model, chosen)
     simulated = simulate(chosen, Workload(parts(model, "block"), infos, 4096), rates, micro_batches=2)
-    pricer = Pricer(rates, "bfloat16", "bfloat16")
+    pricer = Pricer(rates, "bfloat16")
     total, control = closed_form(pricer, chosen, infos), pricer.control(chosen.mesh, control_bytes(infos))
     busy = simulated.busy
     assert total.codec == pytest.approx(busy[Resource.CODEC], rel=1e-4)

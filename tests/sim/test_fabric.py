@@ -136,7 +136,7 @@ def test_closed_form_sums_are_what_the_simulator_adds_up(name: str) -> None:
     rates = NominalRates(cluster())
     step = simulate(chosen, workload(chosen), rates, micro_batches=2)
     infos = units(MODEL, chosen)
-    total = closed_form(Pricer(rates, "bfloat16", "bfloat16"), chosen, infos)
+    total = closed_form(Pricer(rates, "bfloat16"), chosen, infos)
     assert total.spine == pytest.approx(step.busy[Resource.SPINE], rel=0.05, abs=1e-3)
     assert total.across == pytest.approx(step.busy[Resource.ACROSS], rel=0.05, abs=1e-3)
     assert step.seconds >= max(total.transferring * 0.95, *step.busy.values())

@@ -9,7 +9,7 @@ them, ``collectives.py`` whole collectives, and ``estimate.py`` sums over a step
 
 from thinwire.cost.blocks import ModelPart
 from thinwire.cost.collectives import CollectiveTimes, HopCollectives, LibraryCollectives, library_moves
-from thinwire.cost.estimate import Busy, GroupShape, Pricer, ProcessGroups, UnitKind
+from thinwire.cost.estimate import Busy, GroupShape, Pricer, ProcessGroups
 from thinwire.cost.measured import MeasuredLibrary, ProfiledCollectives, ProfiledRates
 from thinwire.cost.memory.activations import GPU_LOSS_CHUNK, HOST_LOSS_CHUNK, kept_activations, working_memory
 from thinwire.cost.memory.peak import OVERHEAD, Memory, largest_memory, memory
@@ -54,7 +54,6 @@ __all__ = [
     "Rates",
     "States",
     "ProcessGroups",
-    "UnitKind",
     "Work",
     "ZeroSettings",
     "alike",

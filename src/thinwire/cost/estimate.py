@@ -7,7 +7,7 @@ once for each codec that it may use. A test compares them with the simulator's s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from thinwire.program.wire import Encoding, ReductionEncodings
 from thinwire.spec import CodecSpec, Factor
 from thinwire.spec.plan import cut_alike
 
-__all__ = ["Busy", "GroupShape", "Pricer", "ProcessGroups", "UnitKind"]
+__all__ = ["Busy", "GroupShape", "Pricer", "ProcessGroups"]
 
 _NONE = CodecSpec()
 
@@ -65,21 +65,6 @@ class Busy:
             self.between + count * other.between,
             self.sending + count * other.sending,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class UnitKind:
-    """A kind of unit.
-
-    Attributes:
-        count: Number of units of this kind.
-        numel: Elements of one unit, before padding.
-        kept: Whether these units stay gathered between forward and backward.
-    """
-
-    count: int
-    numel: int
-    kept: bool
 
 
 class GroupShape(NamedTuple):
@@ -163,32 +148,23 @@ class Pricer:
 
     Args:
         rates: Seconds of codecs and transfers.
-        compute_dtype: Dtype of parameters.
-        reduce_dtype: Dtype of gradients on the wire.
+        dtype: Dtype of parameters, and of gradients on the wire.
     """
 
-    def __init__(self, rates: Rates, compute_dtype: str, reduce_dtype: str) -> None:
-        self._rates, self._compute, self._reduce = rates, compute_dtype, reduce_dtype
+    def __init__(self, rates: Rates, dtype: str) -> None:
+        self._rates, self._dtype = rates, dtype
         self.gather = cache(self._gather)
-        self.scatter = cache(self._scatter)
-        self.all_reduce = cache(self._all_reduce)
+        self.reduction = cache(self._reduction)
 
     def _gather(self, mesh: GroupShape, numel: int, codec: CodecSpec) -> Busy:
         """Busy seconds of an all-gather (or a grouped broadcast) of ``numel`` elements in total."""
-        encoding = Encoding(codec, self._compute)
+        encoding = Encoding(codec, self._dtype)
         sizes = MessageSizes(encoding.slot, encoding.slot, encoding.slot, encoded=not codec.is_none)
         return self._price(Kind.ALL_GATHER, mesh, numel, sizes, lambda hop: encoding)
 
-    def _scatter(self, mesh: GroupShape, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
-        """Busy seconds of a reduce-scatter of ``numel`` elements."""
-        return self._reduction(Kind.REDUCE_SCATTER, mesh, numel, intra, inter)
-
-    def _all_reduce(self, mesh: GroupShape, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
-        """Busy seconds of an all-reduce of ``numel`` elements."""
-        return self._reduction(Kind.ALL_REDUCE, mesh, numel, intra, inter)
-
     def _reduction(self, kind: Kind, mesh: GroupShape, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
-        encodings = ReductionEncodings.of(mesh.local, mesh.nodes, intra, inter, self._reduce)
+        """Busy seconds of a reduce-scatter or an all-reduce of ``numel`` elements."""
+        encodings = ReductionEncodings.of(mesh.local, mesh.nodes, intra, inter, self._dtype)
 
         def encoding(hop: Hop) -> Encoding:
             if hop.kind is not Kind.REDUCE_SCATTER:
@@ -209,30 +185,21 @@ class Pricer:
 
     # -- parts of a step -------------------------------------------------------------------------------------------
 
-    def gathers(self, groups: ProcessGroups, kinds: Sequence[UnitKind], codec: CodecSpec) -> tuple[Busy, Busy]:
-        """Busy seconds of one micro-batch's parameter gathers: for the forward, and again for the backward."""
-        forward, backward = Busy(), Busy()
-        if groups.params is None:
-            return forward, backward
-        for kind in kinds:
-            once = self.gather(groups.params, kind.numel, codec)
-            forward = forward.plus(once, kind.count)
-            if not kind.kept:
-                backward = backward.plus(self.gathered_again(groups, kind.numel, codec), kind.count)
-        return forward, backward
+    def gathered(self, groups: ProcessGroups, numel: int, codec: CodecSpec) -> Busy:
+        """Busy seconds of gathering a unit of ``numel`` elements for its forward."""
+        return Busy() if groups.params is None else self.gather(groups.params, numel, codec)
 
     def gathered_again(self, groups: ProcessGroups, numel: int, codec: CodecSpec) -> Busy:
         """Busy seconds of gathering a unit for its backward, from the secondary shard if there is one."""
         if groups.secondary is None:
-            return Busy() if groups.params is None else self.gather(groups.params, numel, codec)
+            return self.gathered(groups, numel, codec)
         return self.gather(groups.secondary, numel, _NONE) if groups.secondary.ranks > 1 else Busy()
 
-    def scattered(self, groups: ProcessGroups, kinds: Sequence[UnitKind], intra: CodecSpec, inter: CodecSpec) -> Busy:
-        """Busy seconds of one micro-batch's reductions over the ranks of ``P``."""
-        total = Busy()
-        for kind in kinds if groups.params is not None else ():
-            total = total.plus(self.scatter(groups.params, kind.numel, intra, inter), kind.count)
-        return total
+    def scattered(self, groups: ProcessGroups, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
+        """Busy seconds of reducing a unit over the ranks of ``P``."""
+        if groups.params is None:
+            return Busy()
+        return self.reduction(Kind.REDUCE_SCATTER, groups.params, numel, intra, inter)
 
     def sharded(self, groups: ProcessGroups, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
         """Busy seconds of reducing a bucket of ``numel`` elements to the owners of optimizer states, packing
@@ -240,24 +207,18 @@ class Pricer:
         if groups.shard is None:
             return Busy()
         packing = self._rates.touch(numel + numel / groups.shard.ranks)
-        return self.scatter(groups.shard, numel, intra, inter).plus(Busy(codec=packing))
+        return self.reduction(Kind.REDUCE_SCATTER, groups.shard, numel, intra, inter).plus(Busy(codec=packing))
 
     def synced(self, groups: ProcessGroups, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
         """Busy seconds of adding up a bucket of ``numel`` elements over replicas, packing included."""
         if groups.replica is None:
             return Busy()
         share = numel // (groups.shard.ranks if groups.shard is not None else 1)
-        return self.all_reduce(groups.replica, share, intra, inter).plus(Busy(codec=self._rates.touch(2 * share)))
+        packing = Busy(codec=self._rates.touch(2 * share))
+        return self.reduction(Kind.ALL_REDUCE, groups.replica, share, intra, inter).plus(packing)
 
-    def spread(self, groups: ProcessGroups, kinds: Sequence[UnitKind], codec: CodecSpec) -> Busy:
-        """Busy seconds of distributing updated parameters, once per step."""
-        total = Busy()
-        for kind in kinds:
-            total = total.plus(self.spread_unit(groups, kind.numel, codec), kind.count)
-        return total
-
-    def spread_unit(self, groups: ProcessGroups, numel: int, codec: CodecSpec) -> Busy:
-        """Busy seconds of distributing the updated parameters of a unit of ``numel`` elements."""
+    def spread(self, groups: ProcessGroups, numel: int, codec: CodecSpec) -> Busy:
+        """Busy seconds of distributing the updated parameters of a unit."""
         if groups.shard is None:
             return Busy()
         shards = groups.params.ranks if groups.params else 1
@@ -266,7 +227,7 @@ class Pricer:
     def control(self, mesh: Factor, nbytes: int) -> float:
         """Seconds of an exchange of ``nbytes`` bytes of every rank of a mesh."""
         steps = hops(Kind.ALL_GATHER, mesh.local, mesh.nodes, Even(nbytes, mesh.ranks), 0, MessageSizes.plain(1))
-        plain = Encoding(_NONE, self._compute)
+        plain = Encoding(_NONE, self._dtype)
         return sum(
             move.seconds for move in moves_of([CodedHop(hop, plain) for hop in steps], self._rates) if move.scope
         )

@@ -50,31 +50,27 @@ class Kernels:
 
     def forward(self, part: ModelPart, sequences: int, seq: int) -> float:
         """Seconds of the forward of ``sequences`` sequences of ``seq`` tokens."""
-        tokens = sequences * seq
-        seconds = self._products(part.matrices, tokens)[0] + self._grouped(part.routed, tokens)[0]
-        seconds += self.elementwise(self._values(part, tokens))
-        return seconds + self._attention(part, tokens, seq)[0]
+        return self._both(part, sequences, seq)[0]
 
     def backward(self, part: ModelPart, sequences: int, seq: int) -> float:
-        """Seconds of the backward. Element-wise kernels read the gradient as well, which doubles what they move."""
+        """Seconds of the backward."""
+        return self._both(part, sequences, seq)[1]
+
+    def _both(self, part: ModelPart, sequences: int, seq: int) -> tuple[float, float]:
+        """Seconds of both. In the backward, element-wise kernels read the gradient as well, which doubles what they
+        move."""
         tokens = sequences * seq
-        seconds = self._products(part.matrices, tokens)[1] + self._grouped(part.routed, tokens)[1]
-        seconds += 2 * self.elementwise(self._values(part, tokens))
-        return seconds + self._attention(part, tokens, seq)[1]
+        between = self.elementwise(tokens * (part.split_values + part.whole_values))
+        attention = (
+            self.attention(tokens, seq, part.attention_width, part.heads) if part.attention_width else (0.0, 0.0)
+        )
+        products, grouped = self._products(part.matrices, tokens), self._grouped(part.routed, tokens)
+        forward, backward = zip(products, grouped, (between, 2 * between), attention, strict=True)
+        return sum(forward), sum(backward)
 
     def elementwise(self, values: float) -> float:
         """Seconds of kernels that read or write ``values`` values and are bound by memory."""
         return self._passes * values * _VALUE / self._memory
-
-    @staticmethod
-    def _values(part: ModelPart, tokens: int) -> float:
-        return tokens * (part.split_values + part.whole_values)
-
-    def _attention(self, part: ModelPart, tokens: int, seq: int) -> tuple[float, float]:
-        """Seconds of attention in the forward and in the backward."""
-        if not part.attention_width:
-            return 0.0, 0.0
-        return self.attention(tokens, seq, part.attention_width, part.heads)
 
     def attention(self, tokens: int, seq: int, width: int, heads: int) -> tuple[float, float]:
         """Seconds of the forward and of the backward of attention.

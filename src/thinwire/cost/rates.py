@@ -289,15 +289,16 @@ class NominalRates(Rates):
 
     def update(self, numel: int) -> float:
         """As measured; bound by memory bandwidth if it was not."""
-        if self._table is not None and (measured := self._table.per_element("update", numel)) is not None:
-            return measured
-        return numel * self._efficiency.update_bytes / self._memory
+        return self._each("update", numel, self._efficiency.update_bytes)
 
     def touch(self, numel: float) -> float:
         """As measured; bound by memory bandwidth if it was not: fp32 on one side, bf16 on the other."""
-        if self._table is not None and (measured := self._table.per_element("copy", numel)) is not None:
-            return measured
-        return 6 * numel / self._memory
+        return self._each("copy", numel, 6)
+
+    def _each(self, kernel: str, numel: float, nbytes: float) -> float:
+        """Seconds of a kernel that moves ``nbytes`` bytes of each element."""
+        measured = None if self._table is None else self._table.per_element(kernel, numel)
+        return numel * nbytes / self._memory if measured is None else measured
 
     @property
     def has_kernels(self) -> bool:

@@ -40,11 +40,10 @@ from thinwire.plan.placement import (
     slurm_hostfile,
 )
 from thinwire.plan.priced import AxisSeconds, PricedPlan, Provenance, price_plan, provenance
-from thinwire.plan.profiled import profiled_cluster
 from thinwire.plan.renting import Rental, SweptNodes, offers, parts_of, rentals, sweep_nodes
 from thinwire.plan.rules import Cut
 from thinwire.plan.search import Search, Searched, search, search_wider
-from thinwire.plan.training_job import CODEC_LEVELS, CodecLevel, TrainingJob
+from thinwire.plan.training_job import CODEC_LEVELS, CodecLevel, TrainingJob, profiled_cluster
 
 __all__ = [
     "AmspPlan",

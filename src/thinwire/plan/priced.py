@@ -144,7 +144,7 @@ class Simulations:
         """Prices of collectives at the job's rates."""
         key = job.rates, job.compute_dtype
         if key not in self._pricers:
-            self._pricers[key] = Pricer(job.rates, job.compute_dtype, job.compute_dtype)
+            self._pricers[key] = Pricer(job.rates, job.compute_dtype)
         return self._pricers[key]
 
 

@@ -21,7 +21,6 @@ from thinwire.cost import (
 )
 from thinwire.cost.memory.stages import stage_model, stages
 from thinwire.errors import SpecError
-from thinwire.plan.profiled import profiled_cluster
 from thinwire.plan.rules import UNCUT, Cut, cut_problems, cuts, divided, powers_of_two
 from thinwire.program import UnitInfo
 from thinwire.sim import Workload
@@ -31,7 +30,7 @@ from thinwire.spec.plan import Dtype
 from thinwire.spec.plan_parts.pipeline import keeps_busy
 from thinwire.spec.profile import Profile
 
-__all__ = ["CODEC_LEVELS", "CodecLevel", "TrainingJob", "axis_costs", "refuse_context"]
+__all__ = ["CODEC_LEVELS", "CodecLevel", "TrainingJob", "axis_costs", "profiled_cluster", "refuse_context"]
 
 CodecLevel = Literal["none", "lossless", "standard", "aggressive"]
 
@@ -265,6 +264,37 @@ def refuse_context(plan: Plan) -> None:
     """
     if plan.cp > 1:
         raise SpecError("plan", [f"cp = {plan.cp}: the planner makes and compares plans without it; use cp = 1"])
+
+
+def profiled_cluster(profile: Profile) -> ClusterSpec:
+    """The cluster on which a profile was measured.
+
+    Links and peak FLOP/s are the best measured values. Only tables and MFU show them; predictions use the profile.
+
+    Args:
+        profile: The measurements.
+    """
+    best = {
+        "inside": [row for row in profile.collectives if row.nodes == 1],
+        "nic": [row for row in profile.collectives if row.local == 1 and row.nodes > 1 and row.groups == "all"],
+    }
+    together = {"inside": 1, "nic": profile.gpus_per_node}
+    links = {
+        key: {"bandwidth": max((8 * row.sent * together[key] / row.seconds for row in rows), default=1e12)}
+        for key, rows in best.items()
+    }
+    rates = {row.dtype: 3 * row.flops / (row.forward + row.backward) for row in profile.compute if row.part == "block"}
+    return ClusterSpec.parse(
+        {
+            "name": f"{profile.device}, profiled",
+            "nodes": profile.nodes,
+            "gpus_per_node": profile.gpus_per_node,
+            "memory": profile.memory,
+            "peak_flops": rates or {"bfloat16": 1e12},
+            "links": links,
+        },
+        "profile",
+    )
 
 
 # -- why a job cannot be trained -------------------------------------------------------------------------------------

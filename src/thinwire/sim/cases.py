@@ -14,7 +14,8 @@ from thinwire.cost import Memory, kept_activations, parts, units
 from thinwire.errors import SpecError
 from thinwire.program import Lane, node_order
 from thinwire.sim.engine import Engine, engines
-from thinwire.sim.step import Simulated, Workload
+from thinwire.sim.step import Simulated
+from thinwire.sim.workload import Workload
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan, mean_peak
 from thinwire.spec.base import Count, Flag, Positive, Spec
 from thinwire.spec.machines.accelerators import ACCELERATORS

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Literal, Protocol, final
+from typing import Literal, final
 
 from thinwire.cost import LibraryCollectives, Memory, NominalRates, memory
 from thinwire.program import UnitInfo
@@ -24,35 +25,33 @@ GROUP = "thinwire.engines"
 """Entry points of mappings from names to engines."""
 
 
-class Engine(Protocol):
-    """How a system performs a program."""
+class Engine(ABC):
+    """How a system performs a program; what is not overridden is as thinwire does it.
 
-    @property
-    def partition(self) -> Literal["intra", "inter"]:
-        """How it cuts optimizer states unless a case sets this."""
-        ...
+    Attributes:
+        partition: How it cuts optimizer states unless a case sets this.
+        bucket_bytes: Bytes of gradients that it reduces together.
+        messages: Dtype of its messages; ``None``: the compute dtype.
+    """
 
-    @property
-    def bucket_bytes(self) -> int:
-        """Bytes of gradients that it reduces together."""
-        ...
-
-    @property
-    def messages(self) -> Literal["float32"] | None:
-        """Dtype of its messages; ``None``: the compute dtype."""
-        ...
+    partition: Literal["intra", "inter"] = "intra"
+    bucket_bytes: int = 4 << 20
+    messages: Literal["float32"] | None = None
 
     def on(self, gpu: str, gpus_per_node: int) -> Engine:
         """The engine as measured on these machines."""
-        ...
+        del gpu, gpus_per_node
+        return self
 
     def extrapolates(self, gpu: str, count: int) -> bool:
-        """Whether ``count`` accelerators of this kind are outside the range to which its constants were fitted."""
-        ...
+        """Whether ``count`` accelerators of this kind are outside the range to which its constants were fitted; yes
+        where nothing was fitted."""
+        del gpu, count
+        return True
 
     def overlapped(self, plan: Plan) -> Plan:
         """The plan without the overlap that this engine cannot do."""
-        ...
+        return plan
 
     def memory(self, model: ModelSpec, plan: Plan, units: Sequence[UnitInfo], *, seq: int) -> Memory:
         """Bytes per rank.
@@ -63,8 +62,9 @@ class Engine(Protocol):
             units: Units of the stage.
             seq: Tokens per sequence.
         """
-        ...
+        return memory(model, plan, units, seq=seq)
 
+    @abstractmethod
     def step(
         self,
         plan: Plan,
@@ -85,34 +85,11 @@ class Engine(Protocol):
             group: Of a cluster of unlike nodes, the number of the group whose nodes see the step.
             trace: Whether to keep the spans.
         """
-        ...
 
 
 @final
-class ThinwireEngine:
-    """This library: collectives in two hops, everything overlapped."""
-
-    partition: Literal["intra", "inter"] = "intra"
-    bucket_bytes = 4 << 20
-    messages: Literal["float32"] | None = None
-
-    def on(self, gpu: str, gpus_per_node: int) -> ThinwireEngine:
-        """The same on all machines."""
-        del gpu, gpus_per_node
-        return self
-
-    def extrapolates(self, gpu: str, count: int) -> bool:
-        """Yes: rates are nominal, and nothing was fitted."""
-        del gpu, count
-        return True
-
-    def overlapped(self, plan: Plan) -> Plan:
-        """The plan as it is."""
-        return plan
-
-    def memory(self, model: ModelSpec, plan: Plan, units: Sequence[UnitInfo], *, seq: int) -> Memory:
-        """As the runtime uses it."""
-        return memory(model, plan, units, seq=seq)
+class ThinwireEngine(Engine):
+    """This library: collectives in two hops, everything overlapped, nominal rates."""
 
     def step(
         self,

@@ -7,8 +7,7 @@ their overlap is that of CUDA's streams.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Final
 
 from thinwire.cost import CollectiveTimes, PricedStage, Rates, library_moves
@@ -18,32 +17,16 @@ from thinwire.sim.step import Simulated, simulate
 from thinwire.sim.workload import Execution, Workload
 from thinwire.spec import Plan
 
-__all__ = ["PEER_FRAMEWORKS", "PeerFramework", "peer_step"]
+__all__ = ["peer_step"]
 
+_OVERLAPPED: Final = ("gather", "reduce", "sync")
+"""Transfers that all of these frameworks can overlap with computation on CUDA."""
 
-@dataclass(frozen=True)
-class PeerFramework:
-    """How a framework performs a step on CUDA.
+_OVERLAPS_SPREAD: Final = ("megatron-fsdp",)
+"""Frameworks that overlap the spread of updated parameters, too."""
 
-    Attributes:
-        summary: One line about it.
-        overlaps: Transfers that it can overlap with computation.
-        by_tensor: Whether it gathers every large tensor by a call of its own.
-    """
-
-    summary: str
-    overlaps: tuple[str, ...]
-    by_tensor: bool = False
-
-
-PEER_FRAMEWORKS: Final[Mapping[str, PeerFramework]] = {
-    "fsdp2": PeerFramework("PyTorch's fully_shard", ("gather", "reduce", "sync")),
-    "hsdp": PeerFramework("PyTorch's fully_shard over a mesh of two dimensions", ("gather", "reduce", "sync")),
-    "megatron-fsdp": PeerFramework("Megatron-Core's FSDP", ("gather", "reduce", "sync", "spread")),
-    "deepspeed": PeerFramework("DeepSpeed's ZeRO", ("gather", "reduce", "sync"), by_tensor=True),
-    "torchtitan": PeerFramework("torchtitan, which uses PyTorch's fully_shard", ("gather", "reduce", "sync")),
-}
-"""Frameworks by the name that ``--emit`` takes."""
+_GATHERS_TENSORS: Final = ("deepspeed",)
+"""Frameworks that gather every large tensor by a call of its own."""
 
 _LARGE: Final = 1 << 16
 """Elements of a tensor above which a framework that gathers tensors one by one does not keep it whole."""
@@ -53,22 +36,21 @@ def peer_step(framework: str, plan: Plan, workload: Workload, rates: Rates, call
     """Play a step of another framework.
 
     Args:
-        framework: A key of ``PEER_FRAMEWORKS``.
+        framework: Name of the framework, as ``--emit`` takes it.
         plan: What it shards, as a plan.
         workload: A rank's part of the model.
         rates: Seconds of computation, copies and transfers.
         calls: Seconds of library calls.
     """
-    peer = PEER_FRAMEWORKS[framework]
-    able = () if rates.on_processors else peer.overlaps
-    names = ("gather", "reduce", "sync", "spread")
-    plan = plan.with_(overlap={name: name in able for name in names})
+    able = (*_OVERLAPPED, "spread") if framework in _OVERLAPS_SPREAD else _OVERLAPPED
+    names = () if rates.on_processors else able
+    plan = plan.with_(overlap={name: name in names for name in (*_OVERLAPPED, "spread")})
     large = [sum(tensor.numel >= _LARGE for tensor in part.tensors) for part in workload.parts]
 
     def pricing(plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> list[PricedStage]:
-        gathers = operation.lane is Lane.GATHER
-        calls_each = max(1, sum(large[unit] for unit in operation.units)) if peer.by_tensor and gathers else 1
-        moves = library_moves(plan, operation, units, rates, calls, whole_sync=False, calls=calls_each)
+        apart = operation.lane is Lane.GATHER and framework in _GATHERS_TENSORS
+        tensors = sum(large[unit] for unit in operation.units) if apart else 1
+        moves = library_moves(plan, operation, units, rates, calls, whole_sync=False, calls=max(1, tensors))
         copied = rates.touch(_copied(plan, operation, units)) if moves else 0.0
         if copied:
             moves = [*moves, PricedStage(Stage.DECODE, None, copied, copies=True)]

@@ -1,4 +1,4 @@
-"""Equal blocks of a model: a step is scripted for a few of them, and one period of blocks is repeated."""
+"""Equal blocks of a model: a step is played with a few of them, of which one period is repeated."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from thinwire.sim.repetition import repeated
 from thinwire.sim.workload import Execution, Workload
 from thinwire.spec import Plan
 
-__all__ = ["PLAYED", "Execution", "Played", "Simulated", "Workload", "play", "simulate"]
+__all__ = ["PLAYED", "Played", "Simulated", "play", "simulate", "with_exchanges"]
 
 PLAYED = 3
 """Most micro-batches to play; further ones repeat the last of the middle ones."""

@@ -26,7 +26,7 @@ from thinwire.cost import (
 from thinwire.program import Axis, Lane, Operation, Phase, UnitInfo, axis_shape
 from thinwire.program.stages import Stage
 from thinwire.sim.axes import AxisCosts
-from thinwire.sim.engine import step_with_axes
+from thinwire.sim.engine import Engine, step_with_axes
 from thinwire.sim.step import Simulated
 from thinwire.sim.workload import Execution, Workload
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
@@ -41,7 +41,7 @@ ALL = ("gather", "reduce", "sync", "spread")
 
 
 @dataclass(frozen=True)
-class PublishedEngine:
+class PublishedEngine(Engine):
     """How a system performs a program.
 
     Attributes:

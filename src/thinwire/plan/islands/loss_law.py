@@ -57,10 +57,11 @@ class LossLaw(Spec):
     left_out: Positive = Field(description="root mean square error in percent for a run that the fit has not seen")
     ways: tuple[ExchangeWay, ...] = Field(min_length=1, description="ways to exchange; the first is exact")
 
-    @classmethod
-    def known(cls) -> LossLaw:
+    @staticmethod
+    @cache
+    def known() -> LossLaw:
         """The law in the package."""
-        return _known()
+        return LossLaw.parse(json.loads((files("thinwire.plan") / LAW_FILE).read_text(encoding="utf-8")), LAW_FILE)
 
     @property
     def of_islands(self) -> str:
@@ -108,12 +109,6 @@ class LossLaw(Spec):
 def _range(bounds: tuple[int, int]) -> str:
     low, high = bounds
     return str(low) if low == high else f"{low} to {high}"
-
-
-@cache
-def _known() -> LossLaw:
-    text = (files("thinwire.plan") / LAW_FILE).read_text(encoding="utf-8")
-    return LossLaw.parse(json.loads(text), LAW_FILE)
 
 
 def parse_budget(text: str) -> float:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 
-from thinwire.cost import Busy, GroupShape, Pricer, ProcessGroups, UnitKind
+from thinwire.cost import Busy, GroupShape, Pricer, ProcessGroups
 from thinwire.plan.space.bounds import Array, Communication, seconds_of
 from thinwire.plan.training_job import CODEC_LEVELS, CodecLevel, TrainingJob
 from thinwire.program import control_bytes, default_trace
@@ -47,6 +47,21 @@ def _codecs(texts: tuple[str, ...]) -> tuple[CodecSpec, ...]:
     return tuple(map(CodecSpec, texts))
 
 
+@dataclass(frozen=True, slots=True)
+class _UnitKind:
+    """A kind of unit.
+
+    Attributes:
+        count: Number of units of this kind.
+        numel: Elements of one unit, before padding.
+        kept: Whether these units stay gathered between forward and backward.
+    """
+
+    count: int
+    numel: int
+    kept: bool
+
+
 @dataclass(frozen=True)
 class UnitSizes:
     """The units of a rank, which are the same for all plans of a cut.
@@ -60,7 +75,7 @@ class UnitSizes:
         control: Bytes of each rank in the exchange at the end of a step.
     """
 
-    kinds: tuple[UnitKind, ...]
+    kinds: tuple[_UnitKind, ...]
     first: tuple[int, ...]
     reduced: tuple[tuple[str, int], ...]
     last: int
@@ -81,7 +96,7 @@ class UnitSizes:
         names = [part.kind for part in job.parts(base)]
         named = [unit for unit in trace.needed if units[unit].name]
         return cls(
-            tuple(UnitKind(count, numel, stays) for (numel, stays), count in counts.items()),
+            tuple(_UnitKind(count, numel, stays) for (numel, stays), count in counts.items()),
             tuple(numels[unit] for unit in named[: 2 if names[named[0]] == "embedding" else 1]),
             tuple((names[unit], numels[unit]) for unit in trace.reduction_order),
             next(numels[unit] for unit in reversed(trace.reduction_order) if units[unit].name),
@@ -166,10 +181,10 @@ class TrafficSeconds:
         gather, intra, inter, spread = levels = self._levels(groups)
         if key not in self._apart:
             self._apart[key] = self._communication(key, levels)
-        pricer, kinds, gathers = self._pricer, self._units.kinds, _codecs(gather)
-        largest = max((kind.numel for kind in kinds if not kind.kept), default=0)
+        pricer, gathers = self._pricer, _codecs(gather)
+        largest = max((kind.numel for kind in self._units.kinds if not kind.kept), default=0)
         closer = [groups._replace(secondary=secondary) for secondary in secondaries]
-        backward = [_rows([pricer.gathers(each, kinds, codec)[1] for codec in gathers]) for each in closer]
+        backward = [_rows([self._freed(pricer.gathered_again, each, codec) for codec in gathers]) for each in closer]
         one = [_rows([pricer.gathered_again(each, largest, codec) for codec in gathers]) for each in closer]
         names: list[tuple[str, ...]] = [
             (of_gather, *pair, of_spread)
@@ -185,16 +200,16 @@ class TrafficSeconds:
     def _communication(self, groups: ProcessGroups, levels: Sequence[tuple[str, ...]]) -> Communication:
         """The same as far as it depends neither on the secondary shard nor on when gradients are reduced."""
         gathers, intras, inters, spreads = map(_codecs, levels)
-        pricer, kinds = self._pricer, self._units.kinds
+        pricer = self._pricer
         reductions = [self._priced(groups, *pair) for pair in itertools.product(intras, inters)]
         nothing = np.zeros((1, 1, 1, 5))
         return Communication(
-            forward=_rows([pricer.gathers(groups, kinds, codec)[0] for codec in gathers])[:, None],
+            forward=_rows([self._all(pricer.gathered, groups, codec) for codec in gathers])[:, None],
             backward=nothing,
             scatter=_rows([each.scatter for each in reductions])[:, None, None],
             shard=_rows([each.shard for each in reductions])[:, None, None],
             sync=_rows([each.sync for each in reductions])[:, None, None],
-            spread=_rows([pricer.spread(groups, kinds, codec) for codec in spreads]),
+            spread=_rows([self._all(pricer.spread, groups, codec) for codec in spreads]),
             every=False,
             one_gather=nothing,
             one_reduction=_rows([each.largest for each in reductions])[:, None, None],
@@ -203,10 +218,24 @@ class TrafficSeconds:
             last=np.array([each.last for each in reductions])[:, None, None],
         )
 
+    def _all(self, price: Callable[..., Busy], groups: ProcessGroups, *codecs: CodecSpec) -> Busy:
+        """Busy seconds of all units, given the price of one."""
+        total = Busy()
+        for kind in self._units.kinds:
+            total = total.plus(price(groups, kind.numel, *codecs), kind.count)
+        return total
+
+    def _freed(self, price: Callable[..., Busy], groups: ProcessGroups, *codecs: CodecSpec) -> Busy:
+        """The same of the units that are freed after their forward."""
+        total = Busy()
+        for kind in self._units.kinds:
+            total = total if kind.kept else total.plus(price(groups, kind.numel, *codecs), kind.count)
+        return total
+
     def _first_spread(self, groups: ProcessGroups, codec: CodecSpec) -> float:
         """Seconds of the spread of the first unit, which gathers wait for; without gathers, of all up to a block."""
         units = self._units.first[: 1 if groups.params else 2]
-        return _together([self._pricer.spread_unit(groups, numel, codec) for numel in units])
+        return _together([self._pricer.spread(groups, numel, codec) for numel in units])
 
     def _first_gather(self, groups: ProcessGroups, codec: CodecSpec) -> float:
         """Seconds of gathering the units up to the first block."""
@@ -216,22 +245,21 @@ class TrafficSeconds:
 
     def _priced(self, groups: ProcessGroups, intra: CodecSpec, inter: CodecSpec) -> _ReductionSeconds:
         """Costs of reductions with a choice of codecs."""
-        pricer, kinds = self._pricer, self._units.kinds
+        pricer = self._pricer
         shards = groups.params.ranks if groups.params else 1
         buckets = self._units_of(shards)
         shard, sync = Busy(), Busy()
         for numel, count in buckets.items():
             shard = shard.plus(pricer.sharded(groups, numel, intra, inter), count)
             sync = sync.plus(pricer.synced(groups, numel, intra, inter), count)
-        largest = max(kind.numel for kind in kinds)
-        one = pricer.scattered(groups, [UnitKind(1, largest, False)], intra, inter)
-        last = pricer.scattered(groups, [UnitKind(1, self._units.last, False)], intra, inter).total
+        one = pricer.scattered(groups, max(kind.numel for kind in self._units.kinds), intra, inter)
+        last = pricer.scattered(groups, self._units.last, intra, inter).total
         of_last = next(reversed(buckets))
         last += pricer.sharded(groups, of_last, intra, inter).total
         last += pricer.synced(groups, of_last, intra, inter).total
         largest_bucket = pricer.sharded(groups, max(buckets), intra, inter)
         return _ReductionSeconds(
-            pricer.scattered(groups, kinds, intra, inter), shard, sync, one.plus(largest_bucket), last
+            self._all(pricer.scattered, groups, intra, inter), shard, sync, one.plus(largest_bucket), last
         )
 
     def _units_of(self, shards: int) -> Mapping[int, int]:
