@@ -10,8 +10,8 @@ from benchmarks.gpu.chart import draw
 from benchmarks.gpu.outcome import Check, Record, place
 from benchmarks.gpu.parts import PARTS
 
-from thinwire.report.sheet import Sheet, markdown_table
-from thinwire_bench.pages import insert
+from thinwire.report.sheet import Sheet
+from thinwire_bench.pages import insert, markdown_table
 
 __all__ = ["COMMAND", "NO_CARD", "REHEARSED", "markdown", "update"]
 
