@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="a namespace without network takes root"),
     pytest.mark.skipif(shutil.which("unshare") is None, reason="a namespace without network takes util-linux"),
     pytest.mark.timeout(600),
+    pytest.mark.slow,
 ]
 
 
