@@ -137,66 +137,6 @@ class AllOf(Promise):
         return self._ended.is_set() or all(work.is_completed() for work in self._works)
 
 
-class LateWork(dist.Work):
-    """Work that begins when somebody asks for it.
-
-    Args:
-        begin: Begins it, and returns the work from then on. It is called once.
-        after: Work that has to begin before.
-    """
-
-    def __init__(self, begin: Callable[[], dist.Work], after: LateWork | None = None) -> None:
-        super().__init__()
-        self._begin: Callable[[], dist.Work] | None = begin
-        self._after = after
-        self._work: Any = None
-        self._lock = threading.Lock()
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether somebody has asked for it."""
-        return self._begin is None
-
-    def begin(self) -> Any:
-        """The work, which begins now if it has not yet."""
-        with self._lock:
-            if self._begin is not None:
-                if self._after is not None:
-                    self._after.begin()
-                self._work = self._begin()
-                self._begin = self._after = None
-            return self._work
-
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Begin the work, and wait for it."""
-        del timeout  # the transport has one of its own
-        return bool(self.begin().wait())
-
-    def synchronize(self) -> None:
-        """:meth:`wait`, as torch also calls it."""
-        self.wait()
-
-    def get_future(self) -> Any:
-        """The future of the work, which begins."""
-        return self.begin().get_future()
-
-    def is_completed(self) -> bool:
-        """Whether the work is complete. It begins, so that asking again and again comes to an end."""
-        return bool(self.begin().is_completed())
-
-    def is_success(self) -> bool:
-        """Whether the work is complete and has not failed."""
-        return bool(self.begin().is_success())
-
-    def exception(self) -> Any:
-        """The error of the work; ``None`` if it has not failed."""
-        return self.begin().exception()
-
-    def result(self) -> list[torch.Tensor]:
-        """The tensors that the work fills."""
-        return list(self.begin().result())
-
-
 class Stopwatch:
     """Adds up the time that computation waits for an axis."""
 
@@ -238,28 +178,21 @@ class Stopwatch:
         return seconds
 
 
-class Watched(dist.Work):
-    """Work of a transport, with a stopwatch that runs while computation waits for it.
+class Delegated(dist.Work):
+    """Work that another work does."""
 
-    Args:
-        work: Work of the transport.
-        watch: Stopwatch of the axis.
-        streams: Streams of the tensors' device, if it has some.
-    """
-
-    def __init__(self, work: dist.Work, watch: Stopwatch, streams: Streams | None = None) -> None:
-        super().__init__()
-        self._work, self._watch, self._streams = work, watch, streams
+    @property
+    def _work(self) -> dist.Work:
+        """The other work."""
+        raise NotImplementedError
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Block until the work is complete."""
-        with self._watch.running(self._streams):
-            return self._work.wait() if timeout is None else self._work.wait(timeout)
+        return self._work.wait() if timeout is None else self._work.wait(timeout)
 
     def synchronize(self) -> None:
         """:meth:`wait`, as torch also calls it."""
-        with self._watch.running(self._streams):
-            self._work.synchronize()
+        self._work.synchronize()
 
     def get_future(self) -> Any:
         """The future of the work."""
@@ -280,6 +213,70 @@ class Watched(dist.Work):
     def result(self) -> list[torch.Tensor]:
         """The tensors that the work fills."""
         return self._work.result()
+
+
+class Watched(Delegated):
+    """Work of a transport, with a stopwatch that runs while computation waits for it.
+
+    Args:
+        work: Work of the transport.
+        watch: Stopwatch of the axis.
+        streams: Streams of the tensors' device, if it has some.
+    """
+
+    def __init__(self, work: dist.Work, watch: Stopwatch, streams: Streams | None = None) -> None:
+        super().__init__()
+        self._transported, self._watch, self._streams = work, watch, streams
+
+    @property
+    def _work(self) -> dist.Work:
+        return self._transported
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Block until the work is complete."""
+        with self._watch.running(self._streams):
+            return super().wait(timeout)
+
+    def synchronize(self) -> None:
+        """:meth:`wait`, as torch also calls it."""
+        with self._watch.running(self._streams):
+            super().synchronize()
+
+
+class LateWork(Delegated):
+    """Work that begins when somebody asks for it.
+
+    Args:
+        begin: Begins it, and returns the work from then on. It is called once.
+        after: Work that has to begin before.
+    """
+
+    def __init__(self, begin: Callable[[], dist.Work], after: LateWork | None = None) -> None:
+        super().__init__()
+        self._begin: Callable[[], dist.Work] | None = begin
+        self._after = after
+        self._begun: dist.Work | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether somebody has asked for it."""
+        return self._begun is not None
+
+    @property
+    def _work(self) -> dist.Work:
+        with self._lock:
+            if self._begun is None:
+                assert self._begin is not None
+                if self._after is not None:
+                    self._after.begin()
+                self._begun = self._begin()
+                self._begin = self._after = None
+            return self._begun
+
+    def begin(self) -> None:
+        """Begin the work, unless it has begun."""
+        _ = self._work
 
 
 def done(tensors: Sequence[torch.Tensor]) -> Promise:
