@@ -57,7 +57,7 @@ SKIPPED := tests/behaviours tests/end_to_end tests/families tests/integrations t
   tests/checkpoint/test_store_local.py tests/codecs/cpp tests/codecs/triton tests/codecs/test_backends.py \
   tests/collectives/links/test_rendezvous.py tests/profile/test_measure.py tests/train/test_trainer.py
 
-check: lint ## lint, then what a change most often breaks, in about three minutes
+check: lint ## lint, then what a change most often breaks, in a few minutes
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and (smoke or not ranks)" \
 	  $(addprefix --ignore=,$(SKIPPED)) tests
 

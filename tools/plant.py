@@ -9,7 +9,7 @@ WAITS lose the call, contexts named in VISITS do nothing, and EXTRA has faults o
 too early. For each, tests run until the first fails: those of ``tools/planting.py`` in ranks that stay alive,
 others on a copy of the package. The checkout is not touched. ``docs/results/planting.json`` keeps what noticed each
 fault, with the content of the file: what has changed since is planted again, beginning with the test that noticed it
-before. All of it takes about an hour on two cores that have nothing else to do. What REASONS explains is planted with
+before. All of it takes long, and wants the machine for itself. What REASONS explains is planted with
 --again only. The exit status is 1 if something else was missed.
 """
 
