@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final, cast
 
 import torch
-from torch import nn
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.utils.hooks import RemovableHandle
@@ -25,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.lanes.home import HomeStream
 from thinwire.sharding.memory.local import local_gradient
+from thinwire.sharding.params.freed import is_plain
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.step.passes import Delivery, Pass, Passes
 
@@ -65,7 +65,7 @@ class Deliveries(Delivery):
         self._waits = all(part.waits for part in gradients)
         # On a device with streams, each gradient may belong to another one.
         self._may_settle = self._waits and not self._home.exists and len(self._parameters) > 1
-        self._may_settle &= all(type(parameter) is nn.Parameter for parameter in self._parameters)
+        self._may_settle &= all(map(is_plain, self._parameters))
         self._came_last, self._times = -1, 0  # the parameter that came last, and in how many backwards in a row
         self._only: int | None = None  # the parameter that has the unit's only hook, once it has settled
         self._handles = [self._hook(slot) for slot in range(len(self._parameters))]

@@ -181,6 +181,8 @@ def watch_reads(
         for buffer in unit.buffers
         for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True)
     }
+    for entry in entries.values():
+        entry.compute.whole = partial(_whole, entry, passes)  # type: ignore[attr-defined]
     of_units = {unit: _follow(unit) for unit in units}
     for module in model.modules():
         own = {name: entries[id(p)] for name, p in module._parameters.items() if id(p) in entries}
@@ -190,6 +192,14 @@ def watch_reads(
                 of_units[table.unit].append(table)
             undo.append(partial(_remove_table, module))
     return undo
+
+
+def _whole(entry: _Entry, passes: Passes) -> torch.Tensor:
+    """What stands for a parameter of a freed unit, which was listed or kept, in a computation."""
+    if entry.share is not None and not passes.is_inside():
+        return entry.share
+    passes.read(entry.unit.index)
+    return entry.compute
 
 
 def _remove_table(module: nn.Module) -> None:

@@ -31,6 +31,7 @@ from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.memory.layout import FlatLayout, Run
 from thinwire.sharding.memory.local import set_local
+from thinwire.sharding.params.freed import is_plain, set_freed
 from thinwire.sharding.params.seeds import Seeds
 
 __all__ = ["BufferGathers", "FlatBuffer", "GatherBatch", "GatherLink", "State", "Unit", "start_gathers"]
@@ -63,6 +64,7 @@ class FlatBuffer:
         self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots]
         self._husks = [_husk(slot.shape, self.full.dtype, self.full.device) for slot in self.layout.slots]
         self._single_husks = [husk for husk in self._husks if husk.numel() == 1]
+        self._plain = [parameter for parameter in self.parameters if is_plain(parameter)]
         self._storage, self._nbytes = self.full.untyped_storage(), self.full.nbytes
         self._master_runs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
@@ -93,7 +95,11 @@ class FlatBuffer:
         if not whole:
             for husk in self._single_husks:  # a husk of one element does not refuse writes
                 husk.copy_(_poison(husk.dtype, husk.device))
+        if whole:
+            set_freed(self._plain, freed=False)
         set_local(self.parameters, self._views if whole else self._husks)
+        if not whole:
+            set_freed(self._plain, freed=True)
 
 
 def _husk(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
