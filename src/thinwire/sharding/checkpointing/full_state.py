@@ -137,15 +137,16 @@ def load_whole_state(optim: ShardedOptimizer, names: Names, whole: Mapping[str, 
         for number, name in zip(group["params"], of_group, strict=True)
     }
     owned = {id(item.value): item for item in optim.fragments}
-    local = optim.inner.state_dict()["param_groups"]
-    state: dict[int, Any] = {}
-    for group, own in zip(optim.inner.param_groups, local, strict=True):
-        for value, index in zip(group["params"], own["params"], strict=True):
-            item = owned[id(value)]
-            if entries := whole["state"].get(numbers[item.fragment.slot.name]):
-                state[index] = {key: _piece(entry, item) for key, entry in entries.items()}
-    options = [_options(group) | {"params": own["params"]} for group, own in zip(groups, local, strict=True)]
-    optim.inner.load_state_dict({"state": state, "param_groups": options})
+    with optim.owned.over_fragments() as inner:
+        local = inner.state_dict()["param_groups"]
+        state: dict[int, Any] = {}
+        for group, own in zip(inner.param_groups, local, strict=True):
+            for value, index in zip(group["params"], own["params"], strict=True):
+                item = owned[id(value)]
+                if entries := whole["state"].get(numbers[item.fragment.slot.name]):
+                    state[index] = {key: _piece(entry, item) for key, entry in entries.items()}
+        options = [_options(group) | {"params": own["params"]} for group, own in zip(groups, local, strict=True)]
+        inner.load_state_dict({"state": state, "param_groups": options})
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

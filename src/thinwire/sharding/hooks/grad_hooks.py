@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.lanes.home import HomeStream
 from thinwire.sharding.memory.local import local_gradient
-from thinwire.sharding.params.freed import is_plain
 from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.params.unready import is_plain
 from thinwire.sharding.step.passes import Delivery, Pass, Passes
 
 __all__ = ["NOT_COMPILED", "Deliveries"]

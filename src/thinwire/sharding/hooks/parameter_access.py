@@ -17,6 +17,7 @@ from torch import nn
 
 from thinwire.errors import UsageError
 from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.params.unready import is_plain, set_ready
 from thinwire.sharding.step.passes import Passes
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
@@ -182,7 +183,9 @@ def watch_reads(
         for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True)
     }
     for entry in entries.values():
-        entry.compute.whole = partial(_whole, entry, passes)  # type: ignore[attr-defined]
+        if is_plain(entry.compute):
+            entry.compute.whole = partial(_whole, entry, passes)  # type: ignore[attr-defined]
+            undo.append(partial(_own_again, entry.compute))
     of_units = {unit: _follow(unit) for unit in units}
     for module in model.modules():
         own = {name: entries[id(p)] for name, p in module._parameters.items() if id(p) in entries}
@@ -195,11 +198,16 @@ def watch_reads(
 
 
 def _whole(entry: _Entry, passes: Passes) -> torch.Tensor:
-    """What stands for a parameter of a freed unit, which was listed or kept, in a computation."""
+    """What stands for a parameter that is not ready, and was listed or kept, in a computation."""
     if entry.share is not None and not passes.is_inside():
         return entry.share
     passes.read(entry.unit.index)
     return entry.compute
+
+
+def _own_again(compute: nn.Parameter) -> None:
+    set_ready([compute], ready=True)
+    del compute.whole
 
 
 def _remove_table(module: nn.Module) -> None:

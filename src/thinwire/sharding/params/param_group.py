@@ -31,8 +31,8 @@ from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.memory.layout import FlatLayout, Run
 from thinwire.sharding.memory.local import set_local
-from thinwire.sharding.params.freed import is_plain, set_freed
 from thinwire.sharding.params.seeds import Seeds
+from thinwire.sharding.params.unready import is_plain, set_ready
 
 __all__ = ["BufferGathers", "FlatBuffer", "GatherBatch", "GatherLink", "State", "Unit", "start_gathers"]
 
@@ -96,10 +96,14 @@ class FlatBuffer:
             for husk in self._single_husks:  # a husk of one element does not refuse writes
                 husk.copy_(_poison(husk.dtype, husk.device))
         if whole:
-            set_freed(self._plain, freed=False)
+            self.mark(ready=True)
         set_local(self.parameters, self._views if whole else self._husks)
         if not whole:
-            set_freed(self._plain, freed=True)
+            self.mark(ready=False)
+
+    def mark(self, *, ready: bool) -> None:
+        """Say whether the module's parameters can be computed with as they are."""
+        set_ready(self._plain, ready=ready)
 
 
 def _husk(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -334,7 +338,10 @@ class Unit:
     def expect_spread(self, ticket: Ticket) -> None:
         """Take the ticket of a spread of one or more of the buffers; the next gather waits for it."""
         self._spreads.append(ticket)
-        self.ready = False
+        if self.ready:
+            self.ready = False
+            for buffer in self.buffers:
+                buffer.mark(ready=False)
         self.close()
 
     def close(self) -> None:
@@ -350,6 +357,8 @@ class Unit:
                 ticket.wait()
             self._spreads.clear()
             self.ready = self.state is State.GATHERED
+            for buffer in self.buffers if self.ready else ():
+                buffer.mark(ready=True)
 
     def release_shard(self) -> None:
         """Wait until nothing reads or writes the P shard: a spread, or a gather that nobody has waited for because a

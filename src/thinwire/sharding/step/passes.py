@@ -275,6 +275,8 @@ class Passes:
         if not unit.sharded:
             unit.join_spread()
             return
+        if self.holds.depth:
+            return
         self._schedule.order.events.append((Phase.STEP, unit.index))  # all ranks must gather the same units
         unit.start_gather(from_secondary=False)
         for upcoming in self._schedule.programs.following(unit.index):

@@ -1,8 +1,9 @@
-"""Parameters of freed units: whatever computes with one gets its values, wherever the parameter comes from.
+"""Parameters that are not ready: whatever computes with one gets its values, wherever the parameter comes from.
 
-A module's attribute gathers a unit before it returns a parameter (:mod:`thinwire.sharding.hooks.parameter_access`).
-Parameters are also listed, which gathers nothing, and kept. While its unit is freed, a parameter has the class
-:class:`FreedParameter`. Shape, dtype and settings can be read. Any other function of torch gathers first.
+A module's attribute makes a unit ready before it returns a parameter (:mod:`thinwire.sharding.hooks.parameter_access`).
+Parameters are also listed, which waits for nothing, and kept. While its unit is freed, or new values are on their way,
+a parameter has the class :class:`UnreadyParameter`. Shape, dtype and settings can be read. Any other function of torch
+makes the unit ready first.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["FreedParameter", "is_plain", "set_freed"]
+__all__ = ["UnreadyParameter", "is_plain", "set_ready"]
 
 _READ: Final = (
     "_backward_hooks", "_base", "_version", "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf",
@@ -26,14 +27,15 @@ _CALLED: Final = (
     "__hash__", "__len__", "data_ptr", "dim", "element_size", "get_device", "has_names", "is_complex", "is_contiguous",
     "is_floating_point", "is_inference", "is_same_size", "is_signed", "ndimension", "nelement", "numel",
     "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size", "storage_offset",
-    "stride",
+    "stride", "untyped_storage",
 )  # fmt: skip
 
 
 def _settings() -> frozenset[Any]:
-    """The functions of torch that read or set something else than values."""
+    """The functions of torch that do not compute with values: settings, and the walk along a graph."""
     found = {getattr(torch.Tensor, name) for name in _CALLED if hasattr(torch.Tensor, name)}
     found |= {torch.is_floating_point, torch.is_complex, torch.numel}
+    found |= {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
     for attribute in (getattr(torch.Tensor, name) for name in _READ if hasattr(torch.Tensor, name)):
         found.add(attribute.__get__)
     for name in ("grad", "requires_grad", "_backward_hooks"):
@@ -44,11 +46,11 @@ def _settings() -> frozenset[Any]:
 _SETTINGS: Final = _settings()
 
 
-class FreedParameter(nn.Parameter):
-    """A parameter while its unit is freed.
+class UnreadyParameter(nn.Parameter):
+    """A parameter while its unit is not ready.
 
     Attributes:
-        whole: Returns what stands for it in a computation: itself, gathered, or its share.
+        whole: Returns what stands for it in a computation: itself, once it is ready, or its share.
     """
 
     whole: Callable[[], torch.Tensor]
@@ -58,8 +60,8 @@ class FreedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         if func not in _SETTINGS:
-            args, kwargs = tree_map_only(FreedParameter, _whole, (args, kwargs or {}))
-            if not any(isinstance(value, FreedParameter) for value in args):
+            args, kwargs = tree_map_only(UnreadyParameter, _whole, (args, kwargs or {}))
+            if not any(isinstance(value, UnreadyParameter) for value in args):
                 return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs or {})
@@ -68,20 +70,20 @@ class FreedParameter(nn.Parameter):
         """Describe the parameter. Values would need communication."""
         del tensor_contents
         grad = ", requires_grad=True" if self.requires_grad else ""
-        return f"Parameter({tuple(self.shape)}, {self.dtype}, freed{grad})"
+        return f"Parameter({tuple(self.shape)}, {self.dtype}, not ready{grad})"
 
 
-def _whole(parameter: FreedParameter) -> torch.Tensor:
+def _whole(parameter: UnreadyParameter) -> torch.Tensor:
     return parameter.whole()
 
 
 def is_plain(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is one of torch's own class, which may be freed, and no subclass such as DTensor."""
-    return type(parameter) in (nn.Parameter, FreedParameter)
+    """Whether a parameter is one of torch's own class, ready or not, and of no subclass such as DTensor."""
+    return type(parameter) in (nn.Parameter, UnreadyParameter)
 
 
-def set_freed(parameters: Sequence[nn.Parameter], *, freed: bool) -> None:
+def set_ready(parameters: Sequence[nn.Parameter], *, ready: bool) -> None:
     """Change the class of plain parameters."""
-    kind = FreedParameter if freed else nn.Parameter
+    kind = nn.Parameter if ready else UnreadyParameter
     for parameter in parameters:
         parameter.__class__ = kind
