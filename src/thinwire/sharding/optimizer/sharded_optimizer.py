@@ -173,8 +173,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             Whether parameters were updated; if not, the gradient is not finite, and nothing of it is left behind.
         """
         runtime = self.runtime
-        if self.loss_scale is not None:
-            self._check_scaled(self.loss_scale)
+        self._check()
         result = runtime.close_step(measure=self.skip_nonfinite)
         if self.skip_nonfinite and not result.finite:
             self._note_skipped()
@@ -201,8 +200,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _update_unless_found_inf(self) -> None:
         """Make a step that the device skips if the gradient is not finite, as under torch's ``GradScaler``. The host
         learns of it later: it never waits for the norm. A skipped step spreads parameters that have not changed."""
-        if self.loss_scale is not None:
-            self._check_scaled(self.loss_scale)
+        self._check()
         result = self.runtime.close_step(measure=True)
         norm = result.norm
         self.step_check.once_norm_is_read(self._learn)
@@ -225,8 +223,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._skipped_steps += 1
         self.reducer.forget_lost()  # they hold what codecs rounded away from the skipped gradient
 
-    def _check_scaled(self, scale: LossScale) -> None:
-        if scale.applied or all(part.absent for part in self.reducer.parts):
+    def _check(self) -> None:
+        """Refuse a step that would train less than the whole model, or divide gradients that were never multiplied."""
+        if self.runtime.masters is not None:
+            self.runtime.masters.check_all_managed()
+        scale = self.loss_scale
+        if scale is None or scale.applied or all(part.absent for part in self.reducer.parts):
             return
         raise UsageError(
             "step(): no loss was scaled since the last step, and this step would divide its gradients by "
