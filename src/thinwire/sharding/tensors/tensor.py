@@ -132,8 +132,8 @@ class ShareTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _WALKS:
-            # Autograd graphs contain the tensors that modules compute with. As in DDP, what autograd.grad returns is not
-            # combined.
+            # Autograd graphs contain the tensors that modules compute with. As in DDP, the result of autograd.grad is
+            # not combined.
             return func(*_computed(args), **_computed(kwargs))
         try:
             if _mixes_with_plain(args, kwargs):
