@@ -414,3 +414,22 @@ def what_the_groups_hold_counted_and_scaled(ctx: Context) -> Any:
 
     result = ctx.train(model, optim, before_step=halve)
     return result, seen, [ctx.full(parameter.detach().sum()) for parameter in _held(optim)]
+
+
+@behaviour("torch idiom: GradScaler", deepspeed="has its own", tolerance=1e-4)
+def grad_scaler_with_the_fast_optimizer(ctx: Context) -> Any:
+    """Scale the loss with `torch.amp.GradScaler` and step the library's own optimizer, clipping after `unscale_`."""
+    model = ctx.shard(ctx.build(Stack))
+    optim = ctx.fast_optimizer(model, torch.optim.AdamW, lr=1e-2, eps=1e-1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    scales = []
+    for step in range(5):
+        loss = model(ctx.x(step)).square().mean() * (float("inf") if step == 2 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optim)
+        nn.utils.clip_grad_norm_(_held(optim), 0.5)
+        scaler.step(optim)
+        scaler.update()
+        optim.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales, ctx.whole(model)
