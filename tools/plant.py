@@ -141,8 +141,7 @@ REASONS: Final[dict[str, str]] = {
     "sharding/step/step_check.py: GradientNorm._norms_of_units: self._reducer.join() -> self._reducer": (
         "the loop waits for each reduction; waiting for all of them at once takes fewer calls"
     ),
-    "collectives/links/streams.py: CudaStreams.synchronize: "
-    "torch.cuda.synchronize(self._device) -> torch.cuda": (
+    "collectives/links/streams.py: CudaStreams.synchronize: torch.cuda.synchronize(self._device) -> torch.cuda": (
         "only a card runs it; the GPU check takes its times by it"
     ),
     "intercept/queued.py: StreamQueue.perform: work.wait() -> work": (

@@ -57,7 +57,7 @@ class Unreadable(list[Any]):
             "model.named_parameters()"
         )
 
-    __iter__ = __len__ = __getitem__ = __contains__ = __bool__ = _refuse  # type: ignore[assignment]
+    __iter__ = __len__ = __getitem__ = __contains__ = __bool__ = _refuse
 
 
 def state_of(inner: InnerOptimizer | None, owned: OwnedFragment) -> dict[str, Any]:

@@ -207,7 +207,7 @@ def _whole(entry: _Entry, passes: Passes) -> torch.Tensor:
 
 def _own_again(compute: nn.Parameter) -> None:
     set_ready([compute], ready=True)
-    del compute.whole
+    del compute.whole  # type: ignore[attr-defined]
 
 
 def _remove_table(module: nn.Module) -> None:
