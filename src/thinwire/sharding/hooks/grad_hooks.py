@@ -126,7 +126,14 @@ class Deliveries(Delivery):
         # As torch.compiler.disable, whose wrapper adds half a microsecond to every call.
         set_code_exec_strategy(hook.__code__, NOT_COMPILED)
         hook._torchdynamo_disable = True  # type: ignore[attr-defined]
-        return cast(RemovableHandle, self._parameters[slot].register_post_accumulate_grad_hook(hook))
+        parameter = self._parameters[slot]
+        is_frozen = not parameter.requires_grad  # by the user, for a while; torch takes no hook then
+        if is_frozen:
+            parameter.requires_grad_(True)
+        handle = cast(RemovableHandle, parameter.register_post_accumulate_grad_hook(hook))
+        if is_frozen:
+            parameter.requires_grad_(False)
+        return handle
 
     def _take_one(self, slot: int, parameter: torch.Tensor) -> None:
         """Take one gradient, and those of the whole unit if it is the last."""

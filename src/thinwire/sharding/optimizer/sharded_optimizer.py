@@ -236,8 +236,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget every gradient. They are never memset: the next reduction overwrites them."""
-        del set_to_none
+        """Forget every gradient. They are never memset: the next reduction overwrites them.
+
+        Args:
+            set_to_none: If false, gradients become zero, as in torch: a step without a backward then updates
+                parameters by momentum. Under tp or pp they are forgotten all the same.
+        """
+        if not set_to_none and self.shares is not None:
+            for share in self.shares.values():
+                if (grad := share.grad) is not None:
+                    grad.zero_()
+            return
         self.runtime.zero_grad()
         self._update.forget_gradients()
 

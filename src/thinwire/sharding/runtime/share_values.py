@@ -234,6 +234,7 @@ class ShareGradients:
 
     def exists(self, trained: TrainedParameter) -> bool:
         """Whether a parameter has a gradient on any rank. Collective, once after the step's last backward."""
+        self._passes.forget_failed()
         if self._passes.may_be_unreported:
             self._passes.take_unreported()
         if self.is_absent(trained):

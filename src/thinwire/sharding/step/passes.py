@@ -393,11 +393,10 @@ class Passes:
         if self.state.present is not Pass.BACKWARD or recomputing():
             return
         self.state.enter(self.state.before)
-        self._step_check.used.undo_backward()
         for unit in self.deliveries:
             unit.forget()
         self._taken, self._taken_elements = {}, 0
-        self._reducer.abort()
+        self._step_check.used.undo_backward(self._reducer.abort())
         self._schedule.abandon_micro_batch()
         self._open_calls = [0] * len(self._units)
         self.holds.release_reads()
