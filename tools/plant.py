@@ -141,6 +141,9 @@ REASONS: Final[dict[str, str]] = {
     "sharding/step/step_check.py: GradientNorm._norms_of_units: self._reducer.join() -> self._reducer": (
         "the loop waits for each reduction; waiting for all of them at once takes fewer calls"
     ),
+    "collectives/links/streams.py: CudaStreams.synchronize: torch.cuda.synchronize(self._device) -> torch.cuda": (
+        "only a card runs it; the GPU check takes its times by it"
+    ),
     "intercept/queued.py: StreamQueue.perform: work.wait() -> work": (
         "torch waits for what it has not asked to run asynchronously; here, the time is counted"
     ),

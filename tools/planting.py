@@ -17,6 +17,7 @@ from typing import Any, Final
 from unittest import mock
 
 from tests.intercept import test_streams as intercept
+from tests.intercept import test_works as works
 from tests.sharding.islands import test_inside as islands
 from tests.sharding.lanes import test_late as norms
 from tests.sharding.lanes import test_streams as streams
@@ -74,8 +75,8 @@ CASES: Final[dict[str, list[Case]]] = {
         *_STEPS,
     ],
     "sharding/": [*_STEPS, (norms.test_steps_equal_those_that_the_host_decides, (norms.FIRST,))],
-    "collectives/links/streams.py": [*_STEPS, (intercept.test_works_wait_on_streams_only, ())],
-    "collectives/links/nccl.py": _STEPS,
+    "collectives/links/streams.py": [(works.test_a_reading_waits_for_streams_that_still_wait, ()), *_STEPS],
+    "collectives/links/nccl.py": [(intercept.test_every_operation_on_streams, ())],
     "checkpoint/": [(streams.test_a_save_in_the_background_writes_what_has_arrived, ("zeropp", Path, "never"))],
     "intercept/": [
         (intercept.test_works_wait_on_streams_only, ()),

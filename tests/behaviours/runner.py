@@ -27,7 +27,7 @@ from tests.behaviours.context import Alone, Context, OnFSDP2, OnThinwire
 from thinwire.errors import ThinwireError
 from thinwire.testing import RankError, RankPool
 
-__all__ = ["Outcome", "run"]
+__all__ = ["Outcome", "difference", "run"]
 
 LIMIT = 60.0
 """Seconds that one behaviour may take."""
@@ -180,7 +180,7 @@ def _expire(path: Path) -> None:
 def _outcome(one: Behaviour, context: Context, want: Any) -> Outcome:
     try:
         got = one.function(context)
-        difference = _difference(got, want, one.tolerance)
+        found = difference(got, want, one.tolerance)
     except ThinwireError as error:
         return "refused", " ".join(str(error).split())
     except Exception as error:
@@ -188,11 +188,18 @@ def _outcome(one: Behaviour, context: Context, want: Any) -> Outcome:
         kind = "hung" if "timed out" in str(error).lower() or "timeout" in str(error).lower() else "crashed"
         places = [line.strip() for line in lines if line.strip().startswith("File")][-2:]
         return kind, f"{type(error).__name__}: {' '.join(str(error).split())[:400]} ({'; '.join(places)})"
-    return ("wrong", difference) if difference else ("equal", "")
+    return ("wrong", found) if found else ("equal", "")
 
 
-def _difference(got: Any, want: Any, tolerance: float, where: str = "result") -> str:
-    """Where two results differ; empty if they do not."""
+def difference(got: Any, want: Any, tolerance: float, where: str = "result") -> str:
+    """Where two results differ; empty if they do not.
+
+    Args:
+        got: a number, text, tensor, or lists and dictionaries of such.
+        want: what it should be.
+        tolerance: largest relative difference of a tensor's norm.
+        where: name of the result.
+    """
     if isinstance(want, dict):
         if not isinstance(got, dict) or list(got) != list(want):
             keys = list(got) if isinstance(got, dict) else type(got).__name__
@@ -205,7 +212,7 @@ def _difference(got: Any, want: Any, tolerance: float, where: str = "result") ->
     else:
         return _leaf_difference(got, want, tolerance, where)
     for place, a, b in pairs:
-        if text := _difference(a, b, tolerance, place):
+        if text := difference(a, b, tolerance, place):
             return text
     return ""
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from thinwire.intercept.works import AllOf, Courier, Promise, Stopwatch, Watched
+from thinwire.testing import check_streams
 
 SLOW = 0.1
 
@@ -44,6 +45,18 @@ def test_whoever_waits_sees_the_result(kind: str, way: str) -> None:
     getattr(work, way)()
     assert float(tensor) == 1.0
     assert work.is_completed()
+
+
+def test_a_reading_waits_for_streams_that_still_wait() -> None:
+    with check_streams("never") as check:
+        watch, tensor = Stopwatch(), torch.zeros(1)
+        with watch.running(check.streams):
+            tensor.add_(1)
+        ended = check.streams.event()
+        ended.record(check.streams.current())
+        assert not ended.query()
+        watch.read(reset=True)
+        assert ended.query()
 
 
 def test_a_courier_returns_when_all_earlier_tasks_have_ended() -> None:

@@ -291,8 +291,14 @@ def undecayed(params: Any) -> list[str]:
     model = tw.parallelize(build("llama"), plan_for(1, 1, 2), loss=cross_entropy)
     groups = [{"params": params, "weight_decay": 0.0}]
     optimizer = model.optimizer(torch.optim.SGD, lr=0.5, weight_decay=0.5, param_groups=groups)
-    return [owned.fragment.slot.name for part in optimizer.parts for owned in part.fragments
-            if any(owned.value is value for value in part.param_groups[0]["params"])]  # fmt: skip
+    names = []
+    for part in optimizer.parts:
+        with part.owned.over_fragments() as inner:
+            held = {id(value) for value in inner.param_groups[0]["params"]}
+        names += [owned.fragment.slot.name for owned in part.fragments if id(owned.value) in held]
+        with pytest.raises(UsageError, match=r"Clip with thinwire\.clip_grad_norm_"):
+            list(part.param_groups[0]["params"])
+    return names
 
 
 def refuse_groups() -> None:

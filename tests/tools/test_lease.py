@@ -29,7 +29,6 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="a namespace without network takes root"),
     pytest.mark.skipif(shutil.which("unshare") is None, reason="a namespace without network takes util-linux"),
     pytest.mark.timeout(600),
-    pytest.mark.slow,
 ]
 
 
@@ -143,6 +142,7 @@ def test_faults_end_in_records_and_take_nothing_along(machine: Path, lease: Path
     assert records["codecs"].status == PASSED, "the other parts ran"
 
 
+@pytest.mark.slow  # it is the whole check, minute by minute
 def test_leases_add_up_to_the_whole_check(machine: Path, lease: Path, tmp_path: Path) -> None:
     folder = tmp_path / "lease"
     shutil.copytree(lease, folder)

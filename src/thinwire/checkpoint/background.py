@@ -164,7 +164,8 @@ class BackgroundWriter:
         limit: float | None = None,
         copies: bool = True,
     ) -> PendingSave:
-        """Copy the vectors, and begin to write them. Waits for the save before. All ranks call this in the same order.
+        """Copy the vectors, and begin to write them, once :meth:`finish` has returned. All ranks call this in the same
+        order.
 
         Args:
             path: See :func:`~thinwire.checkpoint.store.write`, as for the others.
@@ -178,7 +179,7 @@ class BackgroundWriter:
         Returns:
             The save.
         """
-        self.join()
+        assert self._thread is None, "a checkpoint is being written"
         taken = self._memory.copy(vectors) if copies else vectors
         wait = _end_of(vectors, self._streams_of)
         kept = copy.deepcopy(dict(values))

@@ -43,6 +43,7 @@ __all__ = [
     "explained_transport",
     "init",
     "is_initialized",
+    "join",
     "mesh_group",
     "recording",
     "rollcall",
@@ -132,6 +133,29 @@ def before_shutdown(close: Callable[[], None]) -> None:
     _closing.append(close)
 
 
+def join() -> None:
+    """Be part of a job: join the one of the environment, unless ``torch.distributed`` is initialised. If the user has
+    left the last job by ``destroy_process_group()`` and has initialised another one, forget what belonged to the last.
+    All ranks call this."""
+    if not is_initialized():
+        init()
+    elif job.is_left():
+        job.begin_rollcall()
+        _forget(close_links=False)
+        job.number += 1
+
+
+def _forget(*, close_links: bool) -> None:
+    """Let go of everything that belongs to the job."""
+    while _closing:
+        _closing.pop()()
+    leave_subgroups()
+    forget_controls()
+    forget_links(close=close_links)
+    release_memory()
+    job.group = None
+
+
 def shutdown() -> None:
     """Leave the job. A second call has no effect.
 
@@ -143,12 +167,7 @@ def shutdown() -> None:
     job.begin_rollcall()
     if in_error:
         abort_native()
-    while _closing:
-        _closing.pop()()
-    leave_subgroups()
-    forget_controls()
-    forget_links(close=not in_error)
-    release_memory()
+    _forget(close_links=not in_error)
     if is_initialized():
         job.number += 1
         dist.destroy_process_group()

@@ -14,6 +14,7 @@ from thinwire.collectives.links.nccl import backend_maker
 from thinwire.collectives.topology import AxisGroup, DataRanks
 from thinwire.errors import ThinwireError, UsageError
 from thinwire.program import Axis, BufferInfo, Lane, UnitInfo, check_live, exchanged_units
+from thinwire.sharding.checkpointing.full_state import save_whole
 from thinwire.sharding.checks import (
     check_agreement,
     check_input_gradients,
@@ -23,6 +24,7 @@ from thinwire.sharding.checks import (
     check_supported,
     is_lone_linear,
     place_on,
+    refuse_shared_memory,
 )
 from thinwire.sharding.grads.unit_gradient import ReductionConfig, UnitGradient
 from thinwire.sharding.hooks import module_hooks as hooks
@@ -178,6 +180,8 @@ def _agreed_modules(
         if values is not None:
             source = place_on(device, model, values)
         check_parameters(model, whole=whole)
+        if values is None:
+            refuse_shared_memory(model)
         check_modules(model, plan)
         modules = discover(model, selection, plan.granularity, lambda name: plan.override(name).granularity)
         check_overrides(plan, modules)
@@ -249,6 +253,8 @@ def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
     runtime = Runtime(sharded)
     attach(sharded.model, runtime)
     undo = hooks.install(sharded, runtime.passes, runtime.shares, runtime.join_spreads)
+    if runtime.shares is not None:
+        undo += save_whole(sharded.model)
     watch_optimizers()
     if sharded.plan.recompute and not sharded.part.is_inner:
         undo.append(recompute_activations(sharded.model, _recomputed(sharded.model, modules)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -31,6 +32,7 @@ __all__ = [
     "check_modules",
     "check_overrides",
     "check_parameters",
+    "refuse_shared_memory",
     "check_supported",
     "is_lone_linear",
     "place_on",
@@ -91,6 +93,25 @@ def place_on(device: torch.device | None, model: nn.Module, values: InitialValue
     source = values.open()
     place_model(model, device)
     return source
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """Refuse two parameters over the same memory, as ``b.weight = nn.Parameter(a.weight.data)`` makes them: they would
+    be trained apart."""
+    places = []
+    for name, parameter in model.named_parameters():
+        memory = local_tensor(parameter.detach())
+        if memory.numel() and memory.layout is torch.strided:
+            begin = memory.data_ptr()
+            last = sum((size - 1) * stride for size, stride in zip(memory.shape, memory.stride(), strict=True))
+            places.append((str(memory.device), begin, begin + (last + 1) * memory.element_size(), name))
+    places.sort()
+    for (device, _, end, name), (other, begin, _, neighbour) in itertools.pairwise(places):
+        if device == other and begin < end:
+            raise UsageError(
+                f"{name} and {neighbour} are two parameters over the same memory, which would be trained apart: tie "
+                "them as one parameter, as in b.weight = a.weight, or give each memory of its own with clone()"
+            )
 
 
 def check_parameters(model: nn.Module, *, whole: bool) -> None:

@@ -10,6 +10,8 @@ Code that exchanges by NCCL makes calls that gloo would forgive. The double has 
 - Calls that meet are of one kind and dtype, and agree on sizes. NCCL would hang or mix up bytes; the double raises.
 - A gather in place has its piece at its own place. Pieces are contiguous and of a dtype that NCCL knows.
 - A sum is made in the dtype that is sent, in the order of the ring.
+- A message between two members runs on a stream of their own: torch runs it there whatever its options say. Whoever
+  uses the memory afterwards waits for the work.
 - Nothing can be called after ``abort`` or ``shutdown``.
 
 Every call and every new communicator is noted. Communicators share a device, where a kernel that waits for its peers
@@ -28,6 +30,7 @@ import torch
 
 from thinwire.collectives.links.gloo import GlooLinks
 from thinwire.collectives.links.nccl import Membership
+from thinwire.collectives.links.streams import Stream, StreamEvent, Streams
 
 __all__ = ["Issue", "NcclDouble", "compare_issues"]
 
@@ -61,6 +64,25 @@ class Issue:
         return f"{self.what} on {self.communicator} of ranks {list(self.ranks)}"
 
 
+@dataclass(frozen=True)
+class _Message:
+    """Work of a message.
+
+    Attributes:
+        streams: Streams of the device.
+        event: Its end.
+        held: Memory that it uses, kept alive until the work is dropped.
+    """
+
+    streams: Streams
+    event: StreamEvent
+    held: tuple[torch.Tensor, ...]
+
+    def wait(self) -> None:
+        """Order the current stream after the message."""
+        self.streams.current().wait_event(self.event)
+
+
 class NcclDouble:
     """One communicator; has the methods of ``torch.distributed.ProcessGroupNCCL`` that thinwire calls.
 
@@ -69,12 +91,21 @@ class NcclDouble:
         membership: Name and members of the communicator.
         log: Notes the calls of this rank.
         perform: Performs an operation on the current stream.
+        streams: Streams of the device; ``None`` for one without.
     """
 
-    def __init__(self, links: GlooLinks, membership: Membership, log: list[Issue], perform: Perform) -> None:
+    def __init__(
+        self,
+        links: GlooLinks,
+        membership: Membership,
+        log: list[Issue],
+        perform: Perform,
+        streams: Streams | None = None,
+    ) -> None:
         self._links, self._name, self._ranks = links, membership.name, membership.ranks
         self._index, self._size = links.index, len(self._ranks)
-        self._log, self._perform = log, perform
+        self._log, self._perform, self._streams = log, perform, streams
+        self._streams_of: dict[int, Stream] = {}  # of messages to and from each member
         self._is_usable = True
         self._calls = 0
         self._messages = dict.fromkeys(range(self._size), 0)  # sent to or received from each member
@@ -132,7 +163,7 @@ class NcclDouble:
 
         self._issue("reduce_scatter", [whole], [out], options, body)
 
-    def send(self, tensors: list[torch.Tensor], target: int, tag: int) -> None:
+    def send(self, tensors: list[torch.Tensor], target: int, tag: int) -> _Message | None:
         del tag  # NCCL has none
         (tensor,) = tensors
 
@@ -143,9 +174,9 @@ class NcclDouble:
             self._post(tensor.clone(), target)
             self._unreceived.append((target, number))
 
-        self._issue("send", [tensor], [], None, body, peer=target)
+        return self._issue_message([tensor], [], body, target)
 
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> None:
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> _Message | None:
         del tag
         (tensor,) = tensors
 
@@ -158,7 +189,7 @@ class NcclDouble:
             self._links.receive(tensor, source)
             self._post(torch.ones(1, dtype=torch.uint8), source)
 
-        self._issue("send", [], [tensor], None, body, peer=source)
+        return self._issue_message([], [tensor], body, source)
 
     def abort(self) -> None:
         self._is_usable = False
@@ -193,6 +224,22 @@ class NcclDouble:
         ranks = self._ranks if peer is None else tuple(sorted((self._ranks[self._index], self._ranks[peer])))
         self._log.append(Issue(ranks, self._name, kind))
         self._perform(f"nccl {kind}", reads, writes, body)
+
+    def _issue_message(
+        self, reads: list[torch.Tensor], writes: list[torch.Tensor], body: Callable[[], None], peer: int
+    ) -> _Message | None:
+        if self._streams is None:
+            self._issue("send", reads, writes, None, body, peer)
+            return None
+        if peer not in self._streams_of:
+            self._streams_of[peer] = self._streams.stream()
+        stream = self._streams_of[peer]
+        stream.wait_stream(self._streams.current())
+        with self._streams.use(stream):
+            self._issue("send", reads, writes, None, body, peer)
+        event = self._streams.event()
+        event.record(stream)
+        return _Message(self._streams, event, (*reads, *writes))
 
     def _post(self, tensor: torch.Tensor, target: int) -> None:
         self._posted = [(work, sent) for work, sent in self._posted if not work.is_completed()]

@@ -533,7 +533,7 @@ def check_streams(answers: Answer = "never", seed: int = 0, *, nccl: bool = True
     def make(membership: Membership) -> NcclDouble:
         assert device is not None
         links = gloo.GlooLinks(membership.store, membership.index, len(membership.ranks), device, membership.timeout)
-        return NcclDouble(links, membership, check.issues, check.perform)
+        return NcclDouble(links, membership, check.issues, check.perform, check.streams)
 
     gloo.GlooLinks.exchange = watched  # type: ignore[assignment,method-assign]
     memory.SMALLEST = sys.maxsize  # blocks that are kept would hide from the allocator's rule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -394,3 +395,34 @@ def gradients_read_between_micro_batches(ctx: Context) -> Any:
     first = ctx.gradients(model)
     model(ctx.x(1)).square().mean().backward()
     return first, ctx.gradients(model)
+
+
+def _walks(ctx: Context, walks: Sequence[str]) -> Any:
+    """Gradients after backwards over one graph, each with respect to what a letter stands for."""
+    results = []
+    for walk in walks:
+        model = ctx.shard(ctx.build(Stack))
+        optim = ctx.adamw(model)
+        ctx.train(model, optim, steps=1)
+        x = ctx.x().requires_grad_()
+        loss = model(x).square().mean()
+        of = {"w": model.first.weight, "b": model.blocks[0].up.bias, "h": model.head.weight, "x": x}
+        got: list[Any] = []
+        for letter in walk:
+            if letter == "*":
+                loss.backward(retain_graph=True)
+            elif letter.isupper():
+                (grad,) = torch.autograd.grad(loss, of[letter.lower()], retain_graph=True)
+                got.append(tuple(grad.shape[1:]))
+            else:
+                loss.backward(inputs=[of[letter]], retain_graph=True)
+        results.append((got, ctx.gradients(model)))
+        optim.step()
+        results.append(ctx.whole(model))
+    return results
+
+
+@behaviour("hidden trials of 0.2: backward(inputs=) in any order")
+def backwards_with_inputs_in_any_order(ctx: Context) -> Any:
+    """Run several backwards over one graph, with `inputs=` and by `autograd.grad`, in many orders."""
+    return _walks(ctx, ["w", "xw", "wx", "xwh", "hbw", "x*", "*x", "w*", "*w", "Xw", "wX", "Wb", "xXw*", "bb", "xhxh"])

@@ -378,3 +378,71 @@ def experts_that_every_rank_uses(ctx: Context) -> Any:
 def lazy_layers(ctx: Context) -> Any:
     """Shard a model with a `LazyLinear` that has not seen an input yet."""
     return ctx.fit(lambda: nn.Sequential(nn.LazyLinear(5), nn.Linear(5, 2)))
+
+
+class ViewedBlock(nn.Module):
+    """A block whose output is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).view(-1, 2, WIDTH // 2)
+
+
+class ChangedInPlace(nn.Module):
+    """Changes the outputs of its blocks in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ViewedBlock() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            y = block(x)
+            y.mul_(2.0)
+            y += 0.1
+            x = y.flatten(1)
+        return x
+
+
+@behaviour("hidden trials of 0.2: a unit's output is a view that is changed in place")
+def views_changed_in_place(ctx: Context) -> Any:
+    """Change a block's output in place, where it is a view."""
+    return ctx.fit(ChangedInPlace)
+
+
+@behaviour(
+    "hidden trials of 0.2: a view of a weight kept for another module",
+    refused={"zero3": "keep the parameter itself", "hpz": "keep the parameter itself"},
+)
+def view_of_a_weight_kept_for_another_module(ctx: Context) -> Any:
+    """Keep `weight.t()` of one block, and multiply with it in another one."""
+
+    class Keeping(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: list[torch.Tensor] = []
+            self.blocks[0].up.register_forward_hook(lambda up, *_: self.kept.append(up.weight.t()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.features(x)
+            return self.head(x) + (x @ self.kept.pop()).mean(1, keepdim=True)
+
+    return ctx.fit(Keeping)
+
+
+@behaviour("hidden trials of 0.2: two parameters over one storage", refused="over the same memory")
+def parameters_over_the_same_memory(ctx: Context) -> Any:
+    """Make one parameter from the `data` of another one."""
+    model = ctx.build(Stack)
+    model.blocks[1].up.weight = nn.Parameter(model.blocks[0].up.weight.data)
+    return ctx.train(ctx.shard(model), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@behaviour("torch idiom: DistributedDataParallel", refused="leave it out", fsdp2="no counterpart")
+def wrapped_by_ddp(ctx: Context) -> Any:
+    """Wrap a sharded model by `DistributedDataParallel`."""
+    model = ctx.shard(ctx.build(Stack))
+    return ctx.train(model if ctx.alone else nn.parallel.DistributedDataParallel(model), ctx.adamw(model))

@@ -380,3 +380,56 @@ def ascent(ctx: Context) -> Any:
     """Train with `SGD(maximize=True)`."""
     model: nn.Module = ctx.shard(ctx.build(Stack))
     return ctx.train(model, torch.optim.SGD(model.parameters(), lr=1e-3, maximize=True))
+
+
+def _held(optim: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optim.param_groups for parameter in group["params"]]
+
+
+@behaviour("Lightning: gradient_clip_val clips what the optimizer's groups hold")
+def what_the_groups_hold_clipped(ctx: Context) -> Any:
+    """Clip `[p for group in optim.param_groups for p in group["params"]]` with the library's own optimizer."""
+    model = ctx.shard(ctx.build(Stack))
+    optim = ctx.fast_optimizer(model, torch.optim.AdamW, lr=1e-2, eps=1e-1)
+    norms = []
+
+    def clip(_step: int) -> None:
+        norms.append(float(nn.utils.clip_grad_norm_(_held(optim), 0.01)))
+
+    return ctx.train(model, optim, before_step=clip), norms
+
+
+@behaviour("torch idiom: numbers of what an optimizer trains")
+def what_the_groups_hold_counted_and_scaled(ctx: Context) -> Any:
+    """Count, read and scale gradients of what the groups of the library's own optimizer hold, then load them anew."""
+    model = ctx.shard(ctx.build(Stack))
+    optim = ctx.fast_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    seen: list[Any] = [len(_held(optim)), sum(parameter.numel() for parameter in _held(optim))]
+
+    def halve(_step: int) -> None:
+        for parameter in _held(optim):
+            assert parameter.grad is not None
+            seen.append(ctx.full(parameter.grad.square().sum()))
+            parameter.grad.mul_(0.5)
+
+    result = ctx.train(model, optim, before_step=halve)
+    return result, seen, [ctx.full(parameter.detach().sum()) for parameter in _held(optim)]
+
+
+@behaviour("torch idiom: GradScaler", deepspeed="has its own", tolerance=1e-4)
+def grad_scaler_with_the_fast_optimizer(ctx: Context) -> Any:
+    """Scale the loss with `torch.amp.GradScaler` and step the library's own optimizer, clipping after `unscale_`."""
+    model = ctx.shard(ctx.build(Stack))
+    optim = ctx.fast_optimizer(model, torch.optim.AdamW, lr=1e-2, eps=1e-1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    scales = []
+    for step in range(5):
+        loss = model(ctx.x(step)).square().mean() * (float("inf") if step == 2 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optim)
+        nn.utils.clip_grad_norm_(_held(optim), 0.5)
+        scaler.step(optim)
+        scaler.update()
+        optim.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales, ctx.whole(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from tests.behaviours.context import WIDTH, Context
 from tests.behaviours.models import Language, Stack
 from torch import nn
 from torch.nn import functional
+
+from thinwire.errors import UsageError
 
 
 def trained(ctx: Context, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -451,3 +455,126 @@ def parameters_printed(ctx: Context) -> Any:
         str(model.head.weight.dtype),
         str(model.head.weight.device),
     )
+
+
+class Penalized(Stack):
+    """Adds a penalty on parameters that it lists in its own forward.
+
+    Args:
+        listed: returns the parameters.
+    """
+
+    def __init__(self, listed: Callable[[nn.Module], Iterable[torch.Tensor]]) -> None:
+        super().__init__()
+        self.listed = listed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        penalty = sum(parameter.square().sum() for parameter in self.listed(self))
+        return super().forward(x) + 0.1 * penalty
+
+
+LISTED: dict[str, Callable[[nn.Module], Iterable[torch.Tensor]]] = {
+    "parameters": lambda model: model.parameters(),
+    "named_parameters": lambda model: (p for name, p in model.named_parameters() if "weight" in name),
+    "of a child": lambda model: model.blocks[1].parameters(),
+    "one vector": lambda model: [nn.utils.parameters_to_vector(model.blocks.parameters())],
+    "state_dict": lambda model: model.state_dict().values(),
+}
+
+
+@behaviour("hidden trials of 0.2: a penalty in the model's forward")
+def parameters_listed_in_the_forward(ctx: Context) -> Any:
+    """List parameters inside the model's own forward, and compute with them: a penalty on the weights."""
+    return [ctx.fit(functools.partial(Penalized, listed)) for listed in LISTED.values()]
+
+
+@behaviour("hidden trials of 0.2: a penalty under no_grad")
+def parameters_listed_in_the_forward_without_gradients(ctx: Context) -> Any:
+    """List parameters inside a forward under `no_grad`, as for a log."""
+    norms = []
+
+    class Logged(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                norms.append([ctx.full(parameter.norm()) for parameter in self.parameters()])
+            return super().forward(x)
+
+    return ctx.fit(Logged), norms
+
+
+@behaviour("transformers: next(self.parameters()).dtype")
+def dtype_read_in_the_forward(ctx: Context) -> Any:
+    """Read dtype, device and number of elements of listed parameters inside a forward, in bfloat16."""
+    seen = []
+
+    class Asking(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append((next(self.blocks.parameters()).device, sum(p.numel() for p in self.parameters())))
+            return super().forward(x.to(next(self.blocks.parameters()).dtype)).float()
+
+    make = functools.partial(ctx.build, Asking)
+    model = ctx.shard(make(), compute_dtype="bfloat16")
+    if ctx.alone:
+        model = model.bfloat16()
+    return bool(model(ctx.x()).isfinite().all()), seen
+
+
+@behaviour("hidden trials of 0.2: a parameter kept beyond full_parameters")
+def parameters_kept_beyond_full_parameters(ctx: Context) -> Any:
+    """Keep a weight that was read inside `full_parameters()`, and compute with it later."""
+    model, optim = trained(ctx)
+    with ctx.full_parameters(model):
+        kept = model.blocks[0].up.weight
+    value = ctx.full(kept.detach().square().sum())
+    return value, ctx.train(model, optim), ctx.full(kept.detach() * 2.0)
+
+
+@behaviour("torch idiom: a weight kept as an attribute of another object")
+def parameters_kept_in_the_forward(ctx: Context) -> Any:
+    """Keep a weight that a forward has read, and penalize it in the loss."""
+    kept = []
+
+    class Keeping(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept[:] = [self.blocks[0].up.weight]
+            return super().forward(x)
+
+    model = ctx.shard(ctx.build(Keeping))
+
+    def loss(step: int) -> torch.Tensor:
+        return model(ctx.x(step)).square().mean() + 0.1 * kept[0].square().sum()
+
+    return ctx.train(model, ctx.adamw(model), loss=loss)
+
+
+ADDED: dict[str, Callable[[nn.Module, nn.Module], None]] = {
+    "attribute": lambda model, new: setattr(model, "head", new),
+    "add_module": lambda model, new: model.add_module("head", new),
+    "append": lambda model, new: model.blocks.append(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))),
+    "insert": lambda model, new: model.blocks.insert(0, nn.Linear(WIDTH, WIDTH)),
+    "register_parameter": lambda model, new: model.register_parameter("scale", nn.Parameter(torch.ones(5))),
+    "in a block": lambda model, new: setattr(model.blocks[0], "down", nn.Linear(12, WIDTH)),
+}
+
+
+@behaviour("hidden trials of 0.2: a module put in later", refused="was added after")
+def anything_added_after_sharding(ctx: Context) -> Any:
+    """Add something trainable to a sharded model in six ways, before or after the first step, with either optimizer."""
+    ways = [(way, fast, late) for way in ADDED for fast in (False, True) for late in (False, True)]
+    error: UsageError | None = None
+    for way, fast, late in ways:
+        model = ctx.shard(ctx.build(Stack))
+        kind = functools.partial(ctx.fast_optimizer, kind=torch.optim.AdamW, lr=1e-2) if fast else ctx.adamw
+        optim = kind(model) if late else None
+        if optim is not None:
+            ctx.train(model, optim, steps=1)
+        ADDED[way](model, nn.Linear(WIDTH, 3))
+        try:
+            ctx.train(model, optim or kind(model))
+        except UsageError as refusal:
+            error = refusal
+        else:
+            assert ctx.alone, (way, fast, late)
+    if error is not None:
+        raise error
+    return None

@@ -185,3 +185,37 @@ def a_rank_that_skips_a_backward(ctx: Context) -> Any:
         optim.step()
         optim.zero_grad()
     return ctx.whole(model)
+
+
+@behaviour("RLHF idiom: rollouts of different lengths on gathered parameters", fsdp2="by `summon_full_params` of FSDP1")
+def rollouts_of_different_lengths(ctx: Context) -> Any:
+    """Run a different number of forwards on each rank inside `full_parameters()`, with and without gradients."""
+    model = ctx.shard(ctx.build(Stack))
+    optim = ctx.adamw(model)
+    results = []
+    for _ in range(2):
+        results.append(ctx.train(model, optim, steps=2))
+        with ctx.full_parameters(model):
+            for number in range(0 if ctx.alone else 1 + 2 * ctx.rank):
+                with torch.set_grad_enabled(bool(number % 2)):
+                    model(ctx.x_of(ctx.rank, 20 + number))
+    return results, ctx.train(model, optim)
+
+
+@behaviour("torch idiom: rank 0 evaluates gathered parameters", fsdp2="by `summon_full_params` of FSDP1")
+def evaluation_of_gathered_parameters_on_one_rank(ctx: Context) -> Any:
+    """Evaluate on rank 0 only, inside `full_parameters()`, between micro-batches and steps."""
+    model = ctx.shard(ctx.build(Stack))
+    optim = ctx.adamw(model)
+    values = []
+    for step in range(3):
+        for item in ctx.micro_batches(model, [0, 1]):
+            (model(ctx.x(step, item)).square().mean() / 2).backward()
+            with ctx.full_parameters(model):
+                if ctx.rank == 0 and not ctx.alone:
+                    model.eval()(ctx.x(9))
+                    model.train()
+        optim.step()
+        optim.zero_grad()
+        values.append(ctx.whole(model))
+    return values

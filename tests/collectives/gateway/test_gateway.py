@@ -437,3 +437,12 @@ def test_doors_are_checked_as_they_arrive(keys: Keys) -> None:
     inner.set("address", packed.decode("latin-1"))
     with pytest.raises(CollectiveError, match="a rank sent 7 bytes that are not"):
         store.get("address")
+
+
+def test_a_sheltered_store_waits_as_torchs_does() -> None:
+    store = ShelteredStore(dist.HashStore(), None, 0, 2, 0, Door("a", "10.0.0.1", 5))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError):
+        store.wait(["never"], datetime.timedelta(seconds=0.1))
+    threading.Timer(0.2, store.set, ("later", "value")).start()
+    store.wait(["later"])
+    assert store.check(["later"])

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.support.training.models import Stack
 from torch import nn
 
 import thinwire as tw
+from thinwire.collectives.job import rollcall
 from thinwire.collectives.job.rollcall import MeetingPlace, NotedExchange, Report, RollCall, judge
 from thinwire.errors import MismatchError
 from thinwire.testing import RankPool
@@ -109,6 +111,32 @@ def test_ranks_that_make_different_calls_get_an_error_instead_of_hanging(
             assert "rank 0" in message
             assert "rank 1" in message
             assert "very rank" in message  # what every rank has to do
+
+
+def reports_while_waiting() -> int:
+    """How often a rank says where it waits, in two and a half seconds."""
+    model, optim = start("zero3")
+    step(model, optim)
+    told, say = [], RollCall._report
+
+    def noted(calls: RollCall, beat: int) -> Report:
+        told.append(beat)
+        return say(calls, beat)
+
+    with (
+        mock.patch.object(rollcall, "PATIENCE", 0.25),
+        mock.patch.object(rollcall, "INTERVAL", 0.25),
+        mock.patch.object(RollCall, "_report", noted),
+    ):
+        if dist.get_rank():
+            time.sleep(2.5)
+        step(model, optim)
+    return len(told)
+
+
+def test_a_rank_that_waits_does_not_wear_out_the_store() -> None:
+    with contextlib.closing(RankPool(2)) as pool:
+        assert 1 <= pool.run(reports_while_waiting)[0] <= 10
 
 
 def test_autograds_thread_computes_and_lanes_do_not() -> None:

@@ -19,7 +19,7 @@ from thinwire.collectives.links import gloo
 from thinwire.collectives.links.nccl import Membership, NcclLinks
 from thinwire.collectives.links.transport import agree_on_transport, choose_transport
 from thinwire.collectives.point_to_point import point_to_point
-from thinwire.errors import CollectiveError
+from thinwire.errors import CollectiveError, UsageError
 from thinwire.program import Lane
 from thinwire.program.stages import Stage
 from thinwire.sharding.params.plan_codecs import PlanCodecs
@@ -255,6 +255,13 @@ def test_ranks_without_a_gpu_among_others_are_named_on_every_rank() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(WORLD, choose_together, ["GPU-a", "GPU-b", "", ""])
     assert all(text and "ranks [2, 3] have no GPU" in text for text in caught.value.tracebacks)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_wait_for_each_other_no_longer_than_they_are_told(rank: int) -> None:
+    store = dist.HashStore()  # its own patience is 300 s
+    with pytest.raises(UsageError, match=rf"rank {rank} has waited 1 s for the other 1 ranks"):
+        agree_on_transport(store, rank, 2, "", datetime.timedelta(seconds=1))
 
 
 # -- errors ----------------------------------------------------------------------------------------------------

@@ -164,8 +164,10 @@ def control(ranks: Sequence[int] | None = None) -> Control:
         raise UsageError("torch.distributed is not initialised: call thinwire.collectives.group.init() first")
     members = tuple(range(dist.get_world_size()) if ranks is None else sorted(ranks))
     if members not in _controls:
-        if not _controls and not job.joined_here:
-            job.timeout = _timeout_of_job()
+        if not _controls:
+            job.enter()
+            if not job.joined_here:
+                job.timeout = _timeout_of_job()
         _controls[members] = Control(members)
     return _controls[members]
 

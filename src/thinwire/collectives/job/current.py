@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import weakref
 from collections.abc import Callable
 from typing import Final
 
@@ -30,6 +31,7 @@ class CurrentJob:
         has_failed: Whether an exchange of this job has failed.
         number: Jobs that this process has left; part of the names in the store, so that jobs do not share entries.
         shelter: What protects everything between hosts by keys; ``None`` without keys.
+        group: Returns torch's default group at the time of the first exchange, while it exists; ``None`` before.
         aborts: Functions that abort the exchanges of this process.
         rollcall: The roll call of this process, which watches its exchanges.
     """
@@ -40,8 +42,17 @@ class CurrentJob:
         self.has_failed = False
         self.number = 0
         self.shelter: Shelter | None = None
+        self.group: Callable[[], dist.ProcessGroup | None] | None = None
         self.aborts: list[Callable[[], None]] = []
         self.rollcall = RollCall(self._give_up, self._rollcall_store)
+
+    def enter(self) -> None:
+        """Remember which of torch's default groups the job has."""
+        self.group = weakref.ref(dist.distributed_c10d._get_default_group())
+
+    def is_left(self) -> bool:
+        """Whether torch's default group is another one than that of the job."""
+        return self.group is not None and self.group() is not dist.distributed_c10d._get_default_group()
 
     def default_store(self) -> dist.Store:
         """The store of torch's default group."""

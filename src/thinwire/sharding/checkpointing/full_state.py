@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import safetensors.torch
 import torch
+from torch import nn
 
-from thinwire.agreement import Typed
+from thinwire.agreement import NOTHING, Typed
 from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
+from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.tensors.tensor import ShareTensor
 
-__all__ = ["load_whole_state", "whole_state", "whole_value"]
+__all__ = ["load_whole_state", "save_whole", "whole_state", "whole_value"]
 
 Names = Sequence[Sequence[str]]
 """Names of the parameters of each group, in the order of the optimizer of the whole model."""
@@ -66,6 +69,49 @@ def whole_value(value: Any, *, keep: bool) -> Any:
     if not keep:
         return None
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+
+def save_whole(model: nn.Module) -> list[Callable[[], None]]:
+    """Let a model's own ``save_pretrained`` write whole parameters, which the first rank gathers one by one.
+
+    Args:
+        model: A sharded model; nothing happens without that method, which transformers and peft give their models.
+
+    Returns:
+        Functions that undo it.
+    """
+    method = getattr(model, "save_pretrained", None)
+    if method is None:
+        return []
+    runtime = runtime_of(model)
+
+    @functools.wraps(method)
+    def save_pretrained(*args: Any, **kwargs: Any) -> None:
+        """As without sharding. Every rank calls it, and the first one writes fp32 masters; inside
+        ``thinwire.full_parameters`` any rank may, by itself."""
+        if kwargs.get("state_dict") is not None or runtime.holds.depth:
+            method(*args, **kwargs)
+            return
+        ranks = control()
+        wholes: dict[int, Any] = {}  # tied parameters stay one tensor
+        for value in (state := model.state_dict()).values():
+            if id(value) not in wholes:
+                wholes[id(value)] = whole_value(value, keep=ranks.rank == 0)
+        kwargs["state_dict"] = {name: wholes[id(value)] for name, value in state.items()}
+        kwargs["is_main_process"] = True
+
+        def write() -> None:
+            if ranks.rank == 0:
+                method(*args, **kwargs)
+
+        ranks.agree(write, _not_saved, NOTHING)
+
+    object.__setattr__(model, "save_pretrained", save_pretrained)
+    return [functools.partial(object.__delattr__, model, "save_pretrained")]
+
+
+def _not_saved(problems: Mapping[int, str]) -> CheckpointError:
+    return CheckpointError(f"save_pretrained: {next(iter(problems.values()))}")
 
 
 @torch.no_grad()
@@ -137,15 +183,16 @@ def load_whole_state(optim: ShardedOptimizer, names: Names, whole: Mapping[str, 
         for number, name in zip(group["params"], of_group, strict=True)
     }
     owned = {id(item.value): item for item in optim.fragments}
-    local = optim.inner.state_dict()["param_groups"]
-    state: dict[int, Any] = {}
-    for group, own in zip(optim.inner.param_groups, local, strict=True):
-        for value, index in zip(group["params"], own["params"], strict=True):
-            item = owned[id(value)]
-            if entries := whole["state"].get(numbers[item.fragment.slot.name]):
-                state[index] = {key: _piece(entry, item) for key, entry in entries.items()}
-    options = [_options(group) | {"params": own["params"]} for group, own in zip(groups, local, strict=True)]
-    optim.inner.load_state_dict({"state": state, "param_groups": options})
+    with optim.owned.over_fragments() as inner:
+        local = inner.state_dict()["param_groups"]
+        state: dict[int, Any] = {}
+        for group, own in zip(inner.param_groups, local, strict=True):
+            for value, index in zip(group["params"], own["params"], strict=True):
+                item = owned[id(value)]
+                if entries := whole["state"].get(numbers[item.fragment.slot.name]):
+                    state[index] = {key: _piece(entry, item) for key, entry in entries.items()}
+        options = [_options(group) | {"params": own["params"]} for group, own in zip(groups, local, strict=True)]
+        inner.load_state_dict({"state": state, "param_groups": options})
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

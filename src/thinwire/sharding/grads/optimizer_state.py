@@ -2,27 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 
+from thinwire.errors import UsageError
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 
-__all__ = ["InnerOptimizer", "make_state", "state_of"]
+__all__ = ["InnerOptimizer", "Unreadable", "make_state", "state_of"]
 
 
-@dataclass(frozen=True, eq=False)
 class InnerOptimizer:
     """One of torch's optimizers, or of others with its interface, over the pieces of parameters that a rank updates.
 
-    Attributes:
-        optimizer: The optimizer.
+    Its groups hold the parameters themselves, for whoever reads them: clipping, norms, counts. They hold the pieces
+    inside :meth:`over_fragments` only, where the optimizer works.
+
+    Args:
+        optimizer: The optimizer, made over the fragments.
         fragments: All fragments that this rank updates.
+        shown: For each group, what it holds outside of :meth:`over_fragments`.
     """
 
-    optimizer: torch.optim.Optimizer
-    fragments: tuple[OwnedFragment, ...]
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, fragments: Sequence[OwnedFragment], shown: Sequence[list[Any]]
+    ) -> None:
+        self.optimizer, self.fragments = optimizer, tuple(fragments)
+        self._shown, self._pieces = shown, [group["params"] for group in optimizer.param_groups]
+        self._hold(shown)
+
+    @contextlib.contextmanager
+    def over_fragments(self) -> Iterator[torch.optim.Optimizer]:
+        """The optimizer, with groups of the fragments."""
+        self._hold(self._pieces)
+        try:
+            yield self.optimizer
+        finally:
+            self._hold(self._shown)
+
+    def _hold(self, held: Sequence[list[Any]]) -> None:
+        for group, params in zip(self.optimizer.param_groups, held, strict=True):
+            group["params"] = params
+
+
+class Unreadable(list[Any]):
+    """The parameters of a group that nobody but the optimizer may read: pieces of a part of a larger model."""
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise UsageError(
+            "optimizer.param_groups[...]['params'] of a model with tp or pp: a rank holds pieces, which give no norm "
+            "and no count. Clip with thinwire.clip_grad_norm_(model, ...), and take parameters from "
+            "model.named_parameters()"
+        )
+
+    __iter__ = __len__ = __getitem__ = __contains__ = __bool__ = _refuse
 
 
 def state_of(inner: InnerOptimizer | None, owned: OwnedFragment) -> dict[str, Any]:
@@ -49,7 +84,8 @@ def make_state(inner: InnerOptimizer) -> list[OwnedFragment]:
     for group in groups:
         if "lr" in group:
             group["lr"] = 0.0
-    inner.optimizer.step()
+    with inner.over_fragments():
+        inner.optimizer.step()
     for group, rate in zip(groups, rates, strict=True):
         if "lr" in group:
             group["lr"] = rate

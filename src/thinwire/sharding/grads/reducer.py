@@ -160,15 +160,25 @@ class Reducer:
             if any(part.seen or (self._last and part.unsynced) for part in parts):
                 self._tickets.clear()
                 self._perform(unit, self._turns.late(unit))
+        self._reduced.clear()
 
-    def abort(self) -> None:
-        """Drop the gradients that a failed backward has collected and not sent; reductions in flight finish."""
+    def abort(self) -> frozenset[int]:
+        """Drop the gradients that a failed backward has collected, once reductions in flight have finished.
+
+        Returns:
+            Units that were complete in it. What earlier backwards have left for them is lost as well: the next one
+            would add to the sum of both.
+        """
         self._pending.clear()
         self._ready.clear()
         self.reductions.drop_sources()
         self.join()
+        for unit in self._reduced:
+            for part in self.gradients[unit]:
+                part.reset()
         for part in self.parts:
             part.drop()
+        return frozenset(self._reduced)
 
     def join(self) -> None:
         """Wait until every reduction has finished."""

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final, cast
 
 import torch
-from torch import nn
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.utils.hooks import RemovableHandle
@@ -26,6 +25,7 @@ from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.lanes.home import HomeStream
 from thinwire.sharding.memory.local import local_gradient
 from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.params.unready import is_plain
 from thinwire.sharding.step.passes import Delivery, Pass, Passes
 
 __all__ = ["NOT_COMPILED", "Deliveries"]
@@ -65,7 +65,7 @@ class Deliveries(Delivery):
         self._waits = all(part.waits for part in gradients)
         # On a device with streams, each gradient may belong to another one.
         self._may_settle = self._waits and not self._home.exists and len(self._parameters) > 1
-        self._may_settle &= all(type(parameter) is nn.Parameter for parameter in self._parameters)
+        self._may_settle &= all(map(is_plain, self._parameters))
         self._came_last, self._times = -1, 0  # the parameter that came last, and in how many backwards in a row
         self._only: int | None = None  # the parameter that has the unit's only hook, once it has settled
         self._handles = [self._hook(slot) for slot in range(len(self._parameters))]
@@ -126,7 +126,14 @@ class Deliveries(Delivery):
         # As torch.compiler.disable, whose wrapper adds half a microsecond to every call.
         set_code_exec_strategy(hook.__code__, NOT_COMPILED)
         hook._torchdynamo_disable = True  # type: ignore[attr-defined]
-        return cast(RemovableHandle, self._parameters[slot].register_post_accumulate_grad_hook(hook))
+        parameter = self._parameters[slot]
+        is_frozen = not parameter.requires_grad  # by the user, for a while; torch takes no hook then
+        if is_frozen:
+            parameter.requires_grad_(True)
+        handle = cast(RemovableHandle, parameter.register_post_accumulate_grad_hook(hook))
+        if is_frozen:
+            parameter.requires_grad_(False)
+        return handle
 
     def _take_one(self, slot: int, parameter: torch.Tensor) -> None:
         """Take one gradient, and those of the whole unit if it is the last."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, Final, TypeVar, cast
 
@@ -24,7 +25,7 @@ from thinwire.sharding.modules.norms import compute_beside_statistics, keeps_sta
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.step.passes import Passes
-from thinwire.sharding.step.pinned_units import Holds
+from thinwire.sharding.step.pinned_units import Holds, recomputing
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.sharding.tensors.tensor import ShareTensor
@@ -52,8 +53,9 @@ def install(
     undo: list[Callable[[], None]] = []
     model, home = sharded.model, sharded.lanes.home
     dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
+    views: list[_ViewedOutput] = []  # outputs of the current forward
     for unit in sharded.units:
-        _hook_unit(unit, sharded, passes, undo)
+        _hook_unit(unit, sharded, passes, views, undo)
         if unit.info.trainable:
             deliveries = Deliveries(unit, sharded.gradients[unit.index], passes, home)
             passes.deliveries.append(deliveries)
@@ -61,7 +63,7 @@ def install(
     undo.append(
         model.register_forward_pre_hook(_outside_compile(cast_inputs(dtype)), prepend=True, with_kwargs=True).remove
     )
-    _hook_forward(sharded, passes, undo)
+    _hook_forward(sharded, passes, views, undo)
     undo += watch_reads(model, sharded.units, shares or {}, passes)
     undo += [compute_beside_statistics(module) for module in model.modules() if keeps_statistics(module)]
     if shares is not None:
@@ -93,8 +95,11 @@ def as_forward(model: nn.Module, method: Callable[..., Any]) -> Callable[..., An
 
     @functools.wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or passes.is_inside():
+        if torch.compiler.is_compiling():
             return method(*args, **kwargs)
+        if passes.is_inside():
+            with _explaining():
+                return method(*args, **kwargs)
         own_forward = model.__dict__.get("forward")
         model.forward = method
         try:
@@ -106,6 +111,20 @@ def as_forward(model: nn.Module, method: Callable[..., Any]) -> Callable[..., An
                 model.forward = own_forward
 
     return called
+
+
+@contextlib.contextmanager
+def _explaining() -> Iterator[None]:
+    """Say in words what torch finds where a view of a parameter is used after the parameter's memory was freed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "data is not allocated yet" not in str(error):
+            raise
+        raise UsageError(
+            "a view of a parameter, such as weight.t(), is used after the forward of its module, which has freed the "
+            "memory: keep the parameter itself, module.weight, and take the view where it is used"
+        ) from error
 
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
@@ -120,7 +139,9 @@ def _outside_compile(hook: Hook) -> Hook:
     return hook
 
 
-def _hook_forward(sharded: ShardedModel, passes: Passes, undo: list[Callable[[], None]]) -> None:
+def _hook_forward(
+    sharded: ShardedModel, passes: Passes, views: list[_ViewedOutput], undo: list[Callable[[], None]]
+) -> None:
     from_any_stream = sharded.lanes.home.visited_by
     is_known = False  # whether the model has run, so that what it is compiled with has been seen
 
@@ -141,6 +162,7 @@ def _hook_forward(sharded: ShardedModel, passes: Passes, undo: list[Callable[[],
             for tensor in tensors_in(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(begin_backward)
+        _follow(views)
         passes.leave_forward()
 
     @from_any_stream
@@ -151,7 +173,13 @@ def _hook_forward(sharded: ShardedModel, passes: Passes, undo: list[Callable[[],
     undo.append(sharded.model.register_forward_hook(leave, always_call=True).remove)
 
 
-def _hook_unit(unit: Unit, sharded: ShardedModel, passes: Passes, undo: list[Callable[[], None]]) -> None:
+def _hook_unit(
+    unit: Unit,
+    sharded: ShardedModel,
+    passes: Passes,
+    views: list[_ViewedOutput],
+    undo: list[Callable[[], None]],
+) -> None:
     index, home, audit = unit.index, sharded.lanes.home, passes.audit
     begins_plainly, ends_plainly = passes.note_plain(ends=False), passes.note_plain(ends=True)
     from_any_stream = home.visited_by
@@ -185,6 +213,7 @@ def _hook_unit(unit: Unit, sharded: ShardedModel, passes: Passes, undo: list[Cal
     @_outside_compile
     @from_any_stream
     def leave_root_unit(_module: nn.Module, _args: Any, _output: Any) -> None:
+        _follow(views)
         passes.leave_root_unit(index)
 
     @_outside_compile
@@ -199,7 +228,7 @@ def _hook_unit(unit: Unit, sharded: ShardedModel, passes: Passes, undo: list[Cal
             output = _keep(output, gathered)
         hears = (announces or recorder.timeline is not None) and torch.is_grad_enabled()
         if hears:
-            hears = _announce_backward(passes, home, unit, tuple(sources), output)
+            hears = _announce_backward(passes, home, unit, tuple(sources), output, views)
             sources.clear()
         passes.post_forward(index, will_hear=hears)
         return output
@@ -240,16 +269,48 @@ class _InputGradientOf:
             self._passes.post_backward(self._index)
 
 
+class _ViewedOutput:
+    """An output that is a view. A change in place puts a node into the graph that calls the one below by itself, past
+    the hooks of that one.
+
+    Args:
+        view: The output.
+        enter: What its hook calls.
+    """
+
+    def __init__(self, view: torch.Tensor, enter: Callable[[torch.Tensor], None]) -> None:
+        self._base, self._enter = view._base, enter
+        self._version = view._version
+
+    def follow(self) -> None:
+        """Hook the node that a change in place has put into the graph, if there is one."""
+        base = self._base
+        if base is not None and base._version != self._version and base.grad_fn is not None:
+            base.register_hook(self._enter)
+
+
+def _follow(views: list[_ViewedOutput]) -> None:
+    """End a forward, which has changed its views by now."""
+    for view in views:
+        view.follow()
+    views.clear()
+
+
 _FOLLOWERS: Final = "_thinwire_followers"
 """Attribute of a unit's output: callbacks of the units that take it, called before backward reaches this unit."""
 
 
 def _announce_backward(
-    passes: Passes, home: HomeStream, unit: Unit, sources: Sequence[torch.Tensor], output: Any
+    passes: Passes,
+    home: HomeStream,
+    unit: Unit,
+    sources: Sequence[torch.Tensor],
+    output: Any,
+    views: list[_ViewedOutput],
 ) -> bool:
     """Register hooks that report ``pre_backward`` at the first gradient of an output, and ``post_backward`` at the
     first of the unit's ``sources`` that backward reaches. Returns whether every backward that needs the unit will be
-    reported."""
+    reported. Outputs that are views join ``views``."""
     outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
     if not outputs:
         return not unit.info.trainable and not sources  # without both there is no backward to report
@@ -282,6 +343,8 @@ def _announce_backward(
         followers: list[Callable[[Any], None]] = []
         tensor.register_hook(functools.partial(enter, followers=followers))
         setattr(tensor, _FOLLOWERS, followers)
+        if tensor._is_view() and not recomputing():
+            views.append(_ViewedOutput(tensor, functools.partial(enter, followers=followers)))
     if stays:
         return True
     for tensor in inner:

@@ -17,6 +17,7 @@ from torch import nn
 
 from thinwire.errors import UsageError
 from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.params.unready import is_plain, set_ready
 from thinwire.sharding.step.passes import Passes
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
@@ -181,6 +182,10 @@ def watch_reads(
         for buffer in unit.buffers
         for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True)
     }
+    for entry in entries.values():
+        if is_plain(entry.compute):
+            entry.compute.whole = partial(_whole, entry, passes)  # type: ignore[attr-defined]
+            undo.append(partial(_own_again, entry.compute))
     of_units = {unit: _follow(unit) for unit in units}
     for module in model.modules():
         own = {name: entries[id(p)] for name, p in module._parameters.items() if id(p) in entries}
@@ -190,6 +195,19 @@ def watch_reads(
                 of_units[table.unit].append(table)
             undo.append(partial(_remove_table, module))
     return undo
+
+
+def _whole(entry: _Entry, passes: Passes) -> torch.Tensor:
+    """What stands for a parameter that is not ready, and was listed or kept, in a computation."""
+    if entry.share is not None and not passes.is_inside():
+        return entry.share
+    passes.read(entry.unit.index)
+    return entry.compute
+
+
+def _own_again(compute: nn.Parameter) -> None:
+    set_ready([compute], ready=True)
+    del compute.whole  # type: ignore[attr-defined]
 
 
 def _remove_table(module: nn.Module) -> None:

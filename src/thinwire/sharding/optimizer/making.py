@@ -13,6 +13,7 @@ from thinwire.agreement import NOTHING
 from thinwire.collectives.group import control
 from thinwire.errors import UsageError
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.grads.optimizer_state import InnerOptimizer, Unreadable
 from thinwire.sharding.optimizer.probes import refuse_per_tensor, refuse_unlike_ranks, updates_in_parts
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.optimizer.stock_optimizers import INNER
@@ -56,7 +57,7 @@ def build_optimizer(
         refuse_unlike_ranks(optimizer_class, options, device, cut=plan.optimizer.ranks > 1)
     if cut or sharded.part.tensor_ranks > 1:
         refuse_per_tensor(optimizer_class, options, device)
-    groups = _group(sharded.units, runtime.shares or {}, fragments, list(param_groups or []))
+    groups, shown = _group(sharded.units, runtime.shares or {}, fragments, list(param_groups or []))
 
     def refused(problems: Mapping[int, str]) -> UsageError:
         rank, text = next(iter(problems.items()))
@@ -76,7 +77,11 @@ def build_optimizer(
     object.__setattr__(inner, INNER, True)
     by_unit = updates_in_parts(optimizer_class, options, device)
     runtime.optimizer = optimizer = ShardedOptimizer(
-        runtime, inner, fragments, skip_nonfinite=skip_nonfinite, by_unit=by_unit, loss_scale=loss_scale
+        runtime,
+        InnerOptimizer(inner, fragments, shown),
+        skip_nonfinite=skip_nonfinite,
+        by_unit=by_unit,
+        loss_scale=loss_scale,
     )
     return optimizer
 
@@ -86,10 +91,13 @@ def _group(
     shares: Mapping[str, ShardedParameter],
     fragments: Sequence[OwnedFragment],
     groups: list[Mapping[str, Any]],
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], list[list[Any]]]:
     """Sort fragments into parameter groups by their parameters. Parameters in no group form the last one.
 
     All ranks have the same groups, but a rank may own no element of a group.
+
+    Returns:
+        The groups, and for each what it shows: its trained parameters, in the order of units.
     """
     names = {id(p): s.name for u in units for b in u.buffers for p, s in zip(b.parameters, b.layout.slots, strict=True)}
     names |= {id(share): name for name, share in shares.items()}
@@ -108,7 +116,13 @@ def _group(
         cut.append({"params": []})
     for owned in fragments:
         cut[group_of.get(owned.fragment.slot.name, len(cut) - 1)]["params"].append(owned.value)
-    return cut
+    if not shares:
+        return cut, [Unreadable() for _ in cut]
+    shown: list[list[Any]] = [[] for _ in cut]
+    for name, share in shares.items():
+        if name in trained:
+            shown[group_of.get(name, len(cut) - 1)].append(share)
+    return cut, shown
 
 
 def names_of(group: Mapping[str, Any], names: Mapping[int, str], every_name: Sequence[str], number: int) -> set[str]:

@@ -69,30 +69,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Args:
         runtime: Runtime of the model.
-        inner: Optimizer over ``fragments``.
-        fragments: All fragments that this rank updates.
+        inner: Optimizer over this rank's fragments.
         skip_nonfinite: Whether a step leaves parameters unchanged if the gradient norm is not finite.
         by_unit: Whether updating some parameters in one call and the rest in the next equals one update of all, so that
             units can be updated as their gradients arrive.
         loss_scale: Factor of the losses, by which a step divides the gradients; ``None`` without one.
 
     Attributes:
-        owned: ``inner`` and ``fragments`` together, for code that needs no more of this optimizer.
+        inner: The wrapped optimizer.
+        fragments: All fragments that this rank updates.
+        owned: Both together, for code that needs no more of this optimizer.
         shares: Shares of the model's parameters, by name; ``None`` for a part of a larger model.
     """
 
     def __init__(
         self,
         runtime: Runtime,
-        inner: torch.optim.Optimizer,
-        fragments: Sequence[OwnedFragment],
+        inner: InnerOptimizer,
         *,
         skip_nonfinite: bool,
         by_unit: bool,
         loss_scale: LossScale | None = None,
     ) -> None:
-        self.runtime, self.inner, self.fragments = runtime, inner, tuple(fragments)
-        self.owned = InnerOptimizer(inner, self.fragments)
+        self.runtime, self.owned = runtime, inner
+        self.inner, self.fragments = inner.optimizer, inner.fragments
         self.skip_nonfinite = skip_nonfinite or loss_scale is not None
         self.reducer, self.step_check, self.shares = runtime.reducer, runtime.step_check, runtime.shares
         self.loss_scale = self.step_check.loss_scale = loss_scale
@@ -108,17 +108,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             copies=sharded.plan.accumulate_dtype != "float32",
         )
         self._skipped_steps = 0
-        self._skips_on_device = sharded.decides_on_device and takes_found_inf(inner)
+        self._skips_on_device = sharded.decides_on_device and takes_found_inf(self.inner)
         if loss_scale is not None:
             loss_scale.await_update = self.step_check.read_norms
-        self.defaults = inner.defaults
+        self.defaults = self.inner.defaults
         # Optimizer.__init__ would copy the groups; the wrapped optimizer's are to be shared.
-        self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
-        self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
+        self._optimizer_step_pre_hooks = self.inner._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = self.inner._optimizer_step_post_hooks
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's groups."""
+        """The wrapped optimizer's groups. Their ``params`` are the model's parameters, as ``model.parameters()`` gives
+        them."""
         return self.inner.param_groups
 
     @property
@@ -172,8 +173,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             Whether parameters were updated; if not, the gradient is not finite, and nothing of it is left behind.
         """
         runtime = self.runtime
-        if self.loss_scale is not None:
-            self._check_scaled(self.loss_scale)
+        self._check()
         result = runtime.close_step(measure=self.skip_nonfinite)
         if self.skip_nonfinite and not result.finite:
             self._note_skipped()
@@ -200,8 +200,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _update_unless_found_inf(self) -> None:
         """Make a step that the device skips if the gradient is not finite, as under torch's ``GradScaler``. The host
         learns of it later: it never waits for the norm. A skipped step spreads parameters that have not changed."""
-        if self.loss_scale is not None:
-            self._check_scaled(self.loss_scale)
+        self._check()
         result = self.runtime.close_step(measure=True)
         norm = result.norm
         self.step_check.once_norm_is_read(self._learn)
@@ -224,8 +223,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._skipped_steps += 1
         self.reducer.forget_lost()  # they hold what codecs rounded away from the skipped gradient
 
-    def _check_scaled(self, scale: LossScale) -> None:
-        if scale.applied or all(part.absent for part in self.reducer.parts):
+    def _check(self) -> None:
+        """Refuse a step that would train less than the whole model, or divide gradients that were never multiplied."""
+        if self.runtime.masters is not None:
+            self.runtime.masters.check_all_managed()
+        scale = self.loss_scale
+        if scale is None or scale.applied or all(part.absent for part in self.reducer.parts):
             return
         raise UsageError(
             "step(): no loss was scaled since the last step, and this step would divide its gradients by "
@@ -233,8 +236,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget every gradient. They are never memset: the next reduction overwrites them."""
-        del set_to_none
+        """Forget every gradient. They are never memset: the next reduction overwrites them.
+
+        Args:
+            set_to_none: If false, gradients become zero, as in torch: a step without a backward then updates
+                parameters by momentum. Under tp or pp they are forgotten all the same.
+        """
+        if not set_to_none and self.shares is not None:
+            for share in self.shares.values():
+                if (grad := share.grad) is not None:
+                    grad.zero_()
+            return
         self.runtime.zero_grad()
         self._update.forget_gradients()
 
@@ -295,7 +307,7 @@ class ShareUpdate:
         by_unit: bool,
         copies: bool,
     ) -> None:
-        self._inner, self._fragments = owned.optimizer, owned.fragments
+        self._owned, self._fragments = owned, owned.fragments
         self._reducer, self._spreads, self._programs, self._used = reducer, spreads, programs, used
         self._by_unit, self._copies = by_unit, copies
         self._fragments_of: dict[int, list[OwnedFragment]] = {}
@@ -356,7 +368,8 @@ class ShareUpdate:
         """Update this rank's share of units whose gradients have arrived, in one call."""
         fragments = [owned for unit in units for owned in self._fragments_of.get(unit, ())]
         self._give_gradients(fragments)
-        self._inner.step()
+        with self._owned.over_fragments() as inner:
+            inner.step()
         for owned in fragments:
             owned.value.grad = None
         self._spreads.write_back(units)
@@ -364,7 +377,8 @@ class ShareUpdate:
     def _at_once(self) -> None:
         self._reducer.join()
         self._give_gradients(self._fragments)
-        self._inner.step()
+        with self._owned.over_fragments() as inner:
+            inner.step()
         self._spreads.write_back(self._order())
 
     def _order(self) -> Sequence[int]:

@@ -32,6 +32,7 @@ from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.memory.layout import FlatLayout, Run
 from thinwire.sharding.memory.local import set_local
 from thinwire.sharding.params.seeds import Seeds
+from thinwire.sharding.params.unready import is_plain, set_ready
 
 __all__ = ["BufferGathers", "FlatBuffer", "GatherBatch", "GatherLink", "State", "Unit", "start_gathers"]
 
@@ -63,6 +64,7 @@ class FlatBuffer:
         self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots]
         self._husks = [_husk(slot.shape, self.full.dtype, self.full.device) for slot in self.layout.slots]
         self._single_husks = [husk for husk in self._husks if husk.numel() == 1]
+        self._plain = [parameter for parameter in self.parameters if is_plain(parameter)]
         self._storage, self._nbytes = self.full.untyped_storage(), self.full.nbytes
         self._master_runs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
@@ -93,7 +95,15 @@ class FlatBuffer:
         if not whole:
             for husk in self._single_husks:  # a husk of one element does not refuse writes
                 husk.copy_(_poison(husk.dtype, husk.device))
+        if whole:
+            self.mark(ready=True)
         set_local(self.parameters, self._views if whole else self._husks)
+        if not whole:
+            self.mark(ready=False)
+
+    def mark(self, *, ready: bool) -> None:
+        """Say whether the module's parameters can be computed with as they are."""
+        set_ready(self._plain, ready=ready)
 
 
 def _husk(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -328,7 +338,10 @@ class Unit:
     def expect_spread(self, ticket: Ticket) -> None:
         """Take the ticket of a spread of one or more of the buffers; the next gather waits for it."""
         self._spreads.append(ticket)
-        self.ready = False
+        if self.ready:
+            self.ready = False
+            for buffer in self.buffers:
+                buffer.mark(ready=False)
         self.close()
 
     def close(self) -> None:
@@ -344,6 +357,8 @@ class Unit:
                 ticket.wait()
             self._spreads.clear()
             self.ready = self.state is State.GATHERED
+            for buffer in self.buffers if self.ready else ():
+                buffer.mark(ready=True)
 
     def release_shard(self) -> None:
         """Wait until nothing reads or writes the P shard: a spread, or a gather that nobody has waited for because a

@@ -360,7 +360,8 @@ class Runtime:
         self.holds.gather_all()
         written = None if self.shares is None else Written(self.sharded, self.shares)
         try:
-            yield
+            with self.schedule.aside():
+                yield
             if written is not None:
                 written.carry_over(keep=write)
         finally:

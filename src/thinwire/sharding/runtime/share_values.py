@@ -6,10 +6,12 @@ shard and spread. Reductions continue until a gradient is read.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from thinwire.errors import UsageError
 from thinwire.sharding.grads.reducer import Reducer
@@ -51,7 +53,11 @@ class Masters:
         self.sharded, self.reading = sharded, passes.reading
         self._spreads, self._holds, self._finish_step = spreads, holds, finish_step
         self._dirty: set[int] = set()  # units whose masters were written since they were last spread
-        self._checked = 0  # number of the model's table entries at the last check that all of them are managed
+        # The tables of the model's modules, and what they held when all trainable parameters were last managed.
+        self._child_tables: list[dict[str, nn.Module | None]] = []
+        self._tables: list[dict[str, nn.Parameter | None]] = []
+        self._children: list[nn.Module | None] = []
+        self._count = -1
 
     def refuse(self, action: str) -> None:
         """See :meth:`thinwire.sharding.step.pinned_units.Holds.refuse`."""
@@ -93,8 +99,8 @@ class Masters:
             UsageError: A parameter was added later; the error names it.
         """
         model = self.sharded.model
-        count = sum(len(module._parameters) for module in model.modules())
-        if count == self._checked:
+        # Without a walk over modules, which takes milliseconds where there are thousands.
+        if self._children == _values(self._child_tables) and self._count == sum(map(len, self._tables)):
             return
         for name, parameter in model.named_parameters():
             managed = isinstance(parameter, ShardedParameter) or is_ignored(parameter)
@@ -103,7 +109,13 @@ class Masters:
                     f"{name} was added after thinwire.shard: ranks would not combine its gradients. Add it before, or "
                     "freeze it, or exclude it with thinwire.ignore(parameter)"
                 )
-        self._checked = count
+        modules = list(model.modules())
+        self._child_tables, self._tables = [m._modules for m in modules], [m._parameters for m in modules]
+        self._children, self._count = _values(self._child_tables), sum(map(len, self._tables))
+
+
+def _values(tables: list[dict[str, nn.Module | None]]) -> list[nn.Module | None]:
+    return list(itertools.chain.from_iterable(map(dict.values, tables)))
 
 
 def refuse_in_backward(action: str) -> None:
@@ -222,6 +234,7 @@ class ShareGradients:
 
     def exists(self, trained: TrainedParameter) -> bool:
         """Whether a parameter has a gradient on any rank. Collective, once after the step's last backward."""
+        self._passes.forget_failed()
         if self._passes.may_be_unreported:
             self._passes.take_unreported()
         if self.is_absent(trained):

@@ -275,6 +275,8 @@ class Passes:
         if not unit.sharded:
             unit.join_spread()
             return
+        if self.holds.depth:
+            return
         self._schedule.order.events.append((Phase.STEP, unit.index))  # all ranks must gather the same units
         unit.start_gather(from_secondary=False)
         for upcoming in self._schedule.programs.following(unit.index):
@@ -391,11 +393,10 @@ class Passes:
         if self.state.present is not Pass.BACKWARD or recomputing():
             return
         self.state.enter(self.state.before)
-        self._step_check.used.undo_backward()
         for unit in self.deliveries:
             unit.forget()
         self._taken, self._taken_elements = {}, 0
-        self._reducer.abort()
+        self._step_check.used.undo_backward(self._reducer.abort())
         self._schedule.abandon_micro_batch()
         self._open_calls = [0] * len(self._units)
         self.holds.release_reads()

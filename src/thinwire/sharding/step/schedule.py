@@ -9,8 +9,9 @@ deviation is reported once.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from thinwire.program import (
@@ -400,6 +401,19 @@ class Schedule:
         self.order.reset()
         self.backwards = 0
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Forget the forwards in this block that have no backward there. Ranks may run different ones."""
+        before = self.backwards, self.micro_batch
+        forward, order, deviated = list(self.forward), self.order.saved(), self._deviated
+        try:
+            yield
+        finally:
+            if before == (self.backwards, self.micro_batch):
+                self.forward[:] = forward
+                self.order.restore(order)
+                self._deviated = deviated
+
     # -- what the program says ---------------------------------------------------------------------------------
 
     def turns(self) -> Turns:
@@ -441,6 +455,14 @@ class _OrderHash:
         self.events: list[Moment] = []
         self._prefix = 0  # hash of earlier events of the step, which are not in the list any more
         self._known: tuple[list[Moment], int, int] = ([], 0, 0)  # events, the hash before them, the hash after them
+
+    def saved(self) -> tuple[int, list[Moment]]:
+        """The events so far, for :meth:`restore`."""
+        return self._prefix, list(self.events)
+
+    def restore(self, saved: tuple[int, list[Moment]]) -> None:
+        """Forget what came after :meth:`saved`."""
+        self._prefix, self.events = saved
 
     def shorten(self) -> None:
         """Replace a long list of events by its hash."""

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -96,9 +96,16 @@ class UsedGradients:
         self._before = bytes(self.mine)
         self._anywhere = None
 
-    def undo_backward(self) -> None:
-        """Discard the gradients of a backward that failed."""
+    def undo_backward(self, lost: Collection[int]) -> None:
+        """Discard the gradients of a backward that failed.
+
+        Args:
+            lost: Units that have lost earlier gradients, too.
+        """
         self.mine[:] = self._before
+        for unit in lost:
+            first, count = self._first_bit[unit], self._counts[unit]
+            self.mine[first : first + count] = bytes(count)
 
     def forget(self) -> None:
         """Record that no parameter has a gradient any more."""

@@ -8,13 +8,22 @@ from typing import Protocol
 
 import torch
 
+from thinwire.errors import UsageError
 from thinwire.sharding.tensors.boxes import Box, boxes
 
 __all__ = ["Holders", "Live", "NeedsWhole", "ShareSpec"]
 
 
-class NeedsWhole(Exception):
-    """An operation cannot act on pieces, because it needs the whole tensor."""
+class NeedsWhole(UsageError):
+    """An operation cannot act on pieces, because it needs the whole tensor. Users see it where nothing can gather."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a function of torch's C++ code needs whole parameters, and the model is sharded. If it is "
+            "DistributedDataParallel: leave it out, thinwire combines gradients itself; for transformers.Trainer, "
+            "Accelerate and Lightning, take thinwire.integrations. If it is another one: call it inside "
+            "thinwire.full_parameters(model)"
+        )
 
 
 class Holders(Protocol):

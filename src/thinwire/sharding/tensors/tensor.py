@@ -26,7 +26,7 @@ differ from rank to rank, and a single rank may own a whole tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 import torch
 
@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
 __all__ = ["ShareTensor"]
+
+
+_WALKS: Final = frozenset((torch.autograd.grad, torch.autograd.backward))
+"""Functions that walk along a graph."""
 
 
 class ShareTensor(torch.Tensor):
@@ -127,8 +131,9 @@ class ShareTensor(torch.Tensor):
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.autograd.grad:
-            # Autograd graphs contain the tensors that modules compute with. As in DDP, the result is not combined.
+        if func in _WALKS:
+            # Autograd graphs contain the tensors that modules compute with. As in DDP, the result of autograd.grad is
+            # not combined.
             return func(*_computed(args), **_computed(kwargs))
         try:
             if _mixes_with_plain(args, kwargs):

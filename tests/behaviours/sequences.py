@@ -1,0 +1,420 @@
+"""Random sequences of ordinary actions on a model: once in one process on plain torch, once on every rank.
+
+An action is a name and a number that its choices follow from, so that a sequence stays itself when actions are taken
+out of it. What plain torch refuses is no part of a sequence. What thinwire refuses ends it, if the refusal is a
+sentence of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.behaviours.context import Alone, Context, OnThinwire
+from tests.behaviours.models import Stack
+from tests.behaviours.runner import difference
+from torch import nn
+
+from thinwire.errors import ThinwireError
+
+__all__ = ["ACTIONS", "Action", "batches", "drawn", "on_ranks", "shrunk", "valid"]
+
+Action = tuple[str, int]
+"""Name of an action, and the seed of its choices."""
+
+
+@dataclass
+class Subject:
+    """A model in training, and what a sequence remembers of it.
+
+    Attributes:
+        ctx: Where it runs.
+        model: The model.
+        optim: Its optimizer.
+        step: Number of batches so far.
+        loss: Loss of a graph that was retained, with its input; ``None`` without one.
+        kept: Parameters that the user has kept.
+        log: All values that must be equal.
+    """
+
+    ctx: Context
+    model: nn.Module
+    optim: torch.optim.Optimizer
+    step: int = 0
+    loss: tuple[torch.Tensor, torch.Tensor] | None = None
+    kept: list[torch.Tensor] = field(default_factory=list)
+    log: list[Any] = field(default_factory=list)
+
+    def x(self) -> torch.Tensor:
+        """The next batch."""
+        self.step += 1
+        return self.ctx.x(self.step)
+
+    def parameter(self, rng: random.Random) -> torch.Tensor:
+        """Some parameter."""
+        return rng.choice(list(self.model.parameters()))
+
+    def note(self, value: torch.Tensor) -> None:
+        """Compare a value that is the same on all ranks."""
+        self.log.append(self.ctx.full(value.detach()))
+
+    def note_mean(self, value: torch.Tensor) -> None:
+        """Compare the mean over ranks of a value."""
+        self.log.append(self.ctx.mean(value.detach()))
+
+
+class Flexible(Stack):
+    """A model whose forward can list its parameters, raise, and leave out a block."""
+
+    listing = raising = False
+    skipped = -1
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            if number != self.skipped:
+                x = block(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        penalty = sum(p.square().mean() for p in self.parameters()) if self.listing else 0.0
+        x = self.features(x)
+        if self.raising:
+            raise ArithmeticError("the forward raises")
+        return self.head(x) + 0.1 * penalty
+
+
+ACTIONS: dict[str, tuple[Callable[[Subject, random.Random], None], int]] = {}
+"""Actions with their weights."""
+
+
+def action(weight: int = 2) -> Callable[[Callable[[Subject, random.Random], None]], Any]:
+    """Add an action."""
+
+    def add(function: Callable[[Subject, random.Random], None]) -> Any:
+        ACTIONS[function.__name__] = function, weight
+        return function
+
+    return add
+
+
+# -- forward and backward --------------------------------------------------------------------------------------
+
+
+def loss_of(it: Subject, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = it.model(x).square().mean()
+    it.note_mean(loss)
+    return loss
+
+
+@action(8)
+def trains(it: Subject, _rng: random.Random) -> None:
+    loss_of(it, it.x()).backward()
+    it.optim.step()
+    it.optim.zero_grad()
+
+
+@action(4)
+def goes_backward(it: Subject, _rng: random.Random) -> None:
+    loss_of(it, it.x()).backward()
+
+
+@action(3)
+def accumulates(it: Subject, rng: random.Random) -> None:
+    for _ in it.ctx.micro_batches(it.model, range(rng.choice((1, 2, 3)))):
+        loss_of(it, it.x()).backward()
+
+
+@action()
+def keeps_a_graph(it: Subject, _rng: random.Random) -> None:
+    x = it.x().requires_grad_()
+    it.loss = loss_of(it, x), x
+
+
+@action(4)
+def goes_back_over_the_graph(it: Subject, rng: random.Random) -> None:
+    if it.loss is None:
+        return
+    loss, x = it.loss
+    way = rng.choice(("all", "input", "parameters", "grad", "last"))
+    some = rng.sample(list(it.model.parameters()), 2)
+    if way in ("all", "last"):
+        loss.backward(retain_graph=way == "all")
+    elif way == "input":
+        loss.backward(inputs=[x], retain_graph=True)
+    elif way == "parameters":
+        loss.backward(inputs=some, retain_graph=True)
+    else:
+        torch.autograd.grad(loss, [*some, x], retain_graph=True, allow_unused=True)
+    if way == "last":
+        it.loss = None
+
+
+@action()
+def runs_a_part(it: Subject, rng: random.Random) -> None:
+    out = rng.choice([it.model.blocks[0], it.model.blocks[1], it.model.first])(it.x()).square().mean()
+    it.note_mean(out)
+    if rng.random() < 0.7:
+        out.backward()
+
+
+@action()
+def evaluates(it: Subject, rng: random.Random) -> None:
+    with torch.inference_mode() if rng.random() < 0.3 else torch.no_grad():
+        it.model.eval()
+        it.note_mean(it.model(it.x()).mean())
+        it.model.train()
+
+
+@action()
+def forgets_a_forward(it: Subject, _rng: random.Random) -> None:
+    it.note_mean(it.model(it.x()).mean())
+
+
+@action()
+def lists_in_the_forward(it: Subject, rng: random.Random) -> None:
+    it.model.listing = rng.random() < 0.6
+
+
+@action(1)
+def skips_a_block(it: Subject, rng: random.Random) -> None:
+    it.model.skipped = rng.choice((-1, 0, 1))
+
+
+@action(1)
+def adds_a_penalty_outside(it: Subject, rng: random.Random) -> None:
+    parameter = it.parameter(rng)
+    (loss_of(it, it.x()) + 0.1 * parameter.square().sum()).backward()
+
+
+# -- exceptions ------------------------------------------------------------------------------------------------
+
+
+@action(1)
+def fails_in_the_forward(it: Subject, rng: random.Random) -> None:
+    it.model.raising = True
+    with contextlib.suppress(ArithmeticError), torch.set_grad_enabled(rng.random() < 0.7):
+        it.model(it.x())
+    it.model.raising = False
+
+
+@action(1)
+def fails_in_the_backward(it: Subject, _rng: random.Random) -> None:
+    def fail(_grad: torch.Tensor) -> None:
+        raise ArithmeticError("a hook raises")
+
+    it.optim.zero_grad()
+    x = it.x()
+    handle = it.model.blocks[0].register_forward_hook(lambda _m, _a, out: out.register_hook(fail) and None)
+    with contextlib.suppress(ArithmeticError):
+        it.model(x).square().mean().backward()
+    handle.remove()
+    it.optim.zero_grad()
+
+
+# -- gradients -------------------------------------------------------------------------------------------------
+
+
+def shown(it: Subject) -> list[torch.Tensor]:
+    return [parameter for group in it.optim.param_groups for parameter in group["params"]]
+
+
+@action(4)
+def steps(it: Subject, _rng: random.Random) -> None:
+    it.optim.step()
+
+
+@action(4)
+def forgets_gradients(it: Subject, rng: random.Random) -> None:
+    (it.optim if rng.random() < 0.7 else it.model).zero_grad(set_to_none=rng.random() < 0.7)
+
+
+@action(3)
+def clips(it: Subject, rng: random.Random) -> None:
+    way = rng.choice(("library", "parameters", "groups", "some", "value"))
+    if way == "library":
+        it.note(it.ctx.clip(it.model, 0.1))
+    elif way == "value":
+        nn.utils.clip_grad_value_(it.model.parameters(), 0.01)
+    else:
+        some = {"parameters": list(it.model.parameters()), "groups": shown(it), "some": shown(it)[2:5]}[way]
+        it.note(nn.utils.clip_grad_norm_(some, 0.1, rng.choice((2.0, 1.0, float("inf")))))
+
+
+@action(3)
+def reads_gradients(it: Subject, rng: random.Random) -> None:
+    parameter = it.parameter(rng)
+    it.log.append(None if parameter.grad is None else it.ctx.full(parameter.grad))
+
+
+@action()
+def changes_a_gradient(it: Subject, rng: random.Random) -> None:
+    parameter, way = it.parameter(rng), rng.choice(("scale", "none", "zero", "new"))
+    if way == "none":
+        parameter.grad = None
+    elif parameter.grad is not None and way in ("scale", "zero"):
+        parameter.grad.mul_(0.5 if way == "scale" else 0.0)
+    elif way == "new":
+        parameter.grad = torch.full_like(parameter, 0.01)
+
+
+# -- parameters ------------------------------------------------------------------------------------------------
+
+
+@action(3)
+def reads_a_parameter(it: Subject, rng: random.Random) -> None:
+    parameter = it.parameter(rng).detach()
+    it.note(rng.choice((torch.sum, torch.norm, torch.max, lambda p: p.reshape(-1)[0], lambda p: p * 2.0))(parameter))
+
+
+@action()
+def keeps_a_parameter(it: Subject, rng: random.Random) -> None:
+    if rng.random() < 0.5:
+        it.kept.append(it.parameter(rng))
+        return
+    with it.ctx.full_parameters(it.model):
+        it.kept.append(it.model.blocks[0].up.weight)
+
+
+@action()
+def reads_what_it_kept(it: Subject, _rng: random.Random) -> None:
+    for parameter in it.kept:
+        it.note(parameter.detach().square().sum())
+
+
+@action(3)
+@torch.no_grad()
+def writes_a_parameter(it: Subject, rng: random.Random) -> None:
+    parameter, way = it.parameter(rng), rng.choice(("scale", "add", "data", "row", "copy", "full"))
+    if way == "scale":
+        parameter.mul_(0.9)
+    elif way == "add":
+        parameter.add_(torch.linspace(-0.1, 0.1, parameter.numel()).view(parameter.shape))
+    elif way == "data":
+        parameter.data = parameter.data * 0.95
+    elif way == "row":
+        parameter[0] = 0.05
+    elif way == "copy":
+        parameter.copy_(torch.linspace(-0.2, 0.2, parameter.numel()).view(parameter.shape))
+    else:
+        with it.ctx.full_parameters(it.model, write=True):
+            it.model.head.bias.mul_(0.5)
+
+
+@action(1)
+def freezes(it: Subject, rng: random.Random) -> None:
+    it.parameter(rng).requires_grad_(rng.random() < 0.4)
+
+
+@action(1)
+def looks_inside_full_parameters(it: Subject, rng: random.Random) -> None:
+    with it.ctx.full_parameters(it.model), torch.no_grad():
+        it.note(it.model.first.weight.sum())
+        for _ in range(rng.choice((0, 1, 2))):
+            it.note_mean(it.model(it.x()).mean())
+
+
+# -- the optimizer and states ----------------------------------------------------------------------------------
+
+
+@action()
+def changes_a_group(it: Subject, rng: random.Random) -> None:
+    for group in it.optim.param_groups:
+        group["lr"] = rng.choice((1e-3, 1e-2, 0.0))
+        it.log.append(len(group["params"]))
+
+
+@action(1)
+def restores_a_state(it: Subject, rng: random.Random) -> None:
+    whole = it.ctx.whole(it.model)
+    if rng.random() < 0.5:
+        trains(it, rng)
+    it.model.load_state_dict(whole)
+
+
+# -- sequences -------------------------------------------------------------------------------------------------
+
+
+def drawn(seed: int) -> list[Action]:
+    """A sequence."""
+    rng = random.Random(seed)
+    names, weights = list(ACTIONS), [weight for _, weight in ACTIONS.values()]
+    return [("", rng.randrange(1 << 30)), *((n, rng.randrange(1 << 30)) for n in rng.choices(names, weights, k=9))]
+
+
+def _begun(ctx: Context, seed: int) -> Subject:
+    rng = random.Random(seed)
+    model = ctx.shard(ctx.build(Flexible))
+    kind, options = rng.choice(
+        ((torch.optim.AdamW, {"lr": 1e-2, "eps": 1e-1}), (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}))
+    )
+    if rng.random() < 0.5:
+        return Subject(ctx, model, ctx.fast_optimizer(model, kind, **options))
+    return Subject(ctx, model, kind(model.parameters(), **options))
+
+
+def valid(sequence: Sequence[Action], world: int) -> tuple[list[Action], list[Any]]:
+    """The actions that plain torch performs in one process, and what must be equal after each."""
+    torch.set_num_threads(1)  # tensors are tiny
+    (_, seed), *rest = sequence
+    it = _begun(Alone(world, Path()), seed)
+    kept: list[Action] = [sequence[0]]
+    logs: list[Any] = [None]
+    for name, number in rest:
+        before = len(it.log)
+        try:
+            ACTIONS[name][0](it, random.Random(number))
+        except (RuntimeError, IndexError, TypeError, ValueError):
+            return kept, [*logs, it.ctx.whole(it.model)]  # the model may be half changed
+        kept.append((name, number))
+        logs.append(it.log[before:])
+    return kept, [*logs, it.ctx.whole(it.model)]
+
+
+def on_ranks(sequences: Sequence[tuple[Sequence[Action], list[Any]]], preset: str) -> list[str]:
+    """Perform sequences on this rank; what went wrong with each: nothing, a refusal, or a difference."""
+    return [_performed(sequence, wanted, preset) for sequence, wanted in sequences]
+
+
+def _performed(sequence: Sequence[Action], wanted: list[Any], preset: str) -> str:
+    ctx = OnThinwire(preset, Path())
+    (_, seed), *rest = sequence
+    try:
+        it = _begun(ctx, seed)
+        for position, (name, number) in enumerate(rest, 1):
+            before = len(it.log)
+            try:
+                ACTIONS[name][0](it, random.Random(number))
+            except ThinwireError as error:
+                return f"refused: {name}: {' '.join(str(error).split())}"
+            if found := difference(it.log[before:], wanted[position], 1e-4, name):
+                return f"wrong: {position}: {found}"
+        if found := difference(ctx.whole(it.model), wanted[-1], 1e-4, "parameters"):
+            return f"wrong: {found}"
+    except Exception as error:
+        return f"crashed: {name if rest else ''}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    finally:
+        with contextlib.suppress(Exception):
+            ctx.close()
+    return ""
+
+
+def shrunk(sequence: Sequence[Action], fails: Callable[[Sequence[Action]], bool]) -> list[Action]:
+    """The sequence without the actions that its failure does not need."""
+    left = list(sequence)
+    for number in reversed(range(1, len(sequence))):
+        shorter = [*left[:number], *left[number + 1 :]]
+        if fails(shorter):
+            left = shorter
+    return left
+
+
+def batches(first: int, count: int, size: int) -> Iterator[range]:
+    """Seeds in batches."""
+    for begin in range(first, first + count, size):
+        yield range(begin, min(begin + size, first + count))

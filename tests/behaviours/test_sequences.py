@@ -1,0 +1,115 @@
+"""Random sequences of ordinary actions give what one process gives, or one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from tests.behaviours.context import PRESETS
+from tests.behaviours.sequences import ACTIONS, Action, batches, drawn, on_ranks, shrunk, valid
+
+from thinwire.testing import RankError, RankPool
+
+WORLD = 2
+BATCH = 25
+SECONDS = 60.0
+
+COUNT = int(os.environ.get("THINWIRE_SEQUENCES", "4000"))
+"""Sequences of each preset in the slow test: 20,000 in all."""
+
+KEPT: dict[str, tuple[str, list[Action]]] = {
+    "gradients of a failed backward are added to those of the next": (
+        "zero3",
+        [("", 695255020), ("fails_in_the_backward", 51938446), ("trains", 79180248)],
+    ),
+    "a frozen parameter takes no hook": (
+        "zero3",
+        [("", 330024851), ("accumulates", 1028010788), ("trains", 403222586), ("freezes", 731016608),
+         ("trains", 676632505)],
+    ),
+    "zero_grad(set_to_none=False) leaves zeros": (
+        "ddp",
+        [("", 1050570342), ("goes_backward", 976278025), ("steps", 972314509), ("forgets_gradients", 888540263),
+         ("steps", 269556526)],
+    ),
+}  # fmt: skip
+"""Sequences that failed once, shrunk, with their preset."""
+
+
+class Ranks:
+    """Ranks that are started anew where a sequence has left them in no state to go on."""
+
+    def __init__(self) -> None:
+        self._pool = RankPool(WORLD)
+
+    def outcomes(self, sequences: Sequence[Sequence[Action]], preset: str) -> list[str]:
+        """What went wrong with each sequence, on any rank."""
+        cases = [valid(sequence, WORLD) for sequence in sequences]
+        try:
+            by_rank = self._pool.run(on_ranks, cases, preset, timeout=SECONDS)
+        except RankError as error:
+            self.close()
+            self._pool = RankPool(WORLD)
+            if len(sequences) == 1:
+                return [f"died: {str(error)[:300]}"]
+            return [self.outcomes([sequence], preset)[0] for sequence in sequences]
+        return [max(of_ranks, key=_gravity) for of_ranks in zip(*by_rank, strict=True)]
+
+    def close(self) -> None:
+        """End the ranks."""
+        with contextlib.suppress(Exception):
+            self._pool.close()
+
+
+def _gravity(outcome: str) -> int:
+    return 0 if not outcome else 1 if outcome.startswith("refused") else 2
+
+
+def find(preset: str, first: int, count: int) -> tuple[list[str], Counter[str]]:
+    """Failures among the sequences of some seeds, shrunk; and how often each refusal came."""
+    failures, refusals = [], Counter[str]()
+    with contextlib.closing(Ranks()) as ranks:
+        for seeds in batches(first, count, BATCH):
+            sequences = [drawn(seed) for seed in seeds]
+            for seed, sequence, outcome in zip(seeds, sequences, ranks.outcomes(sequences, preset), strict=True):
+                if outcome.startswith("refused"):
+                    refusals[outcome[:120]] += 1
+                elif outcome:
+                    short = shrunk(valid(sequence, WORLD)[0], lambda s: _gravity(ranks.outcomes([s], preset)[0]) > 1)
+                    failures.append(f"{preset}, seed {seed}: {ranks.outcomes([short], preset)[0]}\n    {short}")
+                    if len(failures) >= 5:
+                        return failures, refusals
+    return failures, refusals
+
+
+def assert_right(preset: str, first: int, count: int) -> None:
+    failures, refusals = find(preset, first, count)
+    assert not failures, "\n".join(failures)
+    assert refusals.total() < count / 4, refusals  # it has something to say
+
+
+def test_sequences() -> None:
+    for number, preset in enumerate(("zero3", "zero1")):
+        assert_right(preset, 1000 * number, 120)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_many_sequences(preset: str) -> None:
+    assert_right(preset, 1 << 20, COUNT)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_sequences_that_failed_once(name: str) -> None:
+    preset, sequence = KEPT[name]
+    with contextlib.closing(Ranks()) as ranks:
+        (outcome,) = ranks.outcomes([sequence], preset)
+    assert _gravity(outcome) < 2, outcome
+
+
+def test_every_action_is_drawn() -> None:
+    assert {name for seed in range(200) for name, _ in drawn(seed)[1:]} == set(ACTIONS)

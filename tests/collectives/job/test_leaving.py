@@ -1,0 +1,68 @@
+"""A process that leaves its job by torch's own call may join another one, as notebooks, test suites and Ray do."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.training.edge import build, samples
+from tests.support.training.models import Stack
+from torch import nn
+
+import thinwire as tw
+from thinwire.errors import SpecError
+from thinwire.testing import RankPool, run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def train(preset: str, path: Path) -> list[float]:
+    """Losses of a few steps with a save in the background."""
+    model = tw.shard(build(Stack), tw.Plan.preset(preset, nodes=1, local=2, compute_dtype="float32"))
+    optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
+    losses = []
+    for number in range(3):
+        loss = model(samples(number, 1, 2)[0, dist.get_rank()]).square().mean()
+        loss.backward()
+        norm = tw.clip_grad_norm_(model, 1.0)
+        optim.step()
+        optim.zero_grad()
+        losses += [float(loss.detach()), float(norm)]
+    tw.async_save(model, optim, path).result()
+    return losses
+
+
+def train_in_three_jobs(preset: str, folder: Path) -> list[list[float]]:
+    first = dist.distributed_c10d._get_default_store()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found = [train(preset, folder / "first")]
+    for number in range(2):
+        dist.destroy_process_group()
+        # Once over the store of the job before, once over another one.
+        store = dist.PrefixStore(f"job {number}", first) if number else first
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        found.append(train(preset, folder / f"again {number}"))
+    return found
+
+
+@pytest.mark.parametrize("preset", ["zero3", pytest.param("zeropp", marks=pytest.mark.slow)])
+def test_a_process_may_leave_a_job_and_join_another(preset: str, tmp_path: Path) -> None:
+    with contextlib.closing(RankPool(2)) as pool:
+        for first, second, third in pool.run(train_in_three_jobs, preset, tmp_path):
+            assert first == second == third
+
+
+def shard_for_fewer_ranks(local: int) -> str:
+    with pytest.raises(SpecError) as caught:
+        tw.shard(nn.Linear(8, 8), tw.Plan.preset("zero1", nodes=1, local=local))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("local", [2, 8])
+def test_a_plan_for_another_number_of_ranks_is_refused_on_every_rank(local: int) -> None:
+    for sentence in run_ranks(4, shard_for_fewer_ranks, local, timeout=20):
+        assert str(local) in sentence
+        assert "4" in sentence
