@@ -135,6 +135,9 @@ REASONS: Final[dict[str, str]] = {
     ),
     "sharding/step/param_broadcast.py: "
     "Spreads.start_batch: self._sharded.units[index].join_spread() -> self._sharded.units[index]": _READ_WAITS,
+    "sharding/params/param_group.py: Unit.need: self.join_spread() -> self": (
+        "gathers wait for spreads, and whoever computes with a parameter that is not ready waits for it"
+    ),
     "sharding/step/passes.py: Passes.note_plain: unit.join_spread() -> unit": _READ_WAITS,
     "sharding/step/passes.py: Passes.pre_forward: unit.join_spread() -> unit": _READ_WAITS,
     "sharding/step/passes.py: Passes._evaluate: unit.join_spread() -> unit": _READ_WAITS,

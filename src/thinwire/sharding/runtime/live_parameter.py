@@ -145,12 +145,8 @@ class ModelParameter:
 
     def train(self, *, wanted: bool) -> None:
         """See :class:`~thinwire.sharding.tensors.parameter.LiveParameter`."""
-        if wanted and self.trained is None:
-            raise UsageError(
-                f"{self.share.spec.name} was frozen when the model was sharded, so that it has no master, no "
-                "gradient and no optimizer state: set requires_grad = True before thinwire.shard, and freeze it "
-                "again afterwards if its training is to begin later"
-            )
+        if self.trained is None:
+            self.masters.want(self.share.spec.name, wanted=wanted)
         self.compute_tensor.requires_grad_(wanted)
 
     def hook_gradient(self, hook: GradientHook) -> RemovableHandle:

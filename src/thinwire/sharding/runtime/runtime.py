@@ -162,6 +162,7 @@ class Runtime:
     def _before_use(self) -> None:
         self.refuse_half_loaded()
         if self.masters is not None:
+            self.masters.refuse_wanted()
             self.masters.flush()
 
     def _after_backward(self) -> None:

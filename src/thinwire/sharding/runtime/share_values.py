@@ -53,6 +53,7 @@ class Masters:
         self.sharded, self.reading = sharded, passes.reading
         self._spreads, self._holds, self._finish_step = spreads, holds, finish_step
         self._dirty: set[int] = set()  # units whose masters were written since they were last spread
+        self._wanted: set[str] = set()
         # The tables of the model's modules, and what they held when all trainable parameters were last managed.
         self._child_tables: list[dict[str, nn.Module | None]] = []
         self._tables: list[dict[str, nn.Parameter | None]] = []
@@ -92,6 +93,25 @@ class Masters:
         self._spreads.write_back(sorted(dirty))
         self._finish_step(updated=bool(dirty), only=dirty)
 
+    def want(self, name: str, *, wanted: bool) -> None:
+        """Note whether a parameter that has no master is to be trained. Under ``no_grad``, that may be for a while, as
+        for the reference adapter of peft.
+
+        Raises:
+            UsageError: It is to be trained, and gradients are enabled.
+        """
+        if not wanted:
+            self._wanted.discard(name)
+        elif torch.is_grad_enabled():
+            raise _has_no_master(name)
+        else:
+            self._wanted.add(name)
+
+    def refuse_wanted(self) -> None:
+        """Refuse to train parameters without masters; see :meth:`want`."""
+        if self._wanted and torch.is_grad_enabled():
+            raise _has_no_master(min(self._wanted))
+
     def check_all_managed(self) -> None:
         """Check that every trainable parameter of the model existed when the model was sharded.
 
@@ -112,6 +132,14 @@ class Masters:
         modules = list(model.modules())
         self._child_tables, self._tables = [m._modules for m in modules], [m._parameters for m in modules]
         self._children, self._count = _values(self._child_tables), sum(map(len, self._tables))
+
+
+def _has_no_master(name: str) -> UsageError:
+    return UsageError(
+        f"{name} was frozen when the model was sharded, so that it has no master, no gradient and no optimizer state: "
+        "set requires_grad = True before thinwire.shard, and freeze it again afterwards if its training is to begin "
+        "later"
+    )
 
 
 def _values(tables: list[dict[str, nn.Module | None]]) -> list[nn.Module | None]:
