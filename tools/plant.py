@@ -298,7 +298,8 @@ def main() -> int:
         content = hashlib.sha256(each.text.encode()).hexdigest()[:16]
         before = records.get(each.name, {"content": "", "noticed": ""})
         reason = REASONS.get(each.name)
-        if options.again or (before["content"] != content and reason is None):
+        is_known = before["content"] == content and before["noticed"]
+        if options.again or not (is_known or reason):
             began = time.monotonic()
             before = records[each.name] = {"content": content, "noticed": check(each, before["noticed"])}
             seconds = time.monotonic() - began
