@@ -78,6 +78,7 @@ TESTS: Final = (
     ("collectives/gateway/", ("collectives/gateway/test_gateway.py",)),
     ("collectives/job/rollcall.py", ("collectives/job/test_rollcall.py", "end_to_end/test_faults.py")),
     ("collectives/links/nccl.py", None),
+    ("collectives/links/streams.py", None),
     ("collectives/", CONNECTIONS),
     (
         "checkpoint/",

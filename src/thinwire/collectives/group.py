@@ -40,10 +40,10 @@ __all__ = [
     "connect",
     "control",
     "control_beside",
+    "enter",
     "explained_transport",
     "init",
     "is_initialized",
-    "join",
     "mesh_group",
     "recording",
     "rollcall",
@@ -133,8 +133,8 @@ def before_shutdown(close: Callable[[], None]) -> None:
     _closing.append(close)
 
 
-def join() -> None:
-    """Be part of a job: join the one of the environment, unless ``torch.distributed`` is initialised. If the user has
+def enter() -> None:
+    """Be part of a job: enter the one of the environment, unless ``torch.distributed`` is initialised. If the user has
     left the last job by ``destroy_process_group()`` and has initialised another one, forget what belonged to the last.
     All ranks call this."""
     if not is_initialized():

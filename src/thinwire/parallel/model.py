@@ -382,7 +382,7 @@ def parallelize(
         SpecError: The model or the job does not support the plan.
         UsageError: The model cannot be split.
     """
-    groups.join()
+    groups.enter()
     control = groups.control()
     plan = order_ranks(plan, control, device or next(model.parameters()).device).plan
     grid = Grid.of(plan, control.rank, control.size)

@@ -98,7 +98,7 @@ def shard(
         MismatchError: Ranks have different plans or models.
         UsageError: The model cannot be sharded.
     """
-    groups.join()
+    groups.enter()
     target = None if device is None else torch.device(device)
     plan = order_ranks(plan, groups.control(), target or _device_of(model)).plan
     units = join_parts(model, plan, units)
