@@ -143,6 +143,7 @@ def test_faults_end_in_records_and_take_nothing_along(machine: Path, lease: Path
 
 
 @pytest.mark.slow  # it is the whole check, minute by minute
+@pytest.mark.timeout(2400)
 def test_leases_add_up_to_the_whole_check(machine: Path, lease: Path, tmp_path: Path) -> None:
     folder = tmp_path / "lease"
     shutil.copytree(lease, folder)
