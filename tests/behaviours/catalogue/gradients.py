@@ -422,7 +422,7 @@ def _walks(ctx: Context, walks: Sequence[str]) -> Any:
     return results
 
 
-@behaviour("hidden trials of 0.2: backward(inputs=) in any order")
+@behaviour("trials of 0.2: backward(inputs=) in any order")
 def backwards_with_inputs_in_any_order(ctx: Context) -> Any:
     """Run several backwards over one graph, with `inputs=` and by `autograd.grad`, in many orders."""
     return _walks(ctx, ["w", "xw", "wx", "xwh", "hbw", "x*", "*x", "w*", "*w", "Xw", "wX", "Wb", "xXw*", "bb", "xhxh"])

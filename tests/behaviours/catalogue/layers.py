@@ -407,14 +407,14 @@ class ChangedInPlace(nn.Module):
         return x
 
 
-@behaviour("hidden trials of 0.2: a unit's output is a view that is changed in place")
+@behaviour("trials of 0.2: a unit's output is a view that is changed in place")
 def views_changed_in_place(ctx: Context) -> Any:
     """Change a block's output in place, where it is a view."""
     return ctx.fit(ChangedInPlace)
 
 
 @behaviour(
-    "hidden trials of 0.2: a view of a weight kept for another module",
+    "trials of 0.2: a view of a weight kept for another module",
     refused={"zero3": "keep the parameter itself", "hpz": "keep the parameter itself"},
 )
 def view_of_a_weight_kept_for_another_module(ctx: Context) -> Any:
@@ -433,7 +433,7 @@ def view_of_a_weight_kept_for_another_module(ctx: Context) -> Any:
     return ctx.fit(Keeping)
 
 
-@behaviour("hidden trials of 0.2: two parameters over one storage", refused="over the same memory")
+@behaviour("trials of 0.2: two parameters over one storage", refused="over the same memory")
 def parameters_over_the_same_memory(ctx: Context) -> Any:
     """Make one parameter from the `data` of another one."""
     model = ctx.build(Stack)

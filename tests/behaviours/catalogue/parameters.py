@@ -482,13 +482,13 @@ LISTED: dict[str, Callable[[nn.Module], Iterable[torch.Tensor]]] = {
 }
 
 
-@behaviour("hidden trials of 0.2: a penalty in the model's forward")
+@behaviour("trials of 0.2: a penalty in the model's forward")
 def parameters_listed_in_the_forward(ctx: Context) -> Any:
     """List parameters inside the model's own forward, and compute with them: a penalty on the weights."""
     return [ctx.fit(functools.partial(Penalized, listed)) for listed in LISTED.values()]
 
 
-@behaviour("hidden trials of 0.2: a penalty under no_grad")
+@behaviour("trials of 0.2: a penalty under no_grad")
 def parameters_listed_in_the_forward_without_gradients(ctx: Context) -> Any:
     """List parameters inside a forward under `no_grad`, as for a log."""
     norms = []
@@ -519,7 +519,7 @@ def dtype_read_in_the_forward(ctx: Context) -> Any:
     return bool(model(ctx.x()).isfinite().all()), seen
 
 
-@behaviour("hidden trials of 0.2: a parameter kept beyond full_parameters")
+@behaviour("trials of 0.2: a parameter kept beyond full_parameters")
 def parameters_kept_beyond_full_parameters(ctx: Context) -> Any:
     """Keep a weight that was read inside `full_parameters()`, and compute with it later."""
     model, optim = trained(ctx)
@@ -557,7 +557,7 @@ ADDED: dict[str, Callable[[nn.Module, nn.Module], None]] = {
 }
 
 
-@behaviour("hidden trials of 0.2: a module put in later", refused="was added after")
+@behaviour("trials of 0.2: a module put in later", refused="was added after")
 def anything_added_after_sharding(ctx: Context) -> Any:
     """Add something trainable to a sharded model in six ways, before or after the first step, with either optimizer."""
     ways = [(way, fast, late) for way in ADDED for fast in (False, True) for late in (False, True)]
