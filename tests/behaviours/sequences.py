@@ -20,7 +20,7 @@ from tests.behaviours.models import Stack
 from tests.behaviours.runner import difference
 from torch import nn
 
-from thinwire.errors import ThinwireError
+from thinwire.errors import UsageError
 
 __all__ = ["ACTIONS", "Action", "batches", "drawn", "on_ranks", "shrunk", "valid"]
 
@@ -370,7 +370,7 @@ def valid(sequence: Sequence[Action], world: int) -> tuple[list[Action], list[An
         try:
             ACTIONS[name][0](it, random.Random(number))
         except (RuntimeError, IndexError, TypeError, ValueError):
-            return kept, [*logs, it.ctx.whole(it.model)]  # the model may be half changed
+            return valid(kept, world)  # once more: the model may be half changed
         kept.append((name, number))
         logs.append(it.log[before:])
     return kept, [*logs, it.ctx.whole(it.model)]
@@ -390,7 +390,7 @@ def _performed(sequence: Sequence[Action], wanted: list[Any], preset: str) -> st
             before = len(it.log)
             try:
                 ACTIONS[name][0](it, random.Random(number))
-            except ThinwireError as error:
+            except UsageError as error:
                 return f"refused: {name}: {' '.join(str(error).split())}"
             if found := difference(it.log[before:], wanted[position], 1e-4, name):
                 return f"wrong: {position}: {found}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import Counter
 from collections.abc import Sequence
 
@@ -17,7 +16,7 @@ WORLD = 2
 BATCH = 25
 SECONDS = 60.0
 
-COUNT = int(os.environ.get("THINWIRE_SEQUENCES", "4000"))
+COUNT = 4000
 """Sequences of each preset in the slow test: 20,000 in all."""
 
 KEPT: dict[str, tuple[str, list[Action]]] = {
@@ -108,7 +107,7 @@ def test_sequences_that_failed_once(name: str) -> None:
     preset, sequence = KEPT[name]
     with contextlib.closing(Ranks()) as ranks:
         (outcome,) = ranks.outcomes([sequence], preset)
-    assert _gravity(outcome) < 2, outcome
+    assert outcome == ""
 
 
 def test_every_action_is_drawn() -> None:
