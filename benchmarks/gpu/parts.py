@@ -24,6 +24,7 @@ class Part:
         proves: What a passed part proves, as a clause for a table.
         cards: Cards that it needs.
         nodes: Nodes that it needs; a part for several nodes is started by torchrun alone.
+        beside: Whether it may run beside others: it times nothing, and what it trains is small.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Part:
     proves: str
     cards: int = 1
     nodes: int = 1
+    beside: bool = False
 
     def cases(self, scale: Scale, stack: ExitStack) -> list[Case]:
         """The part's cases."""
@@ -42,16 +44,30 @@ class Part:
 PARTS: Final = (
     Part("environment", "environment:cases", "which card, driver and software the numbers are from; its ceilings"),
     Part("contact", "contact:cases", "wheels load, codecs agree on 1 MiB, presets make a step, NCCL answers"),
-    Part("tests", "gpu_tests:cases", "Triton codecs give the bytes of the C++ ones; stream lanes keep order"),
+    Part(
+        "tests", "gpu_tests:cases", "Triton codecs give the bytes of the C++ ones; stream lanes keep order", beside=True
+    ),
+    Part(
+        "presets",
+        "training:preset_cases",
+        "every preset trains as on CPU, on NCCL and on 4 ranks, in fp32",
+        beside=True,
+    ),
+    Part(
+        "encoded", "training:encoded_cases", "training with codecs, and in fp16, gives the losses of CPUs", beside=True
+    ),
+    Part("streams", "streams:cases", "losses do not depend on delays; sanitizers report nothing", beside=True),
+    Part("waits", "waits:cases", "no update makes the host wait for the device", beside=True),
+    Part(
+        "models",
+        "models:cases",
+        "compiled blocks, recomputation and a Hugging Face model of 1B train as without",
+        beside=True,
+    ),
     Part("codecs", "codecs:cases", "INT8 reaches 80 % and INT4 60 % of a device copy; messages equal the reference"),
     Part("step", "step:cases", "a step takes at most 3 % longer than PyTorch and no longer than FSDP2"),
     Part("predictions", "large:cases", "the largest Llama: seconds within 10 %, memory within 5 % of the planner's"),
-    Part("presets", "training:preset_cases", "every preset trains as on CPU, on NCCL and on 4 ranks, in fp32"),
-    Part("encoded", "training:encoded_cases", "training with codecs, and in fp16, gives the losses of CPUs"),
-    Part("streams", "streams:cases", "losses do not depend on delays; sanitizers report nothing"),
-    Part("waits", "waits:cases", "no update makes the host wait for the device"),
     Part("host", "host:cases", "a unit adds at most 12 launches (30 with codecs) and 0.8 ms of host work"),
-    Part("models", "models:cases", "compiled blocks, recomputation and a Hugging Face model of 1B train as without"),
     Part("slow-link", "slow_link:cases", "four ranks on the card, two hosts joined by a slow link, steps beside DDP"),
     Part("convergence", "convergence:cases", "124M parameters: what codecs do to the loss"),
     Part("cards", "cluster:cases", "NCCL: parity, losses under codecs, bytes, times beside FSDP2", cards=2),

@@ -8,6 +8,7 @@ cases that are left.
 from __future__ import annotations
 
 import collections
+import itertools
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,6 +55,9 @@ _PATIENCE: Final = 3.0
 
 _SHORTEST: Final = 60.0
 """... and at least so many seconds."""
+
+_CORES: Final = 3
+"""Cores that a part takes which runs beside others."""
 
 
 @dataclass(frozen=True)
@@ -143,14 +148,16 @@ def _run(case: Case) -> CaseRecord:
     except Exception as error:
         traceback.print_exc()
         text = f"{type(error).__name__}: {error}"
-        return CaseRecord.without_outcome(FAILED, text, time.monotonic() - started)
+        trace = "".join(traceback.format_exception(error)[-_KEPT_LINES:])
+        return CaseRecord.without_outcome(FAILED, f"{text}\n{trace}", time.monotonic() - started)
 
 
 # ----------------------------------------------------------------------------------------------------------- above them
 
 
 def run(parts: Sequence[Part], request: Request) -> list[Record]:
-    """Run parts, leave out cases that have passed before, and go on after one that fails.
+    """Run parts, leave out cases that have passed before, and go on after one that fails. Neighbours that time nothing
+    run beside each other, as far as the machine has cores for them.
 
     Args:
         parts: The parts, most valuable first.
@@ -160,14 +167,19 @@ def run(parts: Sequence[Part], request: Request) -> list[Record]:
         The record of every part.
     """
     columns = (TextColumn("{task.completed:.0f}/{task.total:.0f}"), BarColumn(24), TimeElapsedColumn())
-    records = []
+    records: list[Record] = []
     with Progress(*columns, TextColumn("{task.description}")) as progress:
         task = progress.add_task("", total=len(parts))
-        for part in parts:
+
+        def one(part: Part) -> Record:
             record = _record(part, request, lambda line: progress.update(task, description=line))
-            records.append(record)
             progress.console.print(f"{part.name}: {record.status}{_why(record)}", highlight=False, markup=False)
             progress.advance(task)
+            return record
+
+        for beside, group in itertools.groupby(parts, key=lambda part: part.beside):
+            with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // _CORES) if beside else 1) as several:
+                records += several.map(one, group)
     return records
 
 
