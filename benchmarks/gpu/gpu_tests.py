@@ -32,6 +32,12 @@ _PRESETS: Final = "tests/gpu/test_cuda.py::test_every_preset_agrees_with_the_cpu
 _ELSEWHERE: Final = ("tests/gpu/test_nccl.py", "tests/gpu/test_delays.py")
 """The parts ``contact`` and ``streams`` run these."""
 
+_SHOWN, _KEPT = 300, 8000
+"""Characters of a failed test's message that the table shows, and those of its text that the record keeps."""
+
+_CONTEXTS: Final = 8
+"""Processes that use the card at once: sixteen beside other parts were refused with `out of memory`."""
+
 _REHEARSED: Final = ["tests/spec/plan_parts/test_presets.py"]
 """Tests of a few seconds without a GPU: a rehearsal tries how outcomes are read."""
 
@@ -39,7 +45,7 @@ _REHEARSED: Final = ["tests/spec/plan_parts/test_presets.py"]
 def cases(scale: Scale, stack: ExitStack) -> list[Case]:
     """The tests of ``tests/gpu``: bytes first, then streams and interception, tensors beyond 2^31 values, the rest."""
     del stack
-    workers = min(8, os.cpu_count() or 1)
+    workers = min(_CONTEXTS, os.cpu_count() or 1)
     ignored = [word for file in (_CODECS, *_ELSEWHERE) for word in ("--ignore", file)]
     chosen: list[tuple[str, list[str], int, float, int]] = [
         ("bytes of the codecs", [_CODECS, "-k", f"({_BYTES}) and not {_LARGE}"], workers, 70, 0),
@@ -68,7 +74,7 @@ def _compile(report: Report) -> Outcome:
         if "Error" in line:
             failed.append(line)
 
-    seconds = compile_all(CODECS, ("float32", "bfloat16", "float16"), os.cpu_count() or 1, told)
+    seconds = compile_all(CODECS, ("float32", "bfloat16", "float16"), min(_CONTEXTS, os.cpu_count() or 1), told)
     check = Check("codecs and dtypes compiled", f"{len(seconds)}, {len(failed)} failed", "0 failed", not failed)
     return Outcome(checks=(check,), notes=tuple(failed), data={"compiled": seconds})
 
@@ -103,16 +109,21 @@ def outcome_of(junit: str) -> Outcome:
         junit: The text of the file.
     """
     counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
-    rows = []
+    rows, texts = [], {}
     for case in ElementTree.fromstring(junit).iter("testcase"):
         problem = next((case.find(tag) for tag in ("failure", "error", "skipped") if case.find(tag) is not None), None)
         kind = "passed" if problem is None else "skipped" if problem.tag == "skipped" else "failed"
         counts[kind] += 1
         if problem is not None:
-            message = re.sub(r"\s+", " ", problem.get("message") or problem.text or "")[:300].replace("|", "\\|")
-            rows.append([f"{case.get('classname')}::{case.get('name')}", kind, message])
+            name = f"{case.get('classname')}::{case.get('name')}"
+            text = problem.text or ""
+            texts[name] = text if len(text) <= _KEPT else f"{text[: _KEPT // 2]}\n...\n{text[-_KEPT // 2 :]}"
+            # An error of a rank comes after the lines that led to it.
+            message = re.sub(r"\s+", " ", problem.get("message") or problem.text or "")
+            shown = message if len(message) <= _SHOWN else f"{message[: _SHOWN // 3]} ... {message[-2 * _SHOWN // 3 :]}"
+            rows.append([name, kind, shown.replace("|", "\\|")])
     text = ", ".join(f"{number} {kind}" for kind, number in counts.items())
     met = counts["passed"] > 0 and counts["failed"] == 0
     check = Check("tests that need a GPU", text, "at least 1 passed, 0 failed", met)
     sheets = (Sheet("tests that did not pass", ("test", "", "message"), 3, rows),) if rows else ()
-    return Outcome(sheets, (check,), data={"counts": counts})
+    return Outcome(sheets, (check,), data={"counts": counts, "texts": texts})

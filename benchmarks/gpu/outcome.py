@@ -18,6 +18,8 @@ __all__ = [
     "read_cards", "write",
 ]  # fmt: skip
 
+_ROOT = str(Path(__file__).parents[2])
+
 PASSED, MISSED, FAILED, SKIPPED, CUT = "passed", "missed", "failed", "skipped", "cut"
 
 
@@ -150,7 +152,8 @@ def write(record: Record, results: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{record.part}.json"
     temporary = path.with_suffix(".json.partial")
-    temporary.write_text(json.dumps(asdict(record), indent=1, default=list) + "\n", encoding="utf-8")
+    text = json.dumps(asdict(record), indent=1, default=list).replace(_ROOT, ".")  # errors name files
+    temporary.write_text(text + "\n", encoding="utf-8")
     temporary.replace(path)
 
 

@@ -56,7 +56,7 @@ _PATIENCE: Final = 3.0
 _SHORTEST: Final = 60.0
 """... and at least so many seconds."""
 
-_CORES: Final = 3
+_CORES: Final = 5
 """Cores that a part takes which runs beside others."""
 
 

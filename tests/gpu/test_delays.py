@@ -15,6 +15,7 @@ import torch
 from tests.support.training.delayed import PRESETS, STEPS, WORLD, Loopback, planted, train, train_on_streams
 
 from thinwire.collectives.links.nccl import replace_nccl
+from thinwire.errors import UsageError
 from thinwire.testing import RankPool, run_ranks
 from thinwire.testing.delays import Place
 
@@ -39,11 +40,15 @@ def test_delays_change_no_loss(name: str) -> None:
 
 
 def miss_waits(name: str, fault: str, place: Place) -> bool:
-    """Whether losses change under delays if a wait is left out."""
+    """Whether losses change under delays if a wait is left out, or a step refuses the values that it finds."""
     losses, _ = train_on_streams(name, "cuda", None)
     with planted(fault):
-        delayed, _ = train_on_streams(name, "cuda", place)
-        torch.cuda.synchronize()  # lanes that nobody has waited for
+        try:
+            delayed, _ = train_on_streams(name, "cuda", place)
+        except UsageError:
+            return True
+        finally:
+            torch.cuda.synchronize()  # lanes that nobody has waited for
     return losses != delayed
 
 

@@ -30,7 +30,10 @@ def test_calls_follow_the_current_stream_and_the_host_goes_on(queued: bool) -> N
     backend = _make_nccl(membership)
     links = NcclLinks(backend, 0)
     side, source, target = torch.cuda.Stream(), torch.zeros(1 << 20, device=device), torch.zeros(1 << 20, device=device)
-    links.sum_scatter(target, source)  # the first call may prepare something
+    # The first call of each kind may prepare something, and CUDA may wait for the device when it loads a kernel.
+    links.sum_scatter(target, source.fill_(2.0))
+    target.sum()
+    torch.cuda._sleep(1)
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(500_000_000)

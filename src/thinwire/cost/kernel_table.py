@@ -1,7 +1,9 @@
-"""Seconds of a part's kernels from measured ones: the model of :mod:`thinwire.cost.kernels`, corrected by them.
+"""Seconds of a part's kernels from measured ones.
 
-A kernel of a shape that was measured takes the measured time. Between and beyond measured shapes, the model says how
-time grows with the shape, and the nearest measurements say by how much the model is off there.
+A kernel of a shape that was measured takes the measured time. Between and beyond measured shapes of products and of
+attention, the model of :mod:`thinwire.cost.kernels` says how time grows with the shape, and the nearest measurements
+say by how much the model is off there. Kernels that memory bounds have one size: between two, time is a straight line;
+beyond the largest, it grows as the size does; below the smallest, it is the smallest one's, a launch for the most part.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Final
+
+import numpy as np
 
 from thinwire.cost.blocks import ModelPart
 from thinwire.cost.kernels import Kernels
@@ -50,18 +54,19 @@ class TabledKernels(Kernels):
         super().__init__(peak, 0.8, memory, 0.35)
         self.table = table
         self._known: dict[str, list[_Known]] = {}
+        self._lines: dict[str, list[tuple[int, float]]] = {}
         models: dict[str, Callable[[KernelRow], float]] = {
             "matmul": lambda row: super(TabledKernels, self).product(row.rows, row.columns, row.depth),
             "attention": lambda row: self._modelled_attention(row)[0],
             "attention_backward": lambda row: self._modelled_attention(row)[1],
-            "elementwise": lambda row: super(TabledKernels, self).elementwise(row.rows),
-            "update": lambda row: float(row.rows),
-            "copy": lambda row: float(row.rows),
         }
-        for row in table.rows:
+        for row in sorted(table.rows, key=lambda row: row.rows):
+            if row.kernel not in models:
+                self._lines.setdefault(row.kernel, []).append((row.rows, row.seconds))
+                continue
             known = _Known(_logs(row.rows, row.columns, row.depth), math.log(row.seconds / models[row.kernel](row)))
             self._known.setdefault(row.kernel, []).append(known)
-        lacking = [kernel for kernel in _NEEDED if kernel not in self._known]
+        lacking = [kernel for kernel in _NEEDED if kernel not in self._known and kernel not in self._lines]
         if lacking:
             raise SpecError(
                 "kernels",
@@ -75,7 +80,7 @@ class TabledKernels(Kernels):
 
     def elementwise(self, values: float) -> float:
         """Seconds of kernels that read or write ``values`` values and are bound by memory."""
-        return super().elementwise(values) * self._correction("elementwise", (values, 1, 1)) if values else 0.0
+        return self._on_line("elementwise", values) if values else 0.0
 
     def attention(self, tokens: int, seq: int, width: int, heads: int) -> tuple[float, float]:
         """Seconds of the forward and of the backward of attention."""
@@ -88,9 +93,9 @@ class TabledKernels(Kernels):
 
     def per_element(self, kernel: str, numel: float) -> float | None:
         """Seconds of ``update`` or ``copy`` on ``numel`` elements; ``None`` if it was not measured."""
-        if kernel not in self._known or not numel:
-            return None if kernel not in self._known else 0.0
-        return numel * self._correction(kernel, (numel, 1, 1))
+        if kernel not in self._lines:
+            return None
+        return self._on_line(kernel, numel) if numel else 0.0
 
     def covers(self, part: ModelPart, sequences: int, seq: int) -> bool:
         """Whether shapes within a factor of two of all matrix products and of attention were measured.
@@ -113,6 +118,13 @@ class TabledKernels(Kernels):
         logs = _logs(*shape)
         known = (max(abs(a - b) for a, b in zip(logs, row.shape, strict=True)) for row in self._known.get(kernel, ()))
         return min(known, default=math.inf)
+
+    def _on_line(self, kernel: str, size: float) -> float:
+        """Seconds of a kernel that memory bounds."""
+        sizes, seconds = zip(*self._lines[kernel], strict=True)
+        if size > sizes[-1]:
+            return float(seconds[-1] * size / sizes[-1])
+        return float(np.interp(size, sizes, seconds))
 
     def _corrected(self, kernel: str, shape: tuple[float, ...]) -> float:
         """Measured over modelled seconds near a shape: the geometric mean, weighted by 1 over distance squared."""

@@ -1,4 +1,8 @@
-"""Times single kernels on one device, in one process, while nothing else runs."""
+"""Times single kernels on one device, in one process, while nothing else runs.
+
+On CUDA, a sample is as many calls as the host can queue while the device sleeps: training queues ahead of the device
+too, and a launch takes the host longer than a small kernel takes the device.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,12 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from thinwire.profile.timing import FEWEST, MOST, Spread, finish, in_turn
 from thinwire.spec.machines.kernels import KernelRow, KernelTable, this_host
@@ -22,6 +27,17 @@ _COLD: Final = 256 << 20
 """Bytes after which a kernel finds its data again: no cache holds them."""
 
 _COPIES: Final = 16
+
+_LASTING: Final = 2e-3
+"""Seconds that a sample on CUDA lasts, if its calls are not too many."""
+
+_MOST_CALLS: Final = 32
+_QUEUEING: Final = 1_000_000
+"""Clocks of a device, about half a millisecond, in which the host queues a call: an update takes it that long."""
+
+_COUNTED: Final = 10
+"""Values that the cost model counts, for each token and channel, of what :func:`_elementwise` computes: 2 of the norm, 2
+of the rotation, 3 of the gate, and 3 of the residual addition."""
 
 Kind = Literal["matmul", "attention", "attention_backward", "elementwise", "update", "copy"]
 
@@ -47,31 +63,50 @@ def measure_kernels(shapes: Sequence[KernelShape], device: torch.device, dtype: 
         seconds: Approximate duration of all.
     """
     each = seconds / max(1, len(shapes))
-    rows = [_row(shape, _spread(_body(shape, device, getattr(torch, dtype)), device, each)) for shape in shapes]
+    rows = [_row(shape, _spread(*_body(shape, device, getattr(torch, dtype)), device, each)) for shape in shapes]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return KernelTable(device=name, host=this_host(), torch=torch.__version__, dtype=dtype, rows=tuple(rows))
 
 
 def _row(shape: KernelShape, spread: Spread) -> KernelRow:
     dimensions = {"rows": shape.rows, "columns": shape.columns, "depth": shape.depth, "heads": shape.heads}
-    return KernelRow(kernel=shape.kernel, seconds=spread.median, low=spread.low, high=spread.high, **dimensions)
+    times = {"seconds": spread.median, "low": spread.low, "high": spread.high}
+    if shape.kernel == "elementwise":
+        times = {name: seconds / 3 for name, seconds in times.items()}
+    return KernelRow(kernel=shape.kernel, **dimensions, **times)
 
 
-def _spread(body: Callable[[], None], device: torch.device, seconds: float) -> Spread:
-    def once() -> float:
-        finish(device)
-        begin = time.perf_counter()
+def _spread(body: Callable[[], None], copies: int, device: torch.device, seconds: float) -> Spread:
+    once = partial(_on_cuda if device.type == "cuda" else _on_cpu, body)
+    for _ in range(copies):  # what a first call prepares
         body()
-        finish(device)
-        return time.perf_counter() - begin
-
-    once()
-    first = once()
-    return Spread.of([once() for _ in range(max(FEWEST, min(MOST, int(seconds / max(first, 1e-6)))))])
+    finish(device)
+    calls = max(1, min(_MOST_CALLS, int(_LASTING / max(once(1), 1e-6)))) if device.type == "cuda" else 1
+    first = once(calls)
+    return Spread.of([once(calls) for _ in range(max(FEWEST, min(MOST, int(seconds / max(calls * first, 1e-6)))))])
 
 
-def _body(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
-    """The call to time; calls in turn have data of their own."""
+def _on_cpu(body: Callable[[], None], calls: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(calls):
+        body()
+    return (time.perf_counter() - begin) / calls
+
+
+def _on_cuda(body: Callable[[], None], calls: int) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_QUEUEING * calls)
+    begin.record()
+    for _ in range(calls):
+        body()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / calls
+
+
+def _body(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], None], int]:
+    """The call to time, and how many calls in turn have data of their own."""
     makers: dict[Kind, Callable[[], Callable[[], None]]] = {
         "matmul": lambda: _matmul(shape, device, dtype),
         "attention": lambda: _attention(shape, device, dtype, backward=False),
@@ -81,7 +116,8 @@ def _body(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Calla
         "copy": lambda: _copy(shape, device, dtype),
     }
     held = 4 * (shape.rows * max(shape.columns, shape.depth) + shape.columns * shape.depth)
-    return in_turn(makers[shape.kernel], max(1, min(_COPIES, _COLD // held)))
+    copies = max(1, min(_COPIES, _COLD // held))
+    return in_turn(makers[shape.kernel], copies), copies
 
 
 def _matmul(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
@@ -119,14 +155,28 @@ def _attention(shape: KernelShape, device: torch.device, dtype: torch.dtype, *, 
 
 
 def _elementwise(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
-    """A product that reads two values and writes one for each of a third of all values."""
-    left, right = (torch.randn(max(1, shape.rows // 3), device=device).to(dtype) for _ in range(2))
-    out = torch.empty_like(left)
+    """Forward and backward of what a block computes between matrix products: a norm, the rotation of heads, a gate and
+    a residual addition, each a kernel or more of its own. The cost model gives the forward a third of both."""
+    heads, width = max(1, shape.heads), shape.columns
+    tokens = max(1, shape.rows // (_COUNTED * width))
+    seq = min(tokens, shape.depth)
+    size = max(1, tokens // seq), seq, width
+    stream, vector, up, gate, added = (torch.randn(size, device=device).to(dtype).requires_grad_() for _ in range(5))
+    weight = torch.ones(width, device=device, dtype=dtype, requires_grad=True)
+    cos, sin = (torch.randn(seq, width // heads, device=device).to(dtype) for _ in range(2))
 
-    def multiply() -> None:
-        torch.mul(left, right, out=out)
+    def forward() -> tuple[Tensor, ...]:
+        turned = vector.unflatten(-1, (heads, -1)).transpose(1, 2)
+        first, second = turned.chunk(2, dim=-1)
+        rotated = turned * cos + torch.cat((-second, first), dim=-1) * sin
+        return rms_norm(stream, (width,), weight), rotated, silu(gate) * up, stream + added
 
-    return multiply
+    gradients = [torch.ones_like(out) for out in forward()]
+
+    def both() -> None:
+        torch.autograd.grad(forward(), (stream, weight, vector, up, gate, added), gradients)
+
+    return both
 
 
 def _update(shape: KernelShape, device: torch.device) -> Callable[[], None]:

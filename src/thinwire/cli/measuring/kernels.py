@@ -26,7 +26,7 @@ __all__ = ["KernelOptions", "kernels", "shapes_of", "time_kernels"]
 _BATCHES: Final = (1, 2, 4)
 """Micro-batches, in units of the one that was asked for, whose shapes are timed."""
 
-_ELEMENTS: Final = (1 << 16, 1 << 19, 1 << 22)
+_ELEMENTS: Final = (1 << 16, 1 << 19, 1 << 22, 1 << 25)
 """Elements of kernels that memory bounds."""
 
 
@@ -110,9 +110,10 @@ def shapes_of(shape: ModelSpec, micro_batch: int) -> Iterator[KernelShape]:
                 yield KernelShape("attention", *size)
                 yield KernelShape("attention_backward", *size)
         for part in kinds.values():
-            yield KernelShape("elementwise", tokens * (part.split_values + part.whole_values))
+            values = tokens * (part.split_values + part.whole_values)
+            yield KernelShape("elementwise", values, shape.hidden, shape.seq, shape.heads)
     for numel in _ELEMENTS:
-        yield KernelShape("elementwise", numel)
+        yield KernelShape("elementwise", numel, shape.hidden, shape.seq, shape.heads)
         yield KernelShape("update", numel)
         yield KernelShape("copy", numel)
 

@@ -21,7 +21,8 @@ class KernelRow(Timing):
 
     kernel: Literal["matmul", "attention", "attention_backward", "elementwise", "update", "copy"] = Field(
         description="matmul: rows x depth times depth x columns; attention: causal, of `rows` tokens in sequences of "
-        "`depth`, `columns` wide over all heads; elementwise: reads and writes `rows` values in all; update: AdamW on "
+        "`depth`, `columns` wide over all heads; elementwise: what lies between the products of blocks `columns` "
+        "wide, counted as if it read and wrote `rows` values in all; update: AdamW on "
         "`rows` elements; copy: `rows` values from fp32 to the dtype"
     )
     rows: Count = Field(description="rows of the product, tokens, values or elements")
