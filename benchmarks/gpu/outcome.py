@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import thinwire
 from thinwire.errors import UsageError
 from thinwire.report.sheet import Sheet
 
@@ -18,7 +21,8 @@ __all__ = [
     "read_cards", "write",
 ]  # fmt: skip
 
-_ROOT = str(Path(__file__).parents[2])
+_ROOTS = tuple(str(Path(file).parents[up]) for file, up in ((__file__, 2), (torch.__file__, 1), (thinwire.__file__, 1)))
+"""What stands before the names of files in errors, and says something of this machine alone."""
 
 PASSED, MISSED, FAILED, SKIPPED, CUT = "passed", "missed", "failed", "skipped", "cut"
 
@@ -152,7 +156,9 @@ def write(record: Record, results: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{record.part}.json"
     temporary = path.with_suffix(".json.partial")
-    text = json.dumps(asdict(record), indent=1, default=list).replace(_ROOT, ".")  # errors name files
+    text = json.dumps(asdict(record), indent=1, default=list)
+    for root in _ROOTS:
+        text = text.replace(root, ".")
     temporary.write_text(text + "\n", encoding="utf-8")
     temporary.replace(path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
@@ -19,7 +20,8 @@ COMMAND: Final = "python -m benchmarks.gpu render docs/results/gpu --page docs/g
 NO_CARD: Final = "**No card has run this check yet.** The tables appear here once one has."
 REHEARSED: Final = "**Rehearsal on CPU: it proves the script, not the card.** Sizes are tiny and times mean nothing."
 
-_FEW: Final = 24
+_ERROR: Final = re.compile(r"[\w.]+(Error|Exception): \S")
+_FEW: Final = 6
 """Met checks are shown one by one where there are no more than this."""
 
 Cards = Mapping[str, Mapping[str, Record]]
@@ -58,7 +60,8 @@ def _of_card(card: str, records: Mapping[str, Record]) -> list[str]:
         lines += [f"#### {name}", ""]
         for case, ended in record.cases.items():
             if ended.error:
-                lines += [f"{case} {ended.status}:", "", "```text", ended.error.strip(), "```", ""]
+                # The record has the lines that led to it.
+                lines += [f"{case} {ended.status}: `{_named(ended.error)}`", ""]
         if record.left:
             lines += [f"Not run yet: {', '.join(record.left)}.", ""]
         if name == "codecs" and _speeds(records):
@@ -70,6 +73,12 @@ def _of_card(card: str, records: Mapping[str, Record]) -> list[str]:
             lines += [note, ""]
         lines += _verdicts(record.checks)
     return lines
+
+
+def _named(error: str) -> str:
+    """The line that names an error: the last one that ends a traceback, or else the first."""
+    lines = error.strip().splitlines()
+    return next((line for line in reversed(lines) if _ERROR.match(line)), lines[0])
 
 
 def _joined(sheets: Iterable[Sheet]) -> list[Sheet]:

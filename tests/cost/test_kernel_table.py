@@ -46,6 +46,23 @@ def test_a_measured_shape_takes_the_measured_time() -> None:
     assert near > far
 
 
+def test_what_memory_bounds_follows_a_line_between_sizes() -> None:
+    sizes = [(1 << 16, 2e-5), (1 << 20, 1e-4), (1 << 24, 1e-3)]
+    rows = [row(kernel, size, seconds=seconds) for kernel in ("update", "copy") for size, seconds in sizes]
+    kernels = TabledKernels(table(row("matmul", 512, 1024, 256, seconds=0.5), *rows), 1e12, 1e11)
+    for kernel in ("update", "copy"):
+        measured = [kernels.per_element(kernel, size) for size, _ in sizes]
+        assert measured == pytest.approx([seconds for _, seconds in sizes])
+        assert kernels.per_element(kernel, 17 << 19) == pytest.approx((1e-4 + 1e-3) / 2)
+        # A launch for the most part, and nothing but bandwidth: sizes that are far away do not count.
+        assert kernels.per_element(kernel, 8) == pytest.approx(2e-5)
+        assert kernels.per_element(kernel, 1 << 34) == pytest.approx(1.024)
+        assert kernels.per_element(kernel, 0) == 0.0
+    alone = TabledKernels(table(row("matmul", 512, 1024, 256, seconds=0.5)), 1e12, 1e11)
+    assert alone.per_element("update", 100) is None
+    assert alone.elementwise(1 << 22) == pytest.approx(4e-4)
+
+
 def test_a_table_without_products_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="the times of a test lack matmul"):
         TabledKernels(table(), 1e12, 1e11)

@@ -36,8 +36,8 @@ _QUEUEING: Final = 1_000_000
 """Clocks of a device, about half a millisecond, in which the host queues a call: an update takes it that long."""
 
 _COUNTED: Final = 10
-"""Values that the cost model counts, for each token and channel, of what :func:`_elementwise` computes: 2 of the norm, 2
-of the rotation, 3 of the gate, and 3 of the residual addition."""
+"""Values that the cost model counts, for each token and channel, of what :func:`_elementwise` computes: 2 of the norm,
+2 of the rotation, 3 of the gate, and 3 of the residual addition."""
 
 Kind = Literal["matmul", "attention", "attention_backward", "elementwise", "update", "copy"]
 

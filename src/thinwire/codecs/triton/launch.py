@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,10 @@ from torch import Tensor
 
 from thinwire.errors import UsageError
 
-__all__ = ["INTERPRETED", "aligned", "aligned_rows", "ceil_div", "check_device", "launch", "power_of_two", "room_for"]
+__all__ = [
+    "INTERPRETED", "aligned", "aligned_rows", "ceil_div", "check_device", "generation", "launch", "power_of_two",
+    "room_for",
+]  # fmt: skip
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether TRITON_INTERPRET was set when this backend was imported, which decides how kernels run."""
@@ -20,6 +24,10 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 WARP = 64 if torch.version.hip else 32
 """Threads per warp."""
+
+
+LATEST: int = 9
+"""Generation of NVIDIA's GPUs that kernels are compiled for where there is none."""
 
 
 def check_device(x: Tensor) -> None:
@@ -42,6 +50,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, threads: int = 128, *
     context = torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore")
     with context if INTERPRETED or device.type == "cuda" else contextlib.nullcontext():
         kernel[grid](*args, **constants, num_warps=max(threads // WARP, 1), enable_fp_fusion=False)
+
+
+@cache
+def generation(device: torch.device) -> int:
+    """The major number of an NVIDIA GPU's compute capability; that of the latest for other devices."""
+    if device.type == "cuda" and torch.version.hip is None:
+        return torch.cuda.get_device_capability(device)[0]
+    return LATEST
 
 
 def aligned(wire: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.codecs.triton.launch import ceil_div, launch, power_of_two
+from thinwire.codecs.triton.launch import ceil_div, generation, launch, power_of_two
 from thinwire.codecs.triton.quantize import INF_BITS, key_of, largest_key, quantize, rotated, slice_seed, unrotated
 from thinwire.codecs.triton.slices import Slices, slice_of
 from thinwire.codecs.triton.tiles import (
@@ -42,6 +42,9 @@ VALUES = 16
 MANY_VALUES = 32
 """Values per thread where scales are searched, because all threads that share a block repeat its work, and
 where messages are rotated back, because every program makes the matrices anew."""
+WARP_VALUES = 64
+"""Values per thread where a searched block of up to 2,048 values then is within a warp: the sums of a search need no
+barrier, of which 43 took a quarter of the time."""
 PARTIALS = 256
 """Number of partial maxima of a message with a single scale."""
 
@@ -184,7 +187,8 @@ def transcode(source: Values, target: Values, numel: int, treatment: Treatment) 
     onto = target if how.onto is None else how.onto
     pieces = how.pieces or Pieces(len(how.bounds or (None,)), 0, 0, 0)
     rows = len(read) if how.each else pieces.number
-    tile = _tile(source.form, target.form)
+    values = _values_of(source.form, target.form, generation(read.device))
+    tile = _tile(source.form, target.form, values)
     launch(
         _transcode,
         (ceil_div(numel, tile.rows * tile.block), rows),
@@ -220,23 +224,33 @@ def transcode(source: Values, target: Values, numel: int, treatment: Treatment) 
         PIECES=how.pieces is not None,
         PARTIALS=0 if how.keys is None else PARTIALS,
         RAW=how.raw,
-        threads=min(max(tile.rows * tile.columns // _values_of(source.form, target.form), THREADS), 2 * THREADS),
+        threads=_threads_of(tile, values),
     )
 
 
-def _tile(source: Form, target: Form) -> Tile:
+def _values_of(source: Form, target: Form, generation: int) -> int:
+    """Values per thread."""
+    if not target.searches:
+        return MANY_VALUES if source.hadamard else VALUES
+    fits_a_warp = 32 * MANY_VALUES < target.block <= 32 * WARP_VALUES
+    # Rotations, and the code for sm_80, need more registers than there are.
+    has_registers = generation >= 9 and not source.hadamard and not target.hadamard
+    return WARP_VALUES if fits_a_warp and has_registers else MANY_VALUES
+
+
+def _tile(source: Form, target: Form, values: int) -> Tile:
     """The tile of a program. A rotated source needs whole blocks, with all columns in use."""
-    values = _values_of(source, target)
-    least = max(THREADS * values, source.block if source.hadamard else 0)
+    least = target.block if values == WARP_VALUES else max(THREADS * values, source.block if source.hadamard else 0)
     block = target.block or least
     columns = power_of_two(block)
     assert block == columns or not source.hadamard
     return Tile(max(least // columns, 1), columns, block, max(columns // values, 1))
 
 
-def _values_of(source: Form, target: Form) -> int:
-    """Values per thread."""
-    return MANY_VALUES if target.searches or source.hadamard else VALUES
+def _threads_of(tile: Tile, values: int) -> int:
+    """Threads of a program: a warp for a row that it holds."""
+    threads = tile.rows * tile.columns // values
+    return threads if values == WARP_VALUES else min(max(threads, THREADS), 2 * THREADS)
 
 
 # ------------------------------------------------------------------------------------------------------ device
