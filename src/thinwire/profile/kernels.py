@@ -70,10 +70,10 @@ def measure_kernels(shapes: Sequence[KernelShape], device: torch.device, dtype: 
 
 def _row(shape: KernelShape, spread: Spread) -> KernelRow:
     dimensions = {"rows": shape.rows, "columns": shape.columns, "depth": shape.depth, "heads": shape.heads}
-    times = {"seconds": spread.median, "low": spread.low, "high": spread.high}
+    seconds, low, high = spread.median, spread.low, spread.high
     if shape.kernel == "elementwise":
-        times = {name: seconds / 3 for name, seconds in times.items()}
-    return KernelRow(kernel=shape.kernel, **dimensions, **times)
+        seconds, low, high = seconds / 3, low / 3, high / 3
+    return KernelRow(kernel=shape.kernel, seconds=seconds, low=low, high=high, **dimensions)
 
 
 def _spread(body: Callable[[], None], copies: int, device: torch.device, seconds: float) -> Spread:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.checkpoint.background import PendingSave
 from thinwire.collectives import group as groups
@@ -66,14 +68,16 @@ def shard(
     codec_backend: str | None = None,
     values: InitialValues | None = None,
     device: torch.device | str | None = None,
+    mesh: DeviceMesh | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Module:
     """Shard a model's parameters, gradients and optimizer states by a plan, in place.
 
-    Call this on every rank, before you make the optimizer. From then on, ``model.parameters()`` returns this rank's
-    shares of the fp32 masters (:class:`~thinwire.sharding.tensors.parameter.ShardedParameter`): you can read them,
-    write to them, take their ``.grad``, and pass them to any optimizer. Inside forward and backward, modules see whole
-    tensors in the plan's compute dtype. Updated parameters travel while the next forward runs. If ``torch.distributed``
-    is not initialised yet, this joins the job described by torchrun's environment.
+    Call this on every rank that trains the model, before you make the optimizer. From then on, ``model.parameters()``
+    returns this rank's shares of the fp32 masters (:class:`~thinwire.sharding.tensors.parameter.ShardedParameter`): you
+    can read them, write to them, take their ``.grad``, and pass them to any optimizer. Inside forward and backward,
+    modules see whole tensors in the plan's compute dtype. Updated parameters travel while the next forward runs. If
+    ``torch.distributed`` is not initialised yet, this joins the job described by torchrun's environment.
 
     You can also shard parts first, each under the same plan, and then the model (``for block in model.layers:
     tw.shard(block, plan)``, ``tw.shard(model, plan)``). The parts become the model's units.
@@ -81,7 +85,7 @@ def shard(
     Args:
         model: Any module with materialised parameters on one device, or with all parameters on the meta device. The
             latter are replaced by new parameters.
-        plan: The plan; its mesh has as many ranks as the job.
+        plan: The plan; its mesh has as many ranks as the job, or as ``mesh`` or ``group``.
         units: Modules that are each gathered, freed and reduced as a whole: modules or their names, or a predicate on
             ``(name, module)``. Default: elements of the model's module lists, large leaves outside them, and the rest.
         sync_initial: Whether to start from rank 0's parameters and buffers; otherwise all ranks must have equal ones.
@@ -89,6 +93,10 @@ def shard(
         values: Initial values of a model on the meta device. Each rank reads only the values that it keeps, one flat
             buffer at a time. No rank holds the whole model, unless the plan says so.
         device: Target device of a model on the meta device.
+        mesh: The ranks that train the model, row by row in the order of the plan's nodes; default: all ranks of the
+            job. How the model is sharded over them is up to the plan. Only these ranks call this, and whatever else
+            every rank calls.
+        group: The same ranks as a process group.
 
     Returns:
         The same object.
@@ -100,8 +108,9 @@ def shard(
     """
     groups.enter()
     target = None if device is None else torch.device(device)
-    plan = order_ranks(plan, groups.control(), target or _device_of(model)).plan
-    units = join_parts(model, plan, units)
+    members = groups.ranks_of(mesh, group)
+    plan = order_ranks(plan, groups.control(members), target or _device_of(model)).plan
+    units = join_parts(model, plan, units, members)
     build(
         model,
         plan,
@@ -110,6 +119,7 @@ def shard(
         codec_backend=codec_backend,
         values=values,
         device=target,
+        members=members,
     )
     return model
 

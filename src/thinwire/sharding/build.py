@@ -82,6 +82,7 @@ def build(
     part: LocalPart | None = None,
     values: InitialValues | None = None,
     device: torch.device | None = None,
+    members: tuple[int, ...] | None = None,
 ) -> Runtime:
     """Shard a model in place; see :func:`thinwire.sharding.api.shard`.
 
@@ -91,14 +92,21 @@ def build(
         selection: Selection of the units.
         sync_initial: Whether to start from the first rank's values.
         codec_backend: Backend of all codecs; default: the device's own.
-        part: Part of a larger model; by default, all ranks of the job train the whole model.
+        part: Part of a larger model; by default, all ranks train the whole model.
         values: Initial values of a model on the meta device.
         device: Target device of a model on the meta device.
+        members: Global ranks that train the model, in the order of the plan's mesh; ``None`` for all ranks of the job.
     """
     is_whole = part is None
-    part = part or LocalPart(DataRanks.of(plan, groups.control().ranks, groups.control().rank))
+    if part is None:
+        own = groups.control(members)
+        ranks = own.ranks if members is None else members  # in ascending order, or in the caller's
+        part = LocalPart(DataRanks.of(plan, ranks, ranks.index(own.ranks[own.rank])), members=members)
     control, everyone = groups.control(part.data.ranks), groups.control(part.data.everyone)
-    modules = _agreed_modules(model, plan, selection, everyone, whole=is_whole, values=values, device=device)
+    whose = "the job" if part.members is None else "mesh= or group="
+    modules = _agreed_modules(
+        model, plan, selection, everyone, whole=is_whole, whose=whose, values=values, device=device
+    )
     device = next(p.device for unit in modules for _, p in unit.parameters)
     if device.type == "cpu":
         give_back_freed_memory()
@@ -108,7 +116,7 @@ def build(
     position = part.data.ranks.index(control.ranks[control.rank])
     meter, lanes = Meter(), Lanes(device, stages=plan.overlap.stages)
     groups.before_shutdown(lanes.close)
-    if lanes.home.exists and groups.control().rank == 0:
+    if lanes.home.exists and part.control.rank == 0:
         warn_of_late_start()
     codecs.warm_up(plan, device)
     axes = {
@@ -166,6 +174,7 @@ def _agreed_modules(
     control: Control,
     *,
     whole: bool,
+    whose: str,
     values: InitialValues | None,
     device: torch.device | None,
 ) -> list[UnitModules]:
@@ -175,7 +184,7 @@ def _agreed_modules(
     source = ""
     versions: tuple[str, ...] = ()
     try:
-        check_supported(plan, control.size, whole=whole)
+        check_supported(plan, control.size, whole=whole, whose=whose)
         versions = agreed_codecs(plan)
         if values is not None:
             source = place_on(device, model, values)

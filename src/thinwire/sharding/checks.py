@@ -42,13 +42,14 @@ __all__ = [
 _CHECKED: Final[Typed[tuple[str, int, str, tuple[str, ...]]]] = Typed(tuple[str, int, str, tuple[str, ...]])
 
 
-def check_supported(plan: Plan, world: int, *, whole: bool = True) -> None:
+def check_supported(plan: Plan, world: int, *, whole: bool = True, whose: str = "the job") -> None:
     """Check that this runtime supports a plan, and report all problems at once.
 
     Args:
         plan: The plan.
-        world: Number of data-parallel ranks in the job, over all islands.
+        world: Number of data-parallel ranks that train the model, over all islands.
         whole: Whether the model is trained without tensor and pipeline parallelism.
+        whose: What the ranks are those of.
 
     Raises:
         SpecError: The plan is not supported; the error names every key, its value and the valid values.
@@ -57,8 +58,9 @@ def check_supported(plan: Plan, world: int, *, whole: bool = True) -> None:
     if plan.job_mesh.ranks != world:
         of_islands = "" if plan.job_islands == 1 else f" on each of islands.count = {plan.num_islands} islands"
         problems.append(
-            f"mesh = {plan.mesh} has {plan.world} ranks{of_islands}, the job has {world}; start {plan.job_mesh.ranks} "
-            "ranks, or make the plan for this mesh: Plan.preset(name, nodes=..., local=...)"
+            f"mesh = {plan.mesh} has {plan.world} ranks{of_islands}, {whose} has {world}; start {plan.job_mesh.ranks} "
+            "ranks, name as many with mesh= or group=, or make the plan for this mesh: "
+            "Plan.preset(name, nodes=..., local=...)"
         )
     problems += codec_problems(plan)
     if whole:

@@ -15,7 +15,7 @@ _PART = "_thinwire_part"
 """Attribute of a module that was sharded before the module around it; it becomes a unit."""
 
 
-def join_parts(model: nn.Module, plan: Plan, units: Selection) -> Selection:
+def join_parts(model: nn.Module, plan: Plan, units: Selection, members: tuple[int, ...] | None) -> Selection:
     """Turn the sharded parts of a model back into plain modules, so that the model can be sharded as a whole.
     Collective.
 
@@ -23,6 +23,7 @@ def join_parts(model: nn.Module, plan: Plan, units: Selection) -> Selection:
         model: The model.
         plan: Plan of the model.
         units: Units that the user has chosen, or ``None``.
+        members: Global ranks that train the model; ``None`` for all ranks of the job.
 
     Returns:
         The units of the model: the parts, unless the user has chosen units.
@@ -34,15 +35,20 @@ def join_parts(model: nn.Module, plan: Plan, units: Selection) -> Selection:
         raise UsageError(f"{type(model).__name__} is sharded already; build a new model to use another plan")
     for name, module in model.named_modules():
         if hasattr(module, "_thinwire_runtime"):
-            _check(name, module, plan)
+            _check(name, module, plan, members)
             runtime_of(module).dissolve()
             object.__setattr__(module, _PART, True)
     parts = [module for module in model.modules() if hasattr(module, _PART)]
     return units if units is not None or not parts else parts
 
 
-def _check(name: str, part: nn.Module, plan: Plan) -> None:
+def _check(name: str, part: nn.Module, plan: Plan, members: tuple[int, ...] | None) -> None:
     runtime, present = runtime_of(part), plan_of(part)
+    if runtime.sharded.part.members != members:
+        raise UsageError(
+            f"its module {name!r} is sharded already, over ranks {list(runtime.sharded.part.control.ranks)}: give "
+            "every part and the model the same mesh= or group="
+        )
     if present.fingerprint() != plan.fingerprint():
         raise UsageError(
             f"its module {name!r} is sharded already, under another plan ({present.describe()}): give every "

@@ -173,7 +173,7 @@ def gather(
 
 def verdict(one: NotedExchange, other: NotedExchange, *, blocked: bool = True, beats: tuple[int, int] = (0, 1)) -> str:
     rounds = [{0: report(beat, one), 1: report(beat, other, blocked=blocked)} for beat in beats]
-    return judge(*rounds, world=2)
+    return judge(*rounds, ranks=(0, 1))
 
 
 def test_only_ranks_that_cannot_go_on_are_judged() -> None:
@@ -184,7 +184,7 @@ def test_only_ranks_that_cannot_go_on_are_judged() -> None:
     assert not verdict(gather(1), gather(2), blocked=False)  # it computes
     assert not verdict(gather(1), gather(2), beats=(3, 3))  # no news from it
     before = {0: report(0, gather(1)), 1: report(0, gather(1))}
-    assert not judge(before, {0: report(1, gather(2)), 1: report(1, gather(1))}, 2)  # one has moved
-    assert not judge({0: report(0, gather(1))}, {0: report(1, gather(1))}, 2)  # the other one is not waiting
+    assert not judge(before, {0: report(1, gather(2)), 1: report(1, gather(1))}, (0, 1))  # one has moved
+    assert not judge({0: report(0, gather(1))}, {0: report(1, gather(1))}, (0, 1))  # the other one is not waiting
     one = report(7, gather(3, (0, 8), (0, 8)))
     assert Report.from_json(one.to_json()) == one

@@ -10,6 +10,7 @@ from typing import Final, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.agreement import Typed, agree, all_gather_typed
 from thinwire.collectives.gateway.shelter import BACKEND
@@ -26,6 +27,7 @@ __all__ = [
     "control_beside",
     "forget_controls",
     "is_initialized",
+    "ranks_of",
 ]
 
 
@@ -172,22 +174,47 @@ def control(ranks: Sequence[int] | None = None) -> Control:
     return _controls[members]
 
 
-_beside: dict[str, Control] = {}
+_beside: dict[tuple[str, tuple[int, ...]], Control] = {}
 
 
-def control_beside(purpose: str) -> Control:
-    """A control group of all ranks for a thread that works beside the computing thread, so that the exchanges of the
-    two never meet. All ranks make it together on first use, on the computing thread.
+def control_beside(purpose: str, ranks: Sequence[int] | None = None) -> Control:
+    """A control group for a thread that works beside the computing thread, so that the exchanges of the two never meet.
+    Its ranks make it together on first use, on the computing thread.
 
     The roll call does not watch it, and ranks that wait for each other elsewhere do not abort it.
 
     Args:
         purpose: What the thread is for.
+        ranks: Global ranks in any order; all ranks of the job by default.
     """
-    control()
-    if purpose not in _beside:
-        _beside[purpose] = Control(range(dist.get_world_size()), purpose, watched=False)
-    return _beside[purpose]
+    key = purpose, control(ranks).ranks
+    if key not in _beside:
+        _beside[key] = Control(key[1], purpose, watched=False)
+    return _beside[key]
+
+
+def ranks_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> tuple[int, ...] | None:
+    """Global ranks of a mesh, row by row, or of a process group; ``None`` for all ranks of the job.
+
+    Raises:
+        UsageError: Both are given, or this rank is in neither.
+    """
+    if mesh is not None and group is not None:
+        raise UsageError("mesh= and group= both say which ranks train the model: give one of them")
+    if mesh is None and group is None:
+        return None
+    me = dist.get_rank()
+    ranks = tuple(mesh.mesh.flatten().tolist()) if mesh is not None else _ranks_of_group(group)
+    if me not in ranks:
+        given = "group" if mesh is None else "mesh"
+        of = f" of ranks {list(ranks)}" if ranks else ""
+        raise UsageError(f"{given}={of or ' '}: rank {me} is not in it; only its ranks call thinwire.shard")
+    return ranks
+
+
+def _ranks_of_group(group: object) -> tuple[int, ...]:
+    """Ranks of a process group; empty on a rank that is not a member, to which torch gives a placeholder."""
+    return tuple(dist.get_process_group_ranks(group)) if isinstance(group, dist.ProcessGroup) else ()
 
 
 def is_initialized() -> bool:

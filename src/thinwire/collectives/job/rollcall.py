@@ -236,14 +236,15 @@ class RollCall:
         while self._is_stuck() and not self._closed.is_set():
             store.set(_key(me), self._report(next(beats)).to_json())
             reports = _reports(store)
-            verdict = judge(before, reports, dist.get_world_size())
+            concerned = concerned_by(me, reports)
+            verdict = judge(before, reports, concerned)
             if verdict:
                 self.verdict = f"{verdict}. {REMEDY}"
                 store.set(_VERDICT, self.verdict)
                 self._give_up()
                 return
             self._asked = time.monotonic()
-            self._absent = tuple(rank for rank in range(dist.get_world_size()) if rank not in reports)
+            self._absent = tuple(rank for rank in concerned if rank not in reports)
             if not self._warned and time.monotonic() - started > PATIENCE:
                 self._warned = True
                 self._warn(reports[me].at, me)
@@ -275,28 +276,41 @@ class RollCall:
             )
 
 
-def judge(before: dict[int, Report], now: dict[int, Report], world: int) -> str:
+def concerned_by(rank: int, reports: dict[int, Report]) -> list[int]:
+    """The ranks that a rank waits for, that these wait for, and so on, in ascending order. Others may train a model of
+    their own, or none."""
+    found, left = set[int](), [rank]
+    while left:
+        rank = left.pop()
+        if rank not in found:
+            found.add(rank)
+            exchanges = reports[rank].exchanges if rank in reports else ()
+            left += [other for exchange in exchanges for other in exchange.ranks]
+    return sorted(found)
+
+
+def judge(before: dict[int, Report], now: dict[int, Report], ranks: Sequence[int]) -> str:
     """Judge from two rounds of reports whether ranks wait for each other forever.
 
     Args:
         before: Reports of the previous round, by rank.
         now: Reports of this round, by rank.
-        world: Number of ranks.
+        ranks: Ranks that wait for each other; see :func:`concerned_by`.
 
     Returns:
         A sentence that says where each rank waits; empty if the ranks may still go on.
     """
-    for rank in range(world):
+    for rank in ranks:
         one, other = before.get(rank), now.get(rank)
         if one is None or other is None or not other.blocked:
             return ""
         if one.beat == other.beat or not one.same_place(other):
             return ""
-    for report in now.values():
+    for report in (now[rank] for rank in ranks):
         for exchange in report.exchanges:
             if _may_go_on(exchange, now):
                 return ""
-    places = "; ".join(f"rank {rank} {_place(report)}" for rank, report in sorted(now.items()))
+    places = "; ".join(f"rank {rank} {_place(report)}" for rank, report in sorted(now.items()) if rank in ranks)
     return f"ranks wait for each other and none can go on: {places}"
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from thinwire.agreement import NOTHING, Typed
-from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
@@ -92,7 +91,7 @@ def save_whole(model: nn.Module) -> list[Callable[[], None]]:
         if kwargs.get("state_dict") is not None or runtime.holds.depth:
             method(*args, **kwargs)
             return
-        ranks = control()
+        ranks = runtime.sharded.part.control
         wholes: dict[int, Any] = {}  # tied parameters stay one tensor
         for value in (state := model.state_dict()).values():
             if id(value) not in wholes:
@@ -126,7 +125,7 @@ def whole_state(optim: ShardedOptimizer, names: Names) -> dict[str, Any]:
         ``{"state": {number: {key: value}}, "param_groups": [...]}`` as in torch, on the CPU; empty on all ranks but the
         first.
     """
-    shares, ranks = optim.shares, control()
+    shares, ranks = optim.shares, optim.runtime.sharded.part.control
     assert shares is not None
     owned = {item.fragment.slot.name: item for item in optim.fragments}
     mine = {

@@ -14,10 +14,10 @@ from torch import nn
 from thinwire.agreement import NOTHING
 from thinwire.checkpoint import store
 from thinwire.checkpoint.manifest import Manifest, VectorEntry
-from thinwire.collectives.group import control
+from thinwire.collectives.group import Control
 from thinwire.errors import CheckpointError, SpecError
 from thinwire.sharding.checkpointing.manifest_values import check_groups, check_values
-from thinwire.sharding.checkpointing.saving import finish_save
+from thinwire.sharding.checkpointing.saving import finish_save, savers
 from thinwire.sharding.checkpointing.stored_parameters import (
     Json,
     ModelAndOptimizer,
@@ -60,19 +60,20 @@ def load(parts: Sequence[ModelAndOptimizer], path: Path) -> dict[str, Json]:
         parts: Parts that this rank trains; the same number on every rank.
         path: Directory of the checkpoint.
     """
-    finish_save()
+    ranks = savers(parts)
+    finish_save(ranks)
     for model, _ in parts:
         runtime_of(model).holds.refuse("load()")
-    shapes = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()})
-    opened = _everywhere(lambda: _open(shapes, parts, path))
+    shapes = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()}, ranks)
+    opened = _everywhere(lambda: _open(shapes, parts, path), ranks)
     manifest = opened.manifest
     same_plan = _holds(manifest, plan_of(parts[0][0]))  # those of other parts follow from it
     loading = [_Loading(model, optim, manifest, path, same_plan=same_plan) for model, optim in parts]
     vectors = Vectors()
     try:
         # Check on all ranks before any rank reads, so that no rank waits for another that has failed.
-        _everywhere(lambda: _want_all(loading, vectors))
-        store.read(opened, vectors.sharded(), control=control(), before_filling=lambda: _begin(loading))
+        _everywhere(lambda: _want_all(loading, vectors), ranks)
+        store.read(opened, vectors.sharded(), control=ranks, before_filling=lambda: _begin(loading))
     except BaseException:  # whatever it is, the optimizer must not go on with what a load has left
         for part in loading:
             part.undo()
@@ -214,14 +215,14 @@ class _Loading:
         self._reducer.rescale_lost(present / before)
 
 
-def _everywhere(action: Callable[[], T]) -> T:
-    """Run an action that does not communicate on every rank; an error on any rank is raised on all."""
+def _everywhere(action: Callable[[], T], ranks: Control) -> T:
+    """Run an action that does not communicate on ranks; an error on any rank is raised on all."""
 
     def first(problems: Mapping[int, str]) -> CheckpointError:
         return CheckpointError(next(iter(problems.values())))
 
     done: list[T] = []
-    control().agree(lambda: done.append(action()), first, NOTHING)
+    ranks.agree(lambda: done.append(action()), first, NOTHING)
     return done[0]
 
 
@@ -357,10 +358,11 @@ def _want_lost(
     if not keeps or not stored:
         return {}
     if not same_plan:
-        if control().rank == 0:
+        if sharded.part.control.rank == 0:
             log.warning("the checkpoint's error feedback belongs to another plan: error feedback starts from zero")
         return {}
-    rank, wanted = sorted(ranks).index(control().ranks[control().rank]), {}
+    own = sharded.part.control
+    rank, wanted = sorted(ranks).index(own.ranks[own.rank]), {}
     for number in stored:
         name = of_part(f"{key}/{number}", sharded.part)
         sizes = _sizes_of_ranks(stored[number], manifest.vectors.get(name), len(ranks), name)

@@ -55,17 +55,17 @@ from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.step.sharded_model import ShardedModel
 
-__all__ = ["save", "finish_save", "start_saving", "wait_for_writer"]
+__all__ = ["finish_save", "save", "savers", "start_saving", "wait_for_writer"]
 
 
 _SIZES: Final[Typed[dict[str, int]]] = Typed(dict[str, int])
 
 
-_writer: BackgroundWriter | None = None
-"""Writes this process's checkpoints in the background; ``None`` before the first one of a job."""
+_writers: dict[tuple[int, ...], BackgroundWriter] = {}
+"""Writes this process's checkpoints in the background, by the ranks that save together."""
 
 
-_given_up: list[BackgroundWriter] = []
+_given_up: dict[tuple[int, ...], list[BackgroundWriter]] = {}
 """Writers whose last save took longer than its limit. Their groups may have timed out, so each needs a successor."""
 
 
@@ -80,9 +80,15 @@ def save(parts: Sequence[ModelAndOptimizer], path: Path, extra: Mapping[str, Jso
         path: Directory of the checkpoint.
         extra: Further JSON values to save.
     """
-    finish_save()
+    ranks = savers(parts)
+    finish_save(ranks)
     vectors, values = _collect(parts, extra)
-    store.write(path, vectors, values, control=control())
+    store.write(path, vectors, values, control=ranks)
+
+
+def savers(parts: Sequence[ModelAndOptimizer]) -> Control:
+    """The ranks that save and load parts of one model together."""
+    return runtime_of(parts[0][0]).sharded.part.control
 
 
 def start_saving(
@@ -110,57 +116,61 @@ def start_saving(
     Raises:
         CheckpointError: The save before has failed, or one that was given up still hangs. Raised on every rank.
     """
-    global _writer
-    finish_save()
-    if _given_up:
-        _refuse_beside_hanging(path)
+    ranks = savers(parts)
+    finish_save(ranks)
+    if _given_up.get(ranks.ranks):
+        _refuse_beside_hanging(path, ranks)
     vectors, values = _collect(parts, extra)
-    if _writer is None:
-        purpose = f"checkpoint-{len(_given_up)}" if _given_up else "checkpoint"
-        beside = control_beside(purpose)
-        _writer = BackgroundWriter(beside, streams_of, beside.close)
-        before_shutdown(_close_writer)
-    return _writer.start(path, vectors, values, then=then, limit=limit, copies=copies)
+    if ranks.ranks not in _writers:
+        before = len(_given_up.get(ranks.ranks, ()))
+        beside = control_beside(f"checkpoint-{before}" if before else "checkpoint", ranks.ranks)
+        if not _writers:
+            before_shutdown(_close_writers)
+        _writers[ranks.ranks] = BackgroundWriter(beside, streams_of, beside.close)
+    return _writers[ranks.ranks].start(path, vectors, values, then=then, limit=limit, copies=copies)
 
 
-def _refuse_beside_hanging(path: Path) -> None:
+def _refuse_beside_hanging(path: Path, ranks: Control) -> None:
     """Refuse to begin a save while an earlier one hangs on any rank: memory for another copy would be lost, too."""
-    hangs: list[bool] = control().all_gather_typed(any(writer.hangs for writer in _given_up), _FLAG)
-    if any(hangs):
-        ranks = ", ".join(str(rank) for rank, hanging in enumerate(hangs) if hanging)
-        raise CheckpointError(f"{path}: cannot save: an earlier save still waits for the file system on rank {ranks}")
+    mine = any(writer.hangs for writer in _given_up[ranks.ranks])
+    hangs = [rank for rank, hanging in zip(ranks.ranks, ranks.all_gather_typed(mine, _FLAG), strict=True) if hanging]
+    if hangs:
+        where = ", ".join(map(str, hangs))
+        raise CheckpointError(f"{path}: cannot save: an earlier save still waits for the file system on rank {where}")
 
 
-def finish_save() -> None:
+def finish_save(ranks: Control | None = None) -> None:
     """Wait until no checkpoint is being written in the background. Collective.
+
+    Args:
+        ranks: The ranks that save together; default: all ranks of the job.
 
     Raises:
         CheckpointError: The last one failed, and nobody has asked for its result, or it takes longer than its limit.
             Raised on every rank.
     """
-    global _writer
-    if _writer is None:
+    if not _writers:
+        return
+    ranks = ranks or control()
+    if (writer := _writers.get(ranks.ranks)) is None:
         return
     try:
-        _writer.finish(control())
+        writer.finish(ranks)
     finally:
-        if _writer.given_up:
-            _given_up.append(_writer)
-            _writer = None
+        if writer.given_up:
+            _given_up.setdefault(ranks.ranks, []).append(_writers.pop(ranks.ranks))
 
 
 def wait_for_writer() -> None:
     """Wait until no checkpoint is being written in the background, however it ends. Exchanges nothing."""
-    if _writer is not None:
-        _writer.join()
+    for writer in _writers.values():
+        writer.join()
 
 
-def _close_writer() -> None:
-    global _writer
+def _close_writers() -> None:
     _given_up.clear()
-    if _writer is not None:
-        _writer.close()
-        _writer = None
+    while _writers:
+        _writers.popitem()[1].close()
 
 
 def _collect(
@@ -173,8 +183,10 @@ def _collect(
     vectors = Vectors()
     plan, num_steps = runtimes[0].plan, runtimes[0].num_steps
     values: dict[str, Json] = {"plan": plan.to_toml(full=True), "num_steps": num_steps, "extra": dict(extra or {})}
-    values["shapes"] = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()})
-    values["slices"] = union({name: cut for runtime in runtimes for name, cut in cuts_of(runtime.sharded).items()})
+    ranks = savers(parts)
+    values["shapes"] = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()}, ranks)
+    cuts = {name: cut for runtime in runtimes for name, cut in cuts_of(runtime.sharded).items()}
+    values["slices"] = union(cuts, ranks)
     for runtime, (_, optim) in zip(runtimes, parts, strict=True):
         runtime.join()
         _save_part(runtime.sharded, runtime.exchanges, runtime.reducer.lost, optim, vectors, values)

@@ -14,7 +14,7 @@ from torch import nn
 from thinwire.agreement import Typed
 from thinwire.checkpoint import store
 from thinwire.checkpoint.store import Chunk, ShardedVector
-from thinwire.collectives.group import control
+from thinwire.collectives.group import Control
 from thinwire.errors import CheckpointError
 from thinwire.program import Axis, Lane
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
@@ -49,9 +49,9 @@ ModelAndOptimizer = tuple[nn.Module, ShardedOptimizer | None]
 """A sharded model, or a part of one, and its optimizer; ``None`` if the optimizer is neither saved nor loaded."""
 
 
-def union(mine: Mapping[str, Json]) -> dict[str, Json]:
-    """Merge the dictionaries of all ranks. Collective."""
-    return {key: value for part in control().all_gather_typed(dict(mine), _VALUES) for key, value in part.items()}
+def union(mine: Mapping[str, Json], ranks: Control) -> dict[str, Json]:
+    """Merge the dictionaries of ranks. Collective."""
+    return {key: value for part in ranks.all_gather_typed(dict(mine), _VALUES) for key, value in part.items()}
 
 
 def of_part(key: str, part: LocalPart) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from thinwire.collectives.group import arrived
+from thinwire.collectives.group import Control, arrived, control
 from thinwire.collectives.topology import DataRanks
 from thinwire.errors import UsageError
 
@@ -42,6 +42,7 @@ class LocalPart:
         tensor_ranks: Number of these ranks.
         masters: Initial fp32 masters of parameters that already have a narrower dtype, by name.
         is_inner: Whether another part calls this one's modules and, with recomputation, runs them again.
+        members: Global ranks that train any part of the model; ``None`` for all ranks of the job.
     """
 
     data: DataRanks
@@ -50,6 +51,12 @@ class LocalPart:
     tensor_ranks: int = 1
     masters: Mapping[str, torch.Tensor] = field(default_factory=dict)
     is_inner: bool = False
+    members: tuple[int, ...] | None = None
+
+    @property
+    def control(self) -> Control:
+        """Connects the ranks that train any part of the model."""
+        return control(self.members)
 
     @property
     def label(self) -> str:

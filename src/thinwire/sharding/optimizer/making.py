@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from thinwire.agreement import NOTHING
-from thinwire.collectives.group import control
 from thinwire.errors import UsageError
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer, Unreadable
@@ -72,7 +71,7 @@ def build_optimizer(
             raise UsageError(str(error)) from error
 
     # If one rank cannot make the optimizer, every rank raises, so that none continues alone.
-    control().agree(make, refused, NOTHING)
+    sharded.part.control.agree(make, refused, NOTHING)
     (inner,) = made
     object.__setattr__(inner, INNER, True)
     by_unit = updates_in_parts(optimizer_class, options, device)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from thinwire.agreement import Typed
-from thinwire.collectives.group import control
 from thinwire.errors import UsageError
 from thinwire.program import Axis, Lane
 from thinwire.sharding.params.param_group import Unit
@@ -54,7 +53,7 @@ class Written:
                 )
             changes[name] = changed
         if keep:
-            for name in sorted(set().union(*control().all_gather_typed(set(changes), _NAMES))):
+            for name in sorted(set().union(*self._sharded.part.control.all_gather_typed(set(changes), _NAMES))):
                 self._keep(name, changes.get(name))
 
     def _keep(self, name: str, changed: torch.Tensor | None) -> None:
