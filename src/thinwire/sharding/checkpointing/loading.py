@@ -17,6 +17,7 @@ from thinwire.checkpoint.manifest import Manifest, VectorEntry
 from thinwire.collectives.group import Control
 from thinwire.errors import CheckpointError, SpecError
 from thinwire.sharding.checkpointing.manifest_values import check_groups, check_values
+from thinwire.sharding.checkpointing.names import in_names_of
 from thinwire.sharding.checkpointing.saving import finish_save, savers
 from thinwire.sharding.checkpointing.stored_parameters import (
     Json,
@@ -66,14 +67,15 @@ def load(parts: Sequence[ModelAndOptimizer], path: Path) -> dict[str, Json]:
         runtime_of(model).holds.refuse("load()")
     shapes = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()}, ranks)
     opened = _everywhere(lambda: _open(shapes, parts, path), ranks)
-    manifest = opened.manifest
+    manifest, keys = in_names_of(shapes, opened.manifest)
     same_plan = _holds(manifest, plan_of(parts[0][0]))  # those of other parts follow from it
     loading = [_Loading(model, optim, manifest, path, same_plan=same_plan) for model, optim in parts]
     vectors = Vectors()
     try:
         # Check on all ranks before any rank reads, so that no rank waits for another that has failed.
         _everywhere(lambda: _want_all(loading, vectors), ranks)
-        store.read(opened, vectors.sharded(), control=ranks, before_filling=lambda: _begin(loading))
+        wanted = {keys.get(key, key): vector for key, vector in vectors.sharded().items()}
+        store.read(opened, wanted, control=ranks, before_filling=lambda: _begin(loading))
     except BaseException:  # whatever it is, the optimizer must not go on with what a load has left
         for part in loading:
             part.undo()
@@ -229,8 +231,8 @@ def _everywhere(action: Callable[[], T], ranks: Control) -> T:
 def _open(shapes: Mapping[str, Json], parts: Sequence[ModelAndOptimizer], path: Path) -> store.Opened:
     """Read and verify the manifest of a checkpoint, and check that it fits the model and the optimizer."""
     opened = store.open_checkpoint(path)
-    manifest = opened.manifest
-    check_values(manifest.values, path)
+    check_values(opened.manifest.values, path)
+    manifest, _ = in_names_of(shapes, opened.manifest)
     saved_shapes = manifest.values.get("shapes", {})
     differences = [
         f"{name} is {saved_shapes.get(name, 'missing')} in the checkpoint, {shapes.get(name, 'missing')} in the model"

@@ -29,6 +29,7 @@ from thinwire.collectives.group import Control, before_shutdown, control, contro
 from thinwire.collectives.links.streams import streams_of
 from thinwire.errors import CheckpointError
 from thinwire.program import Axis, Lane
+from thinwire.sharding.checkpointing.names import stored, stored_values
 from thinwire.sharding.checkpointing.stored_parameters import (
     Json,
     ModelAndOptimizer,
@@ -190,7 +191,7 @@ def _collect(
     for runtime, (_, optim) in zip(runtimes, parts, strict=True):
         runtime.join()
         _save_part(runtime.sharded, runtime.exchanges, runtime.reducer.lost, optim, vectors, values)
-    return vectors.sharded(), values
+    return {stored(key): vector for key, vector in vectors.sharded().items()}, stored_values(values)
 
 
 def _save_part(

@@ -1,0 +1,66 @@
+"""Names of parameters in checkpoints: those in the model, without what wrappers of modules add to them.
+
+``torch.compile(module)`` and torch's wrapper for recomputation put a module into another one. A checkpoint does not
+depend on either: it loads into the model with them and without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Final
+
+from thinwire.checkpoint.manifest import Json, Manifest
+
+__all__ = ["in_names_of", "stored", "stored_values"]
+
+_WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What names have more if a module is wrapped; torch leaves it out as well, in ``get_model_state_dict``."""
+
+_BY_NAME: Final = ("shapes", "slices")
+"""Values whose keys are names."""
+
+
+def stored(key: str) -> str:
+    """A key or a name as checkpoints have it."""
+    for wrapper in _WRAPPERS:
+        key = key.replace(wrapper, "")
+    return key
+
+
+def stored_values(values: Mapping[str, Json]) -> dict[str, Json]:
+    """Values of a checkpoint under the keys that it has for them."""
+    return _renamed(values, stored)
+
+
+def in_names_of(names: Iterable[str], manifest: Manifest) -> tuple[Manifest, dict[str, str]]:
+    """A checkpoint's manifest as if the checkpoint had been saved from a model with these names.
+
+    Args:
+        names: Names of the model's parameters and buffers.
+        manifest: The manifest; those of thinwire 0.2 have names with wrappers.
+
+    Returns:
+        The manifest, and by each of its keys of vectors the key that the files have.
+    """
+    own = {stored(name): name for name in names}
+
+    def rename(key: str) -> str:
+        parts = []
+        for part in stored(key).split("/"):
+            name, mark, number = part.partition("@")
+            parts.append(own.get(name, name) + mark + number)
+        return "/".join(parts)
+
+    keys = {rename(key): key for key in manifest.vectors}
+    vectors = {key: manifest.vectors[real] for key, real in keys.items()}
+    return replace(manifest, vectors=vectors, values=_renamed(manifest.values, rename)), keys
+
+
+def _renamed(values: Mapping[str, Json], rename: Callable[[str], str]) -> dict[str, Json]:
+    return {
+        rename(key): {rename(name): value for name, value in entry.items()}
+        if key in _BY_NAME and isinstance(entry, Mapping)
+        else entry
+        for key, entry in values.items()
+    }
