@@ -6,6 +6,7 @@ They update shares piece by piece. torch calls the hooks in this file before and
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -60,6 +61,11 @@ def _prepare(model: Masters, optimizer: torch.optim.Optimizer) -> None:
             f"{name}.step(): the model has an optimizer of thinwire.optimizer(...) as well, and both would update "
             "it; use one of them"
         )
+    if _compiles(type(optimizer)):
+        raise UsageError(
+            f"{name}.step() compiles its update, and torch cannot trace shares: make it with "
+            f"thinwire.optimizer(model, {name}, ...), which gives it this rank's piece of them as a plain tensor"
+        )
     if model.sharded.plan.accumulate_dtype != "float32":
         raise UsageError(
             f"accumulate_dtype = {model.sharded.plan.accumulate_dtype}: {name} reads gradients in fp32; use "
@@ -67,6 +73,13 @@ def _prepare(model: Masters, optimizer: torch.optim.Optimizer) -> None:
         )
     model.check_all_managed()
     runtime.close_step()
+
+
+@functools.cache
+def _compiles(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    """Whether the step of a class calls ``torch.compile``, as torchao's optimizers do."""
+    code = getattr(inspect.unwrap(optimizer_class.step), "__code__", None)
+    return code is not None and {"torch", "compile"} <= set(code.co_names)
 
 
 def _models_of(optimizer: torch.optim.Optimizer) -> tuple[Masters, ...]:
