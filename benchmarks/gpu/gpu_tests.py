@@ -55,7 +55,7 @@ def cases(scale: Scale, stack: ExitStack) -> list[Case]:
     ]
     if scale.device == "cpu":
         chosen = [("rehearsed", _REHEARSED, 1, 5, 0)]
-    compiling = [Case("kernels compiled by many processes", _compile, 45)] if scale.device == "cuda" else []
+    compiling = [Case("kernels compiled by many processes", _compile, 60)] if scale.device == "cuda" else []
     return compiling + [
         Case(name, partial(_run, tests, workers), seconds, needs) for name, tests, workers, seconds, needs in chosen
     ]

@@ -53,7 +53,7 @@ _LEAST_LAYERS: Final = 4
 def cases(scale: Scale, stack: ExitStack) -> list[Case]:
     """A step of each system in turns, all of them in memory; one case, because ratios are within rounds."""
     del stack
-    return [Case("steps in turns", partial(_steps, scale), 75, _needed(_LEAST_LAYERS))]
+    return [Case("steps in turns", partial(_steps, scale), 45, _needed(_LEAST_LAYERS))]
 
 
 def layers_that_fit(memory: int) -> int:

@@ -41,7 +41,7 @@ _WATCHED: Final = {
 def cases(scale: Scale, stack: ExitStack) -> list[Case]:
     """Random delays in lanes first: no other test of real streams makes a missing wait visible."""
     del stack
-    delays = [Case("delays", _delays, 60)] if scale.device == "cuda" else []
+    delays = [Case("delays", _delays, 80)] if scale.device == "cuda" else []
     return [*delays, *(Case(tool, partial(_sanitized, scale, tool), 70) for tool in _WATCHED)]
 
 

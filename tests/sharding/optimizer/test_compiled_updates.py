@@ -1,4 +1,4 @@
-"""Optimizers that compile their update, as torchao's do: over pieces of parameters they work, over shares they say so."""
+"""Optimizers that compile their update, as torchao's do: over pieces they work, over shares they say so."""
 
 from __future__ import annotations
 
