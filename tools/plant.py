@@ -98,7 +98,7 @@ _READ_WAITS: Final = "whoever reads a parameter waits (Passes.read); waiting her
 _MEASURED: Final = "a measurement counts what is done; nothing reads memory after it"
 
 REASONS: Final[dict[str, str]] = {
-    "sharding/checkpointing/saving.py: wait_for_writer: _writer.join() -> _writer": (
+    "sharding/checkpointing/saving.py: wait_for_writer: writer.join() -> writer": (
         "only the words of an error depend on it: whether a checkpoint has been written yet"
     ),
     "sharding/grads/reducer.py: Reducer.abort: self.join() -> self": (
@@ -260,7 +260,7 @@ def check_copy(plant: Plant, tests: Sequence[str]) -> str:
         (copy / "thinwire" / "codecs" / "cpp" / Path(_native.__file__).name).symlink_to(_native.__file__)
         (copy / "thinwire" / plant.file).write_text(plant.text, encoding="utf-8")
         (copy / "sitecustomize.py").write_text(_OVERLAY.format(path=directory), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu"]
         command += ["-k", _ABOUT_WAITS, "--timeout", str(_TEST_SECONDS), *(f"tests/{test}" for test in tests)]
         environment = {**os.environ, "PYTHONPATH": directory, "PYTHONDONTWRITEBYTECODE": "1"}
         process = subprocess.Popen(

@@ -47,7 +47,6 @@ def main() -> int:
         "PYTHONPATH": os.pathsep.join(map(str, (site, tree, tree / "src", tree / "bench" / "src"))),
         "TRITON_CACHE_DIR": str(options.out / "triton"),
         "THINWIRE_LEASE_SETUP": str(options.out / "setup.json"),
-        "PYTHONDONTWRITEBYTECODE": "1",
     }
     wheels = sorted((FOLDER / "wheels").glob("*.whl"))
     steps = [_install(wheels, site, f"{len(wheels)} wheels")]

@@ -209,6 +209,7 @@ json_values = st.recursive(
 small = st.integers(-1, 12)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     st.fixed_dictionaries(

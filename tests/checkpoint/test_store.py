@@ -173,6 +173,7 @@ def assert_holds(path: Path, salts: Sequence[int]) -> int:
     return int(salt)
 
 
+@pytest.mark.slow
 @WAYS
 def test_saved_by_four_ranks_loaded_by_any_number(tmp_path: Path, way: Save) -> None:
     path = tmp_path / "step-1"
@@ -187,6 +188,7 @@ def load_missing(control: Any, path: Path) -> None:
     read(path, {"model/c": ShardedVector(1, ())} if control.rank == 1 else {}, control=control)
 
 
+@pytest.mark.slow
 def test_errors_reach_all_ranks(tmp_path: Path) -> None:
     path = tmp_path / "step-1"
     assert run(1, tmp_path, save, path) == [None]
@@ -315,6 +317,7 @@ def test_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
     assert {"mkdir", "ftruncate", "fsync", "rename", "unlink", "rmdir"} <= check_kills(tmp_path, save, 1)
 
 
+@pytest.mark.slow
 def test_kill_during_a_save_in_the_background(tmp_path: Path) -> None:
     check_kills(tmp_path, save_in_background, 5)
 
@@ -324,6 +327,7 @@ def test_kill_at_any_moment_of_a_save_in_the_background(tmp_path: Path) -> None:
     check_kills(tmp_path, save_in_background, 1)
 
 
+@pytest.mark.slow
 def test_a_save_under_another_name_removes_leftovers(tmp_path: Path) -> None:
     save(Alone(), tmp_path / "step-1", 1)
     (events,) = run(1, tmp_path, save_until, tmp_path / "step-2", 2, save, 1000)
@@ -342,6 +346,7 @@ def save_and_die(control: Any, path: Path, way: Save, dying: int, moment: int) -
     way(control, path, 1)
 
 
+@pytest.mark.slow
 @WAYS
 @pytest.mark.parametrize("dying", [0, 3])
 def test_a_killed_rank_stops_the_others(tmp_path: Path, dying: int, way: Save) -> None:

@@ -119,6 +119,7 @@ def wishes(draw: st.DrawFn, numel: int, size: int) -> list[list[tuple[int, int]]
     return [draw(st.lists(span, max_size=4)) for _ in range(size)]
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_any_chunking_is_read_into_any_other(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -469,6 +470,7 @@ def test_the_checkpoint_of_these_tests_is_sound(checkpoint: Path, size: int) -> 
     assert all(torch.equal(target, torch.arange(30.0)) for target in load(checkpoint, size))
 
 
+@pytest.mark.slow
 def test_every_changed_byte_of_every_file_is_noticed(checkpoint: Path) -> None:
     for path in checkpoint.iterdir():
         raw = path.read_bytes()

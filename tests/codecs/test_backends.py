@@ -65,6 +65,7 @@ def pair(name: str) -> tuple[codecs.Codec, codecs.Codec]:
     return codecs.get(name, backend="reference"), codecs.get(name, backend="cpp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name.startswith("zfp") else name for name in FIXED]
 )

@@ -18,6 +18,7 @@ def test_operators_pass_torchs_checks(name: str, dtype: torch.dtype) -> None:
     torch.library.opcheck(ops.decode_add, (wire, torch.zeros(300), name))
 
 
+@pytest.mark.slow
 def test_a_compiled_function_encodes_and_decodes_in_one_graph() -> None:
     codec = codecs.get("int8:256")
 

@@ -68,6 +68,7 @@ def run(site: Path, *command: str | Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_it_keeps_the_contract(site: Path) -> None:
     code = "from thinwire.testing import check_codec; check_codec('fp8:e4m3'); check_codec('fp8:e5m2'); print('kept')"
     assert run(site, "-c", code).strip() == "kept"
@@ -113,6 +114,7 @@ def shard_with(sites: list[str]) -> None:
     tw.shard(nn.Linear(16, 16), plan)
 
 
+@pytest.mark.slow
 def test_ranks_with_other_versions_say_so(site: Path, tmp_path: Path) -> None:
     newer = install(tmp_path, version='version="2"')
     sentence = "rank 1 and rank 0 have different codecs: fp8:e4m3 version 2 against fp8:e4m3 version 1"
@@ -120,6 +122,7 @@ def test_ranks_with_other_versions_say_so(site: Path, tmp_path: Path) -> None:
         ranks(shard_with, [str(site), str(newer)])
 
 
+@pytest.mark.slow
 def test_a_rank_whose_package_is_broken_stops_all(site: Path, tmp_path: Path) -> None:
     broken = install(tmp_path, implementation='implementation="thinwire_fp8.codec:Other"')
     with pytest.raises(RankError, match=r"(?s)rank 1 cannot shard its model, while rank 0 can: .*cannot be loaded"):

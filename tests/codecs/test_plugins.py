@@ -50,6 +50,7 @@ def test_built_in_codecs_keep_the_contract(text: str, backend: str) -> None:
     check_codec(text, backend=backend, max_error=max_error(text))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("planted")
 def test_a_codec_of_another_package_keeps_the_contract() -> None:
     check_codec("good")
@@ -62,6 +63,7 @@ def test_every_fault_is_found(name: str, sentence: str) -> None:
         check_codec(name)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("planted")
 def test_a_declaration_that_imports_torch_is_refused() -> None:
     with pytest.raises(AssertionError, match="planted_eager imports torch: move what needs it to the module of its"):
@@ -148,6 +150,7 @@ def test_sums_go_on_to_a_built_in_codec_and_back() -> None:
         assert torch.equal(first.decode_sum_encode(wires, 1000, second, scale=0.5), second.encode(total))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("planted")
 def test_planning_with_it_loads_no_torch() -> None:
     code = """

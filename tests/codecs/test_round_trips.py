@@ -150,6 +150,7 @@ def test_lossless_codecs_return_every_bit(examples: int) -> None:
     search(check, examples, cases(LOSSLESS))
 
 
+@pytest.mark.slow
 @default_and_slow(80)
 def test_backends_agree_and_nothing_becomes_finite(examples: int) -> None:
     def check(case: Case) -> None:
@@ -240,6 +241,7 @@ def check_zfp_block(spec: CodecSpec, x: Tensor, y: Tensor) -> None:
     assert ((y - x).abs() <= 4 * lost * 2.0 ** (exponent - 30)).all()
 
 
+@pytest.mark.slow
 @default_and_slow(100)
 def test_damaged_messages_decode_alike_or_are_refused(examples: int) -> None:
     def check(case: Case, changes: list[tuple[int, int]], length: int) -> None:
@@ -263,6 +265,7 @@ def test_damaged_messages_decode_alike_or_are_refused(examples: int) -> None:
     search(check, examples, cases(st.one_of(LOSSY, LOSSLESS)), changes, lengths)
 
 
+@pytest.mark.slow
 @default_and_slow(60)
 def test_any_bytes_decode_alike_or_are_refused(examples: int) -> None:
     def check(case: Case, seed: int) -> None:

@@ -41,6 +41,7 @@ def test_the_largest_values_travel(of: int, numel: int) -> None:
     torch.testing.assert_close(round_trip(f"topk:1/{of},int2", x), by_hand(x, of), rtol=1e-6, atol=0.0)
 
 
+@pytest.mark.slow
 def test_the_contract() -> None:
     check_codec("topk:1/32,int2")
 

@@ -143,6 +143,7 @@ def leave_early(nodes: int, local: int) -> None:
     reduce_scatter(group, torch.zeros(64), torch.zeros(16)).perform()
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_named_within_the_timeout() -> None:
     pool = RankPool(4)
     try:

@@ -263,6 +263,7 @@ def feed_back(nodes: int, local: int, gain: float, steps: int) -> None:
     assert all(other == everyone_else[0] for other in everyone_else), "replicas differ"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nodes", "local"),
     [(2, 2), (3, 1), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((1, 3), (2, 1), (1, 2)))],

@@ -64,6 +64,7 @@ def check_groups(names: Sequence[str]) -> None:
             close(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [("zero3", "zero1-node"), pytest.param(("zero1", "hpz", "inter", "zeropp"), marks=pytest.mark.slow)],
@@ -90,6 +91,7 @@ def check_checkpoints(path: Path) -> None:
     close(reference)
 
 
+@pytest.mark.slow
 def test_checkpoints_travel_between_placements(tmp_path: Path) -> None:
     run_ranks(4, check_checkpoints, tmp_path / "checkpoint")
 

@@ -78,6 +78,7 @@ def test_torchtitan_and_megatron_name_their_own_keys() -> None:
     assert "--recompute-granularity full" in flags
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_file_and_says_what_it_loses(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     words = ["plan", "--model", "llama-7b", "--cluster", "a100-80g:2x8", "--internode-gbps", "25", "--seq", "2048"]
@@ -101,6 +102,7 @@ def test_what_does_not_fit_is_one_sentence() -> None:
         nearest(small, "hsdp", Plan.preset("thinwire", nodes=4, local=8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--out", "--emit-to"])
 def test_a_path_that_cannot_be_written_is_one_sentence(option: str, tmp_path: Path) -> None:
     words = ["plan", "--model", "llama-7b", "--cluster", "a100-80g:2x8", "--seq", "2048", "--tokens-per-step", "64k"]

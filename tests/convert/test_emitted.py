@@ -78,6 +78,7 @@ def check(framework: str, group: Factor, **keys: Any) -> None:
         torch.testing.assert_close(whole, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("framework", "group", "keys"),
     [

@@ -66,6 +66,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(tmp_path_factory.mktemp("converted") / "0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_stage_trains_like_stage_0(stage: int, exact: list[float], tmp_path: Path) -> None:
     assert len(exact) == STEPS
@@ -73,6 +74,7 @@ def test_a_stage_trains_like_stage_0(stage: int, exact: list[float], tmp_path: P
     assert losses(tmp_path / "run", zero_optimization={"stage": stage}) == pytest.approx(exact, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [{"mics_shard_size": 2}, ZEROPP], ids=["mics", "zeropp"])
 def test_groups_and_codecs_train(keys: dict[str, Any], exact: list[float], tmp_path: Path) -> None:
     encoded = losses(tmp_path / "run", zero_optimization={"stage": 3, **keys})
@@ -82,11 +84,13 @@ def test_groups_and_codecs_train(keys: dict[str, Any], exact: list[float], tmp_p
         assert encoded != pytest.approx(exact, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_fp16_with_its_loss_scale_trains(exact: list[float], tmp_path: Path) -> None:
     scaled = losses(tmp_path / "run", fp16={"enabled": True, "initial_scale_power": 8}, zero_optimization={"stage": 1})
     assert scaled == pytest.approx(exact, rel=0.02)
 
 
+@pytest.mark.slow
 def test_an_fsdp2_plan_trains(exact: list[float], tmp_path: Path) -> None:
     from thinwire.spec.io import write_toml
 

@@ -150,6 +150,7 @@ def asked() -> TrainingJob:
     return TrainingJob(MODEL, profiled_cluster(profile()), 4 * 32, 32, rates=rates(), overhead=profile().base_memory)
 
 
+@pytest.mark.slow
 def test_plans_follow_from_a_profile_with_error_bars() -> None:
     job = asked()
     result = search(job)
@@ -360,6 +361,7 @@ def test_steps_and_their_bounds_are_the_profiles() -> None:
     assert all(late > early for early, late in zip(*bounds, strict=True))
 
 
+@pytest.mark.slow
 def test_slower_collectives_change_every_figure_of_both_objectives(tmp_path: Path) -> None:
     """The command, with a profile and with one whose collectives take 50 times as long."""
     figures = []

@@ -39,6 +39,7 @@ def test_a_port_changes_at_most_six_lines(port: str) -> None:
     assert 0 < added <= 6
 
 
+@pytest.mark.slow
 def test_nanogpt_trains_as_before(tmp_path: Path) -> None:
     losses, states = {}, {}
     for name in ("before", "after"):

@@ -116,6 +116,7 @@ def test_forwards_and_backwards_in_any_order() -> None:
     run_ranks(4, check_scripts, scripts)
 
 
+@pytest.mark.slow
 @over_plans
 def test_gradients_of_other_things_than_all_parameters(plans: Sequence[str]) -> None:
     run_ranks(4, check_scripts, (gradients_on_demand, backward_to_some_inputs, second_order), plans)
@@ -154,6 +155,7 @@ def check_created_graphs(plans: Sequence[str]) -> None:
     parity(Differentiable, plans)
 
 
+@pytest.mark.slow
 @over_plans
 def test_a_backward_that_creates_a_graph(plans: Sequence[str]) -> None:
     run_ranks(4, check_created_graphs, plans)
@@ -189,6 +191,7 @@ def check_messages_of_any_length() -> None:
     model(x).square().mean().backward()
 
 
+@pytest.mark.slow
 def test_evaluation_in_inference_mode_takes_lossless_messages() -> None:
     run_ranks(4, check_messages_of_any_length)
 
@@ -205,6 +208,7 @@ def evaluation_of_a_part(run: Session) -> None:
         assert torch.isfinite(run.model.blocks[0](x)).all()
 
 
+@pytest.mark.slow
 @over_plans
 def test_evaluation_does_not_disturb_training(plans: Sequence[str]) -> None:
     run_ranks(4, check_scripts, (evaluation_in_between, evaluation_of_a_part), plans)
@@ -256,6 +260,7 @@ def failures(run: Session) -> None:
         run.step()
 
 
+@pytest.mark.slow
 @over_plans
 def test_training_continues_after_a_failure(plans: Sequence[str]) -> None:
     run_ranks(4, partial(check_scripts, model_class=Fragile), (failures,), plans)
@@ -275,6 +280,7 @@ class CheckpointedTwice(Stack):
         return self.last(x)
 
 
+@pytest.mark.slow
 @over_plans
 def test_gradients_that_come_twice_in_a_backward(plans: Sequence[str]) -> None:
     run_ranks(4, partial(every, plans=plans), (CheckpointedTwice,))
@@ -344,6 +350,7 @@ def check_backward_in_a_compiled_step(name: str) -> None:
     close(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("zero3", marks=pytest.mark.slow), "zero1-node"])
 def test_hooks_are_not_compiled(name: str) -> None:
     run_ranks(4, check_backward_in_a_compiled_step, name)

@@ -78,6 +78,7 @@ def check_freed_parameters(plans: Sequence[str]) -> None:
             close(model)
 
 
+@pytest.mark.slow
 @over_plans
 def test_freed_parameters_stand_for_their_shares(plans: Sequence[str]) -> None:
     run_ranks(4, check_freed_parameters, plans)
@@ -107,6 +108,7 @@ def check_memory() -> None:
     close(model)
 
 
+@pytest.mark.slow
 def test_no_more_is_gathered_than_is_needed() -> None:
     run_ranks(4, check_memory)
 
@@ -178,6 +180,7 @@ def check_training_inside(plans: Sequence[str]) -> None:
         close(model)
 
 
+@pytest.mark.slow
 @over_plans
 def test_a_step_inside_full_parameters_is_refused(plans: Sequence[str]) -> None:
     run_ranks(4, check_training_inside, plans)
@@ -249,6 +252,7 @@ def check_stale_graph(plans: Sequence[str]) -> None:
         close(model)
 
 
+@pytest.mark.slow
 @over_plans
 def test_a_graph_from_before_a_step_is_refused_by_torch(plans: Sequence[str]) -> None:
     run_ranks(4, check_stale_graph, plans)
@@ -294,6 +298,7 @@ def check_user_hooks(plans: Sequence[str]) -> None:
             close(model)
 
 
+@pytest.mark.slow
 @over_plans
 def test_hooks_of_the_user(plans: Sequence[str]) -> None:
     run_ranks(4, check_user_hooks, plans)

@@ -122,6 +122,7 @@ def start_differently(what: str) -> None:
     tw.shard(model, chosen)
 
 
+@pytest.mark.slow
 def test_differences_at_the_start_are_named_at_once(pool: RankPool) -> None:
     outcomes = observe(pool, start_differently, "plan")
     check(outcomes, "MismatchError", "rank 1 and rank 0 have different plans", "zero1-node on mesh", "zero3 on mesh")
@@ -198,6 +199,7 @@ def step_differently(name: str, what: str) -> None:
         assert gap([owned.value for owned in runtime(model).sharded.fragments()], before) == 0.0
 
 
+@pytest.mark.slow
 def test_another_step_is_refused_before_the_update(pool: RankPool) -> None:
     outcomes = observe(pool, step_differently, "zero1-node", "fewer")
     check(outcomes, "MismatchError", "rank 1 and rank 0 ran different steps", "Nothing was updated")
@@ -271,6 +273,7 @@ def die_amid_a_step(name: str, victim: int, how: str) -> None:
         optim.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero3", pytest.param("zero1-node", marks=pytest.mark.slow)])
 def test_a_rank_that_dies_is_named(pool: RankPool, name: str) -> None:
     outcomes = observe(pool, die_amid_a_step, name, 2, "dies")

@@ -136,6 +136,7 @@ def check_whole_tensors(label: str) -> None:
     assert gap(list(reference.parameters()), list(build(Matrices).parameters())) > 30 * tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", WHOLE)
 def test_optimizers_of_whole_tensors(label: str) -> None:
     run_ranks(4, check_whole_tensors, label)
@@ -178,6 +179,7 @@ def check_groups(name: str) -> None:
         close(model)
 
 
+@pytest.mark.slow
 @over_three
 def test_parameter_groups_in_every_form(name: str) -> None:
     run_ranks(4, check_groups, name)
@@ -250,6 +252,7 @@ def check_schedulers(labels: Sequence[str]) -> None:
             close(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "labels", [("lambda",), pytest.param(("cosine", "sequential", "one cycle"), marks=pytest.mark.slow)]
 )
@@ -274,6 +277,7 @@ def check_ranks_that_own_nothing(options: dict[str, Any]) -> None:
     close(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, *(pytest.param({kind: True}, id=kind, marks=pytest.mark.slow) for kind in ("fused", "foreach"))]
 )
@@ -319,6 +323,7 @@ def check_steps_of_other_kinds() -> None:
         close(model)
 
 
+@pytest.mark.slow
 def test_steps_without_gradients_and_with_closures() -> None:
     run_ranks(4, check_steps_of_other_kinds)
 
@@ -334,6 +339,7 @@ def check_norm_of_many() -> None:
         close(model)
 
 
+@pytest.mark.slow
 def test_the_norm_of_many_elements_is_exact_under_any_plan() -> None:
     run_ranks(4, check_norm_of_many)
 

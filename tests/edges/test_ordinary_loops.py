@@ -74,6 +74,7 @@ def check_ignored(path: Path, plans: Sequence[str]) -> None:
         close(model)
 
 
+@pytest.mark.slow
 @over_plans
 def test_parameters_that_are_ignored(tmp_path: Path, plans: Sequence[str]) -> None:
     run_ranks(4, check_ignored, tmp_path / "checkpoint", plans)
@@ -120,6 +121,7 @@ def check_parts(plans: Sequence[str]) -> None:
     close(model.blocks[0])
 
 
+@pytest.mark.slow
 @over_plans
 def test_models_that_are_sharded_part_by_part(plans: Sequence[str]) -> None:
     run_ranks(4, check_parts, plans)
@@ -193,6 +195,7 @@ def check_full_states(path: Path, plans: Sequence[str]) -> None:
             check_same(another, model, f"set_model_state_dict under {name}")
 
 
+@pytest.mark.slow
 @over_plans
 def test_full_state_dicts(tmp_path: Path, plans: Sequence[str]) -> None:
     run_ranks(4, check_full_states, tmp_path / "states.pt", plans)

@@ -95,6 +95,7 @@ class Former(Stack):
         return model.take(model(x)).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero3", pytest.param("zero1-node", marks=pytest.mark.slow)])
 def test_outputs_of_any_form(name: str) -> None:
     run_ranks(4, partial(every, plans=(name,)), [partial(Former, form) for form in FORMS])
@@ -249,6 +250,7 @@ def check_all_buffers(plans: Sequence[str]) -> None:
         check_buffers(name)
 
 
+@pytest.mark.slow
 @over_plans
 def test_buffers_start_as_rank_zeros_and_then_stay_local(plans: Sequence[str]) -> None:
     run_ranks(4, check_all_buffers, plans)
@@ -261,6 +263,7 @@ class BatchNormed(Stack):
         self.blocks[0].norm = nn.BatchNorm1d(WIDTH)
 
 
+@pytest.mark.slow
 @over_plans
 def test_batch_statistics_train_as_in_plain_torch(plans: Sequence[str]) -> None:
     run_ranks(4, partial(every, plans=plans), (BatchNormed,))

@@ -70,6 +70,7 @@ def check_reads(plans: Sequence[str]) -> None:
         parity(model_class, plans, units=["table", "layers.0", "layers.1"])
 
 
+@pytest.mark.slow
 @over_read
 def test_weights_are_up_to_date_and_whole_wherever_a_forward_reads_them(plans: Sequence[str]) -> None:
     run_ranks(4, check_reads, plans)

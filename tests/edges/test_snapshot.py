@@ -81,6 +81,7 @@ def check_unusual_models(directory: str, moves: Sequence[Move]) -> None:
             close(net)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moves",
     [[MOVES[1], MOVES[2], MOVES[5]], pytest.param([MOVES[0], *MOVES[3:5], MOVES[6]], marks=pytest.mark.slow)],
@@ -113,6 +114,7 @@ def check_precisions(path: str) -> None:
         close(net)
 
 
+@pytest.mark.slow
 def test_masters_survive_any_compute_type(tmp_path: Path) -> None:
     run_ranks(4, check_precisions, str(tmp_path / "c"))
 
@@ -133,6 +135,7 @@ def check_without_optimizer(path: str) -> None:
         close(net)
 
 
+@pytest.mark.slow
 def test_parameters_alone_and_back_in_time(tmp_path: Path) -> None:
     run_ranks(4, check_without_optimizer, str(tmp_path / "c"))
 
@@ -202,6 +205,7 @@ def check_misfits(path: str) -> None:
     close(model)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     run_ranks(4, check_misfits, str(tmp_path / "c"))
 
@@ -223,6 +227,7 @@ def check_damaged_feedback(path: str) -> None:
         assert f"how feedback/{key} is shared out" in raised(CheckpointError, tw.load, model, optim, path)
 
 
+@pytest.mark.slow
 def test_error_feedback_of_any_length_is_refused(tmp_path: Path) -> None:
     """Nothing is allocated for it, and no rank waits for one that has found it."""
     run_ranks(4, check_damaged_feedback, str(tmp_path / "c"))
@@ -294,6 +299,7 @@ def check_a_half_loaded_model(path: str, damage: str) -> None:
     close(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["short", "header", "block"])
 def test_a_model_that_a_load_has_half_filled_is_not_used(tmp_path: Path, damage: str) -> None:
     run_ranks(4, check_a_half_loaded_model, str(tmp_path / "c"), damage)

@@ -124,12 +124,14 @@ CHOSEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plans", [("zero3",), pytest.param(("hpz", "inter"), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chosen", CHOSEN)
 def test_units_as_chosen(chosen: str, plans: Sequence[str]) -> None:
     run_ranks(4, partial(parity, Nested, plans, units=CHOSEN[chosen]))
 
 
+@pytest.mark.slow
 @over_plans
 def test_recomputation_of_nested_units(plans: Sequence[str]) -> None:
     run_ranks(4, partial(parity, Nested, plans, units=CHOSEN["nested"], changes={"recompute": True}))

@@ -109,6 +109,7 @@ def ended(process: int) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_launcher_that_is_killed(runs: Runs) -> None:
     """Left alone, they would go on in a directory that another run may take."""
     process = runs.start("orphans", "--nproc", "1", *MANY)
@@ -130,6 +131,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_launcher_that_is_killed_while_it_looks_at_the_hardware() -> None:
     launcher = subprocess.Popen([sys.executable, "-c", COMPUTES], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120

@@ -117,6 +117,7 @@ def test_a_run_is_cut_where_no_data_parallel_plan_fits(recipe: Path) -> None:
     assert plan.recompute
 
 
+@pytest.mark.slow
 def test_options_of_auto_need_auto(recipe: Path) -> None:
     command = [sys.executable, "-m", "thinwire.cli.main", "train", str(recipe), "--codecs", "standard"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)

@@ -130,6 +130,7 @@ print(asked, threads)
 """
 
 
+@pytest.mark.slow
 def test_what_ranks_are_forked_from_has_neither_threads_nor_asked_for_gpus() -> None:
     """Neither threads nor CUDA survive a fork."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -195,6 +195,7 @@ def rank_counts(plan: tw.Plan, own: bool) -> list[int]:
     return list(ran.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ways", [{}, {"tp": 2}, {"pp": 2}], ids=["data", "tp", "pp"])
 @pytest.mark.parametrize("own", [False, True], ids=["", "model-too"])
 def test_recomputed_blocks_run_twice(ways: dict[str, int], own: bool) -> None:

@@ -60,6 +60,7 @@ def check_gathered() -> None:
         runtime(model).lanes.close()
 
 
+@pytest.mark.slow
 def test_units_are_freed_behind_a_backward_that_a_cache_holds_keys_of() -> None:
     run_ranks(2, check_gathered)
 
@@ -79,10 +80,12 @@ def check_generation(names: list[str], plan_name: str) -> None:
             runtime(model).lanes.close()
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_generates() -> None:
     run_ranks(2, check_generation, ["t5", "bart"], "zero3")
 
 
+@pytest.mark.slow
 def test_a_decoder_generates() -> None:
     run_ranks(2, check_generation, ["llama", "mamba2"], "zero3")
 
@@ -128,6 +131,7 @@ def check_recomputation(names: list[str], plan_name: str) -> None:
             runtime(model).lanes.close()
 
 
+@pytest.mark.slow
 def test_recomputation_by_the_plan_leaves_the_cache_out() -> None:
     run_ranks(2, check_recomputation, ["llama", "gemma2", "bart"], "zero3")
 

@@ -16,6 +16,7 @@ FEW = ("gpt2", "mixtral", "mamba2", "t5", "vit", "whisper", "clip")
 PLANS = ("zero3", "hpz", "zero1")
 
 
+@pytest.mark.slow
 def test_one_architecture_of_each_kind_trains_as_in_one_process() -> None:
     for rank, problems in enumerate(run_ranks(2, faults, FEW, ("zero3", "zero1"))):
         assert not problems, f"rank {rank}: " + "\n".join(problems)

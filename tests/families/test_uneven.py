@@ -118,6 +118,7 @@ def check_model(name: str, batch: Callable[[int, int], dict[str, Any]], plan_nam
         runtime(model).lanes.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan_name", ["ddp", "zero1"])
 @pytest.mark.parametrize(
     ("name", "batch", "granularity"),

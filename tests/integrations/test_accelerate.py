@@ -355,6 +355,7 @@ def test_another_engine_of_accelerate_is_refused(monkeypatch: pytest.MonkeyPatch
         ThinwireAccelerator(cpu=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_calls_that_cannot_work_are_refused() -> None:
     accelerator = ThinwireAccelerator(cpu=True, gradient_accumulation_steps=2)

@@ -56,6 +56,7 @@ def compare(
     return pairs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "settings", "names"),
     [
@@ -168,6 +169,7 @@ def refusals() -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_what_cannot_work_is_one_sentence() -> None:
     said = run_ranks(2, refusals)[0]
     wanted = (

@@ -64,6 +64,7 @@ def compare(
     return pairs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "settings", "names"),
     [

@@ -127,6 +127,7 @@ def fit(folder: str, kind: type[Configured], where: str) -> tuple[list[float], l
     return results[0], results[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "where"), [(Large, ""), (Configured, "meta")])
 def test_configure_model_equals_ddp(tmp_path: Path, kind: type[Configured], where: str) -> None:
     reference, losses = run_ranks(2, fit, str(tmp_path), kind, where)[0]
@@ -143,6 +144,7 @@ def refusals(folder: str) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
     twice, without = run_ranks(2, refusals, str(tmp_path))[0]
     assert "is new in Configured, which is sharded" in twice

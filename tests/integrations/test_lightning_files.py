@@ -68,6 +68,7 @@ def resume(folder: str, kind: str, precision: str, world: int) -> tuple[list[flo
     return model.losses, weights(model), model.words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second", "precision"),
     [

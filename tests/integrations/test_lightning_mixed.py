@@ -113,6 +113,7 @@ OVERFLOWING = ("16-mixed", 2.0**25, 0.5, 1)
 """Precision, loss scale of the first step, clipping and accumulation: the first steps overflow."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cases", "names"),
     [
@@ -189,6 +190,7 @@ def compare_fabric(cases: Sequence[Sequence[Any]], names: Sequence[str]) -> list
     return triples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cases", "names"),
     [

@@ -231,6 +231,7 @@ def resumed(folder: str) -> dict[str, tuple[list[float], list[float], list[int]]
     return results
 
 
+@pytest.mark.slow
 def test_a_run_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     results = run_ranks(2, resumed, str(tmp_path))[0]
     undisturbed, again, steps = results["thinwire"]
@@ -266,6 +267,7 @@ def evaluate(folder: str) -> list[dict[str, Any]]:
     return results
 
 
+@pytest.mark.slow
 def test_evaluations_run_alone(tmp_path: Path) -> None:
     reference, result = run_ranks(2, evaluate, str(tmp_path))[0]
     torch.testing.assert_close(result.pop("predicted"), reference.pop("predicted"), rtol=1e-5, atol=1e-6)

@@ -114,6 +114,7 @@ def bytes_and_second_call(directory: Path) -> tuple[int, int, int]:
     return sent, predicted, trainer.state.global_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bytes_are_the_programs_and_train_can_be_called_again(tmp_path: Path, world: int) -> None:
     for sent, predicted, steps in run_ranks(world, bytes_and_second_call, tmp_path, timeout=120):

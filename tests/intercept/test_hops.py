@@ -58,6 +58,7 @@ def operations_job(names: tuple[str, ...], nodes: int) -> None:
         assert {row.why for row in traffic.rows if row.codec == "none"} == {"uint8", "int64"}
 
 
+@pytest.mark.slow
 def test_every_operation_in_two_hops_is_right() -> None:
     run_ranks(4, strictly, operations_job, ("int8:256", "mpc"), 2)
 
@@ -111,6 +112,7 @@ def on_nodes_of_two(train: Callable[..., Losses], *args: Any) -> Losses:
         return train(*args)
 
 
+@pytest.mark.slow
 def test_ddp_and_fsdp_take_two_hops_where_torchrun_started_two_nodes() -> None:
     for example, line, axis in (
         (intercept_ddp.train, "compress_ddp", "ddp"),
@@ -173,6 +175,7 @@ def parity_job() -> dict[str, float]:
     return errors
 
 
+@pytest.mark.slow
 def test_gradients_in_two_hops_are_those_of_torch() -> None:
     for errors in run_ranks(4, strictly, parity_job):
         for name, relative in errors.items():
@@ -213,6 +216,7 @@ def disagree() -> None:
         dist.all_reduce(torch.ones(4096), group=group)
 
 
+@pytest.mark.slow
 def test_ranks_that_count_nodes_differently_are_told() -> None:
     pool = RankPool(4)
     try:

@@ -85,6 +85,7 @@ def operations_job(*names: str) -> None:
             assert traffic.bypassed == 0
 
 
+@pytest.mark.slow
 def test_every_operation_is_encoded_and_right() -> None:
     run_ranks(4, strictly, operations_job, "int8:256", "mpc", timeout=200)
 
@@ -241,6 +242,7 @@ def one_stays_plain(connected: bool) -> None:
         dist.all_reduce(torch.ones(4096), group=group)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_encode_is_explained_within_the_timeout() -> None:
     pool = RankPool(2)
     try:
@@ -512,6 +514,7 @@ def late_job(codec: str) -> dict[str, float]:
     return waited
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["none", "zfp:24"])
 def test_the_time_that_computation_stands_still_is_taken(codec: str) -> None:
     early, late = run_ranks(2, late_job, codec)

@@ -64,6 +64,7 @@ def test_fsdp(codec: str, limit: float) -> None:
             assert not [row for row in traffic["fsdp"].rows if row.why not in ("", "tiny")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_tensor_and_pipeline_parallelism_under_every_policy(few: bool) -> None:
     steps, micro_batches = 2, 4
@@ -151,6 +152,7 @@ def data_parallel_job(policy: str, folder: str) -> dict[str, Losses]:
     return by_layout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policies",
     [(("hybrid", 0.02),), pytest.param((("naive-mpc", 1e-4), ("zhybrid:24-8", 0.02)), marks=pytest.mark.slow)],

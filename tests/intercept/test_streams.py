@@ -116,6 +116,7 @@ def trained(job: Callable[..., Losses], answers: Answer, *args: Any) -> tuple[Lo
     return losses, encoded, outcome(check)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answers", ["never", pytest.param("random", marks=pytest.mark.slow)])
 def test_ddp_and_fsdp_on_streams(answers: Answer) -> None:
     for example, line, operations in (
@@ -130,6 +131,7 @@ def test_ddp_and_fsdp_on_streams(answers: Answer) -> None:
             assert list(encoded.values()) == [operations]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "args", "answers"),
     [
@@ -351,6 +353,7 @@ def staged_job() -> list[str]:
     return [str(hazard) for hazard in check.hazards]
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_gpu_exchange_everything() -> None:
     assert run_ranks(4, strictly, staged_job, timeout=60) == [[]] * 4
 

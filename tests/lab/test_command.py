@@ -29,6 +29,7 @@ def run(*arguments: str, cwd: Path, status: int = 0) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_every_rank_knows_its_place_and_rank_0_owns_the_terminal(tmp_path: Path) -> None:
     script = "echo $(hostname) $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR $THINWIRE_OUT"
     output, errors = run("--nodes", "2", "--ranks", "2", "--", "sh", "-c", script, cwd=tmp_path)
@@ -40,6 +41,7 @@ def test_every_rank_knows_its_place_and_rank_0_owns_the_terminal(tmp_path: Path)
     assert re.search(r"host1 +\S+ B +\S+ .bit/s, ", errors.replace("0 bit/s", "0 kbit/s"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_no_host_runs_on_the_cores_of_another(tmp_path: Path) -> None:
     script = "import os; print('cores', *sorted(os.sched_getaffinity(0)))"
@@ -49,6 +51,7 @@ def test_no_host_runs_on_the_cores_of_another(tmp_path: Path) -> None:
     assert not first & second
 
 
+@pytest.mark.slow
 def test_the_first_failure_ends_the_others_and_is_the_status(tmp_path: Path) -> None:
     script = "echo started; [ $RANK = 3 ] && exit 7; exec sleep 60"
     started = time.monotonic()
@@ -64,6 +67,7 @@ def test_the_first_failure_ends_the_others_and_is_the_status(tmp_path: Path) -> 
     assert (tmp_path / "logs/host1.3.log").read_text() == "started\n"
 
 
+@pytest.mark.slow
 def test_a_process_left_in_the_background_is_ended_and_not_waited_for(tmp_path: Path) -> None:
     started = time.monotonic()
     _, errors = run("--", "sh", "-c", "sleep 60 & echo $RANK", cwd=tmp_path)
@@ -71,12 +75,14 @@ def test_a_process_left_in_the_background_is_ended_and_not_waited_for(tmp_path: 
     assert "[host1.3] 3" in errors
 
 
+@pytest.mark.slow
 def test_logs_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     _, errors = run("--logs", "file", "--", "true", cwd=tmp_path, status=1)
     assert "logs = 'file' cannot be written" in errors
 
 
+@pytest.mark.slow
 def test_links_are_counted_and_written_as_json(tmp_path: Path) -> None:
     send = (
         "import os, socket, time\n"
@@ -168,6 +174,7 @@ def test_every_option_of_the_page_exists() -> None:
         assert all(word in help_text for word in ours if word.startswith("--"))
 
 
+@pytest.mark.slow
 def test_the_page_s_python_runs() -> None:
     [code] = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/lab.md").read_text(), re.MULTILINE | re.DOTALL)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -30,6 +30,7 @@ def lab() -> Iterator[Lab]:
         yield lab
 
 
+@pytest.mark.slow
 def test_hosts_know_each_other_and_nothing_else(lab: Lab) -> None:
     assert [host.address for host in lab.hosts] == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]
     code = "import socket; print(socket.gethostname(), socket.getfqdn(), socket.gethostbyname('host2'))"
@@ -66,6 +67,7 @@ def test_environment_is_what_torchrun_gloo_and_ranks_read(lab: Lab) -> None:
     assert (rank["RANK"], rank["LOCAL_RANK"], rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"]) == ("3", "1", "6", "2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bandwidth", [50e6, 200e6, pytest.param(1e9, marks=pytest.mark.slow)])
 def test_the_rate_is_the_rate_in_both_directions_at_once(lab: Lab, bandwidth: float) -> None:
     lab.shape(bandwidth)
@@ -79,6 +81,7 @@ def test_the_rate_is_the_rate_in_both_directions_at_once(lab: Lab, bandwidth: fl
     assert steadily(right)
 
 
+@pytest.mark.slow
 def test_many_senders_share_the_link_of_one_receiver(lab: Lab) -> None:
     lab.shape(100e6)
 
@@ -89,6 +92,7 @@ def test_many_senders_share_the_link_of_one_receiver(lab: Lab) -> None:
     assert steadily(right)
 
 
+@pytest.mark.slow
 def test_inside_a_host_nothing_is_shaped_or_counted_and_between_hosts_everything(lab: Lab) -> None:
     lab.shape(50e6)
     before = lab.traffic()
@@ -106,6 +110,7 @@ def test_inside_a_host_nothing_is_shaped_or_counted_and_between_hosts_everything
     assert lab.traffic()[0].sent_packets > before[0].sent_packets
 
 
+@pytest.mark.slow
 def test_a_link_goes_down_and_comes_back(lab: Lab) -> None:
     reach = "import socket; socket.create_connection(('host1', 4007), timeout=1)"
     answer = "import socket; s = socket.create_server(('', 4007)); print('on', flush=True); s.accept(); s.accept()"
@@ -127,6 +132,7 @@ def test_a_link_goes_down_and_comes_back(lab: Lab) -> None:
         lab.link(3, up=False)
 
 
+@pytest.mark.slow
 def test_a_spine_is_slower_than_its_leaves() -> None:
     with Lab(LabSpec(nodes=4, bandwidth=200e6, leaf=2, spine_bandwidth=50e6)) as lab:
 
@@ -138,6 +144,7 @@ def test_a_spine_is_slower_than_its_leaves() -> None:
         assert steadily(right)
 
 
+@pytest.mark.slow
 def test_links_without_a_limit_are_fast() -> None:
     with Lab(LabSpec(nodes=2)) as lab:
         assert steadily(lambda: Transfer(lab, 0, 1, 4001, seconds=0.2).rate() > 2e9)
@@ -190,6 +197,7 @@ print(answers)
 """
 
 
+@pytest.mark.slow
 def test_a_share_of_packets_gets_lost_each_way(lab: Lab) -> None:
     lab.shape(100e6, loss=0.2)
     echo = subprocess.Popen(lab.hosts[1].command([sys.executable, "-c", ECHO]), stdout=subprocess.PIPE, text=True)
@@ -205,6 +213,7 @@ def test_a_share_of_packets_gets_lost_each_way(lab: Lab) -> None:
     assert abs(arrived - 0.8**2) < 0.06  # five standard deviations
 
 
+@pytest.mark.slow
 def test_a_shape_that_fails_leaves_links_that_can_be_shaped(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("thinwire.lab.shaping._netem", lambda latency: "delay nonsense")
@@ -214,6 +223,7 @@ def test_a_shape_that_fails_leaves_links_that_can_be_shaped(lab: Lab, monkeypatc
     lab.shape(50e6)
 
 
+@pytest.mark.slow
 def test_a_wrong_shape_leaves_the_lab_as_it_was(lab: Lab) -> None:
     lab.shape(50e6)
     with pytest.raises(SpecError, match=r"bandwidth = 1\.0 bits"):
@@ -230,6 +240,7 @@ def machine() -> tuple[str, ...]:
     return (*sorted(os.listdir("/sys/class/net")), *sorted(os.listdir(named) if named.exists() else ()))  # noqa: PTH208
 
 
+@pytest.mark.slow
 def test_nothing_is_left_and_stubborn_processes_are_ended() -> None:
     before = machine()
     with Lab(LabSpec(nodes=2, bandwidth=1e9)) as lab:
@@ -269,6 +280,7 @@ def test_an_exception_tears_the_lab_down() -> None:
     assert users(inodes) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL]
 )

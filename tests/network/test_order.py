@@ -176,6 +176,7 @@ def check_checkpoints(hosts: Path, path: Path) -> None:
     assert all(gap(other, first) <= TOLERANCE for other in others)
 
 
+@pytest.mark.slow
 def test_checkpoints_do_not_depend_on_the_order(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(HOSTS)
     run_ranks(4, check_checkpoints, tmp_path / "hosts", tmp_path / "checkpoint")

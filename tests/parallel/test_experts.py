@@ -167,6 +167,7 @@ def two_steps(plan: tw.Plan, path: Path) -> None:
     model.save(optimizer, path)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_loads_where_other_numbers_of_ranks_share_experts(tmp_path: Path) -> None:
     plans = [plan_for("zero1", 1, 4, 2), plan_for("zero3", 2, 2, 4), plan_for("zero1", 2, 2, 1)]
     losses, norms, _ = alone("own", 2, 4)
@@ -184,6 +185,7 @@ def train_with_codec(plan: tw.Plan) -> tuple[list[float], int, int, set[str]]:
     return losses, traffic.sent, traffic.plain, {row.codec for row in traffic.rows if row.op != "all_to_all"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axis", "fields"), [("ep", {}), ("cp", {"cp": 2})])
 def test_codecs_of_neighbours_cost_little_and_save_much(axis: str, fields: dict[str, int]) -> None:
     plan = plan_for("ddp", 1, 2, 2 if axis == "ep" else 1, **fields)
@@ -226,6 +228,7 @@ def sent_in_a_step(plan: tw.Plan) -> dict[str, int]:
     return dict(total)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero1", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_ranks_send_the_bytes_of_the_program(name: str) -> None:
     plan = plan_for(name, 2, 2, 2)

@@ -119,6 +119,7 @@ def refusals(cases: list[tuple[str, int, int, dict[str, Any]]]) -> list[str]:
     return told
 
 
+@pytest.mark.slow
 def test_what_cannot_be_cut_is_refused() -> None:
     cases: list[tuple[str, int, int, dict[str, Any]]] = [
         ("mixtral", 2, 1, {}),

@@ -126,6 +126,7 @@ def rank_fp16(plan: tw.Plan) -> tuple[list[float], list[float], list[float], boo
     return losses, norms, scales, kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grid", "fields"),
     [
@@ -189,6 +190,7 @@ def rank_counts(plan: tw.Plan) -> dict[str, tuple[frozenset[str], int, int]]:
     return {axis: (traffic.codecs, traffic.plain, traffic.sent) for axis, traffic in model.axis_traffic().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_axis_is_encoded(dp: int) -> None:
     """The policy's codecs are applied on the axes tp and pp, and the bytes say so."""
@@ -206,6 +208,7 @@ def rank_norms(plan: tw.Plan) -> dict[str, torch.Tensor]:
     return {name: value for name, value in whole_parameters(model).items() if "norm" in name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["int4:256", pytest.param("int4:256,stochastic", marks=pytest.mark.slow)])
 def test_what_tensor_parallel_ranks_hold_whole_stays_alike_under_codecs(codec: str) -> None:
     """Each encodes its gradients beside other neighbours."""

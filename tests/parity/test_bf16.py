@@ -102,6 +102,7 @@ def bytes_sent(plans: dict[str, tw.Plan]) -> dict[str, dict[str, dict[str, int]]
     return by_plan
 
 
+@pytest.mark.slow
 @in_part
 def test_bf16_halves_every_byte(part: str) -> None:
     wide, narrow, mixed = (
@@ -180,6 +181,7 @@ def small_things_add_up(plans: dict[str, tw.Plan]) -> dict[str, tuple[float, flo
     return by_plan
 
 
+@pytest.mark.slow
 @in_part
 def test_gradients_accumulate_and_parameters_are_kept_in_fp32(part: str) -> None:
     """In bf16 256 + 1 is 256, and -260 + 1/4 is -260."""
@@ -193,6 +195,7 @@ def distances(plans: dict[str, tw.Plan]) -> dict[str, Any]:
     return {name: gap(sharded(Case(plan, 2)), alone(world, 2)) for name, plan in plans.items()}
 
 
+@pytest.mark.slow
 @in_part
 @pytest.mark.parametrize(
     ("nodes", "reduce_dtype"),
@@ -266,6 +269,7 @@ def spoiled_step(plans: dict[str, tw.Plan], value: float) -> dict[str, tuple[flo
     return by_plan
 
 
+@pytest.mark.slow
 @in_part
 @pytest.mark.parametrize(
     ("value", "dtype"),

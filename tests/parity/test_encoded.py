@@ -59,6 +59,7 @@ def lossless(nodes: int, local: int) -> dict[str, Case]:
     return cases
 
 
+@pytest.mark.slow
 @in_part
 def test_lossless_codecs_change_nothing(part: str) -> None:
     assert_parity(4, part_of(part, lossless(2, 2)))
@@ -75,6 +76,7 @@ def rounded(cases: dict[str, tuple[tw.Plan, float]]) -> dict[str, Gap]:
     return {name: gap(sharded(Case(chosen)), alone(world, 1)) for name, (chosen, _) in cases.items()}
 
 
+@pytest.mark.slow
 @in_part
 @pytest.mark.parametrize(("nodes", "local"), [(2, 2), pytest.param(3, 2, marks=pytest.mark.slow)])
 def test_rounded_messages_stay_near_means(nodes: int, local: int, part: str) -> None:
@@ -97,6 +99,7 @@ def test_rounded_messages_stay_near_means(nodes: int, local: int, part: str) -> 
             assert difference.norms < 0.03, (rank, name, difference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_program_knows_the_bytes(few: bool) -> None:
     plans = [plan(name, partition="intra", bucket_bytes=1 << 12) for name in ("thinwire", "zeropp-8bit", "zeropp")]
@@ -129,6 +132,7 @@ def by_lane(plans: dict[str, tw.Plan]) -> dict[str, dict[str, int]]:
     return sent
 
 
+@pytest.mark.slow
 def test_reductions_to_owners_have_a_codec_of_their_own() -> None:
     """ZeRO-1 inside a node: the reduce-scatter to the owners is apart from the all-reduce of their replicas."""
     alike = plan("zero1-node", "int4:64")
@@ -138,6 +142,7 @@ def test_reductions_to_owners_have_a_codec_of_their_own() -> None:
         assert sent["alike"]["sync"] == sent["apart"]["sync"] < sent["exact"]["sync"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
 def test_a_lossless_scatter_keeps_gradients_exact_whatever_others_lose(name: str) -> None:
     """All reductions lead to owners, so the codecs of other reductions are not used."""
@@ -190,6 +195,7 @@ def small_updates(chosen: tw.Plan) -> tuple[torch.Tensor, bool]:
     return torch.cat(moved), all(torch.equal(owned.value.view(-1), owned.held) for owned in optim.fragments)
 
 
+@pytest.mark.slow
 def test_fp32_parameters_that_travel_rounded_keep_masters() -> None:
     exact = plan("zero1", compute_dtype="float32")
     alike = zip(
@@ -241,6 +247,7 @@ def train_with_feedback(chosen: tw.Plan) -> int:
     return sum(int(lost.count_nonzero()) for lost in runtime(model).reducer.reductions.feedback.lost.values())
 
 
+@pytest.mark.slow
 def test_error_feedback_is_kept_where_something_is_lost() -> None:
     with_feedback, without = (
         run_ranks(4, train_with_feedback, plan("thinwire", wire={"error_feedback": on})) for on in (True, False)
@@ -304,6 +311,7 @@ def half_encoded(chosen: tw.Plan) -> list[tuple[int, bool]]:
     return steps_sent
 
 
+@pytest.mark.slow
 def test_gradients_are_encoded_for_a_share_of_training() -> None:
     chosen = plan("zeropp").with_(wire={"schedule": 0.5})
     for steps_sent in run_ranks(4, half_encoded, chosen):
@@ -334,6 +342,7 @@ def resumed_while_encoding(chosen: tw.Plan, path: Path) -> list[tuple[float, flo
     return list(zip(whole, steps(again, restored, 2), strict=True))
 
 
+@pytest.mark.slow
 def test_rounding_errors_of_a_checkpoint_count_while_gradients_are_still_encoded(tmp_path: Path) -> None:
     """``wire.schedule`` ends them, and not the first report of progress after a start."""
     chosen = plan("zero1").with_(wire={"dp": "int2:32", "error_feedback": True, "schedule": 0.5})
@@ -393,6 +402,7 @@ def seen_by_the_next_forward(chosen: tw.Plan) -> list[tuple[torch.Tensor, torch.
     return list(zip(seen, settled, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero1", "zero1-node"])
 def test_a_unit_of_which_a_part_is_excluded_waits_for_all_of_it(name: str) -> None:
     """Biases are sent uncompressed and arrive long before matrices, which are decoded."""
@@ -451,6 +461,7 @@ def distance_from_masters(chosen: tw.Plan) -> tuple[float, float, bool]:
     return lost / masters, lost / rounding, all(other == everyone[0] for other in everyone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partition", ["intra", pytest.param("inter", marks=pytest.mark.slow)])
 def test_differences_are_spread_more_exactly_than_parameters(partition: str) -> None:
     whole = plan("zero1", partition=partition).with_(wire={"spread": "int4:64"})
@@ -469,6 +480,7 @@ def test_replicas_that_round_at_random_hold_the_same() -> None:
         assert same, "the nodes hold different parameters"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partition", [pytest.param("intra", marks=pytest.mark.slow), "inter"])
 def test_a_run_that_spreads_differences_resumes_exactly(tmp_path: Path, partition: str) -> None:
     chosen = plan("zero1", partition=partition).with_(wire={"spread": "int4:64", "spread_difference": True})
@@ -479,6 +491,7 @@ def test_a_run_that_spreads_differences_resumes_exactly(tmp_path: Path, partitio
         assert other == pytest.approx(whole, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_exactly(tmp_path: Path) -> None:
     stochastic = {"spread": "int8:64,stochastic", "reduce_intra": "int8:64,stochastic", "reduce_inter": "int4:64"}
     chosen = plan("thinwire").with_(wire={**stochastic, "error_feedback": True})

@@ -185,6 +185,7 @@ def assert_parity(plans: dict[str, tw.Plan], tolerance: float, *ways: str) -> No
         assert not problems, (rank, problems)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_in_fp16_like_one_process_with_a_grad_scaler() -> None:
     assert_parity(presets(("zero1", "zero3"), nodes=1, reduce_dtype="float32"), 5e-6, "LossScale")
 
@@ -244,6 +245,7 @@ def traffic(plans: list[tw.Plan]) -> list[dict[str, dict[str, int]]]:
     return sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zeropp", pytest.param("zero1", marks=pytest.mark.slow)])
 def test_fp16_sends_as_many_bytes_as_bf16(name: str) -> None:
     plans = [tw.Plan.preset(name, nodes=2, local=2, compute_dtype=dtype) for dtype in ("bfloat16", "float16")]
@@ -323,6 +325,7 @@ def plan_of_codec(codec: str, nodes: int, name: str) -> tw.Plan:
     return tw.Plan.preset(name, nodes=nodes, local=2, compute_dtype="float16", **fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nodes", "name", "codecs"),
     [
@@ -396,6 +399,7 @@ def feedback_over_changes(plan: tw.Plan) -> list[str]:
     return problems
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_error_feedback_follows_the_scale(name: str) -> None:
     """Scales are powers of two and modules compute in fp32, so that not a bit may differ from a constant scale."""
@@ -438,6 +442,7 @@ def resumed(plan: tw.Plan, path: Path) -> list[str]:
     return problems
 
 
+@pytest.mark.slow
 def test_a_checkpoint_keeps_the_scale_and_its_rounding_errors(tmp_path: Path) -> None:
     wire = {"reduce_intra": "int4:64", "error_feedback": True}
     plan = tw.Plan.preset("zero3", nodes=1, local=2, compute_dtype="float32", wire=wire)

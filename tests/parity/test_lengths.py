@@ -32,8 +32,8 @@ def trained(plan: tw.Plan, on_device: bool) -> tuple[Curve, Any]:
     ("preset", "fields"),
     [
         ("zero1-node", {"wire": EXACT}),
-        ("zero3", {"wire": EXACT}),
-        ("mics", {"compute_dtype": "bfloat16", "wire": HALF}),
+        pytest.param("zero3", {"wire": EXACT}, marks=pytest.mark.slow),
+        pytest.param("mics", {"compute_dtype": "bfloat16", "wire": HALF}, marks=pytest.mark.slow),
         pytest.param("zero1", {"wire": {"policy": "naive-mpc"}}, marks=pytest.mark.slow),
         pytest.param("hpz", {"wire": {"policy": "mzhybrid:16"}}, marks=pytest.mark.slow),
     ],

@@ -80,6 +80,7 @@ def plans(**changes: Any) -> list[str]:
     return [Plan.preset(name, nodes=2, local=2, **fields).to_toml() for name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mixtral", "llama-tied", "gpt2"))]
 )
@@ -90,6 +91,7 @@ def test_trains_as_in_one_process(kind: str) -> None:
             assert num_units >= 4, "blocks were not found"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["non-reentrant", pytest.param("reentrant", marks=pytest.mark.slow)])
 def test_gradient_checkpointing_of_the_model_itself(checkpointing: str) -> None:
     for result in run_ranks(4, train_many, "llama", plans(), checkpointing):

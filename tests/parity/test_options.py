@@ -62,6 +62,7 @@ def cases_of(options: dict[str, dict[str, Any]], names: tuple[str, ...] = SHAPES
     return {f"{name} {label}": Case(plan(name, **fields), 2) for name in names for label, fields in options.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [("amsp-30b",), pytest.param(("zero2", "hsdp"), marks=pytest.mark.slow)], ids=" ".join
 )
@@ -69,6 +70,7 @@ def test_overlap_switches(names: tuple[str, ...]) -> None:
     assert_parity(4, cases_of({f"no {switch}": {"overlap": {switch: False}} for switch in SWITCHES}, names))
 
 
+@pytest.mark.slow
 @in_part
 def test_no_overlap(part: str) -> None:
     assert_parity(4, part_of(part, cases_of({"no overlap": {"overlap": dict.fromkeys(SWITCHES, False)}})))
@@ -83,6 +85,7 @@ def test_granularity_and_prefetch() -> None:
     assert_parity(4, cases_of(options, ("zero3", "amsp-30b", "hpz")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [("zero3",), pytest.param(("amsp-30b", "zero1", "hpz"), marks=pytest.mark.slow)], ids=" ".join
 )
@@ -95,6 +98,7 @@ def test_recompute(names: tuple[str, ...]) -> None:
     assert_parity(4, cases_of(options, names))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [("zero1",), pytest.param(("amsp-30b", "ddp", "zero2", "zero1-node"), marks=pytest.mark.slow)], ids=str
 )
@@ -158,6 +162,7 @@ def returns_before(name: str, switch: str, lane: Lane, *, on: bool, under_way: i
     return bool(seen[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "switch", "lane"),
     [
@@ -261,12 +266,14 @@ def exchanges(name: str, options: dict[str, Any], micro_batches: int) -> dict[st
     }
 
 
+@pytest.mark.slow
 def test_recompute_runs_forward_again_and_gathers_no_more() -> None:
     plain, again = (run_ranks(4, exchanges, "zero3", {"recompute": flag}, 1)[0] for flag in (False, True))
     assert (plain["calls"], again["calls"]) == (1, 2)
     assert plain["bytes"] == again["bytes"]
 
 
+@pytest.mark.slow
 def test_bucket_bytes_decide_how_many_reductions() -> None:
     small, large = (run_ranks(4, exchanges, "zero1", {"bucket_bytes": size}, 1)[0] for size in (1, "1GiB"))
     assert small["lanes"]["reduce"] == 2 * small["units"]  # two hops each
@@ -274,12 +281,14 @@ def test_bucket_bytes_decide_how_many_reductions() -> None:
     assert small["bytes"]["reduce"] == large["bytes"]["reduce"]
 
 
+@pytest.mark.slow
 def test_granularity_decides_what_a_unit_is() -> None:
     block, module = (run_ranks(4, exchanges, "zero3", {"granularity": g}, 1)[0] for g in ("block", "module"))
     assert (block["units"], module["units"]) == (5, 2 * 3 + 3)
     assert module["lanes"]["reduce"] == 2 * module["units"]
 
 
+@pytest.mark.slow
 def test_secondary_reuse_gathers_across_nodes_once_a_step() -> None:
     without, with_reuse, never = (
         run_ranks(4, exchanges, name, options, 3)[0]["bytes"]["gather"]["across"]
@@ -360,6 +369,7 @@ def two_at_once(names: tuple[str, str]) -> list[Gap]:
     return differences
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [("zero1", "zero1"), ("zero3", "hpz"), pytest.param(("hsdp", "zero1-node"), marks=pytest.mark.slow)]
 )
@@ -413,6 +423,7 @@ def is_freed(name: str) -> bool:
     return all(one() is None for one in left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["zero3", "zero1-node", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "hpz"))]
 )
@@ -423,6 +434,7 @@ def test_a_model_nobody_needs_is_freed(name: str) -> None:
 # -- sums, repeated backwards, clipping ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @in_part
 @pytest.mark.parametrize("marked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_sum_instead_of_mean(marked: bool, part: str) -> None:
@@ -430,6 +442,7 @@ def test_sum_instead_of_mean(marked: bool, part: str) -> None:
     assert_parity(4, part_of(part, cases))
 
 
+@pytest.mark.slow
 @in_part
 def test_micro_batches_without_marks(part: str) -> None:
     """Every backward then counts as a last one; gradients still add up."""
@@ -514,6 +527,7 @@ def irregular_gaps(plans: dict[str, tw.Plan]) -> dict[str, Any]:
     return differences
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grad_reduce", "names"),
     [

@@ -17,6 +17,7 @@ def preset(name: str, nodes: int, local: int, **fields: object) -> tw.Plan:
     return plan.uncompressed()
 
 
+@pytest.mark.slow
 @in_part
 @pytest.mark.parametrize(
     ("partition", "micro_batches"),
@@ -36,6 +37,7 @@ def test_presets_on_2x2(partition: str, micro_batches: int, part: str) -> None:
     assert_parity(4, part_of(part, cases))
 
 
+@pytest.mark.slow
 @in_part
 def test_presets_on_3x2(part: str) -> None:
     plans = part_of(part, distinct_presets(3, 2, compute_dtype="float32"))
@@ -64,6 +66,7 @@ def test_every_combination_of_factors_trains_alike_on_2x2(partition: str, second
     assert_parity(4, {name: Case(plan, 2) for name, plan in plans.items() if (plan.secondary is not None) == secondary})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("local", "nodes", "partition"),
     [

@@ -77,6 +77,7 @@ def sent_and_predicted(plans: dict[str, tw.Plan], micro_batches: int) -> dict[st
     return by_plan
 
 
+@pytest.mark.slow
 @in_part
 @pytest.mark.parametrize(("nodes", "micro_batches"), [pytest.param(2, 1, marks=pytest.mark.slow), (2, 2), (3, 2)])
 def test_every_byte_is_predicted(nodes: int, micro_batches: int, part: str) -> None:

@@ -35,6 +35,7 @@ def sequences(plan: Plan) -> int:
     return plan.data_ranks * plan.micro_batch * plan.micro_batches
 
 
+@pytest.mark.slow
 def test_lossy_codecs_need_a_word_of_consent() -> None:
     without, allowed = chosen(Freedom()), chosen(Freedom(codecs="standard"))
     assert all(codec.is_lossless for codec in without.plan.wire.codecs().values())
@@ -46,6 +47,7 @@ def test_lossy_codecs_need_a_word_of_consent() -> None:
     assert allowed.predicted.seconds < without.predicted.seconds
 
 
+@pytest.mark.slow
 def test_few_bits_have_error_feedback_where_it_is_free() -> None:
     plan = chosen(Freedom(codecs="standard")).plan
     few = any((codec.bits or 16) <= 4 for codec in (plan.wire.reduce_intra, plan.wire.reduce_inter))
@@ -53,6 +55,7 @@ def test_few_bits_have_error_feedback_where_it_is_free() -> None:
     assert plan.wire.error_feedback
 
 
+@pytest.mark.slow
 def test_the_batch_is_divided_freely_and_stays_as_large() -> None:
     own = template()
     for free in (Freedom(), Freedom(largest_micro_batch=2), Freedom(micro_batch=1)):
@@ -62,6 +65,7 @@ def test_the_batch_is_divided_freely_and_stays_as_large() -> None:
     assert chosen(Freedom()).plan.micro_batch == 8
 
 
+@pytest.mark.slow
 def test_batches_that_are_no_power_of_two_are_divided_too() -> None:
     own = template(micro_batch=3, micro_batches=2)
     assert chosen(Freedom(), own=own).plan.micro_batch in (3, 6)
@@ -79,6 +83,7 @@ def test_what_the_search_does_not_decide_stays() -> None:
     assert (plan.units, plan.wire.exclude, plan.partition) == (own.units, ("norm",), "inter")
 
 
+@pytest.mark.slow
 def test_keys_that_the_search_decides_otherwise_are_named() -> None:
     own = template(bucket_bytes=123456, prefetch=5, compute_dtype="float32")
     plan = chosen(Freedom(), own=own).plan
@@ -96,6 +101,7 @@ def least_memory(free: Freedom) -> int:
     return Search(job).smallest()[1].total - 1
 
 
+@pytest.mark.slow
 def test_tensor_and_pipeline_parallelism_are_tried_where_nothing_else_fits() -> None:
     free = Freedom(cuts=True)
     room = least_memory(free)
@@ -113,6 +119,7 @@ def test_a_cut_of_the_run_s_own_plan_stays() -> None:
     assert sequences(choice.plan) == sequences(own)
 
 
+@pytest.mark.slow
 def test_the_plan_is_the_search_s_first() -> None:
     for link in ("200mbit", "none"):
         choice = chosen(Freedom(codecs="standard"), link=link)

@@ -103,6 +103,7 @@ def test_context_parallelism_divides_tokens_and_gathers_keys_and_values() -> Non
     assert shared.samplers == 16
 
 
+@pytest.mark.slow
 def test_the_planner_shares_experts_where_it_pays() -> None:
     """Without sharing, Mixtral's states force every rank of 64 to gather all experts of a block."""
     asked = replace(job(), micro_batch=1)
@@ -116,6 +117,7 @@ def test_the_planner_shares_experts_where_it_pays() -> None:
     assert {c.label for c in shared} <= {"ep 2", "ep 4", "ep 8"}
 
 
+@pytest.mark.slow
 def test_the_planner_shares_experts_where_nothing_else_fits() -> None:
     roomy = replace(job(), micro_batch=1)
     _, smallest = Search(roomy).smallest()

@@ -80,6 +80,7 @@ def test_every_stage_has_a_micro_batch() -> None:
     assert all(count >= cut.pp for cut in asked.cuts for _, count in asked.batches(cut))
 
 
+@pytest.mark.slow
 def test_every_draft_is_a_plan_of_all_ranks_and_tokens() -> None:
     asked = job(tp=None, pp=None, micro_batch=1)
     searching = Search(asked)
@@ -168,6 +169,7 @@ def test_shared_ranks_pay_with_a_slow_network() -> None:
     assert binding(asked, best)
 
 
+@pytest.mark.slow
 def test_data_parallelism_wins_where_there_is_room() -> None:
     asked = job("a800-80g:16x8", ModelSpec.preset("llama-7b", seq=4096), 8, tp=(1, 8), pp=(1, 4))
     result = search(asked, top=1)

@@ -69,6 +69,7 @@ def test_as_many_groups_as_possible_have_a_leaf_of_their_own() -> None:
 SIX = list(itertools.permutations(range(6)))
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(st.data())
 def test_few_orders_are_better(data: st.DataObject) -> None:

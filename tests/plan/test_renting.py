@@ -82,6 +82,7 @@ def test_spot_nodes_cost_less_and_are_taken_away() -> None:
     assert spot.goodput.share < on_demand.goodput.share
 
 
+@pytest.mark.slow
 def test_a_sweep_has_a_row_for_every_number_of_nodes(tmp_path: Path) -> None:
     picture = tmp_path / "sweep.png"
     cluster = ["--cluster", "a100-80g:1x8", "--price", "2", "--mtbf", "1000h"]
@@ -104,6 +105,7 @@ def test_a_sweep_has_a_row_for_every_number_of_nodes(tmp_path: Path) -> None:
     assert cheapest["best"]["nodes"] == min(found, key=lambda row: row["cost_per_billion_tokens"])["nodes"]
 
 
+@pytest.mark.slow
 def test_cost_leaves_groups_out_where_they_do_not_pay(tmp_path: Path) -> None:
     path, chosen = tmp_path / "unlike.toml", tmp_path / "plan.toml"
     path.write_text(UNLIKE)

@@ -61,6 +61,7 @@ def test_every_draft_is_a_valid_plan() -> None:
     assert len({plan.fingerprint() for plan in plans}) == len(plans)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "gbps", [pytest.param(1, marks=pytest.mark.slow), 25, pytest.param(800, marks=pytest.mark.slow)]
 )
@@ -84,6 +85,7 @@ def below_leaves(oversubscription: float) -> TrainingJob:
     return job("a800-80g:16x4", machine={"links": links, "leaves": 4}, codecs="none", micro_batch=2)
 
 
+@pytest.mark.slow
 def test_groups_stay_below_leaves_where_the_spine_is_thin() -> None:
     wide, thin = below_leaves(1), below_leaves(8)
     chosen = [search(asked, top=1).candidates[0] for asked in (wide, thin)]
@@ -94,6 +96,7 @@ def test_groups_stay_below_leaves_where_the_spine_is_thin() -> None:
     assert "leaf switches" not in binding(wide, price_plan(wide, zero1.plan))
 
 
+@pytest.mark.slow
 def test_a_slow_network_is_compressed_and_a_fast_one_is_not() -> None:
     slow = search(job("a800-80g:2x8", machine={"links": {"nic": {"bandwidth": 1e9}}})).candidates[0].plan
     assert not slow.wire.is_none
@@ -101,6 +104,7 @@ def test_a_slow_network_is_compressed_and_a_fast_one_is_not() -> None:
     assert fast.wire.is_none
 
 
+@pytest.mark.slow
 def test_codec_levels_bound_the_choice() -> None:
     slow = {"links": {"nic": {"bandwidth": 1e9}}}
     chosen = {
@@ -113,6 +117,7 @@ def test_codec_levels_bound_the_choice() -> None:
     assert times[3] <= times[2] * (1 + RESOLUTION) < times[0]
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_the_day() -> None:
     first, second = search(job()), search(job())
     assert [c.plan for c in first.candidates] == [c.plan for c in second.candidates]
@@ -159,6 +164,7 @@ def test_plans_of_amsp_s_objective_need_the_memory_that_they_are_listed_with() -
         assert trained.total == pytest.approx(row.memory.total + shares, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_job_that_does_not_fit_gets_remedies_that_work() -> None:
     asked = job("a800-80g:1x8", ModelSpec.preset("llama-13b", seq=4096), 4, micro_batch=4, recompute=False)
     assert not search(asked).candidates
@@ -171,6 +177,7 @@ def test_a_job_that_does_not_fit_gets_remedies_that_work() -> None:
     assert search(replace(asked, recompute=True)).candidates
 
 
+@pytest.mark.slow
 def test_explanations_add_up() -> None:
     asked = job("a800-80g:2x4")
     result = search(asked)
@@ -213,6 +220,7 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_command_plans_without_torch(tmp_path: Path) -> None:
     """A plan for 1024 GPUs, as JSON, and the first one as a file."""
     out = tmp_path / "plan.toml"
@@ -237,6 +245,7 @@ def test_the_command_plans_without_torch(tmp_path: Path) -> None:
     assert Plan.load(out).to_dict() == first["plan"]
 
 
+@pytest.mark.slow
 def test_the_command_says_what_would_fit() -> None:
     result = run_command(
         "--model", "llama-7b", "--cluster", "v100-16g:2x4", "--tokens-per-step", "32k", "--seq", "2048",
@@ -249,6 +258,7 @@ def test_the_command_says_what_would_fit() -> None:
     assert "nothing fits" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -270,6 +280,7 @@ def test_the_command_names_what_is_wrong(arguments: list[str], complaint: str) -
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_plans_for_accelerators_without_bfloat16_compute_in_float16() -> None:
     result = run_command(
         "--model", "llama-7b", "--cluster", "v100-32g:2x8", "--tokens-per-step", "128k", "--codecs", "lossless",

@@ -61,12 +61,14 @@ def spending(plan: Plan, device: torch.device) -> Weightless:
     return Weightless(lambda count: spin(count * seconds), lambda count: spin(count * (seconds + 2e-3)), operations)
 
 
+@pytest.mark.slow
 def test_each_kind_of_stage_has_its_share(control: Control) -> None:
     found = measure_handling(spending, MESH, [], 1.0, control, CPU)
     assert (found.reduce, found.gather, found.codec) == pytest.approx((8e-4, 4e-4, 2e-4), rel=0.2)
     assert found.step == pytest.approx(2e-3, rel=0.2)
 
 
+@pytest.mark.slow
 def test_what_transfers_were_measured_to_take_does_not_count_again(control: Control) -> None:
     rows = [
         CollectiveRow(kind="reduce_scatter", local=local, nodes=nodes, sent=sent, seconds=1.0, low=1.0, high=1.0,

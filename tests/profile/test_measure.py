@@ -107,6 +107,7 @@ def test_an_interrupted_measurement_resumes(tmp_path: Path) -> None:
     assert len(more.collectives) + len(more.codecs) > len(first.collectives) + len(first.codecs)
 
 
+@pytest.mark.slow
 def test_a_single_process_is_refused_with_the_command_for_more(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "thinwire.cli.main", "profile", "--out", str(tmp_path / "p.json")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

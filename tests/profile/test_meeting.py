@@ -27,6 +27,7 @@ def control() -> Iterator[Control]:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_time_that_is_over_leaves_turns_enough(control: Control) -> None:
     begun: list[tuple[Scope, int]] = []
 
@@ -46,6 +47,7 @@ def test_a_time_that_is_over_leaves_turns_enough(control: Control) -> None:
     assert {row.sent for row in rows} == {1 << 20}
 
 
+@pytest.mark.slow
 def test_a_thread_that_shares_a_core_slows_computation(control: Control) -> None:
     """The loss is the time of the other thread, and the misses in the caches."""
     data, cores = bytes(1 << 20), os.sched_getaffinity(0)

@@ -136,6 +136,7 @@ def perform(number: int) -> tuple[bool, bool]:
     return did(spoilt), did(sound)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[case.field.replace(" ", "-") for case in CASES])
 def test_no_field_of_a_program_is_idle(number: int) -> None:
     outcome = {OBEYED: (True, False), CHECKED: (False, True), PARTLY: (False, False)}[CASES[number].outcome]

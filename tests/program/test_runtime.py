@@ -119,6 +119,7 @@ def test_no_gather_runs_ahead_without_overlap() -> None:
         assert ahead[2] == [0] * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [("zero1-node",), pytest.param(("zero3", "zero1", "hpz", "amsp-30b"), marks=pytest.mark.slow)], ids=str
 )

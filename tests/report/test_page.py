@@ -110,6 +110,7 @@ def test_runs_of_one_name_get_distinct_labels_and_none_counts_twice(tmp_path: Pa
         read_runs([runs[0], runs[1], runs[0]])
 
 
+@pytest.mark.slow
 def test_the_report_shows_a_crash_and_a_continuation(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", complete=False)
     RunDirectory(path).note_start(6, {"plan": "zero1 on mesh 1x2", "time": 1_000_000_000})
@@ -123,6 +124,7 @@ def test_the_report_shows_a_crash_and_a_continuation(tmp_path: Path) -> None:
     assert "Started again after step 6 at 2001-09-09 01:46 UTC under zero1 on mesh 1x2." in page.text
 
 
+@pytest.mark.slow
 def test_pages_name_the_hosts_that_a_topology_has_ordered(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run")
     assert "in the order of the mesh" not in page_of(tmp_path, path).text
@@ -133,6 +135,7 @@ def test_pages_name_the_hosts_that_a_topology_has_ordered(tmp_path: Path) -> Non
     assert "Leaf switches are those of hosts. Hosts in the order of the mesh: a c b." in text
 
 
+@pytest.mark.slow
 def test_the_report_names_missing_validation_and_peak(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [record(2, val_loss=None, mfu=None)], complete=False)
     page = page_of(tmp_path, path)
@@ -173,6 +176,7 @@ def test_a_path_without_a_run_is_refused_in_one_sentence(tmp_path: Path) -> None
         assert len(result.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_command_prints_figures_with_what_was_predicted(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run")
     (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {str(i): i for i in range(512)}}}))
@@ -192,6 +196,7 @@ def test_the_command_prints_figures_with_what_was_predicted(tmp_path: Path) -> N
     assert "waiting for gather" in page.text
 
 
+@pytest.mark.slow
 def test_a_prediction_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [record(2)])
     profile().write(tmp_path / "profile.json")

@@ -76,6 +76,7 @@ def train_halves(preset: str, nodes: int, folder: Path) -> tuple[list[float], li
     return values, unlike
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_disjoint_models_train_at_once(preset: str, nodes: int, tmp_path: Path) -> None:

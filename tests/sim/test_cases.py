@@ -159,6 +159,7 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_command_sweeps_draws_and_traces(tmp_path: Path) -> None:
     usual = ["--model", "llama-7b", "--cluster", "a800-80g:2x8", "--plan", "preset:zero3"]
     picture, trace, plan = tmp_path / "sweep.png", tmp_path / "trace.json", tmp_path / "plan.toml"
@@ -184,6 +185,7 @@ def test_the_command_sweeps_draws_and_traces(tmp_path: Path) -> None:
     assert blocking["step_seconds"] > 2 * json.loads(one.stdout)["step_seconds"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

@@ -30,6 +30,7 @@ def test_slow_cards_matter_where_the_network_binds() -> None:
     assert wide.median < 1.1 * wide.undisturbed
 
 
+@pytest.mark.slow
 def test_jitter_costs_more_on_more_gpus_and_a_seed_repeats_it() -> None:
     small, large = (disturbed(case(gpus=gpus), Disturbance(jitter=0.05), samples=30) for gpus in (8, 4096))
     assert 1 < small.median / small.undisturbed < large.median / large.undisturbed

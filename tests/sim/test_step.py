@@ -279,6 +279,7 @@ def test_blocks_that_repeat_are_played_once(name: str, knobs: dict[str, Any], gb
         assert quick.busy == pytest.approx(slow.busy, rel=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_blocks_that_repeat_are_played_once(data: st.DataObject) -> None:

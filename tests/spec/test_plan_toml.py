@@ -61,6 +61,7 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
+@pytest.mark.slow
 @given(plans())
 def test_toml_round_trip(original: Plan) -> None:
     again = Plan.from_toml(original.to_toml())

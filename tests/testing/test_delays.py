@@ -35,6 +35,7 @@ def delay_simulated_streams(name: str, place: Place) -> tuple[int, list[int], li
     return submit.call_count, late, problems
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["lanes", "home"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_body_is_delayed_on_its_stream(name: str, place: Place) -> None:
@@ -51,6 +52,7 @@ def delay_real_threads(name: str, place: Place) -> tuple[list[float], list[float
         return losses, train(name, "cpu"), delays.number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["lanes", "home"])
 @pytest.mark.parametrize("name", NAMES)
 def test_delayed_threads_change_no_loss(name: str, place: Place) -> None:

@@ -190,6 +190,7 @@ def test_tables_of_cases_become_one() -> None:
 # ------------------------------------------------------------------------------------------------------------- runs
 
 
+@pytest.mark.slow
 def test_codecs_rehearsed_on_cpu_give_a_page_with_a_picture(tmp_path: Path) -> None:
     assert perform("codecs", Request("cpu", tmp_path)) == 0
     record = read("codecs", tmp_path, "cpu")
@@ -208,6 +209,7 @@ def test_codecs_rehearsed_on_cpu_give_a_page_with_a_picture(tmp_path: Path) -> N
     assert [case.date for case in again.cases.values()] == dates, "what has passed is not run again"
 
 
+@pytest.mark.slow
 def test_a_part_ends_where_time_does(tmp_path: Path) -> None:
     perform("codecs", Request("cpu", tmp_path, deadline=time.time() + 3))
     record = read("codecs", tmp_path, "cpu")

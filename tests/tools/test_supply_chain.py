@@ -67,6 +67,7 @@ def test_everything_that_make_install_needs_is_locked() -> None:
     assert {canonicalize_name(Requirement(text).name) for text in wanted} <= there
 
 
+@pytest.mark.slow
 def test_two_source_distributions_are_equal(tmp_path: Path) -> None:
     """From two directories, with files of another age and another umask."""
     built = []

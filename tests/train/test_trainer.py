@@ -160,6 +160,7 @@ def losses(trainer: Trainer, number: int) -> list[float | None]:
     return result
 
 
+@pytest.mark.slow
 def test_a_checkpoint_continues_exactly_and_only_on_the_same_tokens(tmp_path: Path) -> None:
     trainer = make(tmp_path)
     losses(trainer, 2)
@@ -295,6 +296,7 @@ def curve(trainer: Trainer, steps: int) -> list[tuple[Any, ...]]:
     return [*records, (position.step, position.loss, position.skipped)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [("train.steps=8",), FP16], ids=["fp32", "fp16"])
 def test_the_device_decides_as_the_host_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: tuple[str, ...]

@@ -63,6 +63,7 @@ def controller() -> Iterator[Controller]:
         yield controller
 
 
+@pytest.mark.slow
 def test_turns_and_failures(controller: Controller) -> None:
     for label in ("idle", "busy"):
         controller.start(system(label))

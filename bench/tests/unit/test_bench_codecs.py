@@ -53,6 +53,7 @@ def accuracy(subject: str, data: str, snr_db: float | None, dtype: str = "float3
     return Accuracy(subject, dtype, data, 1000, snr_db, 8.0)
 
 
+@pytest.mark.slow
 def test_a_small_run_writes_everything(tmp_path: Path) -> None:
     out, picture, page = tmp_path / "codecs.json", tmp_path / "codecs.png", tmp_path / "page.md"
     page.write_text((ROOT / "docs" / "results" / "codecs.md").read_text())
@@ -87,6 +88,7 @@ def test_a_small_run_writes_everything(tmp_path: Path) -> None:
     assert (again.exit_code, again.stdout) == (0, done.stdout)
 
 
+@pytest.mark.slow
 def test_each_instruction_set_has_a_column(tmp_path: Path) -> None:
     out, page = tmp_path / "codecs.json", tmp_path / "page.md"
     page.write_text((ROOT / "docs" / "results" / "codecs.md").read_text())
@@ -112,6 +114,7 @@ def test_each_instruction_set_has_a_column(tmp_path: Path) -> None:
     assert (again.exit_code, again.stdout) == (0, done.stdout)
 
 
+@pytest.mark.slow
 def test_wrong_bytes_of_one_instruction_set_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     last = known_targets()[-1]
 
@@ -129,6 +132,7 @@ def test_wrong_bytes_of_one_instruction_set_are_refused(tmp_path: Path, monkeypa
     assert {row["subject"] for row in json.loads(out.read_text())["target_speeds"]} == {COPY, "int8:256"}
 
 
+@pytest.mark.slow
 def test_a_codec_with_wrong_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     codec = type(get("zfp:8", backend="reference"))
     encode = codec._encode

@@ -48,6 +48,7 @@ def test_the_order_of_systems_is_the_published_one(table: Table) -> None:
                 assert one.simulated < other.simulated, (one.row.system, other.row.system)
 
 
+@pytest.mark.slow
 def test_the_command_writes_tables_and_pictures(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     begin = "<!-- results: begin (written by `thinwire reproduce all --page`) -->"

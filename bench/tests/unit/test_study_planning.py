@@ -79,6 +79,7 @@ def test_a_choice_that_is_a_preset_is_measured_once(name: str) -> None:
     assert len(plans) == 3
 
 
+@pytest.mark.slow
 def test_the_model_as_it_is_now_says_what_the_page_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Of the pairs that were measured for it, whatever has been changed since."""
     results = ROOT / "docs" / "results"

@@ -29,6 +29,7 @@ from thinwire.cli.main import app
 from thinwire.lab import namespaces
 
 
+@pytest.mark.slow
 def test_this_machine() -> None:
     done = CliRunner().invoke(app, ["doctor", "--json"])
     assert done.exit_code == 0, done.output
@@ -45,6 +46,7 @@ def test_this_machine() -> None:
     assert "lo" in {interface["name"] for interface in written["interfaces"]}
 
 
+@pytest.mark.slow
 def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text('raise ImportError("libcudart.so.12: cannot open shared object")')

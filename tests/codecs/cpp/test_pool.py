@@ -73,6 +73,7 @@ def test_a_forked_child_has_threads_of_its_own(x: np.ndarray) -> None:
     pytest.fail("the child hangs")
 
 
+@pytest.mark.slow
 def test_the_process_ends_with_its_workers_and_native_calls_still_work_then() -> None:
     done = run("""
         import atexit

@@ -94,6 +94,7 @@ def _in_32_bits(ttir: str) -> list[str]:
     return [line for line in used if not re.search(r"tt\.get_program_id|arith\.extsi|tt\.addptr", line)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["_transcode", "_expand"])
 def test_threads_wait_before_they_write_what_others_read(compiler: Callable[..., Any], kernel: str) -> None:
     compiler(check_barrier, kernel)
@@ -157,6 +158,7 @@ def check_warm_up(name: str) -> None:
     assert seen[1] <= seen[0]
 
 
+@pytest.mark.slow
 def test_tensors_that_kernels_cannot_reach_are_refused(compiler: Callable[..., Any]) -> None:
     compiler(check_cpu_is_refused)
 

@@ -93,6 +93,7 @@ def decode(codec: Codec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor
 # ------------------------------------------------------------------------------------------------------ the same bits
 
 
+@pytest.mark.slow
 @over_fixed
 def test_messages_and_values_are_the_references(interpreter: Interpreter, name: str) -> None:
     spec = CodecSpec(name)
@@ -102,6 +103,7 @@ def test_messages_and_values_are_the_references(interpreter: Interpreter, name: 
         interpreter(check_fixed, name, DTYPES, [2061])
 
 
+@pytest.mark.slow
 @over_fixed
 def test_short_messages(interpreter: Interpreter, name: str) -> None:
     interpreter(check_fixed, name, [torch.bfloat16], [1, 10])
@@ -129,6 +131,7 @@ def check_fixed(name: str, dtypes: list[torch.dtype], lengths: list[int]) -> Non
         assert same(codec.decode_add(wire, total, encoded=dtype), wanted), case
 
 
+@pytest.mark.slow
 def test_rotated_blocks_of_every_length(interpreter: Interpreter) -> None:
     interpreter(check_rotated, [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192])
 
@@ -162,6 +165,7 @@ def check_one_sided(name: str, numel: int) -> None:
         assert torch.equal(encode(codec, x), reference.encode(x, seed=5)), (name, share)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
 def test_lossless_messages_are_the_references(interpreter: Interpreter, name: str, dtype: torch.dtype) -> None:
     interpreter(check_lossless, name, dtype, [33, 2345 if dtype == torch.bfloat16 else 1100])
@@ -198,6 +202,7 @@ def test_messages_have_the_bytes_they_always_had(interpreter: Interpreter) -> No
 # ------------------------------------------------------------------------------------------------------ fused forms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["none", "bf16", "int8:256", "int4:256,stochastic", "int4:tensor", "mpc"])
 def test_fused_forms_are_their_composition(interpreter: Interpreter, name: str) -> None:
     interpreter(check_fused, name, torch.float32, 700, ["int8:96"])
@@ -306,6 +311,7 @@ def test_tables_of_slices_are_kept() -> None:
     assert [Slices.of(bounds, x).table.data_ptr() for bounds in layouts] == addresses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["bf16", "int8:256", "int4:256", "int8:64,hadamard,stochastic", "int8:tensor", "zfp:8"]
 )
@@ -473,6 +479,7 @@ def check_refusals(name: str, dtype: torch.dtype) -> None:
                 codec.decode(before_a_wall(wire), other, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
 def test_mutated_messages_do_no_harm(interpreter: Interpreter, name: str, dtype: torch.dtype) -> None:
     interpreter(check_mutations, name, dtype, 12)
@@ -513,6 +520,7 @@ def check_mutations(name: str, dtype: torch.dtype, runs: int) -> None:
     assert 0 < refused < runs
 
 
+@pytest.mark.slow
 def test_a_plan_compiles_the_kernels_of_its_codecs(interpreter: Interpreter) -> None:
     interpreter(check_warm_up_of_a_plan)
 

@@ -339,6 +339,7 @@ def test_gloo_meets_through_gateways(keys: Keys, hosts: list[str], monkeypatch: 
             two[0].store.set("past", struct.pack("=H2s4s8x", socket.AF_INET, b"\1\2", b"\x7f\0\0\1"))
 
 
+@pytest.mark.slow
 def test_ranks_without_keys_or_with_others_do_not_join(
     keys: Keys, other_keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

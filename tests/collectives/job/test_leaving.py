@@ -48,6 +48,7 @@ def train_in_three_jobs(preset: str, folder: Path) -> list[list[float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["zero3", pytest.param("zeropp", marks=pytest.mark.slow)])
 def test_a_process_may_leave_a_job_and_join_another(preset: str, tmp_path: Path) -> None:
     with contextlib.closing(RankPool(2)) as pool:
@@ -61,6 +62,7 @@ def shard_for_fewer_ranks(local: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local", [2, 8])
 def test_a_plan_for_another_number_of_ranks_is_refused_on_every_rank(local: int) -> None:
     for sentence in run_ranks(4, shard_for_fewer_ranks, local, timeout=20):

@@ -60,6 +60,7 @@ def use_grid(directory: Path) -> None:
         model.load(optimizer, directory / "c")
 
 
+@pytest.mark.slow
 def test_ranks_of_a_sharded_model_exchange_none(tmp_path: Path) -> None:
     run_ranks(4, use_shards, tmp_path)
 

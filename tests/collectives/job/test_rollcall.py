@@ -134,6 +134,7 @@ def reports_while_waiting() -> int:
     return len(told)
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_does_not_wear_out_the_store() -> None:
     with contextlib.closing(RankPool(2)) as pool:
         assert 1 <= pool.run(reports_while_waiting)[0] <= 10

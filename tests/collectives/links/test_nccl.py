@@ -257,6 +257,7 @@ def test_ranks_without_a_gpu_among_others_are_named_on_every_rank() -> None:
     assert all(text and "ranks [2, 3] have no GPU" in text for text in caught.value.tracebacks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_wait_for_each_other_no_longer_than_they_are_told(rank: int) -> None:
     store = dist.HashStore()  # its own patience is 300 s
@@ -291,6 +292,7 @@ def fail_in_a_step(kind: str) -> tuple[int, int, str]:
     return sum(issue.what == "create" for issue in check.issues), len(aborted), message
 
 
+@pytest.mark.slow
 def test_errors_abort_what_is_queued() -> None:
     for made, aborted, _ in run_ranks(WORLD, fail_in_a_step, "user's own", timeout=60):
         assert made == aborted > 0
@@ -298,6 +300,7 @@ def test_errors_abort_what_is_queued() -> None:
         assert (made > 0, aborted, message) == (True, 0, "")
 
 
+@pytest.mark.slow
 def test_an_exchange_that_fails_aborts_the_others() -> None:
     pool = RankPool(WORLD)
     try:

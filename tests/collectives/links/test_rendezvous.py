@@ -107,6 +107,7 @@ def attempt(port: int, ranks: list[int], world: int, timeout: datetime.timedelta
         return list(threads.map(lambda place: place.store(timeout), places))
 
 
+@pytest.mark.slow
 def test_a_restarted_rank_reads_nothing_of_the_dead(launcher_store: dist.TCPStore) -> None:
     """torch's own ranks share one store from attempt to attempt, and connect to addresses of the dead."""
     before = attempt(launcher_store.port, [0, 1, 2, 3], 4)
@@ -123,6 +124,7 @@ def test_a_restarted_rank_reads_nothing_of_the_dead(launcher_store: dist.TCPStor
     assert after[1].get("address/0") == b"of the living"
 
 
+@pytest.mark.slow
 def test_a_torchrun_that_is_not_there_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match="rank 1 has not reached torchrun's store at MASTER_ADDR"):
         attempt(free_port(), [1], 2, SHORT)

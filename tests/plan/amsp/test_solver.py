@@ -66,6 +66,7 @@ def brute_force(job: TrainingJob) -> list[AmspPlan]:
     return ranked
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     local=st.sampled_from([1, 2, 3, 4, 8]),

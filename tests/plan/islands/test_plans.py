@@ -71,12 +71,14 @@ def test_plans_have_the_outer_optimizer_of_the_studys_arms() -> None:
     assert LAW.outer_at(8) == Islands(count=2).outer, "a law without any leaves the default"
 
 
+@pytest.mark.slow
 def test_a_larger_budget_never_takes_longer() -> None:
     seconds = [island_plans(job(), budget, LAW)[0].candidate.seconds for budget in (0.5, 0.8, 1.5)]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] < seconds[0]
 
 
+@pytest.mark.slow
 def test_islands_win_on_slow_links_only() -> None:
     for gbps, wins in ((0.05, True), (1600.0, False)):
         asked = job(gbps=gbps)
@@ -107,6 +109,7 @@ def test_a_budget_is_a_share_in_percent(text: str) -> None:
         parse_budget(text)
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_is_not_offered() -> None:
     tight = job()
     plans = island_plans(tight, 0.8, LAW)
@@ -131,6 +134,7 @@ COMMAND = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_command_plans_islands_when_asked(tmp_path: Any) -> None:
     out = tmp_path / "plan.toml"
     done = CliRunner().invoke(app, [*COMMAND, "--loss-budget", "50%", "--json", "--out", str(out)])

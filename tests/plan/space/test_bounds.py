@@ -100,12 +100,14 @@ def of_profiled(choose: Any) -> TrainingJob:
     return profiled(link, choose(st.integers(1, 12)), choose(st.sampled_from((1, 4))), clip=choose(st.booleans()))
 
 
+@pytest.mark.slow
 @quick
 @given(data=st.data())
 def test_bounds_hold_at_published_rates(data: st.DataObject) -> None:
     check_bounds(of_published(data.draw), data.draw)
 
 
+@pytest.mark.slow
 @quick
 @given(data=st.data())
 def test_bounds_hold_with_a_profile(data: st.DataObject) -> None:
@@ -128,6 +130,7 @@ def test_bounds_hold_with_stages_and_shared_matrices(data: st.DataObject) -> Non
     check_bounds(published(model, data.draw(clusters), 8, tp=None, pp=None), data.draw)
 
 
+@pytest.mark.slow
 def test_bounds_hold_where_the_root_holds_the_embedding() -> None:
     """The first block is the first unit to gather then, and the second arrives while it computes."""
     model = ModelSpec(layers=8, hidden=2560, heads=4, vocab=512, seq=1024)
@@ -141,6 +144,7 @@ def test_bounds_hold_where_the_root_holds_the_embedding() -> None:
     hold(searching, (candidate for candidate in searching.candidates() if candidate.chain[0].ranks == 8))
 
 
+@pytest.mark.slow
 def test_the_gap_holds_for_every_plan() -> None:
     """Against simulating all plans of a small space, with a profile, where bounds are loosest."""
     job = profiled("200mbit", 4, 1, clip=True)
@@ -152,6 +156,7 @@ def test_the_gap_holds_for_every_plan() -> None:
     assert 0 <= searched.gap < 0.2
 
 
+@pytest.mark.slow
 def test_a_slow_network_leaves_nothing_open() -> None:
     """At 25 Gbit/s, bounds are within a percent of the steps, so that a few simulations prove the answer."""
     cluster = ClusterSpec.named("a100-80g:4x8")

@@ -117,6 +117,7 @@ def campaign(tmp_path: Path, seed: int, count: int) -> None:
     assert outcomes["refused"] > outcomes["loaded"] > 0
 
 
+@pytest.mark.slow
 def test_a_load_survives_any_contents_under_a_right_checksum(tmp_path: Path) -> None:
     campaign(tmp_path, 1, 80)
 

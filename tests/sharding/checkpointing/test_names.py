@@ -55,6 +55,7 @@ def go_on(saved: str, loaded: str, preset: str, folder: Path, old: bool) -> tupl
     return [step(model, optim, number) for number in (1, 2)], [step(other, its_optim, number) for number in (1, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize(("saved", "loaded"), [("compiled", "plain"), ("plain", "parts"), ("parts", "compiled")])
 def test_a_checkpoint_loads_with_and_without_wrappers(saved: str, loaded: str, old: bool, tmp_path: Path) -> None:

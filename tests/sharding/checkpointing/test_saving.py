@@ -110,6 +110,7 @@ def check_one_at_a_time(directory: str) -> None:
             release.join()
 
 
+@pytest.mark.slow
 def test_a_second_save_and_a_load_wait_for_the_first(tmp_path: Path) -> None:
     run_ranks(2, check_one_at_a_time, str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
@@ -191,6 +192,7 @@ def check_a_hanging_disk(directory: str) -> list[str]:
     return told
 
 
+@pytest.mark.slow
 def test_a_disk_that_hangs_fails_the_save_by_name_and_training_goes_on(tmp_path: Path) -> None:
     hangs = f"{tmp_path}/hangs: cannot save: rank 1 still waits for the file system, after 3 s, which is the limit; "
     refused = f"{tmp_path}/refused: cannot save: an earlier save still waits for the file system on rank 1"
@@ -294,5 +296,6 @@ def resident() -> int:
     return (int(words[1]) - int(words[2])) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 def test_a_save_takes_no_more_memory_than_its_copy(tmp_path: Path) -> None:
     assert max(run_ranks(2, check_memory, str(tmp_path))) <= 1.1

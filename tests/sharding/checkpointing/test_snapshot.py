@@ -109,6 +109,7 @@ def test_the_loss_continues_under_any_plan_and_number_of_ranks(tmp_path: Path) -
         assert run_ranks(world, train, other, path, 3, STEPS)[0] == pytest.approx(whole[3:], rel=tolerance), other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [

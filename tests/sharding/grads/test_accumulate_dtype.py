@@ -84,6 +84,7 @@ def compare(plans: list[tuple[str, str]], num_micro_batches: int) -> list[tuple[
     return results
 
 
+@pytest.mark.slow
 @in_part
 @pytest.mark.parametrize("num_micro_batches", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_updates_differ_by_one_rounding_for_each_reduction(num_micro_batches: int, part: str) -> None:
@@ -98,6 +99,7 @@ def test_updates_differ_by_one_rounding_for_each_reduction(num_micro_batches: in
             assert rounded_bytes * 2 == exact_bytes, name
 
 
+@pytest.mark.slow
 def test_gradients_that_are_not_finite_stay_so() -> None:
     plans = [make_plan(name, accumulate_dtype="bfloat16") for name in ("zero1", "zero2", "zero3")]
     for plan in plans:

@@ -35,6 +35,7 @@ def check_parity(names: tuple[str, ...], micro_batches: int) -> dict[str, str]:
     return differences
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "micro_batches"),
     [
@@ -64,6 +65,7 @@ def trained_with_codecs(chunks: int) -> list[float]:
             return [float(value) for parameter in model.parameters() for value in parameter.flatten()]
 
 
+@pytest.mark.slow
 def test_codecs_and_error_feedback_lose_the_same_in_chunks() -> None:
     assert run_ranks(4, trained_with_codecs, 3) == run_ranks(4, trained_with_codecs, 1)
 
@@ -78,6 +80,7 @@ def follow_chunks(name: str, micro_batches: int) -> tuple[int, int]:
         return follow(plan.to_toml(), micro_batches)[0], follow(plan.with_(bucket_chunks=1).to_toml(), micro_batches)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "micro_batches"),
     [
@@ -163,6 +166,7 @@ def check_streams_of_chunks(names: tuple[str, ...]) -> Outcome:
         return check_cases({name: Case(preset(name, bucket_chunks=3), 2) for name in names}, "never")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [("zero3",), pytest.param(("ddp", "zero1", "hpz", "zeropp", "thinwire"), marks=pytest.mark.slow)]
 )
@@ -201,6 +205,7 @@ def train_past_a_failure(fail_in: int | None, forget: bool) -> list[float]:
         return train(plan.to_toml(), fail_in, forget)
 
 
+@pytest.mark.slow
 def test_training_continues_after_a_backward_that_fails_between_chunks() -> None:
     assert run_ranks(4, train_past_a_failure, 1, True) == run_ranks(4, train_past_a_failure, None, True)
 

@@ -137,6 +137,7 @@ def check_all(name: str) -> None:
             check_script(unreported_backward, WHOLE, Chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero3", pytest.param("zero1-node", marks=pytest.mark.slow)])
 def test_gradients_in_any_order_after_units_have_settled(name: str) -> None:
     run_ranks(4, check_all, name)

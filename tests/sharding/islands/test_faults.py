@@ -266,6 +266,7 @@ def test_nobody_waits_for_a_slow_island(tmp_path: Path) -> None:
         assert [e for e in islands.exchanges(2)[1:] if e.source is not None], "it has not caught up"
 
 
+@pytest.mark.slow
 def test_too_few_islands_are_one_sentence(tmp_path: Path) -> None:
     with sea(tmp_path, plan_of(2, minimum=2, patience=1.5)) as islands:
         islands.start(0, steps=8)
@@ -287,6 +288,7 @@ def test_an_island_with_another_plan_does_not_enter(tmp_path: Path) -> None:
         assert "error" not in islands.lines(0)[-1]
 
 
+@pytest.mark.slow
 def test_without_a_lighthouse_an_island_says_so(tmp_path: Path) -> None:
     islands = Islands(tmp_path, "127.0.0.1:9", plan_of(patience=1.0))
     islands.start(0, steps=8)

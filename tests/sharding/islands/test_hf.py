@@ -40,6 +40,7 @@ def check(kind: str, preset: str, *, adapted: bool) -> None:
     close(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "preset", "adapted"),
     [pytest.param("llama-tied", "zero1", False, marks=pytest.mark.slow), ("llama", "zero3", True)],

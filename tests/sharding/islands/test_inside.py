@@ -73,6 +73,7 @@ GRIDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("grid", "fields"), GRIDS)
 def test_an_island_may_cut_its_model(grid: tuple[int, int, int], fields: dict[str, Any]) -> None:
     plan = grids.plan_for(*grid, **fields).with_(islands={"codec": "none", **MEANS})
@@ -131,6 +132,7 @@ def with_torchs(toml: str, kind: type[torch.optim.Optimizer], own: bool) -> list
     return whole(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
 def test_torchs_own_optimizers_exchange_as_ours(name: str, kind: type[torch.optim.Optimizer]) -> None:
@@ -162,6 +164,7 @@ def saved_twice(toml: str, first: str, second: str) -> bool:
     return all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_a_save_in_the_background_keeps_the_exchange_under_way(name: str, tmp_path: Path) -> None:
     plan = plan_of(name, local=2, islands={"count": 2, **LATE})
@@ -211,6 +214,7 @@ EXCHANGES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("islands", EXCHANGES, ids=["at once", "under way"])
 @pytest.mark.parametrize("name", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
 def test_exchanges_order_every_access(name: str, islands: dict[str, Any]) -> None:
@@ -223,6 +227,7 @@ def test_exchanges_order_every_access(name: str, islands: dict[str, Any]) -> Non
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
 def test_checkpoints_during_an_exchange_order_every_access(name: str, tmp_path: Path) -> None:
     plan = plan_of(name, local=2, islands={"count": 2, **LATE})

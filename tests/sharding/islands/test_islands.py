@@ -132,6 +132,7 @@ def assert_like_reference(plan: tw.Plan, inner: str = "sgd", tolerance: float = 
 EXACT = {"count": 2, "every": 3, "outer": {"name": "sgd", "lr": 1.0, "momentum": 0.0}}
 
 
+@pytest.mark.slow
 def test_an_exchange_after_every_step_is_synchronous_training() -> None:
     """With SGD inside: the mean of parameters one step after a common point is a step with the mean gradient. With
     AdamW, whose steps do not add up, no such equality exists."""
@@ -198,6 +199,7 @@ def test_every_sharding_inside_of_an_island(name: str) -> None:
     assert_like_reference(plan, "adamw")
 
 
+@pytest.mark.slow
 def test_optimizer_states_on_one_node_of_an_island_of_two() -> None:
     plan = plan_of("zero1-node", nodes=2, local=1, islands={"count": 2, "every": 3, "fragments": 2}, partition="inter")
     assert_like_reference(plan, "adamw")
@@ -230,6 +232,7 @@ def resumed(toml: str, path: str) -> bool:
     return alike and all(torch.equal(a, b) for a, b in zip(whole(model), wanted, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "local", "islands"),
     [
@@ -268,6 +271,7 @@ def loaded_by(toml: str, path: str) -> list[torch.Tensor]:
     return parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_other_numbers_of_islands_start_from_what_all_agreed_on(delay: int, tmp_path: Any) -> None:
     islands = {"count": 2, "every": 4, "delay": delay}

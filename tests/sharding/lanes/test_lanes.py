@@ -115,6 +115,7 @@ def test_bodies_build_no_graph(lanes: Lanes) -> None:
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.slow
 def test_a_finished_body_releases_its_objects(lanes: Lanes) -> None:
     class Buffer:
         pass
@@ -132,6 +133,7 @@ def test_a_finished_body_releases_its_objects(lanes: Lanes) -> None:
     assert reference() is None, f"{ticket} keeps its buffers alive"
 
 
+@pytest.mark.slow
 def test_a_body_is_kept_until_it_has_run(lanes: Lanes) -> None:
     """Submitted is not done: memory that only the body refers to would be used for something else meanwhile."""
 
@@ -229,6 +231,7 @@ def test_models_take_turns_on_a_lane() -> None:
     other.close()
 
 
+@pytest.mark.slow
 def test_closing_waits_a_second_for_a_stuck_lane_and_the_next_job_gets_another() -> None:
     stuck, gate = Lanes(CPU), Gate()
     stuck.submit(Lane.SYNC, gate)

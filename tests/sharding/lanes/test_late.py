@@ -106,6 +106,7 @@ def compare_all(names: Sequence[str]) -> dict[str, list[str]]:
 FIRST = ("zero3 in fp16", "thinwire")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [FIRST, pytest.param([name for name in CASES if name not in FIRST], marks=pytest.mark.slow)]
 )
@@ -131,6 +132,7 @@ def overflow() -> tuple[str, int]:
     return "", -1
 
 
+@pytest.mark.slow
 def test_a_scale_at_its_floor_is_an_error_of_the_next_step() -> None:
     for message, step in run_ranks(4, overflow):
         assert "not finite even with the smallest loss scale, loss_scale.floor = 1" in message

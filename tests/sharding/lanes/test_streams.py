@@ -40,6 +40,7 @@ def test_presets_order_every_access() -> None:
     assert_ordered(run_ranks(4, check_cases, cases, "never"))
 
 
+@pytest.mark.slow
 def test_reductions_under_input_gradients_order_every_access() -> None:
     plan = preset("zero3", granularity="module", recompute=True, overlap={"input_gradient": True})
     assert_ordered(run_ranks(4, check_cases, {"zero3": Case(plan)}, "never"))
@@ -250,6 +251,7 @@ def check_loops(names: tuple[str, ...], answers: Answer, loops: Sequence[Callabl
     return problems, issues
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "answers", "loops"),
     [
@@ -378,6 +380,7 @@ def assert_ends_ordered(name: str, own: bool, endings: tuple[Ending, ...]) -> No
         assert not problems, "\n".join(problems[:3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "own", "endings"),
     [
@@ -394,6 +397,7 @@ def test_every_end_of_a_step_orders_every_access(name: str, own: bool, endings: 
     assert_ends_ordered(name, own, endings)
 
 
+@pytest.mark.slow
 def test_usual_ends_of_a_step_order_every_access() -> None:
     assert_ends_ordered("zero1", True, (clipped, edited))
 
@@ -415,6 +419,7 @@ def check_scaled(name: str, fused: bool) -> list[str]:
     return [str(hazard) for hazard in check.hazards]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fused"),
     [("zero3", False), *(pytest.param("zeropp", fused, marks=pytest.mark.slow) for fused in (False, True))],
@@ -460,6 +465,7 @@ def check_clipping_of_slices() -> list[str]:
     return [str(hazard) for hazard in check.hazards]
 
 
+@pytest.mark.slow
 def test_clipping_of_slices_orders_every_access() -> None:
     for hazards in run_ranks(4, check_clipping_of_slices):
         assert not hazards, "\n".join(hazards[:3])
@@ -569,6 +575,7 @@ def train_on_two_streams(name: str | None, answers: Answer) -> StreamCheck:
     return check
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "answers"),
     [
@@ -632,6 +639,7 @@ def check_faults(names: tuple[str, ...]) -> dict[str, set[str]]:
     return kinds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [("zero3",), pytest.param(("zero1", "zero2", "hpz", "thinwire", "zeropp"), marks=pytest.mark.slow)]
 )
@@ -677,6 +685,7 @@ def save_while_training(name: str, directory: str, answers: Answer) -> tuple[lis
     return [str(hazard) for hazard in check.hazards], began, saved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answers", ["never", pytest.param("random", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["zero3", "zeropp"])
 def test_a_save_in_the_background_writes_what_has_arrived(name: str, tmp_path: Path, answers: Answer) -> None:
@@ -779,6 +788,7 @@ def events_of_steps() -> list[int]:
     return counts[-2:]
 
 
+@pytest.mark.slow
 def test_times_are_taken_once_somebody_asks() -> None:
     for before, after in run_ranks(4, events_of_steps):
         assert before < after

@@ -104,6 +104,7 @@ def whole(model: nn.Module) -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+@pytest.mark.slow
 def test_checkpoints_of_0_1_load(tmp_path: Path) -> None:
     for values in run_ranks(4, values_after, tmp_path / "checkpoint"):
         half = len(values) // 2

@@ -57,6 +57,7 @@ def cover(parts: list[tuple[int, int]], whole: int) -> bool:
     return position == whole
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(SHAPES, plans(), DTYPES)
 def test_parameters_follow_each_other_and_they_and_shards_are_aligned(
@@ -119,6 +120,7 @@ def test_fragments_partition_every_parameter(shapes: list[torch.Size], plan: Pla
     assert all(cover(parts[slot.name], slot.numel) for slot in layout.slots)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(SHAPES, plans())
 def test_even_shares_are_equal_slices_in_order(shapes: list[torch.Size], plan: Plan) -> None:

@@ -94,6 +94,7 @@ def refuse_each() -> None:
             case()
 
 
+@pytest.mark.slow
 def test_cuda_graphs_are_refused_in_one_sentence() -> None:
     run_ranks(2, refuse_each)
 

@@ -71,6 +71,7 @@ def parity_cases(names: tuple[str, ...], granularities: tuple[str, ...]) -> dict
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "granularities"),
     [
@@ -122,6 +123,7 @@ def with_and_without(fields: dict[str, Any], models: tuple[Callable[[], nn.Modul
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "models"),
     [
@@ -148,6 +150,7 @@ def check_scripts(scripts: tuple[Callable[..., None], ...]) -> None:
         check_script(script, ("zero3", "inter"), **FIRST)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scripts", [(second_order,), pytest.param(SCRIPTS, marks=pytest.mark.slow)], ids=len)
 def test_backwards_in_any_order(scripts: tuple[Callable[..., None], ...]) -> None:
     run_ranks(4, check_scripts, scripts)
@@ -160,6 +163,7 @@ def check_models(model_classes: tuple[Callable[[], nn.Module], ...], recompute: 
     every(model_classes, plans=("zero3", "zero1-node"), changes={**FIRST, "recompute": recompute})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("models", "recompute"),
     [
@@ -282,6 +286,7 @@ def traces(fields: dict[str, Any]) -> None:
             assert [m for m in trace.backward if m[0] not in late] == [m for m in assumed.backward if m[0] not in late]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_traces_are_those_that_plans_assume(recompute: bool) -> None:
     run_ranks(4, traces, {"recompute": recompute, "overlap": {"input_gradient": True}})

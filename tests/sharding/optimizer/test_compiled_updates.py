@@ -59,6 +59,7 @@ def train(preset: str) -> tuple[list[float], list[float], str]:
     return found[0], found[1], str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 def test_compiled_updates(preset: str) -> None:
     for ours, torchs, said in run_ranks(2, train, preset):

@@ -51,6 +51,7 @@ def test_the_runtime_performs_the_program(names: tuple[str, ...], labels: tuple[
     run_ranks(4, follow_many, plans, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [("zero3",), pytest.param(("hpz", "amsp-30b", "mics"), marks=pytest.mark.slow)], ids=" ".join
 )
@@ -60,12 +61,14 @@ def test_training_is_the_same(names: tuple[str, ...]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_tied_and_repeated_layers_train_alike() -> None:
     pairs = [(plan("zero3", granularity="module"), plan("zero3", **OPTIONS["everything"] | {"recompute": False}))]
     for found in run_ranks(4, differences, pairs, Tied):
         assert max(found) < 1e-6
 
 
+@pytest.mark.slow
 def test_kept_units_hold_what_was_decoded() -> None:
     """A unit that stays gathered has the values that gathering it again would give."""
     wire = {"gather": "int4:256,stochastic"}
@@ -73,6 +76,7 @@ def test_kept_units_hold_what_was_decoded() -> None:
     assert run_ranks(4, differences, pairs, Model) == [[0.0]] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", ["some", pytest.param("everything", marks=pytest.mark.slow)])
 def test_every_access_is_ordered(label: str) -> None:
     assert_ordered(run_ranks(4, check_cases, {label: Case(preset("zero3", **OPTIONS[label]), 2)}, "never"))
@@ -106,6 +110,7 @@ def watch(fields: dict[str, Any], micro_batches: int) -> tuple[int, int, int, in
     return gathers, most, gathered_peak(engine.plan, programs.infos, programs.trace), gathered()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [9000, 14000, None])
 def test_no_more_is_gathered_than_the_limit_allows(limit: int | None) -> None:
     """The closer the limit, the more often units are gathered again; without one, each is gathered once a step."""
@@ -115,6 +120,7 @@ def test_no_more_is_gathered_than_the_limit_allows(limit: int | None) -> None:
         assert left == 0
 
 
+@pytest.mark.slow
 def test_small_units_are_gathered_once_a_step_in_one_operation() -> None:
     [kept] = {gathers for gathers, *_ in run_ranks(4, watch, {"granularity": "module", "persist_bytes": 600}, 3)}
     [freed] = {gathers for gathers, *_ in run_ranks(4, watch, {"granularity": "module"}, 3)}

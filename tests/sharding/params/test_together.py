@@ -21,6 +21,7 @@ pytestmark = pytest.mark.ranks
 MODULES = {"granularity": "module", **TOGETHER}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("zero3",), pytest.param(("hpz", "amsp-30b"), marks=pytest.mark.slow)], ids=" ".join)
 def test_modules_take_as_many_collectives_as_blocks(names: tuple[str, ...]) -> None:
     """Counted in what ranks did, which is what the program says."""
@@ -43,6 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [("zero3",), pytest.param(("amsp-30b", "hpz", "mics", "amsp-13b"), marks=pytest.mark.slow)], ids=" ".join
 )
@@ -52,12 +54,14 @@ def test_training_is_the_same(names: tuple[str, ...]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_tied_and_repeated_layers_train_alike() -> None:
     pairs = [(plan(name, granularity="module"), plan(name, **MODULES)) for name in ("zero3", "hpz")]
     for found in run_ranks(4, differences, pairs, Tied):
         assert max(found) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "codecs"),
     [
@@ -77,6 +81,7 @@ def test_what_is_encoded_is_the_same_to_the_bit(names: tuple[str, ...], codecs: 
     assert run_ranks(4, differences, pairs, Model) == [[0.0] * len(pairs)] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "codec", ["int8:256", *(pytest.param(codec, marks=pytest.mark.slow) for codec in ("none", "mpc"))]
 )
@@ -106,6 +111,7 @@ def test_what_was_written_is_spread_without_the_rest_of_its_batch() -> None:
     assert run_ranks(4, norm_after_a_write) == [[3.0] * 16] * 4
 
 
+@pytest.mark.slow
 def test_units_of_different_dtypes_travel_together() -> None:
     half = ({"match": "layers.1*", "dtype": "bfloat16"},)
     pairs = [
@@ -115,12 +121,14 @@ def test_units_of_different_dtypes_travel_together() -> None:
     assert run_ranks(4, differences, pairs, Model) == [[0.0] * len(pairs)] * 4
 
 
+@pytest.mark.slow
 def test_the_program_knows_the_bytes_of_encoded_batches() -> None:
     wire = {"gather": "int8:256", "reduce_intra": "int4:256", "reduce_inter": "int4:256", "exclude": ["*norm*"]}
     plans = [tw.Plan.preset(name, nodes=2, local=2, wire=wire, **MODULES).to_toml() for name in ("zero3", "hpz")]
     run_ranks(4, follow_many, plans, 2)
 
 
+@pytest.mark.slow
 def test_every_access_is_ordered() -> None:
     cases = {name: Case(preset(name, **MODULES), 2, codec_backend="reference") for name in ("zero3", "zeropp")}
     assert_ordered(run_ranks(4, check_cases, cases, "never"))
@@ -141,10 +149,12 @@ def train_past_a_failure(fail_in: int | None, forget: bool) -> list[float]:
         return train(chosen.to_toml(), fail_in, forget)
 
 
+@pytest.mark.slow
 def test_training_continues_after_a_backward_that_fails_between_units_that_are_reduced_together() -> None:
     assert run_ranks(4, train_past_a_failure, 1, True) == run_ranks(4, train_past_a_failure, None, True)
 
 
+@pytest.mark.slow
 def test_gradients_of_which_a_part_was_reduced_are_forgotten() -> None:
     for values in run_ranks(4, train_past_a_failure, 0, False):
         assert all(map(math.isfinite, values))

@@ -118,6 +118,7 @@ def test_training_with_overrides_equals_one_process(preset: str) -> None:
                 torch.testing.assert_close(result["weights"][key], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_units_that_stay_gathered_are_gathered_once_a_step() -> None:
     exact = {"compute_dtype": "float32", "keep_gathered": "none"}
     # Each of 4 units once for its forward, and once more for its backward unless it stays; two hops each.
@@ -129,6 +130,7 @@ def test_units_that_stay_gathered_are_gathered_once_a_step() -> None:
     assert kept["gathers"] == 2 * (3 + 2)
 
 
+@pytest.mark.slow
 def test_a_unit_computes_in_its_own_dtype() -> None:
     units = [
         {"match": "layers.*", "granularity": "module"},
@@ -148,6 +150,7 @@ def test_a_unit_computes_in_its_own_dtype() -> None:
             assert dtypes["layers.0.up"] == "torch.bfloat16"
 
 
+@pytest.mark.slow
 def test_units_that_travel_uncompressed() -> None:
     everything = [{"match": "*", "codec": "none"}]
     (encoded, *_), (exact, *_), (bare, *_) = (
@@ -224,6 +227,7 @@ def train_experts_that_differ_by_rank(names: list[str]) -> None:
         runtime(model).lanes.close()
 
 
+@pytest.mark.slow
 def test_a_declared_leaf_gathers_whole_and_its_experts_may_differ_by_rank() -> None:
     run_ranks(4, train_experts_that_differ_by_rank, ["zero1", "zero2", "zero3", "hpz"])
 

@@ -81,6 +81,7 @@ def num_blocks() -> int:
     return sum(map(len, memory._blocks.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["zero1-node", "zero1", "zero3", "hpz"])
 def test_steady_state_allocates_what_the_model_alone_does(preset: str) -> None:
     alone, *_ = run_ranks(4, count, None)[0]
@@ -153,6 +154,7 @@ def growth_by_exchange(number: int) -> dict[str, int]:
     return grown
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc counts the bytes of its heap")
 def test_control_exchanges_leave_nothing_behind() -> None:
     number = 200

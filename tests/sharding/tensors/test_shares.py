@@ -144,6 +144,7 @@ def check_reads(plans: tuple[str, ...]) -> None:
         close(pair.model)
 
 
+@pytest.mark.slow
 @BOTH
 def test_shares_read_as_the_whole_parameter(plans: tuple[str, ...]) -> None:
     run_ranks(4, check_reads, plans)
@@ -174,6 +175,7 @@ def check_reads_after_a_step(plans: tuple[str, ...]) -> None:
         close(pair.model)
 
 
+@pytest.mark.slow
 @BOTH
 def test_reads_right_after_a_step(plans: tuple[str, ...]) -> None:
     run_ranks(4, check_reads_after_a_step, plans)
@@ -240,6 +242,7 @@ def check_writes(plans: tuple[str, ...]) -> None:
             close(pair.model)
 
 
+@pytest.mark.slow
 @BOTH
 def test_writes_reach_every_rank(plans: tuple[str, ...]) -> None:
     run_ranks(4, check_writes, plans)
@@ -257,6 +260,7 @@ def check_initialisation_with_other_seeds() -> None:
         close(pair.model)
 
 
+@pytest.mark.slow
 def test_ranks_draw_alike() -> None:
     run_ranks(4, check_initialisation_with_other_seeds)
 
@@ -282,6 +286,7 @@ def check_writes_to_whole_parameters(plans: tuple[str, ...]) -> None:
             close(pair.model)
 
 
+@pytest.mark.slow
 @BOTH
 def test_whole_parameters_are_written_where_asked(plans: tuple[str, ...]) -> None:
     run_ranks(4, check_writes_to_whole_parameters, plans)
@@ -324,6 +329,7 @@ def check_gradients(plans: tuple[str, ...]) -> None:
         close(pair.model)
 
 
+@pytest.mark.slow
 @BOTH
 def test_gradients_are_read_cleared_and_edited(plans: tuple[str, ...]) -> None:
     run_ranks(4, check_gradients, plans)
@@ -375,6 +381,7 @@ def check_penalties(plans: tuple[str, ...]) -> None:
         close(pair.model)
 
 
+@pytest.mark.slow
 @BOTH
 def test_penalties_on_parameters(plans: tuple[str, ...]) -> None:
     run_ranks(4, check_penalties, plans)
@@ -399,6 +406,7 @@ def check_hooks(plans: tuple[str, ...]) -> None:
         close(pair.model)
 
 
+@pytest.mark.slow
 @BOTH
 def test_hooks_see_gradients(plans: tuple[str, ...]) -> None:
     run_ranks(4, check_hooks, plans)
@@ -478,6 +486,7 @@ def check_closures_and_scalers(plans: tuple[str, ...]) -> None:
         close(pair.model)
 
 
+@pytest.mark.slow
 @BOTH
 def test_closures_and_gradient_scalers(plans: tuple[str, ...]) -> None:
     run_ranks(4, check_closures_and_scalers, plans)
@@ -497,6 +506,7 @@ def check_loops_by_hand(plans: tuple[str, ...]) -> None:
         close(pair.model)
 
 
+@pytest.mark.slow
 @BOTH
 def test_updates_by_hand(plans: tuple[str, ...]) -> None:
     run_ranks(4, check_loops_by_hand, plans)
@@ -544,6 +554,7 @@ def check_coupled_optimizers(plans: tuple[str, ...]) -> None:
             close(pair.model)
 
 
+@pytest.mark.slow
 @BOTH
 def test_optimizers_that_couple_parameters_or_draw(plans: tuple[str, ...]) -> None:
     run_ranks(4, check_coupled_optimizers, plans)
@@ -570,6 +581,7 @@ def check_methods(plans: tuple[str, ...]) -> None:
             close(pair.model)
 
 
+@pytest.mark.slow
 @BOTH
 def test_methods_other_than_forward(plans: tuple[str, ...]) -> None:
     run_ranks(4, check_methods, plans)
@@ -619,6 +631,7 @@ def check_refusals() -> None:
     assert "float64" in raised(UsageError, tw.shard, nn.Linear(2, 2, dtype=torch.float64), plan("zero3"))
 
 
+@pytest.mark.slow
 def test_refusals() -> None:
     run_ranks(4, check_refusals)
 

@@ -125,6 +125,7 @@ def test_the_step_is_that_of_the_slowest_rank() -> None:
     assert step(old, local) <= step(unlike, local) < step(worst, local)
 
 
+@pytest.mark.slow
 def test_the_search_keeps_slow_links_out_of_frequent_collectives() -> None:
     machine = ClusterSpec.from_toml(UNLIKE)
     equal = ClusterSpec.preset("a100-80g", nodes=4)

@@ -127,6 +127,7 @@ def test_shapes_that_contradict_themselves_are_refused(changes: dict[str, Any], 
         ModelSpec.parse({"layers": 2, "hidden": 64, "heads": 4, "vocab": 100, **changes})
 
 
+@pytest.mark.slow
 def test_the_planner_answers_for_a_mixture_of_experts() -> None:
     command = ["plan", "--model", str(CONFIGS / "mixtral-8x7b.json"), "--cluster", "h100-80g:16x8", "--seq", "4096"]
     result = CliRunner().invoke(app, [*command, "--tokens-per-step", "2M"])

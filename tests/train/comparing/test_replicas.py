@@ -103,6 +103,7 @@ def check_presets(names: list[str]) -> dict[str, str]:
     return said
 
 
+@pytest.mark.slow
 def test_sound_ranks_agree_under_every_preset() -> None:
     (said, *others) = run_ranks(4, check_presets, list(PRESETS))
     assert others == [said] * 3

@@ -63,6 +63,7 @@ def compressed(path: Path, data: bytes, codec: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("suffix", "codec"), [(".gz", "gzip"), (".zst", "zstd")])
 def test_compressed_files_are_read_as_they_are_needed(tmp_path: Path, suffix: str, codec: str) -> None:
     """In memory that does not grow with the file."""
@@ -164,6 +165,7 @@ def test_max_bytes_ends_after_the_document_that_reaches_it(tmp_path: Path) -> No
     assert len(list(find_corpus("jsonl", [str(path)], max_bytes=25).documents())) == 3
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_there_without_its_tests() -> None:
     corpus = find_corpus("stdlib")
     names = {path.name for path in corpus.files}

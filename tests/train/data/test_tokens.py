@@ -174,6 +174,7 @@ def _prepare_and_report(recipe: DataRecipe, queue: Any) -> None:
     queue.put((prepare(recipe, messages.append).fingerprint, bool(messages)))
 
 
+@pytest.mark.slow
 def test_many_processes_build_once(recipe: DataRecipe) -> None:
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()

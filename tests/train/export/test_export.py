@@ -220,6 +220,7 @@ def test_bfloat16_and_another_step(run_with_text: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_a_directory_that_is_not_empty_is_left_alone(run_with_text: Path, tmp_path: Path) -> None:
     run, to = RunDirectory(run_with_text), tmp_path / "out"
     export(run, to, max_shard_bytes=30_000)
@@ -239,6 +240,7 @@ def test_a_directory_that_is_not_empty_is_left_alone(run_with_text: Path, tmp_pa
         export(run, tmp_path / "file")
 
 
+@pytest.mark.slow
 def test_runs_that_cannot_be_exported_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no run"):
         export(RunDirectory(tmp_path), tmp_path / "out")

@@ -120,6 +120,7 @@ def test_a_merged_trace_has_every_rank_on_one_clock(traced: Path) -> None:
     assert max(e["ts"] for e in third) < min(e["ts"] + e["dur"] for e in third)
 
 
+@pytest.mark.slow
 def test_the_report_shows_the_run_and_its_step(traced: Path, tmp_path: Path) -> None:
     written = write_page(tmp_path, [Subject(read_run(traced), unpredicted="not asked for")])
     page = Page(written[0])

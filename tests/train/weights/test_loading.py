@@ -71,6 +71,7 @@ def data_plans(**changes: Any) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [name if name == "llama" else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
 )
@@ -85,6 +86,7 @@ def test_random_values_under_any_plan_and_grid(kind: str) -> None:
     assert all(count > 20 for count in run_ranks(4, same_as_whole, RECIPES[kind], plans))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow), pytest.param("mixtral", marks=pytest.mark.slow)]
 )
@@ -231,6 +233,7 @@ def growth_of_start(recipe: dict[str, Any]) -> tuple[int, int, int]:
     return whole, peak.now() - peak.start, peak.most - peak.start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source", ["file", *(pytest.param(name, marks=pytest.mark.slow) for name in ("random", "ours"))]
 )
