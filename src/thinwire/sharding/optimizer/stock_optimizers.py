@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def _prepare(model: Masters, optimizer: torch.optim.Optimizer) -> None:
             f"{name}.step(): the model has an optimizer of thinwire.optimizer(...) as well, and both would update "
             "it; use one of them"
         )
-    if _compiles(type(optimizer)):
+    if _compiles(type(optimizer).step):
         raise UsageError(
             f"{name}.step() compiles its update, and torch cannot trace shares: make it with "
             f"thinwire.optimizer(model, {name}, ...), which gives it this rank's piece of them as a plain tensor"
@@ -76,9 +77,9 @@ def _prepare(model: Masters, optimizer: torch.optim.Optimizer) -> None:
 
 
 @functools.cache
-def _compiles(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Whether the step of a class calls ``torch.compile``, as torchao's optimizers do."""
-    code = getattr(inspect.unwrap(optimizer_class.step), "__code__", None)
+def _compiles(step: Callable[..., object]) -> bool:
+    """Whether the step of an optimizer's class calls ``torch.compile``, as those of torchao do."""
+    code = getattr(inspect.unwrap(step), "__code__", None)
     return code is not None and {"torch", "compile"} <= set(code.co_names)
 
 
