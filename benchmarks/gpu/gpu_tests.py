@@ -35,8 +35,9 @@ _ELSEWHERE: Final = ("tests/gpu/test_nccl.py", "tests/gpu/test_delays.py")
 _SHOWN, _KEPT = 300, 8000
 """Characters of a failed test's message that the table shows, and those of its text that the record keeps."""
 
-_CONTEXTS: Final = 8
-"""Processes that use the card at once: sixteen beside other parts were refused with `out of memory`."""
+_CONTEXTS: Final = 6
+"""Processes that use the card at once. Above about twenty, those of other parts included, an H200 of 141 GB refused
+further ones with `out of memory`."""
 
 _REHEARSED: Final = ["tests/spec/plan_parts/test_presets.py"]
 """Tests of a few seconds without a GPU: a rehearsal tries how outcomes are read."""

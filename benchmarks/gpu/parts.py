@@ -44,6 +44,9 @@ class Part:
 PARTS: Final = (
     Part("environment", "environment:cases", "which card, driver and software the numbers are from; its ceilings"),
     Part("contact", "contact:cases", "wheels load, codecs agree on 1 MiB, presets make a step, NCCL answers"),
+    Part("step", "step:cases", "a step takes at most 3 % longer than PyTorch and no longer than FSDP2"),
+    Part("codecs", "codecs:cases", "INT8 reaches 80 % and INT4 60 % of a device copy; messages equal the reference"),
+    Part("predictions", "large:cases", "the largest Llama: seconds within 10 %, memory within 5 % of the planner's"),
     Part(
         "tests", "gpu_tests:cases", "Triton codecs give the bytes of the C++ ones; stream lanes keep order", beside=True
     ),
@@ -64,9 +67,6 @@ PARTS: Final = (
         "compiled blocks, recomputation and a Hugging Face model of 1B train as without",
         beside=True,
     ),
-    Part("codecs", "codecs:cases", "INT8 reaches 80 % and INT4 60 % of a device copy; messages equal the reference"),
-    Part("step", "step:cases", "a step takes at most 3 % longer than PyTorch and no longer than FSDP2"),
-    Part("predictions", "large:cases", "the largest Llama: seconds within 10 %, memory within 5 % of the planner's"),
     Part("host", "host:cases", "a unit adds at most 12 launches (30 with codecs) and 0.8 ms of host work"),
     Part("slow-link", "slow_link:cases", "four ranks on the card, two hosts joined by a slow link, steps beside DDP"),
     Part("convergence", "convergence:cases", "124M parameters: what codecs do to the loss"),
