@@ -46,11 +46,11 @@ def draw(speeds: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.set_title(f"{dtype}, {format_bytes(size)}", fontsize=10)
         axes.set_yticks(range(len(codecs)), codecs)
         axes.set_ylim(len(codecs) - 0.4, -0.6)
-        axes.set_xlim(left=0)
         axes.set_xlabel("share of a device copy's speed")
         axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}%")
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)
     handles = [*(Patch(color=colour, label=way) for way, colour in _COLOURS.items()), Patch(color=_GOAL, label="goal")]
+    panels[0].set_xlim(left=0)  # of all, once they have their bars
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     figure.savefig(path, dpi=130)
