@@ -148,8 +148,8 @@ def test_leases_add_up_to_the_whole_check(machine: Path, lease: Path, tmp_path: 
     folder = tmp_path / "lease"
     shutil.copytree(lease, folder)
     dates: dict[str, str] = {}
-    for number in range(8):
-        records = rent(machine, folder, tmp_path / str(number), "--minutes", "2.6")
+    for number in range(4):
+        records = rent(machine, folder, tmp_path / str(number), "--minutes", "4.8")
         for part, record in records.items():
             for name, case in record.cases.items():
                 if case.status == PASSED:
