@@ -36,8 +36,8 @@ _SHOWN, _KEPT = 300, 8000
 """Characters of a failed test's message that the table shows, and those of its text that the record keeps."""
 
 _CONTEXTS: Final = 6
-"""Processes that use the card at once. When there were about thirty, those of other parts included, an H200 refused some
-with `out of memory`, though it had memory left."""
+"""Processes that use the card at once. When there were about thirty, those of other parts included, an H200 refused
+some with `out of memory`, though it had memory left."""
 
 _REHEARSED: Final = ["tests/spec/plan_parts/test_presets.py"]
 """Tests of a few seconds without a GPU: a rehearsal tries how outcomes are read."""

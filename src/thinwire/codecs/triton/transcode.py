@@ -43,8 +43,8 @@ MANY_VALUES = 32
 """Values per thread where scales are searched, because all threads that share a block repeat its work, and
 where messages are rotated back, because every program makes the matrices anew."""
 WARP_VALUES = 64
-"""Values per thread where a searched block of up to 2,048 values then is within a warp: the sums of a search then need no
-barrier; between two warps they need 43."""
+"""Values per thread where a searched block of up to 2,048 values then is within a warp: the sums of a search need no
+barrier there; between two warps they need 43."""
 PARTIALS = 256
 """Number of partial maxima of a message with a single scale."""
 
