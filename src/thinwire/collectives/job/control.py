@@ -208,7 +208,7 @@ def ranks_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> tuple[
     if me not in ranks:
         given = "group" if mesh is None else "mesh"
         of = f" of ranks {list(ranks)}" if ranks else ""
-        raise UsageError(f"{given}={of or ' '}: rank {me} is not in it; only its ranks call thinwire.shard")
+        raise UsageError(f"{given}={of}: rank {me} is not in it; only its ranks call thinwire.shard")
     return ranks
 
 

@@ -66,8 +66,7 @@ def load(parts: Sequence[ModelAndOptimizer], path: Path) -> dict[str, Json]:
     for model, _ in parts:
         runtime_of(model).holds.refuse("load()")
     shapes = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()}, ranks)
-    opened = _everywhere(lambda: _open(shapes, parts, path), ranks)
-    manifest, keys = in_names_of(shapes, opened.manifest)
+    opened, manifest, keys = _everywhere(lambda: _open(shapes, parts, path), ranks)
     same_plan = _holds(manifest, plan_of(parts[0][0]))  # those of other parts follow from it
     loading = [_Loading(model, optim, manifest, path, same_plan=same_plan) for model, optim in parts]
     vectors = Vectors()
@@ -228,11 +227,14 @@ def _everywhere(action: Callable[[], T], ranks: Control) -> T:
     return done[0]
 
 
-def _open(shapes: Mapping[str, Json], parts: Sequence[ModelAndOptimizer], path: Path) -> store.Opened:
-    """Read and verify the manifest of a checkpoint, and check that it fits the model and the optimizer."""
+def _open(
+    shapes: Mapping[str, Json], parts: Sequence[ModelAndOptimizer], path: Path
+) -> tuple[store.Opened, Manifest, dict[str, str]]:
+    """Read and verify the manifest of a checkpoint, and check that it fits the model and the optimizer; returns what
+    :func:`in_names_of` does with it as well."""
     opened = store.open_checkpoint(path)
     check_values(opened.manifest.values, path)
-    manifest, _ = in_names_of(shapes, opened.manifest)
+    manifest, keys = in_names_of(shapes, opened.manifest)
     saved_shapes = manifest.values.get("shapes", {})
     differences = [
         f"{name} is {saved_shapes.get(name, 'missing')} in the checkpoint, {shapes.get(name, 'missing')} in the model"
@@ -245,7 +247,7 @@ def _open(shapes: Mapping[str, Json], parts: Sequence[ModelAndOptimizer], path: 
     check_slices(manifest, shapes, path)
     optim = parts[0][1]
     if optim is None:
-        return opened
+        return opened, manifest, keys
     saved, present = manifest.values.get("optimizer"), type(optim.inner).__name__
     alone = "load the parameters alone with thinwire.load(model, None, path)"
     if saved is None:
@@ -259,7 +261,7 @@ def _open(shapes: Mapping[str, Json], parts: Sequence[ModelAndOptimizer], path: 
             "with the param_groups it was saved with"
         )
     check_groups(manifest.values["groups"], optim.param_groups, path)
-    return opened
+    return opened, manifest, keys
 
 
 def _want_unoptimized(
