@@ -119,7 +119,6 @@ def test_the_readme_leads_to_the_index_and_repeats_little_of_it() -> None:
     assert len(text.split()) < 650
 
 
-@pytest.mark.slow
 def test_the_picture_of_the_readme_is_what_its_command_draws(tmp_path: Path) -> None:
     drawn = tmp_path / "speed.svg"
     subprocess.run([sys.executable, ROOT / "tools" / "headline.py", drawn], check=True)

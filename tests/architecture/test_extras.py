@@ -59,7 +59,6 @@ def test_importing_thinwire_loads_nothing_else() -> None:
     assert loaded_by("import thinwire") == {"thinwire"}
 
 
-@pytest.mark.slow
 def test_sharding_loads_torch_pydantic_and_what_they_need() -> None:
     training = """
 import thinwire as tw

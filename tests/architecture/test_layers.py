@@ -71,7 +71,6 @@ def test_deciding_loads_no_torch(module: str) -> None:
     assert result.stdout.strip() == ""
 
 
-@pytest.mark.slow
 def test_specifications_load_in_a_fraction_of_a_second() -> None:
     code = "import time; start = time.process_time(); import thinwire.spec; print(time.process_time() - start)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -94,7 +94,6 @@ def forbidden(source: str, path: str) -> list[str]:
     return problems
 
 
-@pytest.mark.slow
 def test_nothing_that_is_read_can_run_code() -> None:
     files = {
         str(path.relative_to(source)): path.read_text() for source in SOURCES for path in sorted(source.rglob("*.py"))

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from tests.conftest import is_on_ranks
 from tests.support.paths import ROOT
 
@@ -25,7 +24,6 @@ def imported(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{name.name}" for name in node.names)
 
 
-@pytest.mark.slow
 def test_no_test_imports_another() -> None:
     """What several tests use is in ``tests/support``."""
     names = ((path, name) for path in FILES for name in imported(path) if re.match(r"(bench\.)?tests\.", name))
