@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from thinwire.collectives.group import control
 from thinwire.errors import UsageError
 from thinwire.sharding.modules.discover import Selection
 from thinwire.sharding.runtime.runtime import plan_of, runtime_of
@@ -44,9 +45,9 @@ def join_parts(model: nn.Module, plan: Plan, units: Selection, members: tuple[in
 
 def _check(name: str, part: nn.Module, plan: Plan, members: tuple[int, ...] | None) -> None:
     runtime, present = runtime_of(part), plan_of(part)
-    if runtime.sharded.part.members != members:
+    if runtime.control is not control(members):
         raise UsageError(
-            f"its module {name!r} is sharded already, over ranks {list(runtime.sharded.part.control.ranks)}: give "
+            f"its module {name!r} is sharded already, over ranks {list(runtime.control.ranks)}: give "
             "every part and the model the same mesh= or group="
         )
     if present.fingerprint() != plan.fingerprint():

@@ -82,16 +82,15 @@ def save_whole(model: nn.Module) -> list[Callable[[], None]]:
     method = getattr(model, "save_pretrained", None)
     if method is None:
         return []
-    runtime = runtime_of(model)
+    ranks, holds = runtime_of(model).control, runtime_of(model).holds
 
     @functools.wraps(method)
     def save_pretrained(*args: Any, **kwargs: Any) -> None:
         """As without sharding. Every rank calls it, and the first one writes fp32 masters; inside
         ``thinwire.full_parameters`` any rank may, by itself."""
-        if kwargs.get("state_dict") is not None or runtime.holds.depth:
+        if kwargs.get("state_dict") is not None or holds.depth:
             method(*args, **kwargs)
             return
-        ranks = runtime.sharded.part.control
         wholes: dict[int, Any] = {}  # tied parameters stay one tensor
         for value in (state := model.state_dict()).values():
             if id(value) not in wholes:
@@ -125,7 +124,7 @@ def whole_state(optim: ShardedOptimizer, names: Names) -> dict[str, Any]:
         ``{"state": {number: {key: value}}, "param_groups": [...]}`` as in torch, on the CPU; empty on all ranks but the
         first.
     """
-    shares, ranks = optim.shares, optim.runtime.sharded.part.control
+    shares, ranks = optim.shares, optim.runtime.control
     assert shares is not None
     owned = {item.fragment.slot.name: item for item in optim.fragments}
     mine = {

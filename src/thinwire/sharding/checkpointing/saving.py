@@ -89,7 +89,7 @@ def save(parts: Sequence[ModelAndOptimizer], path: Path, extra: Mapping[str, Jso
 
 def savers(parts: Sequence[ModelAndOptimizer]) -> Control:
     """The ranks that save and load parts of one model together."""
-    return runtime_of(parts[0][0]).sharded.part.control
+    return runtime_of(parts[0][0]).control
 
 
 def start_saving(

@@ -224,9 +224,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.reducer.forget_lost()  # they hold what codecs rounded away from the skipped gradient
 
     def _check(self) -> None:
-        """Refuse a step that would train less than the whole model, or divide gradients that were never multiplied."""
-        if self.runtime.masters is not None:
-            self.runtime.masters.check_all_managed()
+        """Refuse a step that would divide gradients that were never multiplied."""
         scale = self.loss_scale
         if scale is None or scale.applied or all(part.absent for part in self.reducer.parts):
             return
