@@ -27,8 +27,7 @@ from thinwire.errors import UsageError, WireError
 from thinwire.intercept import encoded, exchange
 from thinwire.intercept.channels import Channels
 from thinwire.intercept.gate import MIN_NUMEL, AxisCodecs, EncodingGate, Operation, scale_of
-from thinwire.intercept.members import MembersAxis
-from thinwire.intercept.nodes import check_nodes, count_nodes
+from thinwire.intercept.members import MembersAxis, check_nodes, count_nodes
 from thinwire.intercept.plain import PlainGroup
 from thinwire.intercept.queued import StreamQueue
 from thinwire.intercept.scope import in_backward, is_marked

@@ -57,7 +57,6 @@ from thinwire.program.step import (
     Trace,
     UnitInfo,
 )
-from thinwire.program.turns import ReductionTurn, reduction_turns
 from thinwire.program.wire import axis_shape, idle_codecs
 
 __all__ = [
@@ -86,7 +85,6 @@ __all__ = [
     "StepProgram",
     "Trace",
     "Traffic",
-    "ReductionTurn",
     "UnitInfo",
     "axis_extent",
     "axis_index",
@@ -116,7 +114,6 @@ __all__ = [
     "node_order",
     "padded",
     "reduction_batches",
-    "reduction_turns",
     "slot_offsets",
     "together",
     "traffic_across",

@@ -16,8 +16,8 @@ from functools import cached_property
 
 import torch
 
-from thinwire.program import ReductionTurn
 from thinwire.sharding.grads.reductions import Reductions
+from thinwire.sharding.grads.turns import ReductionTurn
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
 

@@ -23,15 +23,14 @@ from thinwire.program import (
     Moment,
     Operation,
     Phase,
-    ReductionTurn,
     StepProgram,
     Trace,
     UnitInfo,
     default_trace,
     lower,
-    reduction_turns,
 )
 from thinwire.sharding.grads.reducer import Turns
+from thinwire.sharding.grads.turns import ReductionTurn, reduction_turns
 from thinwire.sharding.params.param_group import GatherBatch
 from thinwire.spec import Plan
 

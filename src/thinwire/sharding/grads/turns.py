@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from thinwire.program.step import Event, Lane, Operation, StepProgram
+from thinwire.program import Event, Lane, Operation, StepProgram
 
 __all__ = ["ReductionTurn", "reduction_turns"]
 
