@@ -97,6 +97,7 @@ def test_predictions_say_what_they_rest_on(tmp_path: Path) -> None:
     assert candidate(nothing, plan).simulated.computing > 2 * 7 * 1e-3
 
 
+@pytest.mark.slow
 def test_the_command_measures_what_the_planner_reads(tmp_path: Path) -> None:
     model, out, cluster = tmp_path / "tiny.toml", tmp_path / "kernels.json", tmp_path / "cluster.toml"
     SMALL.with_(layers=1).save(model)

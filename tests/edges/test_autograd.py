@@ -318,7 +318,8 @@ def check_compiled(name: str, backend: str) -> None:
     close(model)
 
 
-@pytest.mark.parametrize("name", ["zero3", pytest.param("zero1-node", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero3", "zero1-node"])
 def test_compiled_blocks(name: str) -> None:
     run_ranks(4, check_compiled, name, "aot_eager")
 

@@ -100,6 +100,7 @@ def opened(directory: Path) -> Counter[tuple[str, str]]:
     )
 
 
+@pytest.mark.slow
 def test_the_command_reads_recipe_and_plan_file_once(opened: Counter[tuple[str, str]]) -> None:
     assert opened["command", "recipe.toml"] == 1
     assert opened["command", "plan.toml"] == 1

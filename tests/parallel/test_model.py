@@ -250,6 +250,7 @@ def rank_is_left(plan: tw.Plan) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_lost_rank_is_named() -> None:
     """Within the job's timeout: groups of a mesh would wait for half an hour by themselves."""
     pool = RankPool(4)

@@ -760,7 +760,7 @@ def launches_of_a_unit(names: tuple[str, ...]) -> dict[str, float]:
     ("name", "budget"),
     [
         ("zero3", 12),
-        ("thinwire", 30),
+        pytest.param("thinwire", 30, marks=pytest.mark.slow),
         pytest.param("zero1", 12, marks=pytest.mark.slow),
         pytest.param("zeropp", 30, marks=pytest.mark.slow),
     ],

@@ -450,6 +450,7 @@ def check_optimizers(plans: tuple[str, ...]) -> None:
             close(pair.model)
 
 
+@pytest.mark.slow
 @BOTH
 def test_any_optimizer_updates_shares(plans: tuple[str, ...]) -> None:
     run_ranks(4, check_optimizers, plans, timeout=240)
