@@ -173,9 +173,10 @@ def is_excluded(plan: Plan, name: str, *, is_whole: bool) -> bool:
         name: Name of the parameter.
         is_whole: Whether tensor parallelism, if the plan has some, does not cut the parameter.
     """
-    encodes = not plan.wire.is_none or (plan.islands is not None and not plan.islands.codec.is_none)
     shared = is_whole and plan.tp > 1
-    return encodes and (shared or any(fnmatch.fnmatchcase(name, pattern) for pattern in plan.wire.exclude))
+    if not shared and not any(fnmatch.fnmatchcase(name, pattern) for pattern in plan.wire.exclude):
+        return False
+    return not plan.wire.is_none or (plan.islands is not None and not plan.islands.codec.is_none)
 
 
 def idle_codecs(plan: Plan) -> tuple[str, ...]:

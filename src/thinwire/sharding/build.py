@@ -134,8 +134,9 @@ def build(
     }
     decides = is_whole and lanes.home.exists and backend_maker(device) is not None
     slices = {name: slice_of(name, p) for unit in modules for name, p in unit.parameters}
-    initial_of = InitialShards(part, everyone if sync_initial else None, values, slices, shard_index(plan, position))
     flats = draw(modules, plan, position)
+    first = everyone if sync_initial else None
+    initial_of = InitialShards(flats, part, first, values, slices, shard_index(plan, position))
     arenas = Arenas(flats, plan, axes, device)
     buffers, gradients = _place(flats, [unit.name for unit in modules], plan, arenas, initial_of)
     initial_of.agree(everyone)

@@ -36,6 +36,9 @@ def lone_ranks(count: int) -> Plan:
     return Plan(name="alone", mesh=one, params=one, grads=one, optimizer=one, islands=Islands(count=count, every=never))
 
 
+_NO_EXCEPTION = UnitOverride(match="*")
+
+
 class Plan(Spec):
     """How one training job is sharded, overlapped and compressed."""
 
@@ -198,12 +201,12 @@ class Plan(Spec):
         Args:
             name: dotted module name of the unit, or of a block or module for ``granularity``.
         """
-        merged: dict[str, Any] = {"match": name or "*"}
+        merged: dict[str, Any] = {}
         for unit in self.units:
             if fnmatch.fnmatchcase(name, unit.match):
                 fields = ((key, getattr(unit, key)) for key in type(unit).model_fields if key != "match")
                 merged |= {key: value for key, value in fields if value is not None}
-        return UnitOverride(**merged)
+        return UnitOverride(match=name or "*", **merged) if merged else _NO_EXCEPTION
 
     def unit_dtype(self, name: str) -> Dtype:
         """The compute dtype of a unit's parameters."""

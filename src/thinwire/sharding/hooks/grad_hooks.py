@@ -68,7 +68,8 @@ class Deliveries(Delivery):
         self._may_settle &= all(map(is_plain, self._parameters))
         self._came_last, self._times = -1, 0  # the parameter that came last, and in how many backwards in a row
         self._only: int | None = None  # the parameter that has the unit's only hook, once it has settled
-        self._handles = [self._hook(slot) for slot in range(len(self._parameters))]
+        with torch._C.DisableTorchFunctionSubclass():  # a hook takes a third of the time
+            self._handles = [self._hook(slot) for slot in range(len(self._parameters))]
 
     def remove(self) -> None:
         """Remove all hooks."""

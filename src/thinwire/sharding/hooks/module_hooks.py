@@ -54,8 +54,9 @@ def install(
     model, home = sharded.model, sharded.lanes.home
     dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
     views: list[_ViewedOutput] = []  # outputs of the current forward
+    gathered = frozenset(b.full.untyped_storage()._cdata for u in sharded.units if u.sharded for b in u.buffers)
     for unit in sharded.units:
-        _hook_unit(unit, sharded, passes, views, undo)
+        _hook_unit(unit, sharded, passes, gathered, views, undo)
         if unit.info.trainable:
             deliveries = Deliveries(unit, sharded.gradients[unit.index], passes, home)
             passes.deliveries.append(deliveries)
@@ -177,6 +178,7 @@ def _hook_unit(
     unit: Unit,
     sharded: ShardedModel,
     passes: Passes,
+    gathered: frozenset[int],
     views: list[_ViewedOutput],
     undo: list[Callable[[], None]],
 ) -> None:
@@ -233,7 +235,6 @@ def _hook_unit(
         passes.post_forward(index, will_hear=hears)
         return output
 
-    gathered = frozenset(b.full.untyped_storage()._cdata for u in sharded.units if u.sharded for b in u.buffers)
     if unit.info.weight_first:
         undo.append(compute_weight_gradient_first(unit.module, _InputGradientOf(passes, home, index)))
     undo.append(unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True).remove)

@@ -97,6 +97,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.reducer, self.step_check, self.shares = runtime.reducer, runtime.step_check, runtime.shares
         self.loss_scale = self.step_check.loss_scale = loss_scale
         self._lanes, self._exchanges, self._holds = runtime.lanes, runtime.exchanges, runtime.holds
+        self._masters = runtime.masters
         sharded = runtime.sharded
         self._update = ShareUpdate(
             self.owned,
@@ -224,7 +225,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.reducer.forget_lost()  # they hold what codecs rounded away from the skipped gradient
 
     def _check(self) -> None:
-        """Refuse a step that would divide gradients that were never multiplied."""
+        """Refuse a step that would train less than the whole model, or divide gradients that were never multiplied."""
+        if self._masters is not None:
+            self._masters.check_all_managed()
         scale = self.loss_scale
         if scale is None or scale.applied or all(part.absent for part in self.reducer.parts):
             return

@@ -72,6 +72,7 @@ def _prepare(model: Masters, optimizer: torch.optim.Optimizer) -> None:
             f"accumulate_dtype = {model.sharded.plan.accumulate_dtype}: {name} reads gradients in fp32; use "
             'thinwire.optimizer(model, ...), which widens them unit by unit, or accumulate_dtype = "float32"'
         )
+    model.check_all_managed()
     runtime.close_step()
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -15,11 +16,15 @@ from thinwire.sharding.params.arenas import Flat
 
 __all__ = ["InitialShards"]
 
+_TOGETHER = 1 << 18
+"""Elements of small buffers that are broadcast together."""
+
 
 class InitialShards:
     """Provides the initial values of this rank's P shards, one flat buffer at a time.
 
     Args:
+        flats: The buffers, in the order in which their values are asked for.
         part: Part of a larger model that this rank trains.
         control: Control of the ranks that start from the first rank's values; ``None`` if each rank uses its own.
         values: Initial values; ``None`` if the parameters hold them.
@@ -29,6 +34,7 @@ class InitialShards:
 
     def __init__(
         self,
+        flats: Sequence[Flat],
         part: LocalPart,
         control: Control | None,
         values: InitialValues | None,
@@ -37,13 +43,15 @@ class InitialShards:
     ) -> None:
         self._part, self._control, self._values, self._slices, self._shard = part, control, values, slices, shard
         self._problem: ThinwireError | None = None
+        self._left = deque(flats)
+        self._wholes: deque[torch.Tensor] = deque()  # values of the next buffers
 
     def __call__(self, flat: Flat) -> torch.Tensor:
         """Initial values, ``[flat.layout.shard_numel]``: fp32, or the buffer's dtype if it is not floating-point."""
         layout = flat.layout
         if self._values is None:
             begin = self._shard * layout.shard_numel
-            return self._whole(flat)[begin : begin + layout.shard_numel]
+            return self._next_whole()[begin : begin + layout.shard_numel]
         if self._problem is None:
             try:
                 return read_shard(layout, self._shard, self._values, self._slices)
@@ -70,14 +78,26 @@ class InitialShards:
 
         control.agree(raise_own, unread, NOTHING, raises_own=True)
 
-    def _whole(self, flat: Flat) -> torch.Tensor:
-        """Initial values of a whole buffer, taken from the first rank if ranks are synchronised."""
-        first = flat.parameters[0]
-        dtype = torch.float32 if first.is_floating_point() else first.dtype
-        values = torch.zeros(flat.layout.numel, dtype=dtype, device=first.device)
-        for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
-            value = self._part.masters.get(slot.name, parameter.detach())
-            values[slot.offset : slot.offset + slot.numel].copy_(local_tensor(value).reshape(-1))
-        if self._control is not None:
-            self._control.broadcast(values)
-        return values
+    def _next_whole(self) -> torch.Tensor:
+        """Initial values of the next whole buffer, taken from the first rank if ranks are synchronised."""
+        if not self._wholes:
+            together = [self._left.popleft()]
+            dtype, device = _dtype(together[0]), together[0].parameters[0].device
+            left = _TOGETHER - together[0].layout.numel
+            while self._left and _dtype(self._left[0]) == dtype and self._left[0].layout.numel <= left:
+                together.append(self._left.popleft())
+                left -= together[-1].layout.numel
+            values = torch.zeros(sum(flat.layout.numel for flat in together), dtype=dtype, device=device)
+            self._wholes.extend(values.split([flat.layout.numel for flat in together]))
+            for flat, whole in zip(together, self._wholes, strict=True):
+                for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
+                    value = self._part.masters.get(slot.name, parameter.detach())
+                    whole[slot.offset : slot.offset + slot.numel].copy_(local_tensor(value).reshape(-1))
+            if self._control is not None:
+                self._control.broadcast(values)
+        return self._wholes.popleft()
+
+
+def _dtype(flat: Flat) -> torch.dtype:
+    first = flat.parameters[0]
+    return torch.float32 if first.is_floating_point() else first.dtype

@@ -211,14 +211,12 @@ class Runtime:
         Raises:
             MismatchError: Two ranks ran units in a different order or took a different number of steps.
             UsageError: On some rank, the backward of the last micro-batch is missing, or a forward wrote to parameters.
-                Raised on every rank. Or a trainable parameter was added after the model was sharded.
+                Raised on every rank.
             CheckpointError: The model is half loaded.
         """
         step_check = self.step_check
         if step_check.result is None or self.passes.may_be_unreported:
             self.refuse_half_loaded()
-            if self.masters is not None:
-                self.masters.check_all_managed()
             self.passes.reach_step()
             if step_check.result is None:
                 step_check.close(self.schedule.order.value, self.schedule.backwards)

@@ -119,7 +119,8 @@ class ShardedParameters:
         share = ShardedParameter(piece, spec, live, requires_grad=requires_grad)
         live.share = share
         if requires_grad:
-            torch.Tensor.register_post_accumulate_grad_hook(share, _accumulation_hook(live))
+            with torch._C.DisableTorchFunctionSubclass():
+                torch.Tensor.register_post_accumulate_grad_hook(share, _accumulation_hook(live))
             self._gradients.norms.shares.append(share)
             self._gradients.hooks.append((share, live.hooks))
         self.parameters[spec.name] = share
