@@ -266,8 +266,9 @@ def _notes(subject: Subject, numbers: Mapping[str, Any], trace: Path | None) -> 
     if run.unreadable:
         lines = _counted(run.unreadable, "line")
         notes.append(f"Left out: {lines} of metrics.jsonl that cannot be read, as a crash leaves them.")
-    slow = [(record["step"], record.get(key)) for record in run.records for key in ("slow", "slow_link")]
-    notes += [f"Step {step}: {sentence}" for step, sentence in slow if sentence][:10]
+    said = ("slow", "slow_link", "allocator")
+    sentences = [(record["step"], record.get(key)) for record in run.records for key in said]
+    notes += [f"Step {step}: {sentence}" for step, sentence in sentences if sentence][:10]
     if run.records and numbers["final_val_loss"] is None:
         notes.append("The run has not validated, so it has no validation loss.")
     if run.records and numbers["mfu"] is None:

@@ -173,9 +173,9 @@ def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress
             if log is not None:
                 log.write(record)
             progress.step(record)
-            for slow in (record.slow, record.slow_link):
-                if slow is not None:
-                    progress.note(slow)
+            for sentence in (record.slow, record.slow_link, record.allocator):
+                if sentence is not None:
+                    progress.note(sentence)
         if save_failed:
             _finish_save(trainer, progress)
         if trainer.saves or stopping:

@@ -41,6 +41,7 @@ from thinwire.train.launching.versions import versions
 from thinwire.train.models.build import draft
 from thinwire.train.models.common import IGNORED, cross_entropy
 from thinwire.train.models.flops import flops_per_token
+from thinwire.train.observing.allocator import AllocatorWatch
 from thinwire.train.observing.islands import IslandWatch
 from thinwire.train.observing.links import LinkWatch
 from thinwire.train.observing.measure import pack, unpack
@@ -106,6 +107,7 @@ class Trainer:
         position: The progress of the run.
         pace: Compares the speed of the ranks; ``None`` if they cannot be compared.
         links: Compares the links of the hosts.
+        allocators: Watches the allocators of all ranks.
         checks: Compares what the ranks hold in common.
         watch: Follows the exchanges of elastic islands.
         ordered: The plan with its ranks in order, and the hosts in that order.
@@ -131,6 +133,7 @@ class Trainer:
     position: Position
     pace: Pace | None
     links: LinkWatch
+    allocators: AllocatorWatch
     checks: ReplicaChecks
     watch: IslandWatch
     ordered: Ordered
@@ -401,6 +404,7 @@ class Trainer:
             exchanges=self.watch.take_exchanges(),
             slow=None if self.pace is None else self.pace.add(own),
             slow_link=self.links.pace.add([mean * self.ranks.size for mean in of_links], self.recent.seconds),
+            allocator=self.allocators.add(measured.memory),
         )
         self.recent = StepTime()
         return record
@@ -459,6 +463,7 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         position=position,
         pace=_pace(plan, hosts, device),
         links=LinkWatch(control(), hosts),
+        allocators=AllocatorWatch(hosts),
         checks=ReplicaChecks(parallel, optimizer, hosts, every=recipe.train.check_replicas),
         watch=IslandWatch(parallel, position, recipe.cluster),
         ordered=ordered,

@@ -38,7 +38,17 @@ def test_this_machine() -> None:
     assert written["versions"]["thinwire"] == thinwire.__version__
     by_name = {check["name"]: check for check in written["checks"]}
     assert written["ready"]
-    assert {"torch", "gloo", "GPU", "NCCL", "native codecs", "C++ compiler", "lab", "ulimit -n"} <= by_name.keys()
+    assert {
+        "torch",
+        "gloo",
+        "GPU",
+        "NCCL",
+        "CUDA allocator",
+        "native codecs",
+        "C++ compiler",
+        "lab",
+        "ulimit -n",
+    } <= by_name.keys()
     assert {check["verdict"] for check in written["checks"]} <= set(get_args(Verdict))
     assert by_name["torch"]["verdict"] == by_name["native codecs"]["verdict"] == "ok"
     assert "4,160 bytes of 16,384" in by_name["native codecs"]["found"]

@@ -108,6 +108,7 @@ def hardware_checks() -> Iterator[Check]:
     has_gpu = torch.cuda.is_available()
     yield _gpu() if has_gpu else _no_gpu()
     yield _nccl(has_gpu)
+    yield _allocator(has_gpu)
     yield _codecs("native codecs", "cpp", "cpu", "codecs on the CPU")
     if importlib.util.find_spec("triton") is not None:
         yield _triton(has_gpu)
@@ -168,6 +169,18 @@ def _nccl(has_gpu: bool) -> Check:
     if not dist.is_nccl_available():
         return Check("NCCL", "not part of this build of torch", use, "missing", f"{_INSTALL} torch", essential=True)
     return Check("NCCL", ".".join(map(str, torch.cuda.nccl.version())), use, essential=True)
+
+
+def _allocator(has_gpu: bool) -> Check:
+    """Whether segments grow, so that free memory can be used whatever its place; importing thinwire asks for it."""
+    name, use = "CUDA allocator", "memory of gathered units, which differ in size"
+    said = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "its defaults"
+    if not has_gpu:
+        return Check(name, "not used without a GPU", use, "none")
+    if "expandable_segments:True" in said:
+        return Check(name, said, use)
+    remedy = "add expandable_segments:True to PYTORCH_CUDA_ALLOC_CONF, or leave the variable unset"
+    return Check(name, f"{said}: segments of fixed sizes", use, "limits", remedy)
 
 
 def _triton(has_gpu: bool) -> Check:

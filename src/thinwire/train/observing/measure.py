@@ -16,11 +16,13 @@ import torch
 
 from thinwire.parallel import Grid, ParallelModel
 from thinwire.sharding import api
+from thinwire.train.observing.allocator import FIGURES, figures
 from thinwire.train.observing.metrics import KINDS
 
 _PER_KIND: Final = 4
 _PER_AXIS: Final = 3
 _AXES: Final = ("tp", "pp", "ep", "cp")
+_MEMORY: Final = ("rss", *FIGURES)
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class StepMeasurements:
         sent: Bytes sent by all ranks, by kind, then ``inside`` and ``across`` nodes; with those of other axes.
         exposed: Seconds that computation waited, by kind, mean over ranks; and of axes that are timed.
         codec: Seconds that codecs took, by kind, mean over ranks.
-        memory: Bytes by rank: ``rss``, and on GPUs ``cuda`` (peak allocated).
+        memory: Bytes by rank: ``rss``, and on GPUs those of
+            :data:`~thinwire.train.observing.allocator.FIGURES`.
         own: Seconds that each rank spent on its own work, by rank.
     """
 
@@ -77,10 +80,9 @@ def pack(
         seconds_of_axis = (axes[axis].waited or 0.0) if axis in axes else 0.0
         stood_still += seconds_of_axis
         words += [count - across, across, seconds_of_axis]
-    memory = [0.0] * (2 * world)
-    memory[rank] = float(resident_bytes())
-    if device.type == "cuda":
-        memory[world + rank] = float(torch.cuda.max_memory_allocated(device))
+    memory = [0.0] * (len(_MEMORY) * world)
+    stats = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
+    memory[rank::world] = [float(resident_bytes()), *figures(stats)]
     own = [0.0] * world
     own[rank] = max(0.0, seconds - stood_still)
     return words + memory + own
@@ -109,9 +111,9 @@ def unpack(means: Sequence[float], world: int) -> StepMeasurements:
             sent[axis] = {"inside": round(inside * world), "across": round(across * world)}
             waited[axis] = seconds
     memory = [round(mean * world) for mean in rest[_PER_AXIS * len(_AXES) : -world]]
-    by_rank = {"rss": memory[:world]}
-    if any(memory[world:]):
-        by_rank["cuda"] = memory[world:]
+    by_rank = {name: memory[world * index : world * (index + 1)] for index, name in enumerate(_MEMORY)}
+    if not any(memory[world:]):  # no GPU
+        by_rank = {"rss": by_rank["rss"]}
     return StepMeasurements(sent, waited, codec, by_rank, [mean * world for mean in rest[-world:]])
 
 

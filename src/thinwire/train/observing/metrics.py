@@ -71,7 +71,8 @@ class StepRecord:
         tokens_per_second: Tokens per second over all ranks.
         tgs: Tokens per second and device.
         mfu: Model FLOPs utilization; attention is not halved for causality; ``None`` if the peak is unknown.
-        memory: Bytes on the rank that uses the most: ``rss``, and on GPUs ``cuda`` (peak allocated).
+        memory: Bytes on the rank that uses the most: ``rss``, and on GPUs those of
+            :data:`~thinwire.train.observing.allocator.FIGURES`, with the number of ``retries``.
         sent: Bytes sent by all ranks since the last record, by kind, then ``inside`` and ``across`` nodes.
         exposed: Seconds that computation waited since the last record, by kind, mean over ranks.
         codec: Seconds that codecs took since the last record, by kind, mean over ranks.
@@ -85,6 +86,7 @@ class StepRecord:
             the parameters were new.
         slow: Sentence about a rank that has become slow or has caught up; usually ``None``.
         slow_link: Sentence about a link between hosts that has become slow or is fast again; usually ``None``.
+        allocator: Sentence about a rank whose allocator ran out of room for the first time; usually ``None``.
         memory_by_rank: `memory` of every rank; ``None`` in most records, because its size grows with the ranks.
         time: Time of the record on rank 0, in seconds since 1970.
     """
@@ -112,6 +114,7 @@ class StepRecord:
     exchanges: Sequence[Mapping[str, Any]] = ()
     slow: str | None = None
     slow_link: str | None = None
+    allocator: str | None = None
     memory_by_rank: Mapping[str, Sequence[int]] | None = None
     time: float = field(default_factory=time.time)
 

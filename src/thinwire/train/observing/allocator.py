@@ -1,0 +1,64 @@
+"""Watches torch's caching allocator: what it holds, what lies idle in pieces, and who had to empty the cache.
+
+Gathered units of different sizes come and go, so memory may be free and yet of no use (DeepSpeed's ZeRO-3 on EFA spends
+most of its memory work on this). A retry stops the device: the allocator waits for all streams, gives cached memory
+back to the device, and asks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from thinwire.units import format_bytes
+
+__all__ = ["FIGURES", "AllocatorWatch", "figures"]
+
+FIGURES: Final = {
+    "cuda": "allocated_bytes.all.peak",
+    "reserved": "reserved_bytes.all.peak",
+    "pieces": "inactive_split_bytes.all.peak",
+    "retries": "num_alloc_retries",
+}
+"""What is read of ``torch.cuda.memory_stats``, by its name in records: the most bytes that tensors had, that the
+allocator held, and that lay idle beside tensors in the same segments; the number of retries since the start."""
+
+
+def figures(stats: Mapping[str, Any]) -> list[float]:
+    """The numbers of :data:`FIGURES`, in that order; 0 for what an allocator does not count."""
+    return [float(stats.get(key, 0)) for key in FIGURES.values()]
+
+
+class AllocatorWatch:
+    """Says once for each rank that its allocator ran out of room.
+
+    Args:
+        hosts: Names of the ranks' hosts, by rank.
+    """
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._hosts = hosts
+        self._told: set[int] = set()
+
+    def add(self, memory: Mapping[str, Sequence[int]]) -> str | None:
+        """Add the measurements of a record.
+
+        Args:
+            memory: The figures by name, of each rank; nothing of a GPU on others.
+
+        Returns:
+            A sentence if a rank has retried for the first time; else ``None``.
+        """
+        retries = memory.get("retries", ())
+        new = [rank for rank, count in enumerate(retries) if count and rank not in self._told]
+        if not new:
+            return None
+        self._told.update(new)
+        rank = max(new, key=retries.__getitem__)
+        held, used, idle = (format_bytes(memory[name][rank]) for name in ("reserved", "cuda", "pieces"))
+        others = f", and {len(new) - 1} more," if len(new) > 1 else ""
+        return (
+            f"rank {rank} on {self._hosts[rank]}{others} ran out of room: the allocator emptied its cache, which stops "
+            f"the device. It held up to {held}, tensors {used}, and {idle} lay idle in pieces; set "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True if it is not, or lower plan.micro_batch"
+        )
