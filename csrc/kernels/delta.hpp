@@ -1,0 +1,36 @@
+// The kernels of `delta` (docs/wire-format.md): one block, on one thread.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/kernels.hpp"
+
+namespace thinwire {
+
+// The numbers are those of messages.
+enum class DeltaType : int { float32 = 0, bfloat16 = 1, float16 = 2, float8_e4m3 = 3, float8_e5m2 = 4 };
+
+constexpr int kDeltaTypes = 5;
+
+// Memory for the work on one block. Each part but the first has a number for each value, rounded up to 64.
+struct DeltaRoom {
+    std::uint64_t* changed;  // a bit for each value
+    std::uint8_t* classes;
+    std::uint32_t* places;  // of changed values, class by class
+    std::uint32_t* ranks;   // of the same, within their class
+    std::uint32_t* sizes;   // of their steps
+    std::uint32_t* big;     // ranks of steps above one among the changes of their class
+    std::uint32_t* runs[2];
+};
+
+struct DeltaKernels {
+    std::uint64_t (*checksum)(const void* bytes, std::int64_t nbytes);
+    // The bytes of a block's message, which has fewer than `limit` and has room for 8 more; otherwise -1.
+    std::int64_t (*encode)(DeltaType type, const void* before, const void* after, std::int64_t numel,
+                           const DeltaRoom& room, char* to, std::int64_t limit);
+    // Returns whether these bytes are the message of a block of such an old tensor.
+    bool (*apply)(DeltaType type, const void* before, std::int64_t numel, const char* body, std::int64_t nbytes,
+                  const DeltaRoom& room, void* after);
+};
+
+}  // namespace thinwire

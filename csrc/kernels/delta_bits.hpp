@@ -1,0 +1,159 @@
+// Bits of a block of `delta`, the lowest of each byte first. Included by delta.cpp only.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/kernels.hpp"
+
+namespace thinwire::THINWIRE_TARGET {
+namespace {
+
+// A quotient of so many and more is written as so many ones, and the number in 32 bits.
+constexpr int kUnary = 20;
+constexpr int kEscape = kUnary + 32;
+
+int bit_length(std::uint32_t number) {
+    return number == 0 ? 0 : 32 - __builtin_clz(number);
+}
+
+constexpr std::uint64_t low_bits(int count) {
+    return (std::uint64_t{1} << count) - 1;
+}
+
+// Numbers of each bit length, and the Rice parameter that suits them.
+class Lengths {
+public:
+    void add(std::uint32_t number) {
+        ++counts_[bit_length(number)];
+    }
+
+    // What numbers of a length cost on average is taken twice, so that it is whole. The first of several equal ones.
+    int parameter() const {
+        int best = 0;
+        std::uint64_t least = ~std::uint64_t{0};
+        int longest = 32;
+        while (longest > 0 && counts_[longest] == 0) {
+            --longest;
+        }
+        for (int k = 0; k <= longest && k < 32; ++k) {  // a longer one costs more
+            std::uint64_t total = 0;
+            for (int length = 0; length <= longest; ++length) {
+                const std::uint64_t twice = length > k ? (std::uint64_t{3} << (length - 1 - k)) - 1 : 0;
+                const auto code = static_cast<std::uint64_t>(2 * (k + 1));
+                total += counts_[length] * (twice < 2 * kUnary ? twice + code : std::uint64_t{2 * kEscape});
+            }
+            if (total < least) {
+                least = total;
+                best = k;
+            }
+        }
+        return best;
+    }
+
+private:
+    std::uint32_t counts_[33] = {};
+};
+
+class BitWriter {
+public:
+    BitWriter(char* to, std::int64_t limit) : to_(to), at_(to), end_(to + limit) {}
+
+    // At most 56 bits. What no longer fits is dropped, and `size` says so.
+    void put(std::uint64_t bits, int count) {
+        if (at_ >= end_) {
+            return;
+        }
+        held_ |= bits << filled_;
+        filled_ += count;
+        __builtin_memcpy(at_, &held_, sizeof held_);
+        at_ += filled_ >> 3;
+        held_ >>= filled_ & 56;
+        filled_ &= 7;
+    }
+
+    void put_rice(std::uint32_t number, int k) {
+        const std::uint32_t quotient = number >> k;
+        if (quotient < kUnary) {
+            const auto q = static_cast<int>(quotient);
+            put(low_bits(q) | (number & low_bits(k)) << (q + 1), q + 1 + k);
+        } else {
+            put(low_bits(kUnary) | std::uint64_t{number} << kUnary, kEscape);
+        }
+    }
+
+    // Bytes, or -1 if there are as many as the limit or more.
+    std::int64_t size() const {
+        const std::int64_t bytes = at_ - to_ + (filled_ > 0 ? 1 : 0);
+        return bytes < end_ - to_ ? bytes : -1;
+    }
+
+private:
+    char* const to_;
+    char* at_;
+    char* const end_;
+    std::uint64_t held_ = 0;
+    int filled_ = 0;
+};
+
+// Zeros follow the end.
+class BitReader {
+public:
+    BitReader(const char* from, std::int64_t bytes) : from_(from), bytes_(bytes) {}
+
+    std::int64_t place() const {
+        return at_;
+    }
+    void skip(std::int64_t bits) {
+        at_ += bits;
+    }
+    bool has(std::int64_t bits) const {
+        return at_ + bits <= 8 * bytes_;
+    }
+
+    bool bit(std::int64_t place) const {
+        return (from_[place >> 3] >> (place & 7) & 1) != 0;
+    }
+
+    std::uint64_t take(int count) {
+        const std::uint64_t bits = peek() & low_bits(count);
+        at_ += count;
+        return bits;
+    }
+
+    std::uint64_t take_rice(int k) {
+        const std::uint64_t bits = peek();
+        const int q = __builtin_ctzll(~bits | std::uint64_t{1} << kUnary);
+        if (q == kUnary) {
+            at_ += kEscape;
+            return bits >> kUnary & low_bits(32);
+        }
+        at_ += q + 1 + k;
+        return static_cast<std::uint64_t>(q) << k | (bits >> (q + 1) & low_bits(k));
+    }
+
+    // Whether all bits were taken but zeros that complete the last byte.
+    bool at_end() const {
+        const std::int64_t left = 8 * bytes_ - at_;
+        return left >= 0 && left < 8 && (left == 0 || static_cast<std::uint8_t>(from_[bytes_ - 1]) >> (8 - left) == 0);
+    }
+
+private:
+    const char* const from_;
+    const std::int64_t bytes_;
+    std::int64_t at_ = 0;
+
+    // The next 57 bits and more.
+    std::uint64_t peek() const {
+        const std::int64_t byte = at_ >> 3;
+        std::uint64_t bits = 0;
+        if (byte + 8 <= bytes_) {
+            __builtin_memcpy(&bits, from_ + byte, sizeof bits);
+        } else if (byte < bytes_) {
+            __builtin_memcpy(&bits, from_ + byte, static_cast<std::size_t>(bytes_ - byte));
+        }
+        return bits >> (at_ & 7);
+    }
+};
+
+}  // namespace
+}  // namespace thinwire::THINWIRE_TARGET
