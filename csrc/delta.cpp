@@ -73,15 +73,15 @@ struct Blocks {
 class Memory {
 public:
     Memory(std::int64_t values, std::int64_t word) {
-        const std::int64_t all = multiple(64, values);
-        memory_.reset(new char[static_cast<std::size_t>(all / 8 + all + 6 * 4 * all + word * all + kSpare)]);
-        room.changed = take<std::uint64_t>(all / 64);
+        const std::int64_t all = multiple(64, values) + 64;
+        memory_.reset(new char[static_cast<std::size_t>(8 * (all / 64 + 1) + all + 6 * 4 * all + word * all + kSpare)]);
+        room.flags = take<std::uint64_t>(all / 64 + 1);
         room.places = take<std::uint32_t>(all);
         room.ranks = take<std::uint32_t>(all);
         room.sizes = take<std::uint32_t>(all);
         room.big = take<std::uint32_t>(all);
-        room.runs[0] = take<std::uint32_t>(all);
-        room.runs[1] = take<std::uint32_t>(all);
+        room.first = take<std::uint32_t>(all);
+        room.second = take<std::uint32_t>(all);
         room.classes = take<std::uint8_t>(all);
         coded = take<char>(word * all + kSpare);
     }

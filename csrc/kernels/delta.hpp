@@ -12,15 +12,17 @@ enum class DeltaType : int { float32 = 0, bfloat16 = 1, float16 = 2, float8_e4m3
 
 constexpr int kDeltaTypes = 5;
 
-// Memory for the work on one block. Each part but the first has a number for each value, rounded up to 64.
+// Memory for the work on one block. Each part but the first has a number for each value, rounded up to 64, and for 2
+// more.
 struct DeltaRoom {
-    std::uint64_t* changed;  // a bit for each value
+    std::uint64_t* flags;  // a bit for each value, and for 128 more
     std::uint8_t* classes;
     std::uint32_t* places;  // of changed values, class by class
     std::uint32_t* ranks;   // of the same, within their class
     std::uint32_t* sizes;   // of their steps
     std::uint32_t* big;     // ranks of steps above one among the changes of their class
-    std::uint32_t* runs[2];
+    std::uint32_t* first;   // what is not yet in the order of classes
+    std::uint32_t* second;
 };
 
 struct DeltaKernels {

@@ -88,9 +88,9 @@ public:
     }
 
 private:
-    char* const to_;
+    char* to_;
     char* at_;
-    char* const end_;
+    char* end_;
     std::uint64_t held_ = 0;
     int filled_ = 0;
 };
@@ -103,15 +103,12 @@ public:
     std::int64_t place() const {
         return at_;
     }
-    void skip(std::int64_t bits) {
-        at_ += bits;
-    }
     bool has(std::int64_t bits) const {
         return at_ + bits <= 8 * bytes_;
     }
 
-    bool bit(std::int64_t place) const {
-        return (from_[place >> 3] >> (place & 7) & 1) != 0;
+    std::uint64_t bit(std::int64_t place) const {
+        return static_cast<std::uint64_t>(from_[place >> 3] >> (place & 7) & 1);
     }
 
     std::uint64_t take(int count) {
@@ -138,8 +135,8 @@ public:
     }
 
 private:
-    const char* const from_;
-    const std::int64_t bytes_;
+    const char* from_;
+    std::int64_t bytes_;
     std::int64_t at_ = 0;
 
     // The next 57 bits and more.

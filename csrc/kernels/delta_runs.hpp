@@ -15,25 +15,35 @@ constexpr int kClasses = 256;
 struct FlagCode {
     bool inverted;
     int parameter;
+
+    static FlagCode of(std::int64_t numel, std::int64_t ones) {
+        const bool inverted = 2 * ones > numel;
+        const std::int64_t written = inverted ? numel - ones : ones;
+        const std::int64_t least = written > 0 ? written : 1;
+        // With a share p of ones, k + 1 takes less than k while (1 - p)^(2^k) is above one over the golden ratio, whose
+        // logarithm is 64 / 133.
+        int parameter = 0;
+        while ((133 * least) << (parameter + 1) < 64 * (2 * numel - written)) {
+            ++parameter;
+        }
+        return {inverted, parameter};
+    }
 };
 
-// Runs belong to the class that they begin in, and may end in another one. Classes are numbered as they come.
+// Writes flags as runs of zeros, each of which belongs to the class that it begins in, and may end in another one.
 class RunWriter {
 public:
-    explicit RunWriter(std::uint32_t* lengths) : lengths_(lengths) {}
+    explicit RunWriter(BitWriter& to) : to_(to), bits_(to) {}
 
     // The flags of the next class: `ones` of its `numel` values, whose ranks ascend.
-    void add(std::int64_t numel, const std::uint32_t* ranks, std::int64_t ones) {
-        const int number = classes_++;
-        inverted_[number] = 2 * ones > numel;
+    void add(const FlagCode& code, std::int64_t numel, const std::uint32_t* ranks, std::int64_t ones) {
         if (zeros_ == 0) {
-            owner_ = number;
+            parameter_ = code.parameter;
         }
         std::int64_t next = 0;
-        if (!inverted_[number]) {
+        if (!code.inverted) {
             for (std::int64_t i = 0; i < ones; ++i) {
-                zeros_ += ranks[i] - next;
-                end_run(number);
+                end_run(ranks[i] - next, code.parameter);
                 next = ranks[i] + 1;
             }
             zeros_ += numel - next;
@@ -42,7 +52,7 @@ public:
         for (std::int64_t i = 0; i <= ones; ++i) {
             const std::int64_t rank = i < ones ? ranks[i] : numel;
             for (; next < rank; ++next) {
-                end_run(number);
+                end_run(0, code.parameter);
             }
             next = rank + 1;
             zeros_ += i < ones ? 1 : 0;
@@ -52,111 +62,66 @@ public:
     // After the last class.
     void finish() {
         if (zeros_ > 0) {
-            end_run(owner_);
+            end_run(0, 0);
         }
-        for (int number = 0; number < classes_; ++number) {
-            parameters_[number] = tallies_[number].parameter();
-        }
-    }
-
-    void write_parameters(BitWriter& bits) const {
-        for (int number = 0; number < classes_; ++number) {
-            bits.put((inverted_[number] ? 1U : 0U) | static_cast<std::uint64_t>(parameters_[number]) << 1, 6);
-        }
-    }
-
-    void write(BitWriter& bits) const {
-        const std::uint32_t* at = lengths_;
-        for (int number = 0; number < classes_; ++number) {
-            for (std::int64_t left = counts_[number]; left > 0; --left) {
-                bits.put_rice(*at++, parameters_[number]);
-            }
-        }
+        to_ = bits_;
     }
 
 private:
-    std::uint32_t* const lengths_;
-    std::int64_t count_ = 0;
+    BitWriter& to_;
+    BitWriter bits_;  // not the reference, which would be in memory
     std::int64_t zeros_ = 0;
-    int owner_ = 0;
-    int classes_ = 0;
-    bool inverted_[kClasses];
-    int parameters_[kClasses];
-    std::int64_t counts_[kClasses] = {};
-    Lengths tallies_[kClasses];
+    int parameter_ = 0;
 
-    void end_run(int number) {
-        const auto length = static_cast<std::uint32_t>(zeros_);
-        lengths_[count_++] = length;
-        ++counts_[owner_];
-        tallies_[owner_].add(length);
+    // After so many more zeros; the next run begins with this parameter.
+    void end_run(std::int64_t more, int parameter) {
+        bits_.put_rice(static_cast<std::uint32_t>(zeros_ + more), parameter_);
         zeros_ = 0;
-        owner_ = number;
+        parameter_ = parameter;
     }
 };
 
-// Reads what RunWriter writes: class after class, the ranks of its ones.
-class RunReader {
-public:
-    // The first value of each class, and their number at the end.
-    RunReader(BitReader& bits, const std::int64_t* starts, const FlagCode* codes, int classes)
-        : bits_(bits), starts_(starts), codes_(codes), numel_(starts[classes]) {
-        find_one(0);
-    }
-
-    // Returns how many there are.
-    std::int64_t read(int number, std::uint32_t* ranks) {
-        const std::int64_t start = starts_[number];
-        const std::int64_t end = starts_[number + 1];
-        std::int64_t count = 0;
-        if (!codes_[number].inverted) {
-            while (one_ < end) {
-                ranks[count++] = static_cast<std::uint32_t>(one_ - start);
-                find_one(one_ + 1);
+// Reads what RunWriter writes: a bit for each value, in `flags`, which have room for 64 more. The first value of each
+// class, and their number at the end, are in `starts`. Returns whether no run ends beyond the last value.
+bool read_runs(BitReader& from, const std::int64_t* starts, const FlagCode* codes, int classes, std::uint64_t* flags) {
+    const std::int64_t numel = starts[classes];
+    __builtin_memset(flags, 0, static_cast<std::size_t>(numel / 64 + 2) * sizeof *flags);
+    BitReader bits = from;  // not the reference, which would be in memory
+    std::int64_t at = 0;
+    for (int number = 0; number < classes; ++number) {
+        const int parameter = codes[number].parameter;
+        while (at < starts[number + 1]) {
+            at += static_cast<std::int64_t>(bits.take_rice(parameter));
+            if (at >= numel) {
+                from = bits;
+                return at == numel;
             }
-            return count;
-        }
-        for (std::int64_t at = start; at < end;) {
-            const std::int64_t stop = one_ < end ? one_ : end;
-            for (; at < stop; ++at) {
-                ranks[count++] = static_cast<std::uint32_t>(at - start);
-            }
-            if (at < end) {
-                find_one(++at);
-            }
-        }
-        return count;
-    }
-
-    // Whether no run so far ends beyond the last value.
-    bool fits() const {
-        return fits_;
-    }
-
-private:
-    BitReader& bits_;
-    const std::int64_t* const starts_;
-    const FlagCode* const codes_;
-    const std::int64_t numel_;
-    int owner_ = 0;
-    std::int64_t one_ = 0;  // the next one, or the number of values
-    bool fits_ = true;
-
-    void find_one(std::int64_t from) {
-        if (from >= numel_) {
-            one_ = numel_;
-            return;
-        }
-        while (from >= starts_[owner_ + 1]) {
-            ++owner_;
-        }
-        one_ = from + static_cast<std::int64_t>(bits_.take_rice(codes_[owner_].parameter));
-        if (one_ > numel_) {
-            one_ = numel_;
-            fits_ = false;
+            flags[at / 64] |= std::uint64_t{1} << at % 64;
+            ++at;
         }
     }
-};
+    from = bits;
+    return true;
+}
+
+// The place of the next flag that is set, or some place after all of them.
+std::int64_t next_flag(const std::uint64_t* flags, std::int64_t at, std::int64_t numel) {
+    std::uint64_t word = at < numel ? flags[at / 64] >> at % 64 << at % 64 : 0;
+    while (word == 0) {
+        at = (at / 64 + 1) * 64;
+        if (at >= numel) {
+            return numel;
+        }
+        word = flags[at / 64];
+    }
+    return at / 64 * 64 + __builtin_ctzll(word);
+}
+
+// The 64 flags from a place on.
+std::uint64_t flags_from(const std::uint64_t* flags, std::int64_t at) {
+    const auto shift = static_cast<int>(at % 64);
+    return flags[at / 64] >> shift | flags[at / 64 + 1] << 1 << (63 - shift);
+}
 
 }  // namespace
 }  // namespace thinwire::THINWIRE_TARGET

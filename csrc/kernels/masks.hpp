@@ -65,20 +65,16 @@ namespace {
 #endif
 }
 
-// The place of the bit that `rank` others are below.
-[[maybe_unused]] int place_of(std::uint64_t mask, int rank) {
+// The low bits, each at the place of a bit of the mask, in their order.
+[[maybe_unused]] std::uint64_t deposit(std::uint64_t bits, std::uint64_t mask) {
 #if defined(__BMI2__)
-    return __builtin_ctzll(_pdep_u64(std::uint64_t{1} << rank, mask));
+    return _pdep_u64(bits, mask);
 #else
-    int place = 0;
-    for (int width = 32; width > 0; width /= 2) {
-        const int below = popcount(mask >> place & ((std::uint64_t{1} << width) - 1));
-        if (rank >= below) {
-            rank -= below;
-            place += width;
-        }
+    std::uint64_t placed = 0;
+    for (; bits != 0 && mask != 0; bits >>= 1, mask &= mask - 1) {
+        placed |= (bits & 1) != 0 ? mask & (0 - mask) : 0;
     }
-    return place;
+    return placed;
 #endif
 }
 

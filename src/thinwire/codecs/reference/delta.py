@@ -212,14 +212,14 @@ class _Runs:
 
     @classmethod
     def of(cls, flags_N: Words, class_N: Words, classes: Sequence[int]) -> _Runs:
-        inverted = {c: bool(2 * flags_N[class_N == c].sum() > (class_N == c).sum()) for c in classes}
+        sizes = {c: (int((class_N == c).sum()), int(flags_N[class_N == c].sum())) for c in classes}
+        inverted = {c: 2 * ones > numel for c, (numel, ones) in sizes.items()}
         ones = np.flatnonzero(flags_N ^ np.array([inverted[c] for c in class_N], bool))
         start, end = np.append(0, ones + 1), np.append(ones, len(flags_N))
         start, end = start[start < len(flags_N)], end[start < len(flags_N)]
-        class_R, length_R = class_N[start], end - start
-        parameter = {c: _parameter(length_R[class_R == c]) for c in classes}
-        parameter_R = np.array([parameter[c] for c in class_R], np.int64)
-        return cls([*map(int, inverted.values())], [*parameter.values()], length_R, parameter_R)
+        parameter = {c: _run_parameter(numel, min(ones, numel - ones)) for c, (numel, ones) in sizes.items()}
+        parameter_R = np.array([parameter[c] for c in class_N[start]], np.int64)
+        return cls([*map(int, inverted.values())], [*parameter.values()], end - start, parameter_R)
 
     def write_parameters(self, bits: _BitWriter) -> None:
         for inverted, parameter in zip(self.inverted, self.parameters, strict=True):
@@ -239,6 +239,15 @@ def _read_runs(bits: _BitReader, class_N: Words, parameters: dict[int, tuple[int
         flags_N[at : at + 1] ^= True
         at += 1
     return flags_N
+
+
+def _run_parameter(numel: int, ones: int) -> int:
+    """The Rice parameter for runs between so many ones: k + 1 takes less than k while (1 - p)^(2^k), p being the share of
+    ones, is above one over the golden ratio, whose logarithm is 64 / 133."""
+    k = 0
+    while 133 * max(ones, 1) << (k + 1) < 64 * (2 * numel - ones):
+        k += 1
+    return k
 
 
 def _parameter(numbers: Words) -> int:
