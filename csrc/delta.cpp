@@ -74,8 +74,10 @@ class Memory {
 public:
     Memory(std::int64_t values, std::int64_t word) {
         const std::int64_t all = multiple(64, values) + 64;
-        memory_.reset(new char[static_cast<std::size_t>(8 * (all / 64 + 1) + all + 6 * 4 * all + word * all + kSpare)]);
+        memory_.reset(new char[static_cast<std::size_t>(8 * (all / 64 * (1 + kMostCommon) + 1) + all + 6 * 4 * all +
+                                                        word * all + kSpare)]);
         room.flags = take<std::uint64_t>(all / 64 + 1);
+        room.masks = take<std::uint64_t>(all / 64 * kMostCommon);
         room.places = take<std::uint32_t>(all);
         room.ranks = take<std::uint32_t>(all);
         room.sizes = take<std::uint32_t>(all);

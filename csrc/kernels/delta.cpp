@@ -72,18 +72,19 @@ struct Classes {
 // Which ones these are says a sample, and changes nothing but the speed.
 class Common {
 public:
-    static constexpr int kMost = 12;
+    static constexpr int kMost = kMostCommon;
 
     template <class F>
     Common(F, const Loose<typename F::Word>* words, std::int64_t numel) {
-        constexpr std::int64_t kSample = 1024;
-        constexpr int kLeast = 8;
+        constexpr std::int64_t kSample = 256;
+        constexpr int kLeast = 2;
         std::uint16_t counts[kClasses] = {};
         for (std::int64_t i = 0; i < kSample; ++i) {
             ++counts[F::class_of(words[i * numel / kSample].word)];
         }
         for (int value = kClasses - 1; value >= 0 && count_ < kMost; --value) {
             if (counts[value] >= kLeast) {
+                places_[value] = count_;
                 values_[count_++] = static_cast<std::uint8_t>(value);
                 is_common_[value] = true;
             }
@@ -99,6 +100,10 @@ public:
     std::uint8_t value(int i) const {
         return values_[i];
     }
+    // Where a class is among them.
+    int place(std::uint8_t value) const {
+        return places_[value];
+    }
     // One that is not common.
     std::uint8_t other() const {
         std::uint8_t value = 0;
@@ -112,6 +117,7 @@ private:
     int count_ = 0;
     std::uint8_t values_[kMost];
     bool is_common_[kClasses] = {};
+    int places_[kClasses] = {};
 };
 
 std::uint64_t inside(std::int64_t numel, std::int64_t at) {
@@ -145,45 +151,60 @@ struct Counts {
     std::int64_t changes[kClasses] = {};
 };
 
-// Changes in the order of their places: their classes, their ranks in them, and their steps as words. Returns how many.
+// Changes, those of a class in the order of their places: their classes, ranks in them, and steps. Returns how many.
 template <class F>
 std::int64_t find_changes(const Loose<typename F::Word>* before, const Loose<typename F::Word>* after,
-                          std::int64_t numel, Counts& counts, std::uint8_t* classes, std::uint32_t* ranks,
-                          std::uint32_t* steps) {
+                          std::int64_t numel, Counts& counts, const DeltaRoom room) {
+    constexpr std::int64_t kTile = 16;  // groups of 64
     const Common common(F(), before, numel);
     const std::uint8_t padding = common.other();
+    std::int64_t totals[Common::kMost] = {};
     std::int64_t count = 0;
-    const auto add = [&](std::int64_t place, std::uint8_t value, std::int64_t rank) {
-        classes[count] = value;
-        steps[count] = static_cast<typename F::Word>(F::ordered(after[place].word) - F::ordered(before[place].word));
-        ranks[count++] = static_cast<std::uint32_t>(rank);
-        ++counts.changes[value];
+    // Adds a change if it is one.
+    const auto add = [&](std::int64_t place, std::uint8_t value, std::int64_t rank, std::uint64_t changed) {
+        room.classes[count] = value;
+        room.second[count] =
+            static_cast<typename F::Word>(F::ordered(after[place].word) - F::ordered(before[place].word));
+        room.first[count] = static_cast<std::uint32_t>(rank);
+        counts.changes[value] += static_cast<std::int64_t>(changed);
+        count += static_cast<std::int64_t>(changed);
     };
-    for (std::int64_t at = 0; at < numel; at += 64) {
-        alignas(64) std::uint8_t here[64];
-        std::uint64_t masks[kClasses];
-        std::uint64_t others = inside(numel, at);
-        const std::uint64_t changed =
-            compare<F>(before + at, after + at, static_cast<int>(numel - at < 64 ? numel - at : 64), here, padding);
-        for (int i = 0; i < common.count(); ++i) {
-            const std::uint64_t mask = places_of(here, common.value(i));
-            masks[common.value(i)] = mask;
-            others ^= mask;
-        }
-        for (std::uint64_t left = changed & ~others; left != 0; left &= left - 1) {
-            const int bit = __builtin_ctzll(left);
-            add(at + bit, here[bit], counts.values[here[bit]] + popcount(masks[here[bit]] & low_bits(bit)));
-        }
-        for (int i = 0; i < common.count(); ++i) {
-            counts.values[common.value(i)] += popcount(masks[common.value(i)]);
-        }
-        for (; others != 0; others &= others - 1) {
-            const int bit = __builtin_ctzll(others);
-            const std::int64_t rank = counts.values[here[bit]]++;
-            if ((changed >> bit & 1) != 0) {
-                add(at + bit, here[bit], rank);
+    for (std::int64_t start = 0; start < numel; start += 64 * kTile) {
+        alignas(64) std::uint8_t classes[64 * kTile];
+        std::uint64_t changed[kTile];
+        std::uint64_t masks[Common::kMost][kTile];
+        std::int64_t ranks[Common::kMost][kTile];  // of the first value
+        std::uint32_t changes[64 * kTile + 64];
+        std::uint32_t others[64 * kTile + 64];
+        std::uint32_t* last_change = changes;
+        std::uint32_t* last_other = others;
+        for (std::int64_t group = 0; group < kTile && start + 64 * group < numel; ++group) {
+            const std::int64_t at = start + 64 * group;
+            const auto here = static_cast<int>(numel - at < 64 ? numel - at : 64);
+            changed[group] = compare<F>(before + at, after + at, here, classes + 64 * group, padding);
+            std::uint64_t left = inside(numel, at);
+            for (int i = 0; i < common.count(); ++i) {
+                const std::uint64_t mask = places_of(classes + 64 * group, common.value(i));
+                masks[i][group] = mask;
+                left ^= mask;
+                ranks[i][group] = totals[i];
+                totals[i] += popcount(mask);
             }
+            last_change = list_places<1>(changed[group] & ~left, 64 * group, last_change);
+            last_other = list_places<3>(left, 64 * group, last_other);
         }
+        for (const std::uint32_t* at = changes; at < last_change; ++at) {
+            const int i = common.place(classes[*at]);
+            const std::int64_t group = *at / 64;
+            const std::uint64_t below = masks[i][group] & low_bits(static_cast<int>(*at % 64));
+            add(start + *at, classes[*at], ranks[i][group] + popcount(below), 1);
+        }
+        for (const std::uint32_t* at = others; at < last_other; ++at) {
+            add(start + *at, classes[*at], counts.values[classes[*at]]++, changed[*at / 64] >> *at % 64 & 1);
+        }
+    }
+    for (int i = 0; i < common.count(); ++i) {
+        counts.values[common.value(i)] = totals[i];
     }
     return count;
 }
@@ -199,7 +220,7 @@ std::int64_t encode_as(const void* old, const void* now, std::int64_t numel, con
     const auto* before = static_cast<const Loose<Word>*>(old);
     const auto* after = static_cast<const Loose<Word>*>(now);
     Counts counts;
-    const std::int64_t count = find_changes<F>(before, after, numel, counts, room.classes, room.first, room.second);
+    const std::int64_t count = find_changes<F>(before, after, numel, counts, room);
     if (count == 0) {
         return 0;
     }
@@ -237,10 +258,11 @@ std::int64_t encode_as(const void* old, const void* now, std::int64_t numel, con
             signs = (i % 64 == 0 ? 0 : signs) | std::uint64_t{negative & 1U} << i % 64;
             room.flags[i / 64] = signs;
             room.sizes[i] = size;
-            if (size > 1) {
-                room.big[found++] = static_cast<std::uint32_t>(i - changes[number]);
-                rest[number].add(std::uint32_t{size} - 2);
-            }
+            room.big[found] = static_cast<std::uint32_t>(i - changes[number]);
+            found += size > 1 ? 1 : 0;
+        }
+        for (std::int64_t i = big[number]; i < found; ++i) {
+            rest[number].add(room.sizes[changes[number] + room.big[i]] - 2);
         }
         big[number + 1] = found;
         small = found > 0 && number < small ? number : small;
@@ -288,61 +310,62 @@ FlagCode take_code(BitReader& bits) {
     return {(both & 1) != 0, both >> 1};
 }
 
-// Classes of all values, how many have each, and the places of those whose class is not common.
+// Copies values, counts classes, and finds each class's places: for common ones, as masks of 64 in `room.masks`, one
+// class after another; of others, the places themselves in `room.first`. Returns how many these are.
 template <class F>
-std::int64_t find_others(const Common& common, const Loose<typename F::Word>* before, std::int64_t numel,
-                         std::int64_t* counts, std::uint8_t* classes, std::uint32_t* places) {
-    std::int64_t found = 0;
-    for (std::int64_t at = 0; at < numel; at += 64) {
+std::int64_t find_classes(const Common& common, const Loose<typename F::Word>* before, std::int64_t numel,
+                          std::int64_t* counts, const DeltaRoom room, Loose<typename F::Word>* after) {
+    const std::int64_t groups = (numel + 63) / 64;
+    std::int64_t totals[Common::kMost] = {};
+    std::uint32_t* found = room.first;
+    for (std::int64_t group = 0; group < groups; ++group) {
+        const std::int64_t at = 64 * group;
+        alignas(64) std::uint8_t here[64];
         if (numel - at >= 64) {
             for (int i = 0; i < 64; ++i) {
-                classes[at + i] = F::class_of(before[at + i].word);
+                here[i] = F::class_of(before[at + i].word);
             }
+            __builtin_memcpy(after + at, before + at, 64 * sizeof(typename F::Word));
         } else {
-            for (std::int64_t i = at; i < at + 64; ++i) {
-                classes[i] = i < numel ? F::class_of(before[i].word) : common.other();
+            for (std::int64_t i = 0; i < 64; ++i) {
+                here[i] = at + i < numel ? F::class_of(before[at + i].word) : common.other();
             }
+            __builtin_memcpy(after + at, before + at, static_cast<std::size_t>(numel - at) * sizeof(typename F::Word));
         }
         std::uint64_t others = inside(numel, at);
         for (int i = 0; i < common.count(); ++i) {
-            const std::uint64_t mask = places_of(classes + at, common.value(i));
+            const std::uint64_t mask = places_of(here, common.value(i));
             others ^= mask;
-            counts[common.value(i)] += popcount(mask);
+            totals[i] += popcount(mask);
+            room.masks[i * groups + group] = mask;
         }
-        for (; others != 0; others &= others - 1) {
-            const std::int64_t place = at + __builtin_ctzll(others);
-            places[found++] = static_cast<std::uint32_t>(place);
-            ++counts[classes[place]];
-        }
+        found = list_places<3>(others, at, found);
     }
-    return found;
+    for (int i = 0; i < common.count(); ++i) {
+        counts[common.value(i)] = totals[i];
+    }
+    for (const std::uint32_t* place = room.first; place < found; ++place) {
+        ++counts[F::class_of(before[*place].word)];
+    }
+    return found - room.first;
 }
 
 // Places of a common class whose flags are set, or not set if inverted. The class has the flags from `rank` to `end`.
-// Returns how many. Where changes are rare, groups of 64 values without any are left out; where they are not, whether
-// there are any is as good as random, and a branch on it takes long.
+// Returns how many. Where changes are rare, groups of 64 values without any are left out by a branch.
 template <bool rare>
-std::int64_t find_places(const std::uint8_t* classes, std::uint8_t value, const std::uint64_t* flags, std::int64_t rank,
-                         std::int64_t end, bool inverted, std::uint32_t* places) {
+std::int64_t find_places(const std::uint64_t* masks, const std::uint64_t* flags, std::int64_t rank, std::int64_t end,
+                         bool inverted, std::uint32_t* places) {
     const std::uint64_t flip = inverted ? ~std::uint64_t{0} : 0;
     std::uint32_t* to = places;
     std::int64_t next = rare ? next_flag(flags, rank, end) : 0;
     for (std::int64_t at = 0; rank < end; at += 64) {
-        const std::uint64_t mask = places_of(classes + at, value);
+        const std::uint64_t mask = *masks++;
         const std::int64_t first = rank;
         rank += popcount(mask);
         if (rare && next >= rank) {
             continue;
         }
-        std::uint64_t found = deposit(flags_from(flags, first) ^ flip, mask);
-        std::uint32_t* const then = to + popcount(found);
-        for (int i = 0; i < 2; ++i, found &= found - 1) {  // seldom more
-            *to++ = static_cast<std::uint32_t>(at + __builtin_ctzll(found | std::uint64_t{1} << 63));
-        }
-        for (; found != 0; found &= found - 1) {
-            *to++ = static_cast<std::uint32_t>(at + __builtin_ctzll(found));
-        }
-        to = then;
+        to = list_places<2>(deposit(flags_from(flags, first) ^ flip, mask), at, to);
         next = rare ? next_flag(flags, rank, end) : 0;
     }
     return to - places;
@@ -356,7 +379,7 @@ bool apply_as(const void* old, std::int64_t numel, const char* body, std::int64_
     auto* after = static_cast<Loose<Word>*>(now);
     const Common common(F(), before, numel);
     std::int64_t counts[kClasses] = {};
-    const std::int64_t num_others = find_others<F>(common, before, numel, counts, room.classes, room.first);
+    const std::int64_t num_others = find_classes<F>(common, before, numel, counts, room, after);
     const Classes classes(counts);
     // Places of the values whose class is not common, class by class.
     std::int64_t others[kClasses];
@@ -368,10 +391,8 @@ bool apply_as(const void* old, std::int64_t numel, const char* body, std::int64_
         }
     }
     for (std::int64_t i = 0; i < num_others; ++i) {
-        const std::uint32_t place = room.first[i];
-        room.second[others[room.classes[place]]++] = place;
+        room.second[others[F::class_of(before[room.first[i]].word)]++] = room.first[i];
     }
-    __builtin_memcpy(now, old, static_cast<std::size_t>(numel) * sizeof(Word));
     BitReader bits(body, nbytes);
     FlagCode first_codes[kClasses];
     FlagCode second_codes[kClasses];
@@ -401,6 +422,7 @@ bool apply_as(const void* old, std::int64_t numel, const char* body, std::int64_
         const std::int64_t end = classes.starts[number + 1];
         const bool inverted = first_codes[number].inverted;
         std::uint32_t* places = room.places + changes[number];
+        const std::uint64_t* masks = room.masks + common.place(value) * ((numel + 63) / 64);
         std::int64_t count = 0;
         if (!common.has(value)) {
             const std::uint32_t* own = room.second + others[value] - classes.size(number);
@@ -409,9 +431,9 @@ bool apply_as(const void* old, std::int64_t numel, const char* body, std::int64_
                 count += (flags_from(room.flags, i) & 1) != (inverted ? 1U : 0U) ? 1 : 0;
             }
         } else if (!inverted && first_codes[number].parameter > kRare) {
-            count = find_places<true>(room.classes, value, room.flags, rank, end, inverted, places);
+            count = find_places<true>(masks, room.flags, rank, end, inverted, places);
         } else {
-            count = find_places<false>(room.classes, value, room.flags, rank, end, inverted, places);
+            count = find_places<false>(masks, room.flags, rank, end, inverted, places);
         }
         changes[number + 1] = changes[number] + count;
     }
@@ -442,12 +464,15 @@ bool apply_as(const void* old, std::int64_t numel, const char* body, std::int64_
         return false;
     }
     for (int number = small; number < classes.count; ++number) {
+        const std::uint64_t inverted = second_codes[number].inverted ? 1 : 0;
+        std::int64_t found = 0;
         for (std::int64_t i = seconds[number]; i < seconds[number + 1]; ++i) {
-            const bool flag = (flags_from(room.flags, i) & 1) != 0;
-            if (flag != second_codes[number].inverted) {
-                const std::int64_t change = changes[small] + i;
-                step(change, static_cast<Word>(bits.take_rice(parameters[number]) + 1), bits.bit(signs + change));
-            }
+            room.big[found] = static_cast<std::uint32_t>(changes[small] + i);
+            found += static_cast<std::int64_t>((flags_from(room.flags, i) & 1) ^ inverted);
+        }
+        for (std::int64_t i = 0; i < found; ++i) {
+            const auto size = static_cast<Word>(bits.take_rice(parameters[number]) + 1);
+            step(room.big[i], size, bits.bit(signs + room.big[i]));
         }
     }
     return bits.at_end();

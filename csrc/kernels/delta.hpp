@@ -12,10 +12,14 @@ enum class DeltaType : int { float32 = 0, bfloat16 = 1, float16 = 2, float8_e4m3
 
 constexpr int kDeltaTypes = 5;
 
-// Memory for the work on one block. Each part but the first has a number for each value, rounded up to 64, and for 2
-// more.
+// Classes whose places are found 64 at a time.
+constexpr int kMostCommon = 12;
+
+// Memory for the work on one block. Each part has a number for each value, rounded up to 64, and for 64 more, unless it
+// says otherwise.
 struct DeltaRoom {
     std::uint64_t* flags;  // a bit for each value, and for 128 more
+    std::uint64_t* masks;  // kMostCommon bits for each value
     std::uint8_t* classes;
     std::uint32_t* places;  // of changed values, class by class
     std::uint32_t* ranks;   // of the same, within their class

@@ -65,6 +65,20 @@ namespace {
 #endif
 }
 
+// Writes `at` and the place of each bit, and may write `always` numbers where there are fewer. Returns the end.
+// How many bits there are is as good as random, and a branch on that takes long.
+template <int always>
+std::uint32_t* list_places(std::uint64_t bits, std::int64_t at, std::uint32_t* to) {
+    std::uint32_t* const end = to + popcount(bits);
+    for (int i = 0; i < always; ++i, bits &= bits - 1) {
+        *to++ = static_cast<std::uint32_t>(at + __builtin_ctzll(bits | std::uint64_t{1} << 63));
+    }
+    for (; bits != 0; bits &= bits - 1) {
+        *to++ = static_cast<std::uint32_t>(at + __builtin_ctzll(bits));
+    }
+    return end;
+}
+
 // The low bits, each at the place of a bit of the mask, in their order.
 [[maybe_unused]] std::uint64_t deposit(std::uint64_t bits, std::uint64_t mask) {
 #if defined(__BMI2__)
