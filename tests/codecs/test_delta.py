@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable, Iterator
 
@@ -55,6 +56,13 @@ KINDS: dict[str, Callable[[int, torch.dtype], Pair]] = {
 }
 
 
+@functools.cache
+def sample(kind: str, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Old and new values, and the reference's message."""
+    old, new = KINDS[kind](numel, dtype)
+    return old, new, reference.encode(old, new, block=1024)
+
+
 def same_bits(got: Tensor, want: Tensor) -> None:
     assert got.dtype == want.dtype
     assert torch.equal(got.view(-1).view(torch.uint8), want.view(-1).view(torch.uint8))
@@ -85,9 +93,15 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.usefixtures("target")
 def test_writes_the_bytes_of_the_reference(dtype: torch.dtype, kind: str) -> None:
     for numel in LENGTHS if kind in {"few changed", "1e-5"} else LENGTHS[::3]:
-        old, new = KINDS[kind](numel, dtype)
-        message = round_trip(old, new, 1024)
-        assert torch.equal(message, reference.encode(old, new, block=1024))
+        old, new, message = sample(kind, numel, dtype)
+        assert torch.equal(round_trip(old, new, 1024), message)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_reference_reads_what_it_writes(dtype: torch.dtype, kind: str) -> None:
+    for numel in LENGTHS[::3]:
+        old, new, message = sample(kind, numel, dtype)
         same_bits(reference.apply(old, message), new)
 
 
