@@ -242,8 +242,11 @@ def _read_runs(bits: _BitReader, class_N: Words, parameters: dict[int, tuple[int
 
 
 def _run_parameter(numel: int, ones: int) -> int:
-    """The Rice parameter for runs between so many ones: k + 1 takes less than k while (1 - p)^(2^k), p being the share of
-    ones, is above one over the golden ratio, whose logarithm is 64 / 133."""
+    """The Rice parameter for the runs of zeros between so many ones.
+
+    With a share p of ones, k + 1 takes less than k while (1 - p)^(2^k) is above one over the golden ratio, whose
+    logarithm is 64 / 133.
+    """
     k = 0
     while 133 * max(ones, 1) << (k + 1) < 64 * (2 * numel - ones):
         k += 1
