@@ -74,16 +74,19 @@ class Memory {
 public:
     Memory(std::int64_t values, std::int64_t word) {
         const std::int64_t all = multiple(64, values) + 64;
-        memory_.reset(new char[static_cast<std::size_t>(8 * (all / 64 * (1 + kMostCommon) + 1) + all + 6 * 4 * all +
-                                                        word * all + kSpare)]);
+        constexpr std::int64_t kParts = kMostCommon + 2;
+        const std::int64_t bits = all / 8 * (1 + kMostCommon) + 8;
+        const std::int64_t numbers = kParts * std::int64_t{sizeof(DeltaChange)} + 5 * 4 + 1 + word;
+        memory_.reset(new char[static_cast<std::size_t>(bits + all * numbers + kSpare)]);
         room.flags = take<std::uint64_t>(all / 64 + 1);
         room.masks = take<std::uint64_t>(all / 64 * kMostCommon);
+        room.changes = take<DeltaChange>(all * kParts);
+        room.stride = all;
         room.places = take<std::uint32_t>(all);
-        room.ranks = take<std::uint32_t>(all);
         room.sizes = take<std::uint32_t>(all);
         room.big = take<std::uint32_t>(all);
-        room.first = take<std::uint32_t>(all);
-        room.second = take<std::uint32_t>(all);
+        room.others = take<std::uint32_t>(all);
+        room.sorted = take<std::uint32_t>(all);
         room.classes = take<std::uint8_t>(all);
         coded = take<char>(word * all + kSpare);
     }

@@ -33,29 +33,32 @@ std::uint64_t compare(const Loose<typename F::Word>* before, const Loose<typenam
     return places_of(same, 0);
 }
 
-// Values of each class, and changes of it.
-struct Counts {
+// Values of each class, changes of it, and where these are, in the order of their places.
+struct Found {
     std::int64_t values[kClasses] = {};
-    std::int64_t changes[kClasses] = {};
+    std::int64_t counts[kClasses] = {};
+    const DeltaChange* changes[kClasses];
 };
 
-// Changes, those of a class in the order of their places: their classes, ranks in them, and steps. Returns how many.
+// Returns how many changes there are.
 template <class F>
 std::int64_t find_changes(const Loose<typename F::Word>* before, const Loose<typename F::Word>* after,
-                          std::int64_t numel, Counts& counts, const DeltaRoom room) {
+                          std::int64_t numel, Found& found, const DeltaRoom room) {
     constexpr std::int64_t kTile = 16;  // groups of 64
     const Common common(F(), before, numel);
     const std::uint8_t padding = common.other();
     std::int64_t totals[Common::kMost] = {};
-    std::int64_t count = 0;
-    // Adds a change if it is one.
-    const auto add = [&](std::int64_t place, std::uint8_t value, std::int64_t rank, std::uint64_t changed) {
-        room.classes[count] = value;
-        room.second[count] =
-            static_cast<typename F::Word>(F::ordered(after[place].word) - F::ordered(before[place].word));
-        room.first[count] = static_cast<std::uint32_t>(rank);
-        counts.changes[value] += static_cast<std::int64_t>(changed);
-        count += static_cast<std::int64_t>(changed);
+    DeltaChange* ends[Common::kMost];
+    for (int i = 0; i < common.count(); ++i) {
+        ends[i] = room.changes + i * room.stride;
+    }
+    DeltaChange* const sorted = room.changes + Common::kMost * room.stride;
+    DeltaChange* const unsorted = sorted + room.stride;
+    std::int64_t num_unsorted = 0;
+    const auto change = [&](std::int64_t place, std::int64_t rank) {
+        const auto from = F::ordered(before[place].word);
+        return DeltaChange{static_cast<std::uint32_t>(rank),
+                           static_cast<typename F::Word>(F::ordered(after[place].word) - from)};
     };
     for (std::int64_t start = 0; start < numel; start += 64 * kTile) {
         alignas(64) std::uint8_t classes[64 * kTile];
@@ -85,14 +88,33 @@ std::int64_t find_changes(const Loose<typename F::Word>* before, const Loose<typ
             const int i = common.place(classes[*at]);
             const std::int64_t group = *at / 64;
             const std::uint64_t below = masks[i][group] & low_bits(static_cast<int>(*at % 64));
-            add(start + *at, classes[*at], ranks[i][group] + popcount(below), 1);
+            *ends[i]++ = change(start + *at, ranks[i][group] + popcount(below));
         }
         for (const std::uint32_t* at = others; at < last_other; ++at) {
-            add(start + *at, classes[*at], counts.values[classes[*at]]++, changed[*at / 64] >> *at % 64 & 1);
+            const std::uint8_t value = classes[*at];
+            const auto is_change = static_cast<std::int64_t>(changed[*at / 64] >> *at % 64 & 1);
+            room.classes[num_unsorted] = value;
+            unsorted[num_unsorted] = change(start + *at, found.values[value]++);
+            num_unsorted += is_change;
+            found.counts[value] += is_change;
         }
     }
+    DeltaChange* next[kClasses];
+    DeltaChange* end = sorted;
+    for (int value = 0; value < kClasses; ++value) {
+        found.changes[value] = next[value] = end;
+        end += found.counts[value];
+    }
+    for (std::int64_t i = 0; i < num_unsorted; ++i) {
+        *next[room.classes[i]]++ = unsorted[i];
+    }
+    std::int64_t count = num_unsorted;
     for (int i = 0; i < common.count(); ++i) {
-        counts.values[common.value(i)] = totals[i];
+        const std::uint8_t value = common.value(i);
+        found.values[value] = totals[i];
+        found.changes[value] = room.changes + i * room.stride;
+        found.counts[value] = ends[i] - found.changes[value];
+        count += found.counts[value];
     }
     return count;
 }
@@ -107,22 +129,15 @@ std::int64_t encode_as(const void* old, const void* now, std::int64_t numel, con
     using Word = typename F::Word;
     const auto* before = static_cast<const Loose<Word>*>(old);
     const auto* after = static_cast<const Loose<Word>*>(now);
-    Counts counts;
-    const std::int64_t count = find_changes<F>(before, after, numel, counts, room);
+    Found found;
+    const std::int64_t count = find_changes<F>(before, after, numel, found, room);
     if (count == 0) {
         return 0;
     }
-    const Classes classes(counts.values);
+    const Classes classes(found.values);
     std::int64_t changes[kClasses + 1] = {};  // before each class
-    std::int64_t next[kClasses];
     for (int number = 0; number < classes.count; ++number) {
-        next[classes.values[number]] = changes[number];
-        changes[number + 1] = changes[number] + counts.changes[classes.values[number]];
-    }
-    for (std::int64_t i = 0; i < count; ++i) {
-        const std::int64_t place = next[room.classes[i]]++;
-        room.ranks[place] = room.first[i];
-        room.sizes[place] = room.second[i];
+        changes[number + 1] = changes[number] + found.counts[classes.values[number]];
     }
 
     BitWriter bits(to, limit);
@@ -138,22 +153,23 @@ std::int64_t encode_as(const void* old, const void* now, std::int64_t numel, con
     Lengths rest[kClasses];
     std::uint64_t signs = 0;
     for (int number = 0; number < classes.count; ++number) {
-        std::int64_t found = big[number];
+        const DeltaChange* change = found.changes[classes.values[number]];
+        std::int64_t num_big = big[number];
         for (std::int64_t i = changes[number]; i < changes[number + 1]; ++i) {
-            const auto step = static_cast<Word>(room.sizes[i]);
+            const auto step = static_cast<Word>(change++->step);
             const Word negative = F::sign_mask(step);
             const Word size = F::negated_if(negative, step);
             signs = (i % 64 == 0 ? 0 : signs) | std::uint64_t{negative & 1U} << i % 64;
             room.flags[i / 64] = signs;
             room.sizes[i] = size;
-            room.big[found] = static_cast<std::uint32_t>(i - changes[number]);
-            found += size > 1 ? 1 : 0;
+            room.big[num_big] = static_cast<std::uint32_t>(i - changes[number]);
+            num_big += size > 1 ? 1 : 0;
         }
-        for (std::int64_t i = big[number]; i < found; ++i) {
+        for (std::int64_t i = big[number]; i < num_big; ++i) {
             rest[number].add(room.sizes[changes[number] + room.big[i]] - 2);
         }
-        big[number + 1] = found;
-        small = found > 0 && number < small ? number : small;
+        big[number + 1] = num_big;
+        small = num_big > 0 && number < small ? number : small;
     }
     FlagCode big_codes[kClasses];
     int parameters[kClasses];
@@ -169,8 +185,9 @@ std::int64_t encode_as(const void* old, const void* now, std::int64_t numel, con
 
     RunWriter first(bits);
     for (int number = 0; number < classes.count; ++number) {
-        first.add(codes[number], classes.size(number), room.ranks + changes[number],
-                  changes[number + 1] - changes[number]);
+        const DeltaChange* own = found.changes[classes.values[number]];
+        first.add(codes[number], classes.size(number), changes[number + 1] - changes[number],
+                  [&](std::int64_t i) { return std::int64_t{own[i].rank}; });
     }
     first.finish();
     for (std::int64_t i = 0; i < count; i += 32) {
@@ -179,8 +196,9 @@ std::int64_t encode_as(const void* old, const void* now, std::int64_t numel, con
     }
     RunWriter second(bits);
     for (int number = small; number < classes.count; ++number) {
-        second.add(big_codes[number], changes[number + 1] - changes[number], room.big + big[number],
-                   big[number + 1] - big[number]);
+        const std::uint32_t* own = room.big + big[number];
+        second.add(big_codes[number], changes[number + 1] - changes[number], big[number + 1] - big[number],
+                   [&](std::int64_t i) { return std::int64_t{own[i]}; });
     }
     second.finish();
     for (int number = small; number < classes.count; ++number) {
@@ -199,13 +217,13 @@ FlagCode take_code(BitReader& bits) {
 }
 
 // Copies values, counts classes, and finds each class's places: for common ones, as masks of 64 in `room.masks`, one
-// class after another; of others, the places themselves in `room.first`. Returns how many these are.
+// class after another; of others, the places themselves in `room.others`. Returns how many these are.
 template <class F>
 std::int64_t find_classes(const Common& common, const Loose<typename F::Word>* before, std::int64_t numel,
                           std::int64_t* counts, const DeltaRoom room, Loose<typename F::Word>* after) {
     const std::int64_t groups = (numel + 63) / 64;
     std::int64_t totals[Common::kMost] = {};
-    std::uint32_t* found = room.first;
+    std::uint32_t* found = room.others;
     for (std::int64_t group = 0; group < groups; ++group) {
         const std::int64_t at = 64 * group;
         alignas(64) std::uint8_t here[64];
@@ -232,10 +250,10 @@ std::int64_t find_classes(const Common& common, const Loose<typename F::Word>* b
     for (int i = 0; i < common.count(); ++i) {
         counts[common.value(i)] = totals[i];
     }
-    for (const std::uint32_t* place = room.first; place < found; ++place) {
+    for (const std::uint32_t* place = room.others; place < found; ++place) {
         ++counts[F::class_of(before[*place].word)];
     }
-    return found - room.first;
+    return found - room.others;
 }
 
 // Places of a common class whose flags are set, or not set if inverted. The class has the flags from `rank` to `end`.
@@ -279,7 +297,7 @@ bool apply_as(const void* old, std::int64_t numel, const char* body, std::int64_
         }
     }
     for (std::int64_t i = 0; i < num_others; ++i) {
-        room.second[others[F::class_of(before[room.first[i]].word)]++] = room.first[i];
+        room.sorted[others[F::class_of(before[room.others[i]].word)]++] = room.others[i];
     }
     BitReader bits(body, nbytes);
     FlagCode first_codes[kClasses];
@@ -313,7 +331,7 @@ bool apply_as(const void* old, std::int64_t numel, const char* body, std::int64_
         const std::uint64_t* masks = room.masks + common.place(value) * ((numel + 63) / 64);
         std::int64_t count = 0;
         if (!common.has(value)) {
-            const std::uint32_t* own = room.second + others[value] - classes.size(number);
+            const std::uint32_t* own = room.sorted + others[value] - classes.size(number);
             for (std::int64_t i = rank; i < end; ++i) {
                 places[count] = *own++;
                 count += (flags_from(room.flags, i) & 1) != (inverted ? 1U : 0U) ? 1 : 0;

@@ -15,18 +15,24 @@ constexpr int kDeltaTypes = 5;
 // Classes whose places are found 64 at a time.
 constexpr int kMostCommon = 12;
 
-// Memory for the work on one block. Each part has a number for each value, rounded up to 64, and for 64 more, unless it
-// says otherwise.
+struct DeltaChange {
+    std::uint32_t rank;  // in its class
+    std::uint32_t step;  // as a word
+};
+
+// Memory for the work on one block, of which little is touched where little changes. Each part has a number for each
+// value, rounded up to 64, and for 64 more, unless it says otherwise.
 struct DeltaRoom {
     std::uint64_t* flags;  // a bit for each value, and for 128 more
     std::uint64_t* masks;  // kMostCommon bits for each value
     std::uint8_t* classes;
+    DeltaChange* changes;   // kMostCommon + 2 for each value
+    std::int64_t stride;    // of the parts of `changes`
     std::uint32_t* places;  // of changed values, class by class
-    std::uint32_t* ranks;   // of the same, within their class
     std::uint32_t* sizes;   // of their steps
     std::uint32_t* big;     // ranks of steps above one among the changes of their class
-    std::uint32_t* first;   // what is not yet in the order of classes
-    std::uint32_t* second;
+    std::uint32_t* others;  // places of values of classes that are not common, first in their order,
+    std::uint32_t* sorted;  // then class by class
 };
 
 struct DeltaKernels {

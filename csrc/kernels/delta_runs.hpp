@@ -35,22 +35,24 @@ class RunWriter {
 public:
     explicit RunWriter(BitWriter& to) : to_(to), bits_(to) {}
 
-    // The flags of the next class: `ones` of its `numel` values, whose ranks ascend.
-    void add(const FlagCode& code, std::int64_t numel, const std::uint32_t* ranks, std::int64_t ones) {
+    // The flags of the next class: `ones` of its `numel` values, whose ranks, by `rank_of`, ascend.
+    template <class Fn>
+    void add(const FlagCode& code, std::int64_t numel, std::int64_t ones, const Fn& rank_of) {
         if (zeros_ == 0) {
             parameter_ = code.parameter;
         }
         std::int64_t next = 0;
         if (!code.inverted) {
             for (std::int64_t i = 0; i < ones; ++i) {
-                end_run(ranks[i] - next, code.parameter);
-                next = ranks[i] + 1;
+                const std::int64_t rank = rank_of(i);
+                end_run(rank - next, code.parameter);
+                next = rank + 1;
             }
             zeros_ += numel - next;
             return;
         }
         for (std::int64_t i = 0; i <= ones; ++i) {
-            const std::int64_t rank = i < ones ? ranks[i] : numel;
+            const std::int64_t rank = i < ones ? rank_of(i) : numel;
             for (; next < rank; ++next) {
                 end_run(0, code.parameter);
             }
