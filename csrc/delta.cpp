@@ -46,7 +46,7 @@ constexpr std::int64_t kHead = sizeof(Head);
 constexpr std::int64_t kEntry = sizeof(Entry);
 constexpr std::int64_t kSum = sizeof(std::uint64_t);
 
-// What the encoder of a block may write beyond its limit.
+// What the encoder of a block may write beyond its limit, and the decoder read beyond its end.
 constexpr std::int64_t kSpare = 8;
 
 struct Blocks {
@@ -266,7 +266,9 @@ void apply_delta(DeltaType type, const void* before, std::int64_t numel, const v
         if (entry.bytes == 0 || entry.bytes == raw) {
             std::memcpy(to, entry.bytes == 0 ? from : body, static_cast<std::size_t>(raw));
         } else if (fits) {
-            fits = kernels().apply(type, from, blocks.size(block), body, entry.bytes, memory.room, to);
+            std::memcpy(memory.coded, body, entry.bytes);
+            std::memset(memory.coded + entry.bytes, 0, kSpare);
+            fits = kernels().apply(type, from, blocks.size(block), memory.coded, entry.bytes, memory.room, to);
         }
         if (!fits || checksum(to, raw) != entry.made) {
             refuse("the old tensor is not the one that block " + std::to_string(block) + " was made against");

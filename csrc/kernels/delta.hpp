@@ -40,7 +40,7 @@ struct DeltaKernels {
     // The bytes of a block's message, which has fewer than `limit` and has room for 8 more; otherwise -1.
     std::int64_t (*encode)(DeltaType type, const void* before, const void* after, std::int64_t numel,
                            const DeltaRoom& room, char* to, std::int64_t limit);
-    // Returns whether these bytes are the message of a block of such an old tensor.
+    // Returns whether these bytes, which 8 zeros follow, are the message of a block of such an old tensor.
     bool (*apply)(DeltaType type, const void* before, std::int64_t numel, const char* body, std::int64_t nbytes,
                   const DeltaRoom& room, void* after);
 };

@@ -95,60 +95,67 @@ private:
     int filled_ = 0;
 };
 
-// Zeros follow the end.
+// Zeros follow the end, the first 8 bytes of them in memory.
 class BitReader {
 public:
     BitReader(const char* from, std::int64_t bytes) : from_(from), bytes_(bytes) {}
 
     std::int64_t place() const {
-        return at_;
+        return 8 * next_ - count_;
     }
     bool has(std::int64_t bits) const {
-        return at_ + bits <= 8 * bytes_;
+        return place() + bits <= 8 * bytes_;
     }
 
     std::uint64_t bit(std::int64_t place) const {
         return static_cast<std::uint64_t>(from_[place >> 3] >> (place & 7) & 1);
     }
 
+    // At most 56.
     std::uint64_t take(int count) {
-        const std::uint64_t bits = peek() & low_bits(count);
-        at_ += count;
+        fill();
+        const std::uint64_t bits = held_ & low_bits(count);
+        drop(count);
         return bits;
     }
 
     std::uint64_t take_rice(int k) {
-        const std::uint64_t bits = peek();
+        fill();
+        const std::uint64_t bits = held_;
         const int q = __builtin_ctzll(~bits | std::uint64_t{1} << kUnary);
         if (q == kUnary) {
-            at_ += kEscape;
+            drop(kEscape);
             return bits >> kUnary & low_bits(32);
         }
-        at_ += q + 1 + k;
+        drop(q + 1 + k);
         return static_cast<std::uint64_t>(q) << k | (bits >> (q + 1) & low_bits(k));
     }
 
     // Whether all bits were taken but zeros that complete the last byte.
     bool at_end() const {
-        const std::int64_t left = 8 * bytes_ - at_;
+        const std::int64_t left = 8 * bytes_ - place();
         return left >= 0 && left < 8 && (left == 0 || static_cast<std::uint8_t>(from_[bytes_ - 1]) >> (8 - left) == 0);
     }
 
 private:
     const char* from_;
     std::int64_t bytes_;
-    std::int64_t at_ = 0;
+    std::int64_t next_ = 0;  // the byte whose bits come after those that are held
+    std::uint64_t held_ = 0;
+    int count_ = 0;
 
-    // The next 57 bits and more.
-    std::uint64_t peek() const {
-        const std::int64_t byte = at_ >> 3;
-        std::uint64_t bits = 0;
-        if (byte + 8 <= bytes_) {
-            __builtin_memcpy(&bits, from_ + byte, sizeof bits);
-        } else if (byte < bytes_) {
-            __builtin_memcpy(&bits, from_ + byte, static_cast<std::size_t>(bytes_ - byte));
-        }
-        return bits >> (at_ & 7);
+    // Holds 56 bits or more. What is read does not wait for the bits taken last (Giesen, Reading bits in far too many
+    // ways, part 2).
+    void fill() {
+        std::uint64_t more;
+        __builtin_memcpy(&more, from_ + (next_ < bytes_ ? next_ : bytes_), sizeof more);
+        held_ |= more << count_;
+        next_ += (63 - count_) >> 3;
+        count_ |= 56;
+    }
+    void drop(int count) {
+        held_ >>= count;
+        count_ -= count;
     }
 };
 
