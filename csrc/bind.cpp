@@ -8,6 +8,7 @@ NB_MODULE(_native, module) {
     nanobind::set_leak_warnings(false);
     thinwire::choose_target();
     thinwire::bind_target(module);
+    thinwire::bind_delta(module);
     thinwire::bind_fixed(module);
     thinwire::bind_lossless(module);
 }

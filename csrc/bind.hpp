@@ -19,6 +19,7 @@ T* pointer(Address address) {
     return reinterpret_cast<T*>(address);
 }
 
+void bind_delta(nanobind::module_& module);
 void bind_fixed(nanobind::module_& module);
 void bind_lossless(nanobind::module_& module);
 void bind_target(nanobind::module_& module);

@@ -28,6 +28,8 @@ struct Exp3Kernels {
 
 #ifdef THINWIRE_TARGET  // the loops, once for each instruction set
 
+#include "kernels/masks.hpp"
+
 #if defined(__SSE2__)
 #include <immintrin.h>
 #endif
@@ -49,16 +51,6 @@ struct Base {
     std::uint8_t exponent;
     int escapes;
 };
-
-int popcount(std::uint64_t word) {
-#if defined(__POPCNT__)
-    return __builtin_popcountll(word);
-#else
-    word -= word >> 1 & 0x5555555555555555;
-    word = (word & 0x3333333333333333) + (word >> 2 & 0x3333333333333333);
-    return static_cast<int>(((word + (word >> 4)) & 0x0f0f0f0f0f0f0f0f) * 0x0101010101010101 >> 56);
-#endif
-}
 
 std::uint64_t load_mask(const char* from) {
     std::uint64_t mask;

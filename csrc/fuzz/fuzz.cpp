@@ -12,7 +12,8 @@ namespace {
 
 constexpr Property kProperties[] = {
     fixed_any_message,    fixed_sum,          fixed_wrong_size,    fixed_round_trip,
-    lossless_any_message, lossless_truncated, lossless_round_trip,
+    lossless_any_message, lossless_truncated, lossless_round_trip, delta_any_message,
+    delta_any_block,      delta_truncated,    delta_round_trip,
 };
 
 }  // namespace

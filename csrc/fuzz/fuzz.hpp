@@ -83,4 +83,11 @@ void fixed_sum(Input& input);
 void fixed_wrong_size(Input& input);
 void fixed_round_trip(Input& input);
 
+// Deltas: any bytes are refused, or make what their checksums say; a part of a message is refused; values come back
+// bit by bit, and not from another old tensor.
+void delta_any_message(Input& input);
+void delta_any_block(Input& input);
+void delta_truncated(Input& input);
+void delta_round_trip(Input& input);
+
 }  // namespace thinwire::fuzz

@@ -57,6 +57,7 @@ SHORT = {
     r"benchmarks/fit_engines": "--rounds 1",
     r"benchmarks\.gpu run": "--part environment",
     r"bench codecs (?!--read)": "--sizes 1MiB --rounds 2 --peers none",
+    r"bench delta": "--values 100000 --steps 2 --rounds 1",
     r"thinwire profile ": "--budget 10s",
 }
 """What makes a command brief: options that take the place of those before them. The first that matches counts."""

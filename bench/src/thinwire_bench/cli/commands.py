@@ -17,6 +17,7 @@ __all__ = ["bench"]
 _COMMANDS: Final = {
     "step": Command("thinwire_bench.cli.step:step"),
     "codecs": Command("thinwire_bench.cli.codecs:codecs"),
+    "delta": Command("thinwire_bench.cli.delta:delta"),
     "planner": Command("thinwire_bench.cli.planner:planner"),
     "chaos": Command("thinwire_bench.cli.chaos:chaos"),
     "soak": Command("thinwire_bench.cli.soak:soak"),

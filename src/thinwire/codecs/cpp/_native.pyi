@@ -99,3 +99,25 @@ class Lossless:
         add: bool,
         threads: int,
     ) -> None: ...
+
+# Deltas (csrc/delta.hpp). dtype: its number in FORMATS of thinwire.codecs.delta_format; a block has 2^log values.
+
+def delta_bytes(dtype: int, numel: int, log: int) -> int:
+    """The largest message."""
+
+def encode_delta(
+    dtype: int,
+    old_address: int,
+    new_address: int,
+    numel: int,
+    log: int,
+    wire_address: int,
+    capacity: int,
+    threads: int,
+) -> int:
+    """Needs room for the largest message and returns how many bytes this one has."""
+
+def apply_delta(
+    dtype: int, old_address: int, numel: int, wire_address: int, wire_bytes: int, out_address: int, threads: int
+) -> None:
+    """Takes the message, with other bytes after it if need be; ``out`` overlaps nothing."""

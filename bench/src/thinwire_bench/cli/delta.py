@@ -1,0 +1,48 @@
+"""``thinwire bench delta``: what a step of training changes in bf16 weights, and what it takes to send that."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from thinwire.cli.terminal.console import command_line
+from thinwire.cli.terminal.errors import explained
+from thinwire.cli.terminal.options import expand_options
+from thinwire_bench.cli.shared import JsonPath, Page, insert_into, markdown, progress, show
+
+
+@dataclass(frozen=True)
+class DeltaOptions:
+    """The options of ``thinwire bench delta``."""
+
+    values: Annotated[int, typer.Option(min=4096, help="Synthetic weights.")] = 1 << 23
+    steps: Annotated[int, typer.Option(min=1, help="Steps that the small Llama is trained before.")] = 250
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; every call is timed once per round.")] = 9
+    json_path: JsonPath = None
+    page: Page = None
+
+
+@expand_options
+def delta(options: DeltaOptions) -> None:
+    """Measure deltas of weights at three learning rates: bits, beside the entropy and other systems, and speed.
+
+    [bold]Examples[/bold]
+
+      thinwire bench delta --json delta.json
+
+      thinwire bench delta --values 1000000 --steps 20 --rounds 3   (in a minute)
+    """
+    with explained():
+        from thinwire_bench.codecs.deltas import measure, sheets
+        from thinwire_bench.environment import describe
+
+        rows = measure(options.values, options.steps, options.rounds, progress)
+        show(sheets(rows))
+        if options.json_path is not None:
+            study = {"rows": [row.plain() for row in rows], "environment": describe(), "command": command_line()}
+            options.json_path.write_text(json.dumps(study, indent=1) + "\n", encoding="utf-8")
+        if options.page is not None:
+            insert_into(options.page, markdown(sheets(rows)), "thinwire bench delta --page")
