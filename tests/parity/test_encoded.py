@@ -286,7 +286,7 @@ def test_error_feedback_follows_the_codec_of_each_reduction() -> None:
     assert [idle_codecs(chosen) for chosen in plans.values()] == [()] * 3
     (line,) = (
         line
-        for line in idle_codecs(plan("zero1", wire={"policy": "mzhybrid:8", "error_feedback": True}))
+        for line in idle_codecs(plan("zero1", wire={"policy": "mzhybrid:8", "scatter": "mpc", "error_feedback": True}))
         if "error_feedback" in line
     )
     assert "wire.scatter = 'mpc'" in line
