@@ -569,26 +569,3 @@ def test_error_feedback_without_a_loss_at_the_last_hop_is_named() -> None:
     (line,) = idle_codecs(plan("ddp", wire=wire))
     assert "error_feedback" in line
     assert idle_codecs(plan("ddp", wire={**wire, "reduce_inter": "int4:256"})) == ()
-
-
-def train_with_exp3(name: str) -> str:
-    """The error of training with a codec of bf16 gradients only; empty if there is none."""
-    torch.default_generator.manual_seed(0)
-    plan = tw.Plan.preset(name, nodes=1, local=4, compute_dtype="bfloat16", wire={"reduce_intra": "exp3"})
-    try:
-        model = tw.shard(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), plan)
-        model(torch.randn(2, 8)).square().mean().backward()
-        tw.clip_grad_norm_(model, 1.0)
-    except SpecError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("name", ["zero1", "zero3", "ddp"])
-def test_a_codec_of_bf16_reduces_unless_it_would_gather_fp32_sums(name: str) -> None:
-    errors = set(run_ranks(4, train_with_exp3, name))
-    if name == "ddp":
-        (error,) = errors
-        assert "wire.reduce_intra: exp3 cannot encode float32, valid are bfloat16" in error
-    else:
-        assert errors == {""}
