@@ -75,6 +75,13 @@ def test_what_is_left_out_is_said_with_the_reason() -> None:
     assert lines("zero1", wire={"tp": "zfp:24"}, tp=2)[0].endswith("it takes 24 bits a value, and bfloat16 has 16")
 
 
+def test_changes_of_islands_are_not_made_longer() -> None:
+    plan = Plan.preset("islands", nodes=2, local=2, islands={"codec": "zfp:32"})
+    assert idle_codecs(plan) == ("islands.codec = 'zfp:32' is not used: it takes 32 bits a value, and float32 has 32",)
+    assert idle_codecs(plan.with_(islands={"codec": "zfp:31"})) == ()
+    assert sent(lowered(plan)) == sent(lowered(plan.uncompressed()))
+
+
 def test_what_makes_up_for_losses_goes_with_the_codec() -> None:
     wire = {"scatter": "zfp:16", "spread": "zfp:24", "spread_difference": True, "error_feedback": True}
     plan = Plan.preset("zero1", nodes=2, local=2, wire=wire)

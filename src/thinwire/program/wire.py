@@ -247,6 +247,9 @@ def idle_codecs(plan: Plan) -> tuple[str, ...]:
         for name, no_hop in _why_unused(plan).items()
         if name in codecs and not codecs[name].is_none and (reason := no_hop or _why_left_out(plan, name, codecs[name]))
     ]
+    changes = None if plan.islands is None else plan.islands.codec
+    if changes is not None and shortening(changes, "float32") != changes:
+        lines.append(f"islands.codec = {str(changes)!r} is not used: {_too_long(changes, 'float32', 'float32')}")
     lines += _idle_feedback(plan)
     if plan.bucket_chunks > 1 and not plan.overlap.stages and plan.params.ranks == plan.world:
         lines.append(
@@ -289,7 +292,10 @@ def _why_left_out(plan: Plan, name: str, codec: CodecSpec) -> str:
     """Why messages of a field of ``wire`` travel without its codec, if they do."""
     if not used_codec(plan, name).is_none:
         return ""
-    dtype, encoded = _dtypes(plan, name, codec)
+    return _too_long(codec, *_dtypes(plan, name, codec))
+
+
+def _too_long(codec: CodecSpec, dtype: str, encoded: str) -> str:
     return f"it takes {_bits(codec, encoded):g} bits a value, and {dtype} has {8 * ITEMSIZE[dtype]}"
 
 
