@@ -117,7 +117,9 @@ def plan_reference() -> str:
         _table(("codec", "meaning"), ((f"`{text}`", meaning) for text, meaning in NOTATION)),
         "You can combine options: `int4:256,hadamard,stochastic`.",
         "## Policies",
-        "`wire.policy` chooses all codecs with one name. RATE, A and B are bits per value.",
+        "`wire.policy` chooses all codecs with one name. RATE, A and B are bits per value. Where the only reduction of "
+        "gradients leads to the owners of optimizer states, as with `zero1` and `zero2`, it has the codecs of the last "
+        "column.",
         _policies(),
         "## Presets",
         "Use `Plan.preset(name, nodes=4, local=8)`, or `preset:NAME` on the command line. Presets scale with the "

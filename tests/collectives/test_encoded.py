@@ -69,7 +69,7 @@ class Everyone:
         if self.local == 1:
             sums = [self.held[other] for other in range(self.nodes)]
         else:
-            how = {"rounded": at_hops.across is None, "by_piece": at_hops.recode}
+            how = {"rounded": is_lossless(at_hops.across), "by_piece": at_hops.recode}
             sums = [self.node_sum(place, other, at_hops.inside, **how) for other in range(self.nodes)]
         own = slice(sum(self.sizes[place * self.nodes : place * self.nodes + node]), None)
         pieces = [column[own][: self.sizes[place * self.nodes + node]] for column in sums]
@@ -84,6 +84,10 @@ class Everyone:
 def through(codec: Codec, x: torch.Tensor) -> torch.Tensor:
     """A tensor's values after a journey, fp32."""
     return codec.decode_add(codec.encode(x), torch.zeros(x.numel()), encoded=x.dtype)
+
+
+def is_lossless(codec: Codec | None) -> bool:
+    return codec is None or codec.spec.is_lossless
 
 
 def world_group(nodes: int, local: int) -> tuple[AxisGroup, Meter]:
@@ -107,6 +111,8 @@ def check_everything(nodes: int, local: int) -> None:
             for names in [("int8:256", "int4:256"), (None, "int4:64"), ("mpc", "zfp:8"), ("bf16", None)]:
                 check_reduction(group, meter, everyone, (place, node), HopCodecs(named(names[0]), named(names[1])))
             check_reduction(group, meter, everyone, (place, node), HopCodecs(None, named("mpc")))
+            for name in ("mpc", *(["exp3"] if dtype == torch.bfloat16 else [])):
+                check_lossless(group, everyone, codecs.get(name))
             for name in ("int8:256", "mpc", "int4:256,stochastic", *(["exp3"] if dtype == torch.bfloat16 else [])):
                 check_gather(group, meter, everyone, codecs.get(name))
 
@@ -130,9 +136,25 @@ def check_reduction(
     torch.testing.assert_close(added, expected + 1)
 
 
+def check_lossless(group: AxisGroup, everyone: Everyone, codec: Codec) -> None:
+    """No bit of a reduction changes, whatever it adds to."""
+    mine, sizes = everyone.held[control().rank].clone(), everyone.sizes
+    mine[::7] = -0.0
+    even = mine[: mine.numel() // group.size * group.size]
+    for accumulate in (False, True):
+        sums = []
+        for at_hops in (HopCodecs(), HopCodecs(codec, codec)):
+            how = {"scale": 0.3, "codecs": at_hops, "accumulate": accumulate}
+            piece, whole = torch.ones(sizes[group.index]), torch.ones(even.numel())
+            reduce_scatter(group, mine.clone(), piece, sizes=sizes, **how).perform()
+            all_reduce(group, even.clone(), whole, **how).perform()
+            sums.append(torch.cat([piece, whole]).view(torch.int32))
+        assert torch.equal(*sums)
+
+
 def check_bytes(group: AxisGroup, meter: Meter, everyone: Everyone, at_hops: HopCodecs, dtype: torch.dtype) -> None:
     sent = meter.take()[Lane.SYNC]
-    sums = dtype if at_hops.across is None or 1 in (group.nodes, group.local) else torch.float32
+    sums = dtype if is_lossless(at_hops.across) or 1 in (group.nodes, group.local) else torch.float32
     columns = [sum(everyone.sizes[i : i + group.nodes]) for i in range(0, group.size, group.nodes)]
     inside = [message_bytes(at_hops.inside, n, dtype) for i, n in enumerate(columns) if i != group.local_index]
     if at_hops.recode and 1 not in (group.nodes, group.local):
@@ -151,7 +173,9 @@ def check_bytes(group: AxisGroup, meter: Meter, everyone: Everyone, at_hops: Hop
 
 
 def message_bytes(codec: Codec | None, numel: int, dtype: torch.dtype) -> int:
-    return numel * dtype.itemsize if codec is None else codec.max_wire_bytes(numel, dtype)
+    plain = numel * dtype.itemsize
+    most = plain if codec is None else codec.max_wire_bytes(numel, dtype)
+    return min(plain, most) if codec is not None and codec.spec.is_variable_length else most
 
 
 def check_gather(group: AxisGroup, meter: Meter, everyone: Everyone, codec: Codec) -> None:
@@ -189,20 +213,24 @@ def exchange(nodes: int, local: int) -> None:
         everyone = Everyone(nodes, local, [350, 350], dtype)
         for codec in map(codecs.get, ("int4:256", "int8:64", "mpc")):
             expected = (through(codec, everyone.held[0]) + through(codec, everyone.held[1])) * 0.5
+            if is_lossless(codec):
+                expected = expected.to(dtype).float()
             out = torch.full((690,), math.nan)
-            vector = everyone.held[group.index].clone()
+            vector = everyone.held[group.index]
             meter.take()
-            all_reduce(group, vector, out, scale=0.5, codecs=HopCodecs(codec, codec)).perform()
+            all_reduce(group, vector.clone(), out, scale=0.5, codecs=HopCodecs(codec, codec)).perform()
             assert torch.equal(out, expected[:690])
             sent = meter.take()[Lane.SYNC][scope]
             if codec.spec.is_variable_length:
-                assert sent <= codec.max_wire_bytes(700, dtype) + 8
+                assert sent <= 700 * dtype.itemsize + 8
             else:
                 slot = MessageSizes(*[partial(codec.slot_bytes, dtype=dtype)] * 3, encoded=True)
                 predicted = hops(Kind.ALL_REDUCE, local, nodes, [350, 350], group.index, slot)
                 assert [(hop.scope, hop.sent) for hop in predicted] == [(scope, sent)]
             added = torch.ones(700)
-            all_reduce(group, vector, added, scale=0.5, accumulate=True, codecs=HopCodecs(codec, codec)).perform()
+            codec_pair = HopCodecs(codec, codec)
+            all_reduce(group, vector.clone(), added, scale=0.5, accumulate=True, codecs=codec_pair).perform()
+            check_lossless(group, everyone, codecs.get("mpc"))
             assert torch.equal(added, 1 + expected)
 
 

@@ -317,12 +317,11 @@ LOSSY = ("bf16", "fp16", "int8:256", "int4:256", "int4:256,stochastic", "int4:25
 
 
 def plan_of_codec(codec: str, nodes: int, name: str) -> tw.Plan:
-    wire: dict[str, Any] = {"reduce_intra": codec, "reduce_inter": codec}
-    if codec == "exp3":  # for bf16: not for the fp32 sums of a node
-        fields = {"reduce_dtype": "bfloat16", "wire": {"reduce_intra": codec}}
-    else:
-        fields = {"wire": {**wire, "error_feedback": name == "ddp" and codec in LOSSY}}
-    return tw.Plan.preset(name, nodes=nodes, local=2, compute_dtype="float16", **fields)
+    wire = {"reduce_intra": codec, "reduce_inter": codec, "error_feedback": name == "ddp" and codec in LOSSY}
+    # One is for bf16 only, others would not shorten float16.
+    reduce_dtype = "bfloat16" if codec == "exp3" else "float32" if codec in ("bf16", "fp16", "zfp:16") else None
+    fields: dict[str, Any] = {"compute_dtype": "float16", "reduce_dtype": reduce_dtype, "wire": wire}
+    return tw.Plan.preset(name, nodes=nodes, local=2, **fields)
 
 
 @pytest.mark.slow
@@ -356,9 +355,9 @@ class Steep(nn.Module):
 def casts_that_overflow() -> list[tuple[int, float]]:
     """Gradients that float16 holds, and whose sum over a node it does not: as values, and as messages of a codec."""
     results = []
-    for codec in ("none", "fp16"):
-        wire = {"reduce_intra": "none", "reduce_inter": codec}
-        plan = tw.Plan.preset("zero3", nodes=2, local=2, compute_dtype="float16", grad_reduce="mean", wire=wire)
+    for codec, reduce_dtype in (("none", "float16"), ("fp16", "float32")):
+        fields = {"compute_dtype": "float16", "reduce_dtype": reduce_dtype, "wire": {"reduce_inter": codec}}
+        plan = tw.Plan.preset("zero3", nodes=2, local=2, grad_reduce="mean", **fields)
         model = tw.shard(Steep(), plan)
         scale = tw.LossScale(65536.0)
         optimizer = tw.optimizer(model, torch.optim.SGD, lr=1.0, loss_scale=scale)

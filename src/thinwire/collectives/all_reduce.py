@@ -56,7 +56,7 @@ def all_reduce(
 
     1. Reduce-scatter in two hops (see :func:`~thinwire.collectives.reduce_scatter.reduce_scatter`), added in fp32.
     2. The scaled sums, rounded once to the wire dtype, are gathered in two hops. With codecs, the codec of the hop
-       across nodes encodes them from fp32.
+       across nodes encodes them, from fp32 if it is lossy.
 
     Two members with a codec instead send each other one message of the whole vector, and both add up the two decoded
     messages, including their own. This takes as many bytes as the two steps above, but encodes nothing twice: the error
@@ -79,7 +79,7 @@ def all_reduce(
     piece = vector.numel() // group.size
     own = slice(group.index * piece, (group.index + 1) * piece)
     codec = codecs.across if group.nodes > 1 else codecs.inside
-    if codec is None:
+    if codec is None or codec.spec.is_lossless:
         sums = vector
     elif not accumulate and out.numel() == vector.numel():
         sums = out

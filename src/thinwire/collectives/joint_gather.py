@@ -12,6 +12,7 @@ import torch
 from thinwire.codecs import Codec
 from thinwire.collectives.all_gather import columns_of, gather_hops
 from thinwire.collectives.memory import allocate
+from thinwire.collectives.messages import codec_of, encode_shorter
 from thinwire.collectives.moves import Move, Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import WireError
@@ -108,7 +109,7 @@ def _of_variable_length(group: AxisGroup, parts: Sequence[Part], codec: Codec) -
         begin = 0
         for number, part in enumerate(parts):
             room = table[mine, begin : begin + _slot(codec, part)]
-            message = codec.encode(part.own, seed=part.seed, out=room)
+            message = encode_shorter(codec, part.own, part.seed, room)
             lengths[mine, number] = message.numel()
             begin += padded(message.numel(), ALIGNMENT_BYTES)
 
@@ -132,7 +133,8 @@ def _of_variable_length(group: AxisGroup, parts: Sequence[Part], codec: Codec) -
             for part, length in zip(parts, _checked(lengths[member], bounds), strict=True):
                 piece = part.whole.view(group.size, -1)[member]
                 message = table[member, begin : begin + length]
-                codec.decode(message, piece.numel(), piece.dtype, out=piece)
+                sent_by = codec_of(codec, message, piece.numel(), piece.dtype)
+                sent_by.decode(message, piece.numel(), piece.dtype, out=piece)
                 begin += padded(length, ALIGNMENT_BYTES)
 
     return _around(encode, gather_hops(group, across, inside), decode)

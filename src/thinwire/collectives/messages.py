@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.codecs import Codec, Sum
+from thinwire.codecs import Codec, Sum, get
 from thinwire.codecs.seeds import fold_seed, slice_seed
 from thinwire.collectives.group import Subgroup
 from thinwire.collectives.memory import allocate
 from thinwire.errors import WireError
 from thinwire.program import Kind
 
-__all__ = ["Messages", "Residual"]
+__all__ = ["Messages", "Residual", "codec_of", "encode_shorter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Messages:
 
     Pieces of one size have messages in the rows of a matrix, which a codec of fixed length encodes and decodes in one
     pass. Messages of a codec of variable length are made one by one, and take two exchanges: first their lengths, then
-    their bytes.
+    their bytes. Those that a lossless one would not shorten are the values as they are.
 
     Args:
         codec: Codec of the messages.
@@ -100,7 +100,7 @@ class Messages:
             residual: Error feedback of the size of ``piece``. It is added to the piece, and updated to the new loss.
         """
         if residual is None:
-            message = self.codec.encode(piece, seed=seed, out=self.room(index))
+            message = encode_shorter(self.codec, piece, seed, self.room(index))
         else:
             message = self.codec.encode_feedback(
                 piece, residual.lost, gain=residual.gain, seed=seed, out=self.room(index)
@@ -139,7 +139,7 @@ class Messages:
 
     def decode(self, index: int, out: torch.Tensor) -> None:
         """Decode a message into ``out``."""
-        self.codec.decode(self.message(index), self._sizes[index], out.dtype, out=out)
+        self._codec(index).decode(self.message(index), self._sizes[index], out.dtype, out=out)
 
     def decode_side_by_side(self, whole: torch.Tensor, *, add: bool = False) -> None:
         """Decode all messages into a vector, one after the other.
@@ -157,7 +157,7 @@ class Messages:
                 self.decode(index, piece)
                 continue
             message = self.message(index).unsqueeze(0)
-            self.codec.decode_sum_into(Sum(message, piece.numel(), piece, encoded=self._dtype), piece)
+            self._codec(index).decode_sum_into(Sum(message, piece.numel(), piece, encoded=self._dtype), piece)
 
     def decode_sum(self, out: torch.Tensor, scale: float = 1.0, onto: torch.Tensor | None = None) -> None:
         """Write ``scale * (onto + all messages)`` to ``out``, added in fp32 and rounded once. The pieces have one size.
@@ -172,11 +172,11 @@ class Messages:
             return
         total = out if out.dtype == torch.float32 else allocate(out.numel(), torch.float32, out.device)
         if onto is None:
-            total.zero_()
+            total.fill_(-0.0)  # to which a message adds up to itself, zeros of either sign included
         elif onto is not total:
             total.copy_(onto)
         for index in range(len(self._sizes)):
-            self.codec.decode_add(self.message(index), total, encoded=self._dtype)
+            self._codec(index).decode_add(self.message(index), total, encoded=self._dtype)
         if scale != 1.0:
             total.mul_(scale)
         if total is not out:
@@ -254,12 +254,33 @@ class Messages:
                 )
         return lengths
 
+    def _codec(self, index: int) -> Codec:
+        return codec_of(self.codec, self.message(index), self._sizes[index], self._dtype)
+
     def _rows(self) -> torch.Tensor:
         return self.buffer.view(len(self._sizes), self._starts[1])
 
     def room(self, index: int) -> torch.Tensor:
         """The place of a message."""
         return self.buffer[self._starts[index] : self._starts[index + 1]]
+
+
+def encode_shorter(codec: Codec, piece: torch.Tensor, seed: int | None, room: torch.Tensor) -> torch.Tensor:
+    """Encode a piece into ``room``; where a lossless codec of variable length would not shorten it, as it is."""
+    message = codec.encode(piece, seed=seed, out=room)
+    if codec.spec.is_lossless and codec.spec.is_variable_length and message.numel() >= piece.nbytes:
+        return _plain(room.device).encode(piece, out=room)
+    return message
+
+
+def codec_of(codec: Codec, message: torch.Tensor, numel: int, dtype: torch.dtype) -> Codec:
+    """The codec that decodes a message of :func:`encode_shorter`, which its length tells."""
+    sends_plain = codec.spec.is_lossless and codec.spec.is_variable_length
+    return _plain(message.device) if sends_plain and message.numel() == numel * dtype.itemsize else codec
+
+
+def _plain(device: torch.device) -> Codec:
+    return get("none", device=device)
 
 
 def _with_own(pieces: Sequence[torch.Tensor], subgroup: Subgroup) -> list[torch.Tensor]:

@@ -57,9 +57,9 @@ def reduce_scatter(
 
     With a codec for a hop (qgZ, arXiv 2306.10209 section 3.3), a message of the first hop holds a column, and one of
     the second hop holds a piece. Received messages are decoded and added. A rank's own column and piece are not
-    encoded. The sums between the hops are fp32 if the second hop has a codec. If both hops have codecs of fixed length,
-    messages of the first hop hold pieces too: those of one piece are decoded, added and encoded for the second hop in
-    one pass, and the sum is never written to memory, unless error feedback needs it.
+    encoded. The sums between the hops are fp32 if the second hop has a lossy codec. If both hops have codecs of fixed
+    length, messages of the first hop hold pieces too: those of one piece are decoded, added and encoded for the second
+    hop in one pass, and the sum is never written to memory, unless error feedback needs it.
 
     Args:
         group: The axis.
@@ -89,7 +89,8 @@ def reduce_scatter(
         return _hop(across, whole, sizes, last, codecs.across, residual, seed)
     if codecs.recode:
         return _recoding_hops(group, whole, sizes, last, codecs, residual, seed)
-    column = allocate(columns[group.local_index], whole.dtype if codecs.across is None else torch.float32, whole.device)
+    rounds = codecs.across is not None and not codecs.across.spec.is_lossless
+    column = allocate(columns[group.local_index], torch.float32 if rounds else whole.dtype, whole.device)
     return Moves(
         [
             *_hop(inside, whole, columns, _Merge(column), codecs.inside, None, seed, (Stage.ENCODE, Stage.RECODE)),
@@ -295,10 +296,13 @@ def _add_to_own(own: torch.Tensor, others: torch.Tensor, merge: _Merge) -> None:
     """
     out, scale = merge.out, merge.scale
     if merge.accumulate:
+        # In the order of _add_messages, so that lossless codecs change no bit.
+        added = allocate(min(CHUNK, out.numel()), torch.float32, own.device)
         for start in range(0, out.numel(), CHUNK):
             part = slice(start, start + CHUNK)
-            for piece in (own, *others):
-                out[part].add_(piece[part], alpha=scale)
+            of_part = added[: out[part].numel()]
+            _add_to_own(own[part], others[:, part], _Merge(of_part))
+            out[part].add_(of_part, alpha=scale)
     elif len(others) == 1 and scale == 1.0 and own.dtype == out.dtype:
         torch.add(own, others[0], out=out)  # of bf16 or fp16: in fp32, rounded once
     else:

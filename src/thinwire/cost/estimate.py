@@ -15,7 +15,7 @@ from typing import NamedTuple
 from thinwire.cost.operations import CodedHop, PricedStage, moves_of
 from thinwire.cost.rates import Rates
 from thinwire.program import Even, Hop, Kind, MessageSizes, Scope, hops
-from thinwire.program.wire import Encoding, ReductionEncodings
+from thinwire.program.wire import Encoding, ReductionEncodings, shortening
 from thinwire.spec import CodecSpec, Factor
 from thinwire.spec.plan import cut_alike
 
@@ -158,6 +158,7 @@ class Pricer:
 
     def _gather(self, mesh: GroupShape, numel: int, codec: CodecSpec) -> Busy:
         """Busy seconds of an all-gather (or a grouped broadcast) of ``numel`` elements in total."""
+        codec = shortening(codec, self._dtype)
         encoding = Encoding(codec, self._dtype)
         sizes = MessageSizes(encoding.slot, encoding.slot, encoding.slot, encoded=not codec.is_none)
         return self._price(Kind.ALL_GATHER, mesh, numel, sizes, lambda hop: encoding)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from thinwire.cost.rates import ALONE, Beside, Rates, Work, largest_bytes_per_value, wire_bytes_per_value
 from thinwire.program import Axis, Hop, Kind, Lane, Operation, Scope, axis_shape
 from thinwire.program.stages import Stage
-from thinwire.program.wire import Encoding, change_encodings, reduction_encodings
+from thinwire.program.wire import Encoding, change_encodings, reduction_encodings, spreads_difference, used_codec
 from thinwire.spec import CodecSpec, Plan
 
 __all__ = ["CodedHop", "PricedStage", "codec_seconds", "coded_hops", "moves", "moves_of"]
@@ -147,11 +147,12 @@ def _coded(plan: Plan, operation: Operation, hop: Hop) -> CodedHop:
         plain = plan.effective_reduce_dtype if gradients else plan.compute_dtype
         return CodedHop(hop, Encoding(_NONE, "float32" if operation.lane is Lane.OUTER else plain))
     if operation.lane is Lane.GATHER:
-        return CodedHop(hop, Encoding(plan.wire.gather, plan.compute_dtype))
+        return CodedHop(hop, Encoding(used_codec(plan, "gather"), plan.compute_dtype))
     if operation.lane is Lane.SPREAD:
         # Differences are fp32: master parameters minus the values on the receiving ranks.
-        dtype = "float32" if plan.wire.spread_difference else plan.compute_dtype
-        return CodedHop(hop, Encoding(plan.wire.spread, dtype), difference=plan.wire.spread_difference)
+        difference = spreads_difference(plan)
+        dtype = "float32" if difference else plan.compute_dtype
+        return CodedHop(hop, Encoding(used_codec(plan, "spread"), dtype), difference=difference)
     changes = operation.lane is Lane.OUTER
     encodings = change_encodings(plan) if changes else reduction_encodings(plan, operation.axis)
     _, nodes = axis_shape(plan, operation.axis)
@@ -189,7 +190,7 @@ def _gathered(steps: Sequence[CodedHop], rates: Rates) -> list[PricedStage]:
     whole = piece + sum(step.values for step in steps)
     encoding = codec_seconds(rates, first, encoded=piece)
     decoding = codec_seconds(rates, first, decoded=whole)
-    if first.difference and not first.encoding.codec.is_none:
+    if first.difference:
         # Encoding subtracts the current values. Decoding widens them, adds the differences and rounds the sums.
         encoding += rates.touch(piece)
         decoding += rates.touch(2 * whole)

@@ -15,7 +15,7 @@ from thinwire.cost.kernel_table import TabledKernels
 from thinwire.cost.kernels import Kernels
 from thinwire.errors import SpecError
 from thinwire.program import Kind, Scope
-from thinwire.program.wire import ITEMSIZE
+from thinwire.program.wire import ITEMSIZE, Encoding
 from thinwire.spec import ClusterSpec, CodecSpec, Fabric, Link, Plan, Route, seen_by
 from thinwire.spec.codec import typical_ratio
 from thinwire.spec.machines.kernels import KernelTable, this_host
@@ -356,4 +356,4 @@ def wire_bytes_per_value(codec: CodecSpec, dtype: str) -> float:
 def largest_bytes_per_value(codec: CodecSpec, dtype: str) -> float:
     """Upper bound of the bytes per value of a long message, which is the figure that a program uses."""
     numel = 1 << 20
-    return codec.max_wire_bytes(numel, dtype) / numel
+    return Encoding(codec, dtype).message(numel) / numel

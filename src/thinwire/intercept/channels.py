@@ -19,7 +19,7 @@ from thinwire.collectives.links.streams import streams_of
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.messages import Messages
 from thinwire.errors import UsageError
-from thinwire.intercept.encoded import decode, deliver, flat, ready
+from thinwire.intercept.encoded import deliver, flat, ready
 from thinwire.intercept.members import MemberGroup, part_of
 from thinwire.intercept.queued import QueuedWork, StreamQueue
 from thinwire.intercept.works import LateWork
@@ -110,7 +110,9 @@ class Channels:
                 return
             messages = Messages(codec, [tensor.numel()], tensor.dtype, tensor.device)
             messages.send(pair, 1 - pair.index, pair.index)
-            decode(codec, messages.message(0), tensor)
+            values = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+            messages.decode(0, values)
+            deliver(values, tensor)
 
         def receive() -> QueuedWork:
             return direction.queue.perform(body, [tensor], [], wait=False)

@@ -22,10 +22,7 @@ __all__ = ["all_gather", "all_reduce", "decode", "deliver", "flat", "is_plain", 
 
 
 def all_reduce(axis: MembersAxis, tensor: torch.Tensor, scale: float, codecs: HopCodecs, seed: int | None) -> None:
-    """``tensor = scale * sum over members``, added in fp32 and bitwise equal on all members.
-
-    Lossy codecs encode the sums from fp32; lossless ones encode them in the tensor's dtype, or they would send zeros.
-    """
+    """``tensor = scale * sum over members``, added in fp32 and bitwise equal on all members."""
     codec = codecs.across
     assert codec is not None
     values = flat(tensor)
@@ -36,17 +33,10 @@ def all_reduce(axis: MembersAxis, tensor: torch.Tensor, scale: float, codecs: Ho
         vector = allocate(padded, values.dtype, values.device)
         vector[:numel].copy_(values)
         vector[numel:].zero_()
-    if values.dtype == torch.float32:
-        result = vector
-        reducing.all_reduce(axis, vector, result, scale=scale, codecs=codecs, seed=seed).perform()
-    elif codec.spec.is_lossless and axis.size > 2:
-        result, piece = vector, padded // axis.size
-        own = vector[axis.index * piece : (axis.index + 1) * piece]
-        _scatter(axis, vector, own, scale, codecs, seed)
-        gathering.all_gather(axis, vector, codec=codec, seed=seed).perform()
-    else:
-        result = allocate(padded, torch.float32, values.device)
-        reducing.all_reduce(axis, vector, result, scale=scale, codecs=codecs, seed=seed).perform()
+    # A lossy codec encodes sums in fp32.
+    rounds = not codec.spec.is_lossless and values.dtype != torch.float32
+    result = allocate(padded, torch.float32, values.device) if rounds else vector
+    reducing.all_reduce(axis, vector, result, scale=scale, codecs=codecs, seed=seed).perform()
     deliver(result[:numel], tensor)
 
 
@@ -104,22 +94,8 @@ def reduce_scatter(
         ordered = allocate(whole.numel(), whole.dtype, whole.device)
         _by_place(axis, ordered).copy_(_by_rank(axis, whole).transpose(0, 1))
         whole = ordered
-    _scatter(axis, whole, result, scale, codecs, seed)
+    scattering(axis, whole, result, scale=scale, codecs=codecs, seed=seed).perform()
     deliver(result, output)
-
-
-def _scatter(
-    axis: MembersAxis, whole: torch.Tensor, out: torch.Tensor, scale: float, codecs: HopCodecs, seed: int | None
-) -> None:
-    """Reduce pieces in the order of places. Between hops, lossless codecs encode sums in the dtype of ``whole``."""
-    is_lossless = codecs.across is not None and codecs.across.spec.is_lossless
-    if not axis.has_two_hops or not is_lossless or whole.dtype == torch.float32:
-        scattering(axis, whole, out, scale=scale, codecs=codecs, seed=seed).perform()
-        return
-    inside, across = axis.hops
-    column = allocate(whole.numel() // axis.local, whole.dtype, whole.device)
-    scattering(inside, whole, column, codecs=codecs, seed=seed).perform()
-    scattering(across, column, out, scale=scale, codecs=codecs, seed=seed).perform()
 
 
 def _by_rank(axis: MembersAxis, whole: torch.Tensor) -> torch.Tensor:

@@ -66,10 +66,6 @@ class MemberGroup(Subgroup):
         except RuntimeError as error:
             raise self._explained("connection", error) from error
 
-    def alone(self) -> MemberGroup:
-        """This rank as the only member of a group."""
-        return MemberGroup(part_of(self._membership, "alone", [self.index]), self._axis, self.stage)
-
     def leave(self) -> None:
         """Release the connections. The group cannot be used afterwards.
 
@@ -149,11 +145,6 @@ class MembersAxis(AxisGroup):
     def has_two_hops(self) -> bool:
         """Whether the members are on several nodes, several of them on each."""
         return self.local > 1 and self.nodes > 1
-
-    @property
-    def hops(self) -> tuple[MembersAxis, MembersAxis]:
-        """Each hop as an axis of its own: inside the node, and across nodes."""
-        return MembersAxis(self.inside, self.across.alone()), MembersAxis(self.inside.alone(), self.across)
 
     def leave(self) -> None:
         """Release the connections."""

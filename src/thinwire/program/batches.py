@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from thinwire.program.step import BufferKey, UnitInfo
-from thinwire.program.wire import ITEMSIZE
+from thinwire.program.wire import ITEMSIZE, spreads_difference
 from thinwire.spec import Plan
 
 __all__ = ["buckets", "gather_batches", "grouped", "reduction_batches", "spread_batches"]
@@ -69,7 +69,7 @@ def spread_batches(
         clusters: Units in the order in which they are spread. Those of a cluster travel together if any do.
     """
     of_clusters = [tuple(unit for unit in cluster if units[unit].trainable) for cluster in clusters]
-    if plan.spread_bytes == 0 or plan.partition == "inter" or plan.wire.spread_difference:
+    if plan.spread_bytes == 0 or plan.partition == "inter" or spreads_difference(plan):
         return tuple((unit,) for cluster in of_clusters for unit in cluster)
     sizes = {
         number: sum(buffer.nbytes for unit in cluster for buffer in units[unit].buffers if buffer.trainable)

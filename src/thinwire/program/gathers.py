@@ -17,7 +17,7 @@ from thinwire.program.draft import Call, Draft
 from thinwire.program.mesh import Axis, Kind
 from thinwire.program.shares import LARGE_LEAF
 from thinwire.program.step import BufferKey, Event, Lane, Phase, Trace, UnitInfo
-from thinwire.program.wire import gather_sizes
+from thinwire.program.wire import gather_sizes, used_codec
 from thinwire.spec import CodecSpec, Plan
 
 __all__ = ["Gathers", "Lookahead", "Retention", "check_live", "gathered_peak", "play_forward", "retention"]
@@ -265,7 +265,7 @@ class Gathers:
 
     def _gather_batch(self, axis: Axis, batch: Sequence[BufferKey], event: Event) -> None:
         # The secondary shard holds decoded parameters of a previous gather, which are sent without a codec.
-        codec = self._plan.wire.gather if axis is Axis.PARAMS else CodecSpec()
+        codec = used_codec(self._plan, "gather") if axis is Axis.PARAMS else CodecSpec()
         buffers = [self._units[unit].buffers[number] for unit, number in batch]
         units = tuple(dict.fromkeys(unit for unit, _ in batch))
         encoded = axis is Axis.PARAMS and buffers[0].encoded

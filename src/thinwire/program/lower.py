@@ -21,7 +21,7 @@ from thinwire.program.islands import add_exchange
 from thinwire.program.mesh import Axis, Kind, MessageSizes
 from thinwire.program.shares import Even, Span, chunk_spans, padded, together, within
 from thinwire.program.step import BufferInfo, Event, Lane, Phase, StepProgram, Trace, UnitInfo
-from thinwire.program.wire import gather_sizes, reduction_sizes
+from thinwire.program.wire import gather_sizes, reduction_sizes, used_codec
 from thinwire.spec import Plan
 
 __all__ = ["CONTROL_WORDS", "NORM_BYTES", "UNDER_WAY", "control_bytes", "default_trace", "lower"]
@@ -387,7 +387,7 @@ def _spread(plan: Plan, batch: Sequence[int], units: Sequence[UnitInfo], draft: 
         joint = len(batch) > 1
         encoded = buffers[keys[0]].encoded
         call = Call(kind, Lane.SPREAD, Axis.SHARD, together, encoded, buffers=tuple(keys) if joint else ())
-        sizes = [gather_sizes(plan.wire.spread, buffers[key], joint=joint) for key in keys]
+        sizes = [gather_sizes(used_codec(plan, "spread"), buffers[key], joint=joint) for key in keys]
         if joint:
             parts = [(sum(buffers[key].shares), of_key) for key, of_key in zip(keys, sizes, strict=True)]
             operation = draft.add_joint(call, parts, event)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from thinwire.program.mesh import Axis, MessageSizes, axis_extent
+from thinwire.program.shares import ALIGNMENT_BYTES, padded
 from thinwire.program.step import BufferInfo
 from thinwire.spec import CodecSpec, Plan
+from thinwire.spec.codec import encodable_dtypes
 
 __all__ = [
     "ITEMSIZE",
@@ -23,18 +25,47 @@ __all__ = [
     "reduction_codecs",
     "reduction_encodings",
     "reduction_sizes",
+    "shortening",
+    "spreads_difference",
     "sums_dtype",
+    "used_codec",
 ]
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 _LENGTH_BYTES = 8
 """Bytes of the length that precedes a message of variable length."""
 
+_LARGE = 1 << 20
+"""Values of a message whose header and alignment do not count."""
+
 
 def axis_shape(plan: Plan, axis: Axis) -> tuple[int, int]:
     """Ranks of an axis on each node, and the nodes that the axis spans."""
     inner, outer = axis_extent(plan, axis)
     return outer.local // inner.local, outer.nodes // inner.nodes
+
+
+def _bits(codec: CodecSpec, dtype: str) -> float:
+    """Bits a value of a large message."""
+    return 8 * codec.max_wire_bytes(_LARGE, dtype) / _LARGE
+
+
+@lru_cache(maxsize=256)
+def shortening(codec: CodecSpec, dtype: str, encoded: str | None = None) -> CodecSpec:
+    """A codec, or none if it would not shorten messages: what is encoded, sent and priced is what this returns.
+
+    A codec of variable length stays: where it does not shorten a message, that message travels as it is.
+
+    Args:
+        codec: The codec that a plan names.
+        dtype: Data type of the values without a codec.
+        encoded: Data type that the codec encodes; by default the same.
+    """
+    encoded = encoded or dtype
+    # What it cannot encode is refused elsewhere, by its name.
+    if codec.is_variable_length or encoded not in encodable_dtypes(codec):
+        return codec
+    return codec if _bits(codec, encoded) < 8 * ITEMSIZE[dtype] else CodecSpec()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +84,10 @@ class Encoding:
         """Bytes of a message with ``numel`` values; an upper bound if its length depends on the values."""
         if self.codec.is_none:
             return numel * ITEMSIZE[self.dtype]
-        announced = _LENGTH_BYTES if self.codec.is_variable_length else 0
-        return self.codec.max_wire_bytes(numel, self.dtype) + announced
+        most = self.codec.max_wire_bytes(numel, self.dtype)
+        if not self.codec.is_variable_length:
+            return most
+        return (min(most, numel * ITEMSIZE[self.dtype]) if self.codec.is_lossless else most) + _LENGTH_BYTES
 
     def slot(self, numel: int) -> int:
         """Bytes that one of several messages of a gather occupies; messages of fixed length are padded for
@@ -84,13 +117,15 @@ class ReductionEncodings:
     def of(cls, local: int, nodes: int, intra: CodecSpec, inter: CodecSpec, dtype: str) -> ReductionEncodings:
         """The encodings of a reduction of ``dtype`` gradients over ``local`` ranks on each of ``nodes`` nodes.
 
-        A codec across nodes encodes fp32 sums. The codec of the farthest hop also encodes the gathered sums.
+        A lossy codec across nodes encodes fp32 sums. The codec of the farthest hop also encodes the gathered sums. One
+        that would not shorten sums is left out.
         """
+        intra, inter = (shortening(codec, dtype, sums_dtype(codec, dtype)) for codec in (intra, inter))
         farther = inter if nodes > 1 else intra
         return cls(
             Encoding(intra, dtype),
             Encoding(inter, dtype if local == 1 else sums_dtype(inter, dtype)),
-            Encoding(farther, dtype if farther.is_none else "float32"),
+            Encoding(farther, sums_dtype(farther, dtype)),
             local > 1 and nodes > 1 and not any(codec.is_none or codec.is_variable_length for codec in (intra, inter)),
         )
 
@@ -101,9 +136,32 @@ class ReductionEncodings:
         return MessageSizes(inside, self.across.message, self.gather.slot, encoded=encoded, by_piece=self.recodes)
 
 
-def sums_dtype(inter: CodecSpec, dtype: str) -> str:
-    """Data type of a node's sums of ``dtype`` gradients when they cross nodes; fp32 if a codec encodes them."""
-    return dtype if inter.is_none else "float32"
+def sums_dtype(codec: CodecSpec, dtype: str) -> str:
+    """Data type of sums of ``dtype`` gradients on their way: fp32 if a codec rounds them, so that it alone does."""
+    return dtype if codec.is_lossless else "float32"
+
+
+def used_codec(plan: Plan, name: str) -> CodecSpec:
+    """The codec of a field of ``wire`` as messages have it: none if it would not shorten them, or is unset."""
+    codec = getattr(plan.wire, name) or CodecSpec()
+    return shortening(codec, *_dtypes(plan, name, codec))
+
+
+def _dtypes(plan: Plan, name: str, codec: CodecSpec) -> tuple[str, str]:
+    """Data types of the values that a field of ``wire`` is about: without a codec, and those that this one encodes."""
+    if name in ("reduce_intra", "reduce_inter", "scatter"):
+        return plan.effective_reduce_dtype, sums_dtype(codec, plan.effective_reduce_dtype)
+    dtypes: list[str] = [plan.compute_dtype]
+    if name in ("gather", "spread"):
+        dtypes += [unit.dtype for unit in plan.units if unit.dtype]
+    # All parameters have one codec, so the shortest of them decide.
+    shortest = min(dtypes, key=ITEMSIZE.__getitem__)
+    return shortest, "float32" if name == "spread" and plan.wire.spread_difference else shortest
+
+
+def spreads_difference(plan: Plan) -> bool:
+    """Whether spreads carry how far masters are from what all ranks hold."""
+    return plan.wire.spread_difference and not used_codec(plan, "spread").is_none
 
 
 def gather_sizes(codec: CodecSpec, buffer: BufferInfo, *, joint: bool = False) -> MessageSizes:
@@ -125,22 +183,25 @@ def _gather_sizes(codec: CodecSpec, itemsize: int, joint: bool) -> MessageSizes:
     encoding = Encoding(codec, dtype)
 
     def size(numel: int) -> int:
+        nbytes = encoding.slot(numel)
         pads = joint and codec.is_variable_length
-        return codec.slot_bytes(numel, dtype) + _LENGTH_BYTES if pads else encoding.slot(numel)
+        return padded(nbytes - _LENGTH_BYTES, ALIGNMENT_BYTES) + _LENGTH_BYTES if pads else nbytes
 
     return MessageSizes(size, size, size, encoded=True)
 
 
 def reduction_codecs(plan: Plan, axis: Axis) -> tuple[CodecSpec, CodecSpec]:
     """The codecs of a reduction along an axis: inside a node and across nodes."""
-    if axis is Axis.SHARD and plan.wire.scatter is not None:
-        return plan.wire.scatter, plan.wire.scatter
-    return plan.wire.reduce_intra, plan.wire.reduce_inter
+    encodings = reduction_encodings(plan, axis)
+    return encodings.inside.codec, encodings.across.codec
 
 
 def reduction_encodings(plan: Plan, axis: Axis) -> ReductionEncodings:
     """The encodings of a reduction along an axis, for gradients that the plan's codecs apply to."""
-    return ReductionEncodings.of(*axis_shape(plan, axis), *reduction_codecs(plan, axis), plan.effective_reduce_dtype)
+    codecs = plan.wire.reduce_intra, plan.wire.reduce_inter
+    if axis is Axis.SHARD and plan.wire.scatter is not None:
+        codecs = plan.wire.scatter, plan.wire.scatter
+    return ReductionEncodings.of(*axis_shape(plan, axis), *codecs, plan.effective_reduce_dtype)
 
 
 def reduction_sizes(plan: Plan, axis: Axis, *, encoded: bool) -> MessageSizes:
@@ -184,9 +245,12 @@ def idle_codecs(plan: Plan) -> tuple[str, ...]:
     codecs = plan.wire.codecs()
     lines = [
         f"wire.{name} = {str(codecs[name])!r} is not used: {reason}"
-        for name, reason in _why_unused(plan).items()
-        if reason and name in codecs and not codecs[name].is_none
+        for name, no_hop in _why_unused(plan).items()
+        if name in codecs and not codecs[name].is_none and (reason := no_hop or _why_left_out(plan, name, codecs[name]))
     ]
+    changes = None if plan.islands is None else plan.islands.codec
+    if changes is not None and shortening(changes, "float32") != changes:
+        lines.append(f"islands.codec = {str(changes)!r} is not used: {_too_long(changes, 'float32', 'float32')}")
     lines += _idle_feedback(plan)
     if plan.bucket_chunks > 1 and not plan.overlap.stages and plan.params.ranks == plan.world:
         lines.append(
@@ -225,6 +289,17 @@ def _why_unused(plan: Plan) -> dict[str, str]:
     }
 
 
+def _why_left_out(plan: Plan, name: str, codec: CodecSpec) -> str:
+    """Why messages of a field of ``wire`` travel without its codec, if they do."""
+    if not used_codec(plan, name).is_none:
+        return ""
+    return _too_long(codec, *_dtypes(plan, name, codec))
+
+
+def _too_long(codec: CodecSpec, dtype: str, encoded: str) -> str:
+    return f"it takes {_bits(codec, encoded):g} bits a value, and {dtype} has {8 * ITEMSIZE[dtype]}"
+
+
 def _idle_feedback(plan: Plan) -> list[str]:
     """What error feedback does not reach, although a codec loses something there."""
     if not plan.wire.error_feedback:
@@ -232,11 +307,14 @@ def _idle_feedback(plan: Plan) -> list[str]:
     axes = [axis for axis in (Axis.PARAMS, Axis.SHARD, Axis.REPLICA) if axis_shape(plan, axis) != (1, 1)]
     reductions = [(axis_shape(plan, axis), reduction_codecs(plan, axis)) for axis in axes]
     last = [inter if nodes > 1 else intra for (_, nodes), (intra, inter) in reductions]
-    if Axis.SHARD in axes and plan.wire.scatter is not None and all(codec.is_lossless for codec in last):
+    scatter = plan.wire.scatter
+    if Axis.SHARD in axes and scatter is not None and scatter.is_lossless and all(codec.is_lossless for codec in last):
         return [
-            f"wire.error_feedback = true has nothing to feed back: wire.scatter = {str(plan.wire.scatter)!r} takes the "
+            f"wire.error_feedback = true has nothing to feed back: wire.scatter = {str(scatter)!r} takes the "
             "place of the lossy codec of other gradients"
         ]
+    if axes and all(codec.is_lossless for _, codecs in reductions for codec in codecs):
+        return ["wire.error_feedback = true has nothing to feed back: no codec of gradients in use loses anything"]
     if any(
         local > 1 and nodes > 1 and inter.is_lossless and not intra.is_lossless
         for (local, nodes), (intra, inter) in reductions

@@ -12,7 +12,7 @@ from functools import cached_property
 from thinwire.cost import CollectiveTimes, ModelPart, Rates, Work, alike
 from thinwire.cost.rates import wire_bytes_per_value
 from thinwire.program import Kind, Scope
-from thinwire.program.wire import ITEMSIZE
+from thinwire.program.wire import ITEMSIZE, used_codec
 from thinwire.sim.workload import Workload, part_seconds
 from thinwire.spec import CodecSpec, Factor, ModelSpec, Plan
 from thinwire.spec.plan_parts.pipeline import STAGES_OF_A_RANK
@@ -72,7 +72,7 @@ class AxisCosts:
 
     @cached_property
     def _sum(self) -> float:
-        plan, codec = self.plan, self.plan.wire.tp
+        plan, codec = self.plan, used_codec(self.plan, "tp")
         values, mesh = plan.micro_batch * self.seq * self.model.hidden, Factor(local=plan.tp)
         if codec.is_none:
             return self.calls.seconds(Kind.ALL_REDUCE, values * ITEMSIZE[plan.compute_dtype], mesh)
@@ -87,7 +87,7 @@ class AxisCosts:
         values = exchanged_values(part, self.plan, self.seq, self.model.hidden)
         if not values:
             return 0.0
-        return EXCHANGES * self._sent(self.plan.wire.ep, self.plan.ep, values, Kind.REDUCE_SCATTER)
+        return EXCHANGES * self._sent(used_codec(self.plan, "ep"), self.plan.ep, values, Kind.REDUCE_SCATTER)
 
     def context(self, part: ModelPart) -> float:
         """Seconds of gathering keys and values, or of reducing their gradients."""
@@ -95,7 +95,7 @@ class AxisCosts:
         if plan.cp == 1 or not part.attention_width:
             return 0.0
         values = plan.micro_batch * self.seq / plan.cp * self.model.kv_hidden * (plan.cp - 1)
-        return GATHERED * self._sent(plan.wire.cp, plan.cp, values, Kind.ALL_GATHER)
+        return GATHERED * self._sent(used_codec(plan, "cp"), plan.cp, values, Kind.ALL_GATHER)
 
     def _sent(self, codec: CodecSpec, ways: int, values: float, kind: Kind) -> float:
         """Seconds in which a rank sends ``values`` values to the others of a group of ``ways`` neighbours. Each of them
@@ -141,7 +141,7 @@ class AxisCosts:
     @cached_property
     def message(self) -> float:
         """Seconds to send a micro-batch's activations, or their gradients, to the next stage."""
-        plan, codec, dtype = self.plan, self.plan.wire.pp, self.plan.compute_dtype
+        plan, codec, dtype = self.plan, used_codec(self.plan, "pp"), self.plan.compute_dtype
         values = plan.micro_batch * self.seq * self.model.hidden
         part = values / self.sharers
         pair = Factor(nodes=2) if self.crosses else Factor(local=2)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from thinwire.program import UNDER_WAY, UnitInfo
-from thinwire.program.wire import ITEMSIZE
+from thinwire.program.wire import ITEMSIZE, spreads_difference
 from thinwire.sim.workload import Workload, work_of
 from thinwire.spec import Plan
 
@@ -44,13 +44,7 @@ def repeated(plan: Plan, workload: Workload) -> Repeated | None:
         workload: The work of the whole model.
     """
     by_bytes = (plan.gather_bytes, plan.reduce_bytes, plan.spread_bytes, plan.gathers_by_bytes)
-    if (
-        plan.ep > 1
-        or any(by_bytes)
-        or plan.partition == "inter"
-        or not plan.overlap.spread
-        or plan.wire.spread_difference
-    ):
+    if plan.ep > 1 or any(by_bytes) or plan.partition == "inter" or not plan.overlap.spread or spreads_difference(plan):
         return None
     first, length, size = _equal_blocks(workload)
     period = _period(plan, workload.units[first : first + size])

@@ -7,6 +7,7 @@ program.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from thinwire.spec.base import Budget, Bytes, Count, Depth, Flag, Problem, Spec,
 from thinwire.spec.factor import Factor
 from thinwire.spec.plan_parts.chain import chain_problems, cut_alike, divisors, fill_problem, groups, on_mesh
 from thinwire.spec.plan_parts.islands import Islands
+from thinwire.spec.plan_parts.policy import HybridPolicy
 from thinwire.spec.plan_parts.presets import PRESETS, preset_fields
 from thinwire.spec.plan_parts.units import Dtype, Overlap, UnitOverride
 from thinwire.spec.plan_parts.wire import GRADIENTS, Wire
@@ -152,8 +154,17 @@ class Plan(Spec):
 
     @classmethod
     def prepare(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Leaves out a table of older files that says nothing."""
-        return without_residence(data)
+        """Leaves out a table of older files that says nothing. A policy's codec of reductions to the owners of
+        optimizer states is for those beside an all-reduce: a plan's only reduction is its all-reduce (ZeRO-1)."""
+        data = without_residence(data)
+        wire = data.get("wire")
+        # What is invalid stays: the field's own check reports it, together with every other problem.
+        if isinstance(wire, Mapping) and isinstance(policy := wire.get("policy"), str) and wire.get("dp") is None:
+            with contextlib.suppress(SpecError):
+                mesh, params, optimizer = (Factor.parse(data.get(name, {})) for name in ("mesh", "params", "optimizer"))
+                if params.ranks == 1 and optimizer == mesh:
+                    data = {**data, "wire": {**wire, "dp": HybridPolicy.parse(policy).dp}}
+        return data
 
     @property
     def world(self) -> int:

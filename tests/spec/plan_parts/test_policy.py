@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from thinwire.errors import SpecError
@@ -64,10 +66,28 @@ def test_every_dimension_has_the_codec_of_the_table(name: str, dense: str, scatt
 def test_reductions_to_owners_of_optimizer_states_have_the_codec_of_the_table(name: str) -> None:
     """ZeRO-1's reduce-scatter inside a node is dense, the all-reduce across nodes takes few bits."""
     policy = HybridPolicy.parse(name)
-    plan = Plan.preset("zero1-node", nodes=2, local=2, wire={"policy": name})
+    mesh: dict[str, Any] = {"nodes": 2, "local": 2, "compute_dtype": "float32"}
+    plan = Plan.preset("zero1-node", **mesh, wire={"policy": name})
     assert reduction_codecs(plan, Axis.SHARD) == (policy.tp, policy.tp)
     assert reduction_codecs(plan, Axis.REPLICA) == (policy.dp, policy.dp)
-    assert reduction_codecs(Plan.preset("zero3", nodes=2, local=2, wire={"policy": name}), Axis.PARAMS)[0] == policy.dp
+    assert reduction_codecs(Plan.preset("zero3", **mesh, wire={"policy": name}), Axis.PARAMS)[0] == policy.dp
+
+
+@pytest.mark.parametrize("name", ["mzhybrid:16", "zhybrid:24-8", "hybrid"])
+@pytest.mark.parametrize("preset", ["zero1", "zero2", "zero1-node"])
+def test_the_only_reduction_of_a_plan_is_its_all_reduce(preset: str, name: str) -> None:
+    """With ZeRO-1 over all ranks, and with ZeRO-1 of a node on one node."""
+    policy, mesh = HybridPolicy.parse(name), {"nodes": 1 if preset == "zero1-node" else 2, "local": 2}
+    plan = Plan.preset(preset, **mesh, compute_dtype="float32", wire={"policy": name})
+    assert reduction_codecs(plan, Axis.SHARD) == (policy.dp, policy.dp)
+    assert plan.wire.spread == policy.spread
+    assert plan == Plan.from_toml(plan.to_toml())
+    assert plan == Plan.parse(plan.uncompressed().to_dict() | {"wire": {"policy": name}})
+    assert plan == plan.uncompressed().with_(wire={"policy": name})
+    written = plan.uncompressed().with_(wire={"policy": name, "scatter": "int8:256", "reduce_inter": "int4:256"})
+    assert str(written.wire.scatter) == "int8:256"
+    assert str(written.wire.reduce_inter) == "int4:256"
+    assert written.wire.reduce_intra == policy.dp
 
 
 def test_a_codec_beside_a_policy_takes_precedence_over_its_reduce_scatter() -> None:

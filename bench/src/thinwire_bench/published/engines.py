@@ -25,6 +25,7 @@ from thinwire.cost import (
 )
 from thinwire.program import Axis, Lane, Operation, Phase, UnitInfo, axis_shape
 from thinwire.program.stages import Stage
+from thinwire.program.wire import reduction_codecs
 from thinwire.sim.axes import AxisCosts
 from thinwire.sim.engine import Engine, step_with_axes
 from thinwire.sim.step import Simulated
@@ -221,7 +222,8 @@ class PublishedEngine(Engine):
         size = sum(units[unit].nbytes for unit in operation.units)
         if operation.lane is Lane.GATHER:
             return self.host.gathering(tensors, size, local * nodes)
-        if operation.axis is Axis.PARAMS and operation.lane is Lane.REDUCE and plan.wire.reduce_intra.is_none:
+        encodes = not reduction_codecs(plan, operation.axis)[0].is_none
+        if operation.axis is Axis.PARAMS and operation.lane is Lane.REDUCE and not encodes:
             return self.host.reducing(tensors, size, local * nodes)
         return 0.0
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from thinwire.program import Axis, Even, UnitInfo, axis_shape, together
-from thinwire.program.wire import ITEMSIZE, reduction_codecs
+from thinwire.program.wire import ITEMSIZE, change_encodings, reduction_codecs
 from thinwire.spec import Factor, Plan
 from thinwire.spec.plan import cut_alike
 
@@ -112,7 +112,7 @@ def island_bytes(plan: Plan, share: int) -> int:
     replicas = plan.world // plan.optimizer.ranks
     piece = -(-share // replicas)
     kept = piece * (1 + (islands.outer.momentum > 0))
-    if islands.error_feedback:
+    if islands.error_feedback and not change_encodings(plan).gather.codec.is_none:
         kept += piece if islands.count == 2 else piece + piece // islands.count
     under_way = 2 * piece + (share if replicas > 1 else 0)
     return 4 * (kept + -(-under_way // islands.fragments))

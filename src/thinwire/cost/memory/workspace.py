@@ -16,7 +16,7 @@ from thinwire.program import (
     gathered_peak,
     reduction_batches,
 )
-from thinwire.program.wire import ITEMSIZE, Encoding, reduction_encodings
+from thinwire.program.wire import ITEMSIZE, Encoding, reduction_encodings, used_codec
 from thinwire.spec import Plan
 
 __all__ = ["Workspace"]
@@ -166,8 +166,7 @@ def _scattered(plan: Plan, axis: Axis, numel: int) -> int:
     messages = _messages(encodings.inside, numel, local) + _messages(encodings.across, column, nodes)
     if encodings.recodes and not plan.wire.error_feedback:
         return values + messages + 4 * column // nodes
-    between = 4 if not encodings.across.codec.is_none else ITEMSIZE[plan.effective_reduce_dtype]
-    return values + messages + between * column
+    return values + messages + ITEMSIZE[encodings.across.dtype] * column
 
 
 def _messages(encoding: Encoding, numel: int, members: int) -> int:
@@ -212,6 +211,5 @@ def _all_reduced(plan: Plan, numel: int) -> int:
 
 def _spread_bytes(plan: Plan, shard: int) -> int:
     """Bytes of the messages of all spread parameters: the optimizer updates every unit before the first is sent."""
-    if plan.wire.spread.is_none or plan.optimizer == plan.params:
-        return 0
-    return plan.wire.spread.max_wire_bytes(shard, plan.compute_dtype)
+    codec = used_codec(plan, "spread")
+    return 0 if codec.is_none or plan.optimizer == plan.params else codec.max_wire_bytes(shard, plan.compute_dtype)

@@ -16,6 +16,7 @@ from thinwire.checkpoint import store
 from thinwire.checkpoint.manifest import Manifest, VectorEntry
 from thinwire.collectives.group import Control
 from thinwire.errors import CheckpointError, SpecError
+from thinwire.program.wire import spreads_difference
 from thinwire.sharding.checkpointing.manifest_values import check_groups, check_values
 from thinwire.sharding.checkpointing.names import in_names_of
 from thinwire.sharding.checkpointing.saving import finish_save, savers
@@ -122,7 +123,7 @@ class _Loading:
         runtime.join_spreads()
         runtime.zero_grad()
         self._same_plan = same_plan
-        self._with_held = sharded.plan.wire.spread_difference and self._same_plan
+        self._with_held = self._same_plan and spreads_difference(sharded.plan)
         self._new = make_state(optim.owned) if optim is not None else []
         self._numbers: list[tuple[dict[str, Any], str, Json]] = []
         self._copies: list[Callable[[], object]] = []

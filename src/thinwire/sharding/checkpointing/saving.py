@@ -29,6 +29,7 @@ from thinwire.collectives.group import Control, before_shutdown, control, contro
 from thinwire.collectives.links.streams import streams_of
 from thinwire.errors import CheckpointError
 from thinwire.program import Axis, Lane
+from thinwire.program.wire import spreads_difference
 from thinwire.sharding.checkpointing.names import stored, stored_values
 from thinwire.sharding.checkpointing.stored_parameters import (
     Json,
@@ -233,7 +234,7 @@ def _save_part(
         slot, offset = owned.fragment.slot, owned.fragment.offset
         value = owned.value.detach().reshape(-1) if first_replica else None
         add("model" if exchanges is None else own_masters(island), slot.name, "", slot.numel, offset, value)
-        if plan.wire.spread_difference:
+        if spreads_difference(plan):
             add(own_key("held", island), slot.name, "", slot.numel, offset, owned.held if first_replica else None)
         for key, entry in state_of(inner, owned).items():
             if isinstance(entry, torch.Tensor) and entry.dim() > 0:

@@ -11,6 +11,7 @@ from thinwire.collectives.messages import Residual
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import ExchangePart
+from thinwire.program.wire import shortening
 from thinwire.sharding.islands.outer_group import OuterGroup
 from thinwire.sharding.memory.layout import Run
 from thinwire.sharding.params.param_group import FlatBuffer
@@ -71,7 +72,7 @@ class PartState:
         """The mean change of all islands since the last outer step, fp32, and the moves that fill it."""
         change = group.padded(torch.sub(self.anchor, self._packed()[self._piece]))
         mean = torch.empty_like(change)
-        encoded = self.part.encoded and not self._settings.codec.is_none
+        encoded = self.part.encoded and not shortening(self._settings.codec, "float32").is_none
         lost = self._residuals(group, encoded, change.numel())
         moves = group.mean(change, mean, encoded=encoded, lost=lost, seed=seed)
         return mean[: self.anchor.numel()], moves

@@ -15,8 +15,9 @@ from thinwire.codecs.triton.warmup import warm_up
 from thinwire.collectives.reduce_scatter import HopCodecs
 from thinwire.errors import SpecError
 from thinwire.program import Axis
-from thinwire.program.wire import axis_shape, is_excluded, reduction_codecs, sums_dtype
+from thinwire.program.wire import axis_shape, change_encodings, is_excluded, reduction_codecs, sums_dtype, used_codec
 from thinwire.spec import CodecSpec, Plan
+from thinwire.spec.plan_parts.wire import GRADIENTS
 
 __all__ = ["PlanCodecs", "agreed_codecs", "check_exclusions", "codec_problems", "is_excluded", "rounds_parameters"]
 
@@ -49,8 +50,8 @@ class PlanCodecs:
             return None if spec.is_none else codecs.get(spec, backend=backend, device=device)
 
         hops = {axis: HopCodecs(*map(made, reduction_codecs(plan, axis))) for axis in _REDUCED}
-        changes = None if plan.islands is None else made(plan.islands.codec)
-        return cls(made(plan.wire.gather), hops, made(plan.wire.spread), HopCodecs(None, changes))
+        gather, spread = (made(used_codec(plan, name)) for name in ("gather", "spread"))
+        return cls(gather, hops, spread, HopCodecs(None, made(change_encodings(plan).across.codec)))
 
     def warm_up(self, plan: Plan, device: torch.device) -> None:
         """Compile the kernels of the codecs, if they have any, before a step needs them and peers wait for it."""
@@ -97,29 +98,25 @@ def check_exclusions(plan: Plan, names: Sequence[str]) -> None:
 def rounds_parameters(plan: Plan) -> bool:
     """Whether a codec changes the parameters on their way from the optimizer to the ranks that compute with them. The
     optimizer then keeps its own values even if they have the same dtype."""
-    return not plan.wire.spread.is_lossless and axis_shape(plan, Axis.SHARD) != (1, 1)
+    return not used_codec(plan, "spread").is_lossless and axis_shape(plan, Axis.SHARD) != (1, 1)
 
 
 def codec_problems(plan: Plan) -> Iterator[str]:
     """One sentence for each setting of a plan's ``wire`` that this runtime does not support."""
-    dtypes: dict[str, set[str]] = {
-        "gather": {plan.compute_dtype},
-        "spread": {plan.compute_dtype},
-        "reduce_intra": {plan.effective_reduce_dtype},
-        "reduce_inter": {plan.effective_reduce_dtype, sums_dtype(plan.wire.reduce_inter, plan.effective_reduce_dtype)},
-    }
-    codecs_by_name = plan.wire.codecs()
+    used = {name: used_codec(plan, name) for name in ("gather", "spread", *GRADIENTS, "scatter")}
+    dtypes: dict[str, set[str]] = {name: {plan.effective_reduce_dtype} for name in used}
+    dtypes["gather"] = dtypes["spread"] = {plan.compute_dtype}
+    sums = ["reduce_inter"]
     local, nodes = axis_shape(plan, Axis.REPLICA)
-    if local * nodes > 2:  # two replicas exchange whole vectors; more of them gather sums, which are fp32
-        farthest = "reduce_inter" if nodes > 1 else "reduce_intra"
-        dtypes[farthest].add("float32")
-    if plan.wire.scatter is not None:
-        dtypes["scatter"] = {plan.effective_reduce_dtype}
-        if all(ranks > 1 for ranks in axis_shape(plan, Axis.SHARD)):
-            dtypes["scatter"].add(sums_dtype(plan.wire.scatter, plan.effective_reduce_dtype))
+    if local * nodes > 2:  # two replicas exchange whole vectors; more of them gather sums
+        sums.append("reduce_inter" if nodes > 1 else "reduce_intra")
+    if all(ranks > 1 for ranks in axis_shape(plan, Axis.SHARD)):
+        sums.append("scatter")
+    for name in sums:
+        dtypes[name].add(sums_dtype(used[name], plan.effective_reduce_dtype))
     for name, needed in dtypes.items():
         for dtype in sorted(needed):
             try:
-                codecs_by_name[name].check_dtype(dtype)
+                used[name].check_dtype(dtype)
             except SpecError as error:
                 yield f"wire.{name}: {error.problems[0]}"

@@ -14,6 +14,7 @@ from thinwire.collectives.memory import allocate
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, BufferKey, Kind, Lane, Operation
+from thinwire.program.wire import spreads_difference
 from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.params.param_group import FlatBuffer
 from thinwire.sharding.step.schedule import Programs
@@ -126,7 +127,7 @@ class Spreads:
     def _spreads_difference(self, buffer: FlatBuffer) -> bool:
         """Whether spreads of a buffer carry the difference between the masters and the values that ranks hold."""
         spreads = self._group.size > 1 and buffer.layout.encoded and buffer.master is not None
-        return self._sharded.plan.wire.spread_difference and spreads
+        return spreads and spreads_difference(self._sharded.plan)
 
 
 def _gather_shares(

@@ -1,11 +1,11 @@
 """Compression policies: one name chooses the codec of every parallel dimension.
 
 A policy assumes that data-parallel gradients are close to low rank and need few bits, while parameters, activations and
-optimizer shards are dense and need precision. A reduce-scatter to the owners of optimizer states counts as dense in the
-published policies. arXiv 2409.02423 builds four families on this assumption, with ZFP and
-MPC. We add a fifth, ``hybrid``, which replaces ZFP with block quantization. Block quantization is more precise at the
-same size: on N(0, 1), ``zfp:8`` reaches 25 dB, ``int6:256,hadamard`` 31 dB at 6.1 bits and ``int8:256`` 43 dB at 8.1
-bits.
+optimizer shards are dense and need precision. A reduce-scatter to the owners of optimizer states beside an all-reduce
+counts as dense in the published policies; alone, it takes the place of the all-reduce (``Plan.prepare``). arXiv
+2409.02423 builds four families on this assumption, with ZFP and MPC. We add a fifth, ``hybrid``, which replaces ZFP
+with block quantization. Block quantization is more precise at the same size: on N(0, 1), ``zfp:8`` reaches 25 dB,
+``int6:256,hadamard`` 31 dB at 6.1 bits and ``int8:256`` 43 dB at 8.1 bits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ POLICIES = {
     "hybrid": ("int8:256", "int6:256,hadamard", "int6:256,hadamard"),
     "hybrid:A-B": ("intA:256", "intB:256,hadamard", "intB:256,hadamard"),
 }
-"""Codecs by policy name: of dense data, of gradients on their way to the owners of optimizer states, and of all other
+"""Codecs by policy name: of dense data, of a reduce-scatter of gradients beside an all-reduce, and of all other
 gradients. RATE, A and B stand for bits per value."""
 
 STUDIED = (
@@ -61,7 +61,7 @@ class HybridPolicy:
     Attributes:
         name: The name as the user wrote it; its form is a key of :data:`POLICIES`.
         dp: Codec of gradients across data-parallel ranks.
-        scatter: Codec of gradients that ZeRO-1 and ZeRO-2 reduce to the owners of their optimizer states.
+        scatter: Codec of gradients that are reduced to the owners of their optimizer states beside an all-reduce.
         gather: Codec of ZeRO's all-gather of parameters.
         spread: Codec of the updated parameters that ZeRO-1 and ZeRO-2 send from optimizer shards after a step.
         tp: Codec of activations and their gradients in tensor parallelism (all-reduce, all-gather, reduce-scatter).
