@@ -45,9 +45,10 @@ def join_parts(model: nn.Module, plan: Plan, units: Selection, members: tuple[in
 
 def _check(name: str, part: nn.Module, plan: Plan, members: tuple[int, ...] | None) -> None:
     runtime, present = runtime_of(part), plan_of(part)
-    if runtime.control is not control(members):
+    ranks = runtime.control
+    if ranks is not control(members):
         raise UsageError(
-            f"its module {name!r} is sharded already, over ranks {list(runtime.control.ranks)}: give "
+            f"its module {name!r} is sharded already, over ranks {list(ranks.ranks)}: give "
             "every part and the model the same mesh= or group="
         )
     if present.fingerprint() != plan.fingerprint():
