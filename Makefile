@@ -55,7 +55,8 @@ train: install ## train a small Llama on this machine (4 ranks as 2x2 without a 
 # What a change most often breaks, in minutes: decisions, specifications, codecs, and a little of everything on ranks.
 SKIPPED := tests/behaviours tests/end_to_end tests/families tests/integrations tests/lab tests/checkpoint/test_store.py \
   tests/checkpoint/test_store_local.py tests/codecs/cpp tests/codecs/triton tests/codecs/test_backends.py \
-  tests/collectives/links/test_rendezvous.py tests/profile/test_measure.py tests/train/test_trainer.py
+  tests/collectives/links/test_rendezvous.py tests/profile/test_measure.py tests/tools/test_lease.py \
+  tests/train/test_trainer.py
 
 check: lint ## lint, then what a change most often breaks, in a few minutes
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and (smoke or not ranks)" \
