@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from thinwire.codecs.cpp import _native
 from thinwire.spec.codec_plugin import forget_plugins
@@ -19,6 +20,15 @@ def target(request: pytest.FixtureRequest) -> Iterator[str]:
     _native.use_target(request.param)
     yield request.param
     _native.use_target(before)
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Numbers of threads that work on a message."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
 
 
 PLANTED = Path(__file__).with_name("planted")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -78,14 +78,6 @@ def round_trip(old: Tensor, new: Tensor, block: int) -> Tensor:
     same_bits(delta.apply(old, message, out[: new.nbytes].view(new.dtype)), new)
     assert out[-64:].eq(POISON).all()
     return message
-
-
-@pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("kind", KINDS)

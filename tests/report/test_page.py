@@ -26,6 +26,7 @@ from thinwire.report.figures import differences, figures
 from thinwire.report.page import Subject, write_page
 from thinwire.report.traced import read_step
 from thinwire.train.directory import RunDirectory
+from thinwire.train.observing.allocator import FIGURES
 
 
 def report(*arguments: str | Path) -> Result:
@@ -108,6 +109,16 @@ def test_runs_of_one_name_get_distinct_labels_and_none_counts_twice(tmp_path: Pa
     assert [run.name for run in read_runs(runs)] == ["a/run", "b/run"]
     with pytest.raises(UsageError, match="named twice"):
         read_runs([runs[0], runs[1], runs[0]])
+
+
+def test_the_memory_of_gpus_is_drawn_by_kind(tmp_path: Path) -> None:
+    used = {"rss": 2 << 30, **{kind: (60 + number) << 30 for number, kind in enumerate(FIGURES)}}
+    by_rank = {kind: [amount] * 4 for kind, amount in used.items()}
+    said = "rank 2 on gpu7 ran out of room"
+    path = write_run(tmp_path / "run", [record(12, memory=used, memory_by_rank=by_rank, retries=3, allocator=said)])
+    text = page_of(tmp_path, path).text
+    assert "peak memory of the GPU 60 GiB, held by its allocator 61 GiB, idle in pieces 62 GiB" in text
+    assert f"Step 12: {said}" in text
 
 
 @pytest.mark.slow

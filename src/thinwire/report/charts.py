@@ -38,7 +38,13 @@ _MOST_BARS: Final = 3000
 """Bars of a timeline, the longest ones."""
 _BINS: Final = 120
 """Bars of a picture over steps."""
-_MEMORY: Final = {"rss": "resident memory of the process", "cuda": "peak memory of the GPU"}
+_MEMORY: Final = {
+    "rss": ("resident memory of the process", "blue"),
+    "cuda": ("peak memory of the GPU", "green"),
+    "reserved": ("held by its allocator", "orange"),
+    "pieces": ("idle in pieces", "pink"),
+}
+"""Kinds of memory: label and colour."""
 
 
 def run_charts(run: RunRecord, numbers: Mapping[str, Any], comparison: RunComparison | None) -> list[Chart]:
@@ -314,13 +320,13 @@ def _memory(run: RunRecord, numbers: Mapping[str, Any]) -> Chart | None:
     scale, unit = byte_scale(max(numbers["memory"].values()))
     for kind, points in over_time.items():
         scaled = thinned([(x, y / scale) for x, y in points])
-        left.plot(*columns_of(scaled), color=_memory_hue(kind), label=_MEMORY.get(kind, kind))
+        left.plot(*columns_of(scaled), color=_memory_hue(kind), label=_memory_label(kind))
     left.set_ylim(bottom=0)
     dress(left, "step", unit)
     add_legend(left)
     if right is not None:
         _draw_memory_by_rank(right, by_rank, scale)
-    highest = ", ".join(f"{_MEMORY.get(kind, kind)} {format_bytes(most)}" for kind, most in numbers["memory"].items())
+    highest = ", ".join(f"{_memory_label(kind)} {format_bytes(most)}" for kind, most in numbers["memory"].items())
     if by_rank:
         meaning = "Left: the rank that uses most, over steps. Right: the most that each rank was seen to use."
     else:
@@ -343,8 +349,12 @@ def _draw_memory_by_rank(axes: Axes, by_rank: Mapping[str, Sequence[float]], sca
     axes.grid(visible=False, axis="x")
 
 
+def _memory_label(kind: str) -> str:
+    return _MEMORY[kind][0]
+
+
 def _memory_hue(kind: str) -> str:
-    return light("blue" if kind == "rss" else "green")
+    return light(_MEMORY[kind][1])
 
 
 def _prediction(comparison: RunComparison | None) -> Chart | None:

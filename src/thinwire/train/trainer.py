@@ -395,6 +395,7 @@ class Trainer:
             tgs=per_device,
             mfu=None if self.peak_flops is None else per_device * self.token_flops / self.peak_flops,
             memory={kind: max(amounts) for kind, amounts in measured.memory.items()},
+            retries=sum(measured.retries),
             memory_by_rank=measured.memory if self.validates or self.total.steps <= log_every else None,
             sent=measured.sent,
             exposed=measured.exposed,
@@ -404,7 +405,7 @@ class Trainer:
             exchanges=self.watch.take_exchanges(),
             slow=None if self.pace is None else self.pace.add(own),
             slow_link=self.links.pace.add([mean * self.ranks.size for mean in of_links], self.recent.seconds),
-            allocator=self.allocators.add(measured.memory),
+            allocator=self.allocators.add(measured.retries, measured.memory),
         )
         self.recent = StepTime()
         return record

@@ -12,21 +12,23 @@ from typing import Any, Final
 
 from thinwire.units import format_bytes
 
-__all__ = ["FIGURES", "AllocatorWatch", "figures"]
+__all__ = ["FIGURES", "RETRIES", "AllocatorWatch", "figures"]
 
 FIGURES: Final = {
     "cuda": "allocated_bytes.all.peak",
     "reserved": "reserved_bytes.all.peak",
     "pieces": "inactive_split_bytes.all.peak",
-    "retries": "num_alloc_retries",
 }
 """What is read of ``torch.cuda.memory_stats``, by its name in records: the most bytes that tensors had, that the
-allocator held, and that lay idle beside tensors in the same segments; the number of retries since the start."""
+allocator held, and that lay idle beside tensors in the same segments."""
+
+RETRIES: Final = "num_alloc_retries"
+"""The number of retries there, since the start."""
 
 
 def figures(stats: Mapping[str, Any]) -> list[float]:
-    """The numbers of :data:`FIGURES`, in that order; 0 for what an allocator does not count."""
-    return [float(stats.get(key, 0)) for key in FIGURES.values()]
+    """The numbers of :data:`FIGURES`, in that order, then the retries; 0 for what an allocator does not count."""
+    return [float(stats.get(key, 0)) for key in (*FIGURES.values(), RETRIES)]
 
 
 class AllocatorWatch:
@@ -40,16 +42,16 @@ class AllocatorWatch:
         self._hosts = hosts
         self._told: set[int] = set()
 
-    def add(self, memory: Mapping[str, Sequence[int]]) -> str | None:
+    def add(self, retries: Sequence[int], memory: Mapping[str, Sequence[int]]) -> str | None:
         """Add the measurements of a record.
 
         Args:
+            retries: How often each rank has retried since the start.
             memory: The figures by name, of each rank; nothing of a GPU on others.
 
         Returns:
             A sentence if a rank has retried for the first time; else ``None``.
         """
-        retries = memory.get("retries", ())
         new = [rank for rank, count in enumerate(retries) if count and rank not in self._told]
         if not new:
             return None

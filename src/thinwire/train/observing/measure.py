@@ -35,6 +35,7 @@ class StepMeasurements:
         codec: Seconds that codecs took, by kind, mean over ranks.
         memory: Bytes by rank: ``rss``, and on GPUs those of
             :data:`~thinwire.train.observing.allocator.FIGURES`.
+        retries: How often each rank's allocator ran out of room and emptied its cache, since the start.
         own: Seconds that each rank spent on its own work, by rank.
     """
 
@@ -42,6 +43,7 @@ class StepMeasurements:
     exposed: Mapping[str, float]
     codec: Mapping[str, float]
     memory: Mapping[str, Sequence[int]]
+    retries: Sequence[int]
     own: Sequence[float]
 
 
@@ -80,7 +82,7 @@ def pack(
         seconds_of_axis = (axes[axis].waited or 0.0) if axis in axes else 0.0
         stood_still += seconds_of_axis
         words += [count - across, across, seconds_of_axis]
-    memory = [0.0] * (len(_MEMORY) * world)
+    memory = [0.0] * ((len(_MEMORY) + 1) * world)
     stats = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
     memory[rank::world] = [float(resident_bytes()), *figures(stats)]
     own = [0.0] * world
@@ -112,9 +114,10 @@ def unpack(means: Sequence[float], world: int) -> StepMeasurements:
             waited[axis] = seconds
     memory = [round(mean * world) for mean in rest[_PER_AXIS * len(_AXES) : -world]]
     by_rank = {name: memory[world * index : world * (index + 1)] for index, name in enumerate(_MEMORY)}
+    retries = memory[world * len(_MEMORY) :]
     if not any(memory[world:]):  # no GPU
         by_rank = {"rss": by_rank["rss"]}
-    return StepMeasurements(sent, waited, codec, by_rank, [mean * world for mean in rest[-world:]])
+    return StepMeasurements(sent, waited, codec, by_rank, retries, [mean * world for mean in rest[-world:]])
 
 
 def share_across(grid: Grid, stages_here: int, node_ranks: int) -> float:

@@ -72,7 +72,8 @@ class StepRecord:
         tgs: Tokens per second and device.
         mfu: Model FLOPs utilization; attention is not halved for causality; ``None`` if the peak is unknown.
         memory: Bytes on the rank that uses the most: ``rss``, and on GPUs those of
-            :data:`~thinwire.train.observing.allocator.FIGURES`, with the number of ``retries``.
+            :data:`~thinwire.train.observing.allocator.FIGURES`.
+        retries: How often allocators of GPUs ran out of room and emptied their caches since the start, all ranks.
         sent: Bytes sent by all ranks since the last record, by kind, then ``inside`` and ``across`` nodes.
         exposed: Seconds that computation waited since the last record, by kind, mean over ranks.
         codec: Seconds that codecs took since the last record, by kind, mean over ranks.
@@ -106,6 +107,7 @@ class StepRecord:
     tgs: float
     mfu: float | None
     memory: Mapping[str, int]
+    retries: int = 0
     sent: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     exposed: Mapping[str, float] = field(default_factory=dict)
     codec: Mapping[str, float] = field(default_factory=dict)
