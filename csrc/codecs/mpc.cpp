@@ -17,6 +17,8 @@ struct MpcKernels {
 
 #ifdef THINWIRE_TARGET  // the loops, once for each instruction set
 
+#include "kernels/masks.hpp"
+
 #if defined(__SSE2__)
 #include <immintrin.h>
 #endif
@@ -33,16 +35,6 @@ struct Kept {
     alignas(64) std::uint32_t words[kChunk + kSlack];
     std::int64_t count;
 };
-
-int popcount(std::uint32_t word) {
-#if defined(__POPCNT__)
-    return __builtin_popcount(word);
-#else
-    word -= word >> 1 & 0x55555555;
-    word = (word & 0x33333333) + (word >> 2 & 0x33333333);
-    return static_cast<int>(((word + (word >> 4)) & 0x0f0f0f0f) * 0x01010101 >> 24);
-#endif
-}
 
 std::uint32_t load_word(const char* from) {
     std::uint32_t word;
