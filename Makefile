@@ -66,7 +66,7 @@ test: lint ## lint, then every test that is not marked slow
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
 test-all: lint ## lint, then all tests, slow ones included, and each wait taken out in turn
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -n 2 -m "not gpu"
 	$(BIN)/python tools/plant.py
 
 # Other releases of PyTorch get an environment of their own, without the pins that go with TORCH_VERSION.
