@@ -1,7 +1,8 @@
 """Writes docs/compatibility.md from the catalogue and from measured outcomes.
 
-python -m tests.behaviours.page            # from measured.json
-python -m tests.behaviours.page --measure  # run zero3, zero1 and FSDP2 on two ranks first
+python -m tests.behaviours.page                     # from measured.json
+python -m tests.behaviours.page --measure           # run zero3 and FSDP2 on two ranks first
+python -m tests.behaviours.page --measure NAME ...  # only these behaviours; the others stay as they were measured
 """
 
 from __future__ import annotations
@@ -103,23 +104,27 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def measure() -> None:
-    """Run the default suite and FSDP2, and keep outcomes."""
+def measure(only: list[str]) -> None:
+    """Run behaviours, all by default, and keep outcomes."""
     entries = catalogue()
     names = {
         "zero3": [name for name, one in entries.items() if one.refused],
         "fsdp2": [name for name, one in entries.items() if not one.fsdp2 and not one.slow],
     }
-    measured = {
-        system: {name: (kind, _without_places(text)) for name, (kind, text) in run(chosen, system, 2).items()}
-        for system, chosen in names.items()
-    }
+    before = json.loads(MEASURED.read_text(encoding="utf-8")) if only else {"zero3": {}, "fsdp2": {}}
+    measured = {}
+    for system, usual in names.items():
+        chosen = [name for name in usual if not only or name in only]
+        kept = {name: outcome for name, outcome in before[system].items() if name in usual}
+        measured[system] = kept | {
+            name: (kind, _without_places(text)) for name, (kind, text) in run(chosen, system, 2).items()
+        }
     MEASURED.write_text(json.dumps(measured, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write docs/compatibility.md.")
-    parser.add_argument("--measure", action="store_true", help="run the behaviours first")
-    if parser.parse_args().measure:
-        measure()
+    parser.add_argument("--measure", nargs="*", metavar="NAME", help="run these behaviours first, all by default")
+    if (only := parser.parse_args().measure) is not None:
+        measure(only)
     PAGE.write_text(render(), encoding="utf-8")

@@ -21,6 +21,7 @@ from thinwire.program.timeline import Timeline
 from thinwire.sharding.build import build
 from thinwire.sharding.checkpointing import loading, saving
 from thinwire.sharding.checkpointing.full_state import whole_value
+from thinwire.sharding.copying import Before, allow_copies
 from thinwire.sharding.hooks.module_hooks import as_forward
 from thinwire.sharding.incremental import join_parts
 from thinwire.sharding.islands.elastic import ElasticExchanges, Exchanged
@@ -111,6 +112,7 @@ def shard(
     members = groups.ranks_of(mesh, group)
     plan = order_ranks(plan, groups.control(members), target or _device_of(model)).plan
     units = join_parts(model, plan, units, members)
+    before = Before(model)
     build(
         model,
         plan,
@@ -121,11 +123,12 @@ def shard(
         device=target,
         members=members,
     )
+    allow_copies(model, before, units, codec_backend, members)
     return model
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Where the model's first parameter is; a model without any is refused later."""
+    """Where the model's first parameter is; the CPU for a model without any."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
@@ -420,11 +423,12 @@ def register_forward_method(model: nn.Module, name: str) -> None:
     Raises:
         UsageError: The model has no such method.
     """
-    runtime_of(model)
+    runtime = runtime_of(model)
     method = getattr(model, name, None)
     if not callable(method):
         raise UsageError(f"{type(model).__name__} has no method {name!r}")
     setattr(model, name, as_forward(model, method))
+    runtime.methods.append(name)
 
 
 def traffic(model: nn.Module) -> dict[str, dict[str, int]]:

@@ -107,7 +107,7 @@ def build(
     modules = _agreed_modules(
         model, plan, selection, everyone, whole=is_whole, whose=whose, values=values, device=device
     )
-    device = next(p.device for unit in modules for _, p in unit.parameters)
+    device = next((p.device for unit in modules for _, p in unit.parameters), device or torch.device("cpu"))
     if device.type == "cpu":
         give_back_freed_memory()
     codecs = PlanCodecs.of(plan, device, codec_backend)  # may raise, so it comes before memory is allocated

@@ -140,8 +140,6 @@ def check_parameters(model: nn.Module, *, whole: bool) -> None:
         if parameter.grad is not None:
             raise UsageError(f"parameter {name} has a gradient already: call model.zero_grad() before thinwire.shard")
         devices.add(str(parameter.device))
-    if not devices:
-        raise UsageError(f"{type(model).__name__} has no parameters to shard")
     if len(devices) > 1:
         raise UsageError(f"parameters lie on {', '.join(sorted(devices))}: move the model to one device first")
 

@@ -266,13 +266,11 @@ def complex_parameters(ctx: Context) -> Any:
     return ctx.fit(Complex)
 
 
-@behaviour(
-    "FSDP2 TestFullyShardForwardInputs::test_root_move_forward_input_to_device", refused="no parameters to shard"
-)
+@behaviour("FSDP2 TestFullyShardForwardInputs::test_root_move_forward_input_to_device")
 def model_without_parameters(ctx: Context) -> Any:
     """Shard a model that has no parameters at all."""
     model = ctx.shard(ctx.build(nn.ReLU))
-    return model(ctx.x_of(0))
+    return model(ctx.x_of(0)), list(model.parameters()), ctx.whole(model)
 
 
 @behaviour("FSDP2 TestFullyShardLazyInit::test_fully_shard_is_root: a root without parameters")

@@ -114,13 +114,29 @@ def weight_used_outside_of_forward(ctx: Context) -> Any:
     return ctx.train(model, ctx.adamw(model), loss=loss)
 
 
-@behaviour("torch.optim.swa_utils.AveragedModel", refused="for an average of weights keep shares")
+@behaviour("torch.optim.swa_utils.AveragedModel")
 def averaged_model(ctx: Context) -> Any:
     """Average parameters over steps with `AveragedModel`."""
     model = ctx.shard(ctx.build(Stack))
     averaged = torch.optim.swa_utils.AveragedModel(model)
     ctx.train(model, ctx.adamw(model), after_step=lambda _step: averaged.update_parameters(model))
     return ctx.whole(averaged.module)
+
+
+@behaviour("torch idiom: AveragedModel with an exponential average")
+def exponential_average_evaluated(ctx: Context) -> Any:
+    """Keep an exponential average with `AveragedModel`, and evaluate the average after each step."""
+    swa, model = torch.optim.swa_utils, ctx.shard(ctx.build(Stack))
+    averaged = swa.AveragedModel(model, multi_avg_fn=swa.get_ema_multi_avg_fn(0.9), use_buffers=True)
+    evaluated = []
+
+    def update(step: int) -> None:
+        averaged.update_parameters(model)
+        averaged.eval()
+        with torch.no_grad():
+            evaluated.append(ctx.mean(averaged(ctx.x_of(0, step)).square().mean()))
+
+    return ctx.train(model, ctx.adamw(model), after_step=update), evaluated, ctx.whole(averaged.module)
 
 
 @behaviour("torch idiom: an EMA in a dictionary")

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.behaviours.catalog import behaviour
-from tests.behaviours.context import Context
-from tests.behaviours.models import Language, Stack
+from tests.behaviours.context import WIDTH, Context
+from tests.behaviours.models import Block, Language, Stack
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -240,13 +240,69 @@ def shares_saved_as_one_file(ctx: Context) -> Any:
     return torch.load(buffer, weights_only=False)
 
 
-@behaviour("FSDP2 TestFullyShardState: deepcopy", refused="copy|deepcopy|pickle")
+@behaviour("FSDP2 TestFullyShardState: deepcopy")
 def sharded_model_copied(ctx: Context) -> Any:
     """Call `copy.deepcopy(model)` of a sharded model, and evaluate the copy."""
     model, _ = trained(ctx)
     copied = copy.deepcopy(model)
     with torch.no_grad():
         return ctx.mean(copied(ctx.x(5)).square().mean())
+
+
+@behaviour("torch idiom: deepcopy in the middle of training")
+def copy_and_original_train_on(ctx: Context) -> Any:
+    """Copy a model after some steps, and train the copy and the original apart."""
+    model, _ = trained(ctx)
+    copied = copy.deepcopy(model)
+    first = ctx.train(model, ctx.adamw(model))
+    again = copy.deepcopy(copied)
+    return first, ctx.train(copied, ctx.adamw(copied, lr=3e-2)), ctx.whole(again)
+
+
+@behaviour("TRL create_reference_model")
+def copy_as_frozen_reference(ctx: Context) -> Any:
+    """Copy a model whose first layer is frozen, freeze the copy, and train against it."""
+    model = ctx.build(Stack)
+    model.first.requires_grad_(False)
+    model = ctx.shard(model)
+    ctx.train(model, ctx.adamw(model))
+    reference = copy.deepcopy(model).requires_grad_(False).eval()
+
+    def loss(step: int) -> torch.Tensor:
+        with torch.no_grad():
+            target = reference(ctx.x(step))
+        return (model(ctx.x(step)) - 2 * target).square().mean()
+
+    return ctx.train(model, ctx.adamw(model), loss=loss), ctx.whole(reference)
+
+
+@behaviour("torch idiom: deepcopy of a model with hooks, tied weights, buffers and a method")
+def copy_has_what_the_model_has(ctx: Context) -> Any:
+    """Copy a model with the user's hooks, tied weights, a buffer and a registered method, and train the copy."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(17, WIDTH), nn.Linear(WIDTH, 17, bias=False)
+            self.head.weight = self.embedding.weight
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+            self.register_buffer("calls", torch.zeros(()))
+
+        def loss(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(ids)
+            for block in self.blocks:
+                x = block(x)
+            self.calls += 1
+            return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+    model = ctx.shard(ctx.build(Tied))
+    ctx.register_forward_method(model, "loss")
+    model.blocks[0].register_forward_hook(lambda _module, _args, output: 2 * output)
+    ctx.train(model, ctx.adamw(model), loss=lambda step: model.loss(ctx.ids(step)))
+    copied = copy.deepcopy(model)
+    model.loss(ctx.ids()).backward()
+    after = ctx.train(copied, ctx.adamw(copied), loss=lambda step: copied.loss(ctx.ids(step)))
+    return after, ctx.whole(model), model.calls, copied.calls, copied.head.weight is copied.embedding.weight
 
 
 @behaviour("torch idiom: pickle", refused="pickle|full_parameters|tw.save|thinwire.save")

@@ -530,15 +530,31 @@ def gradients_of_inputs(ctx: Context) -> Any:
     return x.grad
 
 
-@behaviour(
-    "DeepSpeed TestEngineTorchFunc::test_grad_through_engine",
-    deepspeed="works",
-    refused=dict.fromkeys(("zero3", "hpz"), "torch.func transforms.*inside thinwire.full_parameters"),
-)
+@behaviour("DeepSpeed TestEngineTorchFunc::test_grad_through_engine", deepspeed="works")
 def torch_func_through_the_model(ctx: Context) -> Any:
     """Differentiate with respect to an input with `torch.func.grad` through the model."""
     model = ctx.shard(ctx.build(Stack))
     return torch.func.grad(lambda x: model(x).square().mean())(ctx.x_of(0))
+
+
+@behaviour("torch idiom: torch.func between steps")
+def torch_func_between_steps(ctx: Context) -> Any:
+    """Train, and after each step take `grad`, `vjp`, `jvp` and `jacrev` with respect to an input."""
+    model, x = ctx.shard(ctx.build(Stack)), ctx.x_of(0)
+    taken = []
+
+    def transform(step: int) -> None:
+        output, pull = torch.func.vjp(model, x + step)
+        taken.append(
+            [
+                torch.func.grad(lambda x: model(x).square().mean())(x),
+                *pull(torch.ones_like(output)),
+                torch.func.jvp(model, (x,), (torch.ones_like(x),))[1],
+                torch.func.jacrev(model)(x),
+            ]
+        )
+
+    return ctx.train(model, ctx.adamw(model), after_step=transform), taken
 
 
 @behaviour("torch idiom: torch.func.functional_call")

@@ -595,8 +595,8 @@ def refusals_of(model: nn.Module, early: torch.optim.Optimizer) -> Mapping[str, 
     """Actions that are refused, by words of the sentence."""
     return {
         "made before thinwire.shard": early.step,
-        "copied or pickled": partial(copy.deepcopy, model),
-        "cannot be copied": partial(copy.deepcopy, model.blocks[0]),
+        "a sharded model cannot be pickled": partial(copy.copy, model),
+        "cannot be copied alone": partial(copy.deepcopy, model.blocks[0]),
         "cannot be pickled": partial(pickle.dumps, model.first.weight),
         "frozen when the model was sharded": partial(model.blocks[0].up.bias.requires_grad_, True),
         "another parameter": partial(setattr, model.first, "weight", nn.Parameter(torch.ones(1))),

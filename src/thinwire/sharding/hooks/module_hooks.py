@@ -366,17 +366,21 @@ def _keep(output: Any, gathered: frozenset[int]) -> Any:
         output: Output of a unit's forward.
         gathered: Identities of the gathered storages of all units.
     """
-    if not any(tensor.untyped_storage()._cdata in gathered for tensor in tensors_in(output) if _has_storage(tensor)):
+
+    def is_gathered(tensor: torch.Tensor) -> bool:
+        return _has_storage(tensor) and tensor.untyped_storage()._cdata in gathered
+
+    if not any(map(is_gathered, tensors_in(output))):
         return output
-    return tree_map_only(
-        torch.Tensor,
-        lambda tensor: tensor.clone() if tensor.untyped_storage()._cdata in gathered else tensor,
-        output,
-    )
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.clone() if is_gathered(tensor) else tensor, output)
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+    return (
+        tensor.layout is torch.strided
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not is_traceable_wrapper_subclass(tensor)
+    )
 
 
 def _state_dict_hook(join_spreads: Callable[[], None], holds: Holds, units: Sequence[Unit]) -> Callable[..., None]:

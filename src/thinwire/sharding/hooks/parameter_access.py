@@ -21,7 +21,7 @@ from thinwire.sharding.params.unready import is_plain, set_ready
 from thinwire.sharding.step.passes import Passes
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
-__all__ = ["refuse_copy", "watch_reads"]
+__all__ = ["refuse_copy", "remove_table", "watch_reads"]
 
 
 _stored = dict[str, Any].__getitem__  # every read comes this way, and super() costs a third of it
@@ -153,11 +153,11 @@ def _follow(unit: Unit) -> list[_Table]:
 
 
 def refuse_copy(*_: Any) -> NoReturn:
-    """Refuse to copy or pickle the model or one of its modules."""
+    """Refuse to pickle the model, or to copy or pickle one of its modules."""
     raise UsageError(
-        "a sharded model cannot be copied or pickled: copy it before thinwire.shard; save it with thinwire.save, "
-        "torch.distributed.checkpoint, or state_dict() inside thinwire.full_parameters(model); for an average of "
-        "weights keep shares: {name: p.detach().clone() for name, p in model.named_parameters()}"
+        "a sharded model cannot be pickled, and a module of it cannot be copied alone: copy the model with "
+        "copy.deepcopy(model) on every rank; save it with thinwire.save, torch.distributed.checkpoint, or state_dict() "
+        "inside thinwire.full_parameters(model)"
     )
 
 
@@ -193,7 +193,7 @@ def watch_reads(
             module._parameters = table = _Closed(module._parameters, own, passes)
             if table.unit is not None:
                 of_units[table.unit].append(table)
-            undo.append(partial(_remove_table, module))
+            undo.append(partial(remove_table, module))
     return undo
 
 
@@ -210,6 +210,7 @@ def _own_again(compute: nn.Parameter) -> None:
     del compute.whole  # type: ignore[attr-defined]
 
 
-def _remove_table(module: nn.Module) -> None:
-    assert isinstance(module._parameters, _Table)
-    module._parameters = module._parameters.stored()
+def remove_table(module: nn.Module) -> None:
+    """Put torch's table of parameters back into a module, if it has ours."""
+    if isinstance(module._parameters, _Table):
+        module._parameters = module._parameters.stored()

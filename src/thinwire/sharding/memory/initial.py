@@ -22,7 +22,16 @@ from thinwire.sharding.memory.allocator import give_back_freed_memory
 from thinwire.sharding.memory.layout import FlatLayout
 from thinwire.sharding.memory.local import Slice, local_tensor
 
-__all__ = ["InitialValues", "Region", "is_on_meta", "parameters_on_meta", "place_model", "read_elements", "read_shard"]
+__all__ = [
+    "InitialValues",
+    "Region",
+    "husk",
+    "is_on_meta",
+    "parameters_on_meta",
+    "place_model",
+    "read_elements",
+    "read_shard",
+]
 
 Region = tuple[slice, ...]
 """Part of a parameter: for each dimension, a slice with explicit start and stop."""
@@ -125,7 +134,7 @@ def place_model(model: nn.Module, device: torch.device) -> None:
         parameters: dict[str, nn.Parameter | None] = module._parameters
         for name, parameter in parameters.items():
             if parameter is not None:
-                parameters[name] = husks.setdefault(id(parameter), _husk(parameter, device))
+                parameters[name] = husks.setdefault(id(parameter), husk(parameter, device))
         for name, value in module._buffers.items():
             if value is None:
                 continue
@@ -138,7 +147,8 @@ def place_model(model: nn.Module, device: torch.device) -> None:
             module._buffers[name] = value.to(device)
 
 
-def _husk(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+def husk(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """A parameter of the same shape that takes no memory and reads as NaN."""
     local = local_tensor(parameter.data)
     empty = float("nan") if local.is_floating_point() else 0
     value = torch.full((), empty, dtype=local.dtype, device=device).expand(local.shape)

@@ -17,7 +17,7 @@ from thinwire.errors import UsageError
 from thinwire.sharding.runtime.live_parameter import ModelParameter
 from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.runtime.sharded_parameters import sharded_parameter_of
-from thinwire.sharding.runtime.share_values import Masters, refuse_in_backward
+from thinwire.sharding.runtime.share_values import Masters
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
 __all__ = ["INNER", "watch_optimizers"]
@@ -55,8 +55,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 def _prepare(model: Masters, optimizer: torch.optim.Optimizer) -> None:
     """Prepare a model for an optimizer that will read its gradients and write its masters."""
     runtime, name = runtime_of(model.sharded.model), type(optimizer).__name__
-    refuse_in_backward(f"{name}.step()")
-    model.refuse(f"{name}.step()")
+    model.begin_update(f"{name}.step()")
     if runtime.optimizer is not None:
         raise UsageError(
             f"{name}.step(): the model has an optimizer of thinwire.optimizer(...) as well, and both would update "

@@ -78,6 +78,7 @@ class Runtime:
         step_check: Exchanges of the steps.
         audit: Detects writes to parameters inside a forward.
         undo: Functions that remove the hooks from the model; call them in reverse order.
+        methods: Names of further methods of the model that run like its forward.
         optimizer: Optimizer made by ``thinwire.optimizer``, which then owns the updates; ``None`` without one.
         masters: What code outside of passes writes to; ``None`` for a part of a larger model, which has no shares.
         gradients: The gradients of shares; ``None`` for a part of a larger model.
@@ -105,6 +106,7 @@ class Runtime:
         self.spreads = Spreads(sharded, self.programs)
         self.exchanges = _exchanges(sharded)
         self.undo: Sequence[Callable[[], None]] = ()
+        self.methods: list[str] = []
         self.optimizer: object | None = None
         self.half_loaded: str | None = None
         self.passes = Passes(
@@ -171,8 +173,9 @@ class Runtime:
             self.masters.flush()
 
     def _after_backward(self) -> None:
-        if self.gradients is not None:
-            self.gradients.after_backward()
+        if self.gradients is not None and self.masters is not None:
+            with self.masters.collecting_updates():
+                self.gradients.after_backward()
 
     # -- micro-batches -----------------------------------------------------------------------------------------
 

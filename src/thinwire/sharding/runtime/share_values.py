@@ -6,8 +6,9 @@ shard and spread. Reductions continue until a gradient is read.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,7 @@ class Masters:
         self._spreads, self._holds, self._finish_step = spreads, holds, finish_step
         self._dirty: set[int] = set()  # units whose masters were written since they were last spread
         self._wanted: set[str] = set()
+        self._updated_in_hooks: bool | None = None  # None outside of collecting_updates
         # The tables of the model's modules, and what they held when all trainable parameters were last managed.
         self._child_tables: list[dict[str, nn.Module | None]] = []
         self._tables: list[dict[str, nn.Parameter | None]] = []
@@ -87,8 +89,33 @@ class Masters:
         spreads.write_back(sorted(dirty), differences=True)
         spreads.start(exactly=True, only=dirty)
 
+    @contextlib.contextmanager
+    def collecting_updates(self) -> Iterator[None]:
+        """Let optimizers step inside a backward, from hooks on combined gradients. All their updates are one step."""
+        self._updated_in_hooks = False
+        try:
+            yield
+        finally:
+            updated, self._updated_in_hooks = self._updated_in_hooks, None
+        if updated:
+            self.finish_update()
+
+    def begin_update(self, action: str) -> None:
+        """Prepare for a step of one of torch's own optimizers.
+
+        Raises:
+            UsageError: A backward is running that has not combined its gradients, or a ``full_parameters()`` block is
+                open.
+        """
+        if self._updated_in_hooks is None:
+            refuse_in_backward(action)
+        self.refuse(action)
+
     def finish_update(self) -> None:
         """Spread the shares that one of torch's own optimizers has updated, and begin the next step."""
+        if self._updated_in_hooks is not None:
+            self._updated_in_hooks = True
+            return
         dirty, self._dirty = frozenset(self._dirty), set()
         self._spreads.write_back(sorted(dirty))
         self._finish_step(updated=bool(dirty), only=dirty)
@@ -122,8 +149,10 @@ class Masters:
         # Without a walk over modules, which takes milliseconds where there are thousands.
         if self._children == _values(self._child_tables) and self._count == sum(map(len, self._tables)):
             return
+        # Inside of a backward, modules list the tensors that they compute with instead of shares.
+        computing = {id(p) for unit in self.sharded.units for buffer in unit.buffers for p in buffer.parameters}
         for name, parameter in model.named_parameters():
-            managed = isinstance(parameter, ShardedParameter) or is_ignored(parameter)
+            managed = isinstance(parameter, ShardedParameter) or id(parameter) in computing or is_ignored(parameter)
             if parameter.requires_grad and not managed:
                 raise UsageError(
                     f"{name} was added after thinwire.shard: ranks would not combine its gradients. Add it before, or "

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
 
 from thinwire.errors import UsageError
@@ -153,6 +154,7 @@ class Passes:
         )
         self.root_unit: int | None = None
         self._root_depth = 0  # number of nested calls of that unit
+        self._is_transformed = False  # whether a transform of torch.func calls the current forward
         # For each unit, the number of calls with outputs that backward has reached and inputs that it has not.
         self._open_calls = [0] * len(self._units)
         self.encodes_gradients: bool | None = True if self._plan.wire.compress_until == 1.0 else None
@@ -193,13 +195,10 @@ class Passes:
         """Handle the beginning of the model's forward."""
         if not recomputing():
             self.forget_failed()
-            if self._is_sharded and not self.holds.depth and torch._C._functorch.peek_interpreter_stack() is not None:
-                raise UsageError(
-                    "torch.func transforms and sharded parameters: their gradients call no hooks that would gather the "
-                    "parameters again. Call the transform inside thinwire.full_parameters(model)"
-                )
             self._before_computing()
             self.holds.begin_forward()
+            if self._is_sharded and torch._C._functorch.peek_interpreter_stack() is not None:
+                self._gather_for_transform()
             self._schedule.begin_forward()
             self.state.enter(Pass.FORWARD)
             self.state.is_plain = (
@@ -209,8 +208,21 @@ class Passes:
                 and self._lanes.recorder.timeline is None
             )
 
+    def _gather_for_transform(self) -> None:
+        """Gather every unit, and keep it until the next backward or step has ended: the gradients of ``torch.func``
+        call no hooks that would gather it again."""
+        with temporarily_clear_interpreter_stack():  # a transform refuses writes to tensors from outside of it
+            for unit in self._units:
+                self.holds.read(unit.index)
+                unit.need(from_secondary=False)
+        self.holds.depth += 1
+        self._is_transformed = True
+
     def leave_forward(self) -> None:
         """Handle the end of the model's forward, which may have failed."""
+        if self._is_transformed:
+            self.holds.depth -= 1
+            self._is_transformed = False
         if self.state.present is Pass.FORWARD:
             self.state.enter(Pass.IDLE)
         elif not recomputing():
