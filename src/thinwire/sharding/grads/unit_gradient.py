@@ -141,7 +141,7 @@ class _Copies:
             return None
         if len({grad.dtype for grad in whole}) > 1:
             return None
-        self.clear()
+        self._grads, self._whole = {}, []
         return torch._C._nn.flatten_dense_tensors(self._with_paddings(whole))
 
     def _places(self, target: torch.Tensor, *, stays: bool) -> list[torch.Tensor]:

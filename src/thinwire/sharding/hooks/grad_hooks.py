@@ -83,7 +83,10 @@ class Deliveries(Delivery):
 
     def has_left(self) -> bool:
         """See :class:`~thinwire.sharding.step.passes.Delivery`."""
-        return self._only is not None and list(map(_gradient_of, self._parameters)).count(None) < len(self._parameters)
+        if self._only is None:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():  # parameters may not be ready
+            return list(map(_gradient_of, self._parameters)).count(None) < len(self._parameters)
 
     def end_backward(self) -> None:
         """See :class:`~thinwire.sharding.step.passes.Delivery`."""
@@ -99,8 +102,9 @@ class Deliveries(Delivery):
         """See :class:`~thinwire.sharding.step.passes.Delivery`."""
         self._waiting.clear()
         if self._only is not None:
-            for parameter in self._parameters:
-                parameter.grad = None
+            with torch._C.DisableTorchFunctionSubclass():
+                for parameter in self._parameters:
+                    parameter.grad = None
 
     # -- hooks -------------------------------------------------------------------------------------------------
 

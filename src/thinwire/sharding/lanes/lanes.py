@@ -77,7 +77,8 @@ class Lanes:
         moves = work if isinstance(work, Moves) else Moves([Move(Stage.SCATTER_INSIDE, work)])
         ready = (*after, self._newest[lane]) if not self._stages and lane in self._newest else tuple(after)
         for move in moves:
-            ticket = self._worker(lane, move.stage).submit(move.body, ready, load.label)
+            worker = self._workers.get((lane, move.stage)) or self._make_worker(lane, move.stage)
+            ticket = worker.submit(move.body, ready, load.label)
             ready = (ticket,)
         if not self._stages:
             self._newest[lane] = ticket
@@ -139,13 +140,11 @@ class Lanes:
         for worker in self._workers.values():
             worker.close()
 
-    def _worker(self, lane: LaneName, stage: Stage) -> Worker:
-        key = lane, stage
-        if key not in self._workers:
-            name = f"{lane} {stage}"
-            self._workers[key] = (
-                ThreadWorker(name, self.recorder)
-                if self._streams is None
-                else StreamWorker(name, self._streams, self.recorder)
-            )
-        return self._workers[key]
+    def _make_worker(self, lane: LaneName, stage: Stage) -> Worker:
+        name = f"{lane} {stage}"
+        worker = self._workers[lane, stage] = (
+            ThreadWorker(name, self.recorder)
+            if self._streams is None
+            else StreamWorker(name, self._streams, self.recorder)
+        )
+        return worker

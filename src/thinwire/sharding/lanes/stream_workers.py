@@ -19,6 +19,8 @@ __all__ = ["StreamWorker"]
 
 @final
 class _StreamTicket(Ticket):
+    # A body is queued when it is submitted, and raises its error then.
+
     def __init__(
         self, worker: StreamWorker, event: StreamEvent, body: Body, after: Sequence[_StreamTicket], label: str
     ) -> None:
@@ -40,9 +42,6 @@ class _StreamTicket(Ticket):
             return False
         self._release()
         return True
-
-    def raise_error(self) -> None:
-        pass  # a body is queued when it is submitted, and raises its error then
 
     def _release(self) -> None:
         """Release the memory of this body, and of the bodies that it has waited for."""

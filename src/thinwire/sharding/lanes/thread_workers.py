@@ -48,16 +48,11 @@ class _ThreadTicket(Ticket):
     def join(self) -> None:
         """Wait without counting the time as exposed, because another lane waits rather than computation."""
         self.finished()
-        self.raise_error()
-
-    def raise_error(self) -> None:
         if self._error is not None:
             raise self._error
 
     def wait(self) -> None:
-        if self._finished:  # units that were gathered together wait for one ticket
-            self.raise_error()
-        else:
+        if not self._finished:
             started = time.perf_counter()
             watcher = job.rollcall
             watcher.blocked_since = started
@@ -65,7 +60,8 @@ class _ThreadTicket(Ticket):
             watcher.blocked_since = None
             self._worker.waited += time.perf_counter() - started
             self._worker.note(WAITING, f"for {self._label}", started)
-            self.raise_error()
+        if self._error is not None:
+            raise self._error
 
     def done(self) -> bool:
         return self._finished
@@ -85,24 +81,20 @@ class _Thread:
     by_name: ClassVar[dict[str, _Thread]] = {}
 
     def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[_ThreadTicket] = queue.SimpleQueue()
-        self._newest: _ThreadTicket | None = None
+        self.queue: queue.SimpleQueue[_ThreadTicket] = queue.SimpleQueue()
+        self.newest: _ThreadTicket | None = None
         # A daemon, so that the process can exit even if a peer is stuck.
         threading.Thread(target=self._loop, name=f"thinwire-{name}", daemon=True).start()
 
-    def put(self, ticket: _ThreadTicket) -> None:
-        self._newest = ticket
-        self._queue.put(ticket)
-
     def rest(self, timeout: float) -> None:
         """Wait at most ``timeout`` seconds until all tickets are done."""
-        if self._newest is not None:
-            self._newest.finished(timeout)
+        if self.newest is not None:
+            self.newest.finished(timeout)
 
     def _loop(self) -> None:
         with torch.no_grad():
             while True:
-                ticket = self._queue.get()
+                ticket = self.queue.get()
                 ticket.run()
                 del ticket
 
@@ -126,10 +118,12 @@ class ThreadWorker(Worker):
         self._last: _ThreadTicket | None = None
 
     def submit(self, body: Body, after: Sequence[Ticket], label: str) -> Ticket:
-        if self.name not in _Thread.by_name:
-            _Thread.by_name[self.name] = _Thread(self.name)
-        self._last = ticket = _ThreadTicket(self, body, [t for t in after if not t.done()], label)
-        _Thread.by_name[self.name].put(ticket)
+        thread = _Thread.by_name.get(self.name)
+        if thread is None:
+            thread = _Thread.by_name[self.name] = _Thread(self.name)
+        ticket = _ThreadTicket(self, body, [t for t in after if not t.done()], label)
+        self._last = thread.newest = ticket
+        thread.queue.put(ticket)
         return ticket
 
     def note(self, track: str, label: str, started: float) -> None:

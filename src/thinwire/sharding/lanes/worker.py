@@ -29,10 +29,6 @@ class Ticket(ABC):
     def done(self) -> bool:
         """Whether the body has finished; does not wait."""
 
-    @abstractmethod
-    def raise_error(self) -> None:
-        """Raise the body's error, if it has finished with one; does not wait."""
-
 
 class Worker(ABC):
     """Runs the bodies of one stage of a lane."""

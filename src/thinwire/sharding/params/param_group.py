@@ -32,7 +32,7 @@ from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.memory.layout import FlatLayout, Run
 from thinwire.sharding.memory.local import set_local
 from thinwire.sharding.params.seeds import Seeds
-from thinwire.sharding.params.unready import is_plain, set_ready
+from thinwire.sharding.params.unready import UnreadyParameter, is_plain, set_ready
 
 __all__ = ["BufferGathers", "FlatBuffer", "GatherBatch", "GatherLink", "State", "Unit", "start_gathers"]
 
@@ -92,14 +92,16 @@ class FlatBuffer:
 
     def show(self, *, whole: bool) -> None:
         """Point the module's parameters at the gathered buffer, or at husks."""
-        if not whole:
-            for husk in self._single_husks:  # a husk of one element does not refuse writes
-                husk.copy_(_poison(husk.dtype, husk.device))
         if whole:
-            self.mark(ready=True)
-        set_local(self.parameters, self._views if whole else self._husks)
-        if not whole:
-            self.mark(ready=False)
+            for parameter in self._plain:
+                parameter.__class__ = nn.Parameter
+            set_local(self.parameters, self._views)
+            return
+        for husk in self._single_husks:  # a husk of one element does not refuse writes
+            husk.copy_(_poison(husk.dtype, husk.device))
+        set_local(self.parameters, self._husks)
+        for parameter in self._plain:
+            parameter.__class__ = UnreadyParameter
 
     def mark(self, *, ready: bool) -> None:
         """Say whether the module's parameters can be computed with as they are."""
@@ -295,7 +297,8 @@ class Unit:
 
     def need(self, *, from_secondary: bool) -> None:
         """Gather on demand (any state -> gathered), and wait until the parameters are whole and up to date."""
-        self.start_gather(from_secondary=from_secondary)
+        if self.state is State.SHARDED:
+            self.start_gather(from_secondary=from_secondary)
         if self.state is State.GATHERING:
             for ticket in self._gather:
                 ticket.wait()
@@ -303,7 +306,8 @@ class Unit:
             for buffer in self.buffers:
                 buffer.show(whole=True)
             self.state = State.GATHERED
-        self.join_spread()
+        if self._spreads:
+            self.join_spread()
         self.ready = True
 
     def free(self) -> bool:
@@ -318,7 +322,8 @@ class Unit:
             buffer.show(whole=False)
             buffer.release()
         self.state, self.ready = State.SHARDED, False
-        self.close()
+        if self.is_open:
+            self.close()
         return True
 
     def keep_secondary(self) -> None:
@@ -342,13 +347,13 @@ class Unit:
             self.ready = False
             for buffer in self.buffers:
                 buffer.mark(ready=False)
-        self.close()
+        if self.is_open:
+            self.close()
 
     def close(self) -> None:
         """Let modules ask before they read the parameters."""
-        if self.is_open:
-            self.is_open = False
-            self.opened(False)
+        self.is_open = False
+        self.opened(False)
 
     def join_spread(self) -> None:
         """Wait until the parameters that the last step updated have arrived."""
@@ -363,7 +368,8 @@ class Unit:
     def release_shard(self) -> None:
         """Wait until nothing reads or writes the P shard: a spread, or a gather that nobody has waited for because a
         forward ended early."""
-        self.join_spread()
+        if self._spreads:
+            self.join_spread()
         for ticket in self._gather:
             ticket.wait()
 
@@ -405,8 +411,6 @@ def start_gathers(
         batches: Gathers to start, in order; together, they carry all buffers of their units.
         exact: Whether to gather without a codec, whatever the plan says.
     """
-    if not batches:
-        return
     wanted = dict.fromkeys(unit for batch in batches for unit in batch.units)
     fresh = {number for number in wanted if units[number].state is State.SHARDED}
     if not fresh:

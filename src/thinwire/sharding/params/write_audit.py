@@ -105,7 +105,8 @@ class WriteAudit:
     def _written_to(self, unit: Unit) -> int:
         """In-place writes that torch has counted and that are no updates, over all parameters of a unit."""
         parameters = self._parameters[unit.index]
-        return sum(parameter._version for parameter in parameters) - unit.num_updates * len(parameters)
+        with torch._C.DisableTorchFunctionSubclass():  # parameters may not be ready
+            return sum(parameter._version for parameter in parameters) - unit.num_updates * len(parameters)
 
 
 def _addresses(unit: Unit) -> list[int]:

@@ -18,7 +18,7 @@ from thinwire.errors import UsageError
 from thinwire.program import Moment, Phase
 from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.lanes.recorder import Mark
-from thinwire.sharding.params.param_group import Unit, start_gathers
+from thinwire.sharding.params.param_group import State, Unit, start_gathers
 from thinwire.sharding.step.pinned_units import Holds, recomputing
 from thinwire.sharding.step.schedule import Schedule
 from thinwire.sharding.step.sharded_model import ShardedModel
@@ -76,7 +76,8 @@ class PassState:
         self.present, self.inside, self.is_plain = present, present is not Pass.IDLE, False
         if not self.inside:
             for unit in self._opened:
-                unit.close()
+                if unit.is_open:
+                    unit.close()
             self._opened.clear()
 
     def open(self, unit: Unit) -> None:
@@ -274,8 +275,10 @@ class Passes:
         state.at, state.waits_for_backward = moment, True
         if unit.sharded:
             reuse = self._plan.secondary_reuse
-            unit.start_gather(from_secondary=reuse)
-            start_gathers(self._units, self._schedule.forward_event(moment))
+            if unit.state is State.SHARDED:
+                unit.start_gather(from_secondary=reuse)
+            if batches := self._schedule.forward_event(moment):
+                start_gathers(self._units, batches)
             unit.need(from_secondary=reuse)
         else:
             self._schedule.note_forward(moment)
@@ -338,7 +341,8 @@ class Passes:
             index: Number of the unit.
             will_leave: Whether the unit stays open until :meth:`post_backward` or the end of the backward.
         """
-        self.begin()
+        if self.state.present is not Pass.BACKWARD:
+            self.begin()
         if will_leave:
             self._open_calls[index] += 1
         self.need(index)
@@ -462,8 +466,10 @@ class Passes:
         """Gather a unit's parameters for its backward, or for the recomputation of its forward."""
         moment = self.state.at = self._needed[index]
         unit = self._units[index]
-        unit.start_gather(from_secondary=True)
-        start_gathers(self._units, self._schedule.backward_event(moment))
+        if unit.state is State.SHARDED:
+            unit.start_gather(from_secondary=True)
+        if batches := self._schedule.backward_event(moment):
+            start_gathers(self._units, batches)
         unit.need(from_secondary=True)
 
     def _give_taken(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from thinwire.errors import UsageError
-from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.params.param_group import State, Unit
 
 __all__ = ["Holds", "recomputing"]
 
@@ -57,7 +57,7 @@ class Holds:
             keep: Numbers of units to leave as they are.
         """
         for unit in self._units:
-            if unit.index not in keep:
+            if unit.index not in keep and unit.state is not State.SHARDED:
                 self.free(unit.index)
 
     def read(self, index: int) -> None:

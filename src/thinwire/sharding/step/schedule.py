@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from thinwire.program import (
     UNDER_WAY,
@@ -74,6 +74,27 @@ class Retained(NamedTuple):
     carried: frozenset[int] = frozenset()
 
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class _Table(dict[Key, Value]):
+    """A table whose entries are made when they are first looked up. Every hook looks something up, so that a call for
+    it would cost more than the rest.
+
+    Args:
+        make: Makes an entry.
+    """
+
+    def __init__(self, make: Callable[[Key], Value]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, key: Key) -> Value:
+        self[key] = value = self._make(key)
+        return value
+
+
 class Programs:
     """The programs of one model, each lowered once, and lookup tables for hooks.
 
@@ -84,17 +105,19 @@ class Programs:
 
     Attributes:
         trace: Order of units that the tables follow; ``None`` before the end of the first micro-batch.
+        prefetches: By place and moment, the gathers that an event of the trace starts for later.
+        retained: The units that a micro-batch does not free, by whether it is the step's last.
     """
 
     def __init__(self, plan: Plan, infos: Sequence[UnitInfo], position: int) -> None:
         self.plan, self.infos, self.position = plan, infos, position
         self.trace: Trace | None = None
         self._programs: dict[tuple[Trace, int, bool, bool, tuple[int, ...]], StepProgram] = {}
-        # Tables for the trace, by place; see the methods of these names.
-        self._prefetches: dict[Place, Mapping[Moment, tuple[GatherBatch, ...]]] = {}
+        self.prefetches = _Table(self._tabulate)
+        self.retained = _Table(self._retain)
+        # Tables for the trace; see the methods of these names.
         self._turns: dict[Place, Turns] = {}
         self._spreads: dict[tuple[int, ...], list[tuple[Operation, bool]]] | None = None
-        self._retained: dict[bool, Retained] = {}
         self._update_order: tuple[int, ...] | None = None
 
     def program(
@@ -145,13 +168,6 @@ class Programs:
 
     # -- what the program says ---------------------------------------------------------------------------------
 
-    def prefetches(self, place: Place, moment: Moment) -> tuple[GatherBatch, ...]:
-        """The gathers that an event of the trace starts for later."""
-        table = self._prefetches.get(place)
-        if table is None:
-            table = self._prefetches[place] = self._tabulate(place)
-        return table.get(moment, ())
-
     def turns(self, place: Place, forward: Sequence[Moment] = ()) -> Turns:
         """The reductions of a micro-batch.
 
@@ -181,23 +197,6 @@ class Programs:
                     operations.append((op, op.index in waited))
             self._spreads = {tuple(units): operations for units, operations in batches}
         return self._spreads
-
-    def retained(self, *, last: bool) -> Retained:
-        """Units that a micro-batch does not free.
-
-        Args:
-            last: Whether the micro-batch is the step's last.
-        """
-        if last not in self._retained:
-            program, trace = self.program(1 if last else 2), self._trace_so_far()
-            frees = [(event.phase, units) for event, units in program.frees.items() if event.micro_batch == 0]
-            freed = {(phase, unit) for phase, units in frees for unit in units}
-            in_backward = {unit for phase, unit in freed if phase is not Phase.POST_FORWARD}
-            self._retained[last] = Retained(
-                frozenset(unit for unit in trace.needed if (Phase.POST_FORWARD, unit) not in freed),
-                frozenset(unit for unit in trace.needed if unit not in in_backward),
-            )
-        return self._retained[last]
 
     def update_order(self) -> tuple[int, ...]:
         """Units in the order in which their gradients arrive; units that the forward skipped come first."""
@@ -234,6 +233,16 @@ class Programs:
                     batches.append(GatherBatch(keys, operation.axis is Axis.SECONDARY))
         return {moment: tuple(prefetches) for moment, prefetches in table.items()}
 
+    def _retain(self, last: bool) -> Retained:
+        program, trace = self.program(1 if last else 2), self._trace_so_far()
+        frees = [(event.phase, units) for event, units in program.frees.items() if event.micro_batch == 0]
+        freed = {(phase, unit) for phase, units in frees for unit in units}
+        in_backward = {unit for phase, unit in freed if phase is not Phase.POST_FORWARD}
+        return Retained(
+            frozenset(unit for unit in trace.needed if (Phase.POST_FORWARD, unit) not in freed),
+            frozenset(unit for unit in trace.needed if unit not in in_backward),
+        )
+
     def _cut(self, trace: Trace, place: Place) -> Turns:
         position, micro_batches = place
 
@@ -250,9 +259,9 @@ class Programs:
         return Turns(table(unit_by_unit=False), late)
 
     def _forget_tables(self) -> None:
-        self._prefetches.clear()
+        self.prefetches.clear()
+        self.retained.clear()
         self._turns.clear()
-        self._retained.clear()
         self._spreads = self._update_order = None
 
 
@@ -282,6 +291,7 @@ class Schedule:
         self.backwards = 0
         self.micro_batch = 0
         self.last = True
+        self._place = place_of(0, last=True)
         self._expected: tuple[int, ...] = ()  # the trace's units, in the order in which its backward needs them
         self.order = _OrderHash()
         # The current micro-batch: its events, units that its backward has needed, and whether it has deviated.
@@ -313,7 +323,8 @@ class Schedule:
 
     def forward_event(self, moment: Moment) -> tuple[GatherBatch, ...]:
         """Record that a unit's forward begins or ends; returns the gathers that the program starts now."""
-        self.note_forward(moment)
+        self.forward.append(moment)
+        self.order.events.append(moment)
         trace = self.programs.trace
         if trace is None or self._deviated or self._whole:
             return ()
@@ -321,7 +332,7 @@ class Schedule:
         if position >= len(trace.forward) or trace.forward[position] != moment:
             self._deviate()
             return ()
-        return self.programs.prefetches(place_of(self.micro_batch, last=self.last), moment)
+        return self.programs.prefetches[self._place].get(moment, ())
 
     def backward_event(self, moment: Moment) -> tuple[GatherBatch, ...]:
         """Record that the backward needs a unit; returns the gathers that the program starts now."""
@@ -337,7 +348,7 @@ class Schedule:
         if position >= len(self._expected) or self._expected[position] != unit:
             self._deviate()
             return ()
-        return self.programs.prefetches(place_of(self.micro_batch, last=self.last), moment)
+        return self.programs.prefetches[self._place].get(moment, ())
 
     def end_backward(self) -> None:
         """Complete a micro-batch: adopt its trace if there is none yet, or if it differs from the adopted one."""
@@ -377,7 +388,7 @@ class Schedule:
             number: Number of the micro-batch, from 0.
             last: Whether its backward is the step's last.
         """
-        self.micro_batch, self.last = number, last
+        self.micro_batch, self.last, self._place = number, last, place_of(number, last=last)
 
     def select(self, number: int, *, last: bool) -> None:
         """Switch to another micro-batch of a pipeline, which has several in flight; see :meth:`begin_micro_batch` for
@@ -417,18 +428,18 @@ class Schedule:
 
     def turns(self) -> Turns:
         """The reductions of the current micro-batch, whose backward begins, in the reverse order of its forward."""
-        trace, place = self.programs.trace, place_of(self.micro_batch, last=self.last)
+        trace = self.programs.trace
         if self._whole:
-            return self.programs.turns(place)
+            return self.programs.turns(self._place)
         if trace is not None and not self._deviated and len(self.forward) == len(trace.forward):
-            return self.programs.turns(place)
-        return self.programs.turns(place, self.forward)
+            return self.programs.turns(self._place)
+        return self.programs.turns(self._place, self.forward)
 
     def retained(self) -> Retained:
         """Units that this micro-batch does not free; none before the first trace."""
         if self._whole or self.programs.trace is None or self._deviated:
             return Retained()
-        return self.programs.retained(last=self.last)
+        return self.programs.retained[self.last]
 
     def _deviate(self) -> None:
         self._deviated = True
