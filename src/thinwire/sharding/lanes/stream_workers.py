@@ -86,14 +86,14 @@ class StreamWorker(Worker):
             event = self.time_of(self._stream) or self._mark()
         if begun is not None:
             self._bodies.add(begun, event)
-            self._recorder.measure(self.name, label, begun, event)
+            self.recorder.measure(self.name, label, begun, event)
         ticket = _StreamTicket(self, event, body, before, label)
         self._flying.append(ticket)
         return ticket
 
     def time_of(self, stream: Stream) -> StreamEvent | None:
         """The time at the current end of a stream; ``None`` if nobody has asked for times."""
-        if not self._is_asked and self._recorder.timeline is None:
+        if not self._is_asked and self.recorder.timeline is None:
             return None
         event = self.streams.event(timed=True)
         event.record(stream)
@@ -106,7 +106,7 @@ class StreamWorker(Worker):
 
     def stalled(self, before: StreamEvent, after: StreamEvent, label: str) -> None:
         """Record that computation waited between two events."""
-        self._recorder.measure(WAITING, f"for {label}", before, after)
+        self.recorder.measure(WAITING, f"for {label}", before, after)
         self._stalls.add(before, after)
 
     def exposed(self) -> float:

@@ -59,7 +59,8 @@ class _ThreadTicket(Ticket):
             self.finished()
             watcher.blocked_since = None
             self._worker.waited += time.perf_counter() - started
-            self._worker.note(WAITING, f"for {self._label}", started)
+            if self._worker.recorder.timeline is not None:
+                self._worker.note(WAITING, f"for {self._label}", started)
         if self._error is not None:
             raise self._error
 
@@ -128,7 +129,7 @@ class ThreadWorker(Worker):
 
     def note(self, track: str, label: str, started: float) -> None:
         """Add a span from ``started`` until now to the timeline, if one is recorded."""
-        if (timeline := self._recorder.timeline) is not None:
+        if (timeline := self.recorder.timeline) is not None:
             timeline.add(track, label, started, time.perf_counter())
 
     def exposed(self) -> float:

@@ -34,7 +34,7 @@ class Worker(ABC):
     """Runs the bodies of one stage of a lane."""
 
     def __init__(self, name: str, recorder: Recorder) -> None:
-        self.name, self._recorder = name, recorder
+        self.name, self.recorder = name, recorder
 
     @abstractmethod
     def submit(self, body: Body, after: Sequence[Ticket], label: str) -> Ticket: ...
