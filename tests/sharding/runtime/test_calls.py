@@ -6,11 +6,11 @@ import pytest
 import torch
 from tests.support.training.edge import WIDTH
 from tests.support.training.models import Block
+from tools.probes import ROOT, summary, visiting
 from torch import nn
 
 import thinwire as tw
 from thinwire.testing import run_ranks
-from tools.probes import ROOT, summary, visiting
 
 pytestmark = pytest.mark.ranks
 

@@ -56,7 +56,8 @@ class _ThreadTicket(Ticket):
             started = time.perf_counter()
             watcher = job.rollcall
             watcher.blocked_since = started
-            self.finished()
+            with self._running:
+                pass
             watcher.blocked_since = None
             self._worker.waited += time.perf_counter() - started
             if self._worker.recorder.timeline is not None:

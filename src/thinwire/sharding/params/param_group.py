@@ -375,7 +375,8 @@ class Unit:
 
     def updated(self) -> None:
         """Invalidate everything derived from the P shard, which gets new values."""
-        self.free()
+        if self.sharded and self.state is not State.SHARDED:
+            self.free()
         self.secondary_valid = False
         self.num_updates += 1
         for buffer in self.buffers:
