@@ -188,7 +188,7 @@ def step_differently(name: str, what: str) -> None:
     if what != "order at once":
         step(2)
     runtime(model).join_spreads()
-    before = [owned.value.detach().clone() for owned in runtime(model).sharded.fragments()]
+    before = [owned.value.detach().clone() for owned in runtime(model).sharded.fragments]
     if rank == 1 and what in ("order", "order at once", "sizes"):
         model.order = (0, 2, 1)
     if rank == 1 and what == "skipped":
@@ -196,7 +196,7 @@ def step_differently(name: str, what: str) -> None:
     try:
         step(1 if rank == 1 and what == "fewer" else 2)
     finally:
-        assert gap([owned.value for owned in runtime(model).sharded.fragments()], before) == 0.0
+        assert gap([owned.value for owned in runtime(model).sharded.fragments], before) == 0.0
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from thinwire.program.timeline import Timeline
 from thinwire.sharding.build import build
 from thinwire.sharding.checkpointing import loading, saving
 from thinwire.sharding.checkpointing.full_state import whole_value
-from thinwire.sharding.copying import Before, allow_copies
+from thinwire.sharding.copying import Additions, allow_copies
 from thinwire.sharding.hooks.module_hooks import as_forward
 from thinwire.sharding.incremental import join_parts
 from thinwire.sharding.islands.elastic import ElasticExchanges, Exchanged
@@ -112,7 +112,7 @@ def shard(
     members = groups.ranks_of(mesh, group)
     plan = order_ranks(plan, groups.control(members), target or _device_of(model)).plan
     units = join_parts(model, plan, units, members)
-    before = Before(model)
+    added = Additions(model)
     build(
         model,
         plan,
@@ -123,7 +123,7 @@ def shard(
         device=target,
         members=members,
     )
-    allow_copies(model, before, units, codec_backend, members)
+    allow_copies(model, added, units, codec_backend, members)
     return model
 
 

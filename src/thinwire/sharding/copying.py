@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from thinwire.errors import UsageError
 from thinwire.sharding.build import build
@@ -18,56 +19,69 @@ from thinwire.sharding.memory.initial import husk
 from thinwire.sharding.modules.discover import Selection, ignore, is_ignored
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 
-__all__ = ["Before", "allow_copies"]
-
-_MISSING: Final = object()
-
-Added = dict[nn.Module, dict[str, Any]]
-"""Attributes of modules that sharding has set, with what they held before. For tables, such as those of hooks, the keys
-that sharding has added."""
+__all__ = ["Additions", "allow_copies"]
 
 
-class Before:
-    """What the modules of a model hold before the model is sharded.
+_FORWARD: Final = "forward"
+_HOOKS: Final = "_hooks"
+"""In the names of all of torch's tables of hooks by number, such as ``_forward_pre_hooks_with_kwargs``."""
+
+
+class Additions:
+    """What sharding adds to the modules of a model between two moments: hooks, forwards, and attributes of the root.
 
     Args:
-        model: The model.
+        model: The model, not sharded yet.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._contents = {module: _contents(module) for module in model.modules()}
+        self._model, self._names, self._hooks = model, frozenset(vars(model)), range(RemovableHandle.next_id, 0)
+        self._forwards = {module: vars(module)[_FORWARD] for module in model.modules() if _FORWARD in vars(module)}
 
-    def added(self) -> Added:
-        """What has come since."""
-        added: Added = {}
-        for module, before in self._contents.items():
-            for key, value in _contents(module).items():
-                old = before.get(key, _MISSING)
-                if isinstance(value, frozenset) and isinstance(old, frozenset):
-                    if value - old:
-                        added.setdefault(module, {})[key] = value - old
-                elif value is not old:
-                    added.setdefault(module, {})[key] = old
-        return added
+    def end(self) -> None:
+        """Note that the model is sharded now. Hooks of later numbers, and other attributes, are the user's."""
+        self._names = frozenset(vars(self._model)) - self._names - {_FORWARD}
+        self._hooks = range(self._hooks.start, RemovableHandle.next_id)
+
+    @contextlib.contextmanager
+    def removed(self) -> Iterator[None]:
+        """Take everything out of the modules in this block."""
+        with contextlib.ExitStack() as stack:
+            for module in self._model.modules():
+                state = vars(module)
+                stack.callback(_restore, state, dict(state))
+                remove_table(module)
+                if module in self._forwards:
+                    state[_FORWARD] = self._forwards[module]
+                else:
+                    state.pop(_FORWARD, None)
+                for table in [table for name, table in state.items() if _HOOKS in name and isinstance(table, dict)]:
+                    stack.callback(_restore, table, dict(table))
+                    for number in [number for number in table if number in self._hooks]:
+                        del table[number]
+            for name in self._names:
+                vars(self._model).pop(name, None)
+            yield
 
 
-def _contents(module: nn.Module) -> dict[str, Any]:
-    return {key: frozenset(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
+def _restore(table: dict[Any, Any], content: dict[Any, Any]) -> None:
+    table.clear()
+    table.update(content)
 
 
 def allow_copies(
-    model: nn.Module, before: Before, selection: Selection, codec_backend: str | None, members: tuple[int, ...] | None
+    model: nn.Module, added: Additions, selection: Selection, codec_backend: str | None, members: tuple[int, ...] | None
 ) -> None:
     """Let ``copy.deepcopy`` copy a sharded model.
 
     Args:
         model: The model.
-        before: What its modules held before it was sharded.
+        added: What sharding has added to it; this call ends it.
         selection: Selection of its units.
         codec_backend: See :func:`thinwire.sharding.api.shard`.
         members: Global ranks that train it; ``None`` for all ranks of the job.
     """
-    added, runtime = before.added(), runtime_of(model)
+    runtime = runtime_of(model)
     if selection is not None and not callable(selection):
         names = {module: name for name, module in model.named_modules()}
         selection = [chosen if isinstance(chosen, str) else names[chosen] for chosen in selection]
@@ -78,7 +92,7 @@ def allow_copies(
         runtime.refuse_half_loaded()
         runtime.join_spreads()
         twin = _without_values(runtime, added, memo)
-        start = Before(twin)
+        start = Additions(twin)
         other = build(twin, runtime.plan, selection, sync_initial=False, codec_backend=codec_backend, members=members)
         allow_copies(twin, start, selection, codec_backend, members)
         _copy_values(runtime, other)
@@ -88,48 +102,23 @@ def allow_copies(
         return twin
 
     object.__setattr__(model, "__deepcopy__", copied)
+    added.end()
     runtime.undo = [*runtime.undo, partial(object.__delattr__, model, "__deepcopy__")]
 
 
-def _without_values(runtime: Runtime, added: Added, memo: dict[int, Any]) -> nn.Module:
+def _without_values(runtime: Runtime, added: Additions, memo: dict[int, Any]) -> nn.Module:
     """Copy a model as if it were not sharded. Its sharded parameters have no values and take no memory."""
     model, device = runtime.model, runtime.sharded.arena.device
     for unit in runtime.units:
         for buffer in unit.buffers:
             for compute in buffer.parameters:
                 memo[id(compute)] = husk(compute, device).requires_grad_(buffer.layout.trainable)
-    with _unsharded(runtime, added):
+    with added.removed():
+        for name in runtime.methods:
+            del vars(model)[name]
         twin = copy.deepcopy(model, memo)
         ignore(*(memo[id(parameter)] for parameter in model.parameters() if is_ignored(parameter)))
     return twin
-
-
-@contextlib.contextmanager
-def _unsharded(runtime: Runtime, added: Added) -> Iterator[None]:
-    """Take what sharding has added out of the modules of a model in this block."""
-
-    def restore(table: dict[str, Any], content: dict[str, Any]) -> None:
-        table.clear()
-        table.update(content)
-
-    with contextlib.ExitStack() as stack:
-        for module, changes in added.items():
-            state = vars(module)
-            stack.callback(restore, state, dict(state))
-            remove_table(module)
-            for key, old in changes.items():
-                if isinstance(old, frozenset):
-                    table = state[key]
-                    stack.callback(restore, table, dict(table))
-                    for entry in old & table.keys():
-                        del table[entry]
-                elif old is _MISSING:
-                    del state[key]
-                else:
-                    state[key] = old
-        for name in ("__deepcopy__", *runtime.methods):
-            del vars(runtime.model)[name]
-        yield
 
 
 def _copy_values(source: Runtime, target: Runtime) -> None:

@@ -104,7 +104,7 @@ def allocations_of_shards(preset: str) -> dict[str, int]:
         "params": [buffer.shard for buffer in buffers],
         "masters": [buffer.master for buffer in buffers],
         "secondary": [buffer.secondary for buffer in buffers],
-        "gradients": [owned.grad for owned in runtime(model).sharded.fragments()],
+        "gradients": [owned.grad for owned in runtime(model).sharded.fragments],
     }
     tensors = {name: [part for part in several if part is not None] for name, several in parts.items()}
     storages = {name: len({part.untyped_storage().data_ptr() for part in several}) for name, several in tensors.items()}

@@ -49,7 +49,7 @@ def same_as_whole(recipe: dict[str, Any], toml: list[str]) -> int:
         plan = tw.Plan.from_toml(text)
         for chunk in started(recipe, plan):
             assert not any(parameter.is_meta for parameter in chunk.parameters())
-            for owned in runtime(chunk).sharded.fragments():
+            for owned in runtime(chunk).sharded.fragments:
                 name, offset = owned.fragment.slot.name, owned.fragment.offset
                 cut = runtime(chunk).sharded.slices[name]
                 mine = expected[name] if cut is None else expected[name].chunk(cut.ways, cut.dim)[cut.index]

@@ -142,7 +142,7 @@ class _Loading:
         self._loss_scale = checked_state(self._manifest.values.get(own_key("loss_scale", self._island)))
         stored = StoredParameters(self._manifest, self._sharded.slices, vectors)
         self._copies = _want_unoptimized(self._sharded, self._manifest, vectors, stored)
-        fragments = self._optim.fragments if self._optim is not None else self._sharded.fragments()
+        fragments = self._optim.fragments if self._optim is not None else self._sharded.fragments
         exchanges = self._exchanges
         apart = exchanges is not None and self._same_islands
         for owned in fragments:

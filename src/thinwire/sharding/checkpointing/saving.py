@@ -208,7 +208,7 @@ def _save_part(
     first_replica = sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0
     first_holder = first_replica and sharded.axes[Axis.SHARD, Lane.REDUCE].index == 0
     first_tensor = part.tensor == 0
-    fragments = optim.fragments if optim is not None else sharded.fragments()
+    fragments = optim.fragments if optim is not None else sharded.fragments
 
     def add(prefix: str, name: str, suffix: str, numel: int, offset: int, tensor: torch.Tensor | None) -> None:
         cut = sharded.slices.get(name)

@@ -73,12 +73,11 @@ def install(
         object.__setattr__(model, "__reduce_ex__", refuse_copy)
         undo.append(functools.partial(object.__delattr__, model, "__reduce_ex__"))
     for module in model.modules():
-        if next(module.parameters(), None) is None:
-            continue  # other models may share it, as they share activation functions in transformers
-        if shares is None:
+        # Other models may share a module without parameters, as they share activation functions in transformers.
+        if shares is None and next(module.parameters(), None) is not None:
             module.register_state_dict_pre_hook(_state_dict_hook(join_spreads, passes.holds, sharded.units))
             module.register_load_state_dict_pre_hook(_refuse_load)
-        if module._parameters:
+        if any(parameter is not None for parameter in module._parameters.values()):
             undo.append(module.register_state_dict_post_hook(_copy_parameters).remove)
             if shares is not None:
                 undo.append(module.register_load_state_dict_pre_hook(_refuse_assign).remove)

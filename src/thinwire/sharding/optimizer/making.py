@@ -49,7 +49,7 @@ def build_optimizer(
             "thinwire.LossScale(), in place of torch's GradScaler; GradScaler works with optimizers that are made from "
             "model.parameters()"
         )
-    fragments, device = sharded.fragments(), sharded.arena.device
+    fragments, device = sharded.fragments, sharded.arena.device
     # Decide from the plan rather than from this rank's fragments, so that all ranks decide alike.
     cut = plan.optimizer.ranks > 1 and not (plan.partition == "inter" and plan.params.ranks == 1)
     if plan.world > 1:

@@ -57,7 +57,7 @@ class ShardedParameters:
         spans: dict[str, tuple[int, int]] = {}
         trained = ModelHolders(sharded, spans, trained=True)
         frozen = ModelHolders(sharded, spans, trained=False)
-        fragments = {owned.fragment.slot.name: owned for owned in sharded.fragments()}
+        fragments = {owned.fragment.slot.name: owned for owned in sharded.fragments}
         for unit in sharded.units:
             parts = iter(sharded.gradients.get(unit.index, ()))
             for buffer in unit.buffers:

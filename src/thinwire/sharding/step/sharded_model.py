@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -71,6 +72,7 @@ class ShardedModel:
         """Whether the device decides about a step, so that the host waits for no norm."""
         return self.world is not None
 
+    @cached_property
     def fragments(self) -> list[OwnedFragment]:
         """The pieces of parameters that this rank updates."""
         shard = self.axes[Axis.PARAMS, Lane.REDUCE].index

@@ -175,7 +175,7 @@ class GradientNorm:
     def _sliced_fragments(self) -> Sequence[OwnedFragment]:
         """Fragments of parameters that no other tensor-parallel rank holds."""
         slices = self._sharded.slices
-        return [owned for owned in self._sharded.fragments() if slices[owned.fragment.slot.name] is not None]
+        return [owned for owned in self._sharded.fragments if slices[owned.fragment.slot.name] is not None]
 
     def _norms_of_units(self) -> list[torch.Tensor]:
         norms, gradients = [], self._reducer.gradients
