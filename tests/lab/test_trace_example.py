@@ -37,7 +37,7 @@ def test_hop_one_runs_under_hop_two_of_the_bucket_before(tmp_path: Path) -> None
     out = tmp_path / "trace.json"
     example = [str(ROOT / "examples/trace.py"), "zeropp", str(out), "--hidden", "128", "--bucket-bytes", "200000"]
     subprocess.run(
-        [*THINWIRE, "lab", "--nodes", "2", "--ranks", "2", "--bandwidth", "30mbit", "--", "torchrun", *example],
+        [*THINWIRE, "lab", "--nodes", "2", "--ranks", "2", "--bandwidth", "5mbit", "--", "torchrun", *example],
         check=True,
         timeout=120,
         capture_output=True,

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from thinwire.train.observing.links import RECORDS, LinkMeter, LinkPace, Places
+from thinwire.train.observing.links import AGREEING, RECORDS, LinkMeter, LinkPace, Places
 
 HOSTS = ("a (1)", "b (2)", "c (3)", "d (4)")
 
@@ -40,9 +40,17 @@ def test_the_host_with_the_slow_link_is_named_and_named_again_when_it_is_mended(
 
 def test_a_slow_path_is_told_from_a_slow_link() -> None:
     pace = LinkPace(HOSTS)
-    said = [text for _ in range(RECORDS) if (text := pace.add(words(4, {(2, 3): 1e6}, 10e6, ring=True), 1.0))]
+    slow = words(4, {(2, 3): 1e6}, 10e6, ring=True)
+    said = [text for _ in range(RECORDS + AGREEING) if (text := pace.add(slow, 1.0))]
     assert len(said) == 1
     assert said[0].startswith("the path from c (3) to d (4) is slow")
+
+
+def test_a_moment_of_slowness_names_no_link() -> None:
+    pace = LinkPace(HOSTS)
+    sound, slow = words(4, {}, 10e6, ring=True), words(4, {(2, 3): 1e6}, 10e6, ring=True)
+    records = [*[sound] * RECORDS, *[slow] * (RECORDS // 2), *[sound] * (2 * RECORDS)]
+    assert not any(pace.add(record, 1.0) for record in records)
 
 
 def test_two_hosts_are_compared_with_before() -> None:

@@ -33,6 +33,9 @@ __all__ = ["Connection", "LinkMeter", "LinkPace", "LinkWatch", "Places", "connec
 RECORDS: Final = 8
 """Records with traffic per judgement."""
 
+AGREEING: Final = 6
+"""Judgements in a row that have to name the same link: half a window of noise names none."""
+
 SLOWER: Final = 1.5
 """Factor below the best link from which a link is called slow."""
 
@@ -200,6 +203,8 @@ class LinkPace:
         self._records: deque[tuple[_Speeds, float]] = deque(maxlen=RECORDS)
         self._best = 0.0
         self._slow: str | None = None
+        self._named: str | None = None  # by the last judgement
+        self._times = 0  # judgements in a row that have named it
 
     def add(self, words: Sequence[float], seconds: float) -> str | None:
         """Add the measurements of a record.
@@ -225,9 +230,10 @@ class LinkPace:
         self._best = max(self._best, *out, *into)
         busy = statistics.median(share for _, share in self._records)
         slow = self._culprit(out, into) if busy >= _BUSY else None
-        before, self._slow = self._slow, slow
-        if slow == before:
+        self._named, self._times = slow, self._times + 1 if slow == self._named else 1
+        if slow == self._slow or self._times < AGREEING:
             return None
+        before, self._slow = self._slow, slow
         self._records.clear()
         if slow is None:
             return f"{before} is as fast as before again"
