@@ -34,6 +34,11 @@ KEPT: dict[str, tuple[str, list[Action]]] = {
         [("", 1050570342), ("goes_backward", 976278025), ("steps", 972314509), ("forgets_gradients", 888540263),
          ("steps", 269556526)],
     ),
+    "a write to one parameter spoils no graph that needs another one": (
+        "zero3",
+        [("", 687086196), ("keeps_a_graph", 625761258), ("writes_a_parameter", 544658144),
+         ("keeps_a_parameter", 464208023), ("goes_back_over_the_graph", 868827842)],
+    ),
 }  # fmt: skip
 """Sequences that failed once, shrunk, with their preset."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -248,7 +248,7 @@ class Unit:
         name: Dotted module name, for messages.
         secondary_valid: Whether the secondary shard has the current values.
         computes_with_copies: Whether modules compute with copies of the masters: P is sharded, or masters are separate.
-        num_updates: Number of times that torch's version counters were raised for new values.
+        versions: Sum over the parameters of how often torch's version counters were raised for new values.
         exact: Whether the last gather ran without a codec.
         gathers: The collectives that gather the buffers.
     """
@@ -265,7 +265,7 @@ class Unit:
         self.name = info.name or "(root)"
         self.secondary_valid = False
         self.computes_with_copies = self.sharded or any(buffer.master is not None for buffer in buffers)
-        self.num_updates = 0
+        self.versions = 0
         self.exact = True
         self._spreads: list[Ticket] = []
         self._link = link
@@ -373,15 +373,20 @@ class Unit:
         for ticket in self._gather:
             ticket.wait()
 
-    def updated(self) -> None:
-        """Invalidate everything derived from the P shard, which gets new values."""
+    def updated(self, only: Collection[int] | None = None) -> None:
+        """Invalidate everything derived from the P shard, which gets new values.
+
+        Args:
+            only: Identities of the parameters that get them; all by default.
+        """
         if self.sharded and self.state is not State.SHARDED:
             self.free()
         self.secondary_valid = False
-        self.num_updates += 1
         for buffer in self.buffers:
             # A graph from before the update would compute with new values: let torch detect that.
-            torch.autograd.graph.increment_version(buffer.parameters)
+            changed = buffer.parameters if only is None else [p for p in buffer.parameters if id(p) in only]
+            torch.autograd.graph.increment_version(changed)
+            self.versions += len(changed)
 
 
 @dataclass(frozen=True)

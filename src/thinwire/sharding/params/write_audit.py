@@ -106,7 +106,7 @@ class WriteAudit:
         """In-place writes that torch has counted and that are no updates, over all parameters of a unit."""
         parameters = self._parameters[unit.index]
         with torch._C.DisableTorchFunctionSubclass():  # parameters may not be ready
-            return sum(parameter._version for parameter in parameters) - unit.num_updates * len(parameters)
+            return sum(parameter._version for parameter in parameters) - unit.versions
 
 
 def _addresses(unit: Unit) -> list[int]:

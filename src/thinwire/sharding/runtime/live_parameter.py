@@ -56,7 +56,7 @@ class ModelParameter:
 
     def after_write(self) -> None:
         """See :class:`~thinwire.sharding.tensors.spec.Live`."""
-        self.masters.written(self.unit.index)
+        self.masters.written(self.unit.index, self.compute_tensor)
 
     def overflowed(self) -> None:
         """See :class:`~thinwire.sharding.tensors.spec.Live`."""

@@ -53,7 +53,8 @@ class Masters:
     ) -> None:
         self.sharded, self.reading = sharded, passes.reading
         self._spreads, self._holds, self._finish_step = spreads, holds, finish_step
-        self._dirty: set[int] = set()  # units whose masters were written since they were last spread
+        # By unit, the identities of the parameters whose masters were written since the unit was last spread.
+        self._dirty: dict[int, set[int]] = {}
         self._wanted: set[str] = set()
         self._updated_in_hooks: bool | None = None  # None outside of collecting_updates
         # The tables of the model's modules, and what they held when all trainable parameters were last managed.
@@ -75,19 +76,19 @@ class Masters:
         self._holds.refuse("a write to a share of a parameter")
         self._spreads.join()
 
-    def written(self, unit: int) -> None:
-        """Note that masters of a unit have new values."""
-        self._dirty.add(unit)
+    def written(self, unit: int, parameter: nn.Parameter) -> None:
+        """Note that the masters of a unit's parameter have new values."""
+        self._dirty.setdefault(unit, set()).add(id(parameter))
 
     def flush(self) -> None:
         """Spread the units that were written since the last step. Collective, if any was written."""
         if not self._dirty:
             return
-        dirty, self._dirty = frozenset(self._dirty), set()
+        dirty, self._dirty = self._dirty, {}
         spreads = self._spreads
         spreads.join()
-        spreads.write_back(sorted(dirty), differences=True)
-        spreads.start(exactly=True, only=dirty)
+        spreads.write_back(sorted(dirty), differences=True, only=dirty)
+        spreads.start(exactly=True, only=dirty.keys())
 
     @contextlib.contextmanager
     def collecting_updates(self) -> Iterator[None]:
@@ -116,9 +117,9 @@ class Masters:
         if self._updated_in_hooks is not None:
             self._updated_in_hooks = True
             return
-        dirty, self._dirty = frozenset(self._dirty), set()
-        self._spreads.write_back(sorted(dirty))
-        self._finish_step(updated=bool(dirty), only=dirty)
+        dirty, self._dirty = self._dirty, {}
+        self._spreads.write_back(sorted(dirty), only=dirty)
+        self._finish_step(updated=bool(dirty), only=dirty.keys())
 
     def want(self, name: str, *, wanted: bool) -> None:
         """Note whether a parameter that has no master is to be trained. Under ``no_grad``, that may be for a while, as

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import replace
 
 import torch
@@ -36,18 +36,25 @@ class Spreads:
         self._group = sharded.axes[Axis.SHARD, Lane.SPREAD]
         self._parts: dict[BufferKey, Part] = {}  # parts of joint spreads without a codec, made once
 
-    def write_back(self, indices: Iterable[int], *, differences: bool = False) -> None:
+    def write_back(
+        self,
+        indices: Iterable[int],
+        *,
+        differences: bool = False,
+        only: Mapping[int, Collection[int]] | None = None,
+    ) -> None:
         """Cast the new values of units' masters into their P shards.
 
         Args:
             indices: Numbers of the units.
             differences: Whether to include buffers whose spreads carry differences from the masters.
+            only: By unit, the identities of the parameters that have new values; all by default.
         """
         places: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         for index in indices:
             unit = self._sharded.units[index]
-            unit.updated()
+            unit.updated(None if only is None else only[index])
             for buffer in unit.buffers:
                 if buffer.layout.trainable and (differences or not self._spreads_difference(buffer)):
                     of_shard, of_master = buffer.master_runs(self._group.index)
