@@ -15,7 +15,7 @@ from thinwire.testing import run_ranks
 pytestmark = pytest.mark.ranks
 
 MOST = {"zeropp": 1400, "zero3": 900, "thinwire": 550}
-"""Calls of thinwire on the computing thread of two ranks. FSDP2 makes 1,877 for the same units."""
+"""Calls of thinwire on the computing thread of two ranks."""
 
 UNITS = ["embedding", *(f"blocks.{number}" for number in range(4)), "head"]
 

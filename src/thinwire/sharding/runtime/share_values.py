@@ -26,7 +26,7 @@ from thinwire.sharding.step.step_check import StepCheck
 from thinwire.sharding.tensors.operations import from_power_sums, power_sum
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
-__all__ = ["GradientNorms", "Masters", "ShareGradients", "TrainedParameter", "refuse_in_backward"]
+__all__ = ["GradientNorms", "Masters", "ShareGradients", "TrainedParameter"]
 
 
 class Masters:
@@ -109,7 +109,7 @@ class Masters:
                 open.
         """
         if self._updated_in_hooks is None:
-            refuse_in_backward(action)
+            _refuse_in_backward(action)
         self.refuse(action)
 
     def finish_update(self) -> None:
@@ -176,7 +176,7 @@ def _values(tables: list[dict[str, nn.Module | None]]) -> list[nn.Module | None]
     return list(itertools.chain.from_iterable(map(dict.values, tables)))
 
 
-def refuse_in_backward(action: str) -> None:
+def _refuse_in_backward(action: str) -> None:
     """Refuse an action inside a backward.
 
     Raises:
