@@ -39,6 +39,11 @@ KEPT: dict[str, tuple[str, list[Action]]] = {
         [("", 687086196), ("keeps_a_graph", 625761258), ("writes_a_parameter", 544658144),
          ("keeps_a_parameter", 464208023), ("goes_back_over_the_graph", 868827842)],
     ),
+    "a step without gradients spoils no graph": (
+        "ddp",
+        [("", 631788222), ("fails_in_the_backward", 562327965), ("keeps_a_graph", 609905089), ("steps", 544948236),
+         ("goes_back_over_the_graph", 411665858)],
+    ),
 }  # fmt: skip
 """Sequences that failed once, shrunk, with their preset."""
 

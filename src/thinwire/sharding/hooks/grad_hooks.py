@@ -55,9 +55,7 @@ class Deliveries(Delivery):
 
     def __init__(self, unit: Unit, gradients: Sequence[UnitGradient], passes: Passes, home: HomeStream) -> None:
         self._index, self._passes, self._state, self._home = unit.index, passes, passes.state, home
-        self._parameters: list[torch.Tensor] = [
-            parameter for buffer in unit.buffers if buffer.layout.trainable for parameter in buffer.parameters
-        ]
+        self._parameters: list[torch.Tensor] = [*unit.trained]
         # Gradients that wait for the rest of the unit in this backward, by number of the parameter. None stands for one
         # that does not wait, because a gradient of the unit has come twice.
         self._waiting: dict[int, torch.Tensor | None] = {}

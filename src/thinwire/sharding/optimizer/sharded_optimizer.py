@@ -373,14 +373,21 @@ class ShareUpdate:
             inner.step()
         for owned in fragments:
             owned.value.grad = None
-        self._spreads.write_back(units)
+        self._write_back(units)
 
     def _at_once(self) -> None:
         self._reducer.join()
         self._give_gradients(self._fragments)
         with self._owned.over_fragments() as inner:
             inner.step()
-        self._spreads.write_back(self._order())
+        self._write_back(self._order())
+
+    def _write_back(self, units: Sequence[int]) -> None:
+        """Cast the updated masters of units. Parameters without a gradient have kept their values, and graphs that need
+        them stay valid."""
+        used, trained = self._used, self._spreads.trained
+        only = None if used.all_used else {unit: used.among(unit, trained(unit)) for unit in units}
+        self._spreads.write_back(units, only=only)
 
     def _order(self) -> Sequence[int]:
         """Units with trainable parameters, in the order in which their gradients arrive."""

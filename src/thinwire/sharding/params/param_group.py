@@ -247,6 +247,7 @@ class Unit:
         opened: Called with whether the unit is open when that changes.
         name: Dotted module name, for messages.
         secondary_valid: Whether the secondary shard has the current values.
+        trained: Its trainable parameters, in the order of their buffers.
         computes_with_copies: Whether modules compute with copies of the masters: P is sharded, or masters are separate.
         versions: Sum over the parameters of how often torch's version counters were raised for new values.
         exact: Whether the last gather ran without a codec.
@@ -264,6 +265,7 @@ class Unit:
         self.opened: Callable[[bool], None] = lambda _: None
         self.name = info.name or "(root)"
         self.secondary_valid = False
+        self.trained = [p for buffer in self.buffers if buffer.layout.trainable for p in buffer.parameters]
         self.computes_with_copies = self.sharded or any(buffer.master is not None for buffer in buffers)
         self.versions = 0
         self.exact = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -35,6 +35,10 @@ class Spreads:
         self._sharded, self._programs = sharded, programs
         self._group = sharded.axes[Axis.SHARD, Lane.SPREAD]
         self._parts: dict[BufferKey, Part] = {}  # parts of joint spreads without a codec, made once
+
+    def trained(self, index: int) -> Sequence[torch.Tensor]:
+        """The trainable parameters of a unit."""
+        return self._sharded.units[index].trained
 
     def write_back(
         self,

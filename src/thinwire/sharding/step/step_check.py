@@ -72,6 +72,7 @@ class UsedGradients:
 
     Attributes:
         mine: For each trainable parameter in order, 1 if this rank has a gradient for it, else 0.
+        all_used: Whether every parameter is known to have a gradient on some rank.
     """
 
     def __init__(self, infos: Sequence[UnitInfo]) -> None:
@@ -81,6 +82,7 @@ class UsedGradients:
         self.mine = bytearray(sum(self._counts))
         self._before = bytes(self.mine)  # the state before the current backward, in case the backward fails
         self._anywhere: list[bool] | None = None  # set by an exchange, dropped by the next backward
+        self.all_used = False
 
     def note(self, unit: int, slot: int) -> None:
         """Record that this rank has a gradient for a parameter."""
@@ -94,7 +96,7 @@ class UsedGradients:
     def begin_backward(self) -> None:
         """Begin a backward, which adds gradients."""
         self._before = bytes(self.mine)
-        self._anywhere = None
+        self._anywhere, self.all_used = None, False
 
     def undo_backward(self, lost: Collection[int]) -> None:
         """Discard the gradients of a backward that failed.
@@ -110,7 +112,7 @@ class UsedGradients:
     def forget(self) -> None:
         """Record that no parameter has a gradient any more."""
         self.mine = bytearray(len(self.mine))
-        self._anywhere = [False] * len(self.mine)
+        self.learn([False] * len(self.mine))
 
     def set(self, unit: int, slot: int, *, used: bool) -> None:
         """Record whether a parameter has a gradient; called alike on every rank."""
@@ -118,6 +120,7 @@ class UsedGradients:
         self.mine[bit] = used
         if self._anywhere is not None:
             self._anywhere[bit] = used
+            self.all_used = all(self._anywhere)
 
     def learn(self, anywhere: Sequence[bool]) -> None:
         """Store the result of an exchange.
@@ -125,21 +128,25 @@ class UsedGradients:
         Args:
             anywhere: For each trainable parameter, whether any rank has a gradient.
         """
-        self._anywhere = list(anywhere)
+        self._anywhere, self.all_used = list(anywhere), all(anywhere)
 
     def is_known(self) -> bool:
         """Whether ranks have exchanged their flags since the last backward."""
         return self._anywhere is not None
 
-    @property
-    def all_used(self) -> bool:
-        """Whether every parameter is known to have a gradient on some rank."""
-        return self._anywhere is not None and all(self._anywhere)
-
     def is_used(self, unit: int, slot: int) -> bool:
         """Whether any rank has a gradient for a parameter. Requires an exchange since the last backward."""
         assert self._anywhere is not None
         return self._anywhere[self._first_bit[unit] + slot]
+
+    def among(self, unit: int, parameters: Sequence[torch.Tensor]) -> set[int]:
+        """Identities of a unit's parameters for which :meth:`is_used` holds.
+
+        Args:
+            unit: Number of the unit.
+            parameters: Its trainable parameters, in order.
+        """
+        return {id(parameter) for slot, parameter in enumerate(parameters) if self.is_used(unit, slot)}
 
 
 class GradientNorm:
