@@ -32,6 +32,7 @@ from thinwire.program.ordering import (
     least_crossing,
     traffic_across,
 )
+from thinwire.program.residence import AHEAD
 from thinwire.program.shares import (
     ALIGNMENT_BYTES,
     Even,
@@ -60,6 +61,7 @@ from thinwire.program.step import (
 from thinwire.program.wire import axis_shape, idle_codecs
 
 __all__ = [
+    "AHEAD",
     "ALIGNMENT_BYTES",
     "NORM_BYTES",
     "TRANSFERS",

@@ -29,6 +29,7 @@ class Call:
     chunk: int = 0
     chunks: int = 1
     delay: int = 0
+    nbytes: int = 0
 
 
 class Draft:
@@ -63,19 +64,26 @@ class Draft:
         """Add an operation on a vector of ``numel`` elements, cut evenly among the members of the axis."""
         return self.add(call, self._cut(call.axis, numel), sizes, start, after)
 
-    def add_joint(self, call: Call, parts: Sequence[tuple[int, MessageSizes]], start: Event) -> int:
+    def add_own(self, call: Call, start: Event, after: tuple[int, ...]) -> int:
+        """Add an operation in which no other rank takes part."""
+        return self._record(call, (), start, after)
+
+    def add_joint(
+        self, call: Call, parts: Sequence[tuple[int, MessageSizes]], start: Event, after: tuple[int, ...] = ()
+    ) -> int:
         """Add an operation on several vectors, each cut evenly, whose messages travel as one.
 
         Args:
             call: The operation.
             parts: Number of elements of each vector, and the sizes of its messages.
             start: Event that starts the operation.
+            after: Operations that must end first.
         """
         of_parts = [self._hops(call, self._cut(call.axis, numel), sizes) for numel, sizes in parts]
         joint = of_parts[0]
         if len(of_parts) > 1:
             joint = tuple(replace(same[0], sent=sum(hop.sent for hop in same)) for same in zip(*of_parts, strict=True))
-        return self._record(call, joint, start, ())
+        return self._record(call, joint, start, after)
 
     def _cut(self, axis: Axis, numel: int) -> Even:
         count = self.extent(axis)
@@ -110,6 +118,7 @@ class Draft:
                 chunk=call.chunk,
                 chunks=call.chunks,
                 delay=call.delay,
+                nbytes=call.nbytes,
             )
         )
         for unit in call.units if call.lane is Lane.GATHER else ():

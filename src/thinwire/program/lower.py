@@ -19,6 +19,7 @@ from thinwire.program.experts import beside
 from thinwire.program.gathers import Gathers, check_live, play_forward, retention
 from thinwire.program.islands import add_exchange
 from thinwire.program.mesh import Axis, Kind, MessageSizes
+from thinwire.program.residence import add_update
 from thinwire.program.shares import Even, Span, chunk_spans, padded, together, within
 from thinwire.program.step import BufferInfo, Event, Lane, Phase, StepProgram, Trace, UnitInfo
 from thinwire.program.wire import gather_sizes, reduction_sizes, used_codec
@@ -338,12 +339,33 @@ def _take_step(
         call = Call(Kind.ALL_GATHER, Lane.CONTROL, Axis.WORLD, ())
         draft.wait(event, draft.add_even(call, size * world, MessageSizes.plain(1), event))
     add_exchange(plan, units, draft, fragments)
-    if draft.extent(Axis.SHARD) > 1:
-        needed = dict.fromkeys(trace.needed)
-        skipped = [[unit] for unit in range(len(units)) if unit not in needed]
-        for clusters in (_spread_clusters(units, trace.needed), skipped):
-            for batch in spread_batches(plan, units, clusters):
-                _spread(plan, batch, units, draft, needed=clusters is not skipped)
+    spreads, streams = draft.extent(Axis.SHARD) > 1, plan.residence.optimizer != "device"
+    if not spreads and not streams:
+        return
+    needed = dict.fromkeys(trace.needed)
+    skipped = [[unit] for unit in range(len(units)) if unit not in needed]
+    down: list[int] = []
+    for clusters in (_spread_clusters(units, trace.needed), skipped):
+        for batch in spread_batches(plan, units, clusters):
+            trained = [unit for unit in batch if units[unit].trainable]
+            updates = (add_update(plan, units, draft, trained, down),) if streams and trained else ()
+            if spreads:
+                _spread(plan, batch, units, draft, updates, needed=clusters is not skipped)
+            _await_updates(plan, trained, trace, draft, updates)
+
+
+def _await_updates(plan: Plan, batch: Sequence[int], trace: Trace, draft: Draft, updates: tuple[int, ...]) -> None:
+    """Let the first gather of updated units, their first forward, and the backward, which writes gradients where the
+    update reads them, wait for the update."""
+    for update in updates:
+        for unit in batch:
+            draft.hold_back(unit, updates)
+        if not plan.overlap.spread:
+            draft.wait(Event(Phase.STEP, -1, 0), update)
+        elif batch[0] in trace.needed:
+            draft.wait(Event(Phase.PRE_FORWARD, batch[0], 0), update)
+        elif trace.backward:
+            draft.wait(Event(*trace.backward[0], 0), update)
 
 
 def _spread_clusters(units: Sequence[UnitInfo], needed: Sequence[int]) -> list[list[int]]:
@@ -364,7 +386,15 @@ def _spread_clusters(units: Sequence[UnitInfo], needed: Sequence[int]) -> list[l
     return [*clusters, *([unit] for unit in small)]
 
 
-def _spread(plan: Plan, batch: Sequence[int], units: Sequence[UnitInfo], draft: Draft, *, needed: bool) -> None:
+def _spread(
+    plan: Plan,
+    batch: Sequence[int],
+    units: Sequence[UnitInfo],
+    draft: Draft,
+    after: tuple[int, ...],
+    *,
+    needed: bool,
+) -> None:
     """Spread the updated parameters of some units. The next step's first gather of a unit and its first forward wait
     for it.
 
@@ -390,9 +420,9 @@ def _spread(plan: Plan, batch: Sequence[int], units: Sequence[UnitInfo], draft: 
         sizes = [gather_sizes(used_codec(plan, "spread"), buffers[key], joint=joint) for key in keys]
         if joint:
             parts = [(sum(buffers[key].shares), of_key) for key, of_key in zip(keys, sizes, strict=True)]
-            operation = draft.add_joint(call, parts, event)
+            operation = draft.add_joint(call, parts, event, after)
         else:
-            operation = draft.add(call, buffers[keys[0]].shares, sizes[0], event)
+            operation = draft.add(call, buffers[keys[0]].shares, sizes[0], event, after)
         for unit in together if plan.overlap.spread else ():
             draft.hold_back(unit, (operation,))
         if needed or not plan.overlap.spread:

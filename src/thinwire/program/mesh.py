@@ -64,6 +64,10 @@ class Kind(StrEnum):
     """Grouped broadcasts, one from every member of the axis, of pieces with unequal sizes."""
     SEND = "send"
     """A message from one member to another."""
+    COPY = "copy"
+    """No collective: a copy between a rank's device and its host."""
+    UPDATE = "update"
+    """No collective: the optimizer's update of a rank's share."""
 
 
 class Scope(StrEnum):

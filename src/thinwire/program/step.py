@@ -40,6 +40,12 @@ class Lane(StrEnum):
     CONTROL = "control"
     OUTER = "outer"
     """Exchanges between islands."""
+    UPDATE = "update"
+    """Updates of states that live on the host, while these are on the device."""
+    UP = "up"
+    """Copies from the host's memory to the device."""
+    DOWN = "down"
+    """Copies from the device to the host's memory."""
 
 
 class Phase(StrEnum):
@@ -221,7 +227,7 @@ def _recomputed_together(finished: Sequence[int], units: Sequence[UnitInfo]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One collective of the step.
+    """One collective of the step, or one part of the update of states that live on the host.
 
     Attributes:
         index: Position in ``StepProgram.operations``.
@@ -241,6 +247,7 @@ class Operation:
         chunk: Number of the operation's chunk, from 0.
         chunks: Number of chunks of the vector.
         delay: Number of steps that end before computation waits for the operation, at the event of its waits.
+        nbytes: Bytes that a copy between device and host moves.
     """
 
     index: int
@@ -257,6 +264,7 @@ class Operation:
     chunk: int = 0
     chunks: int = 1
     delay: int = 0
+    nbytes: int = 0
 
     def sent(self, scope: Scope) -> int:
         """Bytes that this rank sends inside its node or across nodes."""

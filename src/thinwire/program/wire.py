@@ -159,6 +159,17 @@ def _dtypes(plan: Plan, name: str, codec: CodecSpec) -> tuple[str, str]:
     return shortest, "float32" if name == "spread" and plan.wire.spread_difference else shortest
 
 
+def rounds_parameters(plan: Plan) -> bool:
+    """Whether a codec changes the parameters on their way from the optimizer to the ranks that compute with them. The
+    optimizer then keeps its own values even if they have the same dtype."""
+    return not used_codec(plan, "spread").is_lossless and axis_shape(plan, Axis.SHARD) != (1, 1)
+
+
+def has_master(plan: Plan, buffer: BufferInfo) -> bool:
+    """Whether the masters of a trained buffer have memory of their own, apart from the P shard."""
+    return buffer.itemsize != 4 or (buffer.encoded and rounds_parameters(plan))
+
+
 def spreads_difference(plan: Plan) -> bool:
     """Whether spreads carry how far masters are from what all ranks hold."""
     return plan.wire.spread_difference and not used_codec(plan, "spread").is_none

@@ -137,7 +137,7 @@ def build(
     flats = draw(modules, plan, position)
     first = everyone if sync_initial else None
     initial_of = InitialShards(flats, part, first, values, slices, shard_index(plan, position))
-    arenas = Arenas(flats, plan, axes, device)
+    arenas = Arenas(flats, plan, axes, device, lanes.host_memory)
     buffers, gradients = _place(flats, [unit.name for unit in modules], plan, arenas, initial_of)
     initial_of.agree(everyone)
     if device.type == "cpu":

@@ -23,6 +23,7 @@ from thinwire.spec.plan_parts.chain import chain_problems, cut_alike, divisors, 
 from thinwire.spec.plan_parts.islands import Islands
 from thinwire.spec.plan_parts.policy import HybridPolicy
 from thinwire.spec.plan_parts.presets import PRESETS, preset_fields
+from thinwire.spec.plan_parts.residence import Residence
 from thinwire.spec.plan_parts.units import Dtype, Overlap, UnitOverride
 from thinwire.spec.plan_parts.wire import GRADIENTS, Wire
 from thinwire.spec.renames import PLAN_KEYS, without_residence
@@ -146,6 +147,7 @@ class Plan(Spec):
     )
     overlap: Overlap = Field(default=Overlap(), description="what may run beside computation")
     wire: Wire = Field(default=Wire(), description="the codec of every kind of collective")
+    residence: Residence = Field(default=Residence(), description="where states live between their uses")
     islands: Islands | None = Field(
         default=None,
         description="islands that train for themselves and exchange now and then; unset: all ranks step together",
@@ -380,6 +382,8 @@ class Plan(Spec):
         parts.append(f"wire {', '.join(codecs)}" if codecs else "uncompressed")
         if self.wire.error_feedback:
             parts.append("error feedback")
+        if self.residence.optimizer != "device":
+            parts.append(f"optimizer states {self.residence.optimizer}")
         if self.islands is not None:
             parts.append(self.islands.describe())
         return "; ".join(parts)

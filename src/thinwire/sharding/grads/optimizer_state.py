@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from thinwire.errors import UsageError
+from thinwire.sharding.grads.host_states import HostStates
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 
 __all__ = ["InnerOptimizer", "Unreadable", "make_state", "state_of"]
@@ -24,12 +25,17 @@ class InnerOptimizer:
         optimizer: The optimizer, made over the fragments.
         fragments: All fragments that this rank updates.
         shown: For each group, what it holds outside of :meth:`over_fragments`.
+        host: What lives on the host of its states; ``None`` if all live on the device.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, fragments: Sequence[OwnedFragment], shown: Sequence[list[Any]]
+        self,
+        optimizer: torch.optim.Optimizer,
+        fragments: Sequence[OwnedFragment],
+        shown: Sequence[list[Any]],
+        host: HostStates | None = None,
     ) -> None:
-        self.optimizer, self.fragments = optimizer, tuple(fragments)
+        self.optimizer, self.fragments, self.host = optimizer, tuple(fragments), host
         self._shown, self._pieces = shown, [group["params"] for group in optimizer.param_groups]
         self._hold(shown)
 
@@ -79,16 +85,25 @@ def make_state(inner: InnerOptimizer) -> list[OwnedFragment]:
     rates = [group.get("lr") for group in groups]
     for owned in inner.fragments:
         owned.value.grad = None
-    for owned in made:
-        owned.value.grad = torch.zeros_like(owned.value)
     for group in groups:
         if "lr" in group:
             group["lr"] = 0.0
-    with inner.over_fragments():
-        inner.optimizer.step()
+    if inner.host is None:
+        _step_on_zeros(inner, made)
+    else:
+        for unit in dict.fromkeys(owned.unit for owned in made):
+            with inner.host.visited([unit]):
+                _step_on_zeros(inner, [owned for owned in made if owned.unit == unit])
     for group, rate in zip(groups, rates, strict=True):
         if "lr" in group:
             group["lr"] = rate
-    for owned in made:
-        owned.value.grad = None
     return made
+
+
+def _step_on_zeros(inner: InnerOptimizer, fragments: Sequence[OwnedFragment]) -> None:
+    for owned in fragments:
+        owned.value.grad = torch.zeros_like(owned.value)
+    with inner.over_fragments():
+        inner.optimizer.step()
+    for owned in fragments:
+        owned.value.grad = None

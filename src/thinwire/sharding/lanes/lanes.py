@@ -12,7 +12,7 @@ lifetime of buffers in flight live in this package only. The rules, which :mod:`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -32,7 +32,16 @@ from thinwire.sharding.lanes.worker import Body, Ticket, Worker
 
 __all__ = ["Lanes", "Mark", "Ticket"]
 
-WATCHED = (LaneName.GATHER, LaneName.REDUCE, LaneName.SYNC, LaneName.SPREAD, LaneName.OUTER)
+WATCHED = (
+    LaneName.GATHER,
+    LaneName.REDUCE,
+    LaneName.SYNC,
+    LaneName.SPREAD,
+    LaneName.OUTER,
+    LaneName.UPDATE,
+    LaneName.UP,
+    LaneName.DOWN,
+)
 """Lanes whose waits and work are added up."""
 
 UNNAMED = Load("", Axis.WORLD)
@@ -56,6 +65,7 @@ class Lanes:
         self._newest: dict[LaneName, Ticket] = {}
         self.recorder = Recorder(self._streams)
         self._workers: dict[tuple[LaneName, Stage], Worker] = {}
+        self._unpins: list[Callable[[], None]] = []  # they keep the memory that they unlock
 
     def submit(
         self,
@@ -129,6 +139,29 @@ class Lanes:
     def late(self, value: torch.Tensor) -> Late:
         """Send a 0-D tensor to the host, which reads it later."""
         return read_later(value, self._streams)
+
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy a tensor of the device to memory of the host, inside of a body."""
+        if self._streams is None:
+            target.copy_(source)
+        else:
+            self._streams.send(source, target)
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """Memory of the host from which and to which the device copies beside the host, ``[nbytes]``, of bytes."""
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        if self._streams is not None:
+            self._unpins.append(self._streams.pin(memory))
+        return memory
+
+    def settle(self, lane: LaneName | None = None) -> None:
+        """Block until all submitted work of a lane, or of all lanes, and that of computation before it, has run; raises
+        no errors."""
+        for (of_lane, _), worker in self._workers.items():
+            if lane in (None, of_lane):
+                worker.drain()
+        if lane is None and self._streams is not None:
+            self._streams.synchronize()
 
     def drain(self) -> None:
         """Block until all submitted work has run; does not raise errors."""

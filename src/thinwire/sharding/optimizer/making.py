@@ -12,6 +12,7 @@ from torch import nn
 from thinwire.agreement import NOTHING
 from thinwire.errors import UsageError
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.grads.host_states import HostStates
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer, Unreadable
 from thinwire.sharding.optimizer.probes import refuse_per_tensor, refuse_unlike_ranks, updates_in_parts
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
@@ -75,9 +76,12 @@ def build_optimizer(
     (inner,) = made
     object.__setattr__(inner, INNER, True)
     by_unit = updates_in_parts(optimizer_class, options, device)
+    host = None
+    if plan.residence.optimizer != "device":
+        host = HostStates(inner, fragments, sharded.units, sharded.lanes, device)
     runtime.optimizer = optimizer = ShardedOptimizer(
         runtime,
-        InnerOptimizer(inner, fragments, shown),
+        InnerOptimizer(inner, fragments, shown, host),
         skip_nonfinite=skip_nonfinite,
         by_unit=by_unit,
         loss_scale=loss_scale,

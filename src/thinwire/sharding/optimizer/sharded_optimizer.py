@@ -14,8 +14,10 @@ from torch import nn
 
 from thinwire.errors import NonFiniteError, UsageError
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.grads.host_states import HostStates
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer
 from thinwire.sharding.grads.reducer import Reducer
+from thinwire.sharding.lanes.lanes import Ticket
 from thinwire.sharding.optimizer.probes import takes_found_inf
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
@@ -126,6 +128,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The wrapped optimizer's state, by fragment."""
+        if self.owned.host is not None:
+            self.owned.host.settle()
         return self.inner.state
 
     @property
@@ -193,7 +197,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         arrived = result.measured  # the norm is that of all gradients
         few_calls = arrived and lanes.home.exists  # which are faster on a GPU
         exchanged = exchanges is not None and exchanges.writes()  # which comes before the spread
-        unspread = self._update.perform(arrived=arrived, at_once=hooked or few_calls or exchanged)
+        host = self.owned.host
+        if host is None:
+            unspread = self._update.perform(arrived=arrived, at_once=hooked or few_calls or exchanged)
+        else:
+            unspread = self._update.through_device(host, at_once=hooked, spreads=not exchanged)
         if began is not None:
             lanes.computed("update", "of all units", began)
         runtime.finish_step(updated=True, only=unspread)
@@ -333,6 +341,41 @@ class ShareUpdate:
         else:
             self._as_they_arrive()
         return None
+
+    def through_device(self, host: HostStates, *, at_once: bool, spreads: bool) -> Set[int] | None:
+        """Update the share, whose states live on the host, as they pass through the device.
+
+        Args:
+            host: The states.
+            at_once: Whether everything has to be updated in one call, for which all states are on the device.
+            spreads: Whether updated units are spread at once.
+
+        Returns:
+            See :meth:`perform`.
+        """
+        self._reducer.join()
+        self.forget_gradients()
+
+        def then(units: Sequence[int], updated: Ticket | None) -> Sequence[Ticket]:
+            after = () if updated is None else (updated,)
+            for batch in self._programs.spreads() if spreads else ():
+                if not frozenset(batch).isdisjoint(units):
+                    self._spreads.start_batch(batch, after=after)
+            if updated is not None:
+                self._reducer.expect(updated, units)
+                self._spreads.expect(updated, units)
+            return self._spreads.tickets(units)
+
+        found_inf = vars(self._owned.optimizer).get("found_inf")
+
+        def act(units: Sequence[int], _kept: object = found_inf) -> None:
+            self._update_units(units)
+
+        batches = self._programs.updates()
+        if at_once or not self._by_unit:
+            batches = [tuple(unit for batch in batches for unit in batch)]
+        host.update(batches, act, then)
+        return frozenset() if spreads else None
 
     def forget_gradients(self) -> None:
         """Drop the gradients that the optimizer has read."""

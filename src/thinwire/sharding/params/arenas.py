@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,14 +10,12 @@ from torch import nn
 
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Lane
+from thinwire.program.wire import rounds_parameters
 from thinwire.sharding.memory.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
 from thinwire.sharding.memory.local import local_tensor, slice_of
 from thinwire.sharding.modules.discover import UnitModules
 from thinwire.sharding.params.param_group import FlatBuffer
-from thinwire.sharding.params.plan_codecs import (
-    is_excluded,
-    rounds_parameters,
-)
+from thinwire.sharding.params.plan_codecs import is_excluded
 from thinwire.spec import Plan
 
 __all__ = ["Arenas", "Flat", "draw"]
@@ -70,6 +68,7 @@ class Arenas:
         plan: Plan,
         axes: dict[tuple[Axis, Lane], AxisGroup],
         device: torch.device,
+        host_memory: Callable[[int], torch.Tensor],
     ) -> None:
         self._device, self._rounds = device, rounds_parameters(plan)
         self._params = axes[Axis.PARAMS, Lane.GATHER]
@@ -89,7 +88,8 @@ class Arenas:
         )
         owned = sum(self._owned(flat) for flat in flats if flat.layout.trainable)
         separate = sum(self._owned(flat) for flat in flats if self._has_master(flat.layout))
-        self._masters = _Arena(separate, torch.float32, device)
+        on_host = plan.residence.optimizer != "device"
+        self._masters = _Arena(separate, torch.float32, device, host_memory if on_host else None)
         self.gradients = torch.zeros(owned, dtype=getattr(torch, plan.accumulate_dtype), device=device)
         self._gradient_at = 0
 
@@ -133,8 +133,17 @@ class Arenas:
 
 
 class _Arena:
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._memory = torch.zeros(numel, dtype=dtype, device=device)
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        host_memory: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
+        if host_memory is None:
+            self._memory = torch.zeros(numel, dtype=dtype, device=device)
+        else:
+            self._memory = host_memory(numel * dtype.itemsize).view(dtype).zero_()
         self._at = 0
 
     def carve(self, numel: int) -> torch.Tensor:

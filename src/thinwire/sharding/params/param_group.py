@@ -50,6 +50,7 @@ class FlatBuffer:
         secondary: This rank's part of the secondary copy; ``None`` if the plan keeps none.
         master: Master values of this rank's share, fp32; ``None`` if the P shard itself holds them, which requires that
             P is fp32 and travels without loss.
+        staged: Masters that live on the host, while they are on the device for their update; ``None`` otherwise.
     """
 
     layout: FlatLayout
@@ -59,6 +60,7 @@ class FlatBuffer:
     shares: tuple[tuple[Run, ...], ...]
     secondary: torch.Tensor | None
     master: torch.Tensor | None = None
+    staged: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots]
@@ -68,6 +70,13 @@ class FlatBuffer:
         self._storage, self._nbytes = self.full.untyped_storage(), self.full.nbytes
         self._master_runs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
+    @property
+    def masters_on_device(self) -> torch.Tensor | None:
+        """The masters, or a copy of them, on the device; ``None`` if the P shard holds them."""
+        if self.staged is not None or self.master is None:
+            return self.staged
+        return self.master.to(self.shard.device)
+
     def master_runs(self, position: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Views of the elements of the P shard that masters of this rank belong to, and views of these masters; none if
         the P shard itself holds them.
@@ -75,12 +84,18 @@ class FlatBuffer:
         Args:
             position: Position of this rank along the shard axis.
         """
+        if self.staged is not None:
+            return self._runs_of(position, self.staged)
         if position not in self._master_runs:
-            runs = self.shares[position] if self.master is not None else ()
-            of_shard = [self.shard[run.start : run.start + run.length] for run in runs]
-            of_master = list(self.master.split([run.length for run in runs])) if self.master is not None else []
-            self._master_runs[position] = of_shard, of_master
+            self._master_runs[position] = self._runs_of(position, self.master)
         return self._master_runs[position]
+
+    def _runs_of(self, position: int, master: torch.Tensor | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        if master is None:
+            return [], []
+        runs = self.shares[position]
+        of_shard = [self.shard[run.start : run.start + run.length] for run in runs]
+        return of_shard, list(master.split([run.length for run in runs]))
 
     def restore(self) -> None:
         """Allocate the gathered storage; its contents are undefined until the unit is gathered."""
@@ -338,9 +353,9 @@ class Unit:
             buffer.secondary.copy_(buffer.full.view(group.size, -1)[group.index])
         self.secondary_valid = True
 
-    def spread(self, number: int, lane: Lane, moves: Moves) -> None:
+    def spread(self, number: int, lane: Lane, moves: Moves, after: Sequence[Ticket] = ()) -> None:
         """Start spreading the buffer with the given number; the next gather waits for the spread."""
-        self.expect_spread(self._link.lanes.submit(lane, moves, load=self._spread_loads[number]))
+        self.expect_spread(self._link.lanes.submit(lane, moves, after=after, load=self._spread_loads[number]))
 
     def expect_spread(self, ticket: Ticket) -> None:
         """Take the ticket of a spread of one or more of the buffers; the next gather waits for it."""

@@ -19,7 +19,7 @@ from thinwire.program.wire import axis_shape, change_encodings, is_excluded, red
 from thinwire.spec import CodecSpec, Plan
 from thinwire.spec.plan_parts.wire import GRADIENTS
 
-__all__ = ["PlanCodecs", "agreed_codecs", "check_exclusions", "codec_problems", "is_excluded", "rounds_parameters"]
+__all__ = ["PlanCodecs", "agreed_codecs", "check_exclusions", "codec_problems", "is_excluded"]
 
 _REDUCED = (Axis.PARAMS, Axis.SHARD, Axis.REPLICA)
 """Axes along which gradients are reduced."""
@@ -93,12 +93,6 @@ def check_exclusions(plan: Plan, names: Sequence[str]) -> None:
             f"plan {plan.name or plan.fingerprint()}",
             [f"wire.exclude: {pattern!r} matches no parameter; names look like {names[0]!r}" for pattern in idle],
         )
-
-
-def rounds_parameters(plan: Plan) -> bool:
-    """Whether a codec changes the parameters on their way from the optimizer to the ranks that compute with them. The
-    optimizer then keeps its own values even if they have the same dtype."""
-    return not used_codec(plan, "spread").is_lossless and axis_shape(plan, Axis.SHARD) != (1, 1)
 
 
 def codec_problems(plan: Plan) -> Iterator[str]:

@@ -116,7 +116,14 @@ class ShardedParameters:
             )
 
     def _add(self, live: ModelParameter, piece: torch.Tensor, spec: ShareSpec, *, requires_grad: bool) -> None:
-        share = ShardedParameter(piece, spec, live, requires_grad=requires_grad)
+        settle = self._sharded.lanes.settle
+
+        def settled() -> torch.Tensor:
+            settle(Lane.DOWN)
+            return piece
+
+        on_host = requires_grad and self._sharded.plan.residence.optimizer != "device"
+        share = ShardedParameter(settled if on_host else piece, spec, live, requires_grad=requires_grad, like=piece)
         live.share = share
         if requires_grad:
             with torch._C.DisableTorchFunctionSubclass():

@@ -15,6 +15,7 @@ from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, BufferKey, Kind, Lane, Operation
 from thinwire.program.wire import spreads_difference
+from thinwire.sharding.lanes.lanes import Ticket
 from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.params.param_group import FlatBuffer
 from thinwire.sharding.step.schedule import Programs
@@ -35,6 +36,15 @@ class Spreads:
         self._sharded, self._programs = sharded, programs
         self._group = sharded.axes[Axis.SHARD, Lane.SPREAD]
         self._parts: dict[BufferKey, Part] = {}  # parts of joint spreads without a codec, made once
+
+    def expect(self, ticket: Ticket, units: Iterable[int]) -> None:
+        """Let units wait for their update."""
+        for index in units:
+            self._sharded.units[index].expect_spread(ticket)
+
+    def tickets(self, units: Iterable[int]) -> Sequence[Ticket]:
+        """Tickets of the spreads of units that are under way."""
+        return [ticket for index in units for ticket in self._sharded.units[index].spreads]
 
     def trained(self, index: int) -> Sequence[torch.Tensor]:
         """The trainable parameters of a unit."""
@@ -78,23 +88,37 @@ class Spreads:
             if only is None or not only.isdisjoint(batch):
                 self.start_batch(batch, exactly=exactly, only=only)
 
-    def start_batch(self, batch: tuple[int, ...], *, exactly: bool = False, only: Set[int] | None = None) -> None:
+    def start_batch(
+        self,
+        batch: tuple[int, ...],
+        *,
+        exactly: bool = False,
+        only: Set[int] | None = None,
+        after: Sequence[Ticket] = (),
+    ) -> None:
         """Start spreading the P shards of units that travel together; see :meth:`start`. Ranks start batches in the
-        same order."""
+        same order.
+
+        Args:
+            batch: Numbers of the units.
+            exactly: See :meth:`start`.
+            only: See :meth:`start`.
+            after: Tickets of what must end first.
+        """
         operations = self._programs.spreads().get(batch, ())
         for operation, _ in operations:
             if operation.buffers:
-                self._start_together(operation, only)
+                self._start_together(operation, only, after)
                 continue
             unit = self._sharded.units[operation.units[0]]
             for number, buffer in enumerate(unit.buffers):
                 if buffer.layout.trainable and buffer.layout.encoded is operation.encoded:
-                    unit.spread(number, operation.lane, self._moves(operation, buffer, exactly=exactly))
+                    unit.spread(number, operation.lane, self._moves(operation, buffer, exactly=exactly), after)
         if any(waited for _, waited in operations):
             for index in batch:
                 self._sharded.units[index].join_spread()
 
-    def _start_together(self, operation: Operation, only: Set[int] | None) -> None:
+    def _start_together(self, operation: Operation, only: Set[int] | None, after: Sequence[Ticket]) -> None:
         units, codec = self._sharded.units, self._sharded.codecs.spread if operation.encoded else None
         parts, names = [], {}
         for key in operation.buffers:
@@ -106,7 +130,7 @@ class Spreads:
             return
         moves = joint_gather(self._group, parts, codec=codec)
         load = Load(f"spread {', '.join(names.values())}", Axis.SHARD, tuple(names), operation.encoded)
-        ticket = self._sharded.lanes.submit(operation.lane, moves, load=load)
+        ticket = self._sharded.lanes.submit(operation.lane, moves, after=after, load=load)
         for index in names:
             units[index].expect_spread(ticket)
 
@@ -126,12 +150,13 @@ class Spreads:
         """Wait until every unit's parameters are up to date, and its P shard may be written."""
         for unit in self._sharded.units:
             unit.release_shard()
+        self._sharded.lanes.settle(Lane.DOWN)  # masters that live on the host are up to date there
 
     def _moves(self, operation: Operation, buffer: FlatBuffer, *, exactly: bool) -> Moves:
         codec = self._sharded.codecs.spread if buffer.layout.encoded else None
         update = None
         if self._spreads_difference(buffer):
-            codec, update = (None, None) if exactly else (codec, buffer.master)
+            codec, update = (None, None) if exactly else (codec, buffer.masters_on_device)
         seed = self._sharded.seeds.of_unit(Lane.SPREAD, operation.units[0])
         return _gather_shares(self._group, buffer, operation.kind, codec, update, seed)
 

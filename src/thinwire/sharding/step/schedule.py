@@ -119,6 +119,7 @@ class Programs:
         self._turns: dict[Place, Turns] = {}
         self._spreads: dict[tuple[int, ...], list[tuple[Operation, bool]]] | None = None
         self._update_order: tuple[int, ...] | None = None
+        self._updates: list[tuple[int, ...]] | None = None
 
     def program(
         self,
@@ -198,6 +199,13 @@ class Programs:
             self._spreads = {tuple(units): operations for units, operations in batches}
         return self._spreads
 
+    def updates(self) -> Sequence[tuple[int, ...]]:
+        """The batches of units whose states pass through the device together, in order; none if states live there."""
+        if self._updates is None:
+            step = self.program(1).starts(Event(Phase.STEP, -1, 0))
+            self._updates = [op.units for op in step if op.lane is Lane.UPDATE]
+        return self._updates
+
     def update_order(self) -> tuple[int, ...]:
         """Units in the order in which their gradients arrive; units that the forward skipped come first."""
         if self._update_order is None:
@@ -262,7 +270,7 @@ class Programs:
         self.prefetches.clear()
         self.retained.clear()
         self._turns.clear()
-        self._spreads = self._update_order = None
+        self._spreads = self._update_order = self._updates = None
 
 
 def _bucketed(plan: Plan, *, unit_by_unit: bool) -> Plan:

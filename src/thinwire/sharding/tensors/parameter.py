@@ -53,10 +53,11 @@ class ShardedParameter(ShareTensor):
 
     Args:
         piece: Elements that this rank owns, 1-D, fp32; for a frozen parameter, the elements that it holds, in compute
-            dtype.
+            dtype. Or a function that returns them.
         spec: Position of the piece in the parameter.
         live: Runtime behind the parameter.
         requires_grad: As in torch.
+        like: See :class:`~thinwire.sharding.tensors.tensor.ShareTensor`.
     """
 
     live: LiveParameter
@@ -64,13 +65,16 @@ class ShardedParameter(ShareTensor):
     @staticmethod
     def __new__(
         cls: type[ShardedParameter],
-        piece: torch.Tensor,
+        piece: torch.Tensor | Callable[[], torch.Tensor],
         spec: ShareSpec,
         live: LiveParameter,
         *,
         requires_grad: bool,
+        like: torch.Tensor | None = None,
     ) -> ShardedParameter:
-        share = cast(ShardedParameter, ShareTensor.__new__(cls, piece, spec, live=live, requires_grad=requires_grad))
+        share = cast(
+            ShardedParameter, ShareTensor.__new__(cls, piece, spec, like=like, live=live, requires_grad=requires_grad)
+        )
         share._is_param = True  # as in nn.Parameter's own subclasses of Tensor
         return share
 

@@ -1,0 +1,54 @@
+"""The update of states that live on the host. They come up to the device, are updated there, and go down again, a batch
+of units at a time, in the order in which the next forward needs the units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from thinwire.program.draft import Call, Draft
+from thinwire.program.mesh import Axis, Kind
+from thinwire.program.step import Event, Lane, Phase, UnitInfo
+from thinwire.program.wire import has_master
+from thinwire.spec import Plan
+
+__all__ = ["AHEAD", "MOMENT_BYTES", "add_update", "state_bytes"]
+
+AHEAD = 1
+"""Batches whose states come up, or go down, while those of another one are updated: three are on the device at most."""
+
+MOMENT_BYTES = 8
+"""Bytes per element of AdamW's moments, which programs count. The runtime copies what its optimizer has."""
+
+_STEP = Event(Phase.STEP, -1, 0)
+
+
+def state_bytes(plan: Plan, units: Sequence[UnitInfo], batch: Sequence[int], share: int) -> int:
+    """Bytes of masters and moments of some units on the rank with this index along the shard axis."""
+    return sum(
+        buffer.shares[share] * (MOMENT_BYTES + (4 if has_master(plan, buffer) else 0))
+        for unit in batch
+        for buffer in units[unit].buffers
+        if buffer.trainable
+    )
+
+
+def add_update(plan: Plan, units: Sequence[UnitInfo], draft: Draft, batch: Sequence[int], before: list[int]) -> int:
+    """Record the update of a batch of units, and the copies around it.
+
+    Args:
+        plan: The plan.
+        units: Units of the model.
+        draft: The program so far.
+        batch: Units that are updated together.
+        before: Copies down of earlier batches, oldest first; that of this one is added.
+
+    Returns:
+        Index of the update.
+    """
+    together = tuple(batch)
+    nbytes = state_bytes(plan, units, batch, draft.places[Axis.SHARD])
+    room = (before[-1 - AHEAD],) if len(before) > AHEAD else ()
+    up = draft.add_own(Call(Kind.COPY, Lane.UP, Axis.SHARD, together, nbytes=nbytes), _STEP, room)
+    update = draft.add_own(Call(Kind.UPDATE, Lane.UPDATE, Axis.SHARD, together), _STEP, (up,))
+    before.append(draft.add_own(Call(Kind.COPY, Lane.DOWN, Axis.SHARD, together, nbytes=nbytes), _STEP, (update,)))
+    return update

@@ -1,0 +1,291 @@
+"""Masters and optimizer states that live on the host, and their way through the device for each update.
+
+The host's tensors are the only masters there are: whoever reads or writes them outside of an update, as checkpoints do,
+reads and writes what the next update begins with. For an update, the optimizer's tensors point at a *slot*, memory of
+the device that a batch of units at a time passes through. A ring of slots bounds that memory: while one batch is
+updated, the next one comes up, and the one before goes down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from thinwire.program import AHEAD, Axis, Lane
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.lanes.lanes import Lanes, Ticket
+from thinwire.sharding.lanes.load import Load
+from thinwire.sharding.params.param_group import FlatBuffer, Unit
+
+__all__ = ["HostStates"]
+
+_ALIGNED = 256
+"""Bytes at whose multiples what is copied as one begins in a slot."""
+
+
+@dataclass
+class _Stored:
+    """What lives on the host of one unit.
+
+    Attributes:
+        masters: Buffers whose masters have memory of their own.
+        fragments: What this rank updates of the unit, each with its buffer and its first element there; ``None`` where
+            the P shard, on the device, holds the masters.
+        tensors: The optimizer's tensors on the host.
+        memory: Their memory, of bytes, end to end.
+    """
+
+    masters: list[FlatBuffer]
+    fragments: list[tuple[OwnedFragment, tuple[FlatBuffer, int] | None]]
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the unit takes in a slot."""
+        return sum(_room(_master(buffer).nbytes) for buffer in self.masters) + _room(self.memory.nbytes)
+
+
+@dataclass
+class _Slot:
+    """Memory of the device that batches of units pass through.
+
+    Attributes:
+        memory: Bytes.
+        users: Tickets of what reads or writes it.
+    """
+
+    memory: torch.Tensor
+    users: Sequence[Ticket] = ()
+
+
+@dataclass
+class _Staged:
+    """A batch of units in a slot: pairs of tensors on the host and on the device.
+
+    Attributes:
+        copies: What is copied.
+        masters: Buffers with their masters on the device.
+        pointed: Tensors that point at the device during the update, with their places on the host and there.
+    """
+
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    masters: list[tuple[FlatBuffer, torch.Tensor]] = field(default_factory=list)
+    pointed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def come_up(self) -> None:
+        for host, device in self.copies:
+            device.copy_(host, non_blocking=True)
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Point the optimizer's tensors at the device."""
+        for tensor, _, device in self.pointed:
+            tensor.data = device
+        for buffer, master in self.masters:
+            buffer.staged = master
+        try:
+            yield
+        finally:
+            for tensor, host, _ in self.pointed:
+                tensor.data = host
+            for buffer, _ in self.masters:
+                buffer.staged = None
+
+
+class HostStates:
+    """The masters and optimizer states of one model's share that live on the host.
+
+    Args:
+        optimizer: The optimizer over the fragments.
+        fragments: All fragments that this rank updates.
+        units: Units of the model.
+        lanes: Lanes of the model.
+        device: Device of the model.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        fragments: Sequence[OwnedFragment],
+        units: Sequence[Unit],
+        lanes: Lanes,
+        device: torch.device,
+    ) -> None:
+        self._optimizer, self._lanes, self._device = optimizer, lanes, device
+        self._stored = {unit.index: _stored(unit, fragments) for unit in units}
+        self._names = {unit.index: unit.name for unit in units}
+        nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        self._ring = deque(_Slot(nothing) for _ in range(AHEAD + 2))
+
+    def update(
+        self,
+        batches: Sequence[Sequence[int]],
+        act: Callable[[Sequence[int]], None],
+        then: Callable[[Sequence[int], Ticket | None], Sequence[Ticket]],
+    ) -> None:
+        """Update units, batch by batch, once the host has the results of the last update. On a device with streams,
+        computation goes on meanwhile.
+
+        Args:
+            batches: Numbers of the units, in the order of the update.
+            act: Updates a batch, which is on the device.
+            then: Called with a batch and the ticket of its update (``None`` if it has ended); returns the tickets of
+                what reads its masters.
+        """
+        self.settle()
+        self._make_room(batches)
+        coming = deque[tuple[_Slot, _Staged, Ticket]]()
+        for number, units in enumerate(batches):
+            for batch in batches[number + len(coming) : number + AHEAD + 1]:
+                coming.append(self._begin(batch))
+            slot, staged, up = coming.popleft()
+            with staged.shown():
+                updated = self._perform(functools.partial(act, units), units, up)
+                slot.users = then(units, updated)
+                self._take_new(units, staged)
+            after = () if updated is None else (updated,)
+            load = self._load("states down", units)
+            down = self._lanes.submit(Lane.DOWN, functools.partial(self._go_down, staged), after=after, load=load)
+            slot.users = (*slot.users, down)
+
+    @contextlib.contextmanager
+    def visited(self, units: Sequence[int]) -> Iterator[None]:
+        """Have the states of some units on the device inside the block, and back on the host after it."""
+        self.settle()
+        staged = self._staged(units, torch.empty(self._size(units), dtype=torch.uint8, device=self._device))
+        staged.come_up()
+        with staged.shown():
+            yield
+            self._take_new(units, staged)
+        self._go_down(staged)
+        self._lanes.settle()
+
+    def settle(self) -> None:
+        """Block until the host has the results of all updates."""
+        self._lanes.settle(Lane.DOWN)
+
+    # -- one batch ---------------------------------------------------------------------------------------------
+
+    def _begin(self, units: Sequence[int]) -> tuple[_Slot, _Staged, Ticket]:
+        """Let the states of a batch come up."""
+        slot = self._ring[0]
+        self._ring.rotate(-1)
+        staged = self._staged(units, slot.memory)
+        up = self._lanes.submit(Lane.UP, staged.come_up, after=slot.users, load=self._load("states up", units))
+        return slot, staged, up
+
+    def _perform(self, act: Callable[[], None], units: Sequence[int], up: Ticket) -> Ticket | None:
+        if self._lanes.home.exists:
+            return self._lanes.submit(Lane.UPDATE, act, after=(up,), load=self._load("update", units))
+        up.wait()
+        act()
+        return None
+
+    def _go_down(self, staged: _Staged) -> None:
+        for host, device in staged.copies:
+            self._lanes.send(device, host)
+
+    def _load(self, what: str, units: Sequence[int]) -> Load:
+        return Load(f"{what} {', '.join(self._names[unit] for unit in units)}", Axis.SHARD, tuple(units))
+
+    # -- places ------------------------------------------------------------------------------------------------
+
+    def _size(self, units: Sequence[int]) -> int:
+        return sum(self._stored[unit].nbytes for unit in units)
+
+    def _make_room(self, batches: Sequence[Sequence[int]]) -> None:
+        """Make the slots large enough for all batches. The host waits for what the old ones are used for."""
+        nbytes = max(map(self._size, batches), default=0)
+        if self._ring[0].memory.nbytes < nbytes:
+            self._lanes.settle()
+            for slot in self._ring:
+                slot.memory, slot.users = torch.empty(nbytes, dtype=torch.uint8, device=self._device), ()
+
+    def _staged(self, units: Sequence[int], memory: torch.Tensor) -> _Staged:
+        staged, at = _Staged(), 0
+        for stored in (self._stored[unit] for unit in units):
+            on_device = {}
+            for buffer in stored.masters:
+                master = _master(buffer)
+                place = memory[at : at + master.nbytes].view(master.dtype)
+                at += _room(master.nbytes)
+                staged.copies.append((master, place))
+                staged.masters.append((buffer, place))
+                on_device[id(buffer)] = place
+            for owned, at_master in stored.fragments:
+                if at_master is not None:
+                    buffer, begin = at_master
+                    place = on_device[id(buffer)][begin : begin + owned.value.numel()].view(owned.value.shape)
+                    staged.pointed.append((owned.value, owned.value.detach(), place))
+            states = memory[at : at + stored.memory.nbytes]
+            at += _room(stored.memory.nbytes)
+            if stored.tensors:
+                staged.copies.append((stored.memory, states))
+                places = _carved(states, stored.tensors)
+                staged.pointed += zip(stored.tensors, [t.detach() for t in stored.tensors], places, strict=True)
+        return staged
+
+    def _take_new(self, units: Sequence[int], staged: _Staged) -> None:
+        """Give optimizer states that the update has made a place on the host: those of the fragments' size. Others are
+        small, and stay where they are."""
+        for stored in (self._stored[unit] for unit in units):
+            present = [tensor for owned, _ in stored.fragments for tensor in self._states_of(owned)]
+            if set(map(id, present)) == set(map(id, stored.tensors)):
+                continue
+            self._lanes.settle()  # they have values now
+            present.sort(key=lambda tensor: -tensor.itemsize)  # so that each begins at a multiple of its own
+            memory = self._lanes.host_memory(sum(tensor.nbytes for tensor in present))
+            places = _carved(memory, present)
+            for tensor, place in zip(present, places, strict=True):
+                place.copy_(tensor)
+            self._lanes.settle()  # their memory belongs to another stream, and ends with them
+            known = {id(tensor) for tensor in (*present, *stored.tensors)}
+            staged.copies = [pair for pair in staged.copies if pair[0] is not stored.memory]
+            staged.pointed = [one for one in staged.pointed if id(one[0]) not in known]
+            staged.pointed += [(tensor, place, place) for tensor, place in zip(present, places, strict=True)]
+            stored.tensors, stored.memory = present, memory
+
+    def _states_of(self, owned: OwnedFragment) -> Iterator[torch.Tensor]:
+        for value in self._optimizer.state.get(owned.value, {}).values():
+            if isinstance(value, torch.Tensor) and value.dim() and value.numel() == owned.value.numel():
+                yield value
+
+
+def _stored(unit: Unit, fragments: Sequence[OwnedFragment]) -> _Stored:
+    masters = [buffer for buffer in unit.buffers if buffer.master is not None]
+
+    def place_of(owned: OwnedFragment) -> tuple[FlatBuffer, int] | None:
+        value = owned.value
+        for buffer in masters:
+            begin = value.storage_offset() - _master(buffer).storage_offset()
+            same = value.untyped_storage()._cdata == _master(buffer).untyped_storage()._cdata
+            if same and 0 <= begin < _master(buffer).numel():
+                return buffer, begin
+        return None
+
+    mine = [owned for owned in fragments if owned.unit == unit.index]
+    return _Stored(masters, [(owned, place_of(owned)) for owned in mine])
+
+
+def _master(buffer: FlatBuffer) -> torch.Tensor:
+    assert buffer.master is not None
+    return buffer.master
+
+
+def _carved(memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Places for tensors in a memory of bytes, one after another."""
+    places, at = [], 0
+    for tensor in tensors:
+        places.append(memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        at += tensor.nbytes
+    return places
+
+
+def _room(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED) * _ALIGNED
