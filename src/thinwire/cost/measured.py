@@ -204,6 +204,12 @@ class ProfiledRates(Rates):
         """Proportional to the number of elements."""
         return numel * self.profile.update_seconds
 
+    def host_copy(self, nbytes: int, *, down: bool) -> float:
+        """Proportional to the bytes; in a profile from before this was measured, as other copies, which move 6 bytes of
+        an element."""
+        measured = self.profile.down_seconds if down else self.profile.up_seconds
+        return nbytes * (measured or self.profile.touch_seconds / 6)
+
     def touch(self, numel: float) -> float:
         """Proportional to the number of elements."""
         return numel * self.profile.touch_seconds

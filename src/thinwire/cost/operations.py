@@ -78,6 +78,11 @@ def moves(plan: Plan, operation: Operation, rates: Rates) -> list[PricedStage]:
         operation: Operation of the plan's program.
         rates: Seconds of transfers, codecs and copies.
     """
+    if operation.kind is Kind.COPY:
+        seconds = rates.host_copy(operation.size, down=operation.lane is Lane.DOWN)
+        return [PricedStage(Stage.COPY, None, seconds)]
+    if operation.kind is Kind.UPDATE:
+        return [PricedStage(Stage.UPDATE, None, rates.update(operation.size))]
     coded = coded_hops(plan, operation)
     priced = moves_of(coded, rates)
     before, after = _copied(plan, operation, coded)

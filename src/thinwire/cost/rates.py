@@ -120,6 +120,10 @@ class Rates(ABC):
         """Seconds of the optimizer on ``numel`` elements of a shard."""
 
     @abstractmethod
+    def host_copy(self, nbytes: int, *, down: bool) -> float:
+        """Seconds of a copy from the host's memory to the device's, or ``down``, back."""
+
+    @abstractmethod
     def touch(self, numel: float) -> float:
         """Seconds of copying ``numel`` gradients between buffers: packing buckets, delivering sums."""
 
@@ -290,6 +294,12 @@ class NominalRates(Rates):
     def update(self, numel: int) -> float:
         """As measured; bound by memory bandwidth if it was not."""
         return self._each("update", numel, self._efficiency.update_bytes)
+
+    def host_copy(self, nbytes: int, *, down: bool) -> float:
+        """The latency, plus the bytes over the link, which carries both directions at once."""
+        del down
+        link = self._cluster.links.host
+        return link.latency + 8 * nbytes / link.bandwidth
 
     def touch(self, numel: float) -> float:
         """As measured; bound by memory bandwidth if it was not: fp32 on one side, bf16 on the other."""

@@ -72,6 +72,8 @@ def summary(plan: Plan) -> str:
     words = [f"P {plan.params}, G {plan.grads}, OS {plan.optimizer}"]
     if plan.secondary is not None:
         words.append(f"secondary {plan.secondary}")
+    if plan.residence.optimizer != "device":
+        words.append("OS on the host")
     codecs = [f"{name} {codec}" for name, codec in plan.wire.codecs().items() if not codec.is_none]
     words.append(", ".join(codecs) if codecs else "no codecs")
     words.append(f"micro-batch {plan.micro_batch} x {plan.micro_batches}")
@@ -145,6 +147,7 @@ def remedies(job: TrainingJob) -> list[Remedy]:
     """
     kinds = (
         _computing_again(job),
+        _offloading(job),
         _smaller_batches(job),
         *_sharing(job),
         _padded_vocabulary(job),
@@ -272,6 +275,13 @@ def _recomputing(job: TrainingJob) -> TrainingJob:
 def _computing_again(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
     if job.recompute is False:
         yield "--recompute on", _recomputing(job)
+
+
+def _offloading(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
+    if not job.offload:
+        yield "--offload", replace(job, offload=True)
+        if job.recompute is False:
+            yield "--offload --recompute on", _recomputing(replace(job, offload=True))
 
 
 def _smaller_batches(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:

@@ -74,6 +74,7 @@ class TrainingJob:
         micro_batch: Sequences per rank and micro-batch; ``None`` lets the search choose.
         largest_micro_batch: Most sequences that the search may put into a micro-batch; ``None`` sets no limit.
         recompute: Whether blocks are recomputed in the backward; ``None`` lets the search choose.
+        offload: Whether masters and optimizer states live on the host.
         codecs: The level of compression up to which the search may choose codecs.
         compute_dtype: Dtype of the forward and the backward.
         clip: Whether gradients are clipped by their norm.
@@ -93,6 +94,7 @@ class TrainingJob:
     seq: int
     micro_batch: int | None = None
     recompute: bool | None = None
+    offload: bool = False
     codecs: CodecLevel = "standard"
     compute_dtype: Dtype = "bfloat16"
     clip: bool = True

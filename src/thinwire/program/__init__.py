@@ -32,7 +32,7 @@ from thinwire.program.ordering import (
     least_crossing,
     traffic_across,
 )
-from thinwire.program.residence import AHEAD
+from thinwire.program.residence import AHEAD, state_bytes
 from thinwire.program.shares import (
     ALIGNMENT_BYTES,
     Even,
@@ -117,6 +117,7 @@ __all__ = [
     "padded",
     "reduction_batches",
     "slot_offsets",
+    "state_bytes",
     "together",
     "traffic_across",
     "within",

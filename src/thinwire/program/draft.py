@@ -29,7 +29,7 @@ class Call:
     chunk: int = 0
     chunks: int = 1
     delay: int = 0
-    nbytes: int = 0
+    size: int = 0
 
 
 class Draft:
@@ -118,7 +118,7 @@ class Draft:
                 chunk=call.chunk,
                 chunks=call.chunks,
                 delay=call.delay,
-                nbytes=call.nbytes,
+                size=call.size,
             )
         )
         for unit in call.units if call.lane is Lane.GATHER else ():

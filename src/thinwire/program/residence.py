@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from thinwire.program.draft import Call, Draft
 from thinwire.program.mesh import Axis, Kind
-from thinwire.program.step import Event, Lane, Phase, UnitInfo
+from thinwire.program.step import BufferInfo, Event, Lane, Phase, UnitInfo
 from thinwire.program.wire import has_master
 from thinwire.spec import Plan
 
@@ -22,14 +22,10 @@ MOMENT_BYTES = 8
 _STEP = Event(Phase.STEP, -1, 0)
 
 
-def state_bytes(plan: Plan, units: Sequence[UnitInfo], batch: Sequence[int], share: int) -> int:
-    """Bytes of masters and moments of some units on the rank with this index along the shard axis."""
-    return sum(
-        buffer.shares[share] * (MOMENT_BYTES + (4 if has_master(plan, buffer) else 0))
-        for unit in batch
-        for buffer in units[unit].buffers
-        if buffer.trainable
-    )
+def state_bytes(plan: Plan, buffer: BufferInfo) -> int:
+    """Bytes per element of the states of a trained buffer that live on the host: masters, if they have memory of their
+    own, and moments."""
+    return MOMENT_BYTES + (4 if has_master(plan, buffer) else 0)
 
 
 def add_update(plan: Plan, units: Sequence[UnitInfo], draft: Draft, batch: Sequence[int], before: list[int]) -> int:
@@ -46,9 +42,12 @@ def add_update(plan: Plan, units: Sequence[UnitInfo], draft: Draft, batch: Seque
         Index of the update.
     """
     together = tuple(batch)
-    nbytes = state_bytes(plan, units, batch, draft.places[Axis.SHARD])
+    share = draft.places[Axis.SHARD]
+    owned = [(buffer.shares[share], buffer) for unit in batch for buffer in units[unit].buffers if buffer.trainable]
+    nbytes = sum(numel * state_bytes(plan, buffer) for numel, buffer in owned)
+    numel = sum(numel for numel, _ in owned)
     room = (before[-1 - AHEAD],) if len(before) > AHEAD else ()
-    up = draft.add_own(Call(Kind.COPY, Lane.UP, Axis.SHARD, together, nbytes=nbytes), _STEP, room)
-    update = draft.add_own(Call(Kind.UPDATE, Lane.UPDATE, Axis.SHARD, together), _STEP, (up,))
-    before.append(draft.add_own(Call(Kind.COPY, Lane.DOWN, Axis.SHARD, together, nbytes=nbytes), _STEP, (update,)))
+    up = draft.add_own(Call(Kind.COPY, Lane.UP, Axis.SHARD, together, size=nbytes), _STEP, room)
+    update = draft.add_own(Call(Kind.UPDATE, Lane.UPDATE, Axis.SHARD, together, size=numel), _STEP, (up,))
+    before.append(draft.add_own(Call(Kind.COPY, Lane.DOWN, Axis.SHARD, together, size=nbytes), _STEP, (update,)))
     return update

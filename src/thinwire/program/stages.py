@@ -28,6 +28,10 @@ class Stage(StrEnum):
     GATHER_ACROSS = "gather-across"
     GATHER_INSIDE = "gather-inside"
     DECODE_GATHER = "decode-gather"
+    COPY = "copy"
+    """A copy between device and host."""
+    UPDATE = "update"
+    """The optimizer's work."""
     CALL = "call"
     """A whole collective that another engine makes as one library call. thinwire's own collectives have hops
     instead."""

@@ -247,7 +247,7 @@ class Operation:
         chunk: Number of the operation's chunk, from 0.
         chunks: Number of chunks of the vector.
         delay: Number of steps that end before computation waits for the operation, at the event of its waits.
-        nbytes: Bytes that a copy between device and host moves.
+        size: Bytes that a copy between device and host moves, or elements that an update changes.
     """
 
     index: int
@@ -264,7 +264,7 @@ class Operation:
     chunk: int = 0
     chunks: int = 1
     delay: int = 0
-    nbytes: int = 0
+    size: int = 0
 
     def sent(self, scope: Scope) -> int:
         """Bytes that this rank sends inside its node or across nodes."""

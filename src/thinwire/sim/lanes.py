@@ -183,7 +183,8 @@ class Lanes:
     def _load(self, move: PricedStage) -> Burden:
         load = self._loads.get(id(move))  # stages live as long as the launches
         if load is None:
-            load = self.clock.load(Resource.of(move.scope), move.beside, move.spine_load)
+            resource = Resource.HOST if move.stage is Stage.COPY else Resource.of(move.scope)
+            load = self.clock.load(resource, move.beside, move.spine_load)
             self._loads[id(move)] = load
         return load
 
@@ -232,7 +233,8 @@ def _launches(plan: Plan, program: StepProgram, pricing: Pricing) -> Sequence[La
     launches = []
     key: tuple[object, ...]
     for op in program.operations:
-        key = (op.kind, op.lane, op.axis, op.hops, op.encoded, op.chunks, len(op.buffers) > 1, len(op.bucket) > 1)
+        several = len(op.buffers) > 1, len(op.bucket) > 1
+        key = (op.kind, op.lane, op.axis, op.hops, op.encoded, op.chunks, op.size, *several)
         if op.lane is Lane.GATHER:  # an engine may gather a block twice in the backward
             key += (op.start.phase,)
         if op.lane in (Lane.GATHER, Lane.REDUCE):  # a share of an operation may have no units

@@ -37,6 +37,9 @@ _LONGEST = 4
 
 _STEP = Event(Phase.STEP, -1, 0)
 
+_AFTER_UPDATE = (Lane.UP, Lane.UPDATE, Lane.DOWN, Lane.SPREAD)
+"""Lanes of what begins with an update."""
+
 
 class _Computing(NamedTuple):
     """Computation."""
@@ -111,7 +114,8 @@ class Player:
         played = workload if fewer is None else fewer.workload
         self._trace = default_trace(played.units, recompute=plan.recompute)
         self._seconds = unit_seconds(plan, played, rates)
-        self._updates = update_seconds(played, rates, program)
+        self._on_host = plan.residence.optimizer != "device"
+        self._updates = {} if self._on_host else update_seconds(played, rates, program)
         self._finals: list[tuple[float, Flight | None]] = []  # seconds of the update, and the operation
         self._computation: Activity | None = None
         self._current: Flight | _Computing | None = None
@@ -182,8 +186,14 @@ class Player:
     # -- what one rank computes --------------------------------------------------------------------------------
 
     def begin(self) -> Activity:
-        """The spread of updated parameters, and the fixed seconds of a step."""
+        """The spread of updated parameters, and the fixed seconds of a step. States that live on the host are updated
+        first, batch by batch."""
         program, launches = self._program, self.lanes.launches
+        if self._on_host:
+            self._start(op.index for op in program.starts(_STEP) if op.lane in _AFTER_UPDATE)
+            yield from self._wait([i for i in program.waits.get(_STEP, ()) if program.operations[i].lane in _AFTER_UPDATE])
+            yield from _compute(self._rates.handling.step, "step")
+            return
         spreads = [launches[op.index] for op in program.starts(_STEP) if op.lane is Lane.SPREAD]
         if self._fewer is not None and self._spreads:
             blocks, units = self._fewer.blocks, program.units
@@ -213,7 +223,7 @@ class Player:
         """Update each unit when its gradients arrive, or all units after the exchange of the norm."""
         control = [op.index for op in self._program.starts(_STEP) if op.lane is Lane.CONTROL]
         self._start(control)
-        everything = self._rates.update(sum(update_shares(self._whole.units)))
+        everything = 0.0 if self._on_host else self._rates.update(sum(update_shares(self._whole.units)))
         for seconds, flight in self._finals:
             if flight is not None:
                 yield flight

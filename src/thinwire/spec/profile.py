@@ -128,6 +128,12 @@ class Profile(Measured):
         default=0.0,
         description="seconds per element to copy fp32 to bf16 or back while all ranks of a node copy at once",
     )
+    up_seconds: NonNegative = Field(
+        default=0.0, description="seconds per byte to copy from the host's memory to the device; 0: not measured"
+    )
+    down_seconds: NonNegative = Field(
+        default=0.0, description="seconds per byte to copy from the device to the host's memory; 0: not measured"
+    )
     step_seconds: NonNegative = Field(description="fixed seconds per step: data, hooks and the control exchange")
     handling: Handling = Field(
         default=Handling(), description="what the runtime itself takes of the processor; all 0 in older profiles"

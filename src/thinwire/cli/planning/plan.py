@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -68,6 +68,7 @@ class PlanOptions:
         Literal["auto", "on", "off"],
         typer.Option(metavar="WHEN", help="Recompute: auto, on or off.", show_default=False),
     ] = "auto"
+    offload: Annotated[bool, typer.Option("--offload", help="Optimizer states live on the host.")] = False
     tp: Annotated[
         str | None, typer.Option(metavar="auto|N,...", help="Tensor-parallel sizes to try.", show_default=False)
     ] = None
@@ -304,6 +305,7 @@ def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob
         tokens_per_step=parse_count(options.tokens_per_step),
         micro_batch=options.micro_batch,
         recompute={"auto": None, "on": True, "off": False}[options.recompute],
+        offload=options.offload,
         codecs=options.codecs or "standard",
         clip=options.clip,
         causal_flops=options.causal_mfu,
@@ -315,6 +317,7 @@ def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob
 def _fastest(job: TrainingJob, options: PlanOptions, answer: Answer) -> None:
     """Add the plans of the shortest overlapped step, and what else is asked of the first of them."""
     import thinwire.plan as planner
+    from thinwire.units import format_bytes
 
     asked = job
     if options.tp is None and options.pp is None:
@@ -328,6 +331,10 @@ def _fastest(job: TrainingJob, options: PlanOptions, answer: Answer) -> None:
         answer.show(
             "no data-parallel plan fits, so tensor and pipeline parallelism were tried as well (--tp auto --pp auto)"
         )
+        offloaded = () if asked.offload else planner.search(replace(asked, offload=True), top=1).candidates
+        for priced in offloaded[:1]:
+            memory = f"{format_bytes(priced.memory.total)} per rank and {format_bytes(priced.memory.host)} of its host"
+            answer.show(f"with --offload: {planner.summary(priced.plan)}, {priced.seconds:.3f} s a step, {memory}")
     if refusals := job.refusals:
         answer.show(f"not tried: {'; '.join(refusals)}")
     answer.show(plan_sheet(job, rows))

@@ -104,7 +104,7 @@ def _cells(job: TrainingJob, number: int, row: PricedPlan, *, with_price: bool, 
         shown or "-",
         f"{row.mfu(job):.1%}",
         f"{row.tokens_per_gpu_second(job):,.0f}",
-        f"{row.memory.total / 2**30:.1f}",
+        f"{row.memory.total / 2**30:.1f}" + (f" + {row.memory.host / 2**30:.1f} host" if row.memory.host else ""),
     ]
     if with_price:
         cells.append(f"{row.cost_per_billion_tokens(job):,.0f}")
@@ -177,6 +177,7 @@ def row_json(job: TrainingJob, number: int, row: PricedPlan) -> dict[str, Any]:
             "cp": row.axes.context,
         },
         "memory_bytes": {**row.memory.by_part(), "total": row.memory.total},
+        **({"host_bytes": row.memory.host} if row.memory.host else {}),
         "fits": row.fits,
         "label": row.label,
         "cost_per_billion_tokens": row.cost_per_billion_tokens(job),

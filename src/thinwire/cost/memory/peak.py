@@ -13,7 +13,7 @@ from thinwire.cost.memory.activations import (
     message_bytes,
 )
 from thinwire.cost.memory.stages import PipelineShare, demanding_stages, held_units, stage_model, stages
-from thinwire.cost.memory.states import ModelStates, States, feedback_bytes, island_bytes, largest_owned
+from thinwire.cost.memory.states import ModelStates, States, feedback_bytes, island_bytes, largest_batch, largest_owned
 from thinwire.cost.memory.workspace import Workspace
 from thinwire.program import UnitInfo
 from thinwire.spec import ModelSpec, Plan
@@ -41,6 +41,7 @@ class Memory:
         activations: Bytes of activations kept from forward to backward.
         logits: Bytes of logits, their gradients and the loss.
         overhead: Bytes in use without a model.
+        host: Bytes of the host's memory, for states that live there.
     """
 
     params: int
@@ -54,15 +55,16 @@ class Memory:
     activations: int
     logits: int
     overhead: int
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """Total bytes."""
+        """Total bytes of the device."""
         return sum(self.by_part().values())
 
     def by_part(self) -> dict[str, int]:
-        """Bytes by name of the attribute."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        """Bytes of the device by name of the attribute."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "host"}
 
 
 def memory(
@@ -119,6 +121,8 @@ def _held(
     numel, workspace = sum(buffer.numel for unit in units for buffer in unit.buffers), Workspace(units)
     chain, several = (plan.params, plan.grads, plan.optimizer), plan.micro_batches > 1
     kept = ModelStates.of(states or States.of(plan), chain, plan.secondary, numel, share, several=several)
+    if plan.residence.optimizer != "device":
+        kept = kept.streamed(largest_batch(plan, units))
     if states is not None:  # other systems keep a shard of gradients and nothing else of them
         kept = kept._replace(grads=states.grads * (numel // plan.grads.ranks))
     return kept, workspace.gathered(plan), workspace.buffers(plan), feedback_bytes(plan, numel)

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from thinwire.program import Axis, Even, UnitInfo, axis_shape, together
+from thinwire.program import AHEAD, Axis, Even, Lane, UnitInfo, axis_shape, lower, together
 from thinwire.program.wire import ITEMSIZE, change_encodings, reduction_codecs
 from thinwire.spec import Factor, Plan
 from thinwire.spec.plan import cut_alike
 
-__all__ = ["AMSP_STATES", "ModelStates", "States", "feedback_bytes", "island_bytes", "largest_owned"]
+__all__ = [
+    "AMSP_STATES", "ModelStates", "States", "feedback_bytes", "island_bytes", "largest_batch", "largest_owned",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,27 @@ class ModelStates(NamedTuple):
         grads: Bytes of the ``G`` shard, and of the gradients of the optimizer's share.
         optimizer: Bytes of the ``OS`` shard.
         secondary: Bytes of the secondary parameter shard.
+        host: Bytes of ``OS`` on the host.
     """
 
     params: int
     grads: int
     optimizer: int
     secondary: int
+    host: int = 0
+
+    @property
+    def on_device(self) -> int:
+        """Bytes of all of them on the device."""
+        return self.params + self.grads + self.optimizer + self.secondary
+
+    def streamed(self, largest: int) -> ModelStates:
+        """The same with ``OS`` on the host, where it passes through slots of the device.
+
+        Args:
+            largest: Bytes of ``OS`` in the largest batch of units that is updated at once.
+        """
+        return self._replace(optimizer=min(self.optimizer, (AHEAD + 2) * largest), host=self.optimizer)
 
     @classmethod
     def of(
@@ -95,6 +112,11 @@ class ModelStates(NamedTuple):
             states.optimizer * share,
             states.params * numel // secondary.ranks if secondary else 0,
         )
+
+
+def largest_batch(plan: Plan, units: Sequence[UnitInfo]) -> int:
+    """Bytes of ``OS`` in the largest batch of units that is updated at once."""
+    return max((op.size for op in lower(plan, units).operations if op.lane is Lane.UP), default=0)
 
 
 def largest_owned(units: Sequence[UnitInfo]) -> int:

@@ -29,6 +29,7 @@ class StateBytes:
         held = [held_units(stage_model(job.model, stage.blocks), base, stage) for stage in shares]
         # Padding depends on the world size alone, so all plans have the same units, and cut them evenly.
         self._numels = [sum(buffer.numel for unit in units for buffer in unit.buffers) for units in held]
+        self._largest = [max(sum(buffer.numel for buffer in unit.buffers) for unit in units) for units in held]
         self._stages = [Workspace(units) for units in held]
         self._held: dict[tuple[Factor, Factor], list[int]] = {}
 
@@ -61,10 +62,13 @@ class StateBytes:
                 self._held[key] = [stage.both(plan) for stage in self._stages]
             held = self._held[key]
         states = States.of_dtypes(base.compute_dtype, base.accumulate_dtype, alike=params == optimizer)
-        return [
-            size + sum(ModelStates.of(states, chain, secondary, numel, numel // optimizer.ranks, several=several))
-            for size, numel in zip(held, self._numels, strict=True)
-        ]
+        kept = []
+        for size, numel, largest in zip(held, self._numels, self._largest, strict=True):
+            of_stage = ModelStates.of(states, chain, secondary, numel, numel // optimizer.ranks, several=several)
+            if base.residence.optimizer != "device":
+                of_stage = of_stage.streamed(states.optimizer * largest // optimizer.ranks)
+            kept.append(size + of_stage.on_device)
+        return kept
 
 
 def _most(kept: Sequence[int], working: Sequence[int]) -> int:

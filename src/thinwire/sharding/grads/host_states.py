@@ -107,6 +107,8 @@ class HostStates:
         units: Units of the model.
         lanes: Lanes of the model.
         device: Device of the model.
+        state_bytes: Bytes per element of what the optimizer is expected to keep. Their memory is locked in its place
+            now, as a whole: to lock a part takes as long, and in the middle of a step it stops other ranks.
     """
 
     def __init__(
@@ -116,9 +118,13 @@ class HostStates:
         units: Sequence[Unit],
         lanes: Lanes,
         device: torch.device,
+        state_bytes: int,
     ) -> None:
         self._optimizer, self._lanes, self._device = optimizer, lanes, device
         self._stored = {unit.index: _stored(unit, fragments) for unit in units}
+        numels = {unit: sum(owned.value.numel() for owned, _ in one.fragments) for unit, one in self._stored.items()}
+        memory = lanes.host_memory(state_bytes * sum(numels.values()))
+        self._expected = dict(zip(numels, memory.split([state_bytes * n for n in numels.values()]), strict=True))
         self._names = {unit.index: unit.name for unit in units}
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
         self._ring = deque(_Slot(nothing) for _ in range(AHEAD + 2))
@@ -234,13 +240,16 @@ class HostStates:
     def _take_new(self, units: Sequence[int], staged: _Staged) -> None:
         """Give optimizer states that the update has made a place on the host: those of the fragments' size. Others are
         small, and stay where they are."""
-        for stored in (self._stored[unit] for unit in units):
+        for unit in units:
+            stored = self._stored[unit]
             present = [tensor for owned, _ in stored.fragments for tensor in self._states_of(owned)]
             if set(map(id, present)) == set(map(id, stored.tensors)):
                 continue
             self._lanes.settle()  # they have values now
             present.sort(key=lambda tensor: -tensor.itemsize)  # so that each begins at a multiple of its own
-            memory = self._lanes.host_memory(sum(tensor.nbytes for tensor in present))
+            nbytes, memory = sum(tensor.nbytes for tensor in present), self._expected[unit]
+            if memory.nbytes != nbytes:
+                memory = self._lanes.host_memory(nbytes)
             places = _carved(memory, present)
             for tensor, place in zip(present, places, strict=True):
                 place.copy_(tensor)

@@ -14,7 +14,7 @@ from thinwire.errors import UsageError
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.host_states import HostStates
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer, Unreadable
-from thinwire.sharding.optimizer.probes import refuse_per_tensor, refuse_unlike_ranks, updates_in_parts
+from thinwire.sharding.optimizer.probes import refuse_per_tensor, refuse_unlike_ranks, state_bytes, updates_in_parts
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.optimizer.stock_optimizers import INNER
 from thinwire.sharding.params.param_group import Unit
@@ -78,7 +78,8 @@ def build_optimizer(
     by_unit = updates_in_parts(optimizer_class, options, device)
     host = None
     if plan.residence.optimizer != "device":
-        host = HostStates(inner, fragments, sharded.units, sharded.lanes, device)
+        nbytes = state_bytes(optimizer_class, options, device)
+        host = HostStates(inner, fragments, sharded.units, sharded.lanes, device, nbytes)
     runtime.optimizer = optimizer = ShardedOptimizer(
         runtime,
         InnerOptimizer(inner, fragments, shown, host),

@@ -14,7 +14,7 @@ from torch import nn
 
 from thinwire.errors import UsageError
 
-__all__ = ["refuse_per_tensor", "refuse_unlike_ranks", "takes_found_inf", "updates_in_parts"]
+__all__ = ["refuse_per_tensor", "refuse_unlike_ranks", "state_bytes", "takes_found_inf", "updates_in_parts"]
 
 
 _REFUSALS = (ValueError, RuntimeError, IndexError, TypeError, AttributeError)
@@ -145,6 +145,21 @@ def updates_in_parts(
     except _REFUSALS:
         return False
     return all(torch.equal(one, other) for one, other in zip(together, apart, strict=True))
+
+
+def state_bytes(
+    optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device
+) -> int:
+    """Bytes per element of the tensors that an optimizer keeps of each parameter's size; 0 if it refuses the trial."""
+    parameter = nn.Parameter(torch.ones(8, 6, device=device))
+    try:
+        optimizer = optimizer_class([parameter], **_for_trial(options))
+        with torch.enable_grad():
+            _try(optimizer, [parameter], [[torch.ones_like(parameter)]])
+    except _REFUSALS:
+        return 0
+    kept = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
+    return sum(value.itemsize for value in kept if value.dim() and value.numel() == parameter.numel())
 
 
 @contextlib.contextmanager

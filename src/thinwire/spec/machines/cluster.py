@@ -13,6 +13,8 @@ from thinwire.errors import SpecError
 from thinwire.spec.base import Bandwidth, Bytes, Count, Depth, Positive, Problem, Spec, rule
 from thinwire.spec.machines.accelerators import ACCELERATORS
 from thinwire.spec.machines.nodes import (
+    HOST_BANDWIDTH,
+    HOST_LATENCY,
     INSIDE_LATENCY,
     MEMORY_BANDWIDTH,
     NIC_LATENCY,
@@ -33,6 +35,10 @@ class Links(Spec):
     """
 
     inside: Link = Field(description="between two accelerators of a node, per accelerator")
+    host: Link = Field(
+        default=Link(bandwidth=HOST_BANDWIDTH, latency=HOST_LATENCY),
+        description="between an accelerator and its host's memory, in each direction",
+    )
     nic: Link = Field(description="from a node to the network, all NICs of the node together")
     leaf: Link | None = Field(default=None, description="through a leaf switch, per node")
     spine: Link | None = Field(default=None, description="from one leaf switch to another, per node")
@@ -123,6 +129,7 @@ class ClusterSpec(Machines):
             "links": {
                 "inside": {"bandwidth": kind.inside, "latency": INSIDE_LATENCY},
                 "nic": {"bandwidth": kind.nic, "latency": NIC_LATENCY},
+                "host": {"bandwidth": kind.host, "latency": HOST_LATENCY},
             },
         }
         return cls.parse(cls.parse(fields, what)._merged(overrides), what)

@@ -11,6 +11,8 @@ from thinwire.spec.base import Bandwidth, Bytes, Count, Positive, Problem, Secon
 from thinwire.spec.machines.accelerators import ACCELERATORS
 
 __all__ = [
+    "HOST_BANDWIDTH",
+    "HOST_LATENCY",
     "INSIDE_LATENCY",
     "NIC_LATENCY",
     "Failures",
@@ -30,6 +32,12 @@ NIC_LATENCY: Final = 10e-6
 
 MEMORY_BANDWIDTH: Final = 8e12
 """Bits per second of an accelerator's memory where none is given."""
+
+HOST_BANDWIDTH: Final = 25 * 8e9
+"""Bits per second between an accelerator and its host's memory where none is given: PCIe 4.0, as it is measured."""
+
+HOST_LATENCY: Final = 10e-6
+"""Latency in seconds of a copy between an accelerator and its host's memory."""
 
 Rate = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 """Events per hour."""
