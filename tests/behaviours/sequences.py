@@ -38,8 +38,8 @@ class Subject:
         optim: Its optimizer.
         step: Number of batches so far.
         loss: Loss of a graph that was retained, with its input; ``None`` without one.
-        repointed: Whether a parameter got other memory since. In one process that graph keeps the old values. Ranks have
-            none to keep, and torch says so.
+        repointed: Whether a parameter got other memory since. In one process, that graph keeps the old values. Ranks
+            have none to keep, and torch says so.
         kept: Parameters that the user has kept.
         log: All values that must be equal.
     """

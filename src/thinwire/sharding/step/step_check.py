@@ -139,14 +139,14 @@ class UsedGradients:
         assert self._anywhere is not None
         return self._anywhere[self._first_bit[unit] + slot]
 
-    def among(self, unit: int, parameters: Sequence[torch.Tensor]) -> set[int]:
+    def among(self, unit: int, parameters: Sequence[torch.Tensor]) -> frozenset[int]:
         """Identities of a unit's parameters for which :meth:`is_used` holds.
 
         Args:
             unit: Number of the unit.
             parameters: Its trainable parameters, in order.
         """
-        return {id(parameter) for slot, parameter in enumerate(parameters) if self.is_used(unit, slot)}
+        return frozenset(id(p) for slot, p in enumerate(parameters) if self.is_used(unit, slot))
 
 
 class GradientNorm:
