@@ -261,9 +261,9 @@ def test_a_constant_learning_rate() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (zero(4), "zero_optimization.stage", "expected 0, 1, 2 or 3"),
-    (zero(3, offload_optimizer={"device": "cpu"}), "zero_optimization.offload_optimizer", "shard more"),
+    (zero(3, offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer", "shard more"),
     (zero(3, offload_param={"device": "nvme"}), "zero_optimization.offload_param", "shard more"),
-    (zero(2, cpu_offload=True), "zero_optimization.cpu_offload", "shard more"),
+    (zero(2, cpu_offload_param=True), "zero_optimization.cpu_offload_param", "shard more"),
     (zero(2, zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow", "shard more"),
     (zero(3, zero_quantized_nontrainable_weights=True), "zero_optimization.zero_quantized_nontrainable_weights", "set"),
     ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type", "wire.error_feedback = true"),
@@ -293,6 +293,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(("table", "key", "remedy"), REFUSED, ids=[key for _, key, _ in REFUSED])
 def test_what_cannot_be_done_is_refused_with_a_remedy(table: dict[str, Any], key: str, remedy: str) -> None:
     assert remedy in refusal(convert(**table), key)
+
+
+@pytest.mark.parametrize("offload", [{"offload_optimizer": {"device": "cpu"}}, {"cpu_offload": True}], ids=str)
+def test_an_offloaded_optimizer_lives_on_the_host(offload: dict[str, Any]) -> None:
+    assert convert(**zero(2, **offload)).plan().residence.optimizer == "host-stream"
 
 
 def test_features_that_are_off_are_not_refused() -> None:

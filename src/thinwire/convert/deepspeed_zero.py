@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from thinwire.convert.deepspeed_precision import compute_itemsize, wire_itemsize
-from thinwire.convert.outcome import Judgement, ignored, mapped, refused
+from thinwire.convert.outcome import ON_HOST, Judgement, ignored, mapped, refused
 from thinwire.convert.source import Rule, Rules, Source, because, flag, off, whole
 from thinwire.spec import Factor
 
@@ -176,7 +176,14 @@ def _offload(value: Any, source: Source) -> Judgement:
     device = value.get("device", "none") if isinstance(value, Mapping) else value
     if device in ("none", None, False):
         return ignored("off")
-    return refused(f"offloading is not supported, {_DEVICE}; {_MORE_SHARDING}")
+    return refused(f"parameters and files are not offloaded, {_DEVICE}; {_MORE_SHARDING}")
+
+
+def _offload_optimizer(value: Any, source: Source) -> Judgement:
+    device = value.get("device", "none") if isinstance(value, Mapping) else value
+    if device in ("cpu", True):
+        return mapped(plan=ON_HOST, note="updated on the device, through which the states pass")
+    return _offload(value, source)
 
 
 _SAVED: Final = because("thinwire export writes whole weights; in Python, tw.full_state_dict(model)")
@@ -199,12 +206,12 @@ ZERO_RULES: Final[Rules] = {
     "load_from_fp32_weights": because("checkpoints hold fp32 masters"),
     "elastic_checkpoint": _ANY_LOAD,
     "offload_param": _offload,
-    "offload_optimizer": _offload,
+    "offload_optimizer": _offload_optimizer,
     "zenflow": off("ZenFlow offloads the optimizer, but " + _DEVICE, _MORE_SHARDING, harmless=(None, False)),
     "sub_group_size": because("it tiles the update of offloaded states"),
     "cpu_offload_param": _offload,
     "cpu_offload_use_pin_memory": because("nothing is offloaded"),
-    "cpu_offload": _offload,
+    "cpu_offload": _offload_optimizer,
     "stage3_prefetch_bucket_size": whole(_prefetch),
     "prefetch_bucket_size": whole(_prefetch),
     "stage3_param_persistence_threshold": whole(_PERSISTENCE),

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Mapping
 from typing import Any, Final
 
-from thinwire.convert.outcome import Conversion, Judgement, ignored, mapped, refused
+from thinwire.convert.outcome import ON_HOST, Conversion, Judgement, ignored, mapped, refused
 from thinwire.convert.source import Rules, Source, because, flag, judge, text
 from thinwire.errors import SpecError
 from thinwire.spec import Factor
@@ -176,7 +176,7 @@ def _offload(value: Any, source: Source) -> Judgement:
     del source
     if not value:
         return ignored("nothing is offloaded")
-    return refused("offloading is not supported, states stay on the device; shard more, or set recompute = true")
+    return mapped(plan=ON_HOST, note="masters and optimizer states; parameters and gradients stay on the device")
 
 
 _RULES: Final[Rules] = {

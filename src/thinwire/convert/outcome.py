@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from thinwire.errors import SpecError, UsageError
 from thinwire.spec import Factor, Plan
@@ -14,7 +14,7 @@ from thinwire.spec.io import write_toml
 from thinwire.spec.models.model import ModelSpec
 from thinwire.spec.recipe import Recipe, model_table
 
-__all__ = ["Action", "Conversion", "RecipeNeeds", "Row", "Judgement", "ignored", "mapped", "refused"]
+__all__ = ["ON_HOST", "Action", "Conversion", "RecipeNeeds", "Row", "Judgement", "ignored", "mapped", "refused"]
 
 Action = Literal["mapped", "ignored", "refused"]
 
@@ -42,6 +42,10 @@ class Judgement:
         parts += [f"recipe {key} = {_toml_like(value)}" for key, value in self.recipe.items()]
         values = ", ".join(parts)
         return f"{values} ({self.text})" if values and self.text else values or self.text
+
+
+ON_HOST: Final[Mapping[str, Any]] = {"residence": {"optimizer": "host-stream"}}
+"""Fields of a plan whose optimizer states live on the host."""
 
 
 def mapped(

@@ -79,8 +79,8 @@ def moves(plan: Plan, operation: Operation, rates: Rates) -> list[PricedStage]:
         rates: Seconds of transfers, codecs and copies.
     """
     if operation.kind is Kind.COPY:
-        seconds = rates.host_copy(operation.size, down=operation.lane is Lane.DOWN)
-        return [PricedStage(Stage.COPY, None, seconds)]
+        down = operation.lane is Lane.DOWN
+        return [PricedStage(Stage.DOWN if down else Stage.UP, None, rates.host_copy(operation.size, down=down))]
     if operation.kind is Kind.UPDATE:
         return [PricedStage(Stage.UPDATE, None, rates.update(operation.size))]
     coded = coded_hops(plan, operation)

@@ -16,7 +16,7 @@ from thinwire.spec import ModelSpec
 from thinwire.spec.plan import Dtype
 from thinwire.spec.profile import ComputeRow
 
-__all__ = ["ModelPiece", "measure_model", "measure_touch", "measure_update"]
+__all__ = ["ModelPiece", "measure_host_copies", "measure_model", "measure_touch", "measure_update"]
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,22 @@ def measure_update(control: Control, device: torch.device) -> float:
         rounded.copy_(master.detach())
 
     return timed(control, update, seconds=0.3, device=device, waits=False).median / numel
+
+
+def measure_host_copies(control: Control, device: torch.device) -> tuple[float, float]:
+    """Seconds per byte of copies from the host's memory to the device, and back, while all ranks of a node copy."""
+    nbytes = 32 << 20
+    host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    def up() -> None:
+        there.copy_(host, non_blocking=True)
+
+    def down() -> None:
+        host.copy_(there, non_blocking=True)
+
+    taken = [timed(control, copy, seconds=0.2, device=device, waits=False).median / nbytes for copy in (up, down)]
+    return taken[0], taken[1]
 
 
 def measure_touch(control: Control, device: torch.device) -> float:

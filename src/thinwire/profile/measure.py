@@ -16,7 +16,7 @@ from thinwire.collectives.group import Control
 from thinwire.collectives.links.nccl import backend_maker
 from thinwire.errors import UsageError
 from thinwire.profile.coding import NUMELS, measure_codec
-from thinwire.profile.computing import ModelPiece, measure_model, measure_touch, measure_update
+from thinwire.profile.computing import ModelPiece, measure_host_copies, measure_model, measure_touch, measure_update
 from thinwire.profile.crowding import measure_crowding
 from thinwire.profile.exchanging import SIZES, Exchange, Groups, exchanges, measure_exchange, sent_bytes
 from thinwire.profile.handling import Weightless, measure_handling
@@ -104,6 +104,7 @@ def measure(
     base = memory_in_use(settings.device)
     update = measure_update(control, settings.device)
     touch = measure_touch(control, settings.device)
+    up, down = measure_host_copies(control, settings.device)
     step = timed(control, control.barrier, seconds=0.2, device=settings.device).median
 
     def profile() -> Profile:
@@ -117,6 +118,8 @@ def measure(
             base_memory=base,
             update_seconds=update,
             touch_seconds=touch,
+            up_seconds=up,
+            down_seconds=down,
             step_seconds=step,
             handling=rows.handling,
             crowding=rows.crowding,

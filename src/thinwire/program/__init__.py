@@ -32,7 +32,7 @@ from thinwire.program.ordering import (
     least_crossing,
     traffic_across,
 )
-from thinwire.program.residence import AHEAD, state_bytes
+from thinwire.program.residence import AHEAD, SLOTS, state_bytes
 from thinwire.program.shares import (
     ALIGNMENT_BYTES,
     Even,
@@ -62,6 +62,7 @@ from thinwire.program.wire import axis_shape, idle_codecs
 
 __all__ = [
     "AHEAD",
+    "SLOTS",
     "ALIGNMENT_BYTES",
     "NORM_BYTES",
     "TRANSFERS",

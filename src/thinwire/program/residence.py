@@ -11,10 +11,13 @@ from thinwire.program.step import BufferInfo, Event, Lane, Phase, UnitInfo
 from thinwire.program.wire import has_master
 from thinwire.spec import Plan
 
-__all__ = ["AHEAD", "MOMENT_BYTES", "add_update", "state_bytes"]
+__all__ = ["AHEAD", "MOMENT_BYTES", "SLOTS", "add_update", "state_bytes"]
 
 AHEAD = 1
-"""Batches whose states come up, or go down, while those of another one are updated: three are on the device at most."""
+"""Batches whose states come up while those of another one are updated."""
+
+SLOTS = AHEAD + 2
+"""Batches whose states are on the device at once: on their way up, being updated, and on their way down."""
 
 MOMENT_BYTES = 8
 """Bytes per element of AdamW's moments, which programs count. The runtime copies what its optimizer has."""
@@ -46,8 +49,8 @@ def add_update(plan: Plan, units: Sequence[UnitInfo], draft: Draft, batch: Seque
     owned = [(buffer.shares[share], buffer) for unit in batch for buffer in units[unit].buffers if buffer.trainable]
     nbytes = sum(numel * state_bytes(plan, buffer) for numel, buffer in owned)
     numel = sum(numel for numel, _ in owned)
-    room = (before[-1 - AHEAD],) if len(before) > AHEAD else ()
-    up = draft.add_own(Call(Kind.COPY, Lane.UP, Axis.SHARD, together, size=nbytes), _STEP, room)
+    room = before[-SLOTS:][:1] if len(before) >= SLOTS else ()
+    up = draft.add_own(Call(Kind.COPY, Lane.UP, Axis.SHARD, together, size=nbytes), _STEP, tuple(room))
     update = draft.add_own(Call(Kind.UPDATE, Lane.UPDATE, Axis.SHARD, together, size=numel), _STEP, (up,))
     before.append(draft.add_own(Call(Kind.COPY, Lane.DOWN, Axis.SHARD, together, size=nbytes), _STEP, (update,)))
     return update

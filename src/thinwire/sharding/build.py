@@ -17,6 +17,7 @@ from thinwire.program import Axis, BufferInfo, Lane, UnitInfo, check_live, excha
 from thinwire.sharding.checkpointing.full_state import save_whole
 from thinwire.sharding.checks import (
     check_agreement,
+    check_host_memory,
     check_input_gradients,
     check_modules,
     check_overrides,
@@ -200,6 +201,7 @@ def _agreed_modules(
         if plan.live_bytes is not None:
             check_live(plan, unit_infos(modules, plan, 0))
         exchanged_units(plan, unit_infos(modules, plan, 0), 0)
+        check_host_memory(plan, unit_infos(modules, plan, 0))
     except ThinwireError as error:
         problem = error  # raised after the exchange, which the other ranks are waiting for
     check_agreement(plan, model, modules, source, versions, problem, control)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -15,7 +17,7 @@ from thinwire.agreement import Typed
 from thinwire.collectives.group import Control
 from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
 from thinwire.network.order import WITH_PLAN
-from thinwire.program import node_order
+from thinwire.program import UnitInfo, node_order, state_bytes
 from thinwire.sharding.memory.initial import InitialValues, is_on_meta, place_model
 from thinwire.sharding.memory.local import local_tensor
 from thinwire.sharding.modules.discover import UnitModules, is_ignored
@@ -25,9 +27,11 @@ from thinwire.sharding.params.plan_codecs import (
     codec_problems,
 )
 from thinwire.spec import Plan
+from thinwire.units import format_bytes
 
 __all__ = [
     "check_agreement",
+    "check_host_memory",
     "check_input_gradients",
     "check_modules",
     "check_overrides",
@@ -95,6 +99,36 @@ def place_on(device: torch.device | None, model: nn.Module, values: InitialValue
     source = values.open()
     place_model(model, device)
     return source
+
+
+def check_host_memory(plan: Plan, units: Sequence[UnitInfo]) -> None:
+    """Refuse states on the host that a node has no memory for, before any is taken.
+
+    Args:
+        plan: The plan.
+        units: Units of the model, with the shares of any rank.
+
+    Raises:
+        UsageError: Masters and moments of the node's ranks are larger than its free memory.
+    """
+    if plan.residence.on_device:
+        return
+    shares = [(max(b.shares) * state_bytes(plan, b)) for unit in units for b in unit.buffers if b.trainable]
+    needed, free = sum(shares) * plan.mesh.local, _free_memory()
+    if free is not None and needed > free:
+        raise UsageError(
+            f"residence.optimizer = {plan.residence.optimizer!r}: masters and moments of the {plan.mesh.local} ranks of "
+            f"a node take {format_bytes(needed)} of its host's memory, of which {format_bytes(free)} are free; shard "
+            "them over more ranks (optimizer), or free memory"
+        )
+
+
+def _free_memory() -> int | None:
+    """Bytes of this host's memory that are free or can be freed; ``None`` if the system does not say."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) << 10
+    return None
 
 
 def refuse_shared_memory(model: nn.Module) -> None:

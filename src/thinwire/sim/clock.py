@@ -30,8 +30,9 @@ class Resource(Enum):
     """The network cards of a node."""
     SPINE = "spine"
     """The links from leaf switches to the spine. Every transfer over them also uses a node's cards."""
-    HOST = "host"
-    """The link between device and host."""
+    UP = "up"
+    """The link from the host to the device, which carries the other direction at the same time."""
+    DOWN = "down"
 
     # The clock spends most of its time on hashing, and identity is a sufficient hash.
     __hash__ = object.__hash__

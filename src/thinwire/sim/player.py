@@ -191,7 +191,9 @@ class Player:
         program, launches = self._program, self.lanes.launches
         if self._on_host:
             self._start(op.index for op in program.starts(_STEP) if op.lane in _AFTER_UPDATE)
-            yield from self._wait([i for i in program.waits.get(_STEP, ()) if program.operations[i].lane in _AFTER_UPDATE])
+            yield from self._wait(
+                [i for i in program.waits.get(_STEP, ()) if program.operations[i].lane in _AFTER_UPDATE]
+            )
             yield from _compute(self._rates.handling.step, "step")
             return
         spreads = [launches[op.index] for op in program.starts(_STEP) if op.lane is Lane.SPREAD]

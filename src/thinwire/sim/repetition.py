@@ -44,7 +44,14 @@ def repeated(plan: Plan, workload: Workload) -> Repeated | None:
         workload: The work of the whole model.
     """
     by_bytes = (plan.gather_bytes, plan.reduce_bytes, plan.spread_bytes, plan.gathers_by_bytes)
-    if plan.residence.optimizer != "device" or plan.ep > 1 or any(by_bytes) or plan.partition == "inter" or not plan.overlap.spread or spreads_difference(plan):
+    if (
+        plan.residence.optimizer != "device"
+        or plan.ep > 1
+        or any(by_bytes)
+        or plan.partition == "inter"
+        or not plan.overlap.spread
+        or spreads_difference(plan)
+    ):
         return None
     first, length, size = _equal_blocks(workload)
     period = _period(plan, workload.units[first : first + size])

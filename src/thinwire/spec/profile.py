@@ -182,6 +182,8 @@ class Profile(Measured):
             library=sent(self.library),
             update_seconds=self.update_seconds * pace,
             touch_seconds=self.touch_seconds * pace,
+            up_seconds=self.up_seconds * pace,
+            down_seconds=self.down_seconds * pace,
             step_seconds=self.step_seconds * pace,
             handling=Handling(**{name: seconds * pace for name, seconds in self.handling.to_dict().items()}),
         )

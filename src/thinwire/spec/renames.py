@@ -34,8 +34,8 @@ _ON_DEVICE: Final = dict.fromkeys(("params", "grads", "optimizer"), "device")
 
 
 def without_residence(plan: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A plan without the table ``residence``, which said before release 0.3 where each state lives. There was one
-    choice; a table that says another stays, for validation to refuse."""
+    """A plan without a table ``residence`` that says of every state that it lives on the device, as older files do, in
+    keys that are there no more."""
     stated = plan.get("residence")
     if not isinstance(stated, Mapping) or not stated.items() <= _ON_DEVICE.items():
         return plan

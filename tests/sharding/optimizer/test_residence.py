@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from tests.support.training import grids
 from tests.support.training.edge import build, samples
 from tests.support.training.models import Stack
 
 import thinwire as tw
-from thinwire.program import Lane
+from thinwire.errors import UsageError
+from thinwire.program import Axis, Lane
+from thinwire.sharding import checks
 from thinwire.sharding.api import runtime
+from thinwire.sharding.grads.host_states import HostStates
 from thinwire.sharding.lanes.lanes import Lanes
 from thinwire.sharding.step.param_broadcast import Spreads
 from thinwire.testing import RankPool
 from thinwire.testing.streams import check_streams
+from thinwire.train.models.common import cross_entropy
 
 pytestmark = pytest.mark.ranks
 
 WORLD = 4
 PRESETS = ("ddp", "zero1", "zero1-node", "zero2", "zero3", "hpz", "zeropp", "thinwire")
+ON_HOST: dict[str, Any] = {"residence": {"optimizer": "host-stream"}}
 ADAMW = (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1})
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": ADAMW,
@@ -77,32 +85,41 @@ def trained(plan: tw.Plan, kind: type[torch.optim.Optimizer], options: dict[str,
 def differences(preset: str, fields: dict[str, Any], optimizer: str, how: dict[str, Any]) -> list[str]:
     kind, options = OPTIMIZERS[optimizer]
     plan = tw.Plan.preset(preset, nodes=2, local=2, **fields)
-    resident = trained(plan, kind, options, **how)
-    hosted = trained(plan.with_(residence={"optimizer": "host-stream"}), kind, options, **how)
-    assert resident.keys() == hosted.keys()
-    alike = {key: value if isinstance(value, list) else [value] for key, value in resident.items()}
-    return [
-        key
-        for key, value in hosted.items()
-        if not all(map(torch.equal, value if isinstance(value, list) else [value], alike[key]))
-    ]
+    return unlike(trained(plan, kind, options, **how), trained(plan.with_(**ON_HOST), kind, options, **how))
 
 
-@pytest.mark.parametrize("how", [{}, {"clip": True}, {"micro_batches": 3}, {"skip": True}], ids=str)
+def unlike(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """What differs between two ranks' states in any bit."""
+    assert one.keys() == other.keys()
+    pairs = [(key, one[key], other[key]) for key in one]
+    listed = [(key, *(each if isinstance(each, list) else [each] for each in pair)) for key, *pair in pairs]
+    return [key for key, mine, its in listed if not all(map(torch.equal, mine, its))]
+
+
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "clipped": ({}, {"clip": True}),
+    "accumulated": ({}, {"micro_batches": 3}),
+    "skipped": ({}, {"skip": True}),
+    "scaled": ({"compute_dtype": "float16"}, {"clip": True}),
+    "recomputed": ({"recompute": True}, {}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("preset", PRESETS)
-def test_presets(ranks: RankPool, preset: str, how: dict[str, Any]) -> None:
-    assert ranks.run(differences, preset, {}, "adamw", how) == [[]] * WORLD
+def test_presets(ranks: RankPool, preset: str, way: str) -> None:
+    fields, how = WAYS[way]
+    assert ranks.run(differences, preset, fields, "adamw", how) == [[]] * WORLD
 
 
 @pytest.mark.parametrize("fields", [
     {"compute_dtype": "float32"},
-    {"compute_dtype": "float16"},
     {"accumulate_dtype": "bfloat16"},
     {"partition": "inter"},
     {"overlap": {"spread": False, "stages": False}},
     {"spread_bytes": 1 << 20},
     {"wire": {"spread": "int8:64", "spread_difference": True}},
-    {"recompute": True},
 ], ids=str)  # fmt: skip
 def test_plans(ranks: RankPool, fields: dict[str, Any]) -> None:
     assert ranks.run(differences, "zero1", fields, "adamw", {}) == [[]] * WORLD
@@ -114,6 +131,176 @@ def test_optimizers(ranks: RankPool, optimizer: str) -> None:
     assert ranks.run(differences, "zero1", fields, optimizer, {}) == [[]] * WORLD
 
 
+def held(model: torch.nn.Module, optim: Any) -> dict[str, Any]:
+    """Masters and optimizer states of a rank."""
+    found = {f"master {name}": share.to_local().clone() for name, share in model.named_parameters()}
+    for owned in optim.fragments:
+        for key, value in optim.state.get(owned.value, {}).items():
+            found[f"{owned.fragment.slot.name} {key}"] = torch.as_tensor(value).clone()
+    return found
+
+
+def resumed(directory: str, saved: dict[str, Any], loaded: dict[str, Any]) -> list[str]:
+    """What differs after a save and a load under another plan from going on under it."""
+    rank = torch.distributed.get_rank()
+
+    def step(model: torch.nn.Module, optim: Any, number: int) -> None:
+        model(data(number, rank)).float().square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+
+    def made(fields: dict[str, Any]) -> tuple[torch.nn.Module, Any]:
+        torch.manual_seed(0)
+        model = tw.shard(build(Stack), tw.Plan.preset(fields["preset"], nodes=2, local=2, **fields["plan"]))
+        return model, tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
+
+    first, again = made(saved), made(loaded)
+    for number in range(2):
+        step(*first, number)
+    tw.save(*first, directory)
+    tw.load(*again, directory)
+    twin = made({**loaded, "plan": {**loaded["plan"], "residence": {}}})
+    tw.load(*twin, directory)
+    for pair in (again, twin):
+        step(*pair, 2)
+    return unlike(held(*again), held(*twin))
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("zero1", "zero1"), ("zero3", "zero1"), ("zero1", "zero3")])
+@pytest.mark.parametrize("on_host", [(True, True), (False, True), (True, False)], ids=str)
+def test_checkpoints_know_no_residence(
+    ranks: RankPool, tmp_path: Path, saved: str, loaded: str, on_host: tuple[bool, bool]
+) -> None:
+    first, then = ({"preset": p, "plan": ON_HOST if h else {}} for p, h in zip((saved, loaded), on_host, strict=True))
+    assert ranks.run(resumed, str(tmp_path), first, then) == [[]] * WORLD
+
+
+def on_islands(fields: dict[str, Any]) -> list[str]:
+    plan = tw.Plan.preset("islands", nodes=2, local=2, **fields)
+    plan = plan.with_(islands={"every": 2})
+    kind, options = ADAMW
+    return unlike(trained(plan, kind, options, steps=5), trained(plan.with_(**ON_HOST), kind, options, steps=5))
+
+
+@pytest.mark.parametrize("fields", [{}, {"islands": {"delay": 1, "blend": 0.25}}], ids=str)
+def test_islands(ranks: RankPool, fields: dict[str, Any]) -> None:
+    assert ranks.run(on_islands, fields) == [[]] * WORLD
+
+
+def in_parts(tensor: int, pipeline: int) -> list[str]:
+    found = []
+    for residence in ({}, ON_HOST):
+        plan = grids.plan_for(WORLD // (tensor * pipeline), tensor, pipeline).with_(**residence)
+        model = tw.parallelize(grids.build("llama"), plan, loss=cross_entropy)
+        optim = model.optimizer(torch.optim.AdamW, lr=1e-2)
+        losses = []
+        for step in grids.batches(plan, model.grid.sampler)[:3]:
+            losses.append(torch.as_tensor(model.step(step)))
+            model.clip_grad_norm_(1.0)
+            optim.step()
+            optim.zero_grad()
+        found.append({"losses": losses})
+    return unlike(*found)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
+def test_parts_of_a_model(ranks: RankPool, tensor: int, pipeline: int) -> None:
+    assert ranks.run(in_parts, tensor, pipeline) == [[]] * WORLD
+
+
+def written_outside(way: str) -> list[str]:
+    """What differs where code outside of steps reads and writes masters and states."""
+    rank, found = torch.distributed.get_rank(), []
+    for residence in ({}, ON_HOST):
+        torch.manual_seed(0)
+        model = tw.shard(build(Stack), tw.Plan.preset("zero1", nodes=2, local=2, **residence))
+        optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
+        for step in range(4):
+            model(data(step, rank)).float().square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+            if way == "write":
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(0.9)
+            elif way == "states":
+                for state in optim.state.values():
+                    state["exp_avg"].mul_(0.5)
+            elif way == "whole":
+                tw.full_state_dict(model)
+                with tw.full_parameters(model, write=True), torch.no_grad():
+                    model.first.weight.mul_(0.9)
+            elif way == "copy":
+                model = copy.deepcopy(model)
+                optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
+        found.append(held(model, optim))
+    return unlike(*found)
+
+
+@pytest.mark.parametrize("way", ["write", "states", "whole", "copy"])
+def test_code_outside_of_steps(ranks: RankPool, way: str) -> None:
+    assert ranks.run(written_outside, way) == [[]] * WORLD
+
+
+def refused_optimizer() -> str:
+    model = tw.shard(build(Stack), tw.Plan.preset("zero1", nodes=2, local=2, **ON_HOST))
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(data(0, torch.distributed.get_rank())).float().square().mean().backward()
+    with pytest.raises(UsageError) as caught:
+        optim.step()
+    return str(caught.value)
+
+
+def test_torchs_own_optimizers_are_refused(ranks: RankPool) -> None:
+    assert all("thinwire.optimizer(model, AdamW, ...)" in said for said in ranks.run(refused_optimizer))
+
+
+def refused_memory() -> str:
+    with mock.patch.object(checks, "_free_memory", return_value=1000), pytest.raises(UsageError) as caught:
+        tw.shard(build(Stack), tw.Plan.preset("zero1", nodes=2, local=2, **ON_HOST))
+    return str(caught.value)
+
+
+def test_a_host_that_is_too_small_is_refused(ranks: RankPool) -> None:
+    assert all("are free; shard them over more ranks" in said for said in ranks.run(refused_memory))
+
+
+def copied(name: str, fields: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Units and bytes of a step's copies, as they happened and as the program says."""
+    happened: list[Any] = []
+    begin = HostStates._begin
+
+    def noted(states: HostStates, units: Any) -> Any:
+        begun = begin(states, units)
+        happened.append((tuple(units), sum(host.nbytes for host, _ in begun[1].copies)))
+        return begun
+
+    model = tw.shard(build(Stack), tw.Plan.preset(name, nodes=2, local=2, **fields, **ON_HOST))
+    optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
+    for step in range(3):
+        model(data(step, torch.distributed.get_rank())).float().square().mean().backward()
+        with mock.patch.object(HostStates, "_begin", noted) if step == 2 else contextlib.nullcontext():
+            optim.step()
+        optim.zero_grad()
+    engine = runtime(model)
+    share = engine.sharded.axes[Axis.SHARD, Lane.REDUCE].index
+    said = []
+    for op in (op for op in engine.programs.program(1).operations if op.lane is Lane.UP):
+        buffers = [b for unit in op.units for b in engine.units[unit].buffers if b.layout.trainable]
+        padded = sum(run.length for b in buffers for run in b.shares[share])
+        owned = sum(one.value.numel() for one in optim.fragments if one.unit in op.units)
+        said.append((op.units, op.size - 8 * (padded - owned)))  # padding has masters, and no moments
+    return happened, said
+
+
+@pytest.mark.parametrize("fields", [{}, {"compute_dtype": "float32"}, {"spread_bytes": 1 << 20}], ids=str)
+@pytest.mark.parametrize("name", ["zero1", "zero3", "hpz", "zeropp"])
+def test_the_runtime_copies_what_the_program_says(ranks: RankPool, name: str, fields: dict[str, Any]) -> None:
+    for happened, said in ranks.run(copied, name, fields):
+        assert happened == said
+        assert sum(nbytes for _, nbytes in said) > 0
+
+
 # -- the order of copies and updates ---------------------------------------------------------------------------
 
 
@@ -121,9 +308,7 @@ def stepped(name: str, dtype: str, fused: bool, skip: bool) -> list[str]:
     """Hazards of some steps on simulated streams."""
     with check_streams("never") as check:
         torch.default_generator.manual_seed(0)
-        plan = tw.Plan.preset(
-            name, nodes=2, local=2, compute_dtype=dtype, bucket_bytes=1, residence={"optimizer": "host-stream"}
-        )
+        plan = tw.Plan.preset(name, nodes=2, local=2, compute_dtype=dtype, bucket_bytes=1, **ON_HOST)
         model = tw.shard(build(Stack), plan, codec_backend="reference")
         options = {"lr": 1e-2, "fused": fused}
         optim = tw.optimizer(model, torch.optim.AdamW, skip_nonfinite=skip, **options)
@@ -180,7 +365,7 @@ def test_planted_faults_of_order_are_found(ranks: RankPool, lane: Lane) -> None:
 
 def stepped_without_waiting() -> list[str]:
     """Hazards where the forward does not wait for updates."""
-    with mock.patch.object(Spreads, "expect", lambda *_: None):
+    with mock.patch.object(Spreads, "expect", return_value=None):
         return stepped("zero3", "float32", False, False)
 
 

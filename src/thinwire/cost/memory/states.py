@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from thinwire.program import AHEAD, Axis, Even, Lane, UnitInfo, axis_shape, lower, together
+from thinwire.program import SLOTS, Axis, Even, Lane, UnitInfo, axis_shape, lower, together
 from thinwire.program.wire import ITEMSIZE, change_encodings, reduction_codecs
 from thinwire.spec import Factor, Plan
 from thinwire.spec.plan import cut_alike
@@ -78,7 +78,7 @@ class ModelStates(NamedTuple):
         Args:
             largest: Bytes of ``OS`` in the largest batch of units that is updated at once.
         """
-        return self._replace(optimizer=min(self.optimizer, (AHEAD + 2) * largest), host=self.optimizer)
+        return self._replace(optimizer=min(self.optimizer, SLOTS * largest), host=self.optimizer)
 
     @classmethod
     def of(

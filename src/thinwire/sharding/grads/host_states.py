@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from thinwire.program import AHEAD, Axis, Lane
+from thinwire.program import AHEAD, SLOTS, Axis, Lane
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.lanes.load import Load
@@ -36,14 +36,19 @@ class _Stored:
         masters: Buffers whose masters have memory of their own.
         fragments: What this rank updates of the unit, each with its buffer and its first element there; ``None`` where
             the P shard, on the device, holds the masters.
-        tensors: The optimizer's tensors on the host.
-        memory: Their memory, of bytes, end to end.
+        tensors: The optimizer's tensors on the host; none before its first update.
+        memory: Memory for them, of bytes, in which they lie end to end.
     """
 
     masters: list[FlatBuffer]
     fragments: list[tuple[OwnedFragment, tuple[FlatBuffer, int] | None]]
     tensors: list[torch.Tensor] = field(default_factory=list)
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the fragments."""
+        return sum(owned.value.numel() for owned, _ in self.fragments)
 
     @property
     def nbytes(self) -> int:
@@ -122,12 +127,13 @@ class HostStates:
     ) -> None:
         self._optimizer, self._lanes, self._device = optimizer, lanes, device
         self._stored = {unit.index: _stored(unit, fragments) for unit in units}
-        numels = {unit: sum(owned.value.numel() for owned, _ in one.fragments) for unit, one in self._stored.items()}
-        memory = lanes.host_memory(state_bytes * sum(numels.values()))
-        self._expected = dict(zip(numels, memory.split([state_bytes * n for n in numels.values()]), strict=True))
+        expected = [state_bytes * stored.numel for stored in self._stored.values()]
+        memory = lanes.host_memory(sum(expected))
+        for stored, part in zip(self._stored.values(), memory.split(expected), strict=True):
+            stored.memory = part
         self._names = {unit.index: unit.name for unit in units}
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
-        self._ring = deque(_Slot(nothing) for _ in range(AHEAD + 2))
+        self._ring = deque(_Slot(nothing) for _ in range(SLOTS))
 
     def update(
         self,
@@ -240,20 +246,20 @@ class HostStates:
     def _take_new(self, units: Sequence[int], staged: _Staged) -> None:
         """Give optimizer states that the update has made a place on the host: those of the fragments' size. Others are
         small, and stay where they are."""
-        for unit in units:
-            stored = self._stored[unit]
+        for stored in (self._stored[unit] for unit in units):
             present = [tensor for owned, _ in stored.fragments for tensor in self._states_of(owned)]
             if set(map(id, present)) == set(map(id, stored.tensors)):
                 continue
             self._lanes.settle()  # they have values now
             present.sort(key=lambda tensor: -tensor.itemsize)  # so that each begins at a multiple of its own
-            nbytes, memory = sum(tensor.nbytes for tensor in present), self._expected[unit]
+            nbytes, memory = sum(tensor.nbytes for tensor in present), stored.memory
             if memory.nbytes != nbytes:
                 memory = self._lanes.host_memory(nbytes)
+            values = [tensor.to("cpu", copy=True) for tensor in present]  # some may lie in that memory
+            self._lanes.settle()  # that of others belongs to another stream, and ends with them
             places = _carved(memory, present)
-            for tensor, place in zip(present, places, strict=True):
-                place.copy_(tensor)
-            self._lanes.settle()  # their memory belongs to another stream, and ends with them
+            for value, place in zip(values, places, strict=True):
+                place.copy_(value)
             known = {id(tensor) for tensor in (*present, *stored.tensors)}
             staged.copies = [pair for pair in staged.copies if pair[0] is not stored.memory]
             staged.pointed = [one for one in staged.pointed if id(one[0]) not in known]
@@ -272,7 +278,7 @@ def _stored(unit: Unit, fragments: Sequence[OwnedFragment]) -> _Stored:
     def place_of(owned: OwnedFragment) -> tuple[FlatBuffer, int] | None:
         value = owned.value
         for buffer in masters:
-            begin = value.storage_offset() - _master(buffer).storage_offset()
+            begin = int(value.storage_offset() - _master(buffer).storage_offset())
             same = value.untyped_storage()._cdata == _master(buffer).untyped_storage()._cdata
             if same and 0 <= begin < _master(buffer).numel():
                 return buffer, begin

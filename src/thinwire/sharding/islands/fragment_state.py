@@ -51,6 +51,7 @@ class PartState:
         self.part, self._replicas, self._settings = part, replicas, settings
         self.sources = [(buffer, buffer.shares[share]) for buffer in buffers]
         self._masters = [piece for buffer, runs in self.sources for piece in _masters(buffer, runs)]
+        self._device = buffers[0].shard.device if buffers else torch.device("cpu")  # masters may live on the host
         count, index = (1, 0) if replicas is None else (replicas.size, replicas.index)
         self._piece = slice(part.length // count * index, part.length // count * (index + 1))
         self.anchor = self._packed()[self._piece].clone()
@@ -99,7 +100,7 @@ class PartState:
         for master in self._masters:
             value = values[begin : begin + master.numel()]
             if blends and self._settings.blend:
-                torch.lerp(value, master, self._settings.blend, out=master)
+                master.copy_(torch.lerp(value, master.to(value.device), self._settings.blend))
             else:
                 master.copy_(value)
             begin += master.numel()
@@ -123,7 +124,7 @@ class PartState:
 
     def _packed(self) -> torch.Tensor:
         """The masters, end to end and padded, ``[length]``."""
-        vector = torch.zeros(self.part.length, device=self._masters[0].device)
+        vector = torch.zeros(self.part.length, device=self._device)
         begin = 0
         for master in self._masters:
             vector[begin : begin + master.numel()].copy_(master)

@@ -65,7 +65,7 @@ class Lanes:
         self._newest: dict[LaneName, Ticket] = {}
         self.recorder = Recorder(self._streams)
         self._workers: dict[tuple[LaneName, Stage], Worker] = {}
-        self._unpins: list[Callable[[], None]] = []  # they keep the memory that they unlock
+        self._locked: list[tuple[torch.Tensor, Callable[[], None]]] = []  # memory of the host, and what unlocks it
 
     def submit(
         self,
@@ -151,7 +151,7 @@ class Lanes:
         """Memory of the host from which and to which the device copies beside the host, ``[nbytes]``, of bytes."""
         memory = torch.empty(nbytes, dtype=torch.uint8)
         if self._streams is not None:
-            self._unpins.append(self._streams.pin(memory))
+            self._locked.append((memory, self._streams.pin(memory)))
         return memory
 
     def settle(self, lane: LaneName | None = None) -> None:
@@ -172,6 +172,9 @@ class Lanes:
         """Wait at most a second for submitted work, then close the workers."""
         for worker in self._workers.values():
             worker.close()
+        for _, unlock in self._locked:
+            unlock()
+        self._locked.clear()
 
     def _make_worker(self, lane: LaneName, stage: Stage) -> Worker:
         name = f"{lane} {stage}"

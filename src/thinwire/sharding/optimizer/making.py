@@ -11,8 +11,8 @@ from torch import nn
 
 from thinwire.agreement import NOTHING
 from thinwire.errors import UsageError
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.host_states import HostStates
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer, Unreadable
 from thinwire.sharding.optimizer.probes import refuse_per_tensor, refuse_unlike_ranks, state_bytes, updates_in_parts
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer

@@ -141,15 +141,16 @@ def updates_in_parts(
         with torch.enable_grad():
             _try(optimizer_class(together, **options), together, list(grads))
             optimizer = optimizer_class(apart, **options)
-            _try(optimizer, apart, [step for one, other in grads for step in ((one, None), (None, other))])
+            for step in grads:
+                for parameter, grad in zip(apart, step, strict=True):
+                    optimizer.param_groups[0]["params"] = [parameter]
+                    _try(optimizer, [parameter], [[grad]])
     except _REFUSALS:
         return False
     return all(torch.equal(one, other) for one, other in zip(together, apart, strict=True))
 
 
-def state_bytes(
-    optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device
-) -> int:
+def state_bytes(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device) -> int:
     """Bytes per element of the tensors that an optimizer keeps of each parameter's size; 0 if it refuses the trial."""
     parameter = nn.Parameter(torch.ones(8, 6, device=device))
     try:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from thinwire.errors import NonFiniteError, UsageError
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.host_states import HostStates
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer
 from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.lanes.lanes import Ticket
@@ -412,7 +412,7 @@ class ShareUpdate:
         """Update this rank's share of units whose gradients have arrived, in one call."""
         fragments = [owned for unit in units for owned in self._fragments_of.get(unit, ())]
         self._give_gradients(fragments)
-        with self._owned.over_fragments() as inner:
+        with self._owned.over_fragments(units) as inner:
             inner.step()
         for owned in fragments:
             owned.value.grad = None

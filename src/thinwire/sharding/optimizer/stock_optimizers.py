@@ -61,6 +61,11 @@ def _prepare(model: Masters, optimizer: torch.optim.Optimizer) -> None:
             f"{name}.step(): the model has an optimizer of thinwire.optimizer(...) as well, and both would update "
             "it; use one of them"
         )
+    if (residence := model.sharded.plan.residence).optimizer != "device":
+        raise UsageError(
+            f"residence.optimizer = {residence.optimizer!r}: {name} would update masters where they live, on the host; "
+            f"make it with thinwire.optimizer(model, {name}, ...), which brings them to the device"
+        )
     if _compiles(type(optimizer).step):
         raise UsageError(
             f"{name}.step() compiles its update, and torch cannot trace shares: make it with "

@@ -274,8 +274,8 @@ class Runtime:
         """
         step = self.sharded.steps.taken + 1
         if self.exchanges is not None:
-            if self.exchanges.writes():
-                self.spreads.join()  # they may read the masters
+            if self.exchanges.writes() or not self.plan.residence.on_device:
+                self.spreads.join()  # they may read the masters, or masters may be on their way to the host
             written, step = self.exchanges.end_step()
             if (fetched := self.exchanges.take_fetched()) is not None:
                 self.loaded(fetched, with_replicas=False)

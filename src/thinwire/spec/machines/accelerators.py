@@ -27,7 +27,8 @@ class Accelerator:
         memory_bandwidth: Bits per second of the accelerator's memory.
         nic: Bits per second of all network cards of a node, in one direction.
         gpus_per_node: Number of accelerators in the usual machine.
-        host: Bits per second between the accelerator and its host's memory, in one direction, as copies reach them.
+        host: Bits per second between the accelerator and its host's memory, in each direction, while all accelerators
+            of the node copy in both: a share of what the host's memory carries, where that is less than the link.
     """
 
     summary: str
@@ -37,7 +38,7 @@ class Accelerator:
     inside: float
     nic: float
     gpus_per_node: int
-    host: float = 25 * _GB_PER_S
+    host: float = 19 * _GB_PER_S
 
 
 _A100_PEAKS = {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12}
@@ -60,21 +61,21 @@ ACCELERATORS: Final[dict[str, Accelerator]] = {
     ),
     "v100-32g": Accelerator(
         "V100 32GB SXM3, NVLink 300 GB/s both ways through NVSwitch; eight 100 Gbit/s cards (DGX-2)",
-        32_510 * _MIB, _V100_PEAKS, 900 * _GB_PER_S, 150 * _GB_PER_S, 800 * _GBIT, 16, 12 * _GB_PER_S,
+        32_510 * _MIB, _V100_PEAKS, 900 * _GB_PER_S, 128 * _GB_PER_S, 800 * _GBIT, 16, 6 * _GB_PER_S,
     ),
     "v100-16g": Accelerator(
         "V100 16GB SXM2, NVLink 300 GB/s both ways, to the host too; two 100 Gbit/s cards (Lassen)",
-        16_160 * _MIB, _V100_PEAKS, 900 * _GB_PER_S, 75 * _GB_PER_S, 200 * _GBIT, 4, 60 * _GB_PER_S,
+        16_160 * _MIB, _V100_PEAKS, 900 * _GB_PER_S, 75 * _GB_PER_S, 200 * _GBIT, 4, 34 * _GB_PER_S,
     ),
     "h100-80g": Accelerator(
         "H100 80GB SXM, NVLink 900 GB/s both ways; eight 400 Gbit/s cards (DGX H100)",
-        81_079 * _MIB, _H100_PEAKS, 3352 * _GB_PER_S, 450 * _GB_PER_S, 3200 * _GBIT, 8,
-        50 * _GB_PER_S,
+        81_079 * _MIB, _H100_PEAKS, 3352 * _GB_PER_S, 428 * _GB_PER_S, 3200 * _GBIT, 8,
+        28 * _GB_PER_S,
     ),
     "h200-141g": Accelerator(
         "H200 141GB SXM, NVLink 900 GB/s both ways; eight 400 Gbit/s cards (DGX H200)",
-        143_167 * _MIB, _H100_PEAKS, 4800 * _GB_PER_S, 450 * _GB_PER_S, 3200 * _GBIT, 8,
-        50 * _GB_PER_S,
+        143_167 * _MIB, _H100_PEAKS, 4800 * _GB_PER_S, 428 * _GB_PER_S, 3200 * _GBIT, 8,
+        28 * _GB_PER_S,
     ),
 }  # fmt: skip
 """Accelerators by the name that ``--cluster NAME:NODESxGPUS`` takes."""

@@ -33,8 +33,9 @@ NIC_LATENCY: Final = 10e-6
 MEMORY_BANDWIDTH: Final = 8e12
 """Bits per second of an accelerator's memory where none is given."""
 
-HOST_BANDWIDTH: Final = 25 * 8e9
-"""Bits per second between an accelerator and its host's memory where none is given: PCIe 4.0, as it is measured."""
+HOST_BANDWIDTH: Final = 19 * 8e9
+"""Bits per second between an accelerator and its host's memory where none is given: an eighth of the memory of two
+sockets with eight channels of DDR4, in each direction."""
 
 HOST_LATENCY: Final = 10e-6
 """Latency in seconds of a copy between an accelerator and its host's memory."""

@@ -15,8 +15,8 @@ from typing import IO, Any, Final
 from thinwire.checkpoint.durable import sync_directory
 from thinwire.train.directory import write_atomically, writing
 
-KINDS: Final = ("gather", "reduce", "sync", "spread", "control", "outer")
-"""Kinds of communication, in the order in which they are reported."""
+KINDS: Final = ("gather", "reduce", "sync", "spread", "control", "outer", "update", "up", "down")
+"""What computation may wait for, in the order in which it is reported."""
 
 _PEAK_TFLOPS: Final[tuple[tuple[str, float, float], ...]] = (
     # Name in the device's name; dense bfloat16 and float16; float32 without TF32. From the makers' data sheets.

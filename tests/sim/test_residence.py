@@ -1,0 +1,64 @@
+"""Steps whose optimizer states live on the host: what is hidden, what is not, and what memory they take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from thinwire.cost import memory, units
+from thinwire.program import SLOTS, Lane, lower
+from thinwire.sim import Case, answer
+from thinwire.spec import ModelSpec, Plan
+
+ON_HOST: dict[str, Any] = {"residence": {"optimizer": "host-stream"}}
+
+
+def seconds(preset: str, tokens: int, on_host: bool, **changes: Any) -> float:
+    plan = Plan.preset(preset, nodes=1, local=8, **(ON_HOST if on_host else {}))
+    fields = {"params": str(plan.params), "grads": str(plan.grads), "optimizer": str(plan.optimizer)}
+    case = {
+        "model": "llama-7b",
+        "gpu": "h100-80g",
+        "gpus": 8,
+        "seq": tokens,
+        "recompute": True,
+        "plan": {**fields, **(ON_HOST if on_host else {})},
+        **changes,
+    }
+    return answer(Case.parse(case)).simulated.seconds
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero2", "zero3"])
+def test_a_long_forward_hides_the_copies(preset: str) -> None:
+    assert seconds(preset, 16384, True) <= 1.01 * seconds(preset, 16384, False)
+
+
+def test_a_short_step_takes_as_long_as_the_copies() -> None:
+    plan = Plan.preset("zero1", nodes=1, local=8, **ON_HOST)
+    sent = sum(
+        op.size for op in lower(plan, units(ModelSpec.preset("llama-7b"), plan)).operations if op.lane is Lane.UP
+    )
+    copies = sent / 28e9  # of an H100, while the others copy too
+    assert seconds("zero1", 512, True) > copies
+    assert seconds("zero1", 512, True) < 1.02 * copies + seconds("zero1", 512, False)
+
+
+def test_more_micro_batches_hide_nothing_more_and_nothing_less() -> None:
+    """The copies are those of a step, under the forward of its first micro-batch."""
+    late = []
+    for count in (1, 4):
+        resident, hosted = (seconds("zero1", 4096, on_host, micro_batches=count) for on_host in (False, True))
+        late.append(hosted - resident)
+    assert late[0] == pytest.approx(late[1], rel=0.05)
+    assert late[0] > 0
+
+
+def test_memory_moves_to_the_host() -> None:
+    model = ModelSpec.preset("llama-7b")
+    resident, hosted = (Plan.preset("zero1", nodes=1, local=8, **fields) for fields in ({}, ON_HOST))
+    before, after = (memory(model, plan, units(model, plan), seq=4096) for plan in (resident, hosted))
+    assert (before.host, after.host) == (0, before.optimizer)
+    largest = max(op.size for op in lower(hosted, units(model, hosted)).operations if op.lane is Lane.UP)
+    assert after.optimizer == SLOTS * largest
+    assert after.total == before.total - before.optimizer + after.optimizer
