@@ -117,9 +117,9 @@ def check_host_memory(plan: Plan, units: Sequence[UnitInfo]) -> None:
     needed, free = sum(shares) * plan.mesh.local, _free_memory()
     if free is not None and needed > free:
         raise UsageError(
-            f"residence.optimizer = {plan.residence.optimizer!r}: masters and moments of the {plan.mesh.local} ranks of "
-            f"a node take {format_bytes(needed)} of its host's memory, of which {format_bytes(free)} are free; shard "
-            "them over more ranks (optimizer), or free memory"
+            f"residence.optimizer = {plan.residence.optimizer!r}: masters and moments of the {plan.mesh.local} ranks "
+            f"of a node take {format_bytes(needed)} of its memory, and {format_bytes(free)} are free; shard them over "
+            "more ranks (optimizer), or free memory"
         )
 
 

@@ -61,7 +61,7 @@ ACCELERATORS: Final[dict[str, Accelerator]] = {
     ),
     "v100-32g": Accelerator(
         "V100 32GB SXM3, NVLink 300 GB/s both ways through NVSwitch; eight 100 Gbit/s cards (DGX-2)",
-        32_510 * _MIB, _V100_PEAKS, 900 * _GB_PER_S, 128 * _GB_PER_S, 800 * _GBIT, 16, 6 * _GB_PER_S,
+        32_510 * _MIB, _V100_PEAKS, 900 * _GB_PER_S, 150 * _GB_PER_S, 800 * _GBIT, 16, 6 * _GB_PER_S,
     ),
     "v100-16g": Accelerator(
         "V100 16GB SXM2, NVLink 300 GB/s both ways, to the host too; two 100 Gbit/s cards (Lassen)",
@@ -69,12 +69,12 @@ ACCELERATORS: Final[dict[str, Accelerator]] = {
     ),
     "h100-80g": Accelerator(
         "H100 80GB SXM, NVLink 900 GB/s both ways; eight 400 Gbit/s cards (DGX H100)",
-        81_079 * _MIB, _H100_PEAKS, 3352 * _GB_PER_S, 428 * _GB_PER_S, 3200 * _GBIT, 8,
+        81_079 * _MIB, _H100_PEAKS, 3352 * _GB_PER_S, 450 * _GB_PER_S, 3200 * _GBIT, 8,
         28 * _GB_PER_S,
     ),
     "h200-141g": Accelerator(
         "H200 141GB SXM, NVLink 900 GB/s both ways; eight 400 Gbit/s cards (DGX H200)",
-        143_167 * _MIB, _H100_PEAKS, 4800 * _GB_PER_S, 428 * _GB_PER_S, 3200 * _GBIT, 8,
+        143_167 * _MIB, _H100_PEAKS, 4800 * _GB_PER_S, 450 * _GB_PER_S, 3200 * _GBIT, 8,
         28 * _GB_PER_S,
     ),
 }  # fmt: skip
