@@ -47,6 +47,7 @@ from thinwire.program.shares import (
 )
 from thinwire.program.stages import TRANSFERS, Stage
 from thinwire.program.step import (
+    HOST_LANES,
     BufferInfo,
     BufferKey,
     Event,
@@ -61,6 +62,7 @@ from thinwire.program.step import (
 from thinwire.program.wire import axis_shape, idle_codecs
 
 __all__ = [
+    "HOST_LANES",
     "AHEAD",
     "SLOTS",
     "ALIGNMENT_BYTES",

@@ -17,6 +17,7 @@ from thinwire.program.mesh import Axis, Hop, Kind, Scope
 from thinwire.program.shares import compact
 
 __all__ = [
+    "HOST_LANES",
     "BufferInfo",
     "BufferKey",
     "Event",
@@ -46,6 +47,10 @@ class Lane(StrEnum):
     """Copies from the host's memory to the device."""
     DOWN = "down"
     """Copies from the device to the host's memory."""
+
+
+HOST_LANES = (Lane.UPDATE, Lane.UP, Lane.DOWN)
+"""Lanes of states that live on the host. Nothing on them reaches another rank."""
 
 
 class Phase(StrEnum):
@@ -306,7 +311,7 @@ class StepProgram:
 
     def traffic(self) -> dict[Lane, dict[Scope, int]]:
         """Bytes that this rank sends per step, by lane and scope."""
-        total = {lane: dict.fromkeys(Scope, 0) for lane in Lane}
+        total = {lane: dict.fromkeys(Scope, 0) for lane in Lane if lane not in HOST_LANES}
         for operation in self.operations:
             for hop in operation.hops:
                 total[operation.lane][hop.scope] += hop.sent

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from thinwire.cost import Memory, kept_activations, parts, units
 from thinwire.errors import SpecError
-from thinwire.program import Lane, node_order
+from thinwire.program import HOST_LANES, node_order
 from thinwire.sim.engine import Engine, engines
 from thinwire.sim.step import Simulated
 from thinwire.sim.workload import Workload
@@ -150,7 +150,11 @@ class Answer:
             "mfu": self.mfu,
             "tflops": self.tflops,
             "memory_bytes": {**self.memory.by_part(), "total": self.memory.total},
-            "exposed": {str(lane): self.simulated.exposed[lane] for lane in Lane},
+            "exposed": {
+                str(lane): seconds
+                for lane, seconds in self.simulated.exposed.items()
+                if seconds or lane not in HOST_LANES
+            },
             "extrapolated": self.extrapolated,
         }
 

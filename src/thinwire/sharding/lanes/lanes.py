@@ -32,16 +32,7 @@ from thinwire.sharding.lanes.worker import Body, Ticket, Worker
 
 __all__ = ["Lanes", "Mark", "Ticket"]
 
-WATCHED = (
-    LaneName.GATHER,
-    LaneName.REDUCE,
-    LaneName.SYNC,
-    LaneName.SPREAD,
-    LaneName.OUTER,
-    LaneName.UPDATE,
-    LaneName.UP,
-    LaneName.DOWN,
-)
+WATCHED = (LaneName.GATHER, LaneName.REDUCE, LaneName.SYNC, LaneName.SPREAD, LaneName.OUTER)
 """Lanes whose waits and work are added up."""
 
 UNNAMED = Load("", Axis.WORLD)
@@ -98,14 +89,15 @@ class Lanes:
         """Seconds that computation waited for each lane since the last call."""
         seconds = dict.fromkeys(WATCHED, 0.0)
         for (lane, _), worker in self._workers.items():
-            seconds[lane] += worker.exposed()
+            seconds[lane] = seconds.get(lane, 0.0) + worker.exposed()
         return seconds
 
     def worked(self) -> dict[LaneName, dict[str, float]]:
         """Seconds that each lane worked since the last call: transfers (including waiting for peers), and codecs."""
         seconds: dict[LaneName, dict[str, float]] = {lane: {"transfer": 0.0, "codec": 0.0} for lane in WATCHED}
         for (lane, stage), worker in self._workers.items():
-            seconds[lane]["transfer" if stage in TRANSFERS else "codec"] += worker.worked()
+            if lane in seconds:
+                seconds[lane]["transfer" if stage in TRANSFERS else "codec"] += worker.worked()
         return seconds
 
     @property
