@@ -197,8 +197,9 @@ def _sheet(estimates: list[_Estimate], cluster: ClusterSpec) -> Sheet:
             needed.overhead,
             needed.total,
         )
-        fits = "" if needed.total <= cluster.memory else "does not fit"
-        rows.append([estimate.system, estimate.label, *(f"{part / 2**30:.2f}" for part in parts), fits])
+        notes = [f"and {needed.host / 2**30:.2f} of the host"] if needed.host else []
+        notes += [] if needed.total <= cluster.memory else ["does not fit"]
+        rows.append([estimate.system, estimate.label, *(f"{part / 2**30:.2f}" for part in parts), ", ".join(notes)])
     columns = ["system", "plan", "P", "G", "OS", "gathered", "buffers", "activations", "overhead", "total", ""]
     return Sheet("Peak memory of a rank in GiB, least first", columns, 2, rows)
 
@@ -212,6 +213,7 @@ def _to_json(estimates: list[_Estimate], model: ModelSpec, cluster: ClusterSpec)
                 "system": estimate.system,
                 "plan": estimate.label,
                 "memory_bytes": {**estimate.memory.by_part(), "total": estimate.memory.total},
+                **({"host_bytes": estimate.memory.host} if estimate.memory.host else {}),
                 "fits": estimate.memory.total <= cluster.memory,
             }
             for estimate in estimates
