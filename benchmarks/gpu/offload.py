@@ -1,0 +1,133 @@
+"""Part: optimizer states on the host beside states on the card, and what the planner says of both.
+
+Each turn is a process, ``python -m benchmarks.gpu.offload RESIDENCE OUT.json DEVICE``, as in the part of the largest
+model.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from benchmarks.gpu.case import GIB, Case, Report
+from benchmarks.gpu.outcome import Check, Outcome
+from benchmarks.gpu.scale import REHEARSAL, Scale, scale_of
+from benchmarks.gpu.step import described, joined, synchronize
+from benchmarks.gpu.systems import llama, thinwire_step, tokens
+
+from thinwire.cost import memory, units
+from thinwire.report.sheet import Sheet
+from thinwire.spec import ModelSpec, Plan
+from thinwire.units import format_bytes
+
+__all__ = ["cases"]
+
+RESIDENCES: Final = ("device", "host-stream")
+
+SLOWER: Final = 1.05
+"""Most that a step may take of one with states on the card, at 16k tokens a rank."""
+
+MEMORY_TOLERANCE: Final = 0.025
+
+_WIDE: Final = {"vocab": 32000, "hidden": 3072, "heads": 24, "kv_heads": 24, "ffn": 8192, "seq": 2048, "layers": 10}
+_BATCH: Final = 8
+_ROUNDS: Final = 2
+_STEPS: Final = 5
+
+
+def cases(scale: Scale, stack: ExitStack) -> list[Case]:
+    """One case: ratios are within rounds of it."""
+    del stack
+    return [Case("states on the host", partial(_compared, scale), 75, 16 * GIB)]
+
+
+def _compared(scale: Scale, report: Report) -> Outcome:
+    turns: dict[str, list[dict[str, Any]]] = {residence: [] for residence in RESIDENCES}
+    with tempfile.TemporaryDirectory() as directory:
+        for number in range(_ROUNDS):
+            for residence in RESIDENCES:
+                report(f"round {number + 1} of {_ROUNDS}: {residence}")
+                turns[residence].append(_turn(residence, scale, Path(directory) / "turn.json"))
+    rows, checks = [], [_same_losses(turns)]
+    medians, fields = {}, _fields(scale)
+    for residence, made in turns.items():
+        medians[residence] = statistics.median(seconds for turn in made for seconds in turn["seconds"])
+        peak, predicted = max(turn["peak"] for turn in made), _predicted(scale, residence)
+        sizes = [format_bytes(size) for size in (peak, predicted)]
+        rows.append([residence, f"{1e3 * medians[residence]:.1f}", *sizes])
+        if scale.device == "cuda":
+            error = predicted / peak - 1
+            what = f"predicted peak memory / measured, {residence}"
+            checks.append(
+                Check(what, f"{error:+.1%}", f"within {MEMORY_TOLERANCE:.1%}", abs(error) <= MEMORY_TOLERANCE)
+            )
+    ratio = medians["host-stream"] / medians["device"]
+    if scale.device == "cuda":
+        checks.append(Check("step, host-stream / device", f"{ratio:.3f}", f"at most {SLOWER}", ratio <= SLOWER))
+    columns = ("optimizer states", "ms per step", "peak of tensors", "predicted")
+    sheet = Sheet(f"{described(fields, _batch(scale))}, zero3 on one rank, bf16", columns, 1, rows)
+    return Outcome((sheet,), tuple(checks), (), {"turns": turns})
+
+
+def _same_losses(turns: dict[str, list[dict[str, Any]]]) -> Check:
+    found = {tuple(turn["losses"]) for made in turns.values() for turn in made}
+    return Check("losses of both residences", f"{len(found)} different", "the same bits", len(found) == 1)
+
+
+def _predicted(scale: Scale, residence: str) -> int:
+    model, plan = ModelSpec.parse(_fields(scale), "the model of the GPU check"), _plan(residence, _batch(scale))
+    needed = memory(model, plan, units(model, plan), seq=model.seq)
+    return needed.total - needed.overhead
+
+
+def _plan(residence: str, batch: int) -> Plan:
+    return Plan.preset("zero3", nodes=1, local=1, micro_batch=batch, recompute=True, residence={"optimizer": residence})
+
+
+def _fields(scale: Scale) -> dict[str, Any]:
+    return dict(_WIDE) if scale.device == "cuda" else dict(scale.model)
+
+
+def _batch(scale: Scale) -> int:
+    return _BATCH if scale.device == "cuda" else scale.batch
+
+
+def _turn(residence: str, scale: Scale, out: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.gpu.offload", residence, str(out), scale.device]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{residence} ended with status {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+    made: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return made
+
+
+def main(residence: str, out: str, device: str) -> None:
+    """Train a few steps, and write losses, seconds and the peak of memory."""
+    scale = REHEARSAL if device == "cpu" else scale_of(device)
+    with joined(device):
+        ids = tokens(_fields(scale), _batch(scale), device)
+        step, _ = thinwire_step(llama(_fields(scale), device), ids, _plan(residence, _batch(scale)))
+        losses = [float(step()) for _ in range(3)]
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds = []
+        for _ in range(_STEPS):
+            started = time.perf_counter()
+            step()
+            synchronize(device)
+            seconds.append(time.perf_counter() - started)
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    Path(out).write_text(json.dumps({"losses": losses, "seconds": seconds, "peak": peak}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
