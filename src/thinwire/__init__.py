@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from thinwire.sharding.step.loss_scale import LossScale
     from thinwire.spec import ClusterSpec, CodecSpec, Factor, ModelSpec, Overlap, Plan, Wire
     from thinwire.spec.plan_parts.policy import HybridPolicy
+    from thinwire.weights import Publisher, Subscriber, publisher
 
 __version__ = "0.2.0"
 
@@ -70,6 +71,8 @@ __all__ = [
     "ParallelModel",
     "ParallelOptimizer",
     "Plan",
+    "Publisher",
+    "Subscriber",
     "Wire",
     "__version__",
     "async_save",
@@ -97,6 +100,7 @@ __all__ = [
     "optimizer",
     "parallelize",
     "progress",
+    "publisher",
     "register_forward_method",
     "save",
     "shard",
@@ -107,6 +111,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "thinwire.weights": ("Publisher", "Subscriber", "publisher"),
     "thinwire.intercept.adapters": ("compress_ddp", "compress_fsdp"),
     "thinwire.intercept": (
         "AxisCodecs",

@@ -32,7 +32,18 @@ DECIDING = {
     "report",
     "convert",
 }
-DOING = {"codecs", "collectives", "intercept", "checkpoint", "network", "sharding", "profile", "parallel", "train"}
+DOING = {
+    "codecs",
+    "collectives",
+    "intercept",
+    "checkpoint",
+    "network",
+    "sharding",
+    "profile",
+    "parallel",
+    "train",
+    "weights",
+}
 ABOVE = {"cli", "integrations", "lab", "testing"}
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -113,22 +111,16 @@ def check_host_memory(plan: Plan, units: Sequence[UnitInfo]) -> None:
     """
     if plan.residence.on_device:
         return
+    import psutil  # which nothing else of a shard needs
+
     shares = [(max(b.shares) * state_bytes(plan, b)) for unit in units for b in unit.buffers if b.trainable]
-    needed, free = sum(shares) * plan.mesh.local, _free_memory()
-    if free is not None and needed > free:
+    needed, free = sum(shares) * plan.mesh.local, psutil.virtual_memory().available
+    if needed > free:
         raise UsageError(
             f"residence.optimizer = {plan.residence.optimizer!r}: masters and moments of the {plan.mesh.local} ranks "
             f"of a node take {format_bytes(needed)} of its memory, and {format_bytes(free)} are free; shard them over "
             "more ranks (optimizer), or free memory"
         )
-
-
-def _free_memory() -> int | None:
-    """Bytes of this host's memory that are free or can be freed; ``None`` if the system does not say."""
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) << 10
-    return None
 
 
 def refuse_shared_memory(model: nn.Module) -> None:

@@ -18,7 +18,6 @@ from tests.support.training.models import Stack
 import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.program import Axis, Lane
-from thinwire.sharding import checks
 from thinwire.sharding.api import runtime
 from thinwire.sharding.grads.host_states import HostStates
 from thinwire.sharding.lanes.lanes import Lanes
@@ -256,7 +255,8 @@ def test_torchs_own_optimizers_are_refused(ranks: RankPool) -> None:
 
 
 def refused_memory() -> str:
-    with mock.patch.object(checks, "_free_memory", return_value=1000), pytest.raises(UsageError) as caught:
+    free = mock.Mock(available=1000)
+    with mock.patch("psutil.virtual_memory", return_value=free), pytest.raises(UsageError) as caught:
         tw.shard(build(Stack), tw.Plan.preset("zero1", nodes=2, local=2, **ON_HOST))
     return str(caught.value)
 

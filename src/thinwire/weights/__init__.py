@@ -1,0 +1,10 @@
+"""Weights over thin wires: a trainer publishes versions of its weights to a store, and generators elsewhere follow.
+
+Every rank publishes what it owns; nothing is gathered. A version is one file for each rank, and is there once all of
+them are. ``parts.py`` says what a file holds, ``stores.py`` where files are.
+"""
+
+from thinwire.weights.following import Subscriber
+from thinwire.weights.publishing import Publisher, publisher
+
+__all__ = ["Publisher", "Subscriber", "publisher"]

@@ -1,0 +1,198 @@
+"""Parts: what one rank publishes of one version of the weights.
+
+A version has a part from every rank, and two kinds. A *delta* says what turns the weights of its parent, an earlier
+version, into its own; an *anchor* holds all weights by itself. Parts of one publisher's life belong to a *run*. The
+name of a part says all of this, so that a listing of the store says which versions are complete:
+
+``RUN.VERSION.PARENT.KIND.PART-PARTS.weights``
+
+A part is a head in JSON and one message for each dtype. A checksum in front covers all of it, and deltas are verified
+value by value when they are applied.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, Self
+
+import torch
+
+from thinwire.agreement import Typed
+from thinwire.codecs.delta import Delta
+from thinwire.codecs.delta_format import FORMATS
+from thinwire.errors import CollectiveError, WireError
+
+__all__ = ["Kind", "Name", "Piece", "Values", "complete", "decode", "encode", "new_run", "split", "take"]
+
+Kind = Literal["delta", "anchor"]
+
+Values = Mapping[str, torch.Tensor]
+"""Values by the name of their dtype, 1-D, on the CPU: those of all pieces of that dtype, one after another."""
+
+_MAGIC: Final = b"TWW1"
+_FRONT: Final = "<4sIQ"
+"""Magic, checksum of everything after the front, bytes of the head."""
+
+_NAME: Final = re.compile(r"(\d{6}-[0-9a-f]{8})\.(\d{9})\.(\d{9})\.(delta|anchor)\.(\d{5})-(\d{5})\.weights")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive elements of one tensor.
+
+    Attributes:
+        name: Name of the tensor, as in the model's state dict.
+        shape: Shape of the whole tensor.
+        dtype: Its dtype, as ``"bfloat16"``.
+        offset: First element, in the flattened tensor.
+        numel: Number of elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Name:
+    """What the name of a part says.
+
+    Attributes:
+        run: The publisher's life. Its number is larger than that of any run that was there when it began.
+        version: Number of the version, from 1.
+        parent: The version that a delta begins from; 0 for an anchor.
+        kind: Kind of the part.
+        part: Number of the part, from 0.
+        parts: Parts of the version.
+    """
+
+    run: str
+    version: int
+    parent: int
+    kind: Kind
+    part: int
+    parts: int
+
+    def __str__(self) -> str:
+        """The name, of a form that sorts by run and version."""
+        place = f"{self.part:05}-{self.parts:05}"
+        return f"{self.run}.{self.version:09}.{self.parent:09}.{self.kind}.{place}.weights"
+
+    @classmethod
+    def read(cls, text: str) -> Self | None:
+        """The name that a text is; ``None`` if it is none."""
+        match = _NAME.fullmatch(text)
+        if match is None:
+            return None
+        run, version, parent, kind, part, parts = match.groups()
+        name = cls(run, int(version), int(parent), "delta" if kind == "delta" else "anchor", int(part), int(parts))
+        return name if name.part < name.parts and name.parent < name.version else None
+
+
+def new_run(names: Iterable[Name]) -> str:
+    """The name of a run that begins now, after all that have these parts. Of two that begin at once, one comes after
+    the other by chance."""
+    number = 1 + max((int(name.run.partition("-")[0]) for name in names), default=0)
+    return f"{number:06}-{secrets.token_hex(4)}"
+
+
+def complete(names: Iterable[Name]) -> dict[tuple[str, int, int, Kind], list[Name]]:
+    """The versions all of whose parts are there, by run, version, parent and kind; parts in order."""
+    found: dict[tuple[str, int, int, Kind], dict[int, Name]] = {}
+    for name in names:
+        found.setdefault((name.run, name.version, name.parent, name.kind), {})[name.part] = name
+    versions = {key: [parts[number] for number in sorted(parts)] for key, parts in found.items()}
+    return {key: parts for key, parts in sorted(versions.items()) if len(parts) == parts[0].parts}
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    step: int
+    pieces: tuple[Piece, ...]
+    messages: tuple[tuple[str, int], ...]  # dtype and bytes, in order
+
+
+_HEAD: Final[Typed[_Head]] = Typed(_Head)
+
+
+def encode(step: int, pieces: Sequence[Piece], old: Values | None, new: Values) -> bytes:
+    """A part.
+
+    Args:
+        step: Optimizer steps that made these values.
+        pieces: Its pieces; those of one dtype in the order of its values.
+        old: Values of the parent; ``None`` makes an anchor. Dtypes without deltas travel as they are.
+        new: Values of this version.
+    """
+    messages = [(dtype, _message(None if old is None else old[dtype], values)) for dtype, values in new.items()]
+    head = _HEAD.encode(_Head(step, tuple(pieces), tuple((dtype, len(message)) for dtype, message in messages)))
+    rest = b"".join((head, *(message for _, message in messages)))
+    return struct.pack(_FRONT, _MAGIC, zlib.crc32(rest), len(head)) + rest
+
+
+def decode(data: bytes) -> tuple[int, tuple[Piece, ...], dict[str, memoryview]]:
+    """The step, the pieces, and the messages of a part by dtype.
+
+    Raises:
+        WireError: The bytes are truncated, damaged, or no part.
+    """
+    front = struct.calcsize(_FRONT)
+    if len(data) < front:
+        raise WireError(f"{len(data)} bytes are no part of weights")
+    magic, checksum, head_bytes = struct.unpack_from(_FRONT, data)
+    rest = memoryview(data)[front:]
+    if magic != _MAGIC or head_bytes > len(rest) or zlib.crc32(rest) != checksum:
+        raise WireError("a part of weights is truncated or damaged, or it is another file")
+    try:
+        head = _HEAD.decode(bytes(rest[:head_bytes]))
+    except CollectiveError as error:
+        raise WireError(f"the head of a part of weights says nothing that can be read: {error}") from error
+    messages, at = {}, head_bytes
+    for dtype, nbytes in head.messages:
+        messages[dtype] = rest[at : at + nbytes]
+        at += nbytes
+    if at != len(rest) or any(piece.dtype not in messages for piece in head.pieces):
+        raise WireError("the messages of a part of weights are not those that its head names")
+    return head.step, head.pieces, messages
+
+
+def take(dtype: str, message: memoryview, numel: int, old: torch.Tensor | None) -> torch.Tensor:
+    """The values that a message makes, 1-D.
+
+    Args:
+        dtype: Their dtype.
+        message: The message.
+        numel: Their number.
+        old: Values of the parent, for a delta.
+
+    Raises:
+        WireError: It was made against other values, or is damaged.
+    """
+    kind: torch.dtype = getattr(torch, dtype)
+    raw = torch.frombuffer(bytearray(message), dtype=torch.uint8) if len(message) else torch.empty(0, dtype=torch.uint8)
+    if old is None or kind not in FORMATS:
+        if raw.numel() != numel * kind.itemsize:
+            raise WireError(f"{raw.numel()} bytes are not {numel} values of {dtype}")
+        return raw.view(kind)
+    return Delta().apply(old, raw)
+
+
+def _message(old: torch.Tensor | None, new: torch.Tensor) -> bytes:
+    if old is None or new.dtype not in FORMATS:
+        return new.contiguous().view(torch.uint8).numpy().tobytes()
+    return Delta().encode(old, new).numpy().tobytes()
+
+
+def split(values: torch.Tensor, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """The pieces of one dtype with their values."""
+    at = 0
+    for piece in pieces:
+        yield piece, values[at : at + piece.numel]
+        at += piece.numel

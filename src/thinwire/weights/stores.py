@@ -1,0 +1,74 @@
+"""Stores: a directory, or any URL that fsspec knows (S3, GCS, HTTP), in which files appear as a whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from thinwire.checkpoint.durable import make_directory, replace_file
+from thinwire.errors import UsageError
+
+__all__ = ["Store"]
+
+
+class Store:
+    """Files by name.
+
+    Args:
+        url: A directory, or a URL of fsspec. Over HTTP a store can be read, and is listed by its index page.
+
+    Raises:
+        UsageError: fsspec does not know the URL.
+    """
+
+    def __init__(self, url: str | os.PathLike[str]) -> None:
+        self.url = os.fspath(url)
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise UsageError(f"store = {self.url!r}: {error}; give a directory, or a URL that fsspec knows") from error
+        self._is_local = isinstance(self._files, LocalFileSystem)
+        self._root = self._root.rstrip("/")
+
+    def names(self) -> list[str]:
+        """Names of all files; none if the store is not there yet."""
+        self._files.invalidate_cache(self._root)
+        try:
+            found = self._files.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted(str(path).rstrip("/").rpartition("/")[2] for path in found)
+
+    def read(self, name: str) -> bytes:
+        """The content of a file.
+
+        Raises:
+            OSError: It is not there, or cannot be read.
+        """
+        content: bytes = self._files.cat_file(f"{self._root}/{name}")
+        return content
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file, which others see as a whole or not at all.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        if not self._is_local:
+            self._files.pipe_file(f"{self._root}/{name}", content)
+            return
+        make_directory(Path(self._root))
+        replace_file(Path(self._root) / name, content)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there.
+
+        Raises:
+            OSError: It cannot be removed.
+        """
+        path = f"{self._root}/{name}"
+        if self._files.exists(path):
+            self._files.rm_file(path)

@@ -1,0 +1,159 @@
+"""Nothing wrong is ever applied by a subscriber."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import random
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire as tw
+from thinwire.errors import UsageError, WireError
+from thinwire.weights.parts import Name, Piece, complete, decode, encode, take
+
+RUN = "000001-00000000"
+PIECES = (Piece("a", (4, 4), "bfloat16", 0, 16), Piece("n", (), "int64", 0, 1))
+
+
+def values(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"bfloat16": torch.randn(16, generator=generator).bfloat16(), "int64": torch.tensor([seed])}
+
+
+def write(directory: Path, version: int, parent: int, content: bytes) -> Path:
+    kind = "delta" if parent else "anchor"
+    path = directory / str(Name(RUN, version, parent, kind, 0, 1))  # type: ignore[arg-type]
+    path.write_bytes(content)
+    return path
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """An anchor and two deltas."""
+    write(tmp_path, 1, 0, encode(1, PIECES, None, values(1)))
+    write(tmp_path, 2, 1, encode(2, PIECES, values(1), values(2)))
+    write(tmp_path, 3, 2, encode(3, PIECES, values(2), values(3)))
+    return tmp_path
+
+
+def differences(held: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
+    if held.keys() != wanted.keys():
+        return sorted(held.keys() ^ wanted.keys())
+    return [name for name, value in wanted.items() if not held[name].equal(value)]
+
+
+def held(subscriber: tw.Subscriber) -> dict[str, torch.Tensor]:
+    state = subscriber.state_dict()
+    return {"bfloat16": state["a"].view(-1), "int64": state["n"].view(1)} if state else {}
+
+
+def assert_holds(subscriber: tw.Subscriber, seed: int | None) -> None:
+    assert subscriber.version == seed
+    assert not differences(held(subscriber), values(seed) if seed else {})
+
+
+def test_every_byte_of_a_part_counts(store: Path) -> None:
+    (path,) = store.glob("*000000003.000000002*")
+    content = path.read_bytes()
+    rng = random.Random(0)
+    for at in range(0, len(content), 3):
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        subscriber = tw.Subscriber(str(store))
+        assert subscriber.update() == 2
+        assert_holds(subscriber, 2)
+        with pytest.raises(WireError):
+            subscriber.update()
+        assert_holds(subscriber, 2)
+    for end in range(len(content)):
+        with pytest.raises(WireError):
+            decode(content[:end])
+
+
+def test_a_delta_of_other_weights_is_refused(store: Path) -> None:
+    subscriber = tw.Subscriber(str(store))
+    subscriber.update()
+    other, later = values(3), values(3)
+    other["bfloat16"][2], later["bfloat16"][2] = 2.0, 2.0
+    later["bfloat16"].view(torch.int16)[3] += 1  # as training does, and so short as to say nothing of the rest
+    write(store, 4, 3, encode(4, PIECES, other, later))
+    with pytest.raises(WireError):
+        subscriber.update()
+    assert_holds(subscriber, 3)
+    write(store, 5, 0, encode(5, PIECES, None, values(5)))
+    assert subscriber.update() == 5
+    assert_holds(subscriber, 5)
+
+
+def test_versions_out_of_order_wait_for_those_before(store: Path) -> None:
+    (second,) = store.glob("*000000002.000000001*")
+    aside = store / "aside"
+    second.rename(aside)
+    subscriber = tw.Subscriber(str(store))
+    assert subscriber.update() == 1
+    assert subscriber.update() is None
+    aside.rename(second)
+    assert subscriber.update() == 3
+    assert_holds(subscriber, 3)
+
+
+def test_incomplete_versions_are_not_there() -> None:
+    parts = [Name(RUN, 1, 0, "anchor", part, 3) for part in (0, 2)]
+    assert complete(parts) == {}
+    assert list(complete([*parts, Name(RUN, 1, 0, "anchor", 1, 3)])) == [(RUN, 1, 0, "anchor")]
+    for text in ("", "x.weights", str(parts[0]) + "x", str(Name(RUN, 1, 1, "delta", 0, 1)), f"{RUN}.1.0.anchor.0-1"):
+        assert Name.read(text) is None
+    assert Name.read(str(parts[0])) == parts[0]
+
+
+def test_a_directory_that_is_not_there_yet_is_waited_for(tmp_path: Path, store: Path) -> None:
+    subscriber = tw.Subscriber(str(tmp_path / "later"))
+    assert subscriber.follow(0.0) is None
+    with pytest.raises(UsageError, match="no complete version"):
+        subscriber.load_into(nn.Linear(1, 1))
+    threading.Timer(0.3, lambda: shutil.copytree(store, tmp_path / "later", ignore=lambda *_: {"later"})).start()
+    assert subscriber.follow(10.0, interval=0.05) in (1, 2, 3)
+
+
+def test_a_store_is_read_over_http(store: Path) -> None:
+    pytest.importorskip("aiohttp")
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(store))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        subscriber = tw.Subscriber(f"http://127.0.0.1:{server.server_port}")
+        assert subscriber.update() == 3
+        assert_holds(subscriber, 3)
+        server.shutdown()
+
+
+def test_weights_load_into_a_module_of_any_dtype(tmp_path: Path) -> None:
+    module = nn.Linear(3, 2)
+    pieces = [Piece(name, tuple(p.shape), "float32", 0, p.numel()) for name, p in module.named_parameters()]
+    joined = {"float32": torch.cat([p.detach().view(-1) for p in module.parameters()])}
+    write(tmp_path, 1, 0, encode(1, pieces, None, joined))
+    subscriber, twin = tw.Subscriber(str(tmp_path)), nn.Linear(3, 2).bfloat16()
+    subscriber.update()
+    subscriber.load_into(twin)
+    assert torch.equal(twin.weight, module.weight.bfloat16())
+    with pytest.raises(UsageError, match="differ in"):
+        subscriber.load_into(nn.Linear(3, 2, bias=False))
+
+
+def test_messages_that_lie_about_their_length_are_refused() -> None:
+    with pytest.raises(WireError, match="are not 3 values"):
+        take("bfloat16", memoryview(b"1234"), 3, None)
+    step, pieces, messages = decode(encode(9, PIECES, None, values(1)))
+    assert (step, pieces) == (9, PIECES)
+    assert set(messages) == {"bfloat16", "int64"}
+
+
+def test_a_store_of_no_known_kind_is_refused() -> None:
+    with pytest.raises(UsageError, match="give a directory"):
+        tw.Subscriber("nonsense://x")

@@ -1,0 +1,220 @@
+"""Published weights arrive bit for bit, whatever the plan, and whatever happens to the store."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from tests.support.training.edge import build, samples
+from tests.support.training.models import Stack
+from torch import nn
+
+import thinwire as tw
+from thinwire.errors import UsageError, WireError
+from thinwire.testing import RankPool
+from thinwire.weights.publishing import Publisher
+from thinwire.weights.stores import Store
+
+pytestmark = pytest.mark.ranks
+
+WORLD = 4
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with contextlib.closing(RankPool(WORLD)) as pool:
+        yield pool
+
+
+class Net(nn.Module):
+    """Trained, frozen and shared tensors, and buffers of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stack()
+        self.norm = nn.BatchNorm1d(8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.stack(self.frozen(self.norm(x)))
+
+
+def made(preset: str, **fields: Any) -> tuple[nn.Module, Any]:
+    plan = tw.Plan.preset(preset, nodes=2, local=2, **{"compute_dtype": "bfloat16", **fields})
+    model = tw.shard(build(Net), plan, codec_backend="reference")
+    return model, tw.optimizer(model, torch.optim.AdamW, lr=1e-4)
+
+
+def train(model: nn.Module, optim: Any, number: int) -> None:
+    x = samples(number, 1, WORLD)[0, torch.distributed.get_rank()]
+    model(x.bfloat16()).float().square().mean().backward()
+    optim.step()
+    optim.zero_grad()
+
+
+def settled(publisher: Publisher) -> None:
+    """Wait until all ranks have written."""
+    if publisher._thread is not None:
+        publisher._thread.join()
+    torch.distributed.barrier()
+
+
+def expected(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What forwards compute with; of buffers, which differ from rank to rank, the first rank's."""
+    with tw.full_parameters(model):
+        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    for name, _ in model.named_buffers():
+        torch.distributed.broadcast(state[name], 0)
+    return state
+
+
+def differences(held: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
+    if held.keys() != wanted.keys():
+        return sorted(held.keys() ^ wanted.keys())
+    return [name for name, value in wanted.items() if held[name].dtype != value.dtype or not held[name].equal(value)]
+
+
+def followed(store: str, preset: str, fields: dict[str, Any]) -> list[str]:
+    """What differs at a subscriber of any version."""
+    model, optim = made(preset, **fields)
+    publisher, subscriber = tw.publisher(model, store, anchor_every=3), tw.Subscriber(store)
+    problems = []
+    for number in range(7):
+        train(model, optim, number)
+        publisher.step()
+        settled(publisher)
+        assert subscriber.update() == number + 1
+        problems += differences(subscriber.state_dict(), expected(model))
+    assert differences(tw.Subscriber(store).state_dict(), {}) == []
+    late = tw.Subscriber(store)
+    assert late.update() == 7
+    return problems + differences(late.state_dict(), expected(model))
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("zero1", {}),
+    ("zero3", {}),
+    ("hpz", {}),
+    ("zero1", {"wire": {"spread": "int8:64"}}),
+    ("zero1", {"compute_dtype": "float32"}),
+    ("zero3", {"residence": {"optimizer": "host-stream"}}),
+    ("thinwire", {}),
+    ("zeropp", {}),
+]
+
+
+@pytest.mark.parametrize(("preset", "fields"), CASES, ids=str)
+def test_every_version_arrives_bit_for_bit(
+    ranks: RankPool, tmp_path: Path, preset: str, fields: dict[str, Any]
+) -> None:
+    assert ranks.run(followed, str(tmp_path / "store"), preset, fields) == [[]] * WORLD
+
+
+def resumed(store: str, checkpoint: str) -> list[str]:
+    """A trainer that is started again under another plan: subscribers go on by its first anchor."""
+    model, optim = made("zero3")
+    publisher, subscriber = tw.publisher(model, store), tw.Subscriber(store)
+    for number in range(3):
+        train(model, optim, number)
+        publisher.step()
+        settled(publisher)
+    assert subscriber.update() == 3
+    tw.save(model, optim, checkpoint)
+    again = made("zero1")
+    tw.load(*again, checkpoint)
+    successor = tw.publisher(again[0], store)
+    train(*again, 3)
+    successor.step()
+    settled(successor)
+    assert subscriber.update() == 1
+    found = differences(subscriber.state_dict(), expected(again[0]))
+    for _ in range(2):  # the first publisher, had it lived on, would have learned of the second one
+        publisher.step()
+        settled(publisher)
+    assert publisher._ended
+    assert subscriber.update() is None
+    return found
+
+
+def test_a_later_publisher_takes_over(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(resumed, str(tmp_path / "store"), str(tmp_path / "checkpoint")) == [[]] * WORLD
+
+
+def disturbed(store: str, seed: int) -> tuple[list[str], int, int]:
+    """Stores that fail on any rank now and then, are slow, and lose versions: what a subscriber gets wrong."""
+    model, optim = made("zero3")
+    publisher, subscriber = tw.publisher(model, store, anchor_every=4), tw.Subscriber(store)
+    rng = random.Random(1000 * seed + torch.distributed.get_rank())
+    together = random.Random(seed)
+    write, problems, history = Store.write, [], {}
+
+    def failing(self: Store, name: str, content: bytes) -> None:
+        if rng.random() < 0.15:
+            raise OSError(28, "No space left on device")
+        write(self, name, content)
+
+    with mock.patch.object(Store, "write", failing):
+        for number in range(20):
+            train(model, optim, number)
+            publisher.step()
+            history[publisher.version] = expected(model)
+            if together.random() < 0.8:
+                settled(publisher)
+            with contextlib.suppress(WireError):
+                subscriber.update()
+            if subscriber.version is not None:
+                problems += differences(subscriber.state_dict(), history[subscriber.version])
+    for number in range(20, 25):
+        settled(publisher)
+        train(model, optim, number)
+        publisher.step()
+    settled(publisher)
+    subscriber.update()
+    assert subscriber.version == publisher.version
+    return problems + differences(subscriber.state_dict(), expected(model)), publisher.skipped, publisher.version
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_a_store_that_fails_costs_versions_and_nothing_else(ranks: RankPool, tmp_path: Path, seed: int) -> None:
+    outcomes = ranks.run(disturbed, str(tmp_path / "store"), seed)
+    assert [problems for problems, _, _ in outcomes] == [[]] * WORLD
+    assert len({outcome[1:] for outcome in outcomes}) == 1
+    assert outcomes[0][1] > 0
+
+
+def slow(store: str) -> tuple[float, int]:
+    """The longest step of a publisher whose store takes seconds, and the versions that were left out."""
+    model, optim = made("zero1")
+    publisher = tw.publisher(model, store)
+
+    def crawl(*_: Any) -> None:
+        time.sleep(1.0)
+
+    taken = []
+    with mock.patch.object(Store, "write", crawl):
+        for number in range(6):
+            train(model, optim, number)
+            began = time.perf_counter()
+            publisher.step()
+            taken.append(time.perf_counter() - began)
+        publisher.close()
+    return max(taken), publisher.skipped
+
+
+def test_a_slow_store_stops_no_step(ranks: RankPool, tmp_path: Path) -> None:
+    for longest, skipped in ranks.run(slow, str(tmp_path / "store")):
+        assert longest < 0.8
+        assert skipped >= 3
+
+
+@pytest.mark.parametrize(("number", "value"), [("every", 0), ("anchor_every", -1)])
+def test_numbers_are_checked(number: str, value: int) -> None:
+    with pytest.raises(UsageError, match=f"{number} = {value}"):
+        tw.publisher(nn.Linear(1, 1), "x", **{number: value})
