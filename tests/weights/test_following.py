@@ -148,7 +148,9 @@ def test_weights_load_into_a_module_of_any_dtype(tmp_path: Path) -> None:
 
 def test_messages_that_lie_about_their_length_are_refused() -> None:
     with pytest.raises(WireError, match="are not 3 values"):
-        take("bfloat16", memoryview(b"1234"), 3, None)
+        take("float32", memoryview(b"1234"), 3, None)
+    with pytest.raises(WireError, match="are not 3000000000 values"):
+        take("bfloat16", memoryview(b"1234"), 3_000_000_000, None)
     step, pieces, messages = decode(encode(9, PIECES, None, values(1)))
     assert (step, pieces) == (9, PIECES)
     assert set(messages) == {"bfloat16", "int64"}
@@ -157,3 +159,24 @@ def test_messages_that_lie_about_their_length_are_refused() -> None:
 def test_a_store_of_no_known_kind_is_refused() -> None:
     with pytest.raises(UsageError, match="give a directory"):
         tw.Subscriber("nonsense://x")
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        Piece("a", (4,), "nn", 0, 4),
+        Piece("a", (4,), "float32", -2, 4),
+        Piece("a", (4,), "float32", 2, 4),
+        Piece("a", (-4,), "float32", 0, 0),
+    ],
+)
+def test_pieces_of_no_tensor_are_refused(piece: Piece) -> None:
+    with pytest.raises(WireError, match="not those that its head names"):
+        decode(encode(1, [piece], None, {"float32": torch.zeros(4), "nn": torch.zeros(0)}))
+
+
+@pytest.mark.parametrize("shape", [(5,), (1 << 60,)])
+def test_anchors_with_holes_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    write(tmp_path, 1, 0, encode(1, [Piece("a", shape, "float32", 0, 4)], None, {"float32": torch.zeros(4)}))
+    with pytest.raises(WireError, match="an anchor holds 4 of"):
+        tw.Subscriber(str(tmp_path)).update()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 
@@ -156,12 +157,9 @@ class Subscriber:
 
     def _place(self, piece: Piece) -> torch.Tensor:
         tensor = self._tensors.get(piece.name)
-        if tensor is None or tuple(tensor.shape) != tuple(piece.shape) or tensor.dtype != getattr(torch, piece.dtype):
+        if tensor is None or not _is_of(tensor, piece):
             raise WireError(f"{piece.name} is {list(piece.shape)} of {piece.dtype} in a delta, and another tensor here")
-        place = tensor.view(-1)[piece.offset : piece.offset + piece.numel]
-        if place.numel() != piece.numel:
-            raise WireError(f"a piece of {piece.name} lies outside of it")
-        return place
+        return tensor.view(-1)[piece.offset : piece.offset + piece.numel]
 
     def _make_room(self, pieces: Sequence[Piece]) -> None:
         """Have tensors for the pieces of an anchor, which cover all of them.
@@ -169,16 +167,23 @@ class Subscriber:
         Raises:
             WireError: They do not.
         """
-        covered: dict[str, int] = {}
+        firsts: dict[str, Piece] = {}
+        ends: dict[str, int] = {}
+        for piece in sorted(pieces, key=lambda piece: (piece.name, piece.offset)):
+            if piece.offset != ends.get(piece.name, 0):
+                raise WireError(f"the pieces of {piece.name} in an anchor do not follow each other")
+            ends[piece.name] = piece.offset + piece.numel
+            firsts.setdefault(piece.name, piece)
+        for name, piece in firsts.items():
+            if ends[name] != math.prod(piece.shape):
+                raise WireError(f"an anchor holds {ends[name]} of {math.prod(piece.shape)} values of {name}")
         tensors = {}
-        for piece in pieces:
-            covered[piece.name] = covered.get(piece.name, 0) + piece.numel
-            kept = self._tensors.get(piece.name)
-            kind = getattr(torch, piece.dtype)
-            alike = kept is not None and tuple(kept.shape) == tuple(piece.shape) and kept.dtype == kind
-            if piece.name not in tensors:
-                tensors[piece.name] = kept if alike and kept is not None else torch.empty(piece.shape, dtype=kind)
-        for name, tensor in tensors.items():
-            if covered[name] != tensor.numel():
-                raise WireError(f"an anchor holds {covered[name]} of {tensor.numel()} values of {name}")
+        for name, piece in firsts.items():
+            kept = self._tensors.get(name)
+            fits = kept is not None and _is_of(kept, piece)
+            tensors[name] = kept if fits and kept is not None else torch.empty(piece.shape, dtype=piece.kind)
         self._tensors = tensors
+
+
+def _is_of(tensor: torch.Tensor, piece: Piece) -> bool:
+    return tuple(tensor.shape) == tuple(piece.shape) and tensor.dtype == piece.kind

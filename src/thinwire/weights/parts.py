@@ -12,6 +12,7 @@ value by value when they are applied.
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 import struct
@@ -22,6 +23,7 @@ from typing import Final, Literal, Self
 
 import torch
 
+from thinwire import codecs
 from thinwire.agreement import Typed
 from thinwire.codecs.delta import Delta
 from thinwire.codecs.delta_format import FORMATS
@@ -33,6 +35,9 @@ Kind = Literal["delta", "anchor"]
 
 Values = Mapping[str, torch.Tensor]
 """Values by the name of their dtype, 1-D, on the CPU: those of all pieces of that dtype, one after another."""
+
+_ANCHOR: Final = "exp3"
+"""The codec of bf16 values in anchors: exact, some 11 of 16 bits."""
 
 _MAGIC: Final = b"TWW1"
 _FRONT: Final = "<4sIQ"
@@ -58,6 +63,19 @@ class Piece:
     dtype: str
     offset: int
     numel: int
+
+    @property
+    def kind(self) -> torch.dtype:
+        """The dtype."""
+        kind: torch.dtype = getattr(torch, self.dtype)
+        return kind
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there are such tensors, and such elements of them."""
+        whole = math.prod(self.shape)
+        inside = min(*self.shape, self.offset, self.numel, 0) >= 0 and self.offset + self.numel <= whole
+        return inside and isinstance(getattr(torch, self.dtype, None), torch.dtype)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -158,7 +176,7 @@ def decode(data: bytes) -> tuple[int, tuple[Piece, ...], dict[str, memoryview]]:
     for dtype, nbytes in head.messages:
         messages[dtype] = rest[at : at + nbytes]
         at += nbytes
-    if at != len(rest) or any(piece.dtype not in messages for piece in head.pieces):
+    if at != len(rest) or not all(piece.dtype in messages and piece.is_possible for piece in head.pieces):
         raise WireError("the messages of a part of weights are not those that its head names")
     return head.step, head.pieces, messages
 
@@ -177,6 +195,8 @@ def take(dtype: str, message: memoryview, numel: int, old: torch.Tensor | None) 
     """
     kind: torch.dtype = getattr(torch, dtype)
     raw = torch.frombuffer(bytearray(message), dtype=torch.uint8) if len(message) else torch.empty(0, dtype=torch.uint8)
+    if old is None and kind is torch.bfloat16 and 0 < numel <= len(message):
+        return codecs.get(_ANCHOR).decode(raw, numel, kind)
     if old is None or kind not in FORMATS:
         if raw.numel() != numel * kind.itemsize:
             raise WireError(f"{raw.numel()} bytes are not {numel} values of {dtype}")
@@ -185,6 +205,8 @@ def take(dtype: str, message: memoryview, numel: int, old: torch.Tensor | None) 
 
 
 def _message(old: torch.Tensor | None, new: torch.Tensor) -> bytes:
+    if old is None and new.dtype is torch.bfloat16:
+        return codecs.get(_ANCHOR).encode(new).numpy().tobytes()
     if old is None or new.dtype not in FORMATS:
         return new.contiguous().view(torch.uint8).numpy().tobytes()
     return Delta().encode(old, new).numpy().tobytes()
