@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.server
 import random
 import shutil
+import struct
 import threading
+import zlib
 from pathlib import Path
 
 import pytest
@@ -180,3 +183,20 @@ def test_anchors_with_holes_are_refused(tmp_path: Path, shape: tuple[int, ...]) 
     write(tmp_path, 1, 0, encode(1, [Piece("a", shape, "float32", 0, 4)], None, {"float32": torch.zeros(4)}))
     with pytest.raises(WireError, match="an anchor holds 4 of"):
         tw.Subscriber(str(tmp_path)).update()
+
+
+def test_parts_with_true_checksums_of_false_contents_raise_nothing_else(store: Path) -> None:
+    (path,) = store.glob("*000000003.000000002*")
+    content, rng = path.read_bytes(), random.Random(0)
+    front = struct.calcsize("<4sIQ")
+    for _ in range(400):
+        rest = bytearray(content[front:])
+        for _ in range(rng.choice((1, 1, 2, 8))):
+            rest[rng.randrange(len(rest))] = rng.randrange(256)
+        head = struct.unpack("<4sIQ", content[:front])[2] + rng.choice((0, 0, 0, -1, 1))
+        path.write_bytes(struct.pack("<4sIQ", b"TWW1", zlib.crc32(rest), head) + rest)
+        subscriber = tw.Subscriber(str(store))
+        with contextlib.suppress(WireError):
+            subscriber.update()
+        assert subscriber.version in (2, 3)
+
