@@ -199,4 +199,3 @@ def test_parts_with_true_checksums_of_false_contents_raise_nothing_else(store: P
         with contextlib.suppress(WireError):
             subscriber.update()
         assert subscriber.version in (2, 3)
-
