@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from thinwire.cost import memory, units
-from thinwire.program import SLOTS, Lane, lower
+from thinwire.program import SLOTS, HostLane, lower
 from thinwire.sim import Case, answer
 from thinwire.spec import ModelSpec, Plan
 
@@ -37,7 +37,7 @@ def test_a_long_forward_hides_the_copies(preset: str) -> None:
 def test_a_short_step_takes_as_long_as_the_copies() -> None:
     plan = Plan.preset("zero1", nodes=1, local=8, **ON_HOST)
     sent = sum(
-        op.size for op in lower(plan, units(ModelSpec.preset("llama-7b"), plan)).operations if op.lane is Lane.UP
+        op.size for op in lower(plan, units(ModelSpec.preset("llama-7b"), plan)).operations if op.lane is HostLane.UP
     )
     copies = sent / 28e9  # of an H100, while the others copy too
     assert seconds("zero1", 512, True) > copies
@@ -59,6 +59,6 @@ def test_memory_moves_to_the_host() -> None:
     resident, hosted = (Plan.preset("zero1", nodes=1, local=8, **fields) for fields in ({}, ON_HOST))
     before, after = (memory(model, plan, units(model, plan), seq=4096) for plan in (resident, hosted))
     assert (before.host, after.host) == (0, before.optimizer)
-    largest = max(op.size for op in lower(hosted, units(model, hosted)).operations if op.lane is Lane.UP)
+    largest = max(op.size for op in lower(hosted, units(model, hosted)).operations if op.lane is HostLane.UP)
     assert after.optimizer == SLOTS * largest
     assert after.total == before.total - before.optimizer + after.optimizer

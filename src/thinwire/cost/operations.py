@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from thinwire.cost.rates import ALONE, Beside, Rates, Work, largest_bytes_per_value, wire_bytes_per_value
-from thinwire.program import Axis, Hop, Kind, Lane, Operation, Scope, axis_shape
+from thinwire.program import Axis, Hop, HostLane, Kind, Lane, Operation, Scope, axis_shape
 from thinwire.program.stages import Stage
 from thinwire.program.wire import Encoding, change_encodings, reduction_encodings, spreads_difference, used_codec
 from thinwire.spec import CodecSpec, Plan
@@ -79,7 +79,7 @@ def moves(plan: Plan, operation: Operation, rates: Rates) -> list[PricedStage]:
         rates: Seconds of transfers, codecs and copies.
     """
     if operation.kind is Kind.COPY:
-        down = operation.lane is Lane.DOWN
+        down = operation.lane is HostLane.DOWN
         return [PricedStage(Stage.DOWN if down else Stage.UP, None, rates.host_copy(operation.size, down=down))]
     if operation.kind is Kind.UPDATE:
         return [PricedStage(Stage.UPDATE, None, rates.update(operation.size))]

@@ -153,7 +153,7 @@ def _times(priced: PricedPlan, rows: Rows) -> list[Quantity]:
 def _bytes(job: TrainingJob, plan: Plan, rows: Rows) -> list[Quantity]:
     traffic = lower(plan, job.units(plan), micro_batches=plan.micro_batches).traffic()
     quantities = []
-    for lane in traffic:
+    for lane in Lane:
         for scope in Scope:
 
             def sent(record: Record, steps: int, lane: str = str(lane), scope: str = str(scope)) -> float:

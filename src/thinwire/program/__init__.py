@@ -47,10 +47,11 @@ from thinwire.program.shares import (
 )
 from thinwire.program.stages import TRANSFERS, Stage
 from thinwire.program.step import (
-    HOST_LANES,
+    AnyLane,
     BufferInfo,
     BufferKey,
     Event,
+    HostLane,
     Lane,
     Moment,
     Operation,
@@ -62,13 +63,13 @@ from thinwire.program.step import (
 from thinwire.program.wire import axis_shape, idle_codecs
 
 __all__ = [
-    "HOST_LANES",
     "AHEAD",
     "SLOTS",
     "ALIGNMENT_BYTES",
     "NORM_BYTES",
     "TRANSFERS",
     "UNDER_WAY",
+    "AnyLane",
     "Axis",
     "BufferInfo",
     "BufferKey",
@@ -76,6 +77,7 @@ __all__ = [
     "Event",
     "ExchangePart",
     "Hop",
+    "HostLane",
     "Kind",
     "Lane",
     "Lookahead",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from thinwire.program.mesh import Axis, Hop, Kind, MessageSizes, axis_index, axis_stride, hops
 from thinwire.program.shares import Even
-from thinwire.program.step import BufferKey, Event, Lane, Operation, StepProgram, UnitInfo
+from thinwire.program.step import AnyLane, BufferKey, Event, Lane, Operation, StepProgram, UnitInfo
 from thinwire.program.wire import axis_shape
 from thinwire.spec import Plan
 
@@ -20,7 +20,7 @@ class Call:
     """The fields of an :class:`Operation` that depend on neither its size nor its time."""
 
     kind: Kind
-    lane: Lane
+    lane: AnyLane
     axis: Axis
     units: tuple[int, ...]
     encoded: bool = False

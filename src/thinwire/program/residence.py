@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from thinwire.program.draft import Call, Draft
 from thinwire.program.mesh import Axis, Kind
-from thinwire.program.step import BufferInfo, Event, Lane, Phase, UnitInfo
+from thinwire.program.step import BufferInfo, Event, HostLane, Phase, UnitInfo
 from thinwire.program.wire import has_master
 from thinwire.spec import Plan
 
@@ -50,7 +50,7 @@ def add_update(plan: Plan, units: Sequence[UnitInfo], draft: Draft, batch: Seque
     nbytes = sum(numel * state_bytes(plan, buffer) for numel, buffer in owned)
     numel = sum(numel for numel, _ in owned)
     room = before[-SLOTS:][:1] if len(before) >= SLOTS else ()
-    up = draft.add_own(Call(Kind.COPY, Lane.UP, Axis.SHARD, together, size=nbytes), _STEP, tuple(room))
-    update = draft.add_own(Call(Kind.UPDATE, Lane.UPDATE, Axis.SHARD, together, size=numel), _STEP, (up,))
-    before.append(draft.add_own(Call(Kind.COPY, Lane.DOWN, Axis.SHARD, together, size=nbytes), _STEP, (update,)))
+    up = draft.add_own(Call(Kind.COPY, HostLane.UP, Axis.SHARD, together, size=nbytes), _STEP, tuple(room))
+    update = draft.add_own(Call(Kind.UPDATE, HostLane.UPDATE, Axis.SHARD, together, size=numel), _STEP, (up,))
+    before.append(draft.add_own(Call(Kind.COPY, HostLane.DOWN, Axis.SHARD, together, size=nbytes), _STEP, (update,)))
     return update

@@ -11,16 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from thinwire.program.mesh import Axis, Hop, Kind, Scope
 from thinwire.program.shares import compact
 
 __all__ = [
-    "HOST_LANES",
+    "AnyLane",
     "BufferInfo",
     "BufferKey",
     "Event",
+    "HostLane",
     "Lane",
     "Moment",
     "Operation",
@@ -41,16 +42,20 @@ class Lane(StrEnum):
     CONTROL = "control"
     OUTER = "outer"
     """Exchanges between islands."""
+
+
+class HostLane(StrEnum):
+    """An in-order queue of work on states that live on the host. Nothing on it reaches another rank."""
+
     UPDATE = "update"
-    """Updates of states that live on the host, while these are on the device."""
+    """Updates, while the states are on the device."""
     UP = "up"
     """Copies from the host's memory to the device."""
     DOWN = "down"
     """Copies from the device to the host's memory."""
 
 
-HOST_LANES = (Lane.UPDATE, Lane.UP, Lane.DOWN)
-"""Lanes of states that live on the host. Nothing on them reaches another rank."""
+AnyLane: TypeAlias = Lane | HostLane
 
 
 class Phase(StrEnum):
@@ -257,7 +262,7 @@ class Operation:
 
     index: int
     kind: Kind
-    lane: Lane
+    lane: AnyLane
     axis: Axis
     units: tuple[int, ...]
     hops: tuple[Hop, ...]
@@ -311,8 +316,9 @@ class StepProgram:
 
     def traffic(self) -> dict[Lane, dict[Scope, int]]:
         """Bytes that this rank sends per step, by lane and scope."""
-        total = {lane: dict.fromkeys(Scope, 0) for lane in Lane if lane not in HOST_LANES}
+        total = {lane: dict.fromkeys(Scope, 0) for lane in Lane}
         for operation in self.operations:
             for hop in operation.hops:
-                total[operation.lane][hop.scope] += hop.sent
+                if isinstance(operation.lane, Lane):
+                    total[operation.lane][hop.scope] += hop.sent
         return total

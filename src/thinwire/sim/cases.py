@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from thinwire.cost import Memory, kept_activations, parts, units
 from thinwire.errors import SpecError
-from thinwire.program import HOST_LANES, node_order
+from thinwire.program import Lane, node_order
 from thinwire.sim.engine import Engine, engines
 from thinwire.sim.step import Simulated
 from thinwire.sim.workload import Workload
@@ -153,7 +153,7 @@ class Answer:
             "exposed": {
                 str(lane): seconds
                 for lane, seconds in self.simulated.exposed.items()
-                if seconds or lane not in HOST_LANES
+                if seconds or isinstance(lane, Lane)
             },
             "extrapolated": self.extrapolated,
         }

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thinwire.cost import PricedStage
-from thinwire.program import Axis, Kind, Lane, Operation, StepProgram
+from thinwire.program import AnyLane, Axis, HostLane, Kind, Lane, Operation, StepProgram
 from thinwire.program.stages import Stage
 from thinwire.program.timeline import Level, Span
 from thinwire.sim.clock import Burden, FluidClock, Resource
@@ -26,7 +26,7 @@ GATHERED, GRADIENTS, ACTIVATIONS = "gathered parameters", "gradients on their wa
 
 _COPIES = {Stage.UP: Resource.UP, Stage.DOWN: Resource.DOWN}
 
-Queue = tuple[Lane, Stage | None]
+Queue = tuple[AnyLane, Stage | None]
 """A stage of a lane; ``None`` if the operations of the lane run one after another as a whole."""
 
 
@@ -95,7 +95,7 @@ class Lanes:
         self.spans: list[Span] | None = [] if trace else None
         self.levels: list[Level] = []
         self.launches = _launches(plan, program, pricing)
-        self.pending: dict[Lane, dict[int, Flight]] = {lane: {} for lane in Lane}
+        self.pending: dict[AnyLane, dict[int, Flight]] = {lane: {} for lane in (*Lane, *HostLane)}
         self._held: dict[str, int] = {}
         self._queues: dict[Queue, deque[Flight]] = {}
         self._busy_queues: set[Queue] = set()
@@ -116,7 +116,7 @@ class Lanes:
         launch = self.launches[index]
         return self.pending[launch.operation.lane].get(launch.number)
 
-    def renumber(self, older: Mapping[Lane, int]) -> None:
+    def renumber(self, older: Mapping[AnyLane, int]) -> None:
         """Let everything on its way take the place of operations that are older by so many of each lane."""
         for lane, count in older.items():
             flights = self.pending[lane].values()
@@ -231,7 +231,7 @@ class Lanes:
 def _launches(plan: Plan, program: StepProgram, pricing: Pricing) -> Sequence[Launch]:
     """Every operation with its price. Blocks repeat, so most operations share one."""
     known: dict[tuple[object, ...], tuple[PricedStage, ...]] = {}
-    counts = dict.fromkeys(Lane, 0)
+    counts = dict[AnyLane, int].fromkeys((*Lane, *HostLane), 0)
     launches = []
     key: tuple[object, ...]
     for op in program.operations:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import NamedTuple
 
 from thinwire.cost import Rates
-from thinwire.program import UNDER_WAY, Event, Lane, Phase, StepProgram, default_trace
+from thinwire.program import UNDER_WAY, AnyLane, Event, HostLane, Lane, Phase, StepProgram, default_trace
 from thinwire.program.step import Moment
 from thinwire.program.timeline import COMPUTE, WAITING
 from thinwire.sim.clock import Resource
@@ -37,7 +37,7 @@ _LONGEST = 4
 
 _STEP = Event(Phase.STEP, -1, 0)
 
-_AFTER_UPDATE = (Lane.UP, Lane.UPDATE, Lane.DOWN, Lane.SPREAD)
+_AFTER_UPDATE = (HostLane.UP, HostLane.UPDATE, HostLane.DOWN, Lane.SPREAD)
 """Lanes of what begins with an update."""
 
 
@@ -69,7 +69,7 @@ class _Mark:
     left: tuple[float, ...]
     now: float
     busy: dict[Resource, float]
-    exposed: dict[Lane, float]
+    exposed: dict[AnyLane, float]
     finals: int
 
     def is_again(self, other: _Mark) -> bool:
@@ -108,7 +108,7 @@ class Player:
         fewer: Repeated | None = None,
     ) -> None:
         self.lanes = Lanes(plan, program, execution.pricing, trace=trace)
-        self.end, self.exposed = 0.0, dict.fromkeys(Lane, 0.0)
+        self.end, self.exposed = 0.0, dict[AnyLane, float].fromkeys((*Lane, *HostLane), 0.0)
         self._plan, self._whole, self._rates = plan, workload, rates
         self._program, self._execution, self._fewer = program, execution, fewer
         played = workload if fewer is None else fewer.workload
@@ -210,7 +210,7 @@ class Player:
     def forward(self, micro_batch: int) -> Activity:
         """The forward of a micro-batch."""
         # In the first one, updated parameters are on their way to all blocks.
-        more = {Lane.SPREAD: self._spreads} if micro_batch == 0 else {}
+        more: dict[AnyLane, int] = {Lane.SPREAD: self._spreads} if micro_batch == 0 else {}
         return self._pass(self._trace.forward, self._forward_at, micro_batch, self._plan.prefetch, more)
 
     def backward(self, micro_batch: int) -> Activity:
@@ -315,7 +315,7 @@ class Player:
         at: Callable[[Event], Activity],
         micro_batch: int,
         after: int,
-        more: Mapping[Lane, int],
+        more: Mapping[AnyLane, int],
     ) -> Activity:
         """All moments of a pass, one period again for each that is missing.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from thinwire.cost import PricedStage, Rates, moves
-from thinwire.program import Lane, Operation, UnitInfo, exchange_operations, lower
+from thinwire.program import AnyLane, Lane, Operation, UnitInfo, exchange_operations, lower
 from thinwire.program.timeline import Level, Span
 from thinwire.sim.clock import Resource
 from thinwire.sim.player import Activity, Player
@@ -45,7 +45,7 @@ class Simulated:
 
     seconds: float
     computing: float
-    exposed: Mapping[Lane, float]
+    exposed: Mapping[AnyLane, float]
     busy: Mapping[Resource, float]
     spans: tuple[Span, ...] = ()
     levels: tuple[Level, ...] = ()
@@ -155,7 +155,7 @@ def _further(three: Simulated, two: Simulated, more: int) -> Simulated:
         three,
         seconds=further(three.seconds, two.seconds),
         computing=further(three.computing, two.computing),
-        exposed={lane: max(0.0, further(three.exposed[lane], two.exposed[lane])) for lane in Lane},
+        exposed={lane: max(0.0, further(three.exposed[lane], two.exposed[lane])) for lane in three.exposed},
         busy={resource: further(three.busy[resource], two.busy[resource]) for resource in Resource},
     )
 

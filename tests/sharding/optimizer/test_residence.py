@@ -17,7 +17,7 @@ from tests.support.training.models import Stack
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.program import Axis, Lane
+from thinwire.program import Axis, HostLane, Lane
 from thinwire.sharding.api import runtime
 from thinwire.sharding.grads.host_states import HostStates
 from thinwire.sharding.lanes.lanes import Lanes
@@ -285,7 +285,7 @@ def copied(name: str, fields: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     engine = runtime(model)
     share = engine.sharded.axes[Axis.SHARD, Lane.REDUCE].index
     said = []
-    for op in (op for op in engine.programs.program(1).operations if op.lane is Lane.UP):
+    for op in (op for op in engine.programs.program(1).operations if op.lane is HostLane.UP):
         buffers = [b for unit in op.units for b in engine.units[unit].buffers if b.layout.trainable]
         padded = sum(run.length for b in buffers for run in b.shares[share])
         owned = sum(one.value.numel() for one in optim.fragments if one.unit in op.units)
@@ -353,9 +353,9 @@ def stepped_with_a_fault(lane: Lane) -> list[str]:
 @pytest.mark.parametrize(
     "lane",
     [
-        Lane.UP,  # into a slot that another batch still uses
-        Lane.UPDATE,  # of states that have not come
-        Lane.DOWN,  # of states before their update
+        HostLane.UP,  # into a slot that another batch still uses
+        HostLane.UPDATE,  # of states that have not come
+        HostLane.DOWN,  # of states before their update
         Lane.SPREAD,  # of parameters before their update
     ],
 )

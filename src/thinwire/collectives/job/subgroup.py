@@ -24,7 +24,7 @@ from thinwire.collectives.job.failures import failure_of
 from thinwire.collectives.job.rollcall import MeetingPlace
 from thinwire.collectives.links.connections import Connections
 from thinwire.errors import UsageError
-from thinwire.program import HOST_LANES, Kind, Lane, Scope
+from thinwire.program import Kind, Lane, Scope
 from thinwire.program.stages import Stage
 
 __all__ = ["Meter", "Record", "Subgroup", "leave_subgroups", "recording"]
@@ -75,7 +75,7 @@ class Meter:
         """Bytes sent since the last call."""
         with self._lock:
             taken, self._sent = self._sent, {}
-        return {lane: taken.get(lane, dict.fromkeys(Scope, 0)) for lane in Lane if lane not in HOST_LANES}
+        return {lane: taken.get(lane, dict.fromkeys(Scope, 0)) for lane in Lane}
 
 
 class Subgroup:

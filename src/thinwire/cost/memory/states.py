@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from thinwire.program import SLOTS, Axis, Even, Lane, UnitInfo, axis_shape, lower, together
+from thinwire.program import SLOTS, Axis, Even, HostLane, UnitInfo, axis_shape, lower, together
 from thinwire.program.wire import ITEMSIZE, change_encodings, reduction_codecs
 from thinwire.spec import Factor, Plan
 from thinwire.spec.plan import cut_alike
@@ -116,7 +116,7 @@ class ModelStates(NamedTuple):
 
 def largest_batch(plan: Plan, units: Sequence[UnitInfo]) -> int:
     """Bytes of ``OS`` in the largest batch of units that is updated at once."""
-    return max((op.size for op in lower(plan, units).operations if op.lane is Lane.UP), default=0)
+    return max((op.size for op in lower(plan, units).operations if op.lane is HostLane.UP), default=0)
 
 
 def largest_owned(units: Sequence[UnitInfo]) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from thinwire.program import AHEAD, SLOTS, Axis, Lane
+from thinwire.program import AHEAD, SLOTS, Axis, HostLane
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.lanes.load import Load
@@ -163,7 +163,7 @@ class HostStates:
                 self._take_new(units, staged)
             after = () if updated is None else (updated,)
             load = self._load("states down", units)
-            down = self._lanes.submit(Lane.DOWN, functools.partial(self._go_down, staged), after=after, load=load)
+            down = self._lanes.submit(HostLane.DOWN, functools.partial(self._go_down, staged), after=after, load=load)
             slot.users = (*slot.users, down)
 
     @contextlib.contextmanager
@@ -180,7 +180,7 @@ class HostStates:
 
     def settle(self) -> None:
         """Block until the host has the results of all updates."""
-        self._lanes.settle(Lane.DOWN)
+        self._lanes.settle(HostLane.DOWN)
 
     # -- one batch ---------------------------------------------------------------------------------------------
 
@@ -189,12 +189,12 @@ class HostStates:
         slot = self._ring[0]
         self._ring.rotate(-1)
         staged = self._staged(units, slot.memory)
-        up = self._lanes.submit(Lane.UP, staged.come_up, after=slot.users, load=self._load("states up", units))
+        up = self._lanes.submit(HostLane.UP, staged.come_up, after=slot.users, load=self._load("states up", units))
         return slot, staged, up
 
     def _perform(self, act: Callable[[], None], units: Sequence[int], up: Ticket) -> Ticket | None:
         if self._lanes.home.exists:
-            return self._lanes.submit(Lane.UPDATE, act, after=(up,), load=self._load("update", units))
+            return self._lanes.submit(HostLane.UPDATE, act, after=(up,), load=self._load("update", units))
         up.wait()
         act()
         return None

@@ -18,8 +18,7 @@ import torch
 
 from thinwire.collectives.links.streams import streams_of
 from thinwire.collectives.moves import Move, Moves
-from thinwire.program import Axis
-from thinwire.program import Lane as LaneName
+from thinwire.program import AnyLane, Axis, Lane
 from thinwire.program.stages import TRANSFERS, Stage
 from thinwire.program.timeline import Timeline
 from thinwire.sharding.lanes.home import HomeStream
@@ -32,7 +31,7 @@ from thinwire.sharding.lanes.worker import Body, Ticket, Worker
 
 __all__ = ["Lanes", "Mark", "Ticket"]
 
-WATCHED = (LaneName.GATHER, LaneName.REDUCE, LaneName.SYNC, LaneName.SPREAD, LaneName.OUTER)
+WATCHED = (Lane.GATHER, Lane.REDUCE, Lane.SYNC, Lane.SPREAD, Lane.OUTER)
 """Lanes whose waits and work are added up."""
 
 UNNAMED = Load("", Axis.WORLD)
@@ -53,14 +52,14 @@ class Lanes:
     def __init__(self, device: torch.device, *, stages: bool = True) -> None:
         self._streams, self._stages = streams_of(device), stages
         self.home = HomeStream(self._streams)
-        self._newest: dict[LaneName, Ticket] = {}
+        self._newest: dict[AnyLane, Ticket] = {}
         self.recorder = Recorder(self._streams)
-        self._workers: dict[tuple[LaneName, Stage], Worker] = {}
+        self._workers: dict[tuple[AnyLane, Stage], Worker] = {}
         self._locked: list[tuple[torch.Tensor, Callable[[], None]]] = []  # memory of the host, and what unlocks it
 
     def submit(
         self,
-        lane: LaneName,
+        lane: AnyLane,
         work: Moves | Body,
         *,
         after: Sequence[Ticket] = (),
@@ -85,16 +84,16 @@ class Lanes:
             self._newest[lane] = ticket
         return ticket
 
-    def exposed(self) -> dict[LaneName, float]:
+    def exposed(self) -> dict[AnyLane, float]:
         """Seconds that computation waited for each lane since the last call."""
-        seconds = dict.fromkeys(WATCHED, 0.0)
+        seconds: dict[AnyLane, float] = {lane: 0.0 for lane in WATCHED}
         for (lane, _), worker in self._workers.items():
             seconds[lane] = seconds.get(lane, 0.0) + worker.exposed()
         return seconds
 
-    def worked(self) -> dict[LaneName, dict[str, float]]:
+    def worked(self) -> dict[AnyLane, dict[str, float]]:
         """Seconds that each lane worked since the last call: transfers (including waiting for peers), and codecs."""
-        seconds: dict[LaneName, dict[str, float]] = {lane: {"transfer": 0.0, "codec": 0.0} for lane in WATCHED}
+        seconds: dict[AnyLane, dict[str, float]] = {lane: {"transfer": 0.0, "codec": 0.0} for lane in WATCHED}
         for (lane, stage), worker in self._workers.items():
             if lane in seconds:
                 seconds[lane]["transfer" if stage in TRANSFERS else "codec"] += worker.worked()
@@ -146,7 +145,7 @@ class Lanes:
             self._locked.append((memory, self._streams.pin(memory)))
         return memory
 
-    def settle(self, lane: LaneName | None = None) -> None:
+    def settle(self, lane: AnyLane | None = None) -> None:
         """Block until all submitted work of a lane, or of all lanes, and that of computation before it, has run; raises
         no errors."""
         for (of_lane, _), worker in self._workers.items():
@@ -168,7 +167,7 @@ class Lanes:
             unlock()
         self._locked.clear()
 
-    def _make_worker(self, lane: LaneName, stage: Stage) -> Worker:
+    def _make_worker(self, lane: AnyLane, stage: Stage) -> Worker:
         name = f"{lane} {stage}"
         worker = self._workers[lane, stage] = (
             ThreadWorker(name, self.recorder)

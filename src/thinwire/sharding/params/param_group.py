@@ -26,7 +26,7 @@ from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.joint_gather import Part, joint_gather
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
-from thinwire.program import Axis, BufferKey, Lane, UnitInfo, gather_batches
+from thinwire.program import AnyLane, Axis, BufferKey, Lane, UnitInfo, gather_batches
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.memory.layout import FlatLayout, Run
@@ -353,7 +353,7 @@ class Unit:
             buffer.secondary.copy_(buffer.full.view(group.size, -1)[group.index])
         self.secondary_valid = True
 
-    def spread(self, number: int, lane: Lane, moves: Moves, after: Sequence[Ticket] = ()) -> None:
+    def spread(self, number: int, lane: AnyLane, moves: Moves, after: Sequence[Ticket] = ()) -> None:
         """Start spreading the buffer with the given number; the next gather waits for the spread."""
         self.expect_spread(self._link.lanes.submit(lane, moves, after=after, load=self._spread_loads[number]))
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from thinwire.program import Axis, Lane
+from thinwire.program import Axis, HostLane, Lane
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.params.param_group import FlatBuffer, Unit
@@ -119,7 +119,7 @@ class ShardedParameters:
         settle = self._sharded.lanes.settle
 
         def settled() -> torch.Tensor:
-            settle(Lane.DOWN)
+            settle(HostLane.DOWN)
             return piece
 
         on_host = requires_grad and self._sharded.plan.residence.optimizer != "device"

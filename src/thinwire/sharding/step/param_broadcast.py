@@ -13,7 +13,7 @@ from thinwire.collectives.joint_gather import Part, joint_gather
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
-from thinwire.program import Axis, BufferKey, Kind, Lane, Operation
+from thinwire.program import Axis, BufferKey, HostLane, Kind, Lane, Operation
 from thinwire.program.wire import spreads_difference
 from thinwire.sharding.lanes.lanes import Ticket
 from thinwire.sharding.lanes.load import Load
@@ -150,7 +150,7 @@ class Spreads:
         """Wait until every unit's parameters are up to date, and its P shard may be written."""
         for unit in self._sharded.units:
             unit.release_shard()
-        self._sharded.lanes.settle(Lane.DOWN)  # masters that live on the host are up to date there
+        self._sharded.lanes.settle(HostLane.DOWN)  # masters that live on the host are up to date there
 
     def _moves(self, operation: Operation, buffer: FlatBuffer, *, exactly: bool) -> Moves:
         codec = self._sharded.codecs.spread if buffer.layout.encoded else None

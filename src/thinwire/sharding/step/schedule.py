@@ -18,6 +18,7 @@ from thinwire.program import (
     UNDER_WAY,
     Axis,
     Event,
+    HostLane,
     Lane,
     Lookahead,
     Moment,
@@ -203,7 +204,7 @@ class Programs:
         """The batches of units whose states pass through the device together, in order; none if states live there."""
         if self._updates is None:
             step = self.program(1).starts(Event(Phase.STEP, -1, 0))
-            self._updates = [op.units for op in step if op.lane is Lane.UPDATE]
+            self._updates = [op.units for op in step if op.lane is HostLane.UPDATE]
         return self._updates
 
     def update_order(self) -> tuple[int, ...]:

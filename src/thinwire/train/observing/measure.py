@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from thinwire.parallel import Grid, ParallelModel
-from thinwire.program import HOST_LANES
+from thinwire.program import HostLane
 from thinwire.sharding import api
 from thinwire.train.observing.allocator import FIGURES, figures
 from thinwire.train.observing.metrics import KINDS
@@ -106,7 +106,7 @@ def unpack(means: Sequence[float], world: int) -> StepMeasurements:
     codec: dict[str, float] = {}
     for index, kind in enumerate(KINDS):
         inside, across, waiting, coding = means[_PER_KIND * index : _PER_KIND * (index + 1)]
-        if kind in HOST_LANES and not waiting:
+        if kind in set(HostLane) and not waiting:
             continue
         waited[kind], codec[kind] = waiting, coding
         sent[kind] = {"inside": round(inside * world), "across": round(across * world)}
