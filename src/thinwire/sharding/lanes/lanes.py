@@ -86,7 +86,7 @@ class Lanes:
 
     def exposed(self) -> dict[AnyLane, float]:
         """Seconds that computation waited for each lane since the last call."""
-        seconds: dict[AnyLane, float] = {lane: 0.0 for lane in WATCHED}
+        seconds: dict[AnyLane, float] = dict.fromkeys(WATCHED, 0.0)
         for (lane, _), worker in self._workers.items():
             seconds[lane] = seconds.get(lane, 0.0) + worker.exposed()
         return seconds
