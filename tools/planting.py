@@ -21,6 +21,7 @@ from tests.intercept import test_works as works
 from tests.sharding.islands import test_inside as islands
 from tests.sharding.lanes import test_late as norms
 from tests.sharding.lanes import test_streams as streams
+from tests.sharding.optimizer import test_residence as residence
 from tests.testing import test_delays as delays
 
 from thinwire.testing import RankPool, run_ranks
@@ -53,6 +54,8 @@ _STEPS: Final[list[Case]] = [
     *((streams.test_steps_with_a_loss_scale_order_every_access, ("zeropp", fused)) for fused in (False, True)),
     (streams.test_the_end_of_encoding_orders_every_access, ()),
     *((delays.test_delayed_threads_change_no_loss, (name, "lanes")) for name in ("zero3", "ddp")),
+    *((residence.assert_ordered, (name,)) for name in ("zero1", "ddp")),
+    (residence.assert_alike, ("zero1",)),
 ]
 
 _EXCHANGES: Final[list[Case]] = [

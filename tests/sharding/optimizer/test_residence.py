@@ -22,7 +22,7 @@ from thinwire.sharding.api import runtime
 from thinwire.sharding.grads.host_states import HostStates
 from thinwire.sharding.lanes.lanes import Lanes
 from thinwire.sharding.step.param_broadcast import Spreads
-from thinwire.testing import RankPool
+from thinwire.testing import RankPool, run_ranks
 from thinwire.testing.streams import check_streams
 from thinwire.train.models.common import cross_entropy
 
@@ -320,6 +320,67 @@ def stepped(name: str, dtype: str, fused: bool, skip: bool) -> list[str]:
             optim.zero_grad()
         tw.full_state_dict(model)
     return [str(hazard) for hazard in check.hazards]
+
+
+class Skipping(torch.nn.Module):
+    """Runs as many of its blocks as it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        for block in self.blocks[:count]:
+            x = block(x)
+        return x
+
+
+def skipped(name: str) -> list[str]:
+    """Hazards of steps in which the last unit does not run, so that nothing but its update is about its gradients."""
+    with check_streams("never") as check:
+        torch.default_generator.manual_seed(0)
+        plan = tw.Plan.preset(name, nodes=2, local=2, compute_dtype="float32", bucket_bytes=1, **ON_HOST)
+        model = tw.shard(Skipping(), plan)
+        optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2, fused=True)  # others make the host wait
+        for step in range(4):
+            model(data(step, torch.distributed.get_rank()), 3 - step % 2).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+    return [str(hazard) for hazard in check.hazards]
+
+
+def given(name: str) -> list[str]:
+    """Hazards where gradients are given right after a step, whose updates read the last ones."""
+    with check_streams("never") as check:
+        torch.default_generator.manual_seed(0)
+        plan = tw.Plan.preset(name, nodes=2, local=2, compute_dtype="float32", bucket_bytes=1, **ON_HOST)
+        model = tw.shard(build(Stack), plan)
+        optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2, fused=True)  # others make the host wait
+        for step in range(3):
+            model(data(step, torch.distributed.get_rank())).square().mean().backward()
+            optim.step()
+            for parameter in model.parameters():
+                parameter.grad = torch.ones(parameter.shape)
+            optim.step()
+            optim.zero_grad()
+    return [str(hazard) for hazard in check.hazards]
+
+
+def assert_ordered(name: str) -> None:
+    """Steps on streams have no hazards."""
+    outcomes = run_ranks(WORLD, stepped, name, "bfloat16", False, False)
+    for hazards in (*outcomes, *run_ranks(WORLD, given, name), *run_ranks(WORLD, skipped, name)):
+        assert not hazards, "\n".join(hazards[:3])
+
+
+def assert_alike(name: str) -> None:
+    """Steps on threads give the bits of states on the device."""
+    assert run_ranks(WORLD, differences, name, {}, "adamw", {}) == [[]] * WORLD
+
+
+@pytest.mark.parametrize("name", ["zero1", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_whatever_writes_gradients_waits_for_their_update(name: str) -> None:
+    assert_ordered(name)
 
 
 @pytest.mark.parametrize(

@@ -44,12 +44,12 @@ class Turns:
 
 @dataclass
 class _UnderWay:
-    """A reduction that has started, or an update.
+    """A reduction that has started.
 
     Attributes:
-        ticket: Its ticket.
-        units: Units whose gradients it carries or reads.
-        waited: Whether computation has waited for it.
+        ticket: Ticket of the reduction.
+        units: Units whose gradients the reduction carries.
+        waited: Whether computation has waited for the reduction.
     """
 
     ticket: Ticket
@@ -57,7 +57,7 @@ class _UnderWay:
     waited: bool = False
 
     def wait(self) -> None:
-        """Let computation wait for it, unless it has done so before."""
+        """Let computation wait for the reduction, unless it has done so before."""
         if not self.waited:
             self.waited = True
             self.ticket.wait()
@@ -84,7 +84,7 @@ class Reducer:
         self._ready: set[int] = set()  # units whose gradients are complete, and whose turn has not come yet
         self._reduced: set[int] = set()  # units whose turn is over
         self._under_way: deque[_UnderWay] = deque()  # from the oldest one not waited for; the newest is last
-        self._updates: list[_UnderWay] = []  # updates that read gradients
+        self._updates: dict[int, Ticket] = {}  # updates that read gradients, by unit
         self._tickets: dict[int, Ticket] = {}  # tickets of this backward, by the operation's index
         self._last = True  # whether this is the step's last backward
 
@@ -97,7 +97,8 @@ class Reducer:
             turns: Turns of the backward, in the same order on every rank.
             last: Whether the backward belongs to the step's last micro-batch.
         """
-        for update in self._updates:
+        # Of most units it has ended, as the forward has read their parameters; but gradients of others become zero.
+        for update in dict.fromkeys(self._updates.values()):
             update.wait()
         self._updates.clear()
         if self._last:
@@ -191,14 +192,16 @@ class Reducer:
 
     def join_unit(self, unit: int) -> None:
         """Wait until every reduction of one unit has finished, and the update that reads its gradients."""
-        for one in (*self._under_way, *self._updates):
-            if unit in one.units:
-                one.wait()
+        for reduction in self._under_way:
+            if unit in reduction.units:
+                reduction.wait()
+        if (update := self._updates.pop(unit, None)) is not None:
+            update.wait()
 
     def expect(self, ticket: Ticket, units: Sequence[int]) -> None:
         """Take the ticket of an update, which reads the gradients of units: nothing writes them before it has
         finished."""
-        self._updates.append(_UnderWay(ticket, tuple(units)))
+        self._updates |= dict.fromkeys(units, ticket)
 
     def arrivals(self, order: Iterable[int], *, apart: bool) -> Iterator[Sequence[int]]:
         """Wait for the gradients of units, one reduction after another.
