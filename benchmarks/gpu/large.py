@@ -23,7 +23,7 @@ from benchmarks.gpu.case import GIB, Case, Report
 from benchmarks.gpu.outcome import Check, Outcome
 from benchmarks.gpu.scale import REHEARSAL, Scale, scale_of
 from benchmarks.gpu.step import OVER_PLAIN, described, joined, loss_checks, synchronize
-from benchmarks.gpu.systems import FSDP2, OURS, PLAIN, llama, make_system, tokens
+from benchmarks.gpu.systems import FSDP2, OURS, PLAIN, Step, llama, make_system, tokens
 
 from thinwire.cost import NominalRates
 from thinwire.errors import UsageError
@@ -33,7 +33,7 @@ from thinwire.spec import ClusterSpec, ModelSpec, Plan
 from thinwire.spec.machines.accelerators import ACCELERATORS
 from thinwire.units import format_bytes
 
-__all__ = ["cases"]
+__all__ = ["cases", "process_of", "write_turn", "written"]
 
 SYSTEMS: Final = (OURS, FSDP2, *PLAIN)
 
@@ -174,10 +174,23 @@ def _kernels(scale: Scale, fields: Mapping[str, Any], directory: Path) -> Path:
 
 def _turn(name: str, layers: int, scale: Scale, out: Path) -> dict[str, Any] | None:
     """What a system measured; None if the model does not fit the card with it, which may be so for a peer."""
-    command = [sys.executable, "-m", "benchmarks.gpu.large", name, str(layers), str(out), scale.device]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = process_of("benchmarks.gpu.large", name, str(layers), str(out), scale.device)
     if done.returncode and name != OURS and "OutOfMemoryError" in done.stderr:
         return None
+    return written(done, name, out)
+
+
+def process_of(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A turn in a process of its own, which has ended."""
+    return subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)
+
+
+def written(done: subprocess.CompletedProcess[str], name: str, out: Path) -> dict[str, Any]:
+    """What a turn has written with :func:`write_turn`.
+
+    Raises:
+        RuntimeError: It has failed.
+    """
     if done.returncode:
         raise RuntimeError(f"{name} ended with status {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
     made: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
@@ -205,17 +218,22 @@ def main(name: str, layers: str, out: str, device: str) -> None:
     fields = _fields(scale, int(layers))
     with joined(device):
         ids = tokens(fields, _batch(scale), device)
-        step = make_system(name, llama(fields, device), ids)
-        losses = [float(step()) for _ in range(3)]
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        seconds = []
-        for _ in range(_STEPS):
-            synchronize(device)
-            started = time.perf_counter()
-            step()
-            synchronize(device)
-            seconds.append(time.perf_counter() - started)
+        write_turn(make_system(name, llama(fields, device), ids), _STEPS, out, device)
+
+
+def write_turn(step: Step, steps: int, out: str, device: str) -> None:
+    """Make three steps and then ``steps`` more, and write losses of the first, seconds of the others, and their peak
+    of memory."""
+    losses = [float(step()) for _ in range(3)]
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(steps):
+        synchronize(device)
+        started = time.perf_counter()
+        step()
+        synchronize(device)
+        seconds.append(time.perf_counter() - started)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     Path(out).write_text(json.dumps({"losses": losses, "seconds": seconds, "peak": peak}), encoding="utf-8")
 

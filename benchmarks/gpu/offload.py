@@ -6,22 +6,19 @@ model.
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from benchmarks.gpu.case import GIB, Case, Report
+from benchmarks.gpu.large import process_of, write_turn, written
 from benchmarks.gpu.outcome import Check, Outcome
 from benchmarks.gpu.scale import REHEARSAL, Scale, scale_of
-from benchmarks.gpu.step import described, joined, synchronize
+from benchmarks.gpu.step import described, joined
 from benchmarks.gpu.systems import llama, thinwire_step, tokens
 
 from thinwire.cost import memory, units
@@ -56,7 +53,9 @@ def _compared(scale: Scale, report: Report) -> Outcome:
         for number in range(_ROUNDS):
             for residence in RESIDENCES:
                 report(f"round {number + 1} of {_ROUNDS}: {residence}")
-                turns[residence].append(_turn(residence, scale, Path(directory) / "turn.json"))
+                out = Path(directory) / "turn.json"
+                done = process_of("benchmarks.gpu.offload", residence, str(out), scale.device)
+                turns[residence].append(written(done, residence, out))
     rows, checks = [], [_same_losses(turns)]
     medians, fields = {}, _fields(scale)
     for residence, made in turns.items():
@@ -101,32 +100,13 @@ def _batch(scale: Scale) -> int:
     return _BATCH if scale.device == "cuda" else scale.batch
 
 
-def _turn(residence: str, scale: Scale, out: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.gpu.offload", residence, str(out), scale.device]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{residence} ended with status {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
-    made: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    return made
-
-
 def main(residence: str, out: str, device: str) -> None:
     """Train a few steps, and write losses, seconds and the peak of memory."""
     scale = REHEARSAL if device == "cpu" else scale_of(device)
     with joined(device):
         ids = tokens(_fields(scale), _batch(scale), device)
         step, _ = thinwire_step(llama(_fields(scale), device), ids, _plan(residence, _batch(scale)))
-        losses = [float(step()) for _ in range(3)]
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        seconds = []
-        for _ in range(_STEPS):
-            started = time.perf_counter()
-            step()
-            synchronize(device)
-            seconds.append(time.perf_counter() - started)
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-    Path(out).write_text(json.dumps({"losses": losses, "seconds": seconds, "peak": peak}), encoding="utf-8")
+        write_turn(step, _STEPS, out, device)
 
 
 if __name__ == "__main__":
