@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from thinwire.convert.fsdp2 import resharding
-from thinwire.convert.outcome import ON_HOST, Conversion, Judgement, ignored, mapped, refused
+from thinwire.convert.fsdp2 import offloading, resharding
+from thinwire.convert.outcome import Conversion, Judgement, ignored, mapped, refused
 from thinwire.convert.source import Rules, Source, because, flag, judge, off, text, whole
 from thinwire.spec import Factor
 
@@ -90,14 +90,6 @@ _LAUNCHER: Final = because("the launcher sets it")
 _SAVED: Final = because("thinwire export writes whole weights; checkpoints are sharded and load on any ranks")
 _PREFETCHED: Final = because("prefetch gathers units ahead, 1 by default")
 
-
-def _offload(value: bool, source: Source) -> Judgement:
-    del source
-    if not value:
-        return ignored("nothing is offloaded")
-    return mapped(plan=ON_HOST, note="masters and optimizer states; parameters and gradients stay on the device")
-
-
 _RULES: Final[Rules] = {
     "distributed_type": _distributed,
     "mixed_precision": text(_precision, "no", "fp16", "bf16"),
@@ -107,7 +99,7 @@ _RULES: Final[Rules] = {
         "fsdp_version": because("plans have factors of their own"),
         "fsdp_reshard_after_forward": _reshard,
         "fsdp_sharding_strategy": _strategy,
-        "fsdp_offload_params": flag(_offload),
+        "fsdp_offload_params": flag(offloading),
         "fsdp_activation_checkpointing": flag(_recompute),
         "fsdp_auto_wrap_policy": _WRAPPED,
         "fsdp_transformer_layer_cls_to_wrap": _WRAPPED,

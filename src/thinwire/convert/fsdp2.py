@@ -11,7 +11,7 @@ from thinwire.convert.source import Rules, Source, because, flag, judge, text
 from thinwire.errors import SpecError
 from thinwire.spec import Factor
 
-__all__ = ["from_fsdp2", "parse_call", "resharding"]
+__all__ = ["from_fsdp2", "offloading", "parse_call", "resharding"]
 
 _DTYPES: Final = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 _CALLS: Final = (
@@ -172,7 +172,8 @@ def _reduce(value: str, source: Source) -> Judgement:
     return mapped(plan={"reduce_dtype": _DTYPES[value.lower()]})
 
 
-def _offload(value: Any, source: Source) -> Judgement:
+def offloading(value: Any, source: Source) -> Judgement:
+    """What becomes of offloaded states, or of none."""
     del source
     if not value:
         return ignored("nothing is offloaded")
@@ -195,7 +196,7 @@ _RULES: Final[Rules] = {
             )
         ),
     },
-    "offload_policy": _offload,
+    "offload_policy": offloading,
     "ignored_params": because("call tw.ignore(parameter) before tw.shard; a recipe shards all parameters"),
     "dp_mesh_dims": because("a plan contains data-parallel ranks only"),
 }
