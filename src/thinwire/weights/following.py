@@ -54,7 +54,7 @@ class Subscriber:
         Raises:
             WireError: There is a newer one, and what leads to it is damaged. The weights stay as they are.
         """
-        versions = complete(name for text in self._store.names() if (name := Name.read(text)) is not None)
+        versions = complete(self._store.names())
         before = self.run, self.version
         problem: WireError | None = None
         for way in self._ways(versions):

@@ -131,10 +131,7 @@ class Publisher:
         self._ended = True
 
     def _begin_run(self) -> str:
-        return new_run(self._names()) if self._ranks.rank == 0 else ""
-
-    def _names(self) -> list[Name]:
-        return [name for text in self._store.names() if (name := Name.read(text)) is not None]
+        return new_run(self._store.names()) if self._ranks.rank == 0 else ""
 
     # -- what ranks have written -------------------------------------------------------------------------------
 
@@ -206,7 +203,7 @@ class Publisher:
 
     def _newer_run(self) -> str | None:
         """The run of a publisher that has begun later to write to the store."""
-        return max((name.run for name in self._names() if name.run > self._run), default=None)
+        return max((name.run for name in self._store.names() if name.run > self._run), default=None)
 
     def _put(self, version: int, parent: int, content: bytes) -> None:
         kind: Kind = "delta" if parent else "anchor"

@@ -10,6 +10,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from thinwire.checkpoint.durable import make_directory, replace_file
 from thinwire.errors import UsageError
+from thinwire.weights.parts import Name
 
 __all__ = ["Store"]
 
@@ -33,14 +34,15 @@ class Store:
         self._is_local = isinstance(self._files, LocalFileSystem)
         self._root = self._root.rstrip("/")
 
-    def names(self) -> list[str]:
-        """Names of all files; none if the store is not there yet."""
+    def names(self) -> list[Name]:
+        """Names of all parts; none if the store is not there yet. Other files do not count."""
         self._files.invalidate_cache(self._root)
         try:
             found = self._files.ls(self._root, detail=False)
         except FileNotFoundError:
             return []
-        return sorted(str(path).rstrip("/").rpartition("/")[2] for path in found)
+        texts = (str(path).rstrip("/").rpartition("/")[2] for path in found)
+        return sorted(name for text in texts if (name := Name.read(text)) is not None)
 
     def read(self, name: str) -> bytes:
         """The content of a file.
