@@ -126,7 +126,10 @@ class HostStates:
         state_bytes: int,
     ) -> None:
         self._optimizer, self._lanes, self._device = optimizer, lanes, device
-        self._stored = {unit.index: _stored(unit, fragments) for unit in units}
+        of_units: dict[int, list[OwnedFragment]] = {unit.index: [] for unit in units}
+        for owned in fragments:
+            of_units[owned.unit].append(owned)
+        self._stored = {unit.index: _stored(unit, of_units[unit.index]) for unit in units}
         expected = [state_bytes * stored.numel for stored in self._stored.values()]
         memory = lanes.host_memory(sum(expected))
         for stored, part in zip(self._stored.values(), memory.split(expected), strict=True):
@@ -284,8 +287,7 @@ def _stored(unit: Unit, fragments: Sequence[OwnedFragment]) -> _Stored:
                 return buffer, begin
         return None
 
-    mine = [owned for owned in fragments if owned.unit == unit.index]
-    return _Stored(masters, [(owned, place_of(owned)) for owned in mine])
+    return _Stored(masters, [(owned, place_of(owned)) for owned in fragments])
 
 
 def _master(buffer: FlatBuffer) -> torch.Tensor:

@@ -36,25 +36,13 @@ class InnerOptimizer:
         host: HostStates | None = None,
     ) -> None:
         self.optimizer, self.fragments, self.host = optimizer, tuple(fragments), host
-        self._shown = shown
-        self._pieces: dict[tuple[int, ...] | None, list[list[Any]]] = {
-            None: [group["params"] for group in optimizer.param_groups]
-        }
+        self._shown, self._pieces = shown, [group["params"] for group in optimizer.param_groups]
         self._hold(shown)
 
     @contextlib.contextmanager
-    def over_fragments(self, units: Sequence[int] | None = None) -> Iterator[torch.optim.Optimizer]:
-        """The optimizer, with groups of the fragments.
-
-        Args:
-            units: Units whose fragments they are; all by default. An optimizer looks at everything in its groups.
-        """
-        key = None if units is None else tuple(units)
-        if key is not None and key not in self._pieces:
-            wanted = {id(owned.value) for owned in self.fragments if owned.unit in key}
-            every = self._pieces[None]
-            self._pieces[key] = [[piece for piece in group if id(piece) in wanted] for group in every]
-        self._hold(self._pieces[key])
+    def over_fragments(self) -> Iterator[torch.optim.Optimizer]:
+        """The optimizer, with groups of the fragments."""
+        self._hold(self._pieces)
         try:
             yield self.optimizer
         finally:

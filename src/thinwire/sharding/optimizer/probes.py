@@ -141,10 +141,7 @@ def updates_in_parts(
         with torch.enable_grad():
             _try(optimizer_class(together, **options), together, list(grads))
             optimizer = optimizer_class(apart, **options)
-            for step in grads:
-                for parameter, grad in zip(apart, step, strict=True):
-                    optimizer.param_groups[0]["params"] = [parameter]
-                    _try(optimizer, [parameter], [[grad]])
+            _try(optimizer, apart, [step for one, other in grads for step in ((one, None), (None, other))])
     except _REFUSALS:
         return False
     return all(torch.equal(one, other) for one, other in zip(together, apart, strict=True))

@@ -412,7 +412,7 @@ class ShareUpdate:
         """Update this rank's share of units whose gradients have arrived, in one call."""
         fragments = [owned for unit in units for owned in self._fragments_of.get(unit, ())]
         self._give_gradients(fragments)
-        with self._owned.over_fragments(units) as inner:
+        with self._owned.over_fragments() as inner:
             inner.step()
         for owned in fragments:
             owned.value.grad = None
