@@ -18,6 +18,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.errors import UsageError, WireError
+from thinwire.sharding.memory.local import Slice
 from thinwire.weights.parts import Name, Piece, complete, decode, encode, take
 
 RUN = "000001-00000000"
@@ -107,6 +108,93 @@ def test_versions_out_of_order_wait_for_those_before(store: Path) -> None:
     assert_holds(subscriber, 3)
 
 
+def stepped(number: int) -> dict[str, torch.Tensor]:
+    """Weights after so many steps, of which each changes a few values by little."""
+    bits = torch.randn(4096, generator=torch.Generator().manual_seed(0)).bfloat16().view(torch.int16)
+    for step in range(number):
+        bits[step::61] += 1
+    return {"bfloat16": bits.view(torch.bfloat16)}
+
+
+@pytest.fixture
+def ladder(tmp_path: Path) -> Path:
+    """An anchor, 16 deltas after it, and the deltas that fold eight of them."""
+    pieces = [Piece("a", (64, 64), "bfloat16", 0, 4096)]
+    write(tmp_path, 1, 0, encode(1, pieces, None, stepped(1)))
+    for version in range(2, 18):
+        write(tmp_path, version, version - 1, encode(version, pieces, stepped(version - 1), stepped(version)))
+    for version in (9, 17):
+        write(tmp_path, version, version - 8, encode(version, pieces, stepped(version - 8), stepped(version)))
+    return tmp_path
+
+
+def test_who_is_behind_takes_folded_deltas(ladder: Path) -> None:
+    subscriber = tw.Subscriber(str(ladder))
+    assert subscriber.update(upto=6) == 6
+    begun = subscriber.nbytes
+    assert subscriber.update() == 17
+    assert subscriber.state_dict()["a"].view(-1).equal(stepped(17)["bfloat16"])
+    names = [(Name.read(path.name), path.stat().st_size) for path in ladder.iterdir()]
+    singles = sum(size for name, size in names if name and name.version > 6 and name.version - name.parent == 1)
+    assert subscriber.nbytes - begun <= 0.7 * singles
+    for path in ladder.glob("*.000000009.delta*"):
+        path.write_bytes(path.read_bytes()[:-1])
+    for path in ladder.glob("*.000000001.delta*"):
+        path.write_bytes(path.read_bytes()[:-1])
+    late = tw.Subscriber(str(ladder))
+    late.update()
+    assert late.version == 1  # both deltas from it are damaged
+
+
+def test_where_a_folded_delta_is_damaged_single_ones_lead_on(ladder: Path) -> None:
+    for path in ladder.glob("*.000000001.delta*"):
+        if "000000009.000000001" in path.name:
+            path.write_bytes(path.read_bytes()[:-1])
+    subscriber = tw.Subscriber(str(ladder))
+    assert subscriber.update() == 17
+    assert subscriber.state_dict()["a"].view(-1).equal(stepped(17)["bfloat16"])
+
+
+def test_a_version_that_leads_nowhere_is_left_by_an_anchor(store: Path) -> None:
+    """As if its publisher had taken it for failed: later ones do not begin from it."""
+    subscriber = tw.Subscriber(str(store))
+    assert subscriber.update() == 3
+    write(store, 4, 2, encode(4, PIECES, values(2), values(4)))
+    assert subscriber.update() == 4
+    assert_holds(subscriber, 4)
+
+
+def test_what_was_fetched_is_not_read_again(store: Path) -> None:
+    subscriber = tw.Subscriber(str(store))
+    subscriber.fetch()
+    assert subscriber.version is None
+    names = [path.name for path in store.iterdir()]
+    for name in names:
+        (store / name).write_bytes(b"")
+    assert subscriber.update() == 3
+    assert_holds(subscriber, 3)
+    assert not subscriber._fetched
+
+
+def test_an_interrupted_copy_leaves_no_version(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subscriber = tw.Subscriber(str(store))
+    assert subscriber.update(upto=1) == 1
+    write_piece = Piece.write
+
+    def interrupted(piece: Piece, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        if piece.name == "n":
+            raise KeyboardInterrupt
+        write_piece(piece, tensor, values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Piece, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            subscriber.update()
+    assert subscriber.version is None
+    assert subscriber.update() == 3
+    assert_holds(subscriber, 3)
+
+
 def test_incomplete_versions_are_not_there() -> None:
     parts = [Name(RUN, 1, 0, "anchor", part, 3) for part in (0, 2)]
     assert complete(parts) == {}
@@ -145,8 +233,21 @@ def test_weights_load_into_a_module_of_any_dtype(tmp_path: Path) -> None:
     subscriber.update()
     subscriber.load_into(twin)
     assert torch.equal(twin.weight, module.weight.bfloat16())
+    subscriber.load_into(torch.compile(twin, backend="eager"))
     with pytest.raises(UsageError, match="differ in"):
         subscriber.load_into(nn.Linear(3, 2, bias=False))
+
+
+def test_tied_weights_load_from_one_of_their_names(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    write(tmp_path, 1, 0, encode(1, [Piece("0.weight", (3, 3), "float32", 0, 9)], None, {"float32": torch.ones(9)}))
+    subscriber = tw.Subscriber(str(tmp_path))
+    subscriber.update()
+    with pytest.raises(UsageError, match=r"differ in 1\.weight"):
+        subscriber.load_into(module)
+    module[1].weight = module[0].weight
+    subscriber.load_into(module)
+    assert module[1].weight.equal(torch.ones(3, 3))
 
 
 def test_messages_that_lie_about_their_length_are_refused() -> None:
@@ -171,6 +272,10 @@ def test_a_store_of_no_known_kind_is_refused() -> None:
         Piece("a", (4,), "float32", -2, 4),
         Piece("a", (4,), "float32", 2, 4),
         Piece("a", (-4,), "float32", 0, 0),
+        Piece("a", (4,), "float32", 0, 4, Slice(0, 2, 0)),
+        Piece("a", (4,), "float32", 0, 1, Slice(0, 3, 0)),
+        Piece("a", (4,), "float32", 0, 1, Slice(1, 1, 0)),
+        Piece("a", (4,), "float32", 0, 0, Slice(0, 0, -1)),
     ],
 )
 def test_pieces_of_no_tensor_are_refused(piece: Piece) -> None:

@@ -150,7 +150,7 @@ def test_a_later_publisher_takes_over(ranks: RankPool, tmp_path: Path) -> None:
 def disturbed(store: str, seed: int) -> tuple[list[str], int, int]:
     """Stores that fail on any rank now and then, are slow, and lose versions: what a subscriber gets wrong."""
     model, optim = made("zero3")
-    publisher, subscriber = tw.publisher(model, store, anchor_every=4), tw.Subscriber(store)
+    publisher, subscriber = tw.publisher(model, store, anchor_every=12), tw.Subscriber(store)
     rng = random.Random(1000 * seed + torch.distributed.get_rank())
     together = random.Random(seed)
     write, problems, history = Store.write, [], {}

@@ -6,7 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["make_directory", "replace_file", "sync_directory", "sync_tree"]
+__all__ = ["make_directory", "rename_file", "replace_file", "sync_directory", "sync_tree"]
 
 
 def sync_directory(directory: Path) -> None:
@@ -50,6 +50,18 @@ def replace_file(path: Path, content: bytes) -> None:
     except BaseException:
         Path(draft).unlink(missing_ok=True)
         raise
+    sync_directory(path.parent)
+
+
+def rename_file(draft: Path, path: Path) -> None:
+    """Give a complete file its name, durably, in place of the one that has it.
+
+    Args:
+        draft: The file, in the same directory.
+        path: Its name.
+    """
+    _sync(draft)
+    draft.replace(path)
     sync_directory(path.parent)
 
 

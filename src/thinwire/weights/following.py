@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from thinwire.errors import UsageError, WireError
+from thinwire.sharding.checkpointing.names import stored
+from thinwire.weights.kept import KeptVersion
 from thinwire.weights.parts import Kind, Name, Piece, complete, decode, split, take
 from thinwire.weights.stores import Store
 
@@ -29,46 +33,81 @@ class Subscriber:
 
     Args:
         store: A directory, or a URL of fsspec, HTTP among them.
+        directory: Where to keep the newest version as ``model.safetensors``, which is replaced as a whole. A subscriber
+            that is started again goes on from it.
 
     Attributes:
         version: The version that is held; ``None`` before the first.
         run: The publisher's life that it belongs to.
         step: Optimizer steps that made it.
         nbytes: Bytes that were read.
+
+    Raises:
+        UsageError: The URL is of no known kind, or the directory is another subscriber's, or a model of several files.
     """
 
-    def __init__(self, store: str) -> None:
+    def __init__(self, store: str, directory: str | Path | None = None) -> None:
         self._store = Store(store)
         self.version: int | None = None
         self.run: str | None = None
         self.step = self.nbytes = 0
         self._tensors: dict[str, torch.Tensor] = {}
+        self._fetched: dict[Name, bytes] = {}
+        self._writing = threading.Lock()  # who holds it may read the weights, or put a version in their place
+        self._kept = None if directory is None else KeptVersion(Path(directory))
+        if self._kept is not None and (found := self._kept.load()) is not None:
+            self.run, self.version, self.step, self._tensors = found
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The weights, on the CPU, as in the trainer's state dict; later versions change them in place."""
         return dict(self._tensors)
 
-    def update(self) -> int | None:
+    def fetch(self) -> None:
+        """Read what leads to the newest version, so that :meth:`update` need not wait for the store. It changes no
+        weights: call it in a thread, while they are in use.
+
+        Raises:
+            OSError: The store cannot be read.
+        """
+        versions = complete(self._store.names())
+        for key in self._way(versions):
+            for name in versions[key]:
+                if name not in self._fetched:
+                    self._fetched[name] = self._store.read(str(name))
+
+    def update(self, upto: int | None = None) -> int | None:
         """Take the newest version that is there; returns its number, or ``None`` if there is no newer one.
+
+        Args:
+            upto: The last version to take, for receivers that have to agree on one.
 
         Raises:
             WireError: There is a newer one, and what leads to it is damaged. The weights stay as they are.
+            OSError: The store cannot be read, or the directory cannot be written.
         """
-        versions = complete(self._store.names())
-        before = self.run, self.version
-        problem: WireError | None = None
-        for way in self._ways(versions):
-            try:
-                for key in way:
-                    self._apply(versions[key], is_delta=key[3] == "delta")
-                    self.run, self.version = key[:2]
+        versions = {
+            key: names for key, names in complete(self._store.names()).items() if upto is None or key[1] <= upto
+        }
+        before, problem = (self.run, self.version), None
+        while way := self._way(versions):
+            for key in way:
+                try:
+                    self._apply(key, versions[key])
+                except WireError as error:
+                    log.warning("version %d of %s: %s", key[1], self._store.url, error)
+                    problem = problem or error
+                    del versions[key]  # another way may lead past it
+                    break
+            else:
                 break
-            except WireError as error:
-                problem = problem or error
-                log.warning("version %d of %s: %s", key[1], self._store.url, error)
-        if problem is not None and (self.run, self.version) == before:
+        self._fetched = {name: content for name, content in self._fetched.items() if self._is_newer(name)}
+        if self._kept is not None and self.run is not None and self.version is not None:
+            self._kept.save(self.run, self.version, self.step, self._tensors)
+        if (self.run, self.version) != before:
+            return self.version
+        if problem is not None:
             raise problem
-        return self.version if (self.run, self.version) != before else None
+        return None
 
     def follow(self, timeout: float | None = None, *, interval: float = 0.2) -> int | None:
         """Wait for a newer version and take it; returns its number, or ``None`` after ``timeout`` seconds. What is
@@ -87,103 +126,148 @@ class Subscriber:
                 return None
             time.sleep(interval)
 
-    @torch.no_grad()
+    def load_by(self, load: Callable[[Iterable[tuple[str, torch.Tensor]]], object]) -> None:
+        """Give the weights to a function that takes names and tensors, as the ``load_weights`` of vLLM's models does.
+        Until it returns, no other version takes their place.
+
+        Raises:
+            UsageError: There is no version yet.
+        """
+        with self._writing:
+            if self.version is None:
+                raise UsageError(f"{self._store.url} has no complete version yet: wait for one with follow()")
+            load(self._tensors.items())
+
     def load_into(self, module: nn.Module) -> None:
         """Copy the weights into a module of the same architecture, whatever its dtype and device.
 
         Raises:
             UsageError: There is no version yet, or the module has other tensors.
         """
-        if self.version is None:
-            raise UsageError(f"{self._store.url} has no complete version yet: wait for one with follow()")
-        own = module.state_dict()
-        if own.keys() != self._tensors.keys():
-            some = sorted(own.keys() ^ self._tensors.keys())[:3]
-            raise UsageError(f"the module and the weights differ in {', '.join(some)}: take the same architecture")
-        for name, tensor in own.items():
-            tensor.copy_(self._tensors[name])
+        self.load_by(lambda weights: _copy(dict(weights), module))
+
+    def close(self) -> None:
+        """Let another subscriber keep versions in the directory."""
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
 
     # -- versions ----------------------------------------------------------------------------------------------
 
-    def _ways(self, versions: Mapping[_Key, Sequence[Name]]) -> list[list[_Key]]:
-        """Ways to the newest version, the shortest first: deltas from the version that is held, or from an anchor."""
-        runs = sorted({key[0] for key in versions if key[3] == "anchor"})
+    def _way(self, versions: Collection[_Key]) -> list[_Key]:
+        """The way to the newest version that can be reached: deltas from the version that is held, or from an anchor
+        where those lead less far, as few as possible. Empty if there is nothing newer."""
+        runs = sorted({run for run, _, _, kind in versions if kind == "anchor"})
         if not runs or (self.run is not None and runs[-1] < self.run):
             return []
         newest = runs[-1]
-        deltas = {key[2]: key for key in versions if key[0] == newest and key[3] == "delta"}
-
-        def after(version: int) -> list[_Key]:
-            way = []
-            while version in deltas:
-                way.append(deltas[version])
-                version = deltas[version][1]
-            return way
-
         held = self.version if self.run == newest else None
-        ways = [] if held is None else [after(held)]
-        for anchor in sorted((key for key in versions if key[0] == newest and key[3] == "anchor"), reverse=True):
-            way = [anchor, *after(anchor[1])]
-            if held is None or way[-1][1] > held:
-                ways.append(way)
-        # An anchor, which is longer, is taken where deltas lead less far.
-        return sorted((way for way in ways if way), key=lambda way: (-way[-1][1], way[0][3] == "anchor", len(way)))
+        # By version, the best way to it: without an anchor if possible, then the shortest. Parents come first.
+        ways: dict[int, list[_Key]] = {} if held is None else {held: []}
+        for key in sorted((key for key in versions if key[0] == newest), key=lambda key: (key[1], key[3] == "anchor")):
+            _, version, parent, kind = key
+            if kind == "delta" and parent not in ways:
+                continue
+            way = [key] if kind == "anchor" else [*ways[parent], key]
+            if version not in ways or _cost(way) < _cost(ways[version]):
+                ways[version] = way
+        return ways[max(ways)] if ways else []
 
-    def _apply(self, names: Sequence[Name], *, is_delta: bool) -> None:
+    def _is_newer(self, name: Name) -> bool:
+        return self.run is None or self.version is None or (name.run, name.version) > (self.run, self.version)
+
+    @torch.no_grad()
+    def _apply(self, key: _Key, names: Sequence[Name]) -> None:
         """Take a version.
 
         Raises:
             WireError: It is damaged, or was made against other weights. The weights stay as they are.
         """
+        run, version, _, kind = key
         made: list[tuple[Piece, torch.Tensor]] = []
         step = 0
         for name in names:
+            step, pieces, messages = decode(self._read(name))
+            for dtype, message in messages.items():
+                of_dtype = [piece for piece in pieces if piece.dtype == dtype]
+                is_delta = kind == "delta" and of_dtype
+                old = torch.cat([piece.read(self._tensor(piece)) for piece in of_dtype]) if is_delta else None
+                numel = sum(piece.numel for piece in of_dtype)
+                made += split(take(dtype, message, numel, old), of_dtype)
+        tensors = self._tensors if kind == "delta" else self._room([piece for piece, _ in made])
+        with self._writing:
+            self.version = None  # whoever is interrupted here holds no version, and begins at an anchor
+            for piece, values in made:
+                piece.write(tensors[piece.name], values)
+            self._tensors = tensors
+            self.run, self.version, self.step = run, version, step
+
+    def _read(self, name: Name) -> bytes:
+        content = self._fetched.get(name)
+        if content is None:
             try:
                 content = self._store.read(str(name))
             except FileNotFoundError as error:
                 raise WireError(f"{name} is gone: versions before the last anchor but one are removed") from error
-            self.nbytes += len(content)
-            step, pieces, messages = decode(content)
-            for dtype, message in messages.items():
-                of_dtype = [piece for piece in pieces if piece.dtype == dtype]
-                old = torch.cat([self._place(piece) for piece in of_dtype]) if is_delta and of_dtype else None
-                numel = sum(piece.numel for piece in of_dtype)
-                made += split(take(dtype, message, numel, old), of_dtype)
-        if not is_delta:
-            self._make_room([piece for piece, _ in made])
-        for piece, values in made:
-            self._place(piece).copy_(values)
-        self.step = step
+        self.nbytes += len(content)
+        return content
 
-    def _place(self, piece: Piece) -> torch.Tensor:
+    def _tensor(self, piece: Piece) -> torch.Tensor:
         tensor = self._tensors.get(piece.name)
         if tensor is None or not _is_of(tensor, piece):
             raise WireError(f"{piece.name} is {list(piece.shape)} of {piece.dtype} in a delta, and another tensor here")
-        return tensor.view(-1)[piece.offset : piece.offset + piece.numel]
+        return tensor
 
-    def _make_room(self, pieces: Sequence[Piece]) -> None:
-        """Have tensors for the pieces of an anchor, which cover all of them.
+    def _room(self, pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
+        """Tensors for the pieces of an anchor, which cover all of them; those that are held, where they fit.
 
         Raises:
             WireError: They do not.
         """
         firsts: dict[str, Piece] = {}
-        ends: dict[str, int] = {}
+        ends: dict[tuple[str, int], int] = {}  # by tensor and slice
         for piece in sorted(pieces, key=lambda piece: (piece.name, piece.offset)):
-            if piece.offset != ends.get(piece.name, 0):
+            slice_of = piece.name, 0 if piece.cut is None else piece.cut.index
+            if piece.offset != ends.get(slice_of, 0) or not _is_alike(piece, firsts.setdefault(piece.name, piece)):
                 raise WireError(f"the pieces of {piece.name} in an anchor do not follow each other")
-            ends[piece.name] = piece.offset + piece.numel
-            firsts.setdefault(piece.name, piece)
+            ends[slice_of] = piece.offset + piece.numel
+        held = dict.fromkeys(firsts, 0)
+        for (name, _), end in ends.items():
+            held[name] += end
         for name, piece in firsts.items():
-            if ends[name] != math.prod(piece.shape):
-                raise WireError(f"an anchor holds {ends[name]} of {math.prod(piece.shape)} values of {name}")
+            if held[name] != math.prod(piece.shape):
+                raise WireError(f"an anchor holds {held[name]} of {math.prod(piece.shape)} values of {name}")
         tensors = {}
         for name, piece in firsts.items():
             kept = self._tensors.get(name)
             fits = kept is not None and _is_of(kept, piece)
             tensors[name] = kept if fits and kept is not None else torch.empty(piece.shape, dtype=piece.kind)
-        self._tensors = tensors
+        return tensors
+
+
+@torch.no_grad()
+def _copy(weights: Mapping[str, torch.Tensor], module: nn.Module) -> None:
+    own = {stored(name): tensor for name, tensor in module.state_dict().items()}
+    # Tied tensors are published under one of their names.
+    places = {tensor.data_ptr() for name, tensor in own.items() if name in weights}
+    differing = [name for name, tensor in own.items() if name not in weights and tensor.data_ptr() not in places]
+    differing += weights.keys() - own.keys()
+    if differing:
+        some = ", ".join(sorted(differing)[:3])
+        raise UsageError(f"the module and the weights differ in {some}: take the same architecture")
+    for name, values in weights.items():
+        own[name].copy_(values)
+
+
+def _cost(way: Sequence[_Key]) -> tuple[bool, int]:
+    return bool(way) and way[0][3] == "anchor", len(way)
 
 
 def _is_of(tensor: torch.Tensor, piece: Piece) -> bool:
     return tuple(tensor.shape) == tuple(piece.shape) and tensor.dtype == piece.kind
+
+
+def _is_alike(a: Piece, b: Piece) -> bool:
+    """Whether two pieces are of slices of one tensor."""
+    cuts = [None if piece.cut is None else (piece.cut.dim, piece.cut.ways) for piece in (a, b)]
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and cuts[0] == cuts[1]

@@ -28,6 +28,8 @@ from thinwire.agreement import Typed
 from thinwire.codecs.delta import Delta
 from thinwire.codecs.delta_format import FORMATS
 from thinwire.errors import CollectiveError, WireError
+from thinwire.sharding.memory.local import Slice
+from thinwire.sharding.tensors.boxes import boxes
 
 __all__ = ["Kind", "Name", "Piece", "Values", "complete", "decode", "encode", "new_run", "split", "take"]
 
@@ -48,14 +50,15 @@ _NAME: Final = re.compile(r"(\d{6}-[0-9a-f]{8})\.(\d{9})\.(\d{9})\.(delta|anchor
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive elements of one tensor.
+    """Consecutive elements of one tensor, or of a slice of it.
 
     Attributes:
         name: Name of the tensor, as in the model's state dict.
         shape: Shape of the whole tensor.
         dtype: Its dtype, as ``"bfloat16"``.
-        offset: First element, in the flattened tensor.
+        offset: First element, in the flattened slice.
         numel: Number of elements.
+        cut: Slice of the tensor that the elements are of; ``None`` for the whole tensor.
     """
 
     name: str
@@ -63,6 +66,7 @@ class Piece:
     dtype: str
     offset: int
     numel: int
+    cut: Slice | None = None
 
     @property
     def kind(self) -> torch.dtype:
@@ -73,9 +77,30 @@ class Piece:
     @property
     def is_possible(self) -> bool:
         """Whether there are such tensors, and such elements of them."""
-        whole = math.prod(self.shape)
-        inside = min(*self.shape, self.offset, self.numel, 0) >= 0 and self.offset + self.numel <= whole
+        cut = self.cut or Slice(0, 1, 0)
+        if min(*self.shape, self.offset, self.numel, cut.dim, cut.index, 0) < 0 or cut.index >= cut.ways:
+            return False
+        if self.cut is not None and (cut.dim >= len(self.shape) or self.shape[cut.dim] % cut.ways):
+            return False
+        inside = self.offset + self.numel <= math.prod(self.shape) // cut.ways
         return inside and isinstance(getattr(torch, self.dtype, None), torch.dtype)
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its elements of the tensor, 1-D."""
+        return self._region(tensor).reshape(-1)[self.offset : self.offset + self.numel]
+
+    def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Put its elements, 1-D, into the tensor."""
+        region = self._region(tensor)
+        for box in boxes(region.shape, self.offset, self.numel):
+            place = tuple(slice(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True))
+            region[place].copy_(values[box.start : box.start + box.numel].view(box.sizes))
+
+    def _region(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.cut is None:
+            return tensor
+        size = tensor.shape[self.cut.dim] // self.cut.ways
+        return tensor.narrow(self.cut.dim, self.cut.index * size, size)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import torch
 from torch import nn
 
 from thinwire.agreement import Typed
 from thinwire.errors import UsageError
-from thinwire.program import Axis, Lane
-from thinwire.program.wire import rounds_parameters
-from thinwire.sharding.checkpointing.stored_parameters import frozen, persistent_buffers
+from thinwire.parallel import ParallelModel
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
+from thinwire.weights.owned import snapshot
 from thinwire.weights.parts import Kind, Name, Piece, Values, encode, new_run
 from thinwire.weights.stores import Store
 
@@ -29,32 +27,39 @@ __all__ = ["Publisher", "publisher"]
 
 log = logging.getLogger("thinwire")
 
+_FOLD: Final = 8
+"""Versions from one rung to the next: a delta between two rungs folds those in between into one. At a learning rate of
+1e-6 it takes some 2 single ones; more versions in one save little more, and a receiver takes more single ones first."""
+
 _RUN: Final[Typed[str]] = Typed(str)
 
 _STATES: Final[Typed[tuple[str, str]]] = Typed(tuple[str, str])
 """State of a rank's last version, and the run of a publisher that has taken over."""
 
 
-def publisher(model: nn.Module, store: str, *, every: int = 1, anchor_every: int = 50) -> Publisher:
+def publisher(model: nn.Module | ParallelModel, store: str, *, every: int = 1, anchor_every: int = 50) -> Publisher:
     """Publish the weights of a sharded model, for generators elsewhere that follow by ``thinwire.Subscriber(store)``.
 
     Collective. Call :meth:`Publisher.step` after every step of the optimizer, and :meth:`Publisher.close` at the end.
 
     Args:
-        model: A sharded model.
+        model: A sharded model, or one that ``thinwire.parallelize`` has cut.
         store: A directory, or a URL of fsspec.
         every: Steps from one version to the next.
         anchor_every: Versions from one anchor, which holds all weights, to the next. Other versions hold what has
             changed. Receivers begin at an anchor. Versions before the last anchor but one are removed.
 
+    Every eighth version after an anchor is a delta from the eighth before it as well, for receivers that are behind. On
+    the host, a rank keeps up to three versions of what it owns: the one being written, the last, and the last eighth.
+
     Raises:
-        UsageError: The model is cut by tensor or pipeline parallelism, a number is less than 1, or the store cannot be
-            read.
+        UsageError: A number is less than 1, or the store cannot be read.
     """
     for name, value in (("every", every), ("anchor_every", anchor_every)):
         if value < 1:
             raise UsageError(f"{name} = {value} should be at least 1")
-    return Publisher(runtime_of(model), Store(store), every, anchor_every)
+    parts = model.chunks if isinstance(model, ParallelModel) else [model]
+    return Publisher([runtime_of(part) for part in parts], Store(store), every, anchor_every)
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ class _Version:
         pieces: This rank's pieces.
         values: Their values.
         is_anchor: Whether it is published as an anchor, too.
+        is_rung: Whether a delta from the rung before it is published, too.
     """
 
     number: int
@@ -74,6 +80,7 @@ class _Version:
     pieces: list[Piece]
     values: Values
     is_anchor: bool
+    is_rung: bool
 
 
 class Publisher:
@@ -86,16 +93,15 @@ class Publisher:
         error: Why the last version of this rank could not be written; ``None`` if it was.
     """
 
-    def __init__(self, runtime: Runtime, store: Store, every: int, anchor_every: int) -> None:
-        if runtime.shares is None:
-            raise UsageError("publisher(): the model is cut by tp or pp, and versions are of whole tensors")
-        self._runtime, self._store, self._every, self._anchor_every = runtime, store, every, anchor_every
-        self._ranks = runtime.control
+    def __init__(self, runtimes: Sequence[Runtime], store: Store, every: int, anchor_every: int) -> None:
+        self._runtimes, self._store, self._every, self._anchor_every = runtimes, store, every, anchor_every
+        self._ranks = runtimes[0].control
         self.version = self.skipped = self.nbytes = 0
         self.error: str | None = None
         self._steps = 0
         self._base: _Version | None = None  # the last version that all ranks have written
         self._begun: _Version | None = None  # the one after it
+        self._rung: _Version | None = None  # the last anchor, or the last rung after it
         self._anchors: list[int] = []  # versions that all ranks have written anchors of
         self._mine: list[Name] = []  # parts of this rank in the store
         self._thread: threading.Thread | None = None
@@ -119,8 +125,9 @@ class Publisher:
         self._take_up(written=all(state == "written" for state, _ in states))
         self.version += 1
         is_anchor = self._base is None or self.version - self._anchors[-1] >= self._anchor_every
-        self._begun = _Version(self.version, self._runtime.num_steps, *self._snapshot(), is_anchor)
-        arguments = self._begun, self._base
+        is_rung = not is_anchor and self._rung is not None and self.version - self._rung.number >= _FOLD
+        self._begun = _Version(self.version, self._runtimes[0].num_steps, *snapshot(self._runtimes), is_anchor, is_rung)
+        arguments = self._begun, self._base, self._rung
         self._thread = threading.Thread(target=self._write, args=arguments, name="thinwire publisher", daemon=True)
         self._thread.start()
 
@@ -148,66 +155,45 @@ class Publisher:
             self._base = self._begun
             if self._begun.is_anchor:
                 self._anchors.append(self._begun.number)
+            if self._begun.is_anchor or self._begun.is_rung:
+                self._rung = self._begun
         else:
             self.skipped += 1
             log.warning("version %d was not published: %s", self._begun.number, self.error or "another rank has failed")
         self._begun = None
 
-    # -- what this rank owns -----------------------------------------------------------------------------------
-
-    def _snapshot(self) -> tuple[list[Piece], Values]:
-        """This rank's pieces, and a copy of their values."""
-        pieces: dict[str, list[Piece]] = {}
-        values: dict[str, list[torch.Tensor]] = {}
-        for name, shape, offset, value in self._owned():
-            dtype = str(value.dtype).removeprefix("torch.")
-            pieces.setdefault(dtype, []).append(Piece(name, tuple(shape), dtype, offset, value.numel()))
-            values.setdefault(dtype, []).append(value.detach().reshape(-1))
-        joined = {dtype: torch.cat(tensors).cpu() for dtype, tensors in values.items()}
-        return [piece for of_dtype in pieces.values() for piece in of_dtype], joined
-
-    def _owned(self) -> Iterator[tuple[str, torch.Size | tuple[int, ...], int, torch.Tensor]]:
-        """Names, shapes and offsets of what this rank publishes, with the values that forwards compute with."""
-        runtime, sharded = self._runtime, self._runtime.sharded
-        assert runtime.masters is not None
-        runtime.masters.flush()
-        if rounds_parameters(runtime.plan) or not runtime.plan.residence.on_device:
-            runtime.join_spreads()  # until then, this rank does not hold what it owns as others get it
-        first_replica = sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0
-        for owned in sharded.fragments if first_replica else ():
-            slot = owned.fragment.slot
-            yield slot.name, slot.shape, owned.fragment.offset, owned.held
-        assert runtime.shares is not None
-        if first_replica and sharded.axes[Axis.SHARD, Lane.REDUCE].index == 0:
-            for name, _, offset, value in frozen(sharded):
-                yield name, runtime.shares[name].spec.shape, offset, value
-        if sharded.rank == 0:
-            for name, value in persistent_buffers(sharded.model):
-                yield name, value.shape, 0, value
-
     # -- the thread --------------------------------------------------------------------------------------------
 
-    def _write(self, begun: _Version, base: _Version | None) -> None:
+    def _write(self, begun: _Version, base: _Version | None, rung: _Version | None) -> None:
         self.error = None
         try:
             if self._ranks.rank == 0 and (newer := self._newer_run()):
                 self._newer = newer
                 return
             if base is not None:
-                self._put(begun.number, base.number, encode(begun.step, begun.pieces, base.values, begun.values))
+                self._put(begun, base)
             if begun.is_anchor:
-                self._put(begun.number, 0, encode(begun.step, begun.pieces, None, begun.values))
-            self._remove_old()
+                self._put(begun, None)
         except Exception as error:  # whatever it is, training goes on
             self.error = f"{type(error).__name__}: {error}"
+            return
+        try:  # what receivers can do without: the version is written
+            if begun.is_rung and rung is not base:
+                self._put(begun, rung)
+            self._remove_old()
+        except Exception as error:
+            log.warning("version %d: %s: %s", begun.number, type(error).__name__, error)
 
     def _newer_run(self) -> str | None:
         """The run of a publisher that has begun later to write to the store."""
         return max((name.run for name in self._store.names() if name.run > self._run), default=None)
 
-    def _put(self, version: int, parent: int, content: bytes) -> None:
-        kind: Kind = "delta" if parent else "anchor"
-        name = Name(self._run, version, parent, kind, self._ranks.rank, self._ranks.size)
+    def _put(self, version: _Version, parent: _Version | None) -> None:
+        """Write this rank's part of a delta, or without a parent of an anchor."""
+        content = encode(version.step, version.pieces, None if parent is None else parent.values, version.values)
+        begins = 0 if parent is None else parent.number
+        kind: Kind = "anchor" if parent is None else "delta"
+        name = Name(self._run, version.number, begins, kind, self._ranks.rank, self._ranks.size)
         self._store.write(str(name), content)
         self._mine.append(name)
         self.nbytes += len(content)

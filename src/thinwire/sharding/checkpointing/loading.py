@@ -274,10 +274,11 @@ def _want_unoptimized(
         Functions that copy the values, once they are read, to the parameters and buffers.
     """
     copies: list[Callable[[], object]] = []
-    for name, numel, offset, target in frozen(sharded):
-        dtype = parameters.dtype_of(f"model/{name}") or target.dtype
+    for slot, offset, target in frozen(sharded):
+        key = f"model/{slot.name}"
+        dtype = parameters.dtype_of(key) or target.dtype
         place = target if dtype == target.dtype else torch.empty(target.numel(), dtype=dtype, device=target.device)
-        parameters.want_fragment(f"model/{name}", name, numel, offset, place)
+        parameters.want_fragment(key, slot.name, slot.numel, offset, place)
         if place is not target:
             copies.append(functools.partial(target.copy_, place))
     for name, buffer in persistent_buffers(sharded.model):

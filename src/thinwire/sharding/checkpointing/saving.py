@@ -217,8 +217,8 @@ def _save_part(
         else:
             vectors.add(f"{prefix}/{name}{suffix}", numel, offset, tensor if first_tensor else None)
 
-    for name, numel, offset, tensor in frozen(sharded):
-        add("model", name, "", numel, offset, tensor if first_holder and island == 0 else None)
+    for slot, offset, tensor in frozen(sharded):
+        add("model", slot.name, "", slot.numel, offset, tensor if first_holder and island == 0 else None)
     for name, buffer in persistent_buffers(sharded.model):
         add("buffer", name, "", buffer.numel(), 0, buffer.reshape(-1) if sharded.rank == island == 0 else None)
     if exchanges is not None:

@@ -1,0 +1,83 @@
+"""A version that a subscriber keeps on disk: one file, which is always that of a whole version."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from thinwire.checkpoint.durable import make_directory, rename_file
+from thinwire.errors import UsageError
+
+__all__ = ["KeptVersion"]
+
+log = logging.getLogger("thinwire")
+
+_KEYS: Final = ("run", "version", "step")
+
+
+class KeptVersion:
+    """``model.safetensors`` in a directory, with the version in its metadata. Whoever is killed while writing it leaves
+    the one before, and a draft that the next one writes over.
+
+    Args:
+        directory: The directory, which may hold the configuration and the tokenizer of the model.
+
+    Raises:
+        UsageError: Another process keeps versions in it, or it holds a model in several files.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        make_directory(directory)
+        self._path, self._draft = directory / "model.safetensors", directory / ".model.safetensors.part"
+        if (index := directory / "model.safetensors.index.json").exists():
+            raise UsageError(f"{index} makes readers take other files: remove it and the files that it names")
+        self._lock = os.open(directory / ".model.safetensors.lock", os.O_CREAT | os.O_RDWR, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise UsageError(f"another subscriber keeps versions in {directory}: give another directory") from error
+        self._saved: tuple[str, int] | None = None
+
+    def close(self) -> None:
+        """Let others keep versions in the directory."""
+        os.close(self._lock)
+
+    def load(self) -> tuple[str, int, int, dict[str, torch.Tensor]] | None:
+        """Run, version, step and weights that are in the file; ``None`` if it is not there, or of another origin."""
+        try:
+            with safe_open(self._path, "pt") as file:
+                run, version, step = [(file.metadata() or {})[f"thinwire.{key}"] for key in _KEYS]
+                # Not views of the file, so that versions may be put in their place.
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no mapping
+            self._saved = run, int(version)
+            return run, int(version), int(step), tensors
+        except FileNotFoundError:
+            return None
+        except (KeyError, ValueError, SafetensorError) as error:
+            log.warning("%s is no version that a subscriber has kept, and will be replaced: %s", self._path, error)
+            return None
+
+    def save(self, run: str, version: int, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put a version in the file, unless it is there.
+
+        Raises:
+            OSError: It cannot be written; the file stays as it is.
+        """
+        if self._saved == (run, version):
+            return
+        metadata = {f"thinwire.{key}": str(value) for key, value in zip(_KEYS, (run, version, step), strict=True)}
+        try:
+            save_file(dict(tensors), self._draft, {"format": "pt", **metadata})
+        except SafetensorError as error:
+            raise OSError(f"{self._draft}: {error}") from error
+        rename_file(self._draft, self._path)
+        self._saved = run, version

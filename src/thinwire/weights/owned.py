@@ -1,0 +1,62 @@
+"""What a rank owns of a model, under any plan: the pieces of the model's tensors that it publishes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from thinwire.program import Axis, Lane
+from thinwire.program.wire import rounds_parameters
+from thinwire.sharding.checkpointing.names import stored
+from thinwire.sharding.checkpointing.stored_parameters import frozen, persistent_buffers
+from thinwire.sharding.runtime.runtime import Runtime
+from thinwire.weights.parts import Piece, Values
+
+__all__ = ["snapshot"]
+
+_Part = tuple[str, Sequence[int], int, torch.Tensor]
+"""Name of a tensor, shape of this rank's slice of it, first element in that, values."""
+
+
+def snapshot(runtimes: Iterable[Runtime]) -> tuple[list[Piece], Values]:
+    """This rank's pieces of a model, and a copy of their values: those that forwards compute with.
+
+    Collective. Every element of every tensor is in one piece of one rank.
+
+    Args:
+        runtimes: Runtimes of this rank's parts of the model.
+    """
+    pieces: dict[str, list[Piece]] = {}
+    values: dict[str, list[torch.Tensor]] = {}
+    for runtime in runtimes:
+        sharded = runtime.sharded
+        for name, shape, offset, value in _owned(runtime):
+            dtype, cut = str(value.dtype).removeprefix("torch."), sharded.slices.get(name)
+            if cut is None and sharded.part.tensor:
+                continue  # the first of the ranks that hold the same tensor publishes it
+            whole = tuple(size * (cut.ways if cut and cut.dim == dim else 1) for dim, size in enumerate(shape))
+            pieces.setdefault(dtype, []).append(Piece(stored(name), whole, dtype, offset, value.numel(), cut))
+            values.setdefault(dtype, []).append(value.detach().reshape(-1))
+    joined = {dtype: torch.cat(tensors).cpu() for dtype, tensors in values.items()}
+    return [piece for of_dtype in pieces.values() for piece in of_dtype], joined
+
+
+def _owned(runtime: Runtime) -> Iterator[_Part]:
+    sharded = runtime.sharded
+    if runtime.masters is not None:
+        runtime.masters.flush()
+    if rounds_parameters(runtime.plan) or not runtime.plan.residence.on_device:
+        runtime.join_spreads()  # until then, this rank does not hold what it owns as others get it
+    if sharded.part.data.island:
+        return  # the first island publishes
+    first_replica = sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0
+    for owned in sharded.fragments if first_replica else ():
+        slot = owned.fragment.slot
+        yield slot.name, slot.shape, owned.fragment.offset, owned.held
+    if first_replica and sharded.axes[Axis.SHARD, Lane.REDUCE].index == 0:
+        for slot, offset, value in frozen(sharded):
+            yield slot.name, slot.shape, offset, value
+    if sharded.rank == 0:
+        for name, buffer in persistent_buffers(sharded.model):
+            yield name, buffer.shape, 0, buffer

@@ -1,0 +1,131 @@
+"""A file of weights is always that of a whole version."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import thinwire as tw
+from thinwire.errors import UsageError
+from thinwire.weights.parts import Name, Piece, encode
+
+RUN = "000001-00000000"
+SIZE = 1 << 20
+PIECES = [Piece("a", (SIZE,), "bfloat16", 0, SIZE), Piece("n", (), "int64", 0, 1)]
+
+
+def values(version: int) -> dict[str, torch.Tensor]:
+    """All of them say which version they are of."""
+    return {"bfloat16": torch.full((SIZE,), float(version)).bfloat16(), "int64": torch.tensor([version])}
+
+
+def publish(store: Path, version: int) -> None:
+    parent = version - 1
+    old = values(parent) if parent else None
+    name = Name(RUN, version, parent, "delta" if parent else "anchor", 0, 1)
+    store.mkdir(exist_ok=True)
+    draft = store / "draft"
+    draft.write_bytes(encode(version, PIECES, old, values(version)))
+    draft.rename(store / str(name))
+
+
+def held(directory: Path) -> int:
+    """The version that the file holds."""
+    tensors = load_file(directory / "model.safetensors")
+    version = int(tensors["n"])
+    assert tensors["a"].equal(values(version)["bfloat16"])
+    return version
+
+
+def test_a_subscriber_goes_on_from_its_file(tmp_path: Path) -> None:
+    store, directory = tmp_path / "store", tmp_path / "model"
+    publish(store, 1)
+    subscriber = tw.Subscriber(str(store), directory)
+    assert subscriber.update() == 1
+    assert held(directory) == 1
+    with pytest.raises(UsageError, match="another subscriber keeps"):
+        tw.Subscriber(str(store), directory)
+    subscriber.close()
+    publish(store, 2)
+    (delta,) = store.glob("*delta*")
+    again = tw.Subscriber(str(store), directory)
+    assert (again.run, again.version, again.step) == (RUN, 1, 1)
+    assert again.update() == 2
+    assert again.nbytes == delta.stat().st_size
+    assert held(directory) == 2
+
+
+def test_other_files_are_replaced_and_several_refused(tmp_path: Path) -> None:
+    store, directory = tmp_path / "store", tmp_path / "model"
+    publish(store, 1)
+    directory.mkdir()
+    for write in (
+        lambda path: save_file({"x": torch.zeros(1)}, path),
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        lambda path: path.write_bytes(b""),
+    ):
+        write(directory / "model.safetensors")
+        subscriber = tw.Subscriber(str(store), directory)
+        assert subscriber.version is None
+        assert subscriber.update() == 1
+        assert held(directory) == 1
+        subscriber.close()
+    (directory / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(UsageError, match="readers take other files"):
+        tw.Subscriber(str(store), directory)
+
+
+def test_a_full_disk_leaves_the_file_and_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, directory = tmp_path / "store", tmp_path / "model"
+    publish(store, 1)
+    subscriber = tw.Subscriber(str(store), directory)
+    subscriber.update()
+    publish(store, 2)
+    (directory / ".model.safetensors.part").mkdir()  # in the way of the draft
+    with pytest.raises(OSError, match=r"model\.safetensors\.part"):
+        subscriber.update()
+    assert held(directory) == 1
+    (directory / ".model.safetensors.part").rmdir()
+    assert subscriber.update() is None
+    assert held(directory) == 2
+
+
+FOLLOW = """
+import sys, thinwire as tw
+subscriber = tw.Subscriber(sys.argv[1], sys.argv[2])
+print("ready", flush=True)
+while True:
+    subscriber.follow(interval=0.001)
+"""
+
+
+@pytest.mark.slow
+def test_a_subscriber_that_is_killed_leaves_a_whole_version(tmp_path: Path) -> None:
+    store, directory = tmp_path / "store", tmp_path / "model"
+    version = 1
+    publish(store, version)
+    first = tw.Subscriber(str(store), directory)
+    first.update()
+    first.close()
+    for life in range(2):
+        with subprocess.Popen(
+            [sys.executable, "-c", FOLLOW, str(store), str(directory)], stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            for _ in range(3):
+                version += 1
+                publish(store, version)
+                time.sleep(0.004 + 0.006 * life)
+            process.send_signal(signal.SIGKILL)
+        assert 1 <= held(directory) <= version
+    assert tw.Subscriber(str(store), directory).update() in (version, None)
+    assert held(directory) == version
+    assert sorted(path.name for path in directory.iterdir()) == [".model.safetensors.lock", "model.safetensors"]

@@ -1,0 +1,93 @@
+"""Published weights arrive whole, whatever the grid of ranks that cuts the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.training.grids import Kind, batches, build, plan_for, train, whole_parameters
+from torch import nn
+
+import thinwire as tw
+from thinwire.testing import run_ranks
+from thinwire.train.models.common import cross_entropy
+from thinwire.train.models.llama import Llama, LlamaConfig
+
+pytestmark = pytest.mark.ranks
+
+
+def whole(model: tw.ParallelModel) -> dict[str, torch.Tensor]:
+    """The parameters of all stages, on every rank."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, whole_parameters(model))
+    return {name: value for of_rank in everyone for name, value in of_rank.items()}
+
+
+def followed(store: str, model: nn.Module, plan: tw.Plan, names: set[str]) -> list[str]:
+    """What differs at a subscriber of any version, and at one that comes late."""
+    parallel = tw.parallelize(model, plan, loss=cross_entropy)
+    optimizer = parallel.optimizer(torch.optim.AdamW, lr=1e-3)
+    publisher, subscriber = tw.publisher(parallel, store, anchor_every=5), tw.Subscriber(store)
+    problems = []
+    for number, step in enumerate(2 * batches(plan, parallel.grid.data)):
+        train(parallel, optimizer, [step])
+        publisher.step()
+        assert publisher._thread is not None
+        publisher._thread.join()
+        dist.barrier()
+        assert subscriber.update() == number + 1
+        expected = whole(parallel)
+        problems += sorted(expected.keys() ^ names)
+        for weights in (subscriber.state_dict(), _late(store)):
+            problems += sorted(weights.keys() ^ names)
+            problems += [name for name, value in weights.items() if not _same(value, expected[name])]
+    return problems
+
+
+def _late(store: str) -> dict[str, torch.Tensor]:
+    late = tw.Subscriber(store)
+    late.update()
+    return late.state_dict()
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and a.equal(b)
+
+
+def rank_of_a_grid(store: str, kind: Kind, plan: tw.Plan) -> list[str]:
+    model = build(kind)
+    return followed(store, model, plan, {name for name, _ in model.named_parameters()})
+
+
+@pytest.mark.parametrize(
+    ("kind", "grid", "fields"),
+    [
+        ("learned", (2, 2, 1), {"params": {"local": 2}, "grads": {"local": 2}}),
+        ("llama", (1, 2, 2), {"compute_dtype": "bfloat16"}),
+        pytest.param("tied", (2, 2, 1), {"compute_dtype": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param("gpt", (2, 1, 2), {}, marks=pytest.mark.slow),
+        pytest.param("llama", (2, 1, 2), {"schedule": "interleaved"}, marks=pytest.mark.slow),
+    ],
+    ids=["zero3-tp2", "tp2pp2-bf16", "tied-tp2-bf16", "dp2pp2", "interleaved"],
+)
+def test_a_model_that_is_cut_arrives_whole(
+    tmp_path: Path, kind: Kind, grid: tuple[int, int, int], fields: dict[str, Any]
+) -> None:
+    plan = plan_for(*grid, **fields)
+    assert run_ranks(plan.ranks, rank_of_a_grid, str(tmp_path), kind, plan) == [[]] * plan.ranks
+
+
+def rank_of_experts(store: str, plan: tw.Plan) -> list[str]:
+    config = LlamaConfig(
+        vocab=64, hidden=32, layers=2, heads=4, kv_heads=2, ffn=48, seq=16, experts=4, active_experts=2
+    )
+    model = Llama(config)
+    return followed(store, model, plan, {name for name, _ in model.named_parameters()})
+
+
+def test_experts_that_ranks_share_arrive_whole(tmp_path: Path) -> None:
+    plan = tw.Plan.preset("zero3", nodes=2, local=2, ep=2, compute_dtype="bfloat16", micro_batches=2)
+    assert run_ranks(4, rank_of_experts, str(tmp_path), plan) == [[]] * 4
