@@ -24,6 +24,8 @@ _COMMANDS: Final = {
     "report": Command("thinwire.cli.report:report"),
     "convert": Command("thinwire.cli.convert:convert"),
     "export": Command("thinwire.cli.export:export"),
+    "follow": Command("thinwire.cli.weights:follow"),
+    "serve-weights": Command("thinwire.cli.weights:serve_weights"),
     "keys": Command("thinwire.cli.keys:keys"),
     "doctor": Command("thinwire.cli.checking.doctor:doctor"),
     "memory": Command("thinwire.cli.planning.memory:memory", hidden=True),

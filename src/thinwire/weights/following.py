@@ -35,6 +35,7 @@ class Subscriber:
         store: A directory, or a URL of fsspec, HTTP among them.
         directory: Where to keep the newest version as ``model.safetensors``, which is replaced as a whole. A subscriber
             that is started again goes on from it.
+        keys: Directory of keys that ``thinwire serve-weights`` asks for.
 
     Attributes:
         version: The version that is held; ``None`` before the first.
@@ -46,8 +47,8 @@ class Subscriber:
         UsageError: The URL is of no known kind, or the directory is another subscriber's, or a model of several files.
     """
 
-    def __init__(self, store: str, directory: str | Path | None = None) -> None:
-        self._store = Store(store)
+    def __init__(self, store: str, directory: str | Path | None = None, *, keys: str | Path | None = None) -> None:
+        self._store = Store(store, keys)
         self.version: int | None = None
         self.run: str | None = None
         self.step = self.nbytes = 0
@@ -57,6 +58,7 @@ class Subscriber:
         self._kept = None if directory is None else KeptVersion(Path(directory))
         if self._kept is not None and (found := self._kept.load()) is not None:
             self.run, self.version, self.step, self._tensors = found
+        self._taken = self.run, self.version  # the last version that was returned
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The weights, on the CPU, as in the trainer's state dict; later versions change them in place."""
@@ -88,7 +90,7 @@ class Subscriber:
         versions = {
             key: names for key, names in complete(self._store.names()).items() if upto is None or key[1] <= upto
         }
-        before, problem = (self.run, self.version), None
+        problem: WireError | None = None
         while way := self._way(versions):
             for key in way:
                 try:
@@ -103,7 +105,8 @@ class Subscriber:
         self._fetched = {name: content for name, content in self._fetched.items() if self._is_newer(name)}
         if self._kept is not None and self.run is not None and self.version is not None:
             self._kept.save(self.run, self.version, self.step, self._tensors)
-        if (self.run, self.version) != before:
+        if (self.run, self.version) != self._taken:
+            self._taken = self.run, self.version
             return self.version
         if problem is not None:
             raise problem

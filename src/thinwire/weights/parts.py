@@ -16,12 +16,12 @@ import math
 import re
 import secrets
 import struct
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, Self
 
 import torch
+from zlib_ng import zlib_ng
 
 from thinwire import codecs
 from thinwire.agreement import Typed
@@ -177,7 +177,7 @@ def encode(step: int, pieces: Sequence[Piece], old: Values | None, new: Values) 
     messages = [(dtype, _message(None if old is None else old[dtype], values)) for dtype, values in new.items()]
     head = _HEAD.encode(_Head(step, tuple(pieces), tuple((dtype, len(message)) for dtype, message in messages)))
     rest = b"".join((head, *(message for _, message in messages)))
-    return struct.pack(_FRONT, _MAGIC, zlib.crc32(rest), len(head)) + rest
+    return struct.pack(_FRONT, _MAGIC, zlib_ng.crc32(rest), len(head)) + rest
 
 
 def decode(data: bytes) -> tuple[int, tuple[Piece, ...], dict[str, memoryview]]:
@@ -191,7 +191,7 @@ def decode(data: bytes) -> tuple[int, tuple[Piece, ...], dict[str, memoryview]]:
         raise WireError(f"{len(data)} bytes are no part of weights")
     magic, checksum, head_bytes = struct.unpack_from(_FRONT, data)
     rest = memoryview(data)[front:]
-    if magic != _MAGIC or head_bytes > len(rest) or zlib.crc32(rest) != checksum:
+    if magic != _MAGIC or head_bytes > len(rest) or zlib_ng.crc32(rest) != checksum:
         raise WireError("a part of weights is truncated or damaged, or it is another file")
     try:
         head = _HEAD.decode(bytes(rest[:head_bytes]))

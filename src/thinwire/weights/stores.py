@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import ssl
+from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from thinwire.checkpoint.durable import make_directory, replace_file
+from thinwire.collectives.gateway.keys import Keys
+from thinwire.collectives.gateway.process import tls_context
 from thinwire.errors import UsageError
 from thinwire.weights.parts import Name
 
@@ -20,15 +25,22 @@ class Store:
 
     Args:
         url: A directory, or a URL of fsspec. Over HTTP a store can be read, and is listed by its index page.
+        keys: Directory of keys that an ``https`` server has, too, and asks for.
 
     Raises:
-        UsageError: fsspec does not know the URL.
+        UsageError: fsspec does not know the URL, or the keys cannot be read.
     """
 
-    def __init__(self, url: str | os.PathLike[str]) -> None:
+    def __init__(self, url: str | os.PathLike[str], keys: str | os.PathLike[str] | None = None) -> None:
         self.url = os.fspath(url)
+        options = {}
+        if keys is not None:
+            if not self.url.startswith("https://"):
+                raise UsageError(f"keys = {os.fspath(keys)!r} are for servers: store = {self.url!r} is no https URL")
+            read = Keys.read(os.fspath(keys))
+            options["ssl"] = tls_context(ssl.PROTOCOL_TLS_CLIENT, str(read.certificate), str(read.key))
         try:
-            self._files, self._root = fsspec.core.url_to_fs(self.url)
+            self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
         except (ImportError, ValueError) as error:
             raise UsageError(f"store = {self.url!r}: {error}; give a directory, or a URL that fsspec knows") from error
         self._is_local = isinstance(self._files, LocalFileSystem)
@@ -38,7 +50,8 @@ class Store:
         """Names of all parts; none if the store is not there yet. Other files do not count."""
         self._files.invalidate_cache(self._root)
         try:
-            found = self._files.ls(self._root, detail=False)
+            with self._answering():
+                found = self._files.ls(self._root, detail=False)
         except FileNotFoundError:
             return []
         texts = (str(path).rstrip("/").rpartition("/")[2] for path in found)
@@ -50,8 +63,9 @@ class Store:
         Raises:
             OSError: It is not there, or cannot be read.
         """
-        content: bytes = self._files.cat_file(f"{self._root}/{name}")
-        return content
+        with self._answering():
+            content: bytes = self._files.cat_file(f"{self._root}/{name}")
+            return content
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file, which others see as a whole or not at all.
@@ -74,3 +88,13 @@ class Store:
         path = f"{self._root}/{name}"
         if self._files.exists(path):
             self._files.rm_file(path)
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Errors of the libraries that fsspec calls are of kinds of their own."""
+        try:
+            yield
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(f"{self.url}: {type(error).__name__}: {error}") from error

@@ -140,8 +140,8 @@ class Forwarder:
 
     def __init__(self, certificate: str, key: str, job: str) -> None:
         self._job = hashlib.blake2b(job.encode(), digest_size=16).digest()
-        self._as_server = _context(ssl.PROTOCOL_TLS_SERVER, certificate, key)
-        self._as_client = _context(ssl.PROTOCOL_TLS_CLIENT, certificate, key)
+        self._as_server = tls_context(ssl.PROTOCOL_TLS_SERVER, certificate, key)
+        self._as_client = tls_context(ssl.PROTOCOL_TLS_CLIENT, certificate, key)
         self._tasks: set[asyncio.Task[None]] = set()
         self._strangers: dict[asyncio.Task[None], None] = {}  # in the order of their arrival
         self._listeners: list[Any] = []
@@ -314,7 +314,7 @@ class Forwarder:
 _NO_TLS: Final = ("WRONG_VERSION_NUMBER", "UNEXPECTED_MESSAGE", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE")
 
 
-def _context(role: int, certificate: str, key: str) -> ssl.SSLContext:
+def tls_context(role: int, certificate: str, key: str) -> ssl.SSLContext:
     """TLS 1.3 between two owners of the keys; names are not compared, because every rank has the same."""
     context = ssl.SSLContext(role)
     context.check_hostname = False

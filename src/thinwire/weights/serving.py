@@ -1,0 +1,102 @@
+"""A server of the parts in a directory over HTTP, for subscribers that reach the trainer and no common store.
+
+It only reads, and knows only an index and parts: no other file of the directory leaves it.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import shutil
+import ssl
+from http import HTTPStatus
+from pathlib import Path
+from typing import IO, Final, final
+
+from thinwire.collectives.gateway.keys import Keys
+from thinwire.collectives.gateway.process import tls_context
+from thinwire.errors import UsageError
+from thinwire.weights.parts import Name
+from thinwire.weights.stores import Store
+
+__all__ = ["weights_server"]
+
+_SILENCE: Final = 60.0
+"""Seconds without a byte after which a connection ends."""
+
+
+def weights_server(directory: Path, host: str, port: int, keys: Keys | None) -> http.server.ThreadingHTTPServer:
+    """A server that listens, and answers once its ``serve_forever`` runs.
+
+    Args:
+        directory: The store, which may not be there yet.
+        host: Address to listen at.
+        port: Port; 0 for a free one.
+        keys: Keys that subscribers need, too, over TLS; ``None`` for plain HTTP.
+
+    Raises:
+        UsageError: It cannot listen there, or the keys cannot be read.
+    """
+    try:
+        server = _Server((host, port), functools.partial(_Handler, directory))
+    except OSError as error:
+        raise UsageError(
+            f"cannot listen at {host}:{port}: {error.strerror}; choose another --host or --port"
+        ) from error
+    if keys is not None:
+        context = tls_context(ssl.PROTOCOL_TLS_SERVER, str(keys.certificate), str(keys.key))
+        # Shaking hands is the work of the connection's own thread: nobody waits for a slow stranger.
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    return server
+
+
+@final
+class _Server(http.server.ThreadingHTTPServer):
+    def handle_error(self, *_: object) -> None:
+        """Say nothing: connections of strangers fail in many ways."""
+
+
+@final
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = _SILENCE
+
+    def __init__(self, directory: Path, *args: object) -> None:
+        self._directory = directory
+        super().__init__(*args)  # type: ignore[arg-type]
+
+    def do_GET(self) -> None:
+        """Send the index, or a part."""
+        name = self.path.removeprefix("/")
+        if not name:
+            links = (f'<a href="{part}">{part}</a>' for part in Store(self._directory).names())
+            self._send("<br>\n".join(links).encode())
+        elif Name.read(name) is None:
+            self.send_error(HTTPStatus.NOT_FOUND)
+        else:
+            try:
+                file = (self._directory / name).open("rb")
+            except OSError:
+                self.send_error(HTTPStatus.NOT_FOUND)
+                return
+            with file:
+                self._send(file)
+
+    do_HEAD = do_GET
+
+    def _send(self, content: bytes | IO[bytes]) -> None:
+        text = isinstance(content, bytes)
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", "text/html" if text else "application/octet-stream")
+        self.send_header("Content-Length", str(len(content) if isinstance(content, bytes) else content.seek(0, 2)))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if isinstance(content, bytes):
+            self.wfile.write(content)
+        else:
+            content.seek(0)
+            shutil.copyfileobj(content, self.wfile, 1 << 20)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing: subscribers ask several times a second."""
