@@ -102,7 +102,7 @@ class Subscriber:
                     break
             else:
                 break
-        self._fetched = {name: content for name, content in self._fetched.items() if self._is_newer(name)}
+        self._fetched = {name: content for name, content in self._fetched.copy().items() if self._is_newer(name)}
         if self._kept is not None and self.run is not None and self.version is not None:
             self._kept.save(self.run, self.version, self.step, self._tensors)
         if (self.run, self.version) != self._taken:
@@ -112,14 +112,20 @@ class Subscriber:
             raise problem
         return None
 
-    def follow(self, timeout: float | None = None, *, interval: float = 0.2) -> int | None:
+    def follow(self, timeout: float | None = None, *, upto: int | None = None, interval: float = 0.2) -> int | None:
         """Wait for a newer version and take it; returns its number, or ``None`` after ``timeout`` seconds. What is
-        damaged, or cannot be read for a while, is waited out: the next anchor leads past it."""
+        damaged, or cannot be read for a while, is waited out: the next anchor leads past it.
+
+        Args:
+            timeout: Longest wait, in seconds; ``None`` for ever.
+            upto: See :meth:`update`.
+            interval: Seconds from one look at the store to the next.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         said = ""
         while True:
             try:
-                if (version := self.update()) is not None:
+                if (version := self.update(upto)) is not None:
                     return version
             except (OSError, WireError) as error:
                 if str(error) != said:
