@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -15,7 +16,7 @@ from torch import nn
 from thinwire.errors import UsageError, WireError
 from thinwire.sharding.checkpointing.names import stored
 from thinwire.weights.kept import KeptVersion
-from thinwire.weights.parts import Kind, Name, Piece, complete, decode, split, take
+from thinwire.weights.parts import Kind, Name, Piece, complete, decode, split, take, wanted
 from thinwire.weights.stores import Store
 
 __all__ = ["Subscriber"]
@@ -58,6 +59,7 @@ class Subscriber:
         self._kept = None if directory is None else KeptVersion(Path(directory))
         if self._kept is not None and (found := self._kept.load()) is not None:
             self.run, self.version, self.step, self._tensors = found
+        self._asked: tuple[str, int] | None = None
         self._taken = self.run, self.version  # the last version that was returned
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -87,9 +89,8 @@ class Subscriber:
             WireError: There is a newer one, and what leads to it is damaged. The weights stay as they are.
             OSError: The store cannot be read, or the directory cannot be written.
         """
-        versions = {
-            key: names for key, names in complete(self._store.names()).items() if upto is None or key[1] <= upto
-        }
+        found = complete(self._store.names())
+        versions = {key: names for key, names in found.items() if upto is None or key[1] <= upto}
         problem: WireError | None = None
         while way := self._way(versions):
             for key in way:
@@ -102,6 +103,8 @@ class Subscriber:
                     break
             else:
                 break
+        if problem is not None and (newest := max(found))[:2] != (self.run, self.version):
+            self._ask(newest)
         self._fetched = {name: content for name, content in self._fetched.copy().items() if self._is_newer(name)}
         if self._kept is not None and self.run is not None and self.version is not None:
             self._kept.save(self.run, self.version, self.step, self._tensors)
@@ -111,6 +114,13 @@ class Subscriber:
         if problem is not None:
             raise problem
         return None
+
+    def _ask(self, newest: _Key) -> None:
+        """Ask the publisher for an anchor, once for each version that cannot be reached."""
+        if self._asked != newest[:2]:
+            self._asked = newest[:2]
+            with contextlib.suppress(Exception):  # over HTTP, nothing can be asked
+                self._store.write(wanted(newest[0]), b"")
 
     def follow(self, timeout: float | None = None, *, upto: int | None = None, interval: float = 0.2) -> int | None:
         """Wait for a newer version and take it; returns its number, or ``None`` after ``timeout`` seconds. What is

@@ -31,7 +31,7 @@ from thinwire.errors import CollectiveError, WireError
 from thinwire.sharding.memory.local import Slice
 from thinwire.sharding.tensors.boxes import boxes
 
-__all__ = ["Kind", "Name", "Piece", "Values", "complete", "decode", "encode", "new_run", "split", "take"]
+__all__ = ["Kind", "Name", "Piece", "Values", "complete", "decode", "encode", "new_run", "split", "take", "wanted"]
 
 Kind = Literal["delta", "anchor"]
 
@@ -144,6 +144,11 @@ def new_run(names: Iterable[Name]) -> str:
     the other by chance."""
     number = 1 + max((int(name.run.partition("-")[0]) for name in names), default=0)
     return f"{number:06}-{secrets.token_hex(4)}"
+
+
+def wanted(run: str) -> str:
+    """The name of a file by which a receiver asks a run for an anchor."""
+    return f"{run}.wanted"
 
 
 def complete(names: Iterable[Name]) -> dict[tuple[str, int, int, Kind], list[Name]]:

@@ -20,7 +20,7 @@ from thinwire.errors import UsageError
 from thinwire.parallel import ParallelModel
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.weights.owned import snapshot
-from thinwire.weights.parts import Kind, Name, Piece, Values, encode, new_run
+from thinwire.weights.parts import Kind, Name, Piece, Values, encode, new_run, wanted
 from thinwire.weights.stores import Store
 
 __all__ = ["Publisher", "publisher"]
@@ -33,8 +33,8 @@ _FOLD: Final = 8
 
 _RUN: Final[Typed[str]] = Typed(str)
 
-_STATES: Final[Typed[tuple[str, str]]] = Typed(tuple[str, str])
-"""State of a rank's last version, and the run of a publisher that has taken over."""
+_STATES: Final[Typed[tuple[str, str, bool]]] = Typed(tuple[str, str, bool])
+"""State of a rank's last version, the run of a publisher that has taken over, whether a receiver wants an anchor."""
 
 
 def publisher(model: nn.Module | ParallelModel, store: str, *, every: int = 1, anchor_every: int = 50) -> Publisher:
@@ -105,8 +105,9 @@ class Publisher:
         self._anchors: list[int] = []  # versions that all ranks have written anchors of
         self._mine: list[Name] = []  # parts of this rank in the store
         self._thread: threading.Thread | None = None
-        self._newer: str | None = None  # the run of another publisher that has taken over
-        self._ended = False
+        self._newer = ""  # the run of another publisher that has taken over
+        self._wanted = False  # whether a receiver has asked for an anchor
+        self._ended = self._is_alone = False
         self._run = max(self._ranks.agree(self._begin_run, _unreadable, _RUN))
 
     def step(self) -> None:
@@ -114,17 +115,18 @@ class Publisher:
         self._steps += 1
         if self._steps % self._every or self._ended:
             return
-        states = self._ranks.all_gather_typed((self._state(), self._newer or ""), _STATES)
-        if any(state == "busy" for state, _ in states):
+        states = self._ranks.all_gather_typed((self._state(), self._newer, self._wanted), _STATES)
+        if any(state == "busy" for state, _, _ in states):
             self.skipped += 1
             return
-        if newer := max(run for _, run in states):
+        if newer := max(run for _, run, _ in states):
             log.warning("another publisher, %s, writes to %s: this one has stopped", newer, self._store.url)
             self._ended = True
             return
-        self._take_up(written=all(state == "written" for state, _ in states))
+        self._take_up(written=all(state == "written" for state, _, _ in states))
         self.version += 1
-        is_anchor = self._base is None or self.version - self._anchors[-1] >= self._anchor_every
+        is_due = self._base is None or self.version - self._anchors[-1] >= self._anchor_every
+        is_anchor = is_due or any(wanted for _, _, wanted in states)
         is_rung = not is_anchor and self._rung is not None and self.version - self._rung.number >= _FOLD
         self._begun = _Version(self.version, self._runtimes[0].num_steps, *snapshot(self._runtimes), is_anchor, is_rung)
         arguments = self._begun, self._base, self._rung
@@ -167,9 +169,11 @@ class Publisher:
     def _write(self, begun: _Version, base: _Version | None, rung: _Version | None) -> None:
         self.error = None
         try:
-            if self._ranks.rank == 0 and (newer := self._newer_run()):
-                self._newer = newer
-                return
+            if self._ranks.rank == 0:
+                self._newer = max((name.run for name in self._store.names() if name.run > self._run), default="")
+                if self._newer:
+                    return
+                self._wanted = self._store.remove(wanted(self._run)) and not begun.is_anchor
             if base is not None:
                 self._put(begun, base)
             if begun.is_anchor:
@@ -184,10 +188,6 @@ class Publisher:
         except Exception as error:
             log.warning("version %d: %s: %s", begun.number, type(error).__name__, error)
 
-    def _newer_run(self) -> str | None:
-        """The run of a publisher that has begun later to write to the store."""
-        return max((name.run for name in self._store.names() if name.run > self._run), default=None)
-
     def _put(self, version: _Version, parent: _Version | None) -> None:
         """Write this rank's part of a delta, or without a parent of an anchor."""
         content = encode(version.step, version.pieces, None if parent is None else parent.values, version.values)
@@ -199,7 +199,12 @@ class Publisher:
         self.nbytes += len(content)
 
     def _remove_old(self) -> None:
-        """Remove this rank's parts of what nobody begins from any more."""
+        """Remove this rank's parts of what nobody begins from any more, and all parts of publishers before this one."""
+        if self._ranks.rank == 0 and self._anchors and not self._is_alone:
+            for name in self._store.names():
+                if name.run < self._run:
+                    self._store.remove(str(name))
+            self._is_alone = True
         while len(self._anchors) > 1 and self._mine[0].version < self._anchors[-2]:
             self._store.remove(str(self._mine[0]))
             del self._mine[0]

@@ -79,15 +79,17 @@ class Store:
         make_directory(Path(self._root))
         replace_file(Path(self._root) / name, content)
 
-    def remove(self, name: str) -> None:
-        """Remove a file, if it is there.
+    def remove(self, name: str) -> bool:
+        """Remove a file; returns whether it was there.
 
         Raises:
             OSError: It cannot be removed.
         """
         path = f"{self._root}/{name}"
-        if self._files.exists(path):
-            self._files.rm_file(path)
+        if not self._files.exists(path):
+            return False
+        self._files.rm_file(path)
+        return True
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
