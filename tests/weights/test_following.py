@@ -171,9 +171,16 @@ def test_what_was_fetched_is_not_read_again(store: Path) -> None:
     names = [path.name for path in store.iterdir()]
     for name in names:
         (store / name).write_bytes(b"")
+    assert subscriber.update(2, fetched=True) == 2
     assert subscriber.update() == 3
     assert_holds(subscriber, 3)
     assert not subscriber._fetched
+    write(store, 4, 3, encode(4, PIECES, values(3), values(4)))
+    assert subscriber.update(fetched=True) is None
+    subscriber.fetch()
+    assert [name.version for name in subscriber._fetched] == [4]
+    assert subscriber.update(fetched=True) == 4
+    assert_holds(subscriber, 4)
 
 
 def test_an_interrupted_copy_leaves_no_version(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

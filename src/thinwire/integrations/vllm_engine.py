@@ -85,6 +85,7 @@ class ThinwireEngine(WeightTransferEngine):
         if subscriber is None:
             raise UsageError("update_weights: this engine follows no store: call init_weight_transfer_engine first")
         deadline = time.monotonic() + update_info.timeout
+        subscriber.update(version, fetched=True)
         while subscriber.version != version:
             left = deadline - time.monotonic()
             if left <= 0:

@@ -74,22 +74,25 @@ class Subscriber:
             OSError: The store cannot be read.
         """
         versions = complete(self._store.names())
-        for key in self._way(versions):
+        with self._writing:  # while a version takes the place of another, none is held
+            way = self._way(versions)
+        for key in way:
             for name in versions[key]:
                 if name not in self._fetched:
                     self._fetched[name] = self._store.read(str(name))
 
-    def update(self, upto: int | None = None) -> int | None:
+    def update(self, upto: int | None = None, *, fetched: bool = False) -> int | None:
         """Take the newest version that is there; returns its number, or ``None`` if there is no newer one.
 
         Args:
             upto: The last version to take, for receivers that have to agree on one.
+            fetched: Whether to take only what :meth:`fetch` has read, and not to ask the store.
 
         Raises:
             WireError: There is a newer one, and what leads to it is damaged. The weights stay as they are.
             OSError: The store cannot be read, or the directory cannot be written.
         """
-        found = complete(self._store.names())
+        found = complete(self._fetched.copy() if fetched else self._store.names())
         versions = {key: names for key, names in found.items() if upto is None or key[1] <= upto}
         problem: WireError | None = None
         while way := self._way(versions):
@@ -99,7 +102,8 @@ class Subscriber:
                 except WireError as error:
                     log.warning("version %d of %s: %s", key[1], self._store.url, error)
                     problem = problem or error
-                    del versions[key]  # another way may lead past it
+                    for name in versions.pop(key):  # another way may lead past it
+                        self._fetched.pop(name, None)
                     break
             else:
                 break
@@ -176,10 +180,7 @@ class Subscriber:
     def _way(self, versions: Collection[_Key]) -> list[_Key]:
         """The way to the newest version that can be reached: deltas from the version that is held, or from an anchor
         where those lead less far, as few as possible. Empty if there is nothing newer."""
-        runs = sorted({run for run, _, _, kind in versions if kind == "anchor"})
-        if not runs or (self.run is not None and runs[-1] < self.run):
-            return []
-        newest = runs[-1]
+        newest = max({run for run, _, _, kind in versions if kind == "anchor"} | {self.run or ""})
         held = self.version if self.run == newest else None
         # By version, the best way to it: without an anchor if possible, then the shortest. Parents come first.
         ways: dict[int, list[_Key]] = {} if held is None else {held: []}
