@@ -38,6 +38,7 @@ from thinwire.spec.recipe import (
     LossScaleRecipe,
     ModelRecipe,
     OptimizerRecipe,
+    PublishRecipe,
     Recipe,
     TrainRecipe,
 )
@@ -142,6 +143,7 @@ def recipe_reference() -> str:
         "optimizer": OptimizerRecipe,
         "loss_scale": LossScaleRecipe,
         "checkpoint": CheckpointRecipe,
+        "publish": PublishRecipe,
         "cluster": ClusterRecipe,
     }
     sections = [

@@ -40,6 +40,7 @@ ELSEWHERE = {
     r"deepspeed\d": "needs `make bench-peers`",
     r"examples/torchtitan": "needs torchtitan; tests/integrations/test_torchtitan.py runs it",
     r"build/frameworks/": "needs an environment that `make test-frameworks` makes",
+    r"serve-weights|10\.0\.0\.1:29520": "runs until it is stopped; tests/cli/test_weights.py runs it",
     r"launchers/ray_train": "needs Ray; `make check-launchers` runs it",
 }
 """Commands that are parsed and not run: what they match, as ``page: $ command``, and why."""
@@ -52,6 +53,7 @@ SHORT = {
     r"thinwire topology ": "--device cpu",
     r"bench planner (?!--again)": "--rounds 1 --budget 5s --models llama-1m --bandwidth none --json brief.json",
     r"benchmarks/memory_cap": "--steps 1 --hidden 128",
+    r"benchmarks/publish_weights": "--warm-up 1 --rounds 1 --steps 2 --pauses 3 --batch 2",
     r"benchmarks/hooks": "--depth 4 --rounds 2",
     r"benchmarks/intercept_overhead": "--rounds 2 --pairs 4",
     r"benchmarks/fit_engines": "--rounds 1",

@@ -52,6 +52,7 @@ _FILES = (
     ("data", "cache"),
     ("model", "path"),
     ("model", "config"),
+    ("publish", "store"),
     ("plan", "file"),
     ("plan", "topology"),
     ("cluster", "keys"),
@@ -222,6 +223,15 @@ class CheckpointRecipe(Spec):
     )
 
 
+class PublishRecipe(Spec):
+    """Versions of the weights for generators elsewhere, which ``thinwire follow`` takes."""
+
+    store: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="directory or URL that versions are written to; default: none are"
+    )
+    every: Count = Field(default=1, description="steps from one version to the next")
+
+
 class ClusterRecipe(Spec):
     """The ranks that ``thinwire train`` starts. Under torchrun or SLURM the launcher sets their number."""
 
@@ -321,6 +331,7 @@ class Recipe(Spec):
     optimizer: OptimizerRecipe = Field(default=OptimizerRecipe(), description="AdamW and its learning rate schedule")
     loss_scale: LossScaleRecipe = Field(default=LossScaleRecipe(), description="loss scale of plans with float16")
     checkpoint: CheckpointRecipe = Field(default=CheckpointRecipe(), description="when to save checkpoints")
+    publish: PublishRecipe = Field(default=PublishRecipe(), description="where to publish weights while they train")
     cluster: ClusterRecipe = Field(default=ClusterRecipe(), description="ranks to start")
 
     @classmethod
@@ -428,7 +439,7 @@ def _absolute(table: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Make the file names in a recipe's table absolute. Values that are not text are left for validation to reject."""
 
     def fix(value: Any) -> Any:
-        if isinstance(value, str) and value not in _NO_FILES:
+        if isinstance(value, str) and value not in _NO_FILES and "://" not in value:
             return str(directory / Path(value).expanduser())
         return [fix(item) for item in value] if isinstance(value, list) else value
 

@@ -25,10 +25,13 @@ from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.launching.stop import StopRequest
 from thinwire.train.launching.versions import versions
 from thinwire.train.measuring.room import explained_exhaustion, measure_room
+from thinwire.train.models.divided import PREFIX
 from thinwire.train.observing.metrics import MetricsLog
 from thinwire.train.observing.progress import ProgressReport
 from thinwire.train.observing.tracing import StepTracer
 from thinwire.train.trainer import Trainer, make_trainer
+from thinwire.weights import Publisher
+from thinwire.weights import publisher as publisher_of
 
 _CHECKPOINT: Final[Typed[Checkpoint | None]] = Typed(Checkpoint | None)
 _TEXT: Final[Typed[str | None]] = Typed(str | None)
@@ -82,7 +85,10 @@ def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: S
             progress.note(note)
         try:
             with explained_exhaustion(rank, "training", room):
-                stopped = _steps(trainer, stop, log, progress)
+                publisher = _publisher(trainer)
+                stopped = _steps(trainer, stop, log, progress, publisher)
+                if publisher is not None:
+                    publisher.close()
         finally:
             if log is not None:
                 log.close()
@@ -152,7 +158,22 @@ def _place(trainer: Trainer) -> dict[str, object]:
     return {**place, **({"hosts": ordered.hosts, "order": ordered.sentence} if ordered.sentence else {})}
 
 
-def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress: ProgressReport) -> str | None:
+def _publisher(trainer: Trainer) -> Publisher | None:
+    recipe = trainer.run.recipe.publish
+    if recipe.store is None:
+        return None
+    # A model of transformers is published under its own names.
+    prefix = "" if trainer.config is None else PREFIX
+    return publisher_of(trainer.model, recipe.store, every=recipe.every, prefix=prefix)
+
+
+def _steps(
+    trainer: Trainer,
+    stop: StopRequest,
+    log: MetricsLog | None,
+    progress: ProgressReport,
+    publisher: Publisher | None,
+) -> str | None:
     """Step until the recipe's last step; returns the reason if the run stops early."""
     position, steps = trainer.position, trainer.run.recipe.train.steps
     run = trainer.run
@@ -163,6 +184,8 @@ def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress
         reason = stop.reason
         tracer.begin(position.step + 1)
         record, stopping, save_failed = trainer.step(reason is not None)
+        if publisher is not None:
+            publisher.step()
         traced = tracer.end(interrupted=trainer.validates or trainer.saves or stopping)
         if traced is not None:
             progress.note(traced)

@@ -19,13 +19,14 @@ _Part = tuple[str, Sequence[int], int, torch.Tensor]
 """Name of a tensor, shape of this rank's slice of it, first element in that, values."""
 
 
-def snapshot(runtimes: Iterable[Runtime]) -> tuple[list[Piece], Values]:
+def snapshot(runtimes: Iterable[Runtime], prefix: str) -> tuple[list[Piece], Values]:
     """This rank's pieces of a model, and a copy of their values: those that forwards compute with.
 
     Collective. Every element of every tensor is in one piece of one rank.
 
     Args:
         runtimes: Runtimes of this rank's parts of the model.
+        prefix: What the names of pieces lack of those in the model.
     """
     pieces: dict[str, list[Piece]] = {}
     values: dict[str, list[torch.Tensor]] = {}
@@ -36,7 +37,9 @@ def snapshot(runtimes: Iterable[Runtime]) -> tuple[list[Piece], Values]:
             if cut is None and sharded.part.tensor:
                 continue  # the first of the ranks that hold the same tensor publishes it
             whole = tuple(size * (cut.ways if cut and cut.dim == dim else 1) for dim, size in enumerate(shape))
-            pieces.setdefault(dtype, []).append(Piece(stored(name), whole, dtype, offset, value.numel(), cut))
+            pieces.setdefault(dtype, []).append(
+                Piece(stored(name).removeprefix(prefix), whole, dtype, offset, value.numel(), cut)
+            )
             values.setdefault(dtype, []).append(value.detach().reshape(-1))
     joined = {dtype: torch.cat(tensors).cpu() for dtype, tensors in values.items()}
     return [piece for of_dtype in pieces.values() for piece in of_dtype], joined

@@ -37,7 +37,9 @@ _STATES: Final[Typed[tuple[str, str, bool]]] = Typed(tuple[str, str, bool])
 """State of a rank's last version, the run of a publisher that has taken over, whether a receiver wants an anchor."""
 
 
-def publisher(model: nn.Module | ParallelModel, store: str, *, every: int = 1, anchor_every: int = 50) -> Publisher:
+def publisher(
+    model: nn.Module | ParallelModel, store: str, *, every: int = 1, anchor_every: int = 50, prefix: str = ""
+) -> Publisher:
     """Publish the weights of a sharded model, for generators elsewhere that follow by ``thinwire.Subscriber(store)``.
 
     Collective. Call :meth:`Publisher.step` after every step of the optimizer, and :meth:`Publisher.close` at the end.
@@ -48,18 +50,20 @@ def publisher(model: nn.Module | ParallelModel, store: str, *, every: int = 1, a
         every: Steps from one version to the next.
         anchor_every: Versions from one anchor, which holds all weights, to the next. Other versions hold what has
             changed. Receivers begin at an anchor. Versions before the last anchor but one are removed.
+        prefix: What names begin with here and not where they are published, for a model that is a module of another:
+            ``"model."``.
 
     Every eighth version after an anchor is a delta from the eighth before it as well, for receivers that are behind. On
     the host, a rank keeps up to three versions of what it owns: the one being written, the last, and the last eighth.
 
     Raises:
-        UsageError: A number is less than 1, or the store cannot be read.
+        UsageError: A number is less than 1, the store cannot be read, or the plan has elastic islands.
     """
     for name, value in (("every", every), ("anchor_every", anchor_every)):
         if value < 1:
             raise UsageError(f"{name} = {value} should be at least 1")
     parts = model.chunks if isinstance(model, ParallelModel) else [model]
-    return Publisher([runtime_of(part) for part in parts], Store(store), every, anchor_every)
+    return Publisher([runtime_of(part) for part in parts], Store(store), every, anchor_every, prefix)
 
 
 @dataclass(frozen=True)
@@ -93,8 +97,11 @@ class Publisher:
         error: Why the last version of this rank could not be written; ``None`` if it was.
     """
 
-    def __init__(self, runtimes: Sequence[Runtime], store: Store, every: int, anchor_every: int) -> None:
+    def __init__(self, runtimes: Sequence[Runtime], store: Store, every: int, anchor_every: int, prefix: str) -> None:
+        if runtimes[0].plan.is_elastic:
+            raise UsageError("publisher(): with islands.elastic, jobs have weights of their own: set it to false")
         self._runtimes, self._store, self._every, self._anchor_every = runtimes, store, every, anchor_every
+        self._prefix = prefix
         self._ranks = runtimes[0].control
         self.version = self.skipped = self.nbytes = 0
         self.error: str | None = None
@@ -128,7 +135,9 @@ class Publisher:
         is_due = self._base is None or self.version - self._anchors[-1] >= self._anchor_every
         is_anchor = is_due or any(wanted for _, _, wanted in states)
         is_rung = not is_anchor and self._rung is not None and self.version - self._rung.number >= _FOLD
-        self._begun = _Version(self.version, self._runtimes[0].num_steps, *snapshot(self._runtimes), is_anchor, is_rung)
+        self._begun = _Version(
+            self.version, self._runtimes[0].num_steps, *snapshot(self._runtimes, self._prefix), is_anchor, is_rung
+        )
         arguments = self._begun, self._base, self._rung
         self._thread = threading.Thread(target=self._write, args=arguments, name="thinwire publisher", daemon=True)
         self._thread.start()

@@ -1,0 +1,73 @@
+"""A run that publishes, and a follower whose directory transformers loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from tests.support.small import write_text
+
+pytestmark = pytest.mark.ranks
+
+RECIPE = """
+plan = { preset = "zero1", compute_dtype = "float32" }
+[model]
+kind = "huggingface"
+config = "config.json"
+[data]
+source = "text"
+paths = ["text.txt"]
+cache = "cache"
+vocab = 300
+validation_paths = ["text.txt"]
+[train]
+steps = 3
+seq = 16
+validation_samples = 2
+[cluster]
+device = "cpu"
+nproc = 2
+timeout = "60s"
+[publish]
+store = "published"
+"""
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+
+
+def thinwire(directory: Path, *arguments: str) -> None:
+    command = [sys.executable, "-m", "thinwire.cli.main", *arguments]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_what_a_run_publishes_is_what_it_exports(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    write_text(tmp_path / "text.txt", words=200)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    thinwire(tmp_path, "train", "recipe.toml", "--out", "run")
+    thinwire(tmp_path, "export", "run", "--to", "exported")
+    thinwire(tmp_path, "follow", "published", "--out", "model", "--once")
+    exported, followed = (load_file(tmp_path / name / "model.safetensors") for name in ("exported", "model"))
+    assert followed.keys() == exported.keys()
+    assert all(value.equal(exported[name]) for name, value in followed.items())
+    shutil.copy(tmp_path / "config.json", tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.lm_head.weight.equal(followed["model.embed_tokens.weight"])
