@@ -78,6 +78,8 @@ class Scene:
         for _ in range(2):
             self.trainer.step()
             self.check()
+        names = [name for path in self.store.iterdir() if (name := Name.read(path.name)) is not None]
+        assert {name.run for name in names} == {self.trainer.run}  # those before it are removed
         newest = self.trainer.run, self.trainer.version
         assert (self.subscriber.run, self.subscriber.version) == newest
         deadline = time.monotonic() + 30

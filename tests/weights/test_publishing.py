@@ -84,7 +84,8 @@ def differences(held: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) 
 def followed(store: str, preset: str, fields: dict[str, Any]) -> list[str]:
     """What differs at a subscriber of any version."""
     model, optim = made(preset, **fields)
-    publisher, subscriber = tw.publisher(model, store, anchor_every=3), tw.Subscriber(store)
+    publisher = tw.publisher(model, store, anchor_every=5, fold_every=2)
+    subscriber, behind = tw.Subscriber(store), tw.Subscriber(store)
     problems = []
     for number in range(7):
         train(model, optim, number)
@@ -92,6 +93,10 @@ def followed(store: str, preset: str, fields: dict[str, Any]) -> list[str]:
         settled(publisher)
         assert subscriber.update() == number + 1
         problems += differences(subscriber.state_dict(), expected(model))
+        if number in (0, 4):
+            assert behind.update() == number + 1
+            problems += differences(behind.state_dict(), expected(model))
+    assert {(name.parent, name.version) for name in Store(store).names()} >= {(1, 3), (3, 5)}
     assert differences(tw.Subscriber(store).state_dict(), {}) == []
     late = tw.Subscriber(store)
     assert late.update() == 7
@@ -215,7 +220,7 @@ def test_a_slow_store_stops_no_step(ranks: RankPool, tmp_path: Path) -> None:
         assert skipped >= 3
 
 
-@pytest.mark.parametrize(("number", "value"), [("every", 0), ("anchor_every", -1)])
+@pytest.mark.parametrize(("number", "value"), [("every", 0), ("anchor_every", -1), ("fold_every", -1)])
 def test_numbers_are_checked(number: str, value: int) -> None:
     with pytest.raises(UsageError, match=f"{number} = {value}"):
         tw.publisher(nn.Linear(1, 1), "x", **{number: value})

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import nn
@@ -22,6 +23,9 @@ from thinwire.weights.stores import Store
 __all__ = ["Subscriber"]
 
 log = logging.getLogger("thinwire")
+
+_LONGEST_WAIT: Final = 10.0
+"""Seconds between two looks at a store that has failed again and again."""
 
 _Key = tuple[str, int, int, Kind]
 
@@ -100,7 +104,6 @@ class Subscriber:
                 try:
                     self._apply(key, versions[key])
                 except WireError as error:
-                    log.warning("version %d of %s: %s", key[1], self._store.url, error)
                     problem = problem or error
                     for name in versions.pop(key):  # another way may lead past it
                         self._fetched.pop(name, None)
@@ -114,6 +117,8 @@ class Subscriber:
             self._kept.save(self.run, self.version, self.step, self._tensors)
         if (self.run, self.version) != self._taken:
             self._taken = self.run, self.version
+            if problem is not None:
+                log.warning("%s: %s; version %d was reached past it", self._store.url, problem, self.version)
             return self.version
         if problem is not None:
             raise problem
@@ -128,7 +133,8 @@ class Subscriber:
 
     def follow(self, timeout: float | None = None, *, upto: int | None = None, interval: float = 0.2) -> int | None:
         """Wait for a newer version and take it; returns its number, or ``None`` after ``timeout`` seconds. What is
-        damaged, or cannot be read for a while, is waited out: the next anchor leads past it.
+        damaged, or cannot be read for a while, is waited out, with looks at the store that become rarer, down to one in
+        ten seconds: the next anchor leads past it.
 
         Args:
             timeout: Longest wait, in seconds; ``None`` for ever.
@@ -136,18 +142,20 @@ class Subscriber:
             interval: Seconds from one look at the store to the next.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        said = ""
+        said, wait = "", interval
         while True:
             try:
                 if (version := self.update(upto)) is not None:
                     return version
+                wait = interval
             except (OSError, WireError) as error:
                 if str(error) != said:
                     log.warning("%s: %s", self._store.url, error)
-                said = str(error)
-            if deadline is not None and time.monotonic() >= deadline:
+                said, wait = str(error), min(2 * wait, _LONGEST_WAIT)
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
                 return None
-            time.sleep(interval)
+            time.sleep(wait if left is None else min(wait, left))
 
     def load_by(self, load: Callable[[Iterable[tuple[str, torch.Tensor]]], object]) -> None:
         """Give the weights to a function that takes names and tensors, as the ``load_weights`` of vLLM's models does.

@@ -27,10 +27,6 @@ __all__ = ["Publisher", "publisher"]
 
 log = logging.getLogger("thinwire")
 
-_FOLD: Final = 8
-"""Versions from one rung to the next: a delta between two rungs folds those in between into one. At a learning rate of
-1e-6 it takes some 2 single ones; more versions in one save little more, and a receiver takes more single ones first."""
-
 _RUN: Final[Typed[str]] = Typed(str)
 
 _STATES: Final[Typed[tuple[str, str, bool]]] = Typed(tuple[str, str, bool])
@@ -38,7 +34,13 @@ _STATES: Final[Typed[tuple[str, str, bool]]] = Typed(tuple[str, str, bool])
 
 
 def publisher(
-    model: nn.Module | ParallelModel, store: str, *, every: int = 1, anchor_every: int = 50, prefix: str = ""
+    model: nn.Module | ParallelModel,
+    store: str,
+    *,
+    every: int = 1,
+    anchor_every: int = 50,
+    fold_every: int = 8,
+    prefix: str = "",
 ) -> Publisher:
     """Publish the weights of a sharded model, for generators elsewhere that follow by ``thinwire.Subscriber(store)``.
 
@@ -50,20 +52,34 @@ def publisher(
         every: Steps from one version to the next.
         anchor_every: Versions from one anchor, which holds all weights, to the next. Other versions hold what has
             changed. Receivers begin at an anchor. Versions before the last anchor but one are removed.
+        fold_every: Versions after an anchor from one rung to the next. A rung is published as a delta from the rung
+            before it, too, for receivers that are behind: half of the bytes of the eight deltas in between, which are
+            sent in addition. 0 publishes none, for a thin link from the trainer and receivers that keep up.
         prefix: What names begin with here and not where they are published, for a model that is a module of another:
             ``"model."``.
 
-    Every eighth version after an anchor is a delta from the eighth before it as well, for receivers that are behind. On
-    the host, a rank keeps up to three versions of what it owns: the one being written, the last, and the last eighth.
+    On the host, a rank keeps up to three versions of what it owns: the one being written, the last, and the last rung.
 
     Raises:
-        UsageError: A number is less than 1, the store cannot be read, or the plan has elastic islands.
+        UsageError: A number is too small, the store cannot be read, or the plan has elastic islands.
     """
-    for name, value in (("every", every), ("anchor_every", anchor_every)):
-        if value < 1:
-            raise UsageError(f"{name} = {value} should be at least 1")
+    rhythm = _Rhythm(every, anchor_every, fold_every)
     parts = model.chunks if isinstance(model, ParallelModel) else [model]
-    return Publisher([runtime_of(part) for part in parts], Store(store), every, anchor_every, prefix)
+    return Publisher([runtime_of(part) for part in parts], Store(store), rhythm, prefix)
+
+
+@dataclass(frozen=True)
+class _Rhythm:
+    """When there are versions, anchors and rungs; see :func:`publisher`."""
+
+    every: int
+    anchor_every: int
+    fold_every: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", 1), ("anchor_every", 1), ("fold_every", 0)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} = {getattr(self, name)} should be at least {least}")
 
 
 @dataclass(frozen=True)
@@ -97,11 +113,10 @@ class Publisher:
         error: Why the last version of this rank could not be written; ``None`` if it was.
     """
 
-    def __init__(self, runtimes: Sequence[Runtime], store: Store, every: int, anchor_every: int, prefix: str) -> None:
+    def __init__(self, runtimes: Sequence[Runtime], store: Store, rhythm: _Rhythm, prefix: str) -> None:
         if runtimes[0].plan.is_elastic:
             raise UsageError("publisher(): with islands.elastic, jobs have weights of their own: set it to false")
-        self._runtimes, self._store, self._every, self._anchor_every = runtimes, store, every, anchor_every
-        self._prefix = prefix
+        self._runtimes, self._store, self._rhythm, self._prefix = runtimes, store, rhythm, prefix
         self._ranks = runtimes[0].control
         self.version = self.skipped = self.nbytes = 0
         self.error: str | None = None
@@ -120,7 +135,7 @@ class Publisher:
     def step(self) -> None:
         """Publish the weights if it is their turn. Collective. Returns while they are being written."""
         self._steps += 1
-        if self._steps % self._every or self._ended:
+        if self._steps % self._rhythm.every or self._ended:
             return
         states = self._ranks.all_gather_typed((self._state(), self._newer, self._wanted), _STATES)
         if any(state == "busy" for state, _, _ in states):
@@ -132,9 +147,10 @@ class Publisher:
             return
         self._take_up(written=all(state == "written" for state, _, _ in states))
         self.version += 1
-        is_due = self._base is None or self.version - self._anchors[-1] >= self._anchor_every
+        is_due = self._base is None or self.version - self._anchors[-1] >= self._rhythm.anchor_every
         is_anchor = is_due or any(wanted for _, _, wanted in states)
-        is_rung = not is_anchor and self._rung is not None and self.version - self._rung.number >= _FOLD
+        fold = self._rhythm.fold_every
+        is_rung = fold > 0 and not is_anchor and self._rung is not None and self.version - self._rung.number >= fold
         self._begun = _Version(
             self.version, self._runtimes[0].num_steps, *snapshot(self._runtimes, self._prefix), is_anchor, is_rung
         )
@@ -166,7 +182,7 @@ class Publisher:
             self._base = self._begun
             if self._begun.is_anchor:
                 self._anchors.append(self._begun.number)
-            if self._begun.is_anchor or self._begun.is_rung:
+            if self._rhythm.fold_every and (self._begun.is_anchor or self._begun.is_rung):
                 self._rung = self._begun
         else:
             self.skipped += 1
