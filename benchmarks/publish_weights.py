@@ -3,7 +3,8 @@
 Two hosts train a small Llama together. The first one serves what both publish after every step, over the link on which
 it also exchanges gradients, and a third host follows. Publishing is on for some steps and off for as many, in turn.
 
-- *Step*: median seconds of a step with publishing, and without.
+- *Step*: median seconds of a step with publishing, and without, and the ratio of all seconds. The ratio of the first
+  rank's processor time, its publishing included, does not depend on what else runs on the machine.
 - *Pause*: of a receiver that reads ahead while it generates: taking a version, and copying it into a module. Beside it
   the same of parts that lie in memory, which is applying and nothing else, and without reading ahead.
 
@@ -84,9 +85,14 @@ def trainer(rank: int, store: Path, options: argparse.Namespace) -> dict[str, An
     for _ in range(3):  # the anchor, and the first deltas
         step(publishes=True)
     seconds: dict[bool, list[float]] = {True: [], False: []}
+    work: dict[bool, float] = {True: 0.0, False: 0.0}
     for _ in range(options.rounds):
         for publishes in (True, False):
+            began = time.process_time()
             seconds[publishes] += [step(publishes=publishes) for _ in range(options.steps)]
+            if publisher._thread is not None:
+                publisher._thread.join()  # what it writes belongs to these steps
+            work[publishes] += time.process_time() - began
     (store / "timed").touch()
     for _ in range(options.pauses):
         step(publishes=True)
@@ -99,9 +105,16 @@ def trainer(rank: int, store: Path, options: argparse.Namespace) -> dict[str, An
         server.terminate()
     with_, without = (statistics.median(seconds[publishes]) for publishes in (True, False))
     return {
-        "step_with": with_, "step_without": without, "ratio": with_ / without, "versions": publisher.version,
-        "skipped": publisher.skipped, "bytes": publisher.nbytes, "seconds": {str(k): v for k, v in seconds.items()},
-    }  # fmt: skip
+        "step_with": with_,
+        "step_without": without,
+        "ratio": with_ / without,
+        "whole_ratio": sum(seconds[True]) / sum(seconds[False]),
+        "processor_ratio": work[True] / work[False],
+        "versions": publisher.version,
+        "skipped": publisher.skipped,
+        "bytes": publisher.nbytes,
+        "seconds": {str(publishes): of_steps for publishes, of_steps in seconds.items()},
+    }
 
 
 def receiver(store: Path) -> dict[str, Any]:
