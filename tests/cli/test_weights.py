@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
-import signal
 import subprocess
 import sys
 import threading
@@ -46,13 +45,13 @@ def invoke(*arguments: object) -> Result:
 
 @contextlib.contextmanager
 def running(*arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """A command that runs on, and is stopped as a terminal does."""
+    """A command that runs until it is stopped."""
     command = [sys.executable, "-m", "thinwire.cli.main", *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process
         finally:
-            process.send_signal(signal.SIGINT)
+            process.terminate()
             process.communicate(timeout=30)
 
 

@@ -195,13 +195,17 @@ def test_a_store_that_fails_costs_versions_and_nothing_else(ranks: RankPool, tmp
     assert outcomes[0][1] > 0
 
 
-def slow(store: str) -> tuple[float, int]:
-    """The longest step of a publisher whose store takes seconds, and the versions that were left out."""
+def slow(store: str) -> tuple[float, int, list[str]]:
+    """The longest step of a publisher whose store takes seconds, the versions that were left out, and what differs at a
+    subscriber at the end."""
     model, optim = made("zero1")
     publisher = tw.publisher(model, store)
 
-    def crawl(*_: Any) -> None:
+    write = Store.write
+
+    def crawl(self: Store, name: str, content: bytes) -> None:
         time.sleep(1.0)
+        write(self, name, content)
 
     taken = []
     with mock.patch.object(Store, "write", crawl):
@@ -211,13 +215,17 @@ def slow(store: str) -> tuple[float, int]:
             publisher.step()
             taken.append(time.perf_counter() - began)
         publisher.close()
-    return max(taken), publisher.skipped
+    torch.distributed.barrier()
+    subscriber = tw.Subscriber(store)
+    subscriber.update()
+    return max(taken), publisher.skipped, differences(subscriber.state_dict(), expected(model))
 
 
 def test_a_slow_store_stops_no_step(ranks: RankPool, tmp_path: Path) -> None:
-    for longest, skipped in ranks.run(slow, str(tmp_path / "store")):
+    for longest, skipped, problems in ranks.run(slow, str(tmp_path / "store")):
         assert longest < 0.8
         assert skipped >= 3
+        assert problems == []
 
 
 @pytest.mark.parametrize(("number", "value"), [("every", 0), ("anchor_every", -1), ("fold_every", -1)])

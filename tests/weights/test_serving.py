@@ -25,7 +25,7 @@ def url(tmp_path: Path) -> Iterator[str]:
     (store / "secret").write_text("secret")
     (tmp_path / PART).write_text("outside")
     server = weights_server(store, "127.0.0.1", 0, None)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()

@@ -129,16 +129,34 @@ class Publisher:
         self._thread: threading.Thread | None = None
         self._newer = ""  # the run of another publisher that has taken over
         self._wanted = False  # whether a receiver has asked for an anchor
-        self._ended = self._is_alone = False
+        self._ended = self._is_alone = self._left_out = False
         self._run = max(self._ranks.agree(self._begin_run, _unreadable, _RUN))
 
     def step(self) -> None:
         """Publish the weights if it is their turn. Collective. Returns while they are being written."""
         self._steps += 1
-        if self._steps % self._rhythm.every or self._ended:
-            return
+        if self._steps % self._rhythm.every == 0 and not self._ended:
+            self._publish()
+
+    def close(self) -> None:
+        """Wait until the last version is written. Collective: what was left out or could not be written is tried once
+        more, so that receivers end with the last weights."""
+        self._wait()
+        if not self._ended:
+            states = self._ranks.all_gather_typed((self._state(), self._newer, self._wanted), _STATES)
+            if self._left_out or any(state == "failed" for state, _, _ in states):
+                self._publish()
+                self._wait()
+        self._ended = True
+
+    def _wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def _publish(self) -> None:
         states = self._ranks.all_gather_typed((self._state(), self._newer, self._wanted), _STATES)
-        if any(state == "busy" for state, _, _ in states):
+        self._left_out = any(state == "busy" for state, _, _ in states)
+        if self._left_out:
             self.skipped += 1
             return
         if newer := max(run for _, run, _ in states):
@@ -157,12 +175,6 @@ class Publisher:
         arguments = self._begun, self._base, self._rung
         self._thread = threading.Thread(target=self._write, args=arguments, name="thinwire publisher", daemon=True)
         self._thread.start()
-
-    def close(self) -> None:
-        """Wait until the last version is written."""
-        if self._thread is not None:
-            self._thread.join()
-        self._ended = True
 
     def _begin_run(self) -> str:
         return new_run(self._store.names()) if self._ranks.rank == 0 else ""
