@@ -72,8 +72,9 @@ def summary(plan: Plan) -> str:
     words = [f"P {plan.params}, G {plan.grads}, OS {plan.optimizer}"]
     if plan.secondary is not None:
         words.append(f"secondary {plan.secondary}")
-    if plan.residence.optimizer != "device":
-        words.append("OS on the host")
+    hosted = (("OS", plan.residence.streams_states), ("G", plan.residence.streams_gradients))
+    if not plan.residence.on_device:
+        words.append(f"{' and '.join(name for name, on_host in hosted if on_host)} on the host")
     codecs = [f"{name} {codec}" for name, codec in plan.wire.codecs().items() if not codec.is_none]
     words.append(", ".join(codecs) if codecs else "no codecs")
     words.append(f"micro-batch {plan.micro_batch} x {plan.micro_batches}")

@@ -382,8 +382,8 @@ class Plan(Spec):
         parts.append(f"wire {', '.join(codecs)}" if codecs else "uncompressed")
         if self.wire.error_feedback:
             parts.append("error feedback")
-        if self.residence.optimizer != "device":
-            parts.append(f"optimizer states {self.residence.optimizer}")
+        if not self.residence.on_device:
+            parts.append(f"residence {self.residence}")
         if self.islands is not None:
             parts.append(self.islands.describe())
         return "; ".join(parts)

@@ -371,7 +371,7 @@ def _want_lost(
     for number in stored:
         name = of_part(f"{key}/{number}", sharded.part)
         sizes = _sizes_of_ranks(stored[number], manifest.vectors.get(name), len(ranks), name)
-        wanted[number] = torch.zeros(sizes[rank], device=sharded.arena.device)
+        wanted[number] = torch.zeros(sizes[rank], device=sharded.device)
         vectors.add(name, sum(sizes), sum(sizes[:rank]), wanted[number])
     return wanted
 

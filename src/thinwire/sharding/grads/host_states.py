@@ -1,9 +1,10 @@
-"""Masters and optimizer states that live on the host, and their way through the device for each update.
+"""What an update needs of the host: masters, optimizer states and gradients that live there, and their way through the
+device.
 
 The host's tensors are the only masters there are: whoever reads or writes them outside of an update, as checkpoints do,
 reads and writes what the next update begins with. For an update, the optimizer's tensors point at a *slot*, memory of
 the device that a batch of units at a time passes through. A ring of slots bounds that memory: while one batch is
-updated, the next one comes up, and the one before goes down.
+updated, the next one comes up, and the states of the one before go down.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from thinwire.program import AHEAD, SLOTS, Axis, HostLane
+from thinwire.sharding.grads.accumulators import HostAccumulator
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.params.param_group import FlatBuffer, Unit
@@ -38,12 +41,14 @@ class _Stored:
             the P shard, on the device, holds the masters.
         tensors: The optimizer's tensors on the host; none before its first update.
         memory: Memory for them, of bytes, in which they lie end to end.
+        gradients: Gradients that live on the host.
     """
 
     masters: list[FlatBuffer]
     fragments: list[tuple[OwnedFragment, tuple[FlatBuffer, int] | None]]
     tensors: list[torch.Tensor] = field(default_factory=list)
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    gradients: list[HostAccumulator] = field(default_factory=list)
 
     @property
     def numel(self) -> int:
@@ -53,7 +58,8 @@ class _Stored:
     @property
     def nbytes(self) -> int:
         """Bytes that the unit takes in a slot."""
-        return sum(_room(_master(buffer).nbytes) for buffer in self.masters) + _room(self.memory.nbytes)
+        parts = [*map(_master, self.masters), self.memory, *(gradient.memory for gradient in self.gradients)]
+        return sum(_room(part.nbytes) for part in parts)
 
 
 @dataclass
@@ -74,17 +80,19 @@ class _Staged:
     """A batch of units in a slot: pairs of tensors on the host and on the device.
 
     Attributes:
-        copies: What is copied.
+        copies: What is copied both ways.
+        gradients: Gradients, which only come up.
         masters: Buffers with their masters on the device.
         pointed: Tensors that point at the device during the update, with their places on the host and there.
     """
 
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    gradients: list[tuple[HostAccumulator, torch.Tensor]] = field(default_factory=list)
     masters: list[tuple[FlatBuffer, torch.Tensor]] = field(default_factory=list)
     pointed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def come_up(self) -> None:
-        for host, device in self.copies:
+        for host, device in (*self.copies, *((gradient.memory, place) for gradient, place in self.gradients)):
             device.copy_(host, non_blocking=True)
 
     @contextlib.contextmanager
@@ -94,9 +102,13 @@ class _Staged:
             tensor.data = device
         for buffer, master in self.masters:
             buffer.staged = master
+        for gradient, place in self.gradients:
+            gradient.shown = place
         try:
             yield
         finally:
+            for gradient, _ in self.gradients:
+                gradient.shown = None
             for tensor, host, _ in self.pointed:
                 tensor.data = host
             for buffer, _ in self.masters:
@@ -104,16 +116,18 @@ class _Staged:
 
 
 class HostStates:
-    """The masters and optimizer states of one model's share that live on the host.
+    """The masters, optimizer states and gradients of one model's share that live on the host.
 
     Args:
         optimizer: The optimizer over the fragments.
         fragments: All fragments that this rank updates.
         units: Units of the model.
+        gradients: Gradients by unit.
         lanes: Lanes of the model.
         device: Device of the model.
-        state_bytes: Bytes per element of what the optimizer is expected to keep. Their memory is locked in its place
-            now, as a whole: to lock a part takes as long, and in the middle of a step it stops other ranks.
+        state_bytes: Bytes per element of what the optimizer is expected to keep; ``None`` if its states live on the
+            device. Their memory is locked in its place now, as a whole: to lock a part takes as long, and in the middle
+            of a step it stops other ranks.
     """
 
     def __init__(
@@ -121,22 +135,27 @@ class HostStates:
         optimizer: torch.optim.Optimizer,
         fragments: Sequence[OwnedFragment],
         units: Sequence[Unit],
+        gradients: Mapping[int, Sequence[UnitGradient]],
         lanes: Lanes,
         device: torch.device,
-        state_bytes: int,
+        state_bytes: int | None,
     ) -> None:
         self._optimizer, self._lanes, self._device = optimizer, lanes, device
         of_units: dict[int, list[OwnedFragment]] = {unit.index: [] for unit in units}
         for owned in fragments:
             of_units[owned.unit].append(owned)
-        self._stored = {unit.index: _stored(unit, of_units[unit.index]) for unit in units}
-        expected = [state_bytes * stored.numel for stored in self._stored.values()]
+        self._has_states = state_bytes is not None
+        self._stored = {unit.index: _stored(unit, of_units[unit.index], states=self._has_states) for unit in units}
+        for index, parts in gradients.items():
+            self._stored[index].gradients = [p.owned for p in parts if isinstance(p.owned, HostAccumulator)]
+        expected = [(state_bytes or 0) * stored.numel for stored in self._stored.values()]
         memory = lanes.host_memory(sum(expected))
         for stored, part in zip(self._stored.values(), memory.split(expected), strict=True):
             stored.memory = part
         self._names = {unit.index: unit.name for unit in units}
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
         self._ring = deque(_Slot(nothing) for _ in range(SLOTS))
+        self._going_down = list[Ticket]()  # results of the last update
 
     def update(
         self,
@@ -144,8 +163,7 @@ class HostStates:
         act: Callable[[Sequence[int]], None],
         then: Callable[[Sequence[int], Ticket | None], Sequence[Ticket]],
     ) -> None:
-        """Update units, batch by batch, once the host has the results of the last update. On a device with streams,
-        computation goes on meanwhile.
+        """Update units, batch by batch. On a device with streams, computation goes on meanwhile.
 
         Args:
             batches: Numbers of the units, in the order of the update.
@@ -153,7 +171,9 @@ class HostStates:
             then: Called with a batch and the ticket of its update (``None`` if it has ended); returns the tickets of
                 what reads its masters.
         """
-        self.settle()
+        for ticket in self._going_down:
+            ticket.wait()
+        self._going_down.clear()
         self._make_room(batches)
         coming = deque[tuple[_Slot, _Staged, Ticket]]()
         for number, units in enumerate(batches):
@@ -164,9 +184,12 @@ class HostStates:
                 updated = self._perform(functools.partial(act, units), units, up)
                 slot.users = then(units, updated)
                 self._take_new(units, staged)
+            if not staged.copies:
+                continue
             after = () if updated is None else (updated,)
             load = self._load("states down", units)
             down = self._lanes.submit(HostLane.DOWN, functools.partial(self._go_down, staged), after=after, load=load)
+            self._going_down.append(down)
             slot.users = (*slot.users, down)
 
     @contextlib.contextmanager
@@ -196,7 +219,7 @@ class HostStates:
         return slot, staged, up
 
     def _perform(self, act: Callable[[], None], units: Sequence[int], up: Ticket) -> Ticket | None:
-        if self._lanes.home.exists:
+        if self._lanes.home.exists and self._has_states:  # others may be read on the device right after the step
             return self._lanes.submit(HostLane.UPDATE, act, after=(up,), load=self._load("update", units))
         up.wait()
         act()
@@ -238,6 +261,10 @@ class HostStates:
                     buffer, begin = at_master
                     place = on_device[id(buffer)][begin : begin + owned.value.numel()].view(owned.value.shape)
                     staged.pointed.append((owned.value, owned.value.detach(), place))
+            for gradient in stored.gradients:
+                numel, dtype = gradient.memory.numel(), gradient.memory.dtype
+                staged.gradients.append((gradient, memory[at : at + gradient.memory.nbytes].view(dtype)))
+                at += _room(numel * dtype.itemsize)
             states = memory[at : at + stored.memory.nbytes]
             at += _room(stored.memory.nbytes)
             if stored.tensors:
@@ -249,7 +276,7 @@ class HostStates:
     def _take_new(self, units: Sequence[int], staged: _Staged) -> None:
         """Give optimizer states that the update has made a place on the host: those of the fragments' size. Others are
         small, and stay where they are."""
-        for stored in (self._stored[unit] for unit in units):
+        for stored in (self._stored[unit] for unit in units) if self._has_states else ():
             present = [tensor for owned, _ in stored.fragments for tensor in self._states_of(owned)]
             if set(map(id, present)) == set(map(id, stored.tensors)):
                 continue
@@ -275,8 +302,8 @@ class HostStates:
                 yield value
 
 
-def _stored(unit: Unit, fragments: Sequence[OwnedFragment]) -> _Stored:
-    masters = [buffer for buffer in unit.buffers if buffer.master is not None]
+def _stored(unit: Unit, fragments: Sequence[OwnedFragment], *, states: bool) -> _Stored:
+    masters = [buffer for buffer in unit.buffers if states and buffer.master is not None]
 
     def place_of(owned: OwnedFragment) -> tuple[FlatBuffer, int] | None:
         value = owned.value

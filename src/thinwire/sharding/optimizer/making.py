@@ -50,7 +50,7 @@ def build_optimizer(
             "thinwire.LossScale(), in place of torch's GradScaler; GradScaler works with optimizers that are made from "
             "model.parameters()"
         )
-    fragments, device = sharded.fragments, sharded.arena.device
+    fragments, device = sharded.fragments, sharded.device
     # Decide from the plan rather than from this rank's fragments, so that all ranks decide alike.
     cut = plan.optimizer.ranks > 1 and not (plan.partition == "inter" and plan.params.ranks == 1)
     if plan.world > 1:
@@ -77,9 +77,9 @@ def build_optimizer(
     object.__setattr__(inner, INNER, True)
     by_unit = updates_in_parts(optimizer_class, options, device)
     host = None
-    if plan.residence.optimizer != "device":
-        nbytes = state_bytes(optimizer_class, options, device)
-        host = HostStates(inner, fragments, sharded.units, sharded.lanes, device, nbytes)
+    if plan.residence.updates_in_batches:
+        nbytes = state_bytes(optimizer_class, options, device) if plan.residence.streams_states else None
+        host = HostStates(inner, fragments, sharded.units, sharded.gradients, sharded.lanes, device, nbytes)
     runtime.optimizer = optimizer = ShardedOptimizer(
         runtime,
         InnerOptimizer(inner, fragments, shown, host),

@@ -443,7 +443,7 @@ class ShareUpdate:
         """
         is_used, all_used, copies = self._used.is_used, self._used.all_used, self._copies
         for owned in fragments:
-            grad, value = owned.grad, owned.value
+            grad, value = owned.shown, owned.value
             if not all_used and not is_used(owned.unit, owned.slot):
                 value.grad = None
             else:

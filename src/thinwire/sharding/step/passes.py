@@ -464,6 +464,7 @@ class Passes:
 
     def need(self, index: int) -> None:
         """Gather a unit's parameters for its backward, or for the recomputation of its forward."""
+        self._reducer.fetch(index)
         moment = self.state.at = self._needed[index]
         unit = self._units[index]
         if unit.state is State.SHARDED:

@@ -19,8 +19,33 @@ class Residence(Spec):
         description="where masters and optimizer states live; host-stream: on the host, and they pass through the "
         "device for their update, unit by unit",
     )
+    gradients: Literal["device", "host"] = Field(
+        default="device",
+        description="where gradients live between their reduction and the update; host: they visit the device unit by "
+        "unit",
+    )
 
     @property
     def on_device(self) -> bool:
         """Whether everything lives on the device."""
         return self == Residence()
+
+    @property
+    def streams_states(self) -> bool:
+        """Whether masters and optimizer states live on the host."""
+        return self.optimizer != "device"
+
+    @property
+    def streams_gradients(self) -> bool:
+        """Whether gradients live on the host."""
+        return self.gradients != "device"
+
+    @property
+    def updates_in_batches(self) -> bool:
+        """Whether an update needs something that comes from the host."""
+        return self.streams_states or self.streams_gradients
+
+    def __str__(self) -> str:
+        """What lives on the host."""
+        stated = {name: getattr(self, name) for name in type(self).model_fields}
+        return ", ".join(f"{name} {where}" for name, where in stated.items() if where != "device")
