@@ -30,13 +30,16 @@ LEAVING = 2
 MOMENT_BYTES = 8
 """Bytes per element of AdamW's moments, which programs count. The runtime copies what its optimizer has."""
 
+MASTER_BYTES = 4
+"""Bytes per element of a master."""
+
 _STEP = Event(Phase.STEP, -1, 0)
 
 
 def state_bytes(plan: Plan, buffer: BufferInfo) -> int:
     """Bytes per element of the states of a trained buffer that live on the host: masters, if they have memory of their
     own, and moments."""
-    return (MOMENT_BYTES + (4 if has_master(plan, buffer) else 0)) if plan.residence.streams_states else 0
+    return (MOMENT_BYTES + (MASTER_BYTES if has_master(plan, buffer) else 0)) if plan.residence.streams_states else 0
 
 
 def gradient_bytes(plan: Plan) -> int:
@@ -60,9 +63,11 @@ def add_update(plan: Plan, units: Sequence[UnitInfo], draft: Draft, batch: Seque
     together = tuple(batch)
     share = draft.places[Axis.SHARD]
     owned = [(buffer.shares[share], buffer) for unit in batch for buffer in units[unit].buffers if buffer.trainable]
-    states = sum(numel * state_bytes(plan, buffer) for numel, buffer in owned)
     numel = sum(numel for numel, _ in owned)
     room = before[-SLOTS:][:1] if len(before) >= SLOTS else ()
+    if plan.residence.optimizer == "host-update":
+        return _add_host_update(plan, draft, together, numel, before, tuple(room))
+    states = sum(numel * state_bytes(plan, buffer) for numel, buffer in owned)
     coming = states + numel * gradient_bytes(plan)
     up = draft.add_own(Call(Kind.COPY, HostLane.UP, Axis.SHARD, together, size=coming), _STEP, tuple(room))
     update = draft.add_own(Call(Kind.UPDATE, HostLane.UPDATE, Axis.SHARD, together, size=numel), _STEP, (up,))
@@ -71,6 +76,22 @@ def add_update(plan: Plan, units: Sequence[UnitInfo], draft: Draft, batch: Seque
         last = draft.add_own(Call(Kind.COPY, HostLane.DOWN, Axis.SHARD, together, size=states), _STEP, (update,))
     before.append(last)
     return update
+
+
+def _add_host_update(
+    plan: Plan, draft: Draft, together: tuple[int, ...], numel: int, before: list[int], room: tuple[int, ...]
+) -> int:
+    """Record the update of a batch by the host's processor: its gradients go down, and its masters come up."""
+    down: tuple[int, ...] = ()
+    if not plan.residence.streams_gradients:
+        size = numel * ITEMSIZE[plan.accumulate_dtype]
+        down = (draft.add_own(Call(Kind.COPY, HostLane.DOWN, Axis.SHARD, together, size=size), _STEP, ()),)
+    call = Call(Kind.UPDATE, HostLane.UPDATE, Axis.SHARD, together, size=numel)
+    update = draft.add_own(call, _STEP, down)
+    draft.wait(_STEP, update)
+    call = Call(Kind.COPY, HostLane.UP, Axis.SHARD, together, size=numel * MASTER_BYTES)
+    before.append(draft.add_own(call, _STEP, (update, *room)))
+    return before[-1]
 
 
 class HostGradients:

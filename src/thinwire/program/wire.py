@@ -167,7 +167,7 @@ def rounds_parameters(plan: Plan) -> bool:
 
 def has_master(plan: Plan, buffer: BufferInfo) -> bool:
     """Whether the masters of a trained buffer have memory of their own, apart from the P shard."""
-    return buffer.itemsize != 4 or (buffer.encoded and rounds_parameters(plan))
+    return buffer.itemsize != 4 or plan.residence.has_masters or (buffer.encoded and rounds_parameters(plan))
 
 
 def spreads_difference(plan: Plan) -> bool:

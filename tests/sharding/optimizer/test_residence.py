@@ -33,7 +33,12 @@ PRESETS = ("ddp", "zero1", "zero1-node", "zero2", "zero3", "hpz", "zeropp", "thi
 ON_HOST: dict[str, Any] = {"residence": {"optimizer": "host-stream"}}
 GRADIENTS: dict[str, Any] = {"residence": {"gradients": "host"}}
 BOTH: dict[str, Any] = {"residence": {"optimizer": "host-stream", "gradients": "host"}}
-RESIDENCES = {"optimizer": ON_HOST, "gradients": GRADIENTS, "both": BOTH}
+UPDATE: dict[str, Any] = {"residence": {"optimizer": "host-update"}}
+UPDATE_BOTH: dict[str, Any] = {"residence": {"optimizer": "host-update", "gradients": "host"}}
+RESIDENCES = {
+    "optimizer": ON_HOST, "gradients": GRADIENTS, "both": BOTH, "update": UPDATE, "update both": UPDATE_BOTH,
+}  # fmt: skip
+STREAMED = ("optimizer", "gradients", "both")
 ADAMW = (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1})
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": ADAMW,
@@ -136,13 +141,13 @@ def test_presets(ranks: RankPool, preset: str, way: str) -> None:
     {"wire": {"spread": "int8:64", "spread_difference": True}},
 ], ids=str)  # fmt: skip
 def test_plans(ranks: RankPool, fields: dict[str, Any]) -> None:
-    assert ranks.run(differences, "zero1", fields, "adamw", {}, ("optimizer", "both")) == [[]] * WORLD
+    assert ranks.run(differences, "zero1", fields, "adamw", {}, ("optimizer", "both", "update both")) == [[]] * WORLD
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers(ranks: RankPool, optimizer: str) -> None:
     fields = {"partition": "inter"} if optimizer == "adafactor" else {}
-    assert ranks.run(differences, "zero1", fields, optimizer, {}, ("optimizer", "both")) == [[]] * WORLD
+    assert ranks.run(differences, "zero1", fields, optimizer, {}, ("optimizer", "both", "update both")) == [[]] * WORLD
 
 
 def held(model: torch.nn.Module, optim: Any) -> dict[str, Any]:
@@ -325,7 +330,7 @@ def copied(name: str, fields: dict[str, Any], residence: str) -> tuple[list[Any]
 
 @pytest.mark.parametrize("fields", [{}, {"compute_dtype": "float32"}, {"spread_bytes": 1 << 20}], ids=str)
 @pytest.mark.parametrize("name", ["zero1", "zero3", "hpz", "zeropp"])
-@pytest.mark.parametrize("residence", RESIDENCES)
+@pytest.mark.parametrize("residence", STREAMED)
 def test_the_runtime_copies_what_the_program_says(
     ranks: RankPool, name: str, fields: dict[str, Any], residence: str
 ) -> None:

@@ -10,13 +10,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from thinwire.program import SLOTS, Axis, Even, HostLane, UnitInfo, axis_shape, lower, together
+from thinwire.program import (
+    LEAVING,
+    SLOTS,
+    Axis,
+    Even,
+    HostLane,
+    UnitInfo,
+    axis_shape,
+    buckets,
+    gradient_bytes,
+    lower,
+    together,
+)
 from thinwire.program.wire import ITEMSIZE, change_encodings, reduction_codecs
 from thinwire.spec import Factor, Plan
 from thinwire.spec.plan import cut_alike
+from thinwire.spec.plan_parts.residence import Residence
 
 __all__ = [
     "AMSP_STATES", "ModelStates", "States", "feedback_bytes", "island_bytes", "largest_batch", "largest_owned",
+    "visiting_gradients",
 ]  # fmt: skip
 
 
@@ -58,7 +72,7 @@ class ModelStates(NamedTuple):
         grads: Bytes of the ``G`` shard, and of the gradients of the optimizer's share.
         optimizer: Bytes of the ``OS`` shard.
         secondary: Bytes of the secondary parameter shard.
-        host: Bytes of ``OS`` on the host.
+        host: Bytes of them on the host.
     """
 
     params: int
@@ -72,13 +86,22 @@ class ModelStates(NamedTuple):
         """Bytes of all of them on the device."""
         return self.params + self.grads + self.optimizer + self.secondary
 
-    def streamed(self, largest: int) -> ModelStates:
-        """The same with ``OS`` on the host, where it passes through slots of the device.
+    def streamed(self, residence: Residence, slot: int, visiting: int) -> ModelStates:
+        """The same with what lives on the host there.
 
         Args:
-            largest: Bytes of ``OS`` in the largest batch of units that is updated at once.
+            residence: What lives on the host.
+            slot: Bytes that come to the device for the update of the largest batch of units.
+            visiting: Bytes of gradients that are on the device at once in a backward.
         """
-        return self._replace(optimizer=min(self.optimizer, SLOTS * largest), host=self.optimizer)
+        optimizer = self.optimizer * residence.streams_states
+        grads = self.grads * residence.streams_gradients
+        kept = self._replace(optimizer=self.optimizer - optimizer, grads=self.grads - grads, host=optimizer + grads)
+        # Slots hold both; they are counted where the larger part of them is.
+        slots = min(SLOTS * slot, optimizer + grads)
+        name = "optimizer" if residence.streams_states else "grads"
+        kept = kept._replace(**{name: getattr(kept, name) + slots})
+        return kept._replace(grads=kept.grads + min(visiting, grads))
 
     @classmethod
     def of(
@@ -115,8 +138,22 @@ class ModelStates(NamedTuple):
 
 
 def largest_batch(plan: Plan, units: Sequence[UnitInfo]) -> int:
-    """Bytes of ``OS`` in the largest batch of units that is updated at once."""
+    """Bytes that come to the device for the update of the largest batch of units."""
     return max((op.size for op in lower(plan, units).operations if op.lane is HostLane.UP), default=0)
+
+
+def visiting_gradients(plan: Plan, units: Sequence[UnitInfo]) -> int:
+    """Bytes of the gradients that are on the device at once in a backward, where they live on the host: those of a
+    bucket that is filling up, of reductions under way, and of copies to the host."""
+    order = [unit for unit in reversed(range(len(units))) if units[unit].trainable]
+    several = plan.micro_batches > 1 and not plan.grads_like_optimizer
+    sizes = {}
+    for unit in order:
+        shards = [sum(buffer.shares) for buffer in units[unit].buffers if buffer.trainable]
+        shares = [max(buffer.shares) for buffer in units[unit].buffers if buffer.trainable]
+        sizes[unit] = gradient_bytes(plan) * (sum(shares) + (sum(shards) if several else 0))
+    together = [sum(sizes[unit] for unit in bucket) for bucket in buckets(plan, units, order)]
+    return max(together, default=0) * (2 if len(together) > 1 else 1) + LEAVING * max(sizes.values(), default=0)
 
 
 def largest_owned(units: Sequence[UnitInfo]) -> int:

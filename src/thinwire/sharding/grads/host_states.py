@@ -19,6 +19,7 @@ import torch
 
 from thinwire.program import AHEAD, SLOTS, Axis, HostLane
 from thinwire.sharding.grads.accumulators import HostAccumulator
+from thinwire.sharding.grads.host_memory import Ring, Slot, carved, room
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
@@ -26,9 +27,6 @@ from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.params.param_group import FlatBuffer, Unit
 
 __all__ = ["HostStates"]
-
-_ALIGNED = 256
-"""Bytes at whose multiples what is copied as one begins in a slot."""
 
 
 @dataclass
@@ -59,20 +57,7 @@ class _Stored:
     def nbytes(self) -> int:
         """Bytes that the unit takes in a slot."""
         parts = [*map(_master, self.masters), self.memory, *(gradient.memory for gradient in self.gradients)]
-        return sum(_room(part.nbytes) for part in parts)
-
-
-@dataclass
-class _Slot:
-    """Memory of the device that batches of units pass through.
-
-    Attributes:
-        memory: Bytes.
-        users: Tickets of what reads or writes it.
-    """
-
-    memory: torch.Tensor
-    users: Sequence[Ticket] = ()
+        return sum(room(part.nbytes) for part in parts)
 
 
 @dataclass
@@ -153,14 +138,14 @@ class HostStates:
         for stored, part in zip(self._stored.values(), memory.split(expected), strict=True):
             stored.memory = part
         self._names = {unit.index: unit.name for unit in units}
-        nothing = torch.empty(0, dtype=torch.uint8, device=device)
-        self._ring = deque(_Slot(nothing) for _ in range(SLOTS))
+        self._ring = Ring(SLOTS, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device))
         self._going_down = list[Ticket]()  # results of the last update
 
     def update(
         self,
         batches: Sequence[Sequence[int]],
         act: Callable[[Sequence[int]], None],
+        write: Callable[[Sequence[int]], None],
         then: Callable[[Sequence[int], Ticket | None], Sequence[Ticket]],
     ) -> None:
         """Update units, batch by batch. On a device with streams, computation goes on meanwhile.
@@ -168,20 +153,26 @@ class HostStates:
         Args:
             batches: Numbers of the units, in the order of the update.
             act: Updates a batch, which is on the device.
+            write: Casts the new masters of a batch into its P shards.
             then: Called with a batch and the ticket of its update (``None`` if it has ended); returns the tickets of
                 what reads its masters.
         """
         for ticket in self._going_down:
             ticket.wait()
         self._going_down.clear()
-        self._make_room(batches)
-        coming = deque[tuple[_Slot, _Staged, Ticket]]()
+        self._makeroom(batches)
+        coming = deque[tuple[Slot, _Staged, Ticket]]()
         for number, units in enumerate(batches):
             for batch in batches[number + len(coming) : number + AHEAD + 1]:
                 coming.append(self._begin(batch))
             slot, staged, up = coming.popleft()
+
+            def perform(units: Sequence[int] = units) -> None:
+                act(units)
+                write(units)
+
             with staged.shown():
-                updated = self._perform(functools.partial(act, units), units, up)
+                updated = self._perform(perform, units, up)
                 slot.users = then(units, updated)
                 self._take_new(units, staged)
             if not staged.copies:
@@ -210,10 +201,9 @@ class HostStates:
 
     # -- one batch ---------------------------------------------------------------------------------------------
 
-    def _begin(self, units: Sequence[int]) -> tuple[_Slot, _Staged, Ticket]:
+    def _begin(self, units: Sequence[int]) -> tuple[Slot, _Staged, Ticket]:
         """Let the states of a batch come up."""
-        slot = self._ring[0]
-        self._ring.rotate(-1)
+        slot = self._ring.next()
         staged = self._staged(units, slot.memory)
         up = self._lanes.submit(HostLane.UP, staged.come_up, after=slot.users, load=self._load("states up", units))
         return slot, staged, up
@@ -237,13 +227,9 @@ class HostStates:
     def _size(self, units: Sequence[int]) -> int:
         return sum(self._stored[unit].nbytes for unit in units)
 
-    def _make_room(self, batches: Sequence[Sequence[int]]) -> None:
+    def _makeroom(self, batches: Sequence[Sequence[int]]) -> None:
         """Make the slots large enough for all batches. The host waits for what the old ones are used for."""
-        nbytes = max(map(self._size, batches), default=0)
-        if self._ring[0].memory.nbytes < nbytes:
-            self._lanes.settle()
-            for slot in self._ring:
-                slot.memory, slot.users = torch.empty(nbytes, dtype=torch.uint8, device=self._device), ()
+        self._ring.make_room(max(map(self._size, batches), default=0), self._lanes.settle)
 
     def _staged(self, units: Sequence[int], memory: torch.Tensor) -> _Staged:
         staged, at = _Staged(), 0
@@ -252,7 +238,7 @@ class HostStates:
             for buffer in stored.masters:
                 master = _master(buffer)
                 place = memory[at : at + master.nbytes].view(master.dtype)
-                at += _room(master.nbytes)
+                at += room(master.nbytes)
                 staged.copies.append((master, place))
                 staged.masters.append((buffer, place))
                 on_device[id(buffer)] = place
@@ -264,12 +250,12 @@ class HostStates:
             for gradient in stored.gradients:
                 numel, dtype = gradient.memory.numel(), gradient.memory.dtype
                 staged.gradients.append((gradient, memory[at : at + gradient.memory.nbytes].view(dtype)))
-                at += _room(numel * dtype.itemsize)
+                at += room(numel * dtype.itemsize)
             states = memory[at : at + stored.memory.nbytes]
-            at += _room(stored.memory.nbytes)
+            at += room(stored.memory.nbytes)
             if stored.tensors:
                 staged.copies.append((stored.memory, states))
-                places = _carved(states, stored.tensors)
+                places = carved(states, stored.tensors)
                 staged.pointed += zip(stored.tensors, [t.detach() for t in stored.tensors], places, strict=True)
         return staged
 
@@ -287,7 +273,7 @@ class HostStates:
                 memory = self._lanes.host_memory(nbytes)
             values = [tensor.to("cpu", copy=True) for tensor in present]  # some may lie in that memory
             self._lanes.settle()  # that of others belongs to another stream, and ends with them
-            places = _carved(memory, present)
+            places = carved(memory, present)
             for value, place in zip(values, places, strict=True):
                 place.copy_(value)
             known = {id(tensor) for tensor in (*present, *stored.tensors)}
@@ -320,16 +306,3 @@ def _stored(unit: Unit, fragments: Sequence[OwnedFragment], *, states: bool) -> 
 def _master(buffer: FlatBuffer) -> torch.Tensor:
     assert buffer.master is not None
     return buffer.master
-
-
-def _carved(memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Places for tensors in a memory of bytes, one after another."""
-    places, at = [], 0
-    for tensor in tensors:
-        places.append(memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-        at += tensor.nbytes
-    return places
-
-
-def _room(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNED) * _ALIGNED

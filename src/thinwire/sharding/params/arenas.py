@@ -71,7 +71,7 @@ class Arenas:
         device: torch.device,
         host_memory: Callable[[int], torch.Tensor],
     ) -> None:
-        self.device, self._rounds = device, rounds_parameters(plan)
+        self.device, self._rounds, self._apart = device, rounds_parameters(plan), plan.residence.has_masters
         self._params = axes[Axis.PARAMS, Lane.GATHER]
         self._secondary = axes.get((Axis.SECONDARY, Lane.GATHER))
         self._share = axes[Axis.SHARD, Lane.REDUCE].index
@@ -139,7 +139,8 @@ class Arenas:
 
     def _has_master(self, layout: FlatLayout) -> bool:
         """Whether the masters have memory of their own, apart from the P shard."""
-        return layout.trainable and (layout.dtype != torch.float32 or (self._rounds and layout.encoded))
+        apart = self._apart or layout.dtype != torch.float32 or (self._rounds and layout.encoded)
+        return layout.trainable and apart
 
     def _owned(self, flat: Flat) -> int:
         return sum(run.length for run in flat.shares[self._share])
