@@ -82,7 +82,9 @@ def moves(plan: Plan, operation: Operation, rates: Rates) -> list[PricedStage]:
         down = operation.lane is HostLane.DOWN
         return [PricedStage(Stage.DOWN if down else Stage.UP, None, rates.host_copy(operation.size, down=down))]
     if operation.kind is Kind.UPDATE:
-        return [PricedStage(Stage.UPDATE, None, rates.update(operation.size))]
+        on_host = plan.residence.optimizer == "host-update"
+        update = rates.host_update if on_host else rates.update
+        return [PricedStage(Stage.UPDATE, None, update(operation.size))]
     coded = coded_hops(plan, operation)
     priced = moves_of(coded, rates)
     before, after = _copied(plan, operation, coded)

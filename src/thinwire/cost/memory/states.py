@@ -51,7 +51,8 @@ class States:
     @classmethod
     def of(cls, plan: Plan) -> States:
         """The states of thinwire's runtime with AdamW. fp32 parameters serve as their own masters."""
-        return cls.of_dtypes(plan.compute_dtype, plan.accumulate_dtype, alike=plan.params == plan.optimizer)
+        alike = plan.params == plan.optimizer and not plan.residence.has_masters
+        return cls.of_dtypes(plan.compute_dtype, plan.accumulate_dtype, alike=alike)
 
     @classmethod
     def of_dtypes(cls, compute_dtype: str, accumulate_dtype: str, *, alike: bool) -> States:

@@ -61,7 +61,9 @@ class StateBytes:
                 plan = base.trusted(params=params, grads=optimizer, optimizer=optimizer)
                 self._held[key] = [stage.both(plan) for stage in self._stages]
             held = self._held[key]
-        states = States.of_dtypes(base.compute_dtype, base.accumulate_dtype, alike=params == optimizer)
+        states = States.of_dtypes(
+            base.compute_dtype, base.accumulate_dtype, alike=params == optimizer and not base.residence.has_masters
+        )
         kept = []
         for size, numel, largest in zip(held, self._numels, self._largest, strict=True):
             of_stage = ModelStates.of(states, chain, secondary, numel, numel // optimizer.ranks, several=several)

@@ -8,12 +8,12 @@ come up. The host waits for its own work, so that an update has ended when the o
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from thinwire.collectives.job.threads import threads_of_updates
 from thinwire.program import AHEAD, SLOTS, Axis, HostLane
 from thinwire.sharding.grads.accumulators import Accumulator, HostAccumulator
 from thinwire.sharding.grads.host_memory import Ring, carved
@@ -21,9 +21,8 @@ from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.params.param_group import FlatBuffer, Unit
-from thinwire.spec import Plan
 
-__all__ = ["HostUpdates", "update_threads"]
+__all__ = ["HostUpdates"]
 
 
 class HostUpdates:
@@ -34,7 +33,7 @@ class HostUpdates:
         gradients: Gradients by unit.
         lanes: Lanes of the model.
         device: Device of the model.
-        threads: Threads of the processor for an update; ``None`` for as many as torch uses.
+        ranks: Ranks of the node, among whom its cores are divided for updates; ``None``: torch's threads stay.
     """
 
     def __init__(
@@ -43,9 +42,9 @@ class HostUpdates:
         gradients: Mapping[int, Sequence[UnitGradient]],
         lanes: Lanes,
         device: torch.device,
-        threads: int | None,
+        ranks: int | None,
     ) -> None:
-        self._lanes, self._threads = lanes, threads
+        self._lanes, self._ranks = lanes, ranks
         self._names = {unit.index: unit.name for unit in units}
         self._masters = {unit.index: [buffer for buffer in unit.buffers if buffer.master is not None] for unit in units}
         self._gradients = {index: [part.owned for part in parts] for index, parts in gradients.items()}
@@ -79,7 +78,7 @@ class HostUpdates:
             taken, down = going.popleft()
             if down is not None:
                 down.settle()
-            with _shown(taken), self._all_threads():
+            with _shown(taken), threads_of_updates(self._ranks):
                 act(units)
             self._bring_up(units, write, then)
 
@@ -138,17 +137,6 @@ class HostUpdates:
             for buffer in buffers:
                 buffer.staged = None
 
-    @contextlib.contextmanager
-    def _all_threads(self) -> Iterator[None]:
-        """Give an update the threads that it may have."""
-        before = torch.get_num_threads()
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
-
     def _of(self, units: Sequence[int]) -> list[Accumulator]:
         return [one for unit in units for one in self._gradients.get(unit, ()) if not one.empty]
 
@@ -160,15 +148,6 @@ class HostUpdates:
 
     def _load(self, what: str, units: Sequence[int]) -> Load:
         return Load(f"{what} {', '.join(self._names[unit] for unit in units)}", Axis.SHARD, tuple(units))
-
-
-def update_threads(plan: Plan, device: torch.device) -> int | None:
-    """Threads of the processor for an update; ``None``: as many as torch uses. Each rank of a node has its part of the
-    cores, and leaves one to the thread that feeds its device."""
-    if device.type == "cpu":
-        return None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // plan.mesh.local - 1)
 
 
 @contextlib.contextmanager

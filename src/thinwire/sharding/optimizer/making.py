@@ -12,7 +12,7 @@ from torch import nn
 from thinwire.agreement import NOTHING
 from thinwire.errors import UsageError
 from thinwire.sharding.grads.host_states import HostStates
-from thinwire.sharding.grads.host_updates import HostUpdates, update_threads
+from thinwire.sharding.grads.host_updates import HostUpdates
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer, Unreadable
 from thinwire.sharding.optimizer.probes import (
@@ -89,7 +89,8 @@ def build_optimizer(
     by_unit = updates_in_parts(optimizer_class, options, updates_on)
     host: HostStates | HostUpdates | None = None
     if plan.residence.optimizer == "host-update":
-        host = HostUpdates(sharded.units, sharded.gradients, sharded.lanes, device, update_threads(plan, device))
+        ranks = None if device.type == "cpu" else plan.mesh.local
+        host = HostUpdates(sharded.units, sharded.gradients, sharded.lanes, device, ranks)
     elif plan.residence.updates_in_batches:
         nbytes = state_bytes(optimizer_class, options, device) if plan.residence.streams_states else None
         host = HostStates(inner, fragments, sharded.units, sharded.gradients, sharded.lanes, device, nbytes)
