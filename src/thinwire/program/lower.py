@@ -19,7 +19,7 @@ from thinwire.program.experts import beside
 from thinwire.program.gathers import Gathers, check_live, play_forward, retention
 from thinwire.program.islands import add_exchange
 from thinwire.program.mesh import Axis, Kind, MessageSizes
-from thinwire.program.residence import HostGradients, add_update
+from thinwire.program.residence import HostGradients, add_return, add_update
 from thinwire.program.shares import Even, Span, chunk_spans, padded, together, within
 from thinwire.program.step import BufferInfo, Event, HostLane, Lane, Phase, StepProgram, Trace, UnitInfo
 from thinwire.program.wire import gather_sizes, reduction_sizes, used_codec
@@ -380,8 +380,9 @@ def _take_step(
         for batch in spread_batches(plan, units, clusters):
             trained = [unit for unit in batch if units[unit].trainable]
             updates = (add_update(plan, units, draft, trained, down),) if streams and trained else ()
-            if spreads:
-                _spread(plan, batch, units, draft, updates, needed=clusters is not skipped)
+            spread = _spread(plan, batch, units, draft, updates, needed=clusters is not skipped) if spreads else ()
+            if plan.residence.streams_params:
+                add_return(units, draft, trained, (*updates, *spread))
             _await_updates(plan, trained, trace, draft, updates)
 
 
@@ -425,12 +426,16 @@ def _spread(
     after: tuple[int, ...],
     *,
     needed: bool,
-) -> None:
+) -> tuple[int, ...]:
     """Spread the updated parameters of some units. The next step's first gather of a unit and its first forward wait
     for it.
 
     A reader of a unit that the forward does not need waits as well, at an event outside the program.
+
+    Returns:
+        Indices of the spreads.
     """
+    started: list[int] = []
     event = Event(Phase.STEP, -1, 0)
     kind = Kind.ALL_GATHER if plan.partition == "intra" else Kind.BROADCAST
     buffers = {
@@ -454,7 +459,9 @@ def _spread(
             operation = draft.add_joint(call, parts, event, after)
         else:
             operation = draft.add(call, buffers[keys[0]].shares, sizes[0], event, after)
+        started.append(operation)
         for unit in together if plan.overlap.spread else ():
             draft.hold_back(unit, (operation,))
         if needed or not plan.overlap.spread:
             draft.wait(Event(Phase.PRE_FORWARD, together[0], 0) if plan.overlap.spread else event, operation)
+    return tuple(started)

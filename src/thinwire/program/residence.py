@@ -15,7 +15,8 @@ from thinwire.program.wire import ITEMSIZE, has_master
 from thinwire.spec import Plan
 
 __all__ = [
-    "AHEAD", "LEAVING", "MOMENT_BYTES", "SLOTS", "HostGradients", "add_update", "gradient_bytes", "state_bytes",
+    "AHEAD", "LEAVING", "MOMENT_BYTES", "SLOTS", "HostGradients", "add_return", "add_update", "gradient_bytes",
+    "state_bytes",
 ]  # fmt: skip
 
 AHEAD = 1
@@ -25,7 +26,7 @@ SLOTS = AHEAD + 2
 """Batches whose states are on the device at once: on their way up, being updated, and on their way down."""
 
 LEAVING = 2
-"""Units whose gradients are on their way to the host, while those of later ones are reduced."""
+"""Units whose gradients, or new parameters, are on their way to the host, while later ones are reduced, or updated."""
 
 MOMENT_BYTES = 8
 """Bytes per element of AdamW's moments, which programs count. The runtime copies what its optimizer has."""
@@ -92,6 +93,21 @@ def _add_host_update(
     call = Call(Kind.COPY, HostLane.UP, Axis.SHARD, together, size=numel * MASTER_BYTES)
     before.append(draft.add_own(call, _STEP, (update, *room)))
     return before[-1]
+
+
+def add_return(units: Sequence[UnitInfo], draft: Draft, batch: Sequence[int], after: tuple[int, ...]) -> None:
+    """Record the way of updated parameters to the host, where they live; their next gather waits for it.
+
+    Args:
+        units: Units of the model.
+        draft: The program so far.
+        batch: Units that were updated together.
+        after: Operations that give them their new values.
+    """
+    for unit in batch:
+        size = sum(b.itemsize * sum(b.shares) for b in units[unit].buffers if b.trainable)
+        down = draft.add_own(Call(Kind.COPY, HostLane.DOWN, Axis.PARAMS, (unit,), size=size), _STEP, after)
+        draft.hold_back(unit, (down,))
 
 
 class HostGradients:

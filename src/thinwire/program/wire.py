@@ -272,7 +272,7 @@ def idle_codecs(plan: Plan) -> tuple[str, ...]:
     lines += [
         f"{key} = {size} is not used: parameters are not sharded, so they are never gathered or reduced over params"
         for key in by_bytes
-        if plan.params.ranks == 1 and (size := getattr(plan, key))
+        if not plan.gathers and (size := getattr(plan, key))
     ]
     return tuple(lines)
 

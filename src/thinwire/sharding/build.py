@@ -231,8 +231,8 @@ def _place(
     for flat in flats:
         buffer = arenas.carve(flat, initial_of(flat))
         # Re-point parameters buffer by buffer, so that their old memory is freed while the arenas fill.
-        buffer.show(whole=plan.params.ranks == 1)
-        if plan.params.ranks > 1:
+        buffer.show(whole=not plan.gathers)
+        if plan.gathers:
             buffer.release()
         buffers[flat.unit].append(buffer)
         if flat.layout.trainable:
@@ -268,6 +268,7 @@ def _units(
         sharded.codecs.gather,
         sharded.seeds,
         sharded.plan.gather_bytes,
+        from_host=sharded.plan.residence.streams_params,
     )
     return tuple(
         Unit(

@@ -72,6 +72,11 @@ def check_supported(plan: Plan, world: int, *, whole: bool = True, whose: str = 
             for axis, ways in (("tp", plan.tp), ("pp", plan.pp), ("ep", plan.ep), ("cp", plan.cp))
             if ways != 1
         ]
+    if plan.pp > 1 and plan.residence.streams_params:
+        problems.append(
+            "residence.params = 'host': every micro-batch would bring the parameters of a pipeline stage up anew; with "
+            f"pp = {plan.pp} use residence.params = 'device', and let optimizer states and gradients live on the host"
+        )
     if plan.pp > 1 and plan.params.ranks > 1:
         problems.append(
             f"params = {plan.params}: parameters of a pipeline stage stay whole, or every micro-batch would gather "
@@ -175,7 +180,7 @@ def check_modules(model: nn.Module, plan: Plan) -> None:
     the write."""
     refuse_cuda_graphs(model)
     for name, module in model.named_modules():
-        if plan.params.ranks > 1 and getattr(module, "max_norm", None) is not None:
+        if plan.gathers and getattr(module, "max_norm", None) is not None:
             raise UsageError(
                 f"{name}.max_norm = {module.max_norm}: its forward writes to its weight, which is gathered anew each "
                 "time where parameters are sharded; use a plan with params = 1x1, or scale rows in the forward"

@@ -243,6 +243,11 @@ class Plan(Spec):
         return bool(self.gather_bytes or self.persist_bytes or self.reuse_bytes) or any(n is not None for n in limits)
 
     @property
+    def gathers(self) -> bool:
+        """Whether units are gathered before they are used: parameters are sharded, or live on the host."""
+        return self.params.ranks > 1 or self.residence.streams_params
+
+    @property
     def grads_like_optimizer(self) -> bool:
         """Whether ``G`` is sharded like ``OS``: then every micro-batch reduces its gradients to optimizer shares."""
         return cut_alike(self.grads, self.optimizer)

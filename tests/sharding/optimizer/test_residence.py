@@ -17,7 +17,7 @@ from tests.support.training.models import Stack
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.program import Axis, HostLane, Lane
+from thinwire.program import Axis, Event, HostLane, Lane, Phase
 from thinwire.sharding.api import runtime
 from thinwire.sharding.grads.host_states import HostStates
 from thinwire.sharding.lanes.lanes import Lanes
@@ -34,11 +34,18 @@ ON_HOST: dict[str, Any] = {"residence": {"optimizer": "host-stream"}}
 GRADIENTS: dict[str, Any] = {"residence": {"gradients": "host"}}
 BOTH: dict[str, Any] = {"residence": {"optimizer": "host-stream", "gradients": "host"}}
 UPDATE: dict[str, Any] = {"residence": {"optimizer": "host-update"}}
-UPDATE_BOTH: dict[str, Any] = {"residence": {"optimizer": "host-update", "gradients": "host"}}
+ALL: dict[str, Any] = {"residence": {"optimizer": "host-stream", "gradients": "host", "params": "host"}}
+UPDATE_ALL: dict[str, Any] = {"residence": {"optimizer": "host-update", "gradients": "host", "params": "host"}}
 RESIDENCES = {
-    "optimizer": ON_HOST, "gradients": GRADIENTS, "both": BOTH, "update": UPDATE, "update both": UPDATE_BOTH,
-}  # fmt: skip
-STREAMED = ("optimizer", "gradients", "both")
+    "optimizer": ON_HOST,
+    "gradients": GRADIENTS,
+    "both": BOTH,
+    "update": UPDATE,
+    "params": {"residence": {"params": "host"}},
+    "all": ALL,
+    "update all": UPDATE_ALL,
+}
+STREAMED = ("optimizer", "gradients", "both", "all")
 ADAMW = (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1})
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": ADAMW,
@@ -141,13 +148,13 @@ def test_presets(ranks: RankPool, preset: str, way: str) -> None:
     {"wire": {"spread": "int8:64", "spread_difference": True}},
 ], ids=str)  # fmt: skip
 def test_plans(ranks: RankPool, fields: dict[str, Any]) -> None:
-    assert ranks.run(differences, "zero1", fields, "adamw", {}, ("optimizer", "both", "update both")) == [[]] * WORLD
+    assert ranks.run(differences, "zero1", fields, "adamw", {}, ("optimizer", "all", "update all")) == [[]] * WORLD
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers(ranks: RankPool, optimizer: str) -> None:
     fields = {"partition": "inter"} if optimizer == "adafactor" else {}
-    assert ranks.run(differences, "zero1", fields, optimizer, {}, ("optimizer", "both", "update both")) == [[]] * WORLD
+    assert ranks.run(differences, "zero1", fields, optimizer, {}, ("optimizer", "all", "update all")) == [[]] * WORLD
 
 
 def held(model: torch.nn.Module, optim: Any) -> dict[str, Any]:
@@ -198,7 +205,7 @@ def on_islands(fields: dict[str, Any]) -> list[str]:
     plan = tw.Plan.preset("islands", nodes=2, local=2, **fields)
     plan = plan.with_(islands={"every": 2})
     kind, options = ADAMW
-    return unlike(trained(plan, kind, options, steps=5), trained(plan.with_(**BOTH), kind, options, steps=5))
+    return unlike(trained(plan, kind, options, steps=5), trained(plan.with_(**ALL), kind, options, steps=5))
 
 
 @pytest.mark.parametrize("fields", [{}, {"islands": {"delay": 1, "blend": 0.25}}], ids=str)
@@ -230,7 +237,7 @@ def test_parts_of_a_model(ranks: RankPool, tensor: int, pipeline: int) -> None:
 def written_outside(way: str) -> list[str]:
     """What differs where code outside of steps reads and writes masters and states."""
     rank, found = torch.distributed.get_rank(), []
-    for residence in ({}, BOTH):
+    for residence in ({}, ALL):
         torch.manual_seed(0)
         model = tw.shard(build(Stack), tw.Plan.preset("zero1", nodes=2, local=2, **residence))
         optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
@@ -320,7 +327,8 @@ def copied(name: str, fields: dict[str, Any], residence: str) -> tuple[list[Any]
     share = engine.sharded.axes[Axis.SHARD, Lane.REDUCE].index
     said = []
     moments = 8 * plan.residence.streams_states
-    for op in (op for op in engine.programs.program(1).operations if op.lane is HostLane.UP):
+    step_event = Event(Phase.STEP, -1, 0)
+    for op in (op for op in engine.programs.program(1).starts(step_event) if op.lane is HostLane.UP):
         buffers = [b for unit in op.units for b in engine.units[unit].buffers if b.layout.trainable]
         padded = sum(run.length for b in buffers for run in b.shares[share])
         owned = sum(one.value.numel() for one in optim.fragments if one.unit in op.units)
@@ -337,6 +345,47 @@ def test_the_runtime_copies_what_the_program_says(
     for happened, said in ranks.run(copied, name, fields, residence):
         assert happened == said
         assert sum(nbytes for _, nbytes in said) > 0
+
+
+def went_down(name: str, fields: dict[str, Any], residence: str) -> tuple[int, int]:
+    """Bytes of a step that went to the host, as they did and as the program says."""
+    plan = tw.Plan.preset(name, nodes=2, local=2, **fields, **RESIDENCES[residence])
+    model = tw.shard(build(Stack), plan)
+    optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
+    sent: list[int] = []
+    send = Lanes.send
+
+    def noted(lanes: Lanes, source: torch.Tensor, target: torch.Tensor) -> None:
+        sent.append(source.nbytes)
+        send(lanes, source, target)
+
+    with mock.patch.object(Lanes, "send", noted):
+        for step in range(3):
+            sent.clear()
+            for number in tw.micro_batches(model, range(plan.micro_batches)):
+                model(data(step + 7 * number, torch.distributed.get_rank())).float().square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+            runtime(model).join_spreads()
+    engine = runtime(model)
+    program = engine.programs.program(plan.micro_batches)
+    said = sum(op.size for op in program.operations if op.lane is HostLane.DOWN)
+    share = engine.sharded.axes[Axis.SHARD, Lane.REDUCE].index
+    trained = [b for unit in engine.units for b in unit.buffers if b.layout.trainable]
+    padded = sum(run.length for buffer in trained for run in buffer.shares[share])
+    padding = padded - sum(one.value.numel() for one in optim.fragments)
+    moments = 8 * (plan.residence.optimizer == "host-stream")
+    return sum(sent), said - moments * padding  # padding has no moments
+
+
+@pytest.mark.parametrize("fields", [{}, {"micro_batches": 3}, {"accumulate_dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3", "thinwire"])
+@pytest.mark.parametrize("residence", RESIDENCES)
+def test_what_goes_down_is_what_the_program_says(
+    ranks: RankPool, name: str, fields: dict[str, Any], residence: str
+) -> None:
+    for happened, said in ranks.run(went_down, name, fields, residence):
+        assert happened == said
 
 
 # -- the order of copies and updates ---------------------------------------------------------------------------

@@ -144,6 +144,7 @@ class HostStates:
     def update(
         self,
         batches: Sequence[Sequence[int]],
+        prepare: Callable[[Sequence[int]], None],
         act: Callable[[Sequence[int]], None],
         write: Callable[[Sequence[int]], None],
         then: Callable[[Sequence[int], Ticket | None], Sequence[Ticket]],
@@ -152,6 +153,7 @@ class HostStates:
 
         Args:
             batches: Numbers of the units, in the order of the update.
+            prepare: Called with a batch before it is written.
             act: Updates a batch, which is on the device.
             write: Casts the new masters of a batch into its P shards.
             then: Called with a batch and the ticket of its update (``None`` if it has ended); returns the tickets of
@@ -166,6 +168,8 @@ class HostStates:
             for batch in batches[number + len(coming) : number + AHEAD + 1]:
                 coming.append(self._begin(batch))
             slot, staged, up = coming.popleft()
+
+            prepare(units)
 
             def perform(units: Sequence[int] = units) -> None:
                 act(units)

@@ -55,6 +55,7 @@ class HostUpdates:
     def update(
         self,
         batches: Sequence[Sequence[int]],
+        prepare: Callable[[Sequence[int]], None],
         act: Callable[[Sequence[int]], None],
         write: Callable[[Sequence[int]], None],
         then: Callable[[Sequence[int], Ticket | None], Sequence[Ticket]],
@@ -63,6 +64,7 @@ class HostUpdates:
 
         Args:
             batches: Numbers of the units, in the order of the update.
+            prepare: Called with a batch before it is written.
             act: Updates a batch.
             write: Casts the new masters of a batch, which are on the device, into its P shards.
             then: Called with a batch that was written; returns the tickets of what reads its masters.
@@ -80,6 +82,7 @@ class HostUpdates:
                 down.settle()
             with _shown(taken), threads_of_updates(self._ranks):
                 act(units)
+            prepare(units)
             self._bring_up(units, write, then)
 
     @contextlib.contextmanager

@@ -51,7 +51,7 @@ class PartState:
         self.part, self._replicas, self._settings = part, replicas, settings
         self.sources = [(buffer, buffer.shares[share]) for buffer in buffers]
         self._masters = [piece for buffer, runs in self.sources for piece in _masters(buffer, runs)]
-        self._device = buffers[0].shard.device if buffers else torch.device("cpu")  # masters may live on the host
+        self._device = buffers[0].full.device if buffers else torch.device("cpu")  # masters may live on the host
         count, index = (1, 0) if replicas is None else (replicas.size, replicas.index)
         self._piece = slice(part.length // count * index, part.length // count * (index + 1))
         self.anchor = self._packed()[self._piece].clone()

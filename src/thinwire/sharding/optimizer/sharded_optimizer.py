@@ -366,6 +366,8 @@ class ShareUpdate:
             if updated is not None:
                 self._reducer.expect(updated, units)
                 self._spreads.expect(updated, units)
+            if spreads:
+                self._spreads.send_home(units, after)
             return self._spreads.tickets(units)
 
         found_inf = vars(self._owned.optimizer).get("found_inf")
@@ -376,7 +378,7 @@ class ShareUpdate:
         batches = self._programs.updates()
         if at_once or not self._by_unit:
             batches = [tuple(unit for batch in batches for unit in batch)]
-        host.update(batches, act, self._write_back, then)
+        host.update(batches, self._spreads.visit, act, self._write_back, then)
         return frozenset() if spreads else None
 
     def forget_gradients(self) -> None:

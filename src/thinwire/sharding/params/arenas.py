@@ -78,7 +78,9 @@ class Arenas:
         by_dtype: dict[torch.dtype, int] = {}
         for flat in flats:
             by_dtype[flat.layout.dtype] = by_dtype.get(flat.layout.dtype, 0) + flat.layout.shard_numel
-        self._shards = {dtype: _Arena(numel, dtype, device) for dtype, numel in by_dtype.items()}
+        self._hosts_params = plan.residence.streams_params
+        of_params = host_memory if self._hosts_params else None
+        self._shards = {dtype: _Arena(numel, dtype, device, of_params) for dtype, numel in by_dtype.items()}
         self._seconds = (
             {
                 dtype: _Arena(numel * self._params.size // self._secondary.size, dtype, device)
@@ -108,7 +110,7 @@ class Arenas:
         layout = flat.layout
         shard = self._shards[layout.dtype].carve(layout.shard_numel)
         shard.copy_(initial)
-        whole = self._params.size == 1
+        whole = self._params.size == 1 and not self._hosts_params
         full = shard if whole else torch.empty(layout.numel, dtype=layout.dtype, device=self.device)
         secondary = None
         if self._secondary is not None:
@@ -121,7 +123,10 @@ class Arenas:
                 source = initial[run.start : run.start + run.length]
                 master[position : position + run.length].copy_(source)
                 position += run.length
-        return FlatBuffer(layout, flat.parameters, full, shard, flat.shares, secondary, master)
+        visiting = None
+        if self._hosts_params and layout.trainable:
+            visiting = torch.empty(layout.shard_numel, dtype=layout.dtype, device=self.device)
+        return FlatBuffer(layout, flat.parameters, full, shard, flat.shares, secondary, master, visiting)
 
     @property
     def gradients(self) -> torch.Tensor:

@@ -26,7 +26,7 @@ from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.joint_gather import Part, joint_gather
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
-from thinwire.program import AnyLane, Axis, BufferKey, Lane, UnitInfo, gather_batches
+from thinwire.program import AnyLane, Axis, BufferKey, HostLane, Lane, UnitInfo, gather_batches
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.memory.layout import FlatLayout, Run
@@ -45,11 +45,13 @@ class FlatBuffer:
         layout: Positions of the parameters in the buffer.
         parameters: Parameters of the modules, in slot order.
         full: The whole buffer, ``[layout.numel]`` in compute dtype; its storage is empty while the unit is sharded.
-        shard: This rank's P shard, ``[layout.shard_numel]``; the same tensor as ``full`` if P is not sharded.
+        shard: This rank's P shard, ``[layout.shard_numel]``; the same tensor as ``full`` if P is not gathered.
         shares: Shares of this P shard, by position along the shard axis.
         secondary: This rank's part of the secondary copy; ``None`` if the plan keeps none.
         master: Master values of this rank's share, fp32; ``None`` if the P shard itself holds them, which requires that
             P is fp32 and travels without loss.
+        visiting: Memory of the device for a P shard that lives on the host, while it gets new values and spreads them;
+            ``None`` if it lives on the device, or gets none.
         staged: Masters that live on the host, while they are on the device for their update; ``None`` otherwise.
     """
 
@@ -60,6 +62,7 @@ class FlatBuffer:
     shares: tuple[tuple[Run, ...], ...]
     secondary: torch.Tensor | None
     master: torch.Tensor | None = None
+    visiting: torch.Tensor | None = None
     staged: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -69,13 +72,36 @@ class FlatBuffer:
         self._plain = [parameter for parameter in self.parameters if is_plain(parameter)]
         self._storage, self._nbytes = self.full.untyped_storage(), self.full.nbytes
         self._master_runs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self.visits = False  # whether there is memory for ``visiting``
+        if self.visiting is not None:
+            self.visiting.untyped_storage().resize_(0)
+
+    @property
+    def written(self) -> torch.Tensor:
+        """The P shard on the device, where it gets new values."""
+        return self.shard if self.visiting is None else self.visiting
+
+    def visit(self) -> bool:
+        """Allocate the memory in which a P shard that lives on the host gets new values; returns whether it was."""
+        if self.visiting is None or self.visits:
+            return False
+        self.visiting.untyped_storage().resize_(self.visiting.nbytes)
+        self.visiting.zero_()  # nobody owns what fills it up
+        self.visits = True
+        return True
+
+    def leave(self) -> None:
+        """Free that memory."""
+        if self.visiting is not None and self.visits:
+            self.visiting.untyped_storage().resize_(0)
+            self.visits = False
 
     @property
     def masters_on_device(self) -> torch.Tensor | None:
         """The masters, or a copy of them, on the device; ``None`` if the P shard holds them."""
         if self.staged is not None or self.master is None:
             return self.staged
-        return self.master.to(self.shard.device)
+        return self.master.to(self.full.device)
 
     def master_runs(self, position: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Views of the elements of the P shard that masters of this rank belong to, and views of these masters; none if
@@ -94,7 +120,7 @@ class FlatBuffer:
         if master is None:
             return [], []
         runs = self.shares[position]
-        of_shard = [self.shard[run.start : run.start + run.length] for run in runs]
+        of_shard = [self.written[run.start : run.start + run.length] for run in runs]
         return of_shard, list(master.split([run.length for run in runs]))
 
     def restore(self) -> None:
@@ -155,6 +181,7 @@ class GatherLink:
             encoded once.
         seeds: Seeds for the codec.
         at_least: Bytes until which buffers that are gathered at the same time travel as one.
+        from_host: Whether P shards live on the host.
     """
 
     lanes: Lanes
@@ -163,6 +190,12 @@ class GatherLink:
     codec: Codec | None
     seeds: Seeds
     at_least: int = 0
+    from_host: bool = False
+
+    @property
+    def gathers(self) -> bool:
+        """Whether units are gathered before they are used."""
+        return self.params.size > 1 or self.from_host
 
 
 class BufferGathers:
@@ -177,7 +210,7 @@ class BufferGathers:
     def __init__(self, unit: int, buffers: Sequence[FlatBuffer], link: GatherLink) -> None:
         self._unit, self._buffers, self._link = unit, tuple(buffers), link
         params, secondary, self._seeds = link.params, link.secondary, link.seeds
-        sharded = params.size > 1
+        sharded = link.gathers
         for buffer in buffers if sharded else ():
             buffer.restore()  # collectives are built from views, which need allocated memory
         self._parts: dict[tuple[int, bool], Part] = {}  # parts of joint gathers without a codec, made once
@@ -218,6 +251,8 @@ class BufferGathers:
         if key not in self._parts:
             buffer = self._buffers[number]
             own = buffer.secondary if from_secondary else buffer.shard
+            if self._link.from_host and not from_secondary:
+                own = _own_place(self._link.params, buffer)
             assert own is not None
             self._parts[key] = Part(buffer.full, own)
         if not encoded:
@@ -232,9 +267,14 @@ def _gather(
     that without a codec the collective is built only once."""
 
     def place_own() -> None:
-        buffer.full.view(group.size, -1)[group.index].copy_(source)
+        _own_place(group, buffer).copy_(source, non_blocking=True)
 
     return all_gather(group, buffer.full, codec=codec, seed=seed).after(place_own)
+
+
+def _own_place(group: AxisGroup, buffer: FlatBuffer) -> torch.Tensor:
+    """This rank's piece of a gathered buffer."""
+    return buffer.full.view(group.size, -1)[group.index]
 
 
 class State(enum.Enum):
@@ -273,7 +313,7 @@ class Unit:
         self, index: int, module: nn.Module, info: UnitInfo, buffers: Sequence[FlatBuffer], link: GatherLink
     ) -> None:
         self.index, self.module, self.info, self.buffers = index, module, info, tuple(buffers)
-        self.sharded = link.params.size > 1
+        self.sharded = link.gathers
         self.state = State.SHARDED if self.sharded else State.GATHERED
         self.ready = not self.sharded
         self.is_open = False
@@ -285,6 +325,7 @@ class Unit:
         self.versions = 0
         self.exact = True
         self._spreads: list[Ticket] = []
+        self._leaves = False  # whether new values are on their way to the host
         self._link = link
         self._gather: list[Ticket] = []
         self._spread_loads = [Load(f"spread {self.name}", Axis.SHARD, (index,), b.layout.encoded) for b in buffers]
@@ -357,6 +398,26 @@ class Unit:
         """Start spreading the buffer with the given number; the next gather waits for the spread."""
         self.expect_spread(self._link.lanes.submit(lane, moves, after=after, load=self._spread_loads[number]))
 
+    def send_home(self, after: Sequence[Ticket]) -> bool:
+        """Let P shards that live on the host, and have got new values, go down once they are spread; the next gather
+        waits for it. Returns whether there are any.
+
+        Args:
+            after: Tickets of what else must end first.
+        """
+        visiting = [buffer for buffer in self.buffers if buffer.visits] if not self._leaves else []
+        if visiting:
+            self._leaves = True
+            lanes = self._link.lanes
+
+            def go_down() -> None:
+                for buffer in visiting:
+                    lanes.send(buffer.written, buffer.shard)
+
+            load = Load(f"parameters {self.name}", Axis.SHARD, (self.index,))
+            self.expect_spread(lanes.submit(HostLane.DOWN, go_down, after=(*after, *self._spreads), load=load))
+        return bool(visiting)
+
     def expect_spread(self, ticket: Ticket) -> None:
         """Take the ticket of a spread of one or more of the buffers; the next gather waits for it."""
         self._spreads.append(ticket)
@@ -378,6 +439,9 @@ class Unit:
             for ticket in self._spreads:
                 ticket.wait()
             self._spreads.clear()
+            self._leaves = False
+            for buffer in self.buffers:
+                buffer.leave()
             self.ready = self.state is State.GATHERED
             for buffer in self.buffers if self.ready else ():
                 buffer.mark(ready=True)
@@ -468,6 +532,14 @@ def _start_gather(parts: Sequence[tuple[Unit, int]], *, from_secondary: bool, ex
             for unit, number in parts
         ]
         moves = [joint_gather(group, joint, codec=codec)]
+        if link.from_host and not from_secondary:
+            pairs = [(_own_place(group, u.buffers[n]), u.buffers[n].shard) for u, n in parts]
+
+            def come_up() -> None:
+                for place, shard in pairs:
+                    place.copy_(shard, non_blocking=True)
+
+            moves = [moves[0].after(come_up)]
     axis = Axis.SECONDARY if from_secondary else Axis.PARAMS
     load = _load(axis, tuple(unit.index for unit in of_units), tuple(unit.name for unit in of_units), encoded)
     after = [spread for unit in of_units for spread in unit.spreads]

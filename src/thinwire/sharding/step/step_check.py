@@ -219,7 +219,7 @@ class StepCheck:
         self._sharded, self._reducer, self.audit = sharded, reducer, audit
         infos = [unit.info for unit in sharded.units]
         self._row_bytes = control_bytes(infos)
-        self._is_whole = sharded.plan.params.ranks == 1  # then ranks may run different units
+        self._is_whole = not sharded.plan.gathers  # then ranks may run different units
         self._norm = GradientNorm(sharded, reducer)
         self.used = UsedGradients(infos)
         self.same_order = True

@@ -25,6 +25,12 @@ class Residence(Spec):
         "unit",
     )
 
+    params: Literal["device", "host"] = Field(
+        default="device",
+        description="where the shards of parameters live; host: units come up when they are needed, also where every "
+        "rank holds whole parameters",
+    )
+
     @field_validator("optimizer", mode="before")
     @classmethod
     def _any_optimizer(cls, value: object) -> object:
@@ -44,7 +50,7 @@ class Residence(Spec):
     @property
     def has_masters(self) -> bool:
         """Whether masters of every trained parameter have memory of their own, because the P shard lives elsewhere."""
-        return self.optimizer == "host-update"
+        return self.optimizer == "host-update" or self.streams_params
 
     @property
     def streams_gradients(self) -> bool:
@@ -52,9 +58,14 @@ class Residence(Spec):
         return self.gradients != "device"
 
     @property
+    def streams_params(self) -> bool:
+        """Whether the shards of parameters live on the host."""
+        return self.params != "device"
+
+    @property
     def updates_in_batches(self) -> bool:
-        """Whether an update needs something that comes from the host."""
-        return self.streams_states or self.streams_gradients
+        """Whether an update begins or ends with something on the host."""
+        return not self.on_device
 
     def __str__(self) -> str:
         """What lives on the host."""
