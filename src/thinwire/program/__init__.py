@@ -32,7 +32,7 @@ from thinwire.program.ordering import (
     least_crossing,
     traffic_across,
 )
-from thinwire.program.residence import AHEAD, LEAVING, SLOTS, gradient_bytes, state_bytes
+from thinwire.program.residence import AHEAD, LEAVING, SLOTS, gradient_bytes, host_bytes, state_bytes
 from thinwire.program.shares import (
     ALIGNMENT_BYTES,
     Even,
@@ -125,6 +125,7 @@ __all__ = [
     "slot_offsets",
     "state_bytes",
     "gradient_bytes",
+    "host_bytes",
     "together",
     "traffic_across",
     "within",

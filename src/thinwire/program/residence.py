@@ -16,7 +16,7 @@ from thinwire.spec import Plan
 
 __all__ = [
     "AHEAD", "LEAVING", "MOMENT_BYTES", "SLOTS", "HostGradients", "add_return", "add_update", "gradient_bytes",
-    "state_bytes",
+    "host_bytes", "state_bytes",
 ]  # fmt: skip
 
 AHEAD = 1
@@ -108,6 +108,20 @@ def add_return(units: Sequence[UnitInfo], draft: Draft, batch: Sequence[int], af
         size = sum(b.itemsize * sum(b.shares) for b in units[unit].buffers if b.trainable)
         down = draft.add_own(Call(Kind.COPY, HostLane.DOWN, Axis.PARAMS, (unit,), size=size), _STEP, after)
         draft.hold_back(unit, (down,))
+
+
+def host_bytes(plan: Plan, units: Sequence[UnitInfo]) -> int:
+    """Bytes of the host's memory that the rank with the most of them keeps."""
+    total = 0
+    for buffer in (buffer for unit in units for buffer in unit.buffers):
+        shard = buffer.numel // plan.params.ranks
+        if plan.residence.streams_params:
+            total += buffer.itemsize * shard
+        if buffer.trainable:
+            total += max(buffer.shares) * (state_bytes(plan, buffer) + gradient_bytes(plan))
+            apart = plan.micro_batches > 1 and not plan.grads_like_optimizer
+            total += shard * gradient_bytes(plan) * apart
+    return total
 
 
 class HostGradients:

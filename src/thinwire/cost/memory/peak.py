@@ -20,7 +20,7 @@ from thinwire.cost.memory.states import (
     island_bytes,
     largest_batch,
     largest_owned,
-    visiting_gradients,
+    visiting,
 )
 from thinwire.cost.memory.workspace import Workspace
 from thinwire.program import UnitInfo
@@ -130,7 +130,7 @@ def _held(
     chain, several = (plan.params, plan.grads, plan.optimizer), plan.micro_batches > 1
     kept = ModelStates.of(states or States.of(plan), chain, plan.secondary, numel, share, several=several)
     if plan.residence.updates_in_batches:
-        kept = kept.streamed(plan.residence, largest_batch(plan, units), visiting_gradients(plan, units))
+        kept = kept.streamed(plan.residence, largest_batch(plan, units), visiting(plan, units))
     if states is not None:  # other systems keep a shard of gradients and nothing else of them
         kept = kept._replace(grads=states.grads * (numel // plan.grads.ranks))
     return kept, workspace.gathered(plan), workspace.buffers(plan), feedback_bytes(plan, numel)

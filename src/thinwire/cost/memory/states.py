@@ -15,7 +15,9 @@ from thinwire.program import (
     SLOTS,
     Axis,
     Even,
+    Event,
     HostLane,
+    Phase,
     UnitInfo,
     axis_shape,
     buckets,
@@ -30,8 +32,11 @@ from thinwire.spec.plan_parts.residence import Residence
 
 __all__ = [
     "AMSP_STATES", "ModelStates", "States", "feedback_bytes", "island_bytes", "largest_batch", "largest_owned",
-    "visiting_gradients",
+    "visiting",
 ]  # fmt: skip
+
+
+_STEP = Event(Phase.STEP, -1, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,22 +92,28 @@ class ModelStates(NamedTuple):
         """Bytes of all of them on the device."""
         return self.params + self.grads + self.optimizer + self.secondary
 
-    def streamed(self, residence: Residence, slot: int, visiting: int) -> ModelStates:
+    def streamed(self, residence: Residence, slot: int, visiting: tuple[int, int]) -> ModelStates:
         """The same with what lives on the host there.
 
         Args:
             residence: What lives on the host.
             slot: Bytes that come to the device for the update of the largest batch of units.
-            visiting: Bytes of gradients that are on the device at once in a backward.
+            visiting: Bytes of parameters that are on the device at once for new values, and of gradients in a backward.
         """
+        params = self.params * residence.streams_params
         optimizer = self.optimizer * residence.streams_states
         grads = self.grads * residence.streams_gradients
-        kept = self._replace(optimizer=self.optimizer - optimizer, grads=self.grads - grads, host=optimizer + grads)
+        kept = self._replace(
+            params=self.params - params + min(visiting[0], params),
+            optimizer=self.optimizer - optimizer,
+            grads=self.grads - grads,
+            host=params + optimizer + grads,
+        )
         # Slots hold both; they are counted where the larger part of them is.
         slots = min(SLOTS * slot, optimizer + grads)
         name = "optimizer" if residence.streams_states else "grads"
         kept = kept._replace(**{name: getattr(kept, name) + slots})
-        return kept._replace(grads=kept.grads + min(visiting, grads))
+        return kept._replace(grads=kept.grads + min(visiting[1], grads))
 
     @classmethod
     def of(
@@ -140,12 +151,13 @@ class ModelStates(NamedTuple):
 
 def largest_batch(plan: Plan, units: Sequence[UnitInfo]) -> int:
     """Bytes that come to the device for the update of the largest batch of units."""
-    return max((op.size for op in lower(plan, units).operations if op.lane is HostLane.UP), default=0)
+    return max((op.size for op in lower(plan, units).starts(_STEP) if op.lane is HostLane.UP), default=0)
 
 
-def visiting_gradients(plan: Plan, units: Sequence[UnitInfo]) -> int:
-    """Bytes of the gradients that are on the device at once in a backward, where they live on the host: those of a
-    bucket that is filling up, of reductions under way, and of copies to the host."""
+def visiting(plan: Plan, units: Sequence[UnitInfo]) -> tuple[int, int]:
+    """Bytes of what lives on the host and is on the device at once: parameters with new values, and gradients in a
+    backward, which are those of a bucket that is filling up, of reductions under way, and of copies to the host."""
+    shard = max((sum(b.itemsize * sum(b.shares) for b in unit.buffers if b.trainable) for unit in units), default=0)
     order = [unit for unit in reversed(range(len(units))) if units[unit].trainable]
     several = plan.micro_batches > 1 and not plan.grads_like_optimizer
     sizes = {}
@@ -154,7 +166,8 @@ def visiting_gradients(plan: Plan, units: Sequence[UnitInfo]) -> int:
         shares = [max(buffer.shares) for buffer in units[unit].buffers if buffer.trainable]
         sizes[unit] = gradient_bytes(plan) * (sum(shares) + (sum(shards) if several else 0))
     together = [sum(sizes[unit] for unit in bucket) for bucket in buckets(plan, units, order)]
-    return max(together, default=0) * (2 if len(together) > 1 else 1) + LEAVING * max(sizes.values(), default=0)
+    gradients = max(together, default=0) * (2 if len(together) > 1 else 1) + LEAVING * max(sizes.values(), default=0)
+    return (LEAVING + 1) * shard, gradients
 
 
 def largest_owned(units: Sequence[UnitInfo]) -> int:
