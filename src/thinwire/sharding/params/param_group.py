@@ -353,6 +353,23 @@ class Unit:
             buffer.secondary.copy_(buffer.full.view(group.size, -1)[group.index])
         self.secondary_valid = True
 
+    def lend_secondary(self, group: AxisGroup) -> None:
+        """Give a sharded unit of a plan without secondary shards room for one, cut among the ranks of a group."""
+        for buffer in self.buffers:
+            buffer.secondary = buffer.shard.new_empty(buffer.layout.numel // group.size)
+        self._link_to(replace(self._link, secondary=group))
+
+    def return_secondary(self) -> None:
+        """Free what :meth:`lend_secondary` gave."""
+        for buffer in self.buffers:
+            buffer.secondary = None
+        self.secondary_valid = False
+        self._link_to(replace(self._link, secondary=None))
+
+    def _link_to(self, link: GatherLink) -> None:
+        self._link = link
+        self.gathers = BufferGathers(self.index, self.buffers, link)
+
     def spread(self, number: int, lane: AnyLane, moves: Moves, after: Sequence[Ticket] = ()) -> None:
         """Start spreading the buffer with the given number; the next gather waits for the spread."""
         self.expect_spread(self._link.lanes.submit(lane, moves, after=after, load=self._spread_loads[number]))
