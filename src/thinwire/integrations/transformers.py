@@ -7,6 +7,8 @@ with the sharded state, which loads under any plan and on any number of ranks.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +26,7 @@ from thinwire.integrations.optimizers import begin_micro_batch, is_sharded
 from thinwire.integrations.plans import chosen_plan, launched_mesh
 from thinwire.plan import CODEC_LEVELS, CodecLevel
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
+from thinwire.sharding.runtime.generating import Kept, generates
 from thinwire.sharding.runtime.runtime import plan_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
@@ -111,6 +114,8 @@ class ThinwireTrainerMixin:
             return self.optimizer  # type: ignore[no-any-return]
         if not is_sharded(self.model):
             tw.shard(self.model, self._resolved_plan())
+            if hasattr(self.model, "generate"):
+                self.model.generate = gathering(self.model, self.model.generate)
         if plan_of(self.model).scales_loss:
             self._scale_losses()
         trainer: Any = self
@@ -224,6 +229,26 @@ class ThinwireTrainerMixin:
 
 class ThinwireTrainer(ThinwireTrainerMixin, Trainer):
     """``transformers.Trainer`` over thinwire."""
+
+
+def gathering(model: nn.Module, generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``generate`` of a sharded model run inside ``tw.generating``, wherever a trainer calls it.
+
+    Args:
+        model: The model.
+        generate: Its method.
+    """
+
+    @functools.wraps(generate)
+    def generating(*args: Any, **kwargs: Any) -> Any:
+        if not is_sharded(model) or generates(model):
+            return generate(*args, **kwargs)
+        with tw.generating(model) as chosen:
+            if chosen.kept is not Kept.WHOLE:
+                kwargs.setdefault("synced_gpus", True)
+            return generate(*args, **kwargs)
+
+    return generating
 
 
 def resolved(plan: Plan | str | Path, arguments: TrainingArguments) -> Plan:
