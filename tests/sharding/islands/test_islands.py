@@ -205,8 +205,16 @@ def test_optimizer_states_on_one_node_of_an_island_of_two() -> None:
     assert_like_reference(plan, "adamw")
 
 
-def test_all_islands_agree_on_the_same_bits_behind_a_lossy_codec() -> None:
-    plan = plan_of(islands={**EXACT, "count": 3, "codec": "int4:256,stochastic", "error_feedback": True})
+VISIBLE = {"outer_wire": "visible"}
+
+
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [({"codec": "int4:256,stochastic", "error_feedback": True}, "float32"), (VISIBLE, "bfloat16")],
+    ids=["codec", "visible"],
+)
+def test_all_islands_agree_on_the_same_bits(way: Fields, dtype: str) -> None:
+    plan = plan_of(islands={**EXACT, "count": 3}).with_(compute_dtype=dtype, islands=way)
     first, *others = run_ranks(3, sharded, plan.to_toml())
     for other in others:
         for mine, its in zip(first, other, strict=True):
@@ -244,12 +252,15 @@ def resumed(toml: str, path: str) -> bool:
         ),
         ("thinwire", 2, {"every": 4, "fragments": 3, "delay": 2, "codec": "int8:256", "error_feedback": True}),
         ("zero3", 2, {"every": 4, "fragments": 2}),
+        ("zero3", 2, {"every": 4, "fragments": 2, "delay": 1, **VISIBLE}),
+        ("ddp", 2, {"every": 4, **VISIBLE}),
     ],
 )
 def test_a_checkpoint_in_the_middle_of_an_exchange_resumes_bitwise(
     name: str, local: int, islands: Fields, tmp_path: Any
 ) -> None:
-    plan = plan_of(name, local=local, islands={"count": 2, **islands})
+    plan = tw.Plan.preset(name, nodes=1, local=local, compute_dtype="bfloat16" if "outer_wire" in islands else "float32")
+    plan = plan.with_(islands={"count": 2, "codec": "none", **islands})
     for alike in run_ranks(plan.ranks, resumed, plan.to_toml(), str(tmp_path / "saved")):
         assert alike
 
