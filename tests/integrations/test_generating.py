@@ -72,10 +72,9 @@ def trained(kind: type, plan: str | None, settings: Any, **options: Any) -> Any:
     data, tokenizer = parts()
     model = transformers.LlamaForCausalLM.from_pretrained(Path(settings.output_dir, "model"))
     common = {"model": model, "args": settings, "train_dataset": data, "processing_class": tokenizer, **options}
-    if plan is None:
-        trainer = kind(**common)
-    else:
-        trainer = type("Mine", (ThinwireTrainerMixin, kind), {})(plan=plan, **common)
+    if plan is not None:
+        kind, common = type("Mine", (ThinwireTrainerMixin, kind), {}), {**common, "plan": plan}
+    trainer = kind(**common)
     trainer.train()
     return trainer
 

@@ -41,39 +41,31 @@ def visible_mean(
     """
     delta, device = Delta(), start.device
     limit = delta.max_wire_bytes(start.numel(), torch.bfloat16)
-    # Lengths and messages travel from the device of the group; deltas are made on the host.
-    lengths = torch.zeros(group.size, dtype=torch.int64, device=device)
-    messages: list[torch.Tensor] = []
     stage = Stage.GATHER_ACROSS if group.nodes > 1 else Stage.GATHER_INSIDE
 
-    def encode() -> None:
-        change.add_(lost)
-        old, new = start.bfloat16(), torch.sub(start, change).bfloat16()
-        message = delta.encode(old.cpu(), new.cpu())
-        lost.copy_(change.sub_(_moved(old, new)))
-        messages.append(message.to(device))
-        lengths[group.index] = message.numel()
-
-    def transfer() -> None:
-        subgroup = group.at(stage)
-        subgroup.gather(list(lengths.split(1)), Kind.ALL_GATHER)
+    def exchanged(mine: torch.Tensor) -> list[torch.Tensor]:
+        """The messages of all members, by member. Deltas are made on the host, and travel from the group's device."""
+        lengths = torch.full((group.size,), mine.numel(), dtype=torch.int64).to(device)
+        group.at(stage).gather(list(lengths.split(1)), Kind.ALL_GATHER)
         known = lengths.tolist()
         if not all(0 < length <= limit for length in known):
-            raise WireError(f"an island announces messages of {known} bytes; they have at most {limit} here")
-        own = messages.pop()
-        messages.extend(allocate(length, torch.uint8, device) for length in known)
-        messages[group.index] = own
-        subgroup.gather(messages, Kind.ALL_GATHER)
+            raise WireError(f"islands announce messages of {known} bytes, and one has at most {limit}")
+        messages = [allocate(length, torch.uint8, device) for length in known]
+        messages[group.index].copy_(mine)
+        group.at(stage).gather(messages, Kind.ALL_GATHER)
+        return [message.cpu() for message in messages]
 
-    def add() -> None:
-        old = start.bfloat16()
-        before, out_of_all = old.cpu(), out.zero_()
-        for message in messages:
-            out_of_all.add_(_moved(old, delta.apply(before, message.cpu()).to(device)))
-        out_of_all.div_(group.size)
-        messages.clear()
+    def body() -> None:
+        old, new = start.bfloat16(), torch.sub(start, change.add_(lost)).bfloat16()
+        before, total = old.cpu(), out.zero_()
+        mine = delta.encode(before, new.cpu())
+        lost.copy_(change.sub_(_moved(old, new)))
+        for message in exchanged(mine):
+            total.add_(_moved(old, delta.apply(before, message).to(device)))
+        total.div_(group.size)
 
-    return Moves([Move(Stage.ENCODE_GATHER, encode), Move(stage, transfer), Move(Stage.DECODE_GATHER, add)])
+    # One move: nobody knows the lengths before, so the messages' memory has to be taken and given back on its stream.
+    return Moves([Move(stage, body)])
 
 
 def _moved(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

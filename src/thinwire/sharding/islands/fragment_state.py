@@ -73,10 +73,10 @@ class PartState:
         """The mean change of all islands since the last outer step, fp32, and the moves that fill it."""
         change = torch.sub(self.anchor, self._packed()[self._piece])
         if self.part.encoded and self._settings.sends_visible:
-            lost, mean = _sized(self.lost[0], change.numel(), self.anchor), torch.empty_like(change)
-            self.lost = [lost, None]
-            assert lost is not None
-            return mean, group.visible_mean(self.anchor, change, mean, lost)
+            mean, unsent = torch.empty_like(change), self.lost[0]
+            unsent = torch.zeros_like(change) if unsent is None else unsent
+            self.lost = [unsent, None]
+            return mean, group.visible_mean(self.anchor, change, mean, unsent)
         change = group.padded(change)
         mean = torch.empty_like(change)
         encoded = self.part.encoded and not shortening(self._settings.codec, "float32").is_none

@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch import nn
@@ -91,7 +91,8 @@ def generating(model: nn.Module, *, keep: str | None = None) -> Iterator[Generat
 
     Args:
         model: A sharded model.
-        keep: What to keep, whatever is free: ``whole``, ``secondary`` (the shard) or ``nothing``; the same on every rank.
+        keep: What to keep, however much is free: ``whole``, ``secondary`` (the shard) or ``nothing``; the same on every
+            rank.
 
     Yields:
         What was chosen.
@@ -195,17 +196,16 @@ def _laid(runtime: Runtime, units: Sequence[Unit], kept: Kept, present: set[int]
 def _secondary(runtime: Runtime, units: Sequence[Unit]) -> Iterator[None]:
     """Gather from secondary shards in this block, which a plan without them gets for as long."""
     plan, sharded = runtime.plan, runtime.sharded
+    lent: AxisGroup | None = None
     if plan.secondary is None:
         units = [unit for unit in units if unit.state is State.SHARDED]  # others are whole already
-        lent = plan.with_(secondary=_second_factor(plan))
-        group = AxisGroup(
-            lent, Axis.SECONDARY, Lane.GATHER, sharded.position, sharded.arena.device, sharded.meter, data=sharded.part.data
-        )  # fmt: skip
+        with_one, device, data = plan.with_(secondary=_second_factor(plan)), sharded.arena.device, sharded.part.data
+        lent = AxisGroup(with_one, Axis.SECONDARY, Lane.GATHER, sharded.position, device, sharded.meter, data=data)
     were_valid = [unit.secondary_valid for unit in units]
     try:
         for unit in units:
-            if plan.secondary is None:
-                unit.lend_secondary(group)
+            if lent is not None:
+                unit.lend_secondary(lent)
             if not unit.secondary_valid:
                 unit.need(from_secondary=False)
                 unit.keep_secondary()
@@ -216,7 +216,7 @@ def _secondary(runtime: Runtime, units: Sequence[Unit]) -> Iterator[None]:
         runtime.passes.evaluates_from_secondary = False
         for unit, was_valid in zip(units, were_valid, strict=True):
             unit.secondary_valid &= was_valid
-            if plan.secondary is None:
+            if lent is not None:
                 unit.free()
                 unit.return_secondary()
 
@@ -226,11 +226,11 @@ def _is_whole_job(runtime: Runtime) -> bool:
 
 
 @contextlib.contextmanager
-def _in_step(model: nn.Module) -> Iterator[None]:
+def _in_step(model: Any) -> Iterator[None]:
     """Let transformers' ``generate`` run forwards until all ranks have ended their sequences, since each forward
     gathers."""
     before = model.__dict__.get("generate")
-    model.generate = functools.partial(model.generate, synced_gpus=True)  # type: ignore[assignment]
+    model.generate = functools.partial(model.generate, synced_gpus=True)
     try:
         yield
     finally:

@@ -62,8 +62,8 @@ class Islands(Feedback):
     codec: CodecSpec = Field(default=CodecSpec(), description="codec of the changes between islands")
     outer_wire: Literal["all", "visible"] = Field(
         default="all",
-        description="which changes are sent: all, through codec; or those that the next bf16 forward would see, as steps "
-        "of bf16, while the others wait for a later exchange",
+        description="which changes are sent: all, through codec; or those that the next bf16 forward would see, as "
+        "steps of bf16, while the others wait for a later exchange",
     )
     elastic: Flag = Field(
         default=False,
