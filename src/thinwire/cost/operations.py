@@ -15,9 +15,9 @@ from thinwire.spec import CodecSpec, Plan
 __all__ = ["CodedHop", "PricedStage", "codec_seconds", "coded_hops", "moves", "moves_of"]
 
 _NONE = CodecSpec()
-_VISIBLE_BYTES: Final = 1 / 16
-"""Typical bytes of a message for each value of which only what bf16 shows is sent, after some ten steps at rates of
-fine-tuning (``docs/islands.md``)."""
+_VISIBLE_BYTES: Final = 0.14
+"""Bytes of a message for each value of which only what bf16 shows is sent, after 32 steps at a rate of fine-tuning, as
+``docs/islands.md`` has them."""
 _DELTAS_PER_SECOND: Final = 5e8
 """Values that one core of a host compares, or applies a delta to, in a second."""
 _SCATTERS = {Scope.INSIDE: Stage.SCATTER_INSIDE, Scope.ACROSS: Stage.SCATTER_ACROSS}

@@ -26,7 +26,7 @@ from thinwire.integrations.optimizers import begin_micro_batch, is_sharded
 from thinwire.integrations.plans import chosen_plan, launched_mesh
 from thinwire.plan import CODEC_LEVELS, CodecLevel
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
-from thinwire.sharding.runtime.generating import Kept, generates
+from thinwire.sharding.runtime.generating import generates
 from thinwire.sharding.runtime.runtime import plan_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
@@ -244,7 +244,7 @@ def gathering(model: nn.Module, generate: Callable[..., Any]) -> Callable[..., A
         if not is_sharded(model) or generates(model):
             return generate(*args, **kwargs)
         with tw.generating(model) as chosen:
-            if chosen.kept is not Kept.WHOLE:
+            if chosen.kept.exchanges:
                 kwargs.setdefault("synced_gpus", True)
             return generate(*args, **kwargs)
 

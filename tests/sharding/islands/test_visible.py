@@ -19,6 +19,8 @@ from thinwire.program.wire import is_excluded, visible_bytes
 from thinwire.sharding.api import runtime
 from thinwire.testing import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 NUMEL = 1 << 20
 VISIBLE: Fields = {"outer_wire": "visible"}
 
@@ -82,7 +84,6 @@ def follow(toml: str) -> list[tuple[int, int]]:
     return sent
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "local", "islands"),
     [("zero3", 2, {"fragments": 2, "delay": 1, "blend": 0.25}), ("zero1", 1, {"count": 4}), ("ddp", 2, {})],

@@ -78,7 +78,7 @@ def toml_of(preset: str, world: int, **keys: Any) -> str:
     [
         ("zero3", 2, [None, "whole", "nothing"], 1, False),
         ("zero3", 4, ["whole", "secondary", "nothing"], 2, True),
-        ("zeropp", 4, [None, "secondary", "nothing"], 2, False),
+        ("zeropp", 4, [None, "encoded", "secondary", "nothing"], 2, False),
         ("hpz", 4, ["whole", "secondary"], 1, True),
         ("zero1", 2, [None], 1, False),
     ],
@@ -93,7 +93,7 @@ def test_tokens_and_training_are_those_without_it(
             assert all(map(torch.equal, result["outputs"], plain["outputs"])), keep
             assert all(result["memory"]), keep
             for one, other in zip(result["sent"], plain["sent"], strict=True):
-                if preset != "zero1" and keep in (None, "whole"):
+                if preset != "zero1" and keep in (None, "whole", "encoded"):
                     assert one["inside"] * FORWARDS == other["inside"]
                 if keep == "secondary":
                     assert one["across"] * FORWARDS == other["across"]

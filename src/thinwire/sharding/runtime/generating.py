@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from thinwire.agreement import Typed
+from thinwire.collectives.memory import release_memory
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import UsageError
 from thinwire.program import Axis, BufferInfo, Even, Kind, Lane, MessageSizes, Scope, hops
@@ -39,8 +40,14 @@ class Kept(enum.StrEnum):
     """What every rank keeps of the parameters while a model generates, beside its shards."""
 
     WHOLE = "whole"
+    ENCODED = "encoded"
     SECONDARY = "secondary"
     NOTHING = "nothing"
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether a forward exchanges something with other ranks."""
+        return self in (Kept.SECONDARY, Kept.NOTHING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,8 @@ class Generation:
     """How a model with sharded parameters lies while it generates; ``str`` says it in one line.
 
     Attributes:
-        kept: What every rank keeps: whole parameters, a shard of them inside its node, or nothing.
+        kept: What every rank keeps: whole parameters, the encoded messages of all of them, a shard of them inside its
+            node, or nothing.
         nbytes: Bytes that a rank keeps.
         inside: Bytes that a rank sends inside its node for each forward, which is each token.
         across: Bytes that it sends across nodes for each forward.
@@ -65,7 +73,12 @@ class Generation:
         sent = f"each token sends {format_bytes(self.across)} across nodes and {format_bytes(self.inside)} inside them"
         if not self.inside and not self.across:
             sent = "no token sends anything"
-        kept = {Kept.NOTHING: "nothing", Kept.WHOLE: "whole parameters", Kept.SECONDARY: "a shard inside each node"}
+        kept = {
+            Kept.WHOLE: "whole parameters",
+            Kept.ENCODED: "all messages of a gather",
+            Kept.SECONDARY: "a shard inside its node",
+            Kept.NOTHING: "nothing",
+        }
         size = f"{format_bytes(self.nbytes)}, with room for {format_bytes(self.room)}"
         return f"every rank keeps {kept[self.kept]} ({size}); {sent}"
 
@@ -80,10 +93,11 @@ def generating(model: nn.Module, *, keep: str | None = None) -> Iterator[Generat
     """Spare the forwards in this block as many gathers as memory allows. Collective.
 
     A model with sharded parameters gathers each unit for every token. In this block, every rank keeps whole parameters;
-    or a shard of them inside its node, so that no token crosses nodes; or nothing more than before. Of those that every
-    rank has memory for, the ranks choose the one that sends the fewest bytes. Tokens are the same, bit for bit. Whole
-    parameters need no exchange, so ranks may run different numbers of forwards. Otherwise transformers' ``generate``
-    goes on until every rank has ended, if all ranks of the job train the model; so must other loops.
+    or, where the plan's ``wire.gather`` encodes, their messages, which each forward decodes; or a shard of them inside
+    its node, so that no token crosses nodes; or nothing more than before. Of those that every rank has memory for, the
+    ranks choose the one that sends the fewest bytes. Tokens are the same, bit for bit. The first two need no exchange,
+    so ranks may run different numbers of forwards. Otherwise transformers' ``generate`` goes on until every rank has
+    ended, if all ranks of the job train the model; so must other loops.
 
     What is kept takes at most half of the memory that is free; the other half is for caches and activations.
 
@@ -91,8 +105,8 @@ def generating(model: nn.Module, *, keep: str | None = None) -> Iterator[Generat
 
     Args:
         model: A sharded model.
-        keep: What to keep, however much is free: ``whole``, ``secondary`` (the shard) or ``nothing``; the same on every
-            rank.
+        keep: What to keep, however much is free: ``whole``, ``encoded`` (the messages), ``secondary`` (the shard) or
+            ``nothing``; the same on every rank.
 
     Yields:
         What was chosen.
@@ -145,10 +159,19 @@ def _ways(plan: Plan, units: Sequence[Unit], room: int) -> Iterator[Generation]:
     buffers = [buffer for unit in units for buffer in unit.info.buffers]
     total = sum(buffer.nbytes for buffer in buffers)
     yield Generation(Kept.WHOLE, total, 0, 0, room)
+    codec = used_codec(plan, "gather")
+    if not codec.is_none and not codec.is_variable_length:  # messages of variable length have room for the longest
+        yield Generation(Kept.ENCODED, sum(_encoded_bytes(plan, buffer) for buffer in buffers), 0, 0, room)
     if (second := _second_factor(plan)) is not None:
         kept = 0 if plan.secondary is not None else total // second.ranks
         yield Generation(Kept.SECONDARY, kept, *_sent(second, buffers, None), room)
     yield Generation(Kept.NOTHING, 0, *_sent(plan.params, buffers, plan), room)
+
+
+def _encoded_bytes(plan: Plan, buffer: BufferInfo) -> int:
+    """Bytes of the messages of a buffer's gather."""
+    pieces = plan.params.ranks
+    return pieces * gather_sizes(used_codec(plan, "gather"), buffer).gather(buffer.numel // pieces)
 
 
 def _second_factor(plan: Plan) -> Factor | None:
@@ -185,11 +208,29 @@ def _laid(runtime: Runtime, units: Sequence[Unit], kept: Kept, present: set[int]
                 unit.start_gather(from_secondary=False)
             for unit in units:
                 unit.need(from_secondary=False)
+        elif kept is Kept.ENCODED:
+            stack.enter_context(_encoded(units))
         elif kept is Kept.SECONDARY:
             stack.enter_context(_secondary(runtime, units))
-        if units and kept is not Kept.WHOLE and hasattr(model, "generate") and _is_whole_job(runtime):
+        if units and kept.exchanges and hasattr(model, "generate") and _is_whole_job(runtime):
             stack.enter_context(_in_step(model))
         yield
+
+
+@contextlib.contextmanager
+def _encoded(units: Sequence[Unit]) -> Iterator[None]:
+    """Decode in this block what one gather has received."""
+    units = [unit for unit in units if unit.state is State.SHARDED]  # others are whole already
+    try:
+        for unit in units:
+            unit.gathers.keeps_messages = True
+            unit.need(from_secondary=False)
+            unit.free()
+        yield
+    finally:
+        for unit in units:
+            unit.gathers.forget_messages()
+        release_memory()
 
 
 @contextlib.contextmanager
@@ -218,7 +259,7 @@ def _secondary(runtime: Runtime, units: Sequence[Unit]) -> Iterator[None]:
             unit.secondary_valid &= was_valid
             if lent is not None:
                 unit.free()
-                unit.return_secondary()
+                unit.lend_secondary(None)
 
 
 def _is_whole_job(runtime: Runtime) -> bool:

@@ -513,4 +513,4 @@ class Passes:
             unit.join_spread()
         elif self.state.present is Pass.FORWARD or recomputing():
             self.holds.read(index)
-            unit.need(from_secondary=False)
+            unit.need(from_secondary=self.evaluates_from_secondary)
