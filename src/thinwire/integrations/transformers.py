@@ -8,9 +8,9 @@ with the sharded state, which loads under any plan and on any number of ranks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MethodType
 from typing import Any, Final
 
 import torch
@@ -115,7 +115,7 @@ class ThinwireTrainerMixin:
         if not is_sharded(self.model):
             tw.shard(self.model, self._resolved_plan())
             if hasattr(self.model, "generate"):
-                self.model.generate = gathering(self.model, self.model.generate)
+                self.model.generate = MethodType(generate_gathered, self.model)  # a copy's is bound to the copy
         if plan_of(self.model).scales_loss:
             self._scale_losses()
         trainer: Any = self
@@ -231,24 +231,15 @@ class ThinwireTrainer(ThinwireTrainerMixin, Trainer):
     """``transformers.Trainer`` over thinwire."""
 
 
-def gathering(model: nn.Module, generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``generate`` of a sharded model run inside ``tw.generating``, wherever a trainer calls it.
-
-    Args:
-        model: The model.
-        generate: Its method.
-    """
-
-    @functools.wraps(generate)
-    def generating(*args: Any, **kwargs: Any) -> Any:
-        if not is_sharded(model) or generates(model):
-            return generate(*args, **kwargs)
-        with tw.generating(model) as chosen:
-            if chosen.kept.exchanges:
-                kwargs.setdefault("synced_gpus", True)
-            return generate(*args, **kwargs)
-
-    return generating
+def generate_gathered(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A model's ``generate``, inside ``tw.generating`` if the model is sharded, wherever a trainer calls it."""
+    generate = functools.partial(type(self).generate, self)
+    if not is_sharded(self) or generates(self):
+        return generate(*args, **kwargs)
+    with tw.generating(self) as chosen:
+        if chosen.kept.exchanges:
+            kwargs.setdefault("synced_gpus", True)
+        return generate(*args, **kwargs)
 
 
 def resolved(plan: Plan | str | Path, arguments: TrainingArguments) -> Plan:
