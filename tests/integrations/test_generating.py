@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.support.frameworks.transformers import arguments, join, logged, reader, tokenizer_of, transformers
 from tests.support.paths import ROOT
 
@@ -19,6 +20,25 @@ trl = pytest.importorskip("trl")
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("default")]
 
 STEPS = 4
+
+
+def generate_unevenly(path: str) -> None:
+    """Each rank generates another number of tokens, in every way to keep parameters."""
+    model = transformers.LlamaForCausalLM.from_pretrained(path)
+    prompt, rank = torch.arange(4)[None] + dist.get_rank(), dist.get_rank()
+    options = {"max_new_tokens": 4 + 3 * rank, "do_sample": False, "num_beams": 1 + rank % 2}
+    wanted = model.generate(prompt, **options)
+    tw.shard(model, tw.Plan.preset("zero3", nodes=2, local=2, compute_dtype="float32"))
+    for keep in (None, "whole", "secondary", "nothing"):
+        with tw.generating(model, keep=keep):
+            assert torch.equal(model.generate(prompt, **options), wanted), keep
+    assert "generate" not in model.__dict__
+
+
+@pytest.mark.slow
+def test_ranks_may_generate_different_numbers_of_tokens(tmp_path: Path) -> None:
+    reader(len(parts()[1])).save_pretrained(tmp_path / "model")
+    run_ranks(4, generate_unevenly, str(tmp_path / "model"))
 
 
 def vowels(completions: list[str], **_: Any) -> list[float]:

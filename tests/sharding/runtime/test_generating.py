@@ -76,10 +76,10 @@ def toml_of(preset: str, world: int, **keys: Any) -> str:
 @pytest.mark.parametrize(
     ("preset", "world", "keeps", "micro_batches", "inference"),
     [
-        ("zero3", 2, [None, "whole", "nothing"], 1, False),
+        pytest.param("zero3", 2, [None, "whole", "nothing"], 1, False, marks=pytest.mark.slow),
         ("zero3", 4, ["whole", "secondary", "nothing"], 2, True),
         ("zeropp", 4, [None, "encoded", "secondary", "nothing"], 2, False),
-        ("hpz", 4, ["whole", "secondary"], 1, True),
+        pytest.param("hpz", 4, ["whole", "secondary"], 1, True, marks=pytest.mark.slow),
         ("zero1", 2, [None], 1, False),
     ],
 )
@@ -120,6 +120,9 @@ def refuse() -> list[str]:
     with torch.no_grad():
         model(x)
     hook.remove()
+    output = model(x)
+    output.register_hook(lambda _: refused(enter))
+    output.sum().backward()
     with tw.generating(model):
         refused(enter)
         refused(optim.step)
@@ -134,8 +137,9 @@ def refuse() -> list[str]:
 
 def test_what_is_refused() -> None:
     for texts in run_ranks(2, refuse):
-        inside, nested, step, full, secondary, differ = texts
-        assert "inside a forward" in inside
+        inside, backward, nested, step, full, secondary, differ = texts
+        assert "inside a forward or a backward" in inside
+        assert backward == inside
         assert nested.startswith("generating() inside generating()")
         assert step.startswith("step() inside generating()")
         assert full.startswith("generating() inside full_parameters()")
@@ -152,6 +156,7 @@ def alone() -> None:
         model(torch.zeros(2, WIDTH))
 
 
+@pytest.mark.slow
 def test_a_rank_alone_is_told_who_waits_where() -> None:
     with pytest.raises(RankError, match="generation"):
         run_ranks(2, alone)
