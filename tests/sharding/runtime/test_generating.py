@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.training.edge import WIDTH, build, samples
-from tests.support.training.models import Stack
+from tests.support.training.models import CalledTwice, SameBlockTwice, Stack, TiedAcrossBlocks, TiedEnds
+from torch import nn
 
 import thinwire as tw
 from thinwire.errors import UsageError
@@ -22,9 +23,9 @@ pytestmark = pytest.mark.ranks
 FORWARDS = 5
 
 
-def made(toml: str) -> tuple[Any, Any]:
+def made(toml: str, kind: type[nn.Module] = Stack) -> tuple[Any, Any]:
     torch.default_generator.manual_seed(0)
-    model = tw.shard(build(Stack), tw.Plan.from_toml(toml))
+    model = tw.shard(build(kind), tw.Plan.from_toml(toml))
     return model, tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
 
 
@@ -99,6 +100,26 @@ def test_tokens_and_training_are_those_without_it(
                     assert one["across"] * FORWARDS == other["across"]
                 if keep == "nothing":
                     assert one == other
+
+
+def unusual(toml: str, keeps: list[str]) -> None:
+    for kind in (TiedEnds, TiedAcrossBlocks, SameBlockTwice, CalledTwice):
+        model, optim = made(toml, kind)
+        x = samples(0, 1, 4)[0, dist.get_rank()]
+        model(x).square().mean().backward()
+        optim.step()
+        with torch.no_grad():
+            wanted = model(x)
+            for keep in keeps:
+                with tw.generating(model, keep=keep):
+                    assert torch.equal(model(x), wanted), (kind, keep)
+                    assert torch.equal(model(x), wanted), (kind, keep)
+
+
+@pytest.mark.slow
+def test_models_that_share_weights() -> None:
+    run_ranks(4, unusual, toml_of("zeropp", 4), ["whole", "encoded", "secondary", "nothing"])
+    run_ranks(4, unusual, toml_of("zero3", 4), ["whole", "secondary", "nothing"])
 
 
 def refuse() -> list[str]:

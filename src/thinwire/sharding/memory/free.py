@@ -6,7 +6,6 @@ import functools
 import uuid
 from pathlib import Path
 
-import psutil
 import torch
 
 __all__ = ["free_memory"]
@@ -25,6 +24,8 @@ def free_memory(device: torch.device) -> tuple[str, int]:
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return str(torch.cuda.get_device_properties(device).uuid), free + unused
+    import psutil  # which a training without generation does not need
+
     return _machine(), psutil.virtual_memory().available
 
 
