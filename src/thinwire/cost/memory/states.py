@@ -188,6 +188,9 @@ def island_bytes(plan: Plan, share: int) -> int:
     if islands.error_feedback and not change_encodings(plan).gather.codec.is_none:
         kept += piece if islands.count == 2 else piece + piece // islands.count
     under_way = 2 * piece + (share if replicas > 1 else 0)
+    if islands.sends_visible:
+        kept += piece
+        under_way += piece  # two bf16 values for each
     return 4 * (kept + -(-under_way // islands.fragments))
 
 

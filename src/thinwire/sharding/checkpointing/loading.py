@@ -344,7 +344,7 @@ def _want_feedback(
         manifest,
         vectors,
         same_plan=same_plan,
-        keeps=islands is not None and islands.error_feedback > 0,
+        keeps=islands is not None and islands.keeps_lost,
     )
     return wanted, outer
 

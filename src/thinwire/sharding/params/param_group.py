@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,13 +23,15 @@ from torch import nn
 from thinwire.codecs import Codec
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.joint_gather import Part, joint_gather
-from thinwire.collectives.moves import Moves
+from thinwire.collectives.memory import allocate
+from thinwire.collectives.moves import Move, Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import AnyLane, Axis, BufferKey, HostLane, Lane, UnitInfo, gather_batches
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.memory.layout import FlatLayout, Run
 from thinwire.sharding.memory.local import set_local
+from thinwire.sharding.params.husks import husk_of, poison
 from thinwire.sharding.params.seeds import Seeds
 from thinwire.sharding.params.unready import UnreadyParameter, is_plain, set_ready
 
@@ -67,7 +68,7 @@ class FlatBuffer:
 
     def __post_init__(self) -> None:
         self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots]
-        self._husks = [_husk(slot.shape, self.full.dtype, self.full.device) for slot in self.layout.slots]
+        self._husks = [husk_of(slot.shape, self.full.dtype, self.full.device) for slot in self.layout.slots]
         self._single_husks = [husk for husk in self._husks if husk.numel() == 1]
         self._plain = [parameter for parameter in self.parameters if is_plain(parameter)]
         self._storage, self._nbytes = self.full.untyped_storage(), self.full.nbytes
@@ -139,7 +140,7 @@ class FlatBuffer:
             set_local(self.parameters, self._views)
             return
         for husk in self._single_husks:  # a husk of one element does not refuse writes
-            husk.copy_(_poison(husk.dtype, husk.device))
+            husk.copy_(poison(husk.dtype, husk.device))
         set_local(self.parameters, self._husks)
         for parameter in self._plain:
             parameter.__class__ = UnreadyParameter
@@ -147,26 +148,6 @@ class FlatBuffer:
     def mark(self, *, ready: bool) -> None:
         """Say whether the module's parameters can be computed with as they are."""
         set_ready(self._plain, ready=ready)
-
-
-def _husk(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What a freed parameter of this shape points at. Parameters share it, except one that can be written to."""
-    if math.prod(shape) == 1:
-        return _poison(dtype, device).clone().expand(shape)
-    return _shared_husk(tuple(shape), dtype, device)
-
-
-@functools.cache
-def _shared_husk(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return _poison(dtype, device).expand(shape)
-
-
-@functools.cache
-def _poison(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A NaN, 0-D; zero in dtypes that have none."""
-    with torch.inference_mode(False):
-        return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -205,10 +186,15 @@ class BufferGathers:
         unit: Number of the unit.
         buffers: Its flat buffers.
         link: Lanes, groups and codec for gathering.
+
+    Attributes:
+        keeps_messages: Whether gathers with the codec keep what they receive, from which later ones fill the buffers.
     """
 
     def __init__(self, unit: int, buffers: Sequence[FlatBuffer], link: GatherLink) -> None:
         self._unit, self._buffers, self._link = unit, tuple(buffers), link
+        self.keeps_messages = False
+        self._kept: dict[int, Moves] = {}  # by buffer, what fills it from what is kept of its gather
         params, secondary, self._seeds = link.params, link.secondary, link.seeds
         sharded = link.gathers
         for buffer in buffers if sharded else ():
@@ -234,10 +220,32 @@ class BufferGathers:
         buffer, codec = self._buffers[number], self._link.codec
         if from_secondary:
             return self._from_secondary[number]
+        if number in self._kept and not exact:
+            return self._kept[number]
         if codec is None or exact or not buffer.layout.encoded:
-            return self._from_shard[number]
+            return self._from_shard[number] if exact or not self.keeps_messages else self._keep_copy(number)
         # Built for each gather, so that a unit keeps no memory for messages between gathers.
-        return _gather(self._link.params, buffer, buffer.shard, codec, self._seeds.of_unit(Lane.GATHER, self._unit))
+        seed = self._seeds.of_unit(Lane.GATHER, self._unit)
+        moves = _gather(self._link.params, buffer, buffer.shard, codec, seed)
+        if self.keeps_messages:
+            self._kept[number] = Moves([moves[-1]])  # the last move decodes all messages
+        return moves
+
+    def forget_messages(self) -> None:
+        """Keep nothing any more."""
+        self.keeps_messages = False
+        self._kept.clear()
+
+    def _keep_copy(self, number: int) -> Moves:
+        """The gather of a buffer without a codec, of which a copy is kept."""
+        full, moves = self._buffers[number].full, self._from_shard[number]
+        kept = allocate(full.numel(), full.dtype, full.device)
+
+        def copy(source: torch.Tensor, target: torch.Tensor) -> None:
+            target.copy_(source)
+
+        self._kept[number] = Moves([Move(moves[-1].stage, functools.partial(copy, kept, full))])
+        return moves.then(functools.partial(copy, full, kept))
 
     def part(self, number: int, *, from_secondary: bool, encoded: bool) -> Part:
         """One buffer as a part of a joint gather.
@@ -394,6 +402,14 @@ class Unit:
             buffer.secondary.copy_(buffer.full.view(group.size, -1)[group.index])
         self.secondary_valid = True
 
+    def lend_secondary(self, group: AxisGroup | None) -> None:
+        """Give a sharded unit of a plan without secondary shards room for one, cut among the ranks of a group; with
+        ``None``, take it back."""
+        for buffer in self.buffers:
+            buffer.secondary = None if group is None else buffer.full.new_empty(buffer.layout.numel // group.size)
+        self.secondary_valid, self._link = False, replace(self._link, secondary=group)
+        self.gathers = BufferGathers(self.index, self.buffers, self._link)
+
     def spread(self, number: int, lane: AnyLane, moves: Moves, after: Sequence[Ticket] = ()) -> None:
         """Start spreading the buffer with the given number; the next gather waits for the spread."""
         self.expect_spread(self._link.lanes.submit(lane, moves, after=after, load=self._spread_loads[number]))
@@ -523,7 +539,7 @@ def _start_gather(parts: Sequence[tuple[Unit, int]], *, from_secondary: bool, ex
     link, (first, number) = of_units[0]._link, parts[0]
     encoded = not from_secondary and first.buffers[number].layout.encoded
     group = link.secondary if from_secondary else link.params
-    if len(parts) == 1 or group is None or group.size == 1:
+    if len(parts) == 1 or group is None or group.size == 1 or first.gathers.keeps_messages:
         moves = [unit.gathers.single(number, from_secondary=from_secondary, exact=exact) for unit, number in parts]
     else:
         codec = link.codec if encoded and not exact else None
