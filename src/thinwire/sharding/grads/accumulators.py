@@ -29,24 +29,17 @@ class Accumulator:
 
     Attributes:
         memory: Where the values live between backwards.
+        values: The values on the device, for whoever adds to them inside of a backward.
+        kept: The values where they live, for whoever reads or writes them outside of a backward.
         shown: A copy of the values that the optimizer reads; ``None`` if it reads ``memory``.
         device: Device on which gradients are added.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
-        self.memory, self.device = memory, memory.device
+        self.memory = self.values = self.kept = memory
+        self.device = memory.device
         self.shown: torch.Tensor | None = None
         self.empty = True
-
-    @property
-    def values(self) -> torch.Tensor:
-        """The values on the device, for whoever adds to them inside of a backward."""
-        return self.memory
-
-    @property
-    def kept(self) -> torch.Tensor:
-        """The values where they live, for whoever reads or writes them outside of a backward."""
-        return self.memory
 
     def come_up(self) -> None:
         """Let values that live on the host come up, if there are any."""
@@ -78,8 +71,8 @@ class HostAccumulator(Accumulator):
     """
 
     def __init__(self, memory: torch.Tensor, device: torch.device, lanes: Lanes, load: Load) -> None:
-        super().__init__(memory)
-        self.device = device
+        self.memory, self.device = memory, device
+        self.shown, self.empty = None, True
         self._lanes, self._load = lanes, load
         self._visiting = torch.empty(memory.numel(), dtype=memory.dtype, device=device)
         self._storage, self._nbytes = self._visiting.untyped_storage(), memory.nbytes
@@ -87,7 +80,7 @@ class HostAccumulator(Accumulator):
         self._visit, self._tickets = _Visit.AWAY, list[Ticket]()
 
     @property
-    def values(self) -> torch.Tensor:
+    def values(self) -> torch.Tensor:  # type: ignore[override]
         if self._visit is _Visit.AWAY:
             self._begin_visit()
         if self._visit is not _Visit.HERE:
@@ -96,7 +89,7 @@ class HostAccumulator(Accumulator):
         return self._visiting
 
     @property
-    def kept(self) -> torch.Tensor:
+    def kept(self) -> torch.Tensor:  # type: ignore[override]
         self.go_down(())
         self.leave()
         self._lanes.settle(HostLane.DOWN)

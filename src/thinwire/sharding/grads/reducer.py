@@ -76,6 +76,7 @@ class Reducer:
 
     Attributes:
         parts: Gradients of all units.
+        on_host: Whether gradients live on the host.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Reducer:
     ) -> None:
         self.gradients, self.reductions = gradients, reductions
         self.parts = tuple(part for parts in gradients.values() for part in parts)
-        self._lanes = lanes
+        self._lanes, self.on_host = lanes, on_host
         self._turns = Turns({}, lambda _: ReductionTurn())
         self._pending: deque[int] = deque()  # units whose turn has not come yet, in order
         self._ready: set[int] = set()  # units whose gradients are complete, and whose turn has not come yet
@@ -142,7 +143,9 @@ class Reducer:
                 self._pending.popleft()
                 self._reduced.add(unit)
                 self.reductions.take(parts[0], staged)
-                self._finish(turn.finishes)
+                self.reductions.finish(turn.finishes, last=self._last)
+                if self._departures is not None:
+                    self._send_home(turn.finishes)
                 return
         if late := unit in self._reduced:
             self.join()  # as for a single gradient
@@ -279,18 +282,16 @@ class Reducer:
 
     def fetch(self, unit: int) -> None:
         """Let the gradients of earlier micro-batches come up, because the backward of a unit begins."""
-        if self._departures is not None:
-            for part in self.gradients.get(unit, ()):
-                for buffer in part.buffers:
-                    buffer.come_up()
+        for part in self.gradients.get(unit, ()):
+            for buffer in part.buffers:
+                buffer.come_up()
 
-    def _finish(self, units: Sequence[int]) -> None:
-        """Release what holds the gradients of units that take part in no later reduction of this micro-batch."""
-        self.reductions.finish(units, last=self._last)
-        if self._departures is not None:
-            for unit in units:
-                after = [reduction.ticket for reduction in self._under_way if unit in reduction.units]
-                self._departures.begin(unit, [one for part in self.gradients[unit] for one in part.buffers], after)
+    def _send_home(self, units: Sequence[int]) -> None:
+        """Let the gradients of units go down that take part in no later reduction of this micro-batch."""
+        assert self._departures is not None
+        for unit in units:
+            after = [reduction.ticket for reduction in self._under_way if unit in reduction.units]
+            self._departures.begin(unit, [one for part in self.gradients[unit] for one in part.buffers], after)
 
     def _perform(self, unit: int, turn: ReductionTurn) -> None:
         self._reduced.add(unit)
@@ -301,7 +302,9 @@ class Reducer:
             after = [self._tickets[index] for index in operation.after if index in self._tickets]
             ticket = self._tickets[operation.index] = self._lanes.submit(operation.lane, moves, after=after, load=load)
             self._under_way.append(_UnderWay(ticket, load.units))
-        self._finish(turn.finishes)
+        self.reductions.finish(turn.finishes, last=self._last)
+        if self._departures is not None:
+            self._send_home(turn.finishes)
         # Resolve all counts before waiting, because they count back from the newest reduction.
         for reduction in [self._under_way[-1 - ago] for ago in turn.waits if ago < len(self._under_way)]:
             reduction.wait()

@@ -450,8 +450,9 @@ class ShareUpdate:
         As in torch, the optimizer skips a parameter that has no gradient on any rank.
         """
         is_used, all_used, copies = self._used.is_used, self._used.all_used, self._copies
+        in_batches = self._owned.host is not None
         for owned in fragments:
-            grad, value = owned.shown, owned.value
+            grad, value = owned.shown if in_batches else owned.grad, owned.value
             if not all_used and not is_used(owned.unit, owned.slot):
                 value.grad = None
             else:

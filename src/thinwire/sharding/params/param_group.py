@@ -455,9 +455,10 @@ class Unit:
             for ticket in self._spreads:
                 ticket.wait()
             self._spreads.clear()
-            self._leaves = False
-            for buffer in self.buffers:
-                buffer.leave()
+            if self._leaves:
+                self._leaves = False
+                for buffer in self.buffers:
+                    buffer.leave()
             self.ready = self.state is State.GATHERED
             for buffer in self.buffers if self.ready else ():
                 buffer.mark(ready=True)

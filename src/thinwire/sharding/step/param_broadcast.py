@@ -36,6 +36,7 @@ class Spreads:
     def __init__(self, sharded: ShardedModel, programs: Programs) -> None:
         self._sharded, self._programs = sharded, programs
         self._group = sharded.axes[Axis.SHARD, Lane.SPREAD]
+        self._on_host = sharded.plan.residence.streams_params
         self._leaving = deque[Unit]()  # units whose new values are on their way to the host
         self._parts: dict[BufferKey, Part] = {}  # parts of joint spreads without a codec, made once
 
@@ -66,7 +67,8 @@ class Spreads:
             differences: Whether to include buffers whose spreads carry differences from the masters.
             only: By unit, the identities of the parameters that have new values; all by default.
         """
-        self.visit(indices)
+        if self._on_host:
+            self.visit(indices)
         places: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         for index in indices:
@@ -90,7 +92,8 @@ class Spreads:
         for batch in self._programs.spreads():
             if only is None or not only.isdisjoint(batch):
                 self.start_batch(batch, exactly=exactly, only=only)
-        self.send_home(range(len(self._sharded.units)))  # those that no batch spreads
+        if self._on_host:
+            self.send_home(range(len(self._sharded.units)))  # those that no batch spreads
 
     def start_batch(
         self,
@@ -118,7 +121,8 @@ class Spreads:
             for number, buffer in enumerate(unit.buffers):
                 if buffer.layout.trainable and buffer.layout.encoded is operation.encoded:
                     unit.spread(number, operation.lane, self._moves(operation, buffer, exactly=exactly), after)
-        self.send_home(batch, after)
+        if self._on_host:
+            self.send_home(batch, after)
         if any(waited for _, waited in operations):
             for index in batch:
                 self._sharded.units[index].join_spread()

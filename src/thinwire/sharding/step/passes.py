@@ -467,7 +467,8 @@ class Passes:
 
     def need(self, index: int) -> None:
         """Gather a unit's parameters for its backward, or for the recomputation of its forward."""
-        self._reducer.fetch(index)
+        if self._reducer.on_host:
+            self._reducer.fetch(index)
         moment = self.state.at = self._needed[index]
         unit = self._units[index]
         if unit.state is State.SHARDED:
