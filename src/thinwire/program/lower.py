@@ -373,10 +373,10 @@ def _take_step(
     spreads, streams = draft.extent(Axis.SHARD) > 1, plan.residence.updates_in_batches
     if not spreads and not streams:
         return
-    needed = dict.fromkeys(trace.needed)
+    needed = tuple(dict.fromkeys(trace.needed))  # a unit that runs twice is updated and spread once
     skipped = [[unit] for unit in range(len(units)) if unit not in needed]
     down: list[int] = []
-    for clusters in (_spread_clusters(units, trace.needed), skipped):
+    for clusters in (_spread_clusters(units, needed), skipped):
         for batch in spread_batches(plan, units, clusters):
             trained = [unit for unit in batch if units[unit].trainable]
             updates = (add_update(plan, units, draft, trained, down),) if streams and trained else ()
