@@ -83,6 +83,7 @@ def use(source: Path) -> None:
         assert spec.loader is not None
         sys.modules[native] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[native])
+        importlib.import_module("thinwire.codecs.cpp")  # the module itself is not looked for, so neither is its package
 
 
 def trained(source: Path, rank: int, port: int, results: Any) -> None:

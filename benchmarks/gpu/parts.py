@@ -47,7 +47,7 @@ PARTS: Final = (
     Part("step", "step:cases", "a step takes at most 3 % longer than PyTorch and no longer than FSDP2"),
     Part("codecs", "codecs:cases", "INT8 reaches 80 % and INT4 60 % of a device copy; messages equal the reference"),
     Part("predictions", "large:cases", "the largest Llama: seconds within 10 %, memory within 5 % of the planner's"),
-    Part("offload", "offload:cases", "optimizer states on the host: the same bits, a step at most 5 % longer"),
+    Part("offload", "offload:cases", "states on the host: the same bits, a step at most 5 % longer"),
     Part(
         "tests", "gpu_tests:cases", "Triton codecs give the bytes of the C++ ones; stream lanes keep order", beside=True
     ),

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         traffic,
         worked,
     )
+    from thinwire.sharding.runtime.generating import generating
     from thinwire.sharding.step.loss_scale import LossScale
     from thinwire.spec import ClusterSpec, CodecSpec, Factor, ModelSpec, Overlap, Plan, Wire
     from thinwire.spec.plan_parts.policy import HybridPolicy
@@ -90,6 +91,7 @@ __all__ = [
     "exposed",
     "full_parameters",
     "full_state_dict",
+    "generating",
     "ignore",
     "join",
     "join_islands",
@@ -151,6 +153,7 @@ _HOMES = {
         "traffic",
         "worked",
     ),
+    "thinwire.sharding.runtime.generating": ("generating",),
     "thinwire.sharding.step.loss_scale": ("LossScale",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

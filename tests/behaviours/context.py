@@ -14,17 +14,23 @@ from torch import nn
 import thinwire as tw
 from thinwire.sharding.api import runtime
 
-__all__ = ["PRESETS", "ROWS", "WIDTH", "Alone", "Context", "OnFSDP2", "OnThinwire", "preset_plan"]
+__all__ = ["PRESETS", "ON_HOST", "ROWS", "WIDTH", "Alone", "Context", "OnFSDP2", "OnThinwire", "preset_plan"]
 
 WIDTH = 8
 """Features of every activation."""
 ROWS = 3
 """Samples of a rank in a micro-batch."""
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "hpz")
+ON_HOST = " on the host"
+"""Behind the name of a preset: states, gradients and parameters live on the host."""
 
 
 def preset_plan(preset: str, world: int, **changes: Any) -> tw.Plan:
-    """A preset for 2 ranks of one node, or for 4 ranks of two nodes; fp32 by default."""
+    """A preset for 2 ranks of one node, or for 4 ranks of two nodes; fp32 by default. Its states may be ``on the
+    host``."""
+    preset, on_host, _ = preset.partition(ON_HOST)
+    if on_host:
+        changes = {"residence": {"optimizer": "host-update", "gradients": "host", "params": "host"}, **changes}
     nodes = 2 if world > 2 else 1
     return tw.Plan.preset(preset, nodes=nodes, local=world // nodes, **{"compute_dtype": "float32", **changes})
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from tests.behaviours.context import PRESETS
+from tests.behaviours.context import ON_HOST, PRESETS
 from tests.behaviours.sequences import ACTIONS, Action, batches, drawn, on_ranks, shrunk, valid
 
 from thinwire.testing import RankError, RankPool
@@ -43,6 +43,10 @@ KEPT: dict[str, tuple[str, list[Action]]] = {
         "ddp",
         [("", 631788222), ("fails_in_the_backward", 562327965), ("keeps_a_graph", 609905089), ("steps", 544948236),
          ("goes_back_over_the_graph", 411665858)],
+    ),
+    "a unit that a step runs twice is updated once": (
+        "zero1" + ON_HOST,
+        [("", 500504303), ("forgets_a_forward", 872279703), ("trains", 57611781)],
     ),
 }  # fmt: skip
 """Sequences that failed once, shrunk, with their preset."""
@@ -101,13 +105,13 @@ def assert_right(preset: str, first: int, count: int) -> None:
 
 
 def test_sequences() -> None:
-    for number, preset in enumerate(("zero3", "zero1")):
-        assert_right(preset, 1000 * number, 120)
+    for number, (preset, count) in enumerate((("zero3", 120), ("zero1", 120), ("zero3" + ON_HOST, 60))):
+        assert_right(preset, 1000 * number, count)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [*PRESETS, "zero1" + ON_HOST])
 def test_many_sequences(preset: str) -> None:
     assert_right(preset, 1 << 20, COUNT)
 

@@ -14,6 +14,7 @@ from thinwire.convert import Conversion, RecipeNeeds, Row, from_deepspeed
 from thinwire.convert.deepspeed import DEEPSPEED_RULES
 from thinwire.errors import SpecError, UsageError
 from thinwire.spec import Factor, Plan
+from thinwire.spec.plan_parts.residence import Residence
 from thinwire.spec.recipe import OptimizerRecipe, Recipe
 
 RANKS = Factor(local=4, nodes=2)
@@ -263,8 +264,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (zero(4), "zero_optimization.stage", "expected 0, 1, 2 or 3"),
     (zero(3, offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer", "shard more"),
     (zero(3, offload_param={"device": "nvme"}), "zero_optimization.offload_param", "shard more"),
-    (zero(2, cpu_offload_param=True), "zero_optimization.cpu_offload_param", "shard more"),
-    (zero(2, zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow", "shard more"),
+    (zero(2, zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow", "use offload_optimizer alone"),
     (zero(3, zero_quantized_nontrainable_weights=True), "zero_optimization.zero_quantized_nontrainable_weights", "set"),
     ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type", "wire.error_feedback = true"),
     ({"optimizer": {"type": "Lamb"}}, "optimizer.type", "tw.optimizer(model, CLASS, ...)"),
@@ -297,7 +297,14 @@ def test_what_cannot_be_done_is_refused_with_a_remedy(table: dict[str, Any], key
 
 @pytest.mark.parametrize("offload", [{"offload_optimizer": {"device": "cpu"}}, {"cpu_offload": True}], ids=str)
 def test_an_offloaded_optimizer_lives_on_the_host(offload: dict[str, Any]) -> None:
-    assert convert(**zero(2, **offload)).plan().residence.optimizer == "host-stream"
+    assert convert(**zero(2, **offload)).plan().residence == Residence(optimizer="host-stream", gradients="host")
+
+
+def test_everything_that_is_offloaded_lives_on_the_host() -> None:
+    offloaded = zero(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})
+    everything = Residence(optimizer="host-stream", gradients="host", params="host")
+    assert convert(**offloaded).plan().residence == everything
+    assert convert(**zero(2, cpu_offload_param=True)).plan().residence == Residence(params="host")
 
 
 def test_features_that_are_off_are_not_refused() -> None:

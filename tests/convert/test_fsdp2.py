@@ -41,7 +41,10 @@ def preset(name: str, **keys: Any) -> str:
             preset("zero3", compute_dtype="bfloat16", reduce_dtype="float32"),
         ),
         ("offload_policy=OffloadPolicy()", preset("zero3")),
-        ("offload_policy=CPUOffloadPolicy()", preset("zero3", residence={"optimizer": "host-stream"})),
+        (
+            "offload_policy=CPUOffloadPolicy()",
+            preset("zero3", residence={"optimizer": "host-stream", "gradients": "host", "params": "host"}),
+        ),
     ],
 )
 def test_a_call_becomes_a_plan(arguments: str, expected: str) -> None:

@@ -48,13 +48,13 @@ def assert_alike(got: Results, want: Results, *, clips: bool) -> None:
         torch.testing.assert_close(got.weights[name], value, rtol=1e-4, atol=1e-4, msg=name)
 
 
-def compare(folder: Path, accumulate: int, clip: float, plans: Sequence[str]) -> None:
+def compare(folder: Path, accumulate: int, clip: float, plans: Sequence[str], offload: bool = False) -> None:
     """Train by torchtitan alone and under plans, with validation."""
     join()
     wanted: Results | None = None
     for plan in (None, *plans):
         config = configure(folder, plan, accumulate=accumulate, clip=clip)
-        change(config, {"validator.enable": True})
+        change(config, {"validator.enable": True, "training.enable_cpu_offload": offload and plan is not None})
         got = train(config)
         assert len(got.losses) == STEPS
         assert len(got.validated) == 3
@@ -74,6 +74,11 @@ def test_it_trains_as_torchtitan_alone_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, 0.1), (1, 1e9), (4, 1e9)])
 def test_it_trains_alike_under_other_settings(tmp_path: Path, accumulate: int, clip: float) -> None:
     run_ranks(4, compare, tmp_path, accumulate, clip, ["zero3", "zero1", "hpz"], timeout=290)
+
+
+@pytest.mark.slow
+def test_an_offloaded_model_trains_alike(tmp_path: Path) -> None:
+    run_ranks(4, compare, tmp_path, 4, 0.1, ["zero3"], True, timeout=250)
 
 
 # ------------------------------------------------------------------------------------------------------ checkpoints
@@ -193,7 +198,6 @@ REFUSED = [
     ({"parallelism.data_parallel_replicate_degree": 2}, "parallelism.data_parallel_replicate_degree = 2"),
     ({"parallelism.fsdp_reshard_after_forward": "never"}, "parallelism.fsdp_reshard_after_forward = 'never'"),
     ({"compile.enable": True}, "compile.components has 'model'"),
-    ({"training.enable_cpu_offload": True}, "training.enable_cpu_offload = True"),
     ({"training.dtype": "bfloat16"}, "training.dtype = 'bfloat16'"),
     ({"checkpoint.enable": True, "checkpoint.async_mode": "async"}, "checkpoint.async_mode = 'async'"),
     ({"training.disable_cuda_graphs": False}, "training.disable_cuda_graphs = False"),

@@ -127,11 +127,14 @@ def largest_error(parameters: dict[str, torch.Tensor], expected: dict[str, torch
     return max(float((parameters[name] - value).abs().max() / value.abs().max()) for name, value in expected.items())
 
 
+ON_HOST = {"optimizer": "host-stream", "gradients": "host", "params": "host"}
 PLANS = {
     "ddp ep 2 of 2": ("own", plan_for("ddp", 1, 2, 2)),
     "zero1 ep 2 of 2x2": ("own", plan_for("zero1", 2, 2, 2)),
     "zero3 ep 2 of 2x2": ("own", plan_for("zero3", 2, 2, 2, overlap={"gather": True})),
     "zero3 recomputed ep 4": ("own", plan_for("zero3", 2, 2, 4, recompute=True)),
+    "zero3 on the host ep 2 of 2x2": ("own", plan_for("zero3", 2, 2, 2, residence=ON_HOST)),
+    "zero1 updated by the host ep 2": ("own", plan_for("zero1", 1, 4, 2, residence={"optimizer": "host-update"})),
     "ddp cp 2 of 2": ("own", plan_for("ddp", 1, 2, 1, cp=2)),
     "zero3 cp 4 and ep 2 of 2x2": ("own", plan_for("zero3", 2, 2, 2, cp=4)),
     "mixtral zero3 ep 2 of 4": ("mixtral", plan_for("zero3", 1, 4, 2)),
@@ -139,7 +142,13 @@ PLANS = {
 }
 
 
-SLOW = ("ddp ep 2 of 2", "zero1 ep 2 of 2x2", "zero3 recomputed ep 4", "mixtral zero3 ep 2 of 4")
+SLOW = (
+    "ddp ep 2 of 2",
+    "zero1 updated by the host ep 2",
+    "zero1 ep 2 of 2x2",
+    "zero3 recomputed ep 4",
+    "mixtral zero3 ep 2 of 4",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in PLANS])

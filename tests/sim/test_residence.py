@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from thinwire.cost import memory, units
-from thinwire.program import SLOTS, HostLane, lower
+from thinwire.program import SLOTS, HostLane, host_bytes, lower
 from thinwire.sim import Case, answer
 from thinwire.spec import ModelSpec, Plan
 
@@ -62,3 +62,50 @@ def test_memory_moves_to_the_host() -> None:
     largest = max(op.size for op in lower(hosted, units(model, hosted)).operations if op.lane is HostLane.UP)
     assert after.optimizer == SLOTS * largest
     assert after.total == before.total - before.optimizer + after.optimizer
+
+
+EVERYTHING: dict[str, Any] = {"optimizer": "host-stream", "gradients": "host", "params": "host"}
+
+
+@pytest.mark.parametrize("residence", [
+    {"gradients": "host"},
+    {"params": "host"},
+    EVERYTHING,
+    {**EVERYTHING, "optimizer": "host-update"},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3"])
+def test_the_host_keeps_what_the_device_no_longer_does(
+    preset: str, micro_batches: int, residence: dict[str, Any]
+) -> None:
+    model = ModelSpec.preset("llama-7b")
+    resident = Plan.preset(preset, nodes=1, local=8, micro_batches=micro_batches)
+    hosted = resident.with_(residence=residence)
+    before, after = (memory(model, plan, units(model, plan), seq=4096) for plan in (resident, hosted))
+    assert after.host == host_bytes(hosted, units(model, hosted))
+    moved = sum(getattr(before, {"gradients": "grads"}.get(name, name)) for name in residence)
+    assert after.host >= moved
+    visiting = sum(getattr(after, {"gradients": "grads"}.get(name, name)) for name in residence)
+    assert visiting < 0.3 * moved
+    assert after.total < before.total
+
+
+def test_gradients_of_one_micro_batch_hide_under_the_backward() -> None:
+    on_host = {"residence": {"gradients": "host"}}
+    plans = [Plan.preset("zero3", nodes=1, local=8, **fields) for fields in ({}, on_host)]
+    resident, hosted = (step_of(plan, 4096) for plan in plans)
+    assert resident <= hosted <= 1.03 * resident
+
+
+def test_sharded_parameters_hide_on_their_way_up() -> None:
+    on_host = {"residence": {"params": "host"}}
+    plans = [Plan.preset("zero3", nodes=1, local=8, **fields) for fields in ({}, on_host)]
+    resident, hosted = (step_of(plan, 4096) for plan in plans)
+    assert hosted <= 1.02 * resident
+
+
+def step_of(plan: Plan, tokens: int) -> float:
+    fields = {key: str(getattr(plan, key)) for key in ("params", "grads", "optimizer")}
+    fields |= {"residence": plan.residence.model_dump()}
+    case = {"model": "llama-7b", "gpu": "h100-80g", "gpus": 8, "seq": tokens, "recompute": True, "plan": fields}
+    return answer(Case.parse(case)).simulated.seconds

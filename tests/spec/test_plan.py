@@ -121,7 +121,7 @@ def test_values_that_are_not_factors_are_refused(value: Any) -> None:
             {"overlap": {"gahter": True}},
             "overlap.gahter = True is not a key of Overlap; did you mean gather?",
         ),
-        (("1x1",) * 4, {"residence": {"params": "cpu"}}, "residence.params = 'cpu' is not a key of Residence"),
+        (("1x1",) * 4, {"residence": {"params": "cpu"}}, "residence.params = 'cpu': it should be 'device' or 'host'"),
         (("1x1",) * 4, {"wire": {"gather": "int9:1"}}, "wire.gather = 'int9:1' is not a codec"),
         (
             ("1x1",) * 4,

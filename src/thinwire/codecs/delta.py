@@ -1,7 +1,8 @@
 """Exact differences of tensors, for receivers that hold the old one. ``docs/wire-format.md`` specifies the bytes.
 
 This is no :class:`~thinwire.codecs.Codec`: a codec's message says everything about its tensor, so that collectives may
-send it to anyone. A delta says nothing to a receiver without the old tensor, and no plan can name it.
+send it to anyone. A delta says nothing to a receiver without the old tensor, so no plan can name it as a codec. Islands
+hold an old tensor together: :func:`~thinwire.collectives.visible_mean.visible_mean` exchanges deltas from it.
 """
 
 from __future__ import annotations

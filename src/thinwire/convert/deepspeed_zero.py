@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from thinwire.convert.deepspeed_precision import compute_itemsize, wire_itemsize
-from thinwire.convert.outcome import ON_HOST, Judgement, ignored, mapped, refused
+from thinwire.convert.outcome import ON_HOST, PARAMS_ON_HOST, Judgement, ignored, mapped, refused
 from thinwire.convert.source import Rule, Rules, Source, because, flag, off, whole
 from thinwire.spec import Factor
 
@@ -18,7 +18,6 @@ __all__ = ["ZERO_RULES", "data_parallel_mesh", "factors", "stage_of"]
 QWZ: Final = "int8:256"
 QGZ: Final = "int4:256"
 _ONE: Final = Factor()
-_DEVICE: Final = "states stay on the device"
 _MORE_SHARDING: Final = "shard more, recompute activations, or use pipeline stages (thinwire plan chooses)"
 
 
@@ -176,13 +175,20 @@ def _offload(value: Any, source: Source) -> Judgement:
     device = value.get("device", "none") if isinstance(value, Mapping) else value
     if device in ("none", None, False):
         return ignored("off")
-    return refused(f"parameters and files are not offloaded, {_DEVICE}; {_MORE_SHARDING}")
+    return refused(f"states live on the device or on the host, in no files; use device: cpu, or {_MORE_SHARDING}")
 
 
 def _offload_optimizer(value: Any, source: Source) -> Judgement:
     device = value.get("device", "none") if isinstance(value, Mapping) else value
     if device in ("cpu", True):
         return mapped(plan=ON_HOST, note="updated on the device, through which the states pass")
+    return _offload(value, source)
+
+
+def _offload_param(value: Any, source: Source) -> Judgement:
+    device = value.get("device", "none") if isinstance(value, Mapping) else value
+    if device in ("cpu", True):
+        return mapped(plan=PARAMS_ON_HOST)
     return _offload(value, source)
 
 
@@ -205,11 +211,15 @@ ZERO_RULES: Final[Rules] = {
     "compute_grad_norm": because("the norm is computed when gradients are clipped"),
     "load_from_fp32_weights": because("checkpoints hold fp32 masters"),
     "elastic_checkpoint": _ANY_LOAD,
-    "offload_param": _offload,
+    "offload_param": _offload_param,
     "offload_optimizer": _offload_optimizer,
-    "zenflow": off("ZenFlow offloads the optimizer, but " + _DEVICE, _MORE_SHARDING, harmless=(None, False)),
+    "zenflow": off(
+        "ZenFlow updates with stale gradients, and every update here is exact",
+        "use offload_optimizer alone",
+        harmless=(None, False),
+    ),
     "sub_group_size": because("it tiles the update of offloaded states"),
-    "cpu_offload_param": _offload,
+    "cpu_offload_param": _offload_param,
     "cpu_offload_use_pin_memory": because("nothing is offloaded"),
     "cpu_offload": _offload_optimizer,
     "stage3_prefetch_bucket_size": whole(_prefetch),

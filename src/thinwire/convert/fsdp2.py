@@ -6,7 +6,7 @@ import ast
 from collections.abc import Mapping
 from typing import Any, Final
 
-from thinwire.convert.outcome import ON_HOST, Conversion, Judgement, ignored, mapped, refused
+from thinwire.convert.outcome import ON_HOST, PARAMS_ON_HOST, Conversion, Judgement, ignored, mapped, refused
 from thinwire.convert.source import Rules, Source, because, flag, judge, text
 from thinwire.errors import SpecError
 from thinwire.spec import Factor
@@ -177,7 +177,8 @@ def offloading(value: Any, source: Source) -> Judgement:
     del source
     if not value:
         return ignored("nothing is offloaded")
-    return mapped(plan=ON_HOST, note="masters and optimizer states; parameters and gradients stay on the device")
+    everything = {"residence": {**ON_HOST["residence"], **PARAMS_ON_HOST["residence"]}}
+    return mapped(plan=everything, note="the update runs on the device, through which the states pass")
 
 
 _RULES: Final[Rules] = {

@@ -14,7 +14,18 @@ from thinwire.spec.io import write_toml
 from thinwire.spec.models.model import ModelSpec
 from thinwire.spec.recipe import Recipe, model_table
 
-__all__ = ["ON_HOST", "Action", "Conversion", "RecipeNeeds", "Row", "Judgement", "ignored", "mapped", "refused"]
+__all__ = [
+    "ON_HOST",
+    "PARAMS_ON_HOST",
+    "Action",
+    "Conversion",
+    "RecipeNeeds",
+    "Row",
+    "Judgement",
+    "ignored",
+    "mapped",
+    "refused",
+]
 
 Action = Literal["mapped", "ignored", "refused"]
 
@@ -44,8 +55,11 @@ class Judgement:
         return f"{values} ({self.text})" if values and self.text else values or self.text
 
 
-ON_HOST: Final[Mapping[str, Any]] = {"residence": {"optimizer": "host-stream"}}
-"""Fields of a plan whose optimizer states live on the host."""
+ON_HOST: Final[Mapping[str, Any]] = {"residence": {"optimizer": "host-stream", "gradients": "host"}}
+"""Fields of a plan whose optimizer states and gradients live on the host."""
+
+PARAMS_ON_HOST: Final[Mapping[str, Any]] = {"residence": {"params": "host"}}
+"""Fields of a plan whose parameters live on the host."""
 
 
 def mapped(
@@ -142,7 +156,8 @@ class Conversion:
         """The keys of the plan that the source sets, as nested tables."""
         flat = dict(self.base)
         for row in self.rows:
-            flat |= row.judgement.plan
+            residence = {**flat.get("residence", {}), **row.judgement.plan.get("residence", {})}
+            flat |= {**row.judgement.plan, **({"residence": residence} if residence else {})}
         return _nested(flat)
 
     def plan(self) -> Plan:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from thinwire.cost.blocks import ModelPart
 from thinwire.cost.collectives import CollectiveTimes
-from thinwire.cost.rates import ALONE, Basis, Beside, Rates, Work, declared_seconds
+from thinwire.cost.rates import ALONE, HOST_UPDATE_BYTES, Basis, Beside, Rates, Work, declared_seconds
 from thinwire.errors import SpecError
 from thinwire.program import Even, Kind, MessageSizes, Scope, hops
 from thinwire.spec import Factor, ModelSpec, Plan
@@ -203,6 +203,14 @@ class ProfiledRates(Rates):
     def update(self, numel: int) -> float:
         """Proportional to the number of elements."""
         return numel * self.profile.update_seconds
+
+    def host_update(self, numel: int) -> float:
+        """Proportional to the number of elements; in a profile from before this was measured, or of ranks without
+        accelerators, as other updates where copies tell nothing else."""
+        profile = self.profile
+        if profile.host_update_seconds or not profile.up_seconds or profile.backend == "gloo":
+            return numel * (profile.host_update_seconds or profile.update_seconds)
+        return numel * HOST_UPDATE_BYTES * (profile.up_seconds + profile.down_seconds) / 4
 
     def host_copy(self, nbytes: int, *, down: bool) -> float:
         """Proportional to the bytes; in a profile from before this was measured, as other copies, which move 6 bytes of

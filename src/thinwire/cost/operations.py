@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from thinwire.cost.rates import ALONE, Beside, Rates, Work, largest_bytes_per_value, wire_bytes_per_value
 from thinwire.program import Axis, Hop, HostLane, Kind, Lane, Operation, Scope, axis_shape
@@ -14,6 +15,11 @@ from thinwire.spec import CodecSpec, Plan
 __all__ = ["CodedHop", "PricedStage", "codec_seconds", "coded_hops", "moves", "moves_of"]
 
 _NONE = CodecSpec()
+_VISIBLE_BYTES: Final = 0.14
+"""Bytes of a message for each value of which only what bf16 shows is sent, after 32 steps at a rate of fine-tuning, as
+``docs/islands.md`` has them."""
+_DELTAS_PER_SECOND: Final = 5e8
+"""Values that one core of a host compares, or applies a delta to, in a second."""
 _SCATTERS = {Scope.INSIDE: Stage.SCATTER_INSIDE, Scope.ACROSS: Stage.SCATTER_ACROSS}
 _GATHERS = {Scope.INSIDE: Stage.GATHER_INSIDE, Scope.ACROSS: Stage.GATHER_ACROSS}
 
@@ -49,12 +55,14 @@ class CodedHop:
         encoding: Codec, and dtype of the values.
         feedback: Whether encoding keeps the rounding errors (error feedback).
         difference: Whether the messages hold differences from the values on the receiving ranks.
+        visible: Whether the messages are deltas of bf16 values.
     """
 
     hop: Hop
     encoding: Encoding
     feedback: bool = False
     difference: bool = False
+    visible: bool = False
 
     @property
     def values(self) -> float:
@@ -65,6 +73,8 @@ class CodedHop:
     def sent(self) -> int:
         """Bytes that this rank sends; typical bytes for messages of variable length."""
         codec = self.encoding.codec
+        if self.visible:
+            return round(self.values * _VISIBLE_BYTES)
         if not codec.is_variable_length:
             return self.hop.sent
         return round(self.values * wire_bytes_per_value(codec, self.encoding.dtype))
@@ -82,7 +92,9 @@ def moves(plan: Plan, operation: Operation, rates: Rates) -> list[PricedStage]:
         down = operation.lane is HostLane.DOWN
         return [PricedStage(Stage.DOWN if down else Stage.UP, None, rates.host_copy(operation.size, down=down))]
     if operation.kind is Kind.UPDATE:
-        return [PricedStage(Stage.UPDATE, None, rates.update(operation.size))]
+        on_host = plan.residence.optimizer == "host-update"
+        update = rates.host_update if on_host else rates.update
+        return [PricedStage(Stage.UPDATE, None, update(operation.size))]
     coded = coded_hops(plan, operation)
     priced = moves_of(coded, rates)
     before, after = _copied(plan, operation, coded)
@@ -140,6 +152,8 @@ def moves_of(hops: Sequence[CodedHop], rates: Rates) -> list[PricedStage]:
 def whole_numel(hops: Sequence[CodedHop]) -> float:
     """Number of values in the vector that a collective reduces."""
     first = hops[0]
+    if first.visible:
+        return first.values / (first.hop.ranks - 1)  # a whole vector goes to each of the others
     if first.hop.kind is not Kind.REDUCE_SCATTER:
         return first.values  # two members exchange whole vectors
     return first.values * first.hop.ranks / (first.hop.ranks - 1)
@@ -159,6 +173,8 @@ def _coded(plan: Plan, operation: Operation, hop: Hop) -> CodedHop:
         dtype = "float32" if difference else plan.compute_dtype
         return CodedHop(hop, Encoding(used_codec(plan, "spread"), dtype), difference=difference)
     changes = operation.lane is Lane.OUTER
+    if changes and plan.islands is not None and plan.islands.sends_visible:
+        return CodedHop(hop, Encoding(_NONE, "bfloat16"), visible=True)
     encodings = change_encodings(plan) if changes else reduction_encodings(plan, operation.axis)
     _, nodes = axis_shape(plan, operation.axis)
     sender = plan.islands if changes else plan.wire
@@ -217,4 +233,6 @@ def _transfer(stages: Mapping[Scope, Stage], step: CodedHop, rates: Rates) -> Pr
 def codec_seconds(rates: Rates, step: CodedHop, *, encoded: float = 0.0, decoded: float = 0.0) -> float:
     """Seconds that a hop's codec takes to encode and decode these numbers of values."""
     codec, dtype = step.encoding.codec, step.encoding.dtype
+    if step.visible:
+        return (encoded + decoded) / _DELTAS_PER_SECOND
     return 0.0 if codec.is_none else rates.codec(Work(codec, dtype, encoded, decoded, step.feedback))

@@ -36,6 +36,9 @@ __all__ = [
 ]
 
 
+HOST_UPDATE_BYTES = 28
+"""Bytes per element that AdamW moves on a processor: master, moments and gradient in, master and moments out."""
+
 Basis = Literal["measured here", "measured elsewhere", "extrapolated"]
 """What a prediction rests on: measurements of this cluster, of others with the same accelerator, or neither."""
 
@@ -118,6 +121,10 @@ class Rates(ABC):
     @abstractmethod
     def update(self, numel: int) -> float:
         """Seconds of the optimizer on ``numel`` elements of a shard."""
+
+    @abstractmethod
+    def host_update(self, numel: int) -> float:
+        """Seconds of the optimizer on ``numel`` elements of a shard, on the host's processor."""
 
     @abstractmethod
     def host_copy(self, nbytes: int, *, down: bool) -> float:
@@ -294,6 +301,10 @@ class NominalRates(Rates):
     def update(self, numel: int) -> float:
         """As measured; bound by memory bandwidth if it was not."""
         return self._each("update", numel, self._efficiency.update_bytes)
+
+    def host_update(self, numel: int) -> float:
+        """Bound by the host's memory, of which a rank has what its copies in both directions take."""
+        return numel * HOST_UPDATE_BYTES * 8 / (2 * self._cluster.links.host.bandwidth)
 
     def host_copy(self, nbytes: int, *, down: bool) -> float:
         """The latency, plus the bytes over the link, which carries both directions at once."""

@@ -139,6 +139,9 @@ def _resolved(plan: str, world: int, training: Any) -> tw.Plan:
     else:
         local = min(int(os.environ.get("LOCAL_WORLD_SIZE", world)), world)
         chosen = tw.Plan.preset(plan, nodes=world // local, local=local, compute_dtype=dtype)
+    if training.enable_cpu_offload and chosen.residence.on_device:  # a plan file may say otherwise
+        on_host = {"optimizer": "host-stream", "gradients": "host", "params": "host"}
+        chosen = chosen.with_(residence=on_host)
     return chosen.with_(grad_reduce="sum", micro_batch=training.local_batch_size)
 
 
@@ -229,8 +232,6 @@ def refuse_training(training: Any, compile_config: Any) -> None:
             "compile.components has 'model': blocks of a sharded model are not compiled here; compile 'loss' alone or "
             "set compile.enable = False"
         )
-    if training.enable_cpu_offload:
-        raise UsageError("training.enable_cpu_offload = True: thinwire keeps shares on the device; leave it out")
     if training.dtype != "float32":
         raise UsageError(
             f"training.dtype = {training.dtype!r}: masters are float32; use training.mixed_precision_param to compute "

@@ -7,8 +7,10 @@ with the sharded state, which loads under any plan and on any number of ranks.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MethodType
 from typing import Any, Final
 
 import torch
@@ -24,6 +26,7 @@ from thinwire.integrations.optimizers import begin_micro_batch, is_sharded
 from thinwire.integrations.plans import chosen_plan, launched_mesh
 from thinwire.plan import CODEC_LEVELS, CodecLevel
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
+from thinwire.sharding.runtime.generating import generates
 from thinwire.sharding.runtime.runtime import plan_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
@@ -111,6 +114,8 @@ class ThinwireTrainerMixin:
             return self.optimizer  # type: ignore[no-any-return]
         if not is_sharded(self.model):
             tw.shard(self.model, self._resolved_plan())
+            if hasattr(self.model, "generate"):
+                self.model.generate = MethodType(generate_gathered, self.model)  # a copy's is bound to the copy
         if plan_of(self.model).scales_loss:
             self._scale_losses()
         trainer: Any = self
@@ -224,6 +229,17 @@ class ThinwireTrainerMixin:
 
 class ThinwireTrainer(ThinwireTrainerMixin, Trainer):
     """``transformers.Trainer`` over thinwire."""
+
+
+def generate_gathered(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A model's ``generate``, inside ``tw.generating`` if the model is sharded, wherever a trainer calls it."""
+    generate = functools.partial(type(self).generate, self)
+    if not is_sharded(self) or generates(self):
+        return generate(*args, **kwargs)
+    with tw.generating(self) as chosen:
+        if chosen.kept.exchanges:
+            kwargs.setdefault("synced_gpus", True)
+        return generate(*args, **kwargs)
 
 
 def resolved(plan: Plan | str | Path, arguments: TrainingArguments) -> Plan:

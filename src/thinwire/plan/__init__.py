@@ -42,10 +42,11 @@ from thinwire.plan.placement import (
 from thinwire.plan.priced import AxisSeconds, PricedPlan, Provenance, price_plan, provenance
 from thinwire.plan.renting import Rental, SweptNodes, offers, parts_of, rentals, sweep_nodes
 from thinwire.plan.rules import Cut
-from thinwire.plan.search import Search, Searched, search, search_wider
+from thinwire.plan.search import OFFLOADED, Search, Searched, search, search_wider
 from thinwire.plan.training_job import CODEC_LEVELS, CodecLevel, TrainingJob, profiled_cluster
 
 __all__ = [
+    "OFFLOADED",
     "AmspPlan",
     "AmspSums",
     "AxisSeconds",

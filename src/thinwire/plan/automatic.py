@@ -99,7 +99,7 @@ def profiled_job(
         micro_batch=free.micro_batch,
         largest_micro_batch=free.largest_micro_batch,
         recompute=free.recompute,
-        offload=template.residence.optimizer != "device",
+        residences=(template.residence,),
         codecs=free.codecs,
         clip=clip,
     )

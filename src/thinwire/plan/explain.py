@@ -9,7 +9,7 @@ from typing import Literal
 from thinwire.cost import NominalRates, ProfiledRates
 from thinwire.plan.priced import PricedPlan, price_plan
 from thinwire.plan.rules import Cut, cut_problems, cuts, powers_of_two
-from thinwire.plan.search import Search, Searched, elsewhere
+from thinwire.plan.search import OFFLOADED, Search, Searched, elsewhere
 from thinwire.plan.training_job import TrainingJob
 from thinwire.sim import Resource
 from thinwire.spec import ClusterSpec, Link, Plan
@@ -72,8 +72,10 @@ def summary(plan: Plan) -> str:
     words = [f"P {plan.params}, G {plan.grads}, OS {plan.optimizer}"]
     if plan.secondary is not None:
         words.append(f"secondary {plan.secondary}")
-    if plan.residence.optimizer != "device":
-        words.append("OS on the host")
+    residence = plan.residence
+    hosted = {"P": residence.streams_params, "G": residence.streams_gradients, "OS": residence.streams_states}
+    if not residence.on_device:
+        words.append(f"{', '.join(name for name, on_host in hosted.items() if on_host)} on the host")
     codecs = [f"{name} {codec}" for name, codec in plan.wire.codecs().items() if not codec.is_none]
     words.append(", ".join(codecs) if codecs else "no codecs")
     words.append(f"micro-batch {plan.micro_batch} x {plan.micro_batches}")
@@ -278,10 +280,10 @@ def _computing_again(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
 
 
 def _offloading(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
-    if not job.offload:
-        yield "--offload", replace(job, offload=True)
+    if job.residences[0].on_device:
+        yield "--offload", replace(job, residences=OFFLOADED)
         if job.recompute is False:
-            yield "--offload --recompute on", _recomputing(replace(job, offload=True))
+            yield "--offload --recompute on", _recomputing(replace(job, residences=OFFLOADED))
 
 
 def _smaller_batches(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:

@@ -23,6 +23,7 @@ from thinwire.plan.rules import UNCUT, Cut, complexity
 from thinwire.plan.space.candidates import ByBound, Candidate, CandidateGroup, Candidates
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import ClusterSpec, Plan
+from thinwire.spec.plan_parts.residence import Residence
 
 __all__ = ["CLASSICS", "RESOLUTION", "Search", "Searched", "elsewhere", "search", "search_wider"]
 
@@ -74,8 +75,41 @@ def search(job: TrainingJob, *, top: int = 10, simulations: Simulations | None =
         top: Number of plans to simulate at least, if that many fit.
         simulations: What is known of earlier searches for the same model; this search adds to it.
     """
+    if len(job.residences) > 1:
+        return _search_residences(job, top, simulations or Simulations())
     searching = Search(job, simulations)
     return replace(searching.run(top), classics=tuple(searching.classics()))
+
+
+OFFLOADED = (
+    Residence(optimizer="host-stream"),
+    Residence(optimizer="host-stream", gradients="host"),
+    Residence(optimizer="host-stream", gradients="host", params="host"),
+)
+"""What may live on the host, the least first: its copies take the least time."""
+
+
+def _search_residences(job: TrainingJob, top: int, simulations: Simulations) -> Searched:
+    """Find the best plans under any of the job's residences."""
+    parts = []
+    for residence in job.residences:
+        one = replace(job, residences=(residence,))
+        if residence.streams_params:  # a stage of a pipeline would bring them up for every micro-batch
+            if job.pp is not None and 1 not in job.pp:
+                continue
+            one = replace(one, pp=(1,))
+        parts.append(search(one, top=top, simulations=simulations))
+    ranked = _ranked([priced for part in parts for priced in part.candidates], job.tie)
+    first = next((part for part in parts if ranked and ranked[0] in part.candidates), parts[0])
+    return replace(
+        first,
+        candidates=tuple(ranked),
+        considered=sum(part.considered for part in parts),
+        fitting=sum(part.fitting for part in parts),
+        simulated=sum(part.simulated for part in parts),
+        gap=max(part.gap for part in parts),
+        complete=all(part.complete for part in parts),
+    )
 
 
 def search_wider(job: TrainingJob, *, top: int = 10) -> tuple[TrainingJob, Searched]:

@@ -28,6 +28,7 @@ from thinwire.sim.axes import AxisCosts
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
 from thinwire.spec.plan import Dtype
 from thinwire.spec.plan_parts.pipeline import keeps_busy
+from thinwire.spec.plan_parts.residence import Residence
 from thinwire.spec.profile import Profile
 
 __all__ = ["CODEC_LEVELS", "CodecLevel", "TrainingJob", "axis_costs", "profiled_cluster", "refuse_context"]
@@ -74,7 +75,7 @@ class TrainingJob:
         micro_batch: Sequences per rank and micro-batch; ``None`` lets the search choose.
         largest_micro_batch: Most sequences that the search may put into a micro-batch; ``None`` sets no limit.
         recompute: Whether blocks are recomputed in the backward; ``None`` lets the search choose.
-        offload: Whether masters and optimizer states live on the host.
+        residences: What lives on the host, of which the search may choose.
         codecs: The level of compression up to which the search may choose codecs.
         compute_dtype: Dtype of the forward and the backward.
         clip: Whether gradients are clipped by their norm.
@@ -94,7 +95,7 @@ class TrainingJob:
     seq: int
     micro_batch: int | None = None
     recompute: bool | None = None
-    offload: bool = False
+    residences: tuple[Residence, ...] = (Residence(),)
     codecs: CodecLevel = "standard"
     compute_dtype: Dtype = "bfloat16"
     clip: bool = True

@@ -13,6 +13,7 @@ import torch
 from thinwire.agreement import Typed
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.group import Control
+from thinwire.collectives.job.threads import threads_of_updates
 from thinwire.collectives.links.nccl import backend_maker
 from thinwire.errors import UsageError
 from thinwire.profile.coding import NUMELS, measure_codec
@@ -105,6 +106,10 @@ def measure(
     update = measure_update(control, settings.device)
     touch = measure_touch(control, settings.device)
     up, down = measure_host_copies(control, settings.device)
+    host_update = update
+    if settings.device.type != "cpu":
+        with threads_of_updates(settings.mesh.local):
+            host_update = measure_update(control, torch.device("cpu"))
     step = timed(control, control.barrier, seconds=0.2, device=settings.device).median
 
     def profile() -> Profile:
@@ -120,6 +125,7 @@ def measure(
             touch_seconds=touch,
             up_seconds=up,
             down_seconds=down,
+            host_update_seconds=host_update,
             step_seconds=step,
             handling=rows.handling,
             crowding=rows.crowding,

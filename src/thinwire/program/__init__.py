@@ -32,7 +32,7 @@ from thinwire.program.ordering import (
     least_crossing,
     traffic_across,
 )
-from thinwire.program.residence import AHEAD, SLOTS, state_bytes
+from thinwire.program.residence import AHEAD, LEAVING, SLOTS, gradient_bytes, host_bytes, state_bytes
 from thinwire.program.shares import (
     ALIGNMENT_BYTES,
     Even,
@@ -64,6 +64,7 @@ from thinwire.program.wire import axis_shape, idle_codecs
 
 __all__ = [
     "AHEAD",
+    "LEAVING",
     "SLOTS",
     "ALIGNMENT_BYTES",
     "NORM_BYTES",
@@ -123,6 +124,8 @@ __all__ = [
     "reduction_batches",
     "slot_offsets",
     "state_bytes",
+    "gradient_bytes",
+    "host_bytes",
     "together",
     "traffic_across",
     "within",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from thinwire.program.mesh import Axis, Hop, Kind, MessageSizes, axis_index, axis_stride, hops
 from thinwire.program.shares import Even
-from thinwire.program.step import AnyLane, BufferKey, Event, Lane, Operation, StepProgram, UnitInfo
+from thinwire.program.step import AnyLane, BufferKey, Event, HostLane, Lane, Operation, StepProgram, UnitInfo
 from thinwire.program.wire import axis_shape
 from thinwire.spec import Plan
 
@@ -121,7 +121,8 @@ class Draft:
                 size=call.size,
             )
         )
-        for unit in call.units if call.lane is Lane.GATHER else ():
+        gathers = call.lane is Lane.GATHER or (call.lane is HostLane.UP and call.axis is Axis.PARAMS)
+        for unit in call.units if gathers else ():
             first = self._first_gathers.setdefault(unit, [index])
             if first[-1] != index and self.operations[first[0]].start == start:
                 first.append(index)

@@ -16,7 +16,7 @@ from thinwire.program.batches import gather_batches
 from thinwire.program.draft import Call, Draft
 from thinwire.program.mesh import Axis, Kind
 from thinwire.program.shares import LARGE_LEAF
-from thinwire.program.step import BufferKey, Event, Lane, Phase, Trace, UnitInfo
+from thinwire.program.step import BufferKey, Event, HostLane, Lane, Phase, Trace, UnitInfo
 from thinwire.program.wire import gather_sizes, used_codec
 from thinwire.spec import CodecSpec, Plan
 
@@ -53,7 +53,7 @@ def retention(plan: Plan, units: Sequence[UnitInfo], trace: Trace) -> Retention:
     last = trace.tail if plan.kept_unit == "last" else frozenset[int]()
     kept = frozenset(index for index in range(len(units)) if excepted.get(index, index in last or index in persistent))
     chosen = Retention(kept, persistent, persistent)
-    if not plan.reuse_bytes or plan.params.ranks == 1:
+    if not plan.reuse_bytes or not plan.gathers:
         return chosen
     room = _Room(plan, units, trace, chosen)
     more = [use for use in _uses(units, trace) if use.distance <= plan.reuse_bytes]
@@ -76,7 +76,7 @@ def check_live(plan: Plan, units: Sequence[UnitInfo]) -> None:
     Raises:
         SpecError: ``live_bytes`` is less than a unit takes beside units that are always gathered.
     """
-    if plan.live_bytes is None or plan.params.ranks == 1:
+    if plan.live_bytes is None or not plan.gathers:
         return
     always = {index for index, unit in enumerate(units) if unit.name == "" or unit.nbytes <= plan.persist_bytes}
     base = sum(units[index].nbytes for index in always)
@@ -154,7 +154,7 @@ class Gathers:
     def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: Draft, retention: Retention) -> None:
         self._plan, self._units, self._draft = plan, units, draft
         self._needed, self._needed_again = trace.needed, trace.needed_again
-        self._sharded = plan.params.ranks > 1
+        self._sharded = plan.gathers
         self._retention, self._ahead = retention, Lookahead(plan, units)
         self._under_way: dict[int, list[int]] = {}  # unit -> operations that have gathered it, or will
         self._secondary: set[int] = set()  # units whose secondary shard is valid
@@ -259,7 +259,7 @@ class Gathers:
         for axis in (Axis.PARAMS, Axis.SECONDARY):
             is_second = axis is Axis.SECONDARY
             order = [unit for unit in fresh if (from_secondary and unit in self._secondary) is is_second]
-            if self._draft.extent(axis) > 1:
+            if self._draft.extent(axis) > 1 or (self._plan.residence.streams_params and not is_second):
                 for batch in gather_batches(self._units, order, at_least, encoded_apart=not is_second):
                     self._gather_batch(axis, batch, event)
 
@@ -271,7 +271,11 @@ class Gathers:
         encoded = axis is Axis.PARAMS and buffers[0].encoded
         call = Call(Kind.ALL_GATHER, Lane.GATHER, axis, units, encoded, tuple(batch))
         parts = [(buffer.numel, gather_sizes(codec, buffer, joint=len(batch) > 1)) for buffer in buffers]
-        operation = self._draft.add_joint(call, parts, event)
+        coming: tuple[int, ...] = ()
+        if self._plan.residence.streams_params and axis is Axis.PARAMS:
+            size = sum(buffer.nbytes for buffer in buffers) // self._draft.extent(axis)
+            coming = (self._draft.add_own(Call(Kind.COPY, HostLane.UP, axis, units, size=size), event, ()),)
+        operation = self._draft.add_joint(call, parts, event, coming)
         if len(batch) > 1:
             self.copied += sum(buffer.nbytes for buffer in buffers)
         for unit in units:

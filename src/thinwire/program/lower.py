@@ -8,7 +8,7 @@ synchronized in buckets, and updated parameters are spread in forward order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -19,9 +19,9 @@ from thinwire.program.experts import beside
 from thinwire.program.gathers import Gathers, check_live, play_forward, retention
 from thinwire.program.islands import add_exchange
 from thinwire.program.mesh import Axis, Kind, MessageSizes
-from thinwire.program.residence import add_update
+from thinwire.program.residence import HostGradients, add_return, add_update
 from thinwire.program.shares import Even, Span, chunk_spans, padded, together, within
-from thinwire.program.step import BufferInfo, Event, Lane, Phase, StepProgram, Trace, UnitInfo
+from thinwire.program.step import BufferInfo, Event, HostLane, Lane, Phase, StepProgram, Trace, UnitInfo
 from thinwire.program.wire import gather_sizes, reduction_sizes, used_codec
 from thinwire.spec import Plan
 
@@ -111,6 +111,7 @@ def lower(
         for phase, unit in trace.backward:
             event = Event(phase, unit, micro_batch)
             if phase is Phase.PRE_BACKWARD:
+                reductions.host.fetch(unit, event)
                 gathers.need_in_backward(event)
             elif phase is Phase.GRADS_READY:
                 reductions.ready(unit, event)
@@ -188,10 +189,14 @@ class _Reductions:
 
     A chunk of a bucket starts in the turn of the last unit that has elements in it, so the first chunks are on their
     way while the backward computes the gradients of the last.
+
+    Attributes:
+        host: The copies of gradients that live on the host.
     """
 
     def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: Draft) -> None:
         self._plan, self._units, self._draft = plan, units, draft
+        self.host = HostGradients(plan, units, draft)
         self._sizes = cache(lambda axis, encoded: reduction_sizes(plan, axis, encoded=encoded))
         self._order = tuple(unit for unit in trace.reduction_order if units[unit].trainable)
         replicas = draft.extent(Axis.REPLICA)
@@ -213,6 +218,12 @@ class _Reductions:
         self._over_params: dict[int, list[int]] = {}  # unit -> reduce-scatters of it over the params axis
         # By axis, units and encoding of a bucket's reduction: its chunks that have started, while others have not.
         self._open: dict[tuple[Axis, tuple[int, ...], bool], list[int]] = {}
+        # By unit: those that take part in no reduction after its turn, of those turns that have any.
+        self._params_ends, self._ends = (
+            self._ends_of(self._params_turns),
+            self._ends_of(self._params_turns, self._turns),
+        )
+        self._begun = 0  # operations before this micro-batch
         self._under_way: deque[list[int]] = deque()  # whole reductions that nothing has waited for yet, oldest first
         self._pending: deque[int] = deque()
         self._ready: set[int] = set()
@@ -241,9 +252,23 @@ class _Reductions:
     def _by_share(buffer: BufferInfo) -> Sequence[int]:
         return buffer.shares
 
+    def _ends_of(self, *turns: Mapping[int, Sequence[tuple[_Bucket, _Chunk]]]) -> Mapping[int, Sequence[int]]:
+        """By turn, the units whose last reduction starts in it."""
+        place = {unit: number for number, unit in enumerate(self._order)}
+        ends = {unit: unit for unit in self._order}
+        for of_axis in turns:
+            for turn, chunks in of_axis.items():
+                for unit in (unit for _, chunk in chunks for unit in chunk.units):
+                    ends[unit] = max(ends[unit], turn, key=place.__getitem__)
+        by_turn: dict[int, list[int]] = {}
+        for unit, turn in ends.items():
+            by_turn.setdefault(turn, []).append(unit)
+        return by_turn
+
     def begin(self, *, last: bool) -> None:
         """Begin the backward of a micro-batch."""
-        self._last = last
+        self._last, self._begun = last, len(self._draft.operations)
+        self.host.begin()
         self._pending = deque(self._order)
         self._ready.clear()
         self._over_params.clear()
@@ -251,6 +276,7 @@ class _Reductions:
     def ready(self, unit: int, event: Event) -> None:
         """Mark a unit's gradients as ready. Reduce the unit, and units that waited for it, if it is their turn."""
         self._ready.add(unit)
+        self.host.need(unit, event)
         while self._pending and self._pending[0] in self._ready:
             self._reduce(self._pending.popleft(), event)
 
@@ -264,6 +290,11 @@ class _Reductions:
             self._reduce_over_params(bucket, chunk, event)
         for bucket, chunk in self._turns.get(unit, ()):
             self._reduce_chunk(bucket, chunk, event)
+        if self._plan.residence.streams_gradients:
+            goes_on = self._last or (self._plan.grads_like_optimizer and self._draft.extent(Axis.SHARD) > 1)
+            ended = (self._ends if goes_on else self._params_ends).get(unit, ())
+            started = [op.index for op in self._draft.operations[self._begun :] if op.lane in (Lane.REDUCE, Lane.SYNC)]
+            self.host.finish(ended, event, started, last=self._last)
 
     def _reduce_over_params(self, bucket: _Bucket, chunk: _Chunk, event: Event) -> None:
         call = self._call(Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.PARAMS, bucket, chunk)
@@ -332,25 +363,26 @@ def _take_step(
     updated parameters."""
     event = Event(Phase.STEP, -1, 0)
     for operation in draft.operations:
-        if operation.lane in (Lane.REDUCE, Lane.SYNC):
+        if operation.lane in (Lane.REDUCE, Lane.SYNC, HostLane.DOWN):
             draft.wait(event, operation.index)
     world = draft.extent(Axis.WORLD)
     for size in (control_bytes(units), *((NORM_BYTES,) if clip else ())) if world > 1 else ():
         call = Call(Kind.ALL_GATHER, Lane.CONTROL, Axis.WORLD, ())
         draft.wait(event, draft.add_even(call, size * world, MessageSizes.plain(1), event))
     add_exchange(plan, units, draft, fragments)
-    spreads, streams = draft.extent(Axis.SHARD) > 1, plan.residence.optimizer != "device"
+    spreads, streams = draft.extent(Axis.SHARD) > 1, plan.residence.updates_in_batches
     if not spreads and not streams:
         return
-    needed = dict.fromkeys(trace.needed)
+    needed = tuple(dict.fromkeys(trace.needed))  # a unit that runs twice is updated and spread once
     skipped = [[unit] for unit in range(len(units)) if unit not in needed]
     down: list[int] = []
-    for clusters in (_spread_clusters(units, trace.needed), skipped):
+    for clusters in (_spread_clusters(units, needed), skipped):
         for batch in spread_batches(plan, units, clusters):
             trained = [unit for unit in batch if units[unit].trainable]
             updates = (add_update(plan, units, draft, trained, down),) if streams and trained else ()
-            if spreads:
-                _spread(plan, batch, units, draft, updates, needed=clusters is not skipped)
+            spread = _spread(plan, batch, units, draft, updates, needed=clusters is not skipped) if spreads else ()
+            if plan.residence.streams_params:
+                add_return(units, draft, trained, (*updates, *spread))
             _await_updates(plan, trained, trace, draft, updates)
 
 
@@ -394,12 +426,16 @@ def _spread(
     after: tuple[int, ...],
     *,
     needed: bool,
-) -> None:
+) -> tuple[int, ...]:
     """Spread the updated parameters of some units. The next step's first gather of a unit and its first forward wait
     for it.
 
     A reader of a unit that the forward does not need waits as well, at an event outside the program.
+
+    Returns:
+        Indices of the spreads.
     """
+    started: list[int] = []
     event = Event(Phase.STEP, -1, 0)
     kind = Kind.ALL_GATHER if plan.partition == "intra" else Kind.BROADCAST
     buffers = {
@@ -423,7 +459,9 @@ def _spread(
             operation = draft.add_joint(call, parts, event, after)
         else:
             operation = draft.add(call, buffers[keys[0]].shares, sizes[0], event, after)
+        started.append(operation)
         for unit in together if plan.overlap.spread else ():
             draft.hold_back(unit, (operation,))
         if needed or not plan.overlap.spread:
             draft.wait(Event(Phase.PRE_FORWARD, together[0], 0) if plan.overlap.spread else event, operation)
+    return tuple(started)

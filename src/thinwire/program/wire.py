@@ -29,6 +29,7 @@ __all__ = [
     "spreads_difference",
     "sums_dtype",
     "used_codec",
+    "visible_bytes",
 ]
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -167,7 +168,7 @@ def rounds_parameters(plan: Plan) -> bool:
 
 def has_master(plan: Plan, buffer: BufferInfo) -> bool:
     """Whether the masters of a trained buffer have memory of their own, apart from the P shard."""
-    return buffer.itemsize != 4 or (buffer.encoded and rounds_parameters(plan))
+    return buffer.itemsize != 4 or plan.residence.has_masters or (buffer.encoded and rounds_parameters(plan))
 
 
 def spreads_difference(plan: Plan) -> bool:
@@ -229,8 +230,19 @@ def change_encodings(plan: Plan) -> ReductionEncodings:
 
 
 def change_sizes(plan: Plan, *, encoded: bool) -> MessageSizes:
-    """Message sizes of an all-reduce of parameters' changes over the islands."""
-    return change_encodings(plan).sizes() if encoded else MessageSizes.plain(ITEMSIZE["float32"])
+    """Message sizes of an all-reduce of parameters' changes over the islands, or of an all-gather of what bf16 shows of
+    them."""
+    if not encoded:
+        return MessageSizes.plain(ITEMSIZE["float32"])
+    return _VISIBLE if plan.islands is not None and plan.islands.sends_visible else change_encodings(plan).sizes()
+
+
+def visible_bytes(numel: int) -> int:
+    """Bytes of the largest delta of ``numel`` bf16 values, with its length; see ``docs/wire-format.md``."""
+    return _LENGTH_BYTES + ITEMSIZE["bfloat16"] * numel + 32 + 16 * -(-numel // (1 << 17))
+
+
+_VISIBLE = MessageSizes(visible_bytes, visible_bytes, visible_bytes, encoded=True)
 
 
 def is_excluded(plan: Plan, name: str, *, is_whole: bool) -> bool:
@@ -248,7 +260,8 @@ def is_excluded(plan: Plan, name: str, *, is_whole: bool) -> bool:
     shared = is_whole and plan.tp > 1
     if not shared and not any(fnmatch.fnmatchcase(name, pattern) for pattern in plan.wire.exclude):
         return False
-    return not plan.wire.is_none or (plan.islands is not None and not plan.islands.codec.is_none)
+    islands = plan.islands
+    return not plan.wire.is_none or (islands is not None and (islands.sends_visible or not islands.codec.is_none))
 
 
 def idle_codecs(plan: Plan) -> tuple[str, ...]:
@@ -272,7 +285,7 @@ def idle_codecs(plan: Plan) -> tuple[str, ...]:
     lines += [
         f"{key} = {size} is not used: parameters are not sharded, so they are never gathered or reduced over params"
         for key in by_bytes
-        if plan.params.ranks == 1 and (size := getattr(plan, key))
+        if not plan.gathers and (size := getattr(plan, key))
     ]
     return tuple(lines)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -27,9 +28,11 @@ from thinwire.sharding.checks import (
     place_on,
     refuse_shared_memory,
 )
+from thinwire.sharding.grads.accumulators import Accumulator, HostAccumulator
 from thinwire.sharding.grads.unit_gradient import ReductionConfig, UnitGradient
 from thinwire.sharding.hooks import module_hooks as hooks
 from thinwire.sharding.lanes.lanes import Lanes
+from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.memory.allocator import give_back_freed_memory, keep_freed_memory
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.memory.layout import shard_index
@@ -139,7 +142,7 @@ def build(
     first = everyone if sync_initial else None
     initial_of = InitialShards(flats, part, first, values, slices, shard_index(plan, position))
     arenas = Arenas(flats, plan, axes, device, lanes.host_memory)
-    buffers, gradients = _place(flats, [unit.name for unit in modules], plan, arenas, initial_of)
+    buffers, gradients = _place(flats, [unit.name for unit in modules], plan, arenas, initial_of, lanes)
     initial_of.agree(everyone)
     if device.type == "cpu":
         keep_freed_memory()
@@ -157,6 +160,7 @@ def build(
         units=(),
         gradients=gradients,
         arena=arenas.gradients,
+        device=device,
         slices=slices,
         lanes=lanes,
         axes=axes,
@@ -209,7 +213,12 @@ def _agreed_modules(
 
 
 def _place(
-    flats: Sequence[Flat], names: Sequence[str], plan: Plan, arenas: Arenas, initial_of: InitialShards
+    flats: Sequence[Flat],
+    names: Sequence[str],
+    plan: Plan,
+    arenas: Arenas,
+    initial_of: InitialShards,
+    lanes: Lanes,
 ) -> tuple[dict[int, list[FlatBuffer]], dict[int, list[UnitGradient]]]:
     """Carve flat buffers and gradients from the arenas and fill the buffers with initial values.
 
@@ -222,16 +231,28 @@ def _place(
     for flat in flats:
         buffer = arenas.carve(flat, initial_of(flat))
         # Re-point parameters buffer by buffer, so that their old memory is freed while the arenas fill.
-        buffer.show(whole=plan.params.ranks == 1)
-        if plan.params.ranks > 1:
+        buffer.show(whole=not plan.gathers)
+        if plan.gathers:
             buffer.release()
         buffers[flat.unit].append(buffer)
         if flat.layout.trainable:
             of_unit = gradients.setdefault(flat.unit, [])
             first_slot = sum(len(part.layout.slots) for part in of_unit)
-            name, memory = names[flat.unit] or "(root)", arenas.carve_gradient(flat)
-            of_unit.append(UnitGradient(flat.unit, name, first_slot, flat.layout, flat.shares, memory, topology))
+            name = names[flat.unit] or "(root)"
+            owned, local = _accumulators(flat, name, plan, arenas, lanes)
+            of_unit.append(UnitGradient(flat.unit, name, first_slot, flat.layout, flat.shares, owned, local, topology))
     return buffers, gradients
+
+
+def _accumulators(
+    flat: Flat, name: str, plan: Plan, arenas: Arenas, lanes: Lanes
+) -> tuple[Accumulator, Callable[[], Accumulator]]:
+    """A buffer for the gradient of this rank's share, and what makes one for that of its P shard."""
+    place: Callable[[torch.Tensor], Accumulator] = Accumulator
+    if plan.residence.streams_gradients:
+        load = Load(f"gradients {name}", Axis.SHARD, (flat.unit,))
+        place = partial(HostAccumulator, device=arenas.device, lanes=lanes, load=load)
+    return place(arenas.carve_gradient(flat)), lambda: place(arenas.carve_local_gradient(flat))
 
 
 def _units(
@@ -247,6 +268,7 @@ def _units(
         sharded.codecs.gather,
         sharded.seeds,
         sharded.plan.gather_bytes,
+        from_host=sharded.plan.residence.streams_params,
     )
     return tuple(
         Unit(

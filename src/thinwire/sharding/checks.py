@@ -15,7 +15,7 @@ from thinwire.agreement import Typed
 from thinwire.collectives.group import Control
 from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
 from thinwire.network.order import WITH_PLAN
-from thinwire.program import UnitInfo, node_order, state_bytes
+from thinwire.program import UnitInfo, host_bytes, node_order
 from thinwire.sharding.memory.initial import InitialValues, is_on_meta, place_model
 from thinwire.sharding.memory.local import local_tensor
 from thinwire.sharding.modules.discover import UnitModules, is_ignored
@@ -72,6 +72,11 @@ def check_supported(plan: Plan, world: int, *, whole: bool = True, whose: str = 
             for axis, ways in (("tp", plan.tp), ("pp", plan.pp), ("ep", plan.ep), ("cp", plan.cp))
             if ways != 1
         ]
+    if plan.pp > 1 and plan.residence.streams_params:
+        problems.append(
+            "residence.params = 'host': every micro-batch would bring the parameters of a pipeline stage up anew; with "
+            f"pp = {plan.pp} use residence.params = 'device', and let optimizer states and gradients live on the host"
+        )
     if plan.pp > 1 and plan.params.ranks > 1:
         problems.append(
             f"params = {plan.params}: parameters of a pipeline stage stay whole, or every micro-batch would gather "
@@ -100,26 +105,25 @@ def place_on(device: torch.device | None, model: nn.Module, values: InitialValue
 
 
 def check_host_memory(plan: Plan, units: Sequence[UnitInfo]) -> None:
-    """Refuse states on the host that a node has no memory for, before any is taken.
+    """Refuse a residence on the host that a node has no memory for, before any is taken.
 
     Args:
         plan: The plan.
         units: Units of the model, with the shares of any rank.
 
     Raises:
-        UsageError: Masters and moments of the node's ranks are larger than its free memory.
+        UsageError: What the node's ranks keep there is larger than its free memory.
     """
     if plan.residence.on_device:
         return
     import psutil  # which nothing else of a shard needs
 
-    shares = [(max(b.shares) * state_bytes(plan, b)) for unit in units for b in unit.buffers if b.trainable]
-    needed, free = sum(shares) * plan.mesh.local, psutil.virtual_memory().available
+    needed, free = host_bytes(plan, units) * plan.mesh.local, psutil.virtual_memory().available
     if needed > free:
         raise UsageError(
-            f"residence.optimizer = {plan.residence.optimizer!r}: masters and moments of the {plan.mesh.local} ranks "
-            f"of a node take {format_bytes(needed)} of its memory, and {format_bytes(free)} are free; shard them over "
-            "more ranks (optimizer), or free memory"
+            f"residence {plan.residence}: what the {plan.mesh.local} ranks of a node keep on the host takes "
+            f"{format_bytes(needed)} of its memory, and {format_bytes(free)} are free; shard them over more ranks "
+            "(optimizer, params), or free memory"
         )
 
 
@@ -175,7 +179,7 @@ def check_modules(model: nn.Module, plan: Plan) -> None:
     the write."""
     refuse_cuda_graphs(model)
     for name, module in model.named_modules():
-        if plan.params.ranks > 1 and getattr(module, "max_norm", None) is not None:
+        if plan.gathers and getattr(module, "max_norm", None) is not None:
             raise UsageError(
                 f"{name}.max_norm = {module.max_norm}: its forward writes to its weight, which is gathered anew each "
                 "time where parameters are sharded; use a plan with params = 1x1, or scale rows in the forward"

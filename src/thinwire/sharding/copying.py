@@ -108,7 +108,7 @@ def allow_copies(
 
 def _without_values(runtime: Runtime, added: Additions, memo: dict[int, Any]) -> nn.Module:
     """Copy a model as if it were not sharded. Its sharded parameters have no values and take no memory."""
-    model, device = runtime.model, runtime.sharded.arena.device
+    model, device = runtime.model, runtime.sharded.device
     for unit in runtime.units:
         for buffer in unit.buffers:
             for compute in buffer.parameters:

@@ -107,6 +107,7 @@ def _words(fragments: Iterable[OwnedFragment], *, gradient: bool) -> Iterator[to
         if not gradient:
             yield owned.value.detach()
         elif not owned.source.owned.empty:
+            _ = owned.source.owned.kept  # which waits for it
             yield owned.grad
 
 

@@ -243,6 +243,11 @@ class Plan(Spec):
         return bool(self.gather_bytes or self.persist_bytes or self.reuse_bytes) or any(n is not None for n in limits)
 
     @property
+    def gathers(self) -> bool:
+        """Whether units are gathered before they are used: parameters are sharded, or live on the host."""
+        return self.params.ranks > 1 or self.residence.streams_params
+
+    @property
     def grads_like_optimizer(self) -> bool:
         """Whether ``G`` is sharded like ``OS``: then every micro-batch reduces its gradients to optimizer shares."""
         return cut_alike(self.grads, self.optimizer)
@@ -328,7 +333,7 @@ class Plan(Spec):
     def uncompressed(self) -> Self:
         """The same plan with every codec ``none``."""
         overrides = tuple(unit.with_(codec=None) for unit in self.units)
-        exact = {"codec": "none", "error_feedback": False}
+        exact = {"codec": "none", "error_feedback": False, "outer_wire": "all"}
         return self.with_(wire=Wire(), units=overrides, **({} if self.islands is None else {"islands": exact}))
 
     def to_file(self, *, full: bool = False) -> dict[str, Any]:
@@ -382,8 +387,8 @@ class Plan(Spec):
         parts.append(f"wire {', '.join(codecs)}" if codecs else "uncompressed")
         if self.wire.error_feedback:
             parts.append("error feedback")
-        if self.residence.optimizer != "device":
-            parts.append(f"optimizer states {self.residence.optimizer}")
+        if not self.residence.on_device:
+            parts.append(f"residence {self.residence}")
         if self.islands is not None:
             parts.append(self.islands.describe())
         return "; ".join(parts)
@@ -454,6 +459,17 @@ class Plan(Spec):
                 "islands",
                 f"elastic = true with tp = {self.tp} and pp = {self.pp}: an island that comes back fetches the state "
                 "of data-parallel ranks only; use tp = 1 and pp = 1, or elastic = false",
+            )
+
+    @rule("islands", "compute_dtype", "units")
+    def _visible_changes_are_of_bf16(self) -> Iterator[Problem]:
+        """``islands.outer_wire = "visible"`` needs ``compute_dtype = "bfloat16"``, also in ``units``."""
+        dtypes = {self.compute_dtype, *(unit.dtype for unit in self.units if unit.dtype)}
+        if self.islands is not None and self.islands.sends_visible and dtypes != {"bfloat16"}:
+            yield Problem(
+                "islands",
+                f"outer_wire = 'visible' with forwards in {', '.join(sorted(dtypes))}: it sends what a forward in "
+                "bfloat16 would see; set compute_dtype to 'bfloat16', or outer_wire to 'all'",
             )
 
     @rule("mesh", "ep", "cp", "tp", "pp")

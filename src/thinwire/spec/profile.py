@@ -134,6 +134,9 @@ class Profile(Measured):
     down_seconds: NonNegative = Field(
         default=0.0, description="seconds per byte to copy from the device to the host's memory; 0: not measured"
     )
+    host_update_seconds: NonNegative = Field(
+        default=0.0, description="seconds that the optimizer takes per element on the host's processor; 0: not measured"
+    )
     step_seconds: NonNegative = Field(description="fixed seconds per step: data, hooks and the control exchange")
     handling: Handling = Field(
         default=Handling(), description="what the runtime itself takes of the processor; all 0 in older profiles"
@@ -184,6 +187,7 @@ class Profile(Measured):
             touch_seconds=self.touch_seconds * pace,
             up_seconds=self.up_seconds * pace,
             down_seconds=self.down_seconds * pace,
+            host_update_seconds=self.host_update_seconds * pace,
             step_seconds=self.step_seconds * pace,
             handling=Handling(**{name: seconds * pace for name, seconds in self.handling.to_dict().items()}),
         )

@@ -39,7 +39,8 @@ EVERY = 4
 
 
 def plan_of(count: int = 3, local: int = 1, preset: str = "zero1", **islands: Any) -> tw.Plan:
-    plan = tw.Plan.preset(preset, nodes=1, local=local, compute_dtype="float32")
+    dtype = "bfloat16" if islands.get("outer_wire") == "visible" else "float32"
+    plan = tw.Plan.preset(preset, nodes=1, local=local, compute_dtype=dtype)
     settings = {"count": count, "every": EVERY, "elastic": True, "timeout": TIMEOUT, "patience": 20.0, **islands}
     return plan.with_(islands=settings)
 
@@ -156,8 +157,13 @@ def sea(directory: Path, plan: tw.Plan) -> Iterator[Islands]:
         server.shutdown()
 
 
-def test_an_island_is_killed_and_comes_back(tmp_path: Path) -> None:
-    with sea(tmp_path, plan_of(codec="int4:256", error_feedback=True)) as islands:
+@pytest.mark.parametrize(
+    "way",
+    [{"codec": "int4:256", "error_feedback": True}, pytest.param({"outer_wire": "visible"}, marks=pytest.mark.slow)],
+    ids=["codec", "visible"],
+)
+def test_an_island_is_killed_and_comes_back(way: dict[str, Any], tmp_path: Path) -> None:
+    with sea(tmp_path, plan_of(**way)) as islands:
         many = 2000 * EVERY  # the block ends them
         for number in range(3):
             islands.start(number, steps=many)

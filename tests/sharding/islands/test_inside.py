@@ -211,11 +211,12 @@ def off_streams(toml: str) -> list[torch.Tensor]:
 EXCHANGES: list[dict[str, Any]] = [
     {"every": 3},
     {"every": 4, "fragments": 2, "delay": 2, "blend": 0.5, "codec": "int4:256", "error_feedback": True},
+    {"every": 4, "fragments": 2, "delay": 1, "outer_wire": "visible"},
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("islands", EXCHANGES, ids=["at once", "under way"])
+@pytest.mark.parametrize("islands", EXCHANGES, ids=["at once", "under way", "visible"])
 @pytest.mark.parametrize("name", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
 def test_exchanges_order_every_access(name: str, islands: dict[str, Any]) -> None:
     plan = plan_of(name, local=2, islands={"count": 2, **islands})

@@ -205,8 +205,14 @@ def test_optimizer_states_on_one_node_of_an_island_of_two() -> None:
     assert_like_reference(plan, "adamw")
 
 
-def test_all_islands_agree_on_the_same_bits_behind_a_lossy_codec() -> None:
-    plan = plan_of(islands={**EXACT, "count": 3, "codec": "int4:256,stochastic", "error_feedback": True})
+VISIBLE = {"outer_wire": "visible"}
+
+
+@pytest.mark.parametrize(
+    "way", [{"codec": "int4:256,stochastic", "error_feedback": True}, VISIBLE], ids=["codec", "visible"]
+)
+def test_all_islands_agree_on_the_same_bits(way: Fields) -> None:
+    plan = plan_of(islands={**EXACT, "count": 3, **way})
     first, *others = run_ranks(3, sharded, plan.to_toml())
     for other in others:
         for mine, its in zip(first, other, strict=True):
@@ -244,6 +250,8 @@ def resumed(toml: str, path: str) -> bool:
         ),
         ("thinwire", 2, {"every": 4, "fragments": 3, "delay": 2, "codec": "int8:256", "error_feedback": True}),
         ("zero3", 2, {"every": 4, "fragments": 2}),
+        ("zero3", 2, {"every": 4, "fragments": 2, "delay": 1, **VISIBLE}),
+        ("ddp", 2, {"every": 4, **VISIBLE}),
     ],
 )
 def test_a_checkpoint_in_the_middle_of_an_exchange_resumes_bitwise(

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
+from thinwire.sharding.api import runtime
 from thinwire.sharding.corruption_check import sums_of
 from thinwire.sharding.lanes import stream_workers
 from thinwire.sharding.lanes.recorder import Recorder
@@ -146,6 +147,17 @@ def inspected(model: nn.Module, ids: torch.Tensor) -> None:
         copy.deepcopy([parameter.detach() for parameter in model.parameters()])
 
 
+def generated(model: nn.Module, ids: torch.Tensor) -> None:
+    """Forwards between steps, from whole parameters, and from secondary shards where the plan can have some."""
+    with torch.no_grad(), tw.generating(model):
+        model(ids)
+    params = runtime(model).plan.params
+    with torch.no_grad(), tw.generating(model, keep="secondary" if params.nodes > 1 < params.local else None):
+        model(ids)
+        model(ids)
+    model(ids).square().mean().backward()
+
+
 class Stopped(Exception):
     """Raised by a module between the gather of the next one and its use."""
 
@@ -230,7 +242,7 @@ def timed(model: nn.Module, ids: torch.Tensor) -> None:
 
 LOOPS = (
     retained, recomputed, read_ahead, evaluated, inspected, stopped, stopped_at_last, accumulated, late, nested, failed,
-    logged, timed,
+    logged, timed, generated,
 )  # fmt: skip
 
 

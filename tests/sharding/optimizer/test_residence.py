@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +17,7 @@ from tests.support.training.models import Stack
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.program import Axis, HostLane, Lane
+from thinwire.program import Axis, Event, HostLane, Lane, Phase
 from thinwire.sharding.api import runtime
 from thinwire.sharding.grads.host_states import HostStates
 from thinwire.sharding.lanes.lanes import Lanes
@@ -31,6 +31,21 @@ pytestmark = pytest.mark.ranks
 WORLD = 4
 PRESETS = ("ddp", "zero1", "zero1-node", "zero2", "zero3", "hpz", "zeropp", "thinwire")
 ON_HOST: dict[str, Any] = {"residence": {"optimizer": "host-stream"}}
+GRADIENTS: dict[str, Any] = {"residence": {"gradients": "host"}}
+BOTH: dict[str, Any] = {"residence": {"optimizer": "host-stream", "gradients": "host"}}
+UPDATE: dict[str, Any] = {"residence": {"optimizer": "host-update"}}
+ALL: dict[str, Any] = {"residence": {"optimizer": "host-stream", "gradients": "host", "params": "host"}}
+UPDATE_ALL: dict[str, Any] = {"residence": {"optimizer": "host-update", "gradients": "host", "params": "host"}}
+RESIDENCES = {
+    "optimizer": ON_HOST,
+    "gradients": GRADIENTS,
+    "both": BOTH,
+    "update": UPDATE,
+    "params": {"residence": {"params": "host"}},
+    "all": ALL,
+    "update all": UPDATE_ALL,
+}
+STREAMED = ("optimizer", "gradients", "both", "all")
 ADAMW = (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1})
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": ADAMW,
@@ -81,10 +96,22 @@ def trained(plan: tw.Plan, kind: type[torch.optim.Optimizer], options: dict[str,
     return found
 
 
-def differences(preset: str, fields: dict[str, Any], optimizer: str, how: dict[str, Any]) -> list[str]:
+def differences(
+    preset: str,
+    fields: dict[str, Any],
+    optimizer: str,
+    how: dict[str, Any],
+    residences: tuple[str, ...] = ("optimizer",),
+) -> list[str]:
+    """What differs in any bit from states on the device, by residence."""
     kind, options = OPTIMIZERS[optimizer]
     plan = tw.Plan.preset(preset, nodes=2, local=2, **fields)
-    return unlike(trained(plan, kind, options, **how), trained(plan.with_(**ON_HOST), kind, options, **how))
+    resident = trained(plan, kind, options, **how)
+    return [
+        f"{residence}: {found}"
+        for residence in residences
+        for found in unlike(resident, trained(plan.with_(**RESIDENCES[residence]), kind, options, **how))
+    ]
 
 
 def unlike(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
@@ -105,11 +132,16 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+def in_every_run(*values: str, all_of: Iterable[str]) -> list[Any]:
+    """All of the values as parameters, of which only these are in the default suite."""
+    return [value if value in values else pytest.param(value, marks=pytest.mark.slow) for value in all_of]
+
+
+@pytest.mark.parametrize("way", in_every_run("clipped", "accumulated", all_of=WAYS))
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets(ranks: RankPool, preset: str, way: str) -> None:
     fields, how = WAYS[way]
-    assert ranks.run(differences, preset, fields, "adamw", how) == [[]] * WORLD
+    assert ranks.run(differences, preset, fields, "adamw", how, tuple(RESIDENCES)) == [[]] * WORLD
 
 
 @pytest.mark.parametrize("fields", [
@@ -121,13 +153,13 @@ def test_presets(ranks: RankPool, preset: str, way: str) -> None:
     {"wire": {"spread": "int8:64", "spread_difference": True}},
 ], ids=str)  # fmt: skip
 def test_plans(ranks: RankPool, fields: dict[str, Any]) -> None:
-    assert ranks.run(differences, "zero1", fields, "adamw", {}) == [[]] * WORLD
+    assert ranks.run(differences, "zero1", fields, "adamw", {}, ("optimizer", "all", "update all")) == [[]] * WORLD
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers(ranks: RankPool, optimizer: str) -> None:
     fields = {"partition": "inter"} if optimizer == "adafactor" else {}
-    assert ranks.run(differences, "zero1", fields, optimizer, {}) == [[]] * WORLD
+    assert ranks.run(differences, "zero1", fields, optimizer, {}, ("optimizer", "all", "update all")) == [[]] * WORLD
 
 
 def held(model: torch.nn.Module, optim: Any) -> dict[str, Any]:
@@ -178,7 +210,7 @@ def on_islands(fields: dict[str, Any]) -> list[str]:
     plan = tw.Plan.preset("islands", nodes=2, local=2, **fields)
     plan = plan.with_(islands={"every": 2})
     kind, options = ADAMW
-    return unlike(trained(plan, kind, options, steps=5), trained(plan.with_(**ON_HOST), kind, options, steps=5))
+    return unlike(trained(plan, kind, options, steps=5), trained(plan.with_(**ALL), kind, options, steps=5))
 
 
 @pytest.mark.parametrize("fields", [{}, {"islands": {"delay": 1, "blend": 0.25}}], ids=str)
@@ -188,7 +220,7 @@ def test_islands(ranks: RankPool, fields: dict[str, Any]) -> None:
 
 def in_parts(tensor: int, pipeline: int) -> list[str]:
     found = []
-    for residence in ({}, ON_HOST):
+    for residence in ({}, BOTH):
         plan = grids.plan_for(WORLD // (tensor * pipeline), tensor, pipeline).with_(**residence)
         model = tw.parallelize(grids.build("llama"), plan, loss=cross_entropy)
         optim = model.optimizer(torch.optim.AdamW, lr=1e-2)
@@ -210,13 +242,24 @@ def test_parts_of_a_model(ranks: RankPool, tensor: int, pipeline: int) -> None:
 def written_outside(way: str) -> list[str]:
     """What differs where code outside of steps reads and writes masters and states."""
     rank, found = torch.distributed.get_rank(), []
-    for residence in ({}, ON_HOST):
+    for residence in ({}, ALL):
         torch.manual_seed(0)
         model = tw.shard(build(Stack), tw.Plan.preset("zero1", nodes=2, local=2, **residence))
         optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
         for step in range(4):
             model(data(step, rank)).float().square().mean().backward()
+            if way == "gradients":
+                for number, parameter in enumerate(model.parameters()):
+                    if number % 3 == 0:
+                        parameter.grad = None
+                    elif number % 3 == 1:
+                        assert parameter.grad is not None
+                        parameter.grad.mul_(0.5)
+                    else:
+                        parameter.grad = torch.ones(parameter.shape)
             optim.step()
+            if way == "gradients" and not step:
+                continue  # the next gradients are added to these
             optim.zero_grad()
             if way == "write":
                 with torch.no_grad():
@@ -236,7 +279,7 @@ def written_outside(way: str) -> list[str]:
     return unlike(*found)
 
 
-@pytest.mark.parametrize("way", ["write", "states", "whole", "copy"])
+@pytest.mark.parametrize("way", ["write", "states", "whole", "copy", "gradients"])
 def test_code_outside_of_steps(ranks: RankPool, way: str) -> None:
     assert ranks.run(written_outside, way) == [[]] * WORLD
 
@@ -265,17 +308,20 @@ def test_a_host_that_is_too_small_is_refused(ranks: RankPool) -> None:
     assert all("are free; shard them over more ranks" in said for said in ranks.run(refused_memory))
 
 
-def copied(name: str, fields: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+def copied(name: str, fields: dict[str, Any], residence: str) -> tuple[list[Any], list[Any]]:
     """Units and bytes of a step's copies, as they happened and as the program says."""
     happened: list[Any] = []
     begin = HostStates._begin
 
     def noted(states: HostStates, units: Any) -> Any:
         begun = begin(states, units)
-        happened.append((tuple(units), sum(host.nbytes for host, _ in begun[1].copies)))
+        both_ways, gradients = begun[1].copies, begun[1].gradients
+        nbytes = sum(host.nbytes for host, _ in both_ways) + sum(one.memory.nbytes for one, _ in gradients)
+        happened.append((tuple(units), nbytes))
         return begun
 
-    model = tw.shard(build(Stack), tw.Plan.preset(name, nodes=2, local=2, **fields, **ON_HOST))
+    plan = tw.Plan.preset(name, nodes=2, local=2, **fields, **RESIDENCES[residence])
+    model = tw.shard(build(Stack), plan)
     optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
     for step in range(3):
         model(data(step, torch.distributed.get_rank())).float().square().mean().backward()
@@ -285,35 +331,82 @@ def copied(name: str, fields: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     engine = runtime(model)
     share = engine.sharded.axes[Axis.SHARD, Lane.REDUCE].index
     said = []
-    for op in (op for op in engine.programs.program(1).operations if op.lane is HostLane.UP):
+    moments = 8 * plan.residence.streams_states
+    step_event = Event(Phase.STEP, -1, 0)
+    for op in (op for op in engine.programs.program(1).starts(step_event) if op.lane is HostLane.UP):
         buffers = [b for unit in op.units for b in engine.units[unit].buffers if b.layout.trainable]
         padded = sum(run.length for b in buffers for run in b.shares[share])
         owned = sum(one.value.numel() for one in optim.fragments if one.unit in op.units)
-        said.append((op.units, op.size - 8 * (padded - owned)))  # padding has masters, and no moments
+        said.append((op.units, op.size - moments * (padded - owned)))  # padding has no moments
     return happened, said
 
 
 @pytest.mark.parametrize("fields", [{}, {"compute_dtype": "float32"}, {"spread_bytes": 1 << 20}], ids=str)
 @pytest.mark.parametrize("name", ["zero1", "zero3", "hpz", "zeropp"])
-def test_the_runtime_copies_what_the_program_says(ranks: RankPool, name: str, fields: dict[str, Any]) -> None:
-    for happened, said in ranks.run(copied, name, fields):
+@pytest.mark.parametrize("residence", in_every_run("all", all_of=STREAMED))
+def test_the_runtime_copies_what_the_program_says(
+    ranks: RankPool, name: str, fields: dict[str, Any], residence: str
+) -> None:
+    for happened, said in ranks.run(copied, name, fields, residence):
         assert happened == said
         assert sum(nbytes for _, nbytes in said) > 0
+
+
+def went_down(name: str, fields: dict[str, Any], residence: str) -> tuple[int, int]:
+    """Bytes of a step that went to the host, as they did and as the program says."""
+    plan = tw.Plan.preset(name, nodes=2, local=2, **fields, **RESIDENCES[residence])
+    model = tw.shard(build(Stack), plan)
+    optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
+    sent: list[int] = []
+    send = Lanes.send
+
+    def noted(lanes: Lanes, source: torch.Tensor, target: torch.Tensor) -> None:
+        sent.append(source.nbytes)
+        send(lanes, source, target)
+
+    with mock.patch.object(Lanes, "send", noted):
+        for step in range(3):
+            sent.clear()
+            for number in tw.micro_batches(model, range(plan.micro_batches)):
+                model(data(step + 7 * number, torch.distributed.get_rank())).float().square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+            runtime(model).join_spreads()
+    engine = runtime(model)
+    program = engine.programs.program(plan.micro_batches)
+    said = sum(op.size for op in program.operations if op.lane is HostLane.DOWN)
+    share = engine.sharded.axes[Axis.SHARD, Lane.REDUCE].index
+    trained = [b for unit in engine.units for b in unit.buffers if b.layout.trainable]
+    padded = sum(run.length for buffer in trained for run in buffer.shares[share])
+    padding = padded - sum(one.value.numel() for one in optim.fragments)
+    moments = 8 * (plan.residence.optimizer == "host-stream")
+    return sum(sent), said - moments * padding  # padding has no moments
+
+
+@pytest.mark.parametrize("fields", [{"micro_batches": 3}, {"accumulate_dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("name", in_every_run("zero1", "zero3", all_of=["ddp", "zero1", "zero2", "zero3", "thinwire"]))
+@pytest.mark.parametrize("residence", RESIDENCES)
+def test_what_goes_down_is_what_the_program_says(
+    ranks: RankPool, name: str, fields: dict[str, Any], residence: str
+) -> None:
+    for happened, said in ranks.run(went_down, name, fields, residence):
+        assert happened == said
 
 
 # -- the order of copies and updates ---------------------------------------------------------------------------
 
 
-def stepped(name: str, dtype: str, fused: bool, skip: bool) -> list[str]:
+def stepped(name: str, dtype: str, fused: bool, skip: bool, residence: str = "optimizer") -> list[str]:
     """Hazards of some steps on simulated streams."""
     with check_streams("never") as check:
         torch.default_generator.manual_seed(0)
-        plan = tw.Plan.preset(name, nodes=2, local=2, compute_dtype=dtype, bucket_bytes=1, **ON_HOST)
+        plan = tw.Plan.preset(name, nodes=2, local=2, compute_dtype=dtype, bucket_bytes=1, **RESIDENCES[residence])
         model = tw.shard(build(Stack), plan, codec_backend="reference")
         options = {"lr": 1e-2, "fused": fused}
         optim = tw.optimizer(model, torch.optim.AdamW, skip_nonfinite=skip, **options)
         for step in range(4):
-            model(data(step, torch.distributed.get_rank())).float().square().mean().backward()
+            for number in tw.micro_batches(model, range(1 + step % 2)):
+                model(data(step + 7 * number, torch.distributed.get_rank())).float().square().mean().backward()
             if step % 2:
                 tw.clip_grad_norm_(model, 0.05)
             optim.step()
@@ -335,11 +428,11 @@ class Skipping(torch.nn.Module):
         return x
 
 
-def skipped(name: str) -> list[str]:
+def skipped(name: str, residence: str = "optimizer") -> list[str]:
     """Hazards of steps in which the last unit does not run, so that nothing but its update is about its gradients."""
     with check_streams("never") as check:
         torch.default_generator.manual_seed(0)
-        plan = tw.Plan.preset(name, nodes=2, local=2, compute_dtype="float32", bucket_bytes=1, **ON_HOST)
+        plan = tw.Plan.preset(name, nodes=2, local=2, compute_dtype="float32", bucket_bytes=1, **RESIDENCES[residence])
         model = tw.shard(Skipping(), plan)
         optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2, fused=True)  # others make the host wait
         for step in range(4):
@@ -349,11 +442,11 @@ def skipped(name: str) -> list[str]:
     return [str(hazard) for hazard in check.hazards]
 
 
-def given(name: str) -> list[str]:
+def given(name: str, residence: str = "optimizer") -> list[str]:
     """Hazards where gradients are given right after a step, whose updates read the last ones."""
     with check_streams("never") as check:
         torch.default_generator.manual_seed(0)
-        plan = tw.Plan.preset(name, nodes=2, local=2, compute_dtype="float32", bucket_bytes=1, **ON_HOST)
+        plan = tw.Plan.preset(name, nodes=2, local=2, compute_dtype="float32", bucket_bytes=1, **RESIDENCES[residence])
         model = tw.shard(build(Stack), plan)
         optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2, fused=True)  # others make the host wait
         for step in range(3):
@@ -366,16 +459,28 @@ def given(name: str) -> list[str]:
     return [str(hazard) for hazard in check.hazards]
 
 
+def of_any_residence(name: str) -> list[str]:
+    """Hazards of steps, of gradients that are given, and of units that do not run."""
+    return [
+        hazard
+        for residence in RESIDENCES
+        for hazard in (
+            *stepped(name, "bfloat16", False, False, residence),
+            *given(name, residence),
+            *skipped(name, residence),
+        )
+    ]
+
+
 def assert_ordered(name: str) -> None:
     """Steps on streams have no hazards."""
-    outcomes = run_ranks(WORLD, stepped, name, "bfloat16", False, False)
-    for hazards in (*outcomes, *run_ranks(WORLD, given, name), *run_ranks(WORLD, skipped, name)):
+    for hazards in run_ranks(WORLD, of_any_residence, name):
         assert not hazards, "\n".join(hazards[:3])
 
 
 def assert_alike(name: str) -> None:
     """Steps on threads give the bits of states on the device."""
-    assert run_ranks(WORLD, differences, name, {}, "adamw", {}) == [[]] * WORLD
+    assert run_ranks(WORLD, differences, name, {}, "adamw", {}, tuple(RESIDENCES)) == [[]] * WORLD
 
 
 @pytest.mark.parametrize("name", ["zero1", pytest.param("ddp", marks=pytest.mark.slow)])
@@ -393,8 +498,11 @@ def test_whatever_writes_gradients_waits_for_their_update(name: str) -> None:
         pytest.param("zeropp", "bfloat16", True, False, marks=pytest.mark.slow),
     ],
 )
-def test_every_access_is_ordered(ranks: RankPool, name: str, dtype: str, fused: bool, skip: bool) -> None:
-    for hazards in ranks.run(stepped, name, dtype, fused, skip):
+@pytest.mark.parametrize("residence", RESIDENCES)
+def test_every_access_is_ordered(
+    ranks: RankPool, name: str, dtype: str, fused: bool, skip: bool, residence: str
+) -> None:
+    for hazards in ranks.run(stepped, name, dtype, fused, skip, residence):
         assert not hazards, "\n".join(hazards[:3])
 
 

@@ -79,3 +79,29 @@ def assert_alike(got: Results, want: Results) -> None:
             assert math.isclose(one[key], other[key], rel_tol=2e-4), (key, one, other)
     for name, value in want.weights.items():
         torch.testing.assert_close(got.weights[name], value, rtol=1e-4, atol=1e-5)
+
+
+def tokenizer_of(text: str) -> Any:
+    """A tokenizer of the characters of a text."""
+    import tokenizers
+
+    symbols = ["?", "<end>", *sorted(set(text))]
+    characters = tokenizers.Tokenizer(tokenizers.models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, "?"))
+    characters.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=characters, eos_token="<end>", pad_token="<end>", unk_token="?"
+    )
+
+
+def reader(vocabulary: int) -> Any:
+    """A Llama for texts."""
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=vocabulary, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+        )
+    )
+
+
+def logged(trainer: Any, *keys: str) -> list[dict[str, float]]:
+    return [{key: float(entry[key]) for key in keys} for entry in trainer.state.log_history if "loss" in entry]

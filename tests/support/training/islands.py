@@ -17,7 +17,8 @@ Fields = dict[str, Any]
 
 def plan_of(preset: str = "zero1", *, nodes: int = 1, local: int = 1, islands: Fields, **fields: Any) -> tw.Plan:
     """A preset on the mesh of one island, and islands of it."""
-    plan = tw.Plan.preset(preset, nodes=nodes, local=local, compute_dtype="float32", **fields)
+    dtype = "bfloat16" if islands.get("outer_wire") == "visible" else "float32"
+    plan = tw.Plan.preset(preset, nodes=nodes, local=local, compute_dtype=dtype, **fields)
     return plan.with_(islands={"codec": "none", **islands})
 
 

@@ -148,17 +148,7 @@ class PublishedEngine(Engine):
         """Play a step on a cluster with published rates; arguments as of :class:`thinwire.sim.Engine`."""
         if self.whole_sync:
             plan = _without_scatter(plan)
-        if self.latency is not None:
-            inside, nic = cluster.links.inside, cluster.links.nic
-            changed = {"inside": inside.with_(latency=self.latency[0]), "nic": nic.with_(latency=self.latency[1])}
-            cluster = cluster.with_(links=cluster.links.with_(**changed))
-        efficiency = self.efficiency
-        if self.cards is not None:
-            doublings = max(0.0, math.log2(cluster.links.nic.bandwidth / _CARD))
-            efficiency = replace(efficiency, nic=self.cards[0] * self.cards[1] ** doublings)
-        calls = LibraryCollectives(cluster, efficiency, group=group)
-        multiplied = "bfloat16" if self.messages else plan.compute_dtype
-        rates = EngineRates(cluster, multiplied, efficiency, self.codecs, group)
+        rates, calls = self.prices(plan, cluster, group)
         large = [_large_tensors(part) for part in workload.parts]
         memory = cluster.memory_bandwidth / 8 * self.efficiency.memory
 
@@ -183,6 +173,20 @@ class PublishedEngine(Engine):
         sharers = plan.tp if self.scatters_stages else 1
         costs = AxisCosts(plan, model, workload.seq, rates, calls, cluster.nodes > 1, sharers)
         return step_with_axes(costs, workload, trace=trace, execution=execution)
+
+    def prices(self, plan: Plan, cluster: ClusterSpec, group: int | None) -> tuple[EngineRates, LibraryCollectives]:
+        """What computation and codecs take, and what the library's calls take; arguments as of :meth:`step`."""
+        if self.latency is not None:
+            inside, nic = cluster.links.inside, cluster.links.nic
+            changed = {"inside": inside.with_(latency=self.latency[0]), "nic": nic.with_(latency=self.latency[1])}
+            cluster = cluster.with_(links=cluster.links.with_(**changed))
+        efficiency = self.efficiency
+        if self.cards is not None:
+            doublings = max(0.0, math.log2(cluster.links.nic.bandwidth / _CARD))
+            efficiency = replace(efficiency, nic=self.cards[0] * self.cards[1] ** doublings)
+        multiplied = "bfloat16" if self.messages else plan.compute_dtype
+        rates = EngineRates(cluster, multiplied, efficiency, self.codecs, group)
+        return rates, LibraryCollectives(cluster, efficiency, group=group)
 
     def _copied(self, plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> float:
         """Bytes that the accelerator copies for an operation."""

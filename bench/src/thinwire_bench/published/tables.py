@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from thinwire.sim import Answer, Case, answer
-from thinwire_bench.published import amsp, efa, hybrid, internevo, memory, zeropp
+from thinwire_bench.published import amsp, efa, generation, hybrid, internevo, memory, zeropp
 from thinwire_bench.published.calibration import PublishedRow, rows
 
 __all__ = ["TABLES", "RowComparison", "Table", "mean_error", "reproduce"]
@@ -109,6 +109,15 @@ TABLES: tuple[Table, ...] = (
         zeropp.is_stated,
         zeropp.cases,
         zeropp.stated,
+    ),
+    Table(
+        "zeropp",
+        "ZeRO++, RLHF: tokens/s of a GPU in generation, gain",
+        "deepspeed",
+        None,
+        generation.is_generation,
+        generation.cases,
+        generation.figure,
     ),
     Table("efa", "DeepSpeed on EFA: TFLOPS of a GPU", "deepspeed", 0.12, efa.is_throughput, efa.cases, efa.tflops),
     Table(

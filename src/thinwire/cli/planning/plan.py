@@ -68,7 +68,9 @@ class PlanOptions:
         Literal["auto", "on", "off"],
         typer.Option(metavar="WHEN", help="Recompute: auto, on or off.", show_default=False),
     ] = "auto"
-    offload: Annotated[bool, typer.Option("--offload", help="Optimizer states live on the host.")] = False
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Optimizer states, gradients, parameters may live on the host.")
+    ] = False
     tp: Annotated[
         str | None, typer.Option(metavar="auto|N,...", help="Tensor-parallel sizes to try.", show_default=False)
     ] = None
@@ -278,8 +280,9 @@ def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob
         leaf_of: The leaf switch of each host, in the order of ``--hosts``.
     """
     from thinwire.errors import UsageError
-    from thinwire.plan import TrainingJob, leaf_numbers
+    from thinwire.plan import OFFLOADED, TrainingJob, leaf_numbers
     from thinwire.spec import ModelSpec
+    from thinwire.spec.plan_parts.residence import Residence
     from thinwire.spec.profile import Profile
     from thinwire.units import parse_count
 
@@ -305,7 +308,7 @@ def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob
         tokens_per_step=parse_count(options.tokens_per_step),
         micro_batch=options.micro_batch,
         recompute={"auto": None, "on": True, "off": False}[options.recompute],
-        offload=options.offload,
+        residences=OFFLOADED if options.offload else (Residence(),),
         codecs=options.codecs or "standard",
         clip=options.clip,
         causal_flops=options.causal_mfu,
@@ -331,7 +334,8 @@ def _fastest(job: TrainingJob, options: PlanOptions, answer: Answer) -> None:
         answer.show(
             "no data-parallel plan fits, so tensor and pipeline parallelism were tried as well (--tp auto --pp auto)"
         )
-        offloaded = () if asked.offload else planner.search(replace(asked, offload=True), top=1).candidates
+        more = replace(asked, residences=planner.OFFLOADED)
+        offloaded = planner.search(more, top=1).candidates if len(asked.residences) == 1 else ()
         for priced in offloaded[:1]:
             memory = f"{format_bytes(priced.memory.total)} per rank and {format_bytes(priced.memory.host)} of its host"
             answer.show(f"with --offload: {planner.summary(priced.plan)}, {priced.seconds:.3f} s a step, {memory}")

@@ -13,7 +13,15 @@ from thinwire.cost.memory.activations import (
     message_bytes,
 )
 from thinwire.cost.memory.stages import PipelineShare, demanding_stages, held_units, stage_model, stages
-from thinwire.cost.memory.states import ModelStates, States, feedback_bytes, island_bytes, largest_batch, largest_owned
+from thinwire.cost.memory.states import (
+    ModelStates,
+    States,
+    feedback_bytes,
+    island_bytes,
+    largest_batch,
+    largest_owned,
+    visiting,
+)
 from thinwire.cost.memory.workspace import Workspace
 from thinwire.program import UnitInfo
 from thinwire.spec import ModelSpec, Plan
@@ -121,8 +129,8 @@ def _held(
     numel, workspace = sum(buffer.numel for unit in units for buffer in unit.buffers), Workspace(units)
     chain, several = (plan.params, plan.grads, plan.optimizer), plan.micro_batches > 1
     kept = ModelStates.of(states or States.of(plan), chain, plan.secondary, numel, share, several=several)
-    if plan.residence.optimizer != "device":
-        kept = kept.streamed(largest_batch(plan, units))
+    if plan.residence.updates_in_batches:
+        kept = kept.streamed(plan.residence, largest_batch(plan, units), visiting(plan, units))
     if states is not None:  # other systems keep a shard of gradients and nothing else of them
         kept = kept._replace(grads=states.grads * (numel // plan.grads.ranks))
     return kept, workspace.gathered(plan), workspace.buffers(plan), feedback_bytes(plan, numel)

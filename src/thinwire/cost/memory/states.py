@@ -10,14 +10,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from thinwire.program import SLOTS, Axis, Even, HostLane, UnitInfo, axis_shape, lower, together
+from thinwire.program import (
+    LEAVING,
+    SLOTS,
+    Axis,
+    Even,
+    Event,
+    HostLane,
+    Phase,
+    UnitInfo,
+    axis_shape,
+    buckets,
+    gradient_bytes,
+    lower,
+    together,
+)
 from thinwire.program.wire import ITEMSIZE, change_encodings, reduction_codecs
 from thinwire.spec import Factor, Plan
 from thinwire.spec.plan import cut_alike
+from thinwire.spec.plan_parts.residence import Residence
 
 __all__ = [
     "AMSP_STATES", "ModelStates", "States", "feedback_bytes", "island_bytes", "largest_batch", "largest_owned",
+    "visiting",
 ]  # fmt: skip
+
+
+_STEP = Event(Phase.STEP, -1, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +56,8 @@ class States:
     @classmethod
     def of(cls, plan: Plan) -> States:
         """The states of thinwire's runtime with AdamW. fp32 parameters serve as their own masters."""
-        return cls.of_dtypes(plan.compute_dtype, plan.accumulate_dtype, alike=plan.params == plan.optimizer)
+        alike = plan.params == plan.optimizer and not plan.residence.has_masters
+        return cls.of_dtypes(plan.compute_dtype, plan.accumulate_dtype, alike=alike)
 
     @classmethod
     def of_dtypes(cls, compute_dtype: str, accumulate_dtype: str, *, alike: bool) -> States:
@@ -58,7 +78,7 @@ class ModelStates(NamedTuple):
         grads: Bytes of the ``G`` shard, and of the gradients of the optimizer's share.
         optimizer: Bytes of the ``OS`` shard.
         secondary: Bytes of the secondary parameter shard.
-        host: Bytes of ``OS`` on the host.
+        host: Bytes of them on the host.
     """
 
     params: int
@@ -72,13 +92,28 @@ class ModelStates(NamedTuple):
         """Bytes of all of them on the device."""
         return self.params + self.grads + self.optimizer + self.secondary
 
-    def streamed(self, largest: int) -> ModelStates:
-        """The same with ``OS`` on the host, where it passes through slots of the device.
+    def streamed(self, residence: Residence, slot: int, visiting: tuple[int, int]) -> ModelStates:
+        """The same with what lives on the host there.
 
         Args:
-            largest: Bytes of ``OS`` in the largest batch of units that is updated at once.
+            residence: What lives on the host.
+            slot: Bytes that come to the device for the update of the largest batch of units.
+            visiting: Bytes of parameters that are on the device at once for new values, and of gradients in a backward.
         """
-        return self._replace(optimizer=min(self.optimizer, SLOTS * largest), host=self.optimizer)
+        params = self.params * residence.streams_params
+        optimizer = self.optimizer * residence.streams_states
+        grads = self.grads * residence.streams_gradients
+        kept = self._replace(
+            params=self.params - params + min(visiting[0], params),
+            optimizer=self.optimizer - optimizer,
+            grads=self.grads - grads,
+            host=params + optimizer + grads,
+        )
+        # Slots hold both; they are counted where the larger part of them is.
+        slots = min(SLOTS * slot, optimizer + grads)
+        name = "optimizer" if residence.streams_states else "grads"
+        kept = kept._replace(**{name: getattr(kept, name) + slots})
+        return kept._replace(grads=kept.grads + min(visiting[1], grads))
 
     @classmethod
     def of(
@@ -115,8 +150,24 @@ class ModelStates(NamedTuple):
 
 
 def largest_batch(plan: Plan, units: Sequence[UnitInfo]) -> int:
-    """Bytes of ``OS`` in the largest batch of units that is updated at once."""
-    return max((op.size for op in lower(plan, units).operations if op.lane is HostLane.UP), default=0)
+    """Bytes that come to the device for the update of the largest batch of units."""
+    return max((op.size for op in lower(plan, units).starts(_STEP) if op.lane is HostLane.UP), default=0)
+
+
+def visiting(plan: Plan, units: Sequence[UnitInfo]) -> tuple[int, int]:
+    """Bytes of what lives on the host and is on the device at once: parameters with new values, and gradients in a
+    backward, which are those of a bucket that is filling up, of reductions under way, and of copies to the host."""
+    shard = max((sum(b.itemsize * sum(b.shares) for b in unit.buffers if b.trainable) for unit in units), default=0)
+    order = [unit for unit in reversed(range(len(units))) if units[unit].trainable]
+    several = plan.micro_batches > 1 and not plan.grads_like_optimizer
+    sizes = {}
+    for unit in order:
+        shards = [sum(buffer.shares) for buffer in units[unit].buffers if buffer.trainable]
+        shares = [max(buffer.shares) for buffer in units[unit].buffers if buffer.trainable]
+        sizes[unit] = gradient_bytes(plan) * (sum(shares) + (sum(shards) if several else 0))
+    together = [sum(sizes[unit] for unit in bucket) for bucket in buckets(plan, units, order)]
+    gradients = max(together, default=0) * (2 if len(together) > 1 else 1) + LEAVING * max(sizes.values(), default=0)
+    return (LEAVING + 1) * shard, gradients
 
 
 def largest_owned(units: Sequence[UnitInfo]) -> int:
@@ -137,6 +188,9 @@ def island_bytes(plan: Plan, share: int) -> int:
     if islands.error_feedback and not change_encodings(plan).gather.codec.is_none:
         kept += piece if islands.count == 2 else piece + piece // islands.count
     under_way = 2 * piece + (share if replicas > 1 else 0)
+    if islands.sends_visible:
+        kept += piece
+        under_way += piece  # two bf16 values for each
     return 4 * (kept + -(-under_way // islands.fragments))
 
 

@@ -68,7 +68,7 @@ class Workspace:
     def gathered(self, plan: Plan) -> int:
         """Bytes of the units that computation and prefetch hold at once, and of those that stay gathered until
         backward. Units of one block are prefetched together."""
-        if plan.params.ranks == 1:
+        if not plan.gathers:
             return 0
         if plan.gathers_by_bytes:
             return gathered_peak(plan, self._units, default_trace(self._units, recompute=plan.recompute))

@@ -25,7 +25,6 @@ from thinwire.plan.training_job import TrainingJob
 from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import Factor, Plan
-from thinwire.spec.plan_parts.residence import Residence
 
 __all__ = ["CandidateGroup", "Candidates", "Candidate", "ByBound"]
 
@@ -155,7 +154,7 @@ class Candidates:
             tp=cut.tp,
             pp=cut.pp,
             pipeline_schedule=cut.schedule,
-            residence=Residence(optimizer="host-stream" if job.offload else "device"),
+            residence=job.residences[0],
         )
         self.bucket_bytes = _bucket_bytes(job, self.mesh, sum(part.numel for part in job.parts(base)))
         self._base = base.trusted(bucket_bytes=self.bucket_bytes)

@@ -61,12 +61,14 @@ class StateBytes:
                 plan = base.trusted(params=params, grads=optimizer, optimizer=optimizer)
                 self._held[key] = [stage.both(plan) for stage in self._stages]
             held = self._held[key]
-        states = States.of_dtypes(base.compute_dtype, base.accumulate_dtype, alike=params == optimizer)
+        states = States.of_dtypes(
+            base.compute_dtype, base.accumulate_dtype, alike=params == optimizer and not base.residence.has_masters
+        )
         kept = []
         for size, numel, largest in zip(held, self._numels, self._largest, strict=True):
             of_stage = ModelStates.of(states, chain, secondary, numel, numel // optimizer.ranks, several=several)
-            if base.residence.optimizer != "device":
-                of_stage = of_stage.streamed(states.optimizer * largest // optimizer.ranks)
+            if base.residence.updates_in_batches:
+                of_stage = of_stage.streamed(base.residence, states.optimizer * largest // optimizer.ranks, (0, 0))
             kept.append(size + of_stage.on_device)
         return kept
 

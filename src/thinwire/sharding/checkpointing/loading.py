@@ -345,7 +345,7 @@ def _want_feedback(
         manifest,
         vectors,
         same_plan=same_plan,
-        keeps=islands is not None and islands.error_feedback > 0,
+        keeps=islands is not None and islands.keeps_lost,
     )
     return wanted, outer
 
@@ -372,7 +372,7 @@ def _want_lost(
     for number in stored:
         name = of_part(f"{key}/{number}", sharded.part)
         sizes = _sizes_of_ranks(stored[number], manifest.vectors.get(name), len(ranks), name)
-        wanted[number] = torch.zeros(sizes[rank], device=sharded.arena.device)
+        wanted[number] = torch.zeros(sizes[rank], device=sharded.device)
         vectors.add(name, sum(sizes), sum(sizes[:rank]), wanted[number])
     return wanted
 

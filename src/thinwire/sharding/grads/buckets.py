@@ -186,7 +186,7 @@ class Bucket:
             if any(first < last for first, last in spans):
                 fragments.append(ChunkPart(gradient, spans))
         sizes = tuple(max(0, min(end, numel) - begin) for numel in self.numels)
-        device, inside = self.gradients[0].owned.values.device, tuple(fragment.gradient for fragment in fragments)
+        device, inside = self.gradients[0].owned.device, tuple(fragment.gradient for fragment in fragments)
         return BucketChunk(tuple(fragments), sizes, begin, device, is_even, inside)
 
 

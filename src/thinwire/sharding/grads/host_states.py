@@ -1,9 +1,10 @@
-"""Masters and optimizer states that live on the host, and their way through the device for each update.
+"""What an update needs of the host: masters, optimizer states and gradients that live there, and their way through the
+device.
 
 The host's tensors are the only masters there are: whoever reads or writes them outside of an update, as checkpoints do,
 reads and writes what the next update begins with. For an update, the optimizer's tensors point at a *slot*, memory of
 the device that a batch of units at a time passes through. A ring of slots bounds that memory: while one batch is
-updated, the next one comes up, and the one before goes down.
+updated, the next one comes up, and the states of the one before go down.
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from thinwire.program import AHEAD, SLOTS, Axis, HostLane
+from thinwire.sharding.grads.accumulators import HostAccumulator
+from thinwire.sharding.grads.host_memory import Ring, Slot, carved, room
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.params.param_group import FlatBuffer, Unit
 
 __all__ = ["HostStates"]
-
-_ALIGNED = 256
-"""Bytes at whose multiples what is copied as one begins in a slot."""
 
 
 @dataclass
@@ -38,12 +39,14 @@ class _Stored:
             the P shard, on the device, holds the masters.
         tensors: The optimizer's tensors on the host; none before its first update.
         memory: Memory for them, of bytes, in which they lie end to end.
+        gradients: Gradients that live on the host.
     """
 
     masters: list[FlatBuffer]
     fragments: list[tuple[OwnedFragment, tuple[FlatBuffer, int] | None]]
     tensors: list[torch.Tensor] = field(default_factory=list)
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    gradients: list[HostAccumulator] = field(default_factory=list)
 
     @property
     def numel(self) -> int:
@@ -53,20 +56,8 @@ class _Stored:
     @property
     def nbytes(self) -> int:
         """Bytes that the unit takes in a slot."""
-        return sum(_room(_master(buffer).nbytes) for buffer in self.masters) + _room(self.memory.nbytes)
-
-
-@dataclass
-class _Slot:
-    """Memory of the device that batches of units pass through.
-
-    Attributes:
-        memory: Bytes.
-        users: Tickets of what reads or writes it.
-    """
-
-    memory: torch.Tensor
-    users: Sequence[Ticket] = ()
+        parts = [*map(_master, self.masters), self.memory, *(gradient.memory for gradient in self.gradients)]
+        return sum(room(part.nbytes) for part in parts)
 
 
 @dataclass
@@ -74,17 +65,19 @@ class _Staged:
     """A batch of units in a slot: pairs of tensors on the host and on the device.
 
     Attributes:
-        copies: What is copied.
+        copies: What is copied both ways.
+        gradients: Gradients, which only come up.
         masters: Buffers with their masters on the device.
         pointed: Tensors that point at the device during the update, with their places on the host and there.
     """
 
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    gradients: list[tuple[HostAccumulator, torch.Tensor]] = field(default_factory=list)
     masters: list[tuple[FlatBuffer, torch.Tensor]] = field(default_factory=list)
     pointed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def come_up(self) -> None:
-        for host, device in self.copies:
+        for host, device in (*self.copies, *((gradient.memory, place) for gradient, place in self.gradients)):
             device.copy_(host, non_blocking=True)
 
     @contextlib.contextmanager
@@ -94,9 +87,13 @@ class _Staged:
             tensor.data = device
         for buffer, master in self.masters:
             buffer.staged = master
+        for gradient, place in self.gradients:
+            gradient.shown = place
         try:
             yield
         finally:
+            for gradient, _ in self.gradients:
+                gradient.shown = None
             for tensor, host, _ in self.pointed:
                 tensor.data = host
             for buffer, _ in self.masters:
@@ -104,16 +101,18 @@ class _Staged:
 
 
 class HostStates:
-    """The masters and optimizer states of one model's share that live on the host.
+    """The masters, optimizer states and gradients of one model's share that live on the host.
 
     Args:
         optimizer: The optimizer over the fragments.
         fragments: All fragments that this rank updates.
         units: Units of the model.
+        gradients: Gradients by unit.
         lanes: Lanes of the model.
         device: Device of the model.
-        state_bytes: Bytes per element of what the optimizer is expected to keep. Their memory is locked in its place
-            now, as a whole: to lock a part takes as long, and in the middle of a step it stops other ranks.
+        state_bytes: Bytes per element of what the optimizer is expected to keep; ``None`` if its states live on the
+            device. Their memory is locked in its place now, as a whole: to lock a part takes as long, and in the middle
+            of a step it stops other ranks.
     """
 
     def __init__(
@@ -121,52 +120,71 @@ class HostStates:
         optimizer: torch.optim.Optimizer,
         fragments: Sequence[OwnedFragment],
         units: Sequence[Unit],
+        gradients: Mapping[int, Sequence[UnitGradient]],
         lanes: Lanes,
         device: torch.device,
-        state_bytes: int,
+        state_bytes: int | None,
     ) -> None:
         self._optimizer, self._lanes, self._device = optimizer, lanes, device
         of_units: dict[int, list[OwnedFragment]] = {unit.index: [] for unit in units}
         for owned in fragments:
             of_units[owned.unit].append(owned)
-        self._stored = {unit.index: _stored(unit, of_units[unit.index]) for unit in units}
-        expected = [state_bytes * stored.numel for stored in self._stored.values()]
+        self._has_states = state_bytes is not None
+        self._stored = {unit.index: _stored(unit, of_units[unit.index], states=self._has_states) for unit in units}
+        for index, parts in gradients.items():
+            self._stored[index].gradients = [p.owned for p in parts if isinstance(p.owned, HostAccumulator)]
+        expected = [(state_bytes or 0) * stored.numel for stored in self._stored.values()]
         memory = lanes.host_memory(sum(expected))
         for stored, part in zip(self._stored.values(), memory.split(expected), strict=True):
             stored.memory = part
         self._names = {unit.index: unit.name for unit in units}
-        nothing = torch.empty(0, dtype=torch.uint8, device=device)
-        self._ring = deque(_Slot(nothing) for _ in range(SLOTS))
+        self._ring = Ring(SLOTS, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device))
+        self._going_down = list[Ticket]()  # results of the last update
 
     def update(
         self,
         batches: Sequence[Sequence[int]],
+        prepare: Callable[[Sequence[int]], None],
         act: Callable[[Sequence[int]], None],
+        write: Callable[[Sequence[int]], None],
         then: Callable[[Sequence[int], Ticket | None], Sequence[Ticket]],
     ) -> None:
-        """Update units, batch by batch, once the host has the results of the last update. On a device with streams,
-        computation goes on meanwhile.
+        """Update units, batch by batch. On a device with streams, computation goes on meanwhile.
 
         Args:
             batches: Numbers of the units, in the order of the update.
+            prepare: Called with a batch before it is written.
             act: Updates a batch, which is on the device.
+            write: Casts the new masters of a batch into its P shards.
             then: Called with a batch and the ticket of its update (``None`` if it has ended); returns the tickets of
                 what reads its masters.
         """
-        self.settle()
-        self._make_room(batches)
-        coming = deque[tuple[_Slot, _Staged, Ticket]]()
+        for ticket in self._going_down:
+            ticket.wait()
+        self._going_down.clear()
+        self._makeroom(batches)
+        coming = deque[tuple[Slot, _Staged, Ticket]]()
         for number, units in enumerate(batches):
             for batch in batches[number + len(coming) : number + AHEAD + 1]:
                 coming.append(self._begin(batch))
             slot, staged, up = coming.popleft()
+
+            prepare(units)
+
+            def perform(units: Sequence[int] = units) -> None:
+                act(units)
+                write(units)
+
             with staged.shown():
-                updated = self._perform(functools.partial(act, units), units, up)
+                updated = self._perform(perform, units, up)
                 slot.users = then(units, updated)
                 self._take_new(units, staged)
+            if not staged.copies:
+                continue
             after = () if updated is None else (updated,)
             load = self._load("states down", units)
             down = self._lanes.submit(HostLane.DOWN, functools.partial(self._go_down, staged), after=after, load=load)
+            self._going_down.append(down)
             slot.users = (*slot.users, down)
 
     @contextlib.contextmanager
@@ -187,16 +205,15 @@ class HostStates:
 
     # -- one batch ---------------------------------------------------------------------------------------------
 
-    def _begin(self, units: Sequence[int]) -> tuple[_Slot, _Staged, Ticket]:
+    def _begin(self, units: Sequence[int]) -> tuple[Slot, _Staged, Ticket]:
         """Let the states of a batch come up."""
-        slot = self._ring[0]
-        self._ring.rotate(-1)
+        slot = self._ring.next()
         staged = self._staged(units, slot.memory)
         up = self._lanes.submit(HostLane.UP, staged.come_up, after=slot.users, load=self._load("states up", units))
         return slot, staged, up
 
     def _perform(self, act: Callable[[], None], units: Sequence[int], up: Ticket) -> Ticket | None:
-        if self._lanes.home.exists:
+        if self._lanes.home.exists and self._has_states:  # others may be read on the device right after the step
             return self._lanes.submit(HostLane.UPDATE, act, after=(up,), load=self._load("update", units))
         up.wait()
         act()
@@ -214,13 +231,9 @@ class HostStates:
     def _size(self, units: Sequence[int]) -> int:
         return sum(self._stored[unit].nbytes for unit in units)
 
-    def _make_room(self, batches: Sequence[Sequence[int]]) -> None:
+    def _makeroom(self, batches: Sequence[Sequence[int]]) -> None:
         """Make the slots large enough for all batches. The host waits for what the old ones are used for."""
-        nbytes = max(map(self._size, batches), default=0)
-        if self._ring[0].memory.nbytes < nbytes:
-            self._lanes.settle()
-            for slot in self._ring:
-                slot.memory, slot.users = torch.empty(nbytes, dtype=torch.uint8, device=self._device), ()
+        self._ring.make_room(max(map(self._size, batches), default=0), self._lanes.settle)
 
     def _staged(self, units: Sequence[int], memory: torch.Tensor) -> _Staged:
         staged, at = _Staged(), 0
@@ -229,7 +242,7 @@ class HostStates:
             for buffer in stored.masters:
                 master = _master(buffer)
                 place = memory[at : at + master.nbytes].view(master.dtype)
-                at += _room(master.nbytes)
+                at += room(master.nbytes)
                 staged.copies.append((master, place))
                 staged.masters.append((buffer, place))
                 on_device[id(buffer)] = place
@@ -238,18 +251,22 @@ class HostStates:
                     buffer, begin = at_master
                     place = on_device[id(buffer)][begin : begin + owned.value.numel()].view(owned.value.shape)
                     staged.pointed.append((owned.value, owned.value.detach(), place))
+            for gradient in stored.gradients:
+                numel, dtype = gradient.memory.numel(), gradient.memory.dtype
+                staged.gradients.append((gradient, memory[at : at + gradient.memory.nbytes].view(dtype)))
+                at += room(numel * dtype.itemsize)
             states = memory[at : at + stored.memory.nbytes]
-            at += _room(stored.memory.nbytes)
+            at += room(stored.memory.nbytes)
             if stored.tensors:
                 staged.copies.append((stored.memory, states))
-                places = _carved(states, stored.tensors)
+                places = carved(states, stored.tensors)
                 staged.pointed += zip(stored.tensors, [t.detach() for t in stored.tensors], places, strict=True)
         return staged
 
     def _take_new(self, units: Sequence[int], staged: _Staged) -> None:
         """Give optimizer states that the update has made a place on the host: those of the fragments' size. Others are
         small, and stay where they are."""
-        for stored in (self._stored[unit] for unit in units):
+        for stored in (self._stored[unit] for unit in units) if self._has_states else ():
             present = [tensor for owned, _ in stored.fragments for tensor in self._states_of(owned)]
             if set(map(id, present)) == set(map(id, stored.tensors)):
                 continue
@@ -260,7 +277,7 @@ class HostStates:
                 memory = self._lanes.host_memory(nbytes)
             values = [tensor.to("cpu", copy=True) for tensor in present]  # some may lie in that memory
             self._lanes.settle()  # that of others belongs to another stream, and ends with them
-            places = _carved(memory, present)
+            places = carved(memory, present)
             for value, place in zip(values, places, strict=True):
                 place.copy_(value)
             known = {id(tensor) for tensor in (*present, *stored.tensors)}
@@ -275,8 +292,8 @@ class HostStates:
                 yield value
 
 
-def _stored(unit: Unit, fragments: Sequence[OwnedFragment]) -> _Stored:
-    masters = [buffer for buffer in unit.buffers if buffer.master is not None]
+def _stored(unit: Unit, fragments: Sequence[OwnedFragment], *, states: bool) -> _Stored:
+    masters = [buffer for buffer in unit.buffers if states and buffer.master is not None]
 
     def place_of(owned: OwnedFragment) -> tuple[FlatBuffer, int] | None:
         value = owned.value
@@ -293,16 +310,3 @@ def _stored(unit: Unit, fragments: Sequence[OwnedFragment]) -> _Stored:
 def _master(buffer: FlatBuffer) -> torch.Tensor:
     assert buffer.master is not None
     return buffer.master
-
-
-def _carved(memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Places for tensors in a memory of bytes, one after another."""
-    places, at = [], 0
-    for tensor in tensors:
-        places.append(memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-        at += tensor.nbytes
-    return places
-
-
-def _room(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNED) * _ALIGNED

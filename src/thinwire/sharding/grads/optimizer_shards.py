@@ -38,6 +38,15 @@ class OwnedFragment:
     grad: torch.Tensor
     source: UnitGradient
 
+    @property
+    def shown(self) -> torch.Tensor:
+        """The gradient, where the optimizer reads it."""
+        owned = self.source.owned
+        if owned.shown is None:
+            return self.grad
+        begin = int(self.grad.storage_offset() - owned.memory.storage_offset())
+        return owned.shown[begin : begin + self.grad.numel()].view(self.grad.shape)
+
 
 def own_fragments(
     units: Iterable[Unit], gradients: Mapping[int, Sequence[UnitGradient]], shard: int, share: int
@@ -54,7 +63,7 @@ def own_fragments(
     for unit in units:
         trained = [buffer for buffer in unit.buffers if buffer.layout.trainable]
         for buffer, part in zip(trained, gradients.get(unit.index, ()), strict=True):
-            gradient = part.owned.values
+            gradient = part.owned.memory
             position = 0
             for run in buffer.shares[share]:
                 for fragment in buffer.layout.fragments(shard, [run]):

@@ -10,6 +10,7 @@ import torch
 
 from thinwire.errors import UsageError
 from thinwire.sharding.grads.host_states import HostStates
+from thinwire.sharding.grads.host_updates import HostUpdates
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 
 __all__ = ["InnerOptimizer", "Unreadable", "make_state", "state_of"]
@@ -33,7 +34,7 @@ class InnerOptimizer:
         optimizer: torch.optim.Optimizer,
         fragments: Sequence[OwnedFragment],
         shown: Sequence[list[Any]],
-        host: HostStates | None = None,
+        host: HostStates | HostUpdates | None = None,
     ) -> None:
         self.optimizer, self.fragments, self.host = optimizer, tuple(fragments), host
         self._shown, self._pieces = shown, [group["params"] for group in optimizer.param_groups]

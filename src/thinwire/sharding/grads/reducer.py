@@ -16,6 +16,8 @@ from functools import cached_property
 
 import torch
 
+from thinwire.program import HostLane
+from thinwire.sharding.grads.accumulators import Departures
 from thinwire.sharding.grads.reductions import Reductions
 from thinwire.sharding.grads.turns import ReductionTurn
 from thinwire.sharding.grads.unit_gradient import UnitGradient
@@ -70,15 +72,24 @@ class Reducer:
         gradients: Gradients by unit, for units with trainable parameters; one for each trainable buffer, in order.
         reductions: Builds the collectives.
         lanes: Lanes that the collectives run on.
+        on_host: Whether gradients live on the host.
 
     Attributes:
         parts: Gradients of all units.
+        on_host: Whether gradients live on the host.
     """
 
-    def __init__(self, gradients: Mapping[int, Sequence[UnitGradient]], reductions: Reductions, lanes: Lanes) -> None:
+    def __init__(
+        self,
+        gradients: Mapping[int, Sequence[UnitGradient]],
+        reductions: Reductions,
+        lanes: Lanes,
+        *,
+        on_host: bool,
+    ) -> None:
         self.gradients, self.reductions = gradients, reductions
         self.parts = tuple(part for parts in gradients.values() for part in parts)
-        self._lanes = lanes
+        self._lanes, self.on_host = lanes, on_host
         self._turns = Turns({}, lambda _: ReductionTurn())
         self._pending: deque[int] = deque()  # units whose turn has not come yet, in order
         self._ready: set[int] = set()  # units whose gradients are complete, and whose turn has not come yet
@@ -87,6 +98,7 @@ class Reducer:
         self._updates: dict[int, Ticket] = {}  # updates that read gradients, by unit
         self._tickets: dict[int, Ticket] = {}  # tickets of this backward, by the operation's index
         self._last = True  # whether this is the step's last backward
+        self._departures = Departures() if on_host else None
 
     # -- a backward, from begin to end -------------------------------------------------------------------------
 
@@ -132,6 +144,8 @@ class Reducer:
                 self._reduced.add(unit)
                 self.reductions.take(parts[0], staged)
                 self.reductions.finish(turn.finishes, last=self._last)
+                if self._departures is not None:
+                    self._send_home(turn.finishes)
                 return
         if late := unit in self._reduced:
             self.join()  # as for a single gradient
@@ -183,18 +197,32 @@ class Reducer:
                 part.reset()
         for part in self.parts:
             part.drop()
+        if self._departures is not None:
+            for unit, parts in self.gradients.items():
+                self._departures.begin(unit, [buffer for part in parts for buffer in part.buffers], ())
+            self._departures.join()
         return frozenset(self._reduced)
 
     def join(self) -> None:
-        """Wait until every reduction has finished."""
+        """Wait until every reduction has finished, and gradients are where they live."""
         while self._under_way:
             self._under_way.popleft().wait()
+        if self._departures is not None:
+            self._departures.join()
+
+    def settle(self) -> None:
+        """Wait until the host can read gradients that live there."""
+        self.join()
+        if self._departures is not None:
+            self._lanes.settle(HostLane.DOWN)
 
     def join_unit(self, unit: int) -> None:
         """Wait until every reduction of one unit has finished, and the update that reads its gradients."""
         for reduction in self._under_way:
             if unit in reduction.units:
                 reduction.wait()
+        if self._departures is not None:
+            self._departures.join(unit)
         if (update := self._updates.pop(unit, None)) is not None:
             update.wait()
 
@@ -252,6 +280,19 @@ class Reducer:
 
     # -- one unit's turn ---------------------------------------------------------------------------------------
 
+    def fetch(self, unit: int) -> None:
+        """Let the gradients of earlier micro-batches come up, because the backward of a unit begins."""
+        for part in self.gradients.get(unit, ()):
+            for buffer in part.buffers:
+                buffer.come_up()
+
+    def _send_home(self, units: Sequence[int]) -> None:
+        """Let the gradients of units go down that take part in no later reduction of this micro-batch."""
+        assert self._departures is not None
+        for unit in units:
+            after = [reduction.ticket for reduction in self._under_way if unit in reduction.units]
+            self._departures.begin(unit, [one for part in self.gradients[unit] for one in part.buffers], after)
+
     def _perform(self, unit: int, turn: ReductionTurn) -> None:
         self._reduced.add(unit)
         for part in self.gradients[unit]:
@@ -262,6 +303,8 @@ class Reducer:
             ticket = self._tickets[operation.index] = self._lanes.submit(operation.lane, moves, after=after, load=load)
             self._under_way.append(_UnderWay(ticket, load.units))
         self.reductions.finish(turn.finishes, last=self._last)
+        if self._departures is not None:
+            self._send_home(turn.finishes)
         # Resolve all counts before waiting, because they count back from the newest reduction.
         for reduction in [self._under_way[-1 - ago] for ago in turn.waits if ago < len(self._under_way)]:
             reduction.wait()

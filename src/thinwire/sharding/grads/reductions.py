@@ -14,8 +14,9 @@ from thinwire.collectives.moves import Moves
 from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter, residual_numel
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Operation, padded
+from thinwire.sharding.grads.accumulators import Accumulator
 from thinwire.sharding.grads.buckets import Bucket, BucketChunk
-from thinwire.sharding.grads.unit_gradient import Accumulator, ReductionConfig, UnitGradient
+from thinwire.sharding.grads.unit_gradient import ReductionConfig, UnitGradient
 from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.params.seeds import Seeds
 from thinwire.spec import Plan
@@ -61,8 +62,8 @@ class _Way:
                 target = Accumulator(allocate(part.layout.shard_numel, torch.float32, self.staged.device))
             else:
                 target = part.local
-            self.shard = self.share = target.values
             self.adds[Axis.PARAMS] = target.claim()
+            self.shard = self.share = target.values
         self.left -= 1
         return self.adds[Axis.PARAMS]
 
@@ -211,7 +212,7 @@ class Reductions:
                 self._ways.pop(part, None)
                 if last:
                     part.unsynced = False
-                    if not part.owned.values.numel():
+                    if not part.owned.memory.numel():
                         part.owned.empty = False  # no reduction writes it, but the gradient is there, as on other ranks
                     if self._topology.shard > 1 and part.has_local:
                         part.local.empty = True
@@ -278,7 +279,8 @@ class Reductions:
             else allocate(mine, torch.float32, chunk.device)
         )
         moves = self._reduce(Axis.SHARD, bucket, number, shards, out, accumulate=in_place and any(adds))
-        return moves if in_place else moves.then(lambda: chunk.deliver(group.index, out, _owned(chunk), adds))
+        owned = _owned(chunk)
+        return moves if in_place else moves.then(lambda: chunk.deliver(group.index, out, owned, adds))
 
     def _reduce(
         self,
@@ -358,7 +360,8 @@ class Reductions:
             seed=self._seeds.next(),
         )
         if not in_place:
-            moves = moves.then(lambda: chunk.deliver(0, summed, _owned(chunk), adds))
+            owned = _owned(chunk)
+            moves = moves.then(lambda: chunk.deliver(0, summed, owned, adds))
         return moves if pack is None else moves.after(pack)
 
     # -- gradients on their way --------------------------------------------------------------------------------
@@ -413,7 +416,7 @@ def _cut(axis: Axis, parts: Sequence[UnitGradient], groups: Mapping[Axis, AxisGr
     by_owner = [list(piece) for piece in zip(*(part.share_sizes for part in parts), strict=True)]
     longest, replicas = max(map(sum, by_owner)), groups[Axis.REPLICA].size
     if axis is Axis.REPLICA:
-        by_owner = [[part.owned.values.numel() for part in parts]]
+        by_owner = [[part.owned.memory.numel() for part in parts]]
     is_even = axis is Axis.REPLICA or all(part.even for part in parts)
     return Bucket(parts, by_owner, is_even=is_even, members=replicas, chunks=chunks, longest=longest)
 
@@ -434,4 +437,4 @@ def _zero(padding: torch.Tensor) -> None:
 
 def _takes_sums(bucket: Bucket) -> bool:
     """Whether fp32 sums can be written directly into the buffer of a bucket's only gradient."""
-    return len(bucket.gradients) == 1 and bucket.gradients[0].owned.values.dtype == torch.float32
+    return len(bucket.gradients) == 1 and bucket.gradients[0].owned.memory.dtype == torch.float32

@@ -17,7 +17,7 @@ first.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 import torch
@@ -25,10 +25,11 @@ import torch
 from thinwire.collectives.links.streams import streams_of
 from thinwire.collectives.memory import allocate
 from thinwire.program import Axis, axis_shape
+from thinwire.sharding.grads.accumulators import Accumulator
 from thinwire.sharding.memory.layout import FlatLayout, Run, Slot
 from thinwire.spec import Plan
 
-__all__ = ["Accumulator", "ReductionConfig", "UnitGradient"]
+__all__ = ["ReductionConfig", "UnitGradient"]
 
 _CONVERTED: Final = 1 << 20
 """Most elements of a gradient that are converted to the dtype of the sum at once."""
@@ -52,23 +53,6 @@ class ReductionConfig:
     def scale(self, size: int) -> float:
         """Factor that scales a sum over ``size`` ranks."""
         return 1.0 / size if self.mean else 1.0
-
-
-class Accumulator:
-    """A buffer that keeps track of whether it is empty.
-
-    Args:
-        values: 1-D tensor; its content is undefined while the accumulator is ``empty``.
-    """
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self.values = values
-        self.empty = True
-
-    def claim(self) -> bool:
-        """Announce a write; returns whether to add to the content (``True``) or to overwrite it (``False``)."""
-        accumulate, self.empty = not self.empty, False
-        return accumulate
 
 
 class _Copies:
@@ -202,7 +186,8 @@ class UnitGradient:
         first_slot: Number of parameters in the unit's earlier buffers.
         layout: Layout of the buffer.
         shares: Shares of this rank's P shard, by optimizer rank.
-        owned: Memory for the gradient of this rank's share, 1-D, in the plan's ``accumulate_dtype``.
+        owned: Buffer for the gradient of this rank's share, in the plan's ``accumulate_dtype``.
+        make_local: Makes ``local``.
         topology: Sizes of the axes.
 
     Attributes:
@@ -216,7 +201,8 @@ class UnitGradient:
         first_slot: int,
         layout: FlatLayout,
         shares: tuple[tuple[Run, ...], ...],
-        owned: torch.Tensor,
+        owned: Accumulator,
+        make_local: Callable[[], Accumulator],
         topology: ReductionConfig,
     ) -> None:
         self.unit, self.name, self.first_slot = unit, name, first_slot
@@ -225,7 +211,7 @@ class UnitGradient:
         # Whole-tensor shares may also be one run each and cover the shard, but out of order or with unequal lengths.
         length = layout.shard_numel // len(shares)
         self.even = all(share == (Run(i * length, length),) for i, share in enumerate(shares))
-        self.owned = Accumulator(owned)
+        self.owned, self._make_local = owned, make_local
         self.staging: torch.Tensor | None = None
         self.unsynced = False
         self.synchronised = False  # whether ``owned`` is a sum over the replicas, which the next sum will include
@@ -248,9 +234,13 @@ class UnitGradient:
     def local(self) -> Accumulator:
         """The gradient shard ``G`` if it is not sharded like the optimizer; allocated on first use."""
         if self._local is None:
-            device = self.owned.values.device
-            self._local = Accumulator(allocate(self.layout.shard_numel, self.topology.accumulate_dtype, device))
+            self._local = self._make_local()
         return self._local
+
+    @property
+    def buffers(self) -> Sequence[Accumulator]:
+        """What gradients have accumulated in."""
+        return [self.owned] if self._local is None or self._local is self.owned else [self._local, self.owned]
 
     @property
     def has_local(self) -> bool:
@@ -385,9 +375,9 @@ class UnitGradient:
             self.reset()
             return
         if not self.owned.empty:
-            self.owned.values[owned].zero_()
+            self.owned.kept[owned].zero_()
         if self.topology.shard > 1 and self.has_local:
-            self.local.values[shard].zero_()
+            self.local.kept[shard].zero_()
 
     def add(self, owned: slice, values: torch.Tensor) -> None:
         """Add to the gradient that ranks have combined; the caller has waited for it.
@@ -396,11 +386,13 @@ class UnitGradient:
             owned: elements of ``owned``.
             values: what to add to them, 1-D.
         """
-        if self.owned.claim():
-            self.owned.values[owned].add_(values)
+        kept, adds = self.owned.kept, not self.owned.empty
+        self.owned.empty = False
+        if adds:
+            kept[owned].add_(values)
             return
-        self.owned.values.zero_()
-        self.owned.values[owned].copy_(values)
+        kept.zero_()
+        kept[owned].copy_(values)
 
     @property
     def absent(self) -> bool:
@@ -426,7 +418,7 @@ class UnitGradient:
         if self._into_local:
             return self.local.values, not self.local.empty
         if self.staging is None:
-            self.staging = allocate(self.layout.numel, self.topology.wire_dtype, self.owned.values.device)
+            self.staging = allocate(self.layout.numel, self.topology.wire_dtype, self.owned.device)
         return self.staging, False
 
 

@@ -37,7 +37,7 @@ class PartState:
         sources: The flat buffers, and the runs of their P shards that this rank owns.
         anchor: Values after the last outer step, fp32, ``[length / replicas]``; equal in all islands.
         momentum: The outer optimizer's momentum, of the same size; ``None`` without momentum.
-        lost: Rounding errors of this rank's message and of its piece of the mean, fp32; ``None`` where there are none.
+        lost: What this rank's message and its piece of the mean left out, fp32; ``None`` where there is none.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class PartState:
         self.part, self._replicas, self._settings = part, replicas, settings
         self.sources = [(buffer, buffer.shares[share]) for buffer in buffers]
         self._masters = [piece for buffer, runs in self.sources for piece in _masters(buffer, runs)]
-        self._device = buffers[0].shard.device if buffers else torch.device("cpu")  # masters may live on the host
+        self._device = buffers[0].full.device if buffers else torch.device("cpu")  # masters may live on the host
         count, index = (1, 0) if replicas is None else (replicas.size, replicas.index)
         self._piece = slice(part.length // count * index, part.length // count * (index + 1))
         self.anchor = self._packed()[self._piece].clone()
@@ -71,7 +71,13 @@ class PartState:
 
     def exchange(self, group: OuterGroup, seed: int) -> tuple[torch.Tensor, Moves]:
         """The mean change of all islands since the last outer step, fp32, and the moves that fill it."""
-        change = group.padded(torch.sub(self.anchor, self._packed()[self._piece]))
+        change = torch.sub(self.anchor, self._packed()[self._piece])
+        if self.part.encoded and self._settings.sends_visible:
+            mean, unsent = torch.empty_like(change), self.lost[0]
+            unsent = torch.zeros_like(change) if unsent is None else unsent
+            self.lost = [unsent, None]
+            return mean, group.visible_mean(self.anchor, change, mean, unsent)
+        change = group.padded(change)
         mean = torch.empty_like(change)
         encoded = self.part.encoded and not shortening(self._settings.codec, "float32").is_none
         lost = self._residuals(group, encoded, change.numel())

@@ -9,6 +9,7 @@ from thinwire.collectives.messages import Residual
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.reduce_scatter import EXACT, HopCodecs
 from thinwire.collectives.topology import AxisGroup
+from thinwire.collectives.visible_mean import visible_mean
 from thinwire.program.islands import ALIGNED
 
 __all__ = ["OuterGroup"]
@@ -68,3 +69,8 @@ class OuterGroup:
             feedback=Feedback(*lost),
             seed=seed,
         )
+
+    def visible_mean(self, start: torch.Tensor, change: torch.Tensor, out: torch.Tensor, lost: torch.Tensor) -> Moves:
+        """``out`` = mean over the islands of what bf16 shows of their changes; see
+        :func:`~thinwire.collectives.visible_mean.visible_mean`."""
+        return visible_mean(self._axis, start, change, out, lost)

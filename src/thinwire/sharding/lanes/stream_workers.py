@@ -37,6 +37,10 @@ class _StreamTicket(Ticket):
         # The compute stream is now ordered after the body, so memory freed from now on is reused only after the body.
         self._release()
 
+    def settle(self) -> None:
+        self.event.synchronize()
+        self._release()
+
     def done(self) -> bool:
         if not self.event.query():
             return False

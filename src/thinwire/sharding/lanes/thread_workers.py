@@ -65,6 +65,9 @@ class _ThreadTicket(Ticket):
         if self._error is not None:
             raise self._error
 
+    def settle(self) -> None:
+        self.wait()
+
     def done(self) -> bool:
         return self._finished
 

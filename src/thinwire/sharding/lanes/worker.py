@@ -26,6 +26,10 @@ class Ticket(ABC):
         """Let computation continue only after the body has finished; re-raises the body's error."""
 
     @abstractmethod
+    def settle(self) -> None:
+        """Block the host until the body has finished; re-raises the body's error."""
+
+    @abstractmethod
     def done(self) -> bool:
         """Whether the body has finished; does not wait."""
 

@@ -12,9 +12,16 @@ from torch import nn
 from thinwire.agreement import NOTHING
 from thinwire.errors import UsageError
 from thinwire.sharding.grads.host_states import HostStates
+from thinwire.sharding.grads.host_updates import HostUpdates
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer, Unreadable
-from thinwire.sharding.optimizer.probes import refuse_per_tensor, refuse_unlike_ranks, state_bytes, updates_in_parts
+from thinwire.sharding.optimizer.probes import (
+    refuse_per_tensor,
+    refuse_unlike_ranks,
+    state_bytes,
+    updates_in_parts,
+    with_fused,
+)
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.optimizer.stock_optimizers import INNER
 from thinwire.sharding.params.param_group import Unit
@@ -50,13 +57,14 @@ def build_optimizer(
             "thinwire.LossScale(), in place of torch's GradScaler; GradScaler works with optimizers that are made from "
             "model.parameters()"
         )
-    fragments, device = sharded.fragments, sharded.arena.device
+    fragments, device = sharded.fragments, sharded.device
+    updates_on = torch.device("cpu") if plan.residence.optimizer == "host-update" else device
     # Decide from the plan rather than from this rank's fragments, so that all ranks decide alike.
     cut = plan.optimizer.ranks > 1 and not (plan.partition == "inter" and plan.params.ranks == 1)
     if plan.world > 1:
-        refuse_unlike_ranks(optimizer_class, options, device, cut=plan.optimizer.ranks > 1)
+        refuse_unlike_ranks(optimizer_class, options, updates_on, cut=plan.optimizer.ranks > 1)
     if cut or sharded.part.tensor_ranks > 1:
-        refuse_per_tensor(optimizer_class, options, device)
+        refuse_per_tensor(optimizer_class, options, updates_on)
     groups, shown = _group(sharded.units, runtime.shares or {}, fragments, list(param_groups or []))
 
     def refused(problems: Mapping[int, str]) -> UsageError:
@@ -64,6 +72,9 @@ def build_optimizer(
         return UsageError(f"{optimizer_class.__name__} refuses the parameters or options of rank {rank}: {text}")
 
     made: list[torch.optim.Optimizer] = []
+
+    if plan.residence.optimizer == "host-update" and device.type != "cpu":
+        options = with_fused(optimizer_class, options)
 
     def make() -> None:
         try:
@@ -75,11 +86,14 @@ def build_optimizer(
     sharded.part.control.agree(make, refused, NOTHING)
     (inner,) = made
     object.__setattr__(inner, INNER, True)
-    by_unit = updates_in_parts(optimizer_class, options, device)
-    host = None
-    if plan.residence.optimizer != "device":
-        nbytes = state_bytes(optimizer_class, options, device)
-        host = HostStates(inner, fragments, sharded.units, sharded.lanes, device, nbytes)
+    by_unit = updates_in_parts(optimizer_class, options, updates_on)
+    host: HostStates | HostUpdates | None = None
+    if plan.residence.optimizer == "host-update":
+        ranks = None if device.type == "cpu" else plan.mesh.local
+        host = HostUpdates(sharded.units, sharded.gradients, sharded.lanes, device, ranks)
+    elif plan.residence.updates_in_batches:
+        nbytes = state_bytes(optimizer_class, options, device) if plan.residence.streams_states else None
+        host = HostStates(inner, fragments, sharded.units, sharded.gradients, sharded.lanes, device, nbytes)
     runtime.optimizer = optimizer = ShardedOptimizer(
         runtime,
         InnerOptimizer(inner, fragments, shown, host),

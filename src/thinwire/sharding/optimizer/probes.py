@@ -14,7 +14,14 @@ from torch import nn
 
 from thinwire.errors import UsageError
 
-__all__ = ["refuse_per_tensor", "refuse_unlike_ranks", "state_bytes", "takes_found_inf", "updates_in_parts"]
+__all__ = [
+    "refuse_per_tensor",
+    "refuse_unlike_ranks",
+    "state_bytes",
+    "takes_found_inf",
+    "updates_in_parts",
+    "with_fused",
+]
 
 
 _REFUSALS = (ValueError, RuntimeError, IndexError, TypeError, AttributeError)
@@ -158,6 +165,20 @@ def state_bytes(optimizer_class: type[torch.optim.Optimizer], options: Mapping[s
         return 0
     kept = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
     return sum(value.itemsize for value in kept if value.dim() and value.numel() == parameter.numel())
+
+
+def with_fused(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Options with torch's fused update, if the class has one for the processor and the options choose none."""
+    fused = {**options, "fused": True}
+    if not options.keys().isdisjoint({"fused", "foreach", "capturable", "differentiable"}):
+        return options
+    parameter = nn.Parameter(torch.ones(8, 6))
+    try:
+        with torch.enable_grad():
+            _try(optimizer_class([parameter], **_for_trial(fused)), [parameter], [[torch.ones_like(parameter)]])
+    except _REFUSALS:
+        return options
+    return fused
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from torch import nn
 
 from thinwire.errors import NonFiniteError, UsageError
 from thinwire.sharding.grads.host_states import HostStates
+from thinwire.sharding.grads.host_updates import HostUpdates
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer
 from thinwire.sharding.grads.reducer import Reducer
@@ -111,7 +112,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             copies=sharded.plan.accumulate_dtype != "float32",
         )
         self._skipped_steps = 0
-        self._skips_on_device = sharded.decides_on_device and takes_found_inf(self.inner)
+        on_device = sharded.decides_on_device and sharded.plan.residence.optimizer != "host-update"
+        self._skips_on_device = on_device and takes_found_inf(self.inner)
         if loss_scale is not None:
             loss_scale.await_update = self.step_check.read_norms
         self.defaults = self.inner.defaults
@@ -201,7 +203,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if host is None:
             unspread = self._update.perform(arrived=arrived, at_once=hooked or few_calls or exchanged)
         else:
-            unspread = self._update.through_device(host, at_once=hooked, spreads=not exchanged)
+            unspread = self._update.in_batches(host, at_once=hooked, spreads=not exchanged)
         if began is not None:
             lanes.computed("update", "of all units", began)
         runtime.finish_step(updated=True, only=unspread)
@@ -342,12 +344,12 @@ class ShareUpdate:
             self._as_they_arrive()
         return None
 
-    def through_device(self, host: HostStates, *, at_once: bool, spreads: bool) -> Set[int] | None:
-        """Update the share, whose states live on the host, as they pass through the device.
+    def in_batches(self, host: HostStates | HostUpdates, *, at_once: bool, spreads: bool) -> Set[int] | None:
+        """Update the share in batches of units, because something of the update is on the host.
 
         Args:
-            host: The states.
-            at_once: Whether everything has to be updated in one call, for which all states are on the device.
+            host: What lives on the host.
+            at_once: Whether everything has to be updated in one call.
             spreads: Whether updated units are spread at once.
 
         Returns:
@@ -364,17 +366,19 @@ class ShareUpdate:
             if updated is not None:
                 self._reducer.expect(updated, units)
                 self._spreads.expect(updated, units)
+            if spreads:
+                self._spreads.send_home(units, after)
             return self._spreads.tickets(units)
 
         found_inf = vars(self._owned.optimizer).get("found_inf")
 
         def act(units: Sequence[int], _kept: object = found_inf) -> None:
-            self._update_units(units)
+            self._step_units(units)
 
         batches = self._programs.updates()
         if at_once or not self._by_unit:
             batches = [tuple(unit for batch in batches for unit in batch)]
-        host.update(batches, act, then)
+        host.update(batches, self._spreads.visit, act, self._write_back, then)
         return frozenset() if spreads else None
 
     def forget_gradients(self) -> None:
@@ -409,14 +413,18 @@ class ShareUpdate:
             self._give_gradients(self._fragments)  # for whoever looks at the wrapped optimizer's parameters
 
     def _update_units(self, units: Sequence[int]) -> None:
-        """Update this rank's share of units whose gradients have arrived, in one call."""
+        """Update this rank's share of units whose gradients have arrived, in one call, and write it back."""
+        self._step_units(units)
+        self._write_back(units)
+
+    def _step_units(self, units: Sequence[int]) -> None:
+        """Update this rank's share of units, in one call."""
         fragments = [owned for unit in units for owned in self._fragments_of.get(unit, ())]
         self._give_gradients(fragments)
         with self._owned.over_fragments() as inner:
             inner.step()
         for owned in fragments:
             owned.value.grad = None
-        self._write_back(units)
 
     def _at_once(self) -> None:
         self._reducer.join()
@@ -442,8 +450,9 @@ class ShareUpdate:
         As in torch, the optimizer skips a parameter that has no gradient on any rank.
         """
         is_used, all_used, copies = self._used.is_used, self._used.all_used, self._copies
+        in_batches = self._owned.host is not None
         for owned in fragments:
-            grad, value = owned.grad, owned.value
+            grad, value = owned.shown if in_batches else owned.grad, owned.value
             if not all_used and not is_used(owned.unit, owned.slot):
                 value.grad = None
             else:

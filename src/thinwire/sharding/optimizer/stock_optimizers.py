@@ -61,9 +61,11 @@ def _prepare(model: Masters, optimizer: torch.optim.Optimizer) -> None:
             f"{name}.step(): the model has an optimizer of thinwire.optimizer(...) as well, and both would update "
             "it; use one of them"
         )
-    if (residence := model.sharded.plan.residence).optimizer != "device":
+    residence = model.sharded.plan.residence
+    # Otherwise shares and their gradients are in one place, where any optimizer works.
+    if residence.optimizer == "host-stream" or residence.streams_states != residence.streams_gradients:
         raise UsageError(
-            f"residence.optimizer = {residence.optimizer!r}: {name} would update masters where they live, on the host; "
+            f"residence {residence}: {name} would update them where they live, on the host; "
             f"make it with thinwire.optimizer(model, {name}, ...), which brings them to the device"
         )
     if _compiles(type(optimizer).step):

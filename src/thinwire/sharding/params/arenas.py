@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from thinwire.collectives.memory import allocate
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Lane
 from thinwire.program.wire import rounds_parameters
@@ -70,14 +71,16 @@ class Arenas:
         device: torch.device,
         host_memory: Callable[[int], torch.Tensor],
     ) -> None:
-        self._device, self._rounds = device, rounds_parameters(plan)
+        self.device, self._rounds, self._apart = device, rounds_parameters(plan), plan.residence.has_masters
         self._params = axes[Axis.PARAMS, Lane.GATHER]
         self._secondary = axes.get((Axis.SECONDARY, Lane.GATHER))
         self._share = axes[Axis.SHARD, Lane.REDUCE].index
         by_dtype: dict[torch.dtype, int] = {}
         for flat in flats:
             by_dtype[flat.layout.dtype] = by_dtype.get(flat.layout.dtype, 0) + flat.layout.shard_numel
-        self._shards = {dtype: _Arena(numel, dtype, device) for dtype, numel in by_dtype.items()}
+        self._hosts_params = plan.residence.streams_params
+        of_params = host_memory if self._hosts_params else None
+        self._shards = {dtype: _Arena(numel, dtype, device, of_params) for dtype, numel in by_dtype.items()}
         self._seconds = (
             {
                 dtype: _Arena(numel * self._params.size // self._secondary.size, dtype, device)
@@ -88,10 +91,14 @@ class Arenas:
         )
         owned = sum(self._owned(flat) for flat in flats if flat.layout.trainable)
         separate = sum(self._owned(flat) for flat in flats if self._has_master(flat.layout))
-        on_host = plan.residence.optimizer != "device"
-        self._masters = _Arena(separate, torch.float32, device, host_memory if on_host else None)
-        self.gradients = torch.zeros(owned, dtype=getattr(torch, plan.accumulate_dtype), device=device)
-        self._gradient_at = 0
+        residence, dtype = plan.residence, getattr(torch, plan.accumulate_dtype)
+        self._masters = _Arena(separate, torch.float32, device, host_memory if residence.streams_states else None)
+        on_host = residence.streams_gradients
+        self._gradients = _Arena(owned, dtype, device, host_memory if on_host else None)
+        self._local_gradients: _Arena | None = None  # locked memory, made now where a step is known to need it
+        if on_host and plan.micro_batches > 1 and not plan.grads_like_optimizer:
+            trained = sum(flat.layout.shard_numel for flat in flats if flat.layout.trainable)
+            self._local_gradients = _Arena(trained, dtype, device, host_memory)
 
     def carve(self, flat: Flat, initial: torch.Tensor) -> FlatBuffer:
         """Place a flat buffer and fill this rank's part of it.
@@ -103,8 +110,8 @@ class Arenas:
         layout = flat.layout
         shard = self._shards[layout.dtype].carve(layout.shard_numel)
         shard.copy_(initial)
-        whole = self._params.size == 1
-        full = shard if whole else torch.empty(layout.numel, dtype=layout.dtype, device=self._device)
+        whole = self._params.size == 1 and not self._hosts_params
+        full = shard if whole else torch.empty(layout.numel, dtype=layout.dtype, device=self.device)
         secondary = None
         if self._secondary is not None:
             secondary = self._seconds[layout.dtype].carve(layout.numel // self._secondary.size)
@@ -116,17 +123,29 @@ class Arenas:
                 source = initial[run.start : run.start + run.length]
                 master[position : position + run.length].copy_(source)
                 position += run.length
-        return FlatBuffer(layout, flat.parameters, full, shard, flat.shares, secondary, master)
+        visiting = None
+        if self._hosts_params and layout.trainable:
+            visiting = torch.empty(layout.shard_numel, dtype=layout.dtype, device=self.device)
+        return FlatBuffer(layout, flat.parameters, full, shard, flat.shares, secondary, master, visiting)
+
+    @property
+    def gradients(self) -> torch.Tensor:
+        """Memory of all gradients of this rank's shares."""
+        return self._gradients.memory
 
     def carve_gradient(self, flat: Flat) -> torch.Tensor:
         """Memory for the gradient of this rank's share, in the plan's ``accumulate_dtype``."""
-        size = self._owned(flat)
-        self._gradient_at += size
-        return self.gradients[self._gradient_at - size : self._gradient_at]
+        return self._gradients.carve(self._owned(flat))
+
+    def carve_local_gradient(self, flat: Flat) -> torch.Tensor:
+        """Memory for the gradient of this rank's P shard, beside that of its share."""
+        numel, dtype, arena = flat.layout.shard_numel, self.gradients.dtype, self._local_gradients
+        return allocate(numel, dtype, self.gradients.device) if arena is None else arena.carve(numel)
 
     def _has_master(self, layout: FlatLayout) -> bool:
         """Whether the masters have memory of their own, apart from the P shard."""
-        return layout.trainable and (layout.dtype != torch.float32 or (self._rounds and layout.encoded))
+        apart = self._apart or layout.dtype != torch.float32 or (self._rounds and layout.encoded)
+        return layout.trainable and apart
 
     def _owned(self, flat: Flat) -> int:
         return sum(run.length for run in flat.shares[self._share])
@@ -141,11 +160,11 @@ class _Arena:
         host_memory: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         if host_memory is None:
-            self._memory = torch.zeros(numel, dtype=dtype, device=device)
+            self.memory = torch.zeros(numel, dtype=dtype, device=device)
         else:
-            self._memory = host_memory(numel * dtype.itemsize).view(dtype).zero_()
+            self.memory = host_memory(numel * dtype.itemsize).view(dtype).zero_()
         self._at = 0
 
     def carve(self, numel: int) -> torch.Tensor:
         self._at += numel
-        return self._memory[self._at - numel : self._at]
+        return self.memory[self._at - numel : self._at]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,13 +23,15 @@ from torch import nn
 from thinwire.codecs import Codec
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.joint_gather import Part, joint_gather
-from thinwire.collectives.moves import Moves
+from thinwire.collectives.memory import allocate
+from thinwire.collectives.moves import Move, Moves
 from thinwire.collectives.topology import AxisGroup
-from thinwire.program import AnyLane, Axis, BufferKey, Lane, UnitInfo, gather_batches
+from thinwire.program import AnyLane, Axis, BufferKey, HostLane, Lane, UnitInfo, gather_batches
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.memory.layout import FlatLayout, Run
 from thinwire.sharding.memory.local import set_local
+from thinwire.sharding.params.husks import husk_of, poison
 from thinwire.sharding.params.seeds import Seeds
 from thinwire.sharding.params.unready import UnreadyParameter, is_plain, set_ready
 
@@ -45,11 +46,13 @@ class FlatBuffer:
         layout: Positions of the parameters in the buffer.
         parameters: Parameters of the modules, in slot order.
         full: The whole buffer, ``[layout.numel]`` in compute dtype; its storage is empty while the unit is sharded.
-        shard: This rank's P shard, ``[layout.shard_numel]``; the same tensor as ``full`` if P is not sharded.
+        shard: This rank's P shard, ``[layout.shard_numel]``; the same tensor as ``full`` if P is not gathered.
         shares: Shares of this P shard, by position along the shard axis.
         secondary: This rank's part of the secondary copy; ``None`` if the plan keeps none.
         master: Master values of this rank's share, fp32; ``None`` if the P shard itself holds them, which requires that
             P is fp32 and travels without loss.
+        visiting: Memory of the device for a P shard that lives on the host, while it gets new values and spreads them;
+            ``None`` if it lives on the device, or gets none.
         staged: Masters that live on the host, while they are on the device for their update; ``None`` otherwise.
     """
 
@@ -60,22 +63,46 @@ class FlatBuffer:
     shares: tuple[tuple[Run, ...], ...]
     secondary: torch.Tensor | None
     master: torch.Tensor | None = None
+    visiting: torch.Tensor | None = None
     staged: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots]
-        self._husks = [_husk(slot.shape, self.full.dtype, self.full.device) for slot in self.layout.slots]
+        self._husks = [husk_of(slot.shape, self.full.dtype, self.full.device) for slot in self.layout.slots]
         self._single_husks = [husk for husk in self._husks if husk.numel() == 1]
         self._plain = [parameter for parameter in self.parameters if is_plain(parameter)]
         self._storage, self._nbytes = self.full.untyped_storage(), self.full.nbytes
         self._master_runs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self.visits = False  # whether there is memory for ``visiting``
+        if self.visiting is not None:
+            self.visiting.untyped_storage().resize_(0)
+
+    @property
+    def written(self) -> torch.Tensor:
+        """The P shard on the device, where it gets new values."""
+        return self.shard if self.visiting is None else self.visiting
+
+    def visit(self) -> bool:
+        """Allocate the memory in which a P shard that lives on the host gets new values; returns whether it was."""
+        if self.visiting is None or self.visits:
+            return False
+        self.visiting.untyped_storage().resize_(self.visiting.nbytes)
+        self.visiting.zero_()  # nobody owns what fills it up
+        self.visits = True
+        return True
+
+    def leave(self) -> None:
+        """Free that memory."""
+        if self.visiting is not None and self.visits:
+            self.visiting.untyped_storage().resize_(0)
+            self.visits = False
 
     @property
     def masters_on_device(self) -> torch.Tensor | None:
         """The masters, or a copy of them, on the device; ``None`` if the P shard holds them."""
         if self.staged is not None or self.master is None:
             return self.staged
-        return self.master.to(self.shard.device)
+        return self.master.to(self.full.device)
 
     def master_runs(self, position: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Views of the elements of the P shard that masters of this rank belong to, and views of these masters; none if
@@ -94,7 +121,7 @@ class FlatBuffer:
         if master is None:
             return [], []
         runs = self.shares[position]
-        of_shard = [self.shard[run.start : run.start + run.length] for run in runs]
+        of_shard = [self.written[run.start : run.start + run.length] for run in runs]
         return of_shard, list(master.split([run.length for run in runs]))
 
     def restore(self) -> None:
@@ -113,7 +140,7 @@ class FlatBuffer:
             set_local(self.parameters, self._views)
             return
         for husk in self._single_husks:  # a husk of one element does not refuse writes
-            husk.copy_(_poison(husk.dtype, husk.device))
+            husk.copy_(poison(husk.dtype, husk.device))
         set_local(self.parameters, self._husks)
         for parameter in self._plain:
             parameter.__class__ = UnreadyParameter
@@ -121,26 +148,6 @@ class FlatBuffer:
     def mark(self, *, ready: bool) -> None:
         """Say whether the module's parameters can be computed with as they are."""
         set_ready(self._plain, ready=ready)
-
-
-def _husk(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What a freed parameter of this shape points at. Parameters share it, except one that can be written to."""
-    if math.prod(shape) == 1:
-        return _poison(dtype, device).clone().expand(shape)
-    return _shared_husk(tuple(shape), dtype, device)
-
-
-@functools.cache
-def _shared_husk(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return _poison(dtype, device).expand(shape)
-
-
-@functools.cache
-def _poison(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A NaN, 0-D; zero in dtypes that have none."""
-    with torch.inference_mode(False):
-        return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -155,6 +162,7 @@ class GatherLink:
             encoded once.
         seeds: Seeds for the codec.
         at_least: Bytes until which buffers that are gathered at the same time travel as one.
+        from_host: Whether P shards live on the host.
     """
 
     lanes: Lanes
@@ -163,6 +171,12 @@ class GatherLink:
     codec: Codec | None
     seeds: Seeds
     at_least: int = 0
+    from_host: bool = False
+
+    @property
+    def gathers(self) -> bool:
+        """Whether units are gathered before they are used."""
+        return self.params.size > 1 or self.from_host
 
 
 class BufferGathers:
@@ -172,12 +186,17 @@ class BufferGathers:
         unit: Number of the unit.
         buffers: Its flat buffers.
         link: Lanes, groups and codec for gathering.
+
+    Attributes:
+        keeps_messages: Whether gathers with the codec keep what they receive, from which later ones fill the buffers.
     """
 
     def __init__(self, unit: int, buffers: Sequence[FlatBuffer], link: GatherLink) -> None:
         self._unit, self._buffers, self._link = unit, tuple(buffers), link
+        self.keeps_messages = False
+        self._kept: dict[int, Moves] = {}  # by buffer, what fills it from what is kept of its gather
         params, secondary, self._seeds = link.params, link.secondary, link.seeds
-        sharded = params.size > 1
+        sharded = link.gathers
         for buffer in buffers if sharded else ():
             buffer.restore()  # collectives are built from views, which need allocated memory
         self._parts: dict[tuple[int, bool], Part] = {}  # parts of joint gathers without a codec, made once
@@ -201,10 +220,32 @@ class BufferGathers:
         buffer, codec = self._buffers[number], self._link.codec
         if from_secondary:
             return self._from_secondary[number]
+        if number in self._kept and not exact:
+            return self._kept[number]
         if codec is None or exact or not buffer.layout.encoded:
-            return self._from_shard[number]
+            return self._from_shard[number] if exact or not self.keeps_messages else self._keep_copy(number)
         # Built for each gather, so that a unit keeps no memory for messages between gathers.
-        return _gather(self._link.params, buffer, buffer.shard, codec, self._seeds.of_unit(Lane.GATHER, self._unit))
+        seed = self._seeds.of_unit(Lane.GATHER, self._unit)
+        moves = _gather(self._link.params, buffer, buffer.shard, codec, seed)
+        if self.keeps_messages:
+            self._kept[number] = Moves([moves[-1]])  # the last move decodes all messages
+        return moves
+
+    def forget_messages(self) -> None:
+        """Keep nothing any more."""
+        self.keeps_messages = False
+        self._kept.clear()
+
+    def _keep_copy(self, number: int) -> Moves:
+        """The gather of a buffer without a codec, of which a copy is kept."""
+        full, moves = self._buffers[number].full, self._from_shard[number]
+        kept = allocate(full.numel(), full.dtype, full.device)
+
+        def copy(source: torch.Tensor, target: torch.Tensor) -> None:
+            target.copy_(source)
+
+        self._kept[number] = Moves([Move(moves[-1].stage, functools.partial(copy, kept, full))])
+        return moves.then(functools.partial(copy, full, kept))
 
     def part(self, number: int, *, from_secondary: bool, encoded: bool) -> Part:
         """One buffer as a part of a joint gather.
@@ -218,6 +259,8 @@ class BufferGathers:
         if key not in self._parts:
             buffer = self._buffers[number]
             own = buffer.secondary if from_secondary else buffer.shard
+            if self._link.from_host and not from_secondary:
+                own = _own_place(self._link.params, buffer)
             assert own is not None
             self._parts[key] = Part(buffer.full, own)
         if not encoded:
@@ -232,9 +275,14 @@ def _gather(
     that without a codec the collective is built only once."""
 
     def place_own() -> None:
-        buffer.full.view(group.size, -1)[group.index].copy_(source)
+        _own_place(group, buffer).copy_(source, non_blocking=True)
 
     return all_gather(group, buffer.full, codec=codec, seed=seed).after(place_own)
+
+
+def _own_place(group: AxisGroup, buffer: FlatBuffer) -> torch.Tensor:
+    """This rank's piece of a gathered buffer."""
+    return buffer.full.view(group.size, -1)[group.index]
 
 
 class State(enum.Enum):
@@ -273,7 +321,7 @@ class Unit:
         self, index: int, module: nn.Module, info: UnitInfo, buffers: Sequence[FlatBuffer], link: GatherLink
     ) -> None:
         self.index, self.module, self.info, self.buffers = index, module, info, tuple(buffers)
-        self.sharded = link.params.size > 1
+        self.sharded = link.gathers
         self.state = State.SHARDED if self.sharded else State.GATHERED
         self.ready = not self.sharded
         self.is_open = False
@@ -285,6 +333,7 @@ class Unit:
         self.versions = 0
         self.exact = True
         self._spreads: list[Ticket] = []
+        self._leaves = False  # whether new values are on their way to the host
         self._link = link
         self._gather: list[Ticket] = []
         self._spread_loads = [Load(f"spread {self.name}", Axis.SHARD, (index,), b.layout.encoded) for b in buffers]
@@ -353,9 +402,37 @@ class Unit:
             buffer.secondary.copy_(buffer.full.view(group.size, -1)[group.index])
         self.secondary_valid = True
 
+    def lend_secondary(self, group: AxisGroup | None) -> None:
+        """Give a sharded unit of a plan without secondary shards room for one, cut among the ranks of a group; with
+        ``None``, take it back."""
+        for buffer in self.buffers:
+            buffer.secondary = None if group is None else buffer.full.new_empty(buffer.layout.numel // group.size)
+        self.secondary_valid, self._link = False, replace(self._link, secondary=group)
+        self.gathers = BufferGathers(self.index, self.buffers, self._link)
+
     def spread(self, number: int, lane: AnyLane, moves: Moves, after: Sequence[Ticket] = ()) -> None:
         """Start spreading the buffer with the given number; the next gather waits for the spread."""
         self.expect_spread(self._link.lanes.submit(lane, moves, after=after, load=self._spread_loads[number]))
+
+    def send_home(self, after: Sequence[Ticket]) -> bool:
+        """Let P shards that live on the host, and have got new values, go down once they are spread; the next gather
+        waits for it. Returns whether there are any.
+
+        Args:
+            after: Tickets of what else must end first.
+        """
+        visiting = [buffer for buffer in self.buffers if buffer.visits] if not self._leaves else []
+        if visiting:
+            self._leaves = True
+            lanes = self._link.lanes
+
+            def go_down() -> None:
+                for buffer in visiting:
+                    lanes.send(buffer.written, buffer.shard)
+
+            load = Load(f"parameters {self.name}", Axis.SHARD, (self.index,))
+            self.expect_spread(lanes.submit(HostLane.DOWN, go_down, after=(*after, *self._spreads), load=load))
+        return bool(visiting)
 
     def expect_spread(self, ticket: Ticket) -> None:
         """Take the ticket of a spread of one or more of the buffers; the next gather waits for it."""
@@ -378,6 +455,10 @@ class Unit:
             for ticket in self._spreads:
                 ticket.wait()
             self._spreads.clear()
+            if self._leaves:
+                self._leaves = False
+                for buffer in self.buffers:
+                    buffer.leave()
             self.ready = self.state is State.GATHERED
             for buffer in self.buffers if self.ready else ():
                 buffer.mark(ready=True)
@@ -459,7 +540,7 @@ def _start_gather(parts: Sequence[tuple[Unit, int]], *, from_secondary: bool, ex
     link, (first, number) = of_units[0]._link, parts[0]
     encoded = not from_secondary and first.buffers[number].layout.encoded
     group = link.secondary if from_secondary else link.params
-    if len(parts) == 1 or group is None or group.size == 1:
+    if len(parts) == 1 or group is None or group.size == 1 or first.gathers.keeps_messages:
         moves = [unit.gathers.single(number, from_secondary=from_secondary, exact=exact) for unit, number in parts]
     else:
         codec = link.codec if encoded and not exact else None
@@ -468,6 +549,14 @@ def _start_gather(parts: Sequence[tuple[Unit, int]], *, from_secondary: bool, ex
             for unit, number in parts
         ]
         moves = [joint_gather(group, joint, codec=codec)]
+        if link.from_host and not from_secondary:
+            pairs = [(_own_place(group, u.buffers[n]), u.buffers[n].shard) for u, n in parts]
+
+            def come_up() -> None:
+                for place, shard in pairs:
+                    place.copy_(shard, non_blocking=True)
+
+            moves = [moves[0].after(come_up)]
     axis = Axis.SECONDARY if from_secondary else Axis.PARAMS
     load = _load(axis, tuple(unit.index for unit in of_units), tuple(unit.name for unit in of_units), encoded)
     after = [spread for unit in of_units for spread in unit.spreads]

@@ -97,4 +97,4 @@ class Written:
         )
         buffer, offset, run = next(pieces)
         begin = run.start + share.spec.offset - offset
-        return buffer.shard[begin : begin + share.spec.length]
+        return buffer.shard[begin : begin + share.spec.length].to(share.live.compute_tensor.device)

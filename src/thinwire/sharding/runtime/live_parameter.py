@@ -91,7 +91,7 @@ class ModelParameter:
         if self.trained is None or not self.gradients.exists(self.trained):
             return None
         if self._gradient is None:
-            values = self.trained.part.owned.values[self.trained.owned]
+            values = self.trained.part.owned.memory[self.trained.owned]
             self._gradient = ShareTensor(self.gradient_piece, self.share.spec, like=values, live=_LiveGradient(self))
         return self._gradient
 

@@ -99,7 +99,8 @@ class Runtime:
             Axis.REPLICA: sharded.axes[Axis.REPLICA, Lane.SYNC],
         }
         reductions = Reductions(self.plan, sharded.gradients, groups, sharded.codecs.reduce, sharded.seeds)
-        self.reducer = Reducer(sharded.gradients, reductions, self.lanes)
+        on_host = sharded.plan.residence.streams_gradients
+        self.reducer = Reducer(sharded.gradients, reductions, self.lanes, on_host=on_host)
         self.holds = Holds(self.units, self._before_use)
         self.audit = WriteAudit(self.units)
         self.step_check = StepCheck(sharded, self.reducer, self.audit)
@@ -311,7 +312,7 @@ class Runtime:
         exchanges = self.exchanges
         if not isinstance(exchanges, ElasticExchanges):
             raise UsageError("enter_islands(): the plan has no islands.elastic = true, so all ranks are in one job")
-        others = OtherIslands(self.plan, island, lighthouse, self.data_ranks, self.sharded.arena.device, self.meter)
+        others = OtherIslands(self.plan, island, lighthouse, self.data_ranks, self.sharded.device, self.meter)
         before_shutdown(exchanges.close)
         self.holds.refuse("enter_islands()")
         self.join_spreads()
@@ -355,7 +356,7 @@ class Runtime:
     def join(self) -> None:
         """Wait until parameters are up to date and gradients are combined; see :meth:`join_spreads`."""
         self.join_spreads()
-        self.reducer.join()
+        self.reducer.settle()
 
     def drain(self) -> None:
         """Wait until nothing is on its way."""

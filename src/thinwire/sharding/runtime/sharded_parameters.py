@@ -78,7 +78,7 @@ class ShardedParameters:
         shard = self._sharded.axes[Axis.PARAMS, Lane.REDUCE].index
         of_shard = {slot.name: run for slot, _, run in buffer.layout.pieces(shard)}
         masters = buffer.shard if buffer.master is None else buffer.master
-        first = int(part.owned.values.storage_offset())
+        first = int(part.owned.memory.storage_offset())
         for index, (slot, compute) in enumerate(zip(buffer.layout.slots, buffer.parameters, strict=True)):
             owned = fragments.get(slot.name)
             if owned is None:
@@ -122,7 +122,7 @@ class ShardedParameters:
             settle(HostLane.DOWN)
             return piece
 
-        on_host = requires_grad and self._sharded.plan.residence.optimizer != "device"
+        on_host = requires_grad and self._sharded.plan.residence.streams_states
         share = ShardedParameter(settled if on_host else piece, spec, live, requires_grad=requires_grad, like=piece)
         live.share = share
         if requires_grad:

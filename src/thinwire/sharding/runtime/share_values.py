@@ -325,14 +325,14 @@ class ShareGradients:
             )
         self.merge()
         self._reducer.join_unit(trained.unit)
-        return trained.part.owned.values[trained.owned]
+        return trained.part.owned.kept[trained.owned]
 
     def replace(self, trained: TrainedParameter, piece: torch.Tensor) -> None:
         """Set this rank's share of a gradient."""
         piece = piece.clone()
         self._reducer.join_unit(trained.unit)
         if not trained.part.owned.empty:
-            trained.part.owned.values[trained.owned].zero_()
+            trained.part.owned.kept[trained.owned].zero_()
         trained.part.add(trained.owned, piece)
 
     def note_set(self, trained: TrainedParameter) -> None:

@@ -38,7 +38,7 @@ class ModelHolders:
         params, shard = sharded.axes[Axis.PARAMS, Lane.REDUCE], sharded.axes[Axis.SHARD, Lane.REDUCE]
         self._group: AxisGroup = sharded.axes[Axis.WORLD, Lane.CONTROL]
         self._summing = self._group if sharded.world is None else sharded.world
-        self._device = torch.device("cpu") if sharded.world is None else sharded.arena.device
+        self._device = torch.device("cpu") if sharded.world is None else sharded.device
         self._spans = spans
         self.pieces = params.size * shard.size if trained else params.size
         # If several ranks hold the same piece, one of them contributes it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
@@ -13,11 +14,11 @@ from thinwire.collectives.joint_gather import Part, joint_gather
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
-from thinwire.program import Axis, BufferKey, HostLane, Kind, Lane, Operation
+from thinwire.program import LEAVING, Axis, BufferKey, HostLane, Kind, Lane, Operation
 from thinwire.program.wire import spreads_difference
 from thinwire.sharding.lanes.lanes import Ticket
 from thinwire.sharding.lanes.load import Load
-from thinwire.sharding.params.param_group import FlatBuffer
+from thinwire.sharding.params.param_group import FlatBuffer, Unit
 from thinwire.sharding.step.schedule import Programs
 from thinwire.sharding.step.sharded_model import ShardedModel
 
@@ -35,6 +36,8 @@ class Spreads:
     def __init__(self, sharded: ShardedModel, programs: Programs) -> None:
         self._sharded, self._programs = sharded, programs
         self._group = sharded.axes[Axis.SHARD, Lane.SPREAD]
+        self._on_host = sharded.plan.residence.streams_params
+        self._leaving = deque[Unit]()  # units whose new values are on their way to the host
         self._parts: dict[BufferKey, Part] = {}  # parts of joint spreads without a codec, made once
 
     def expect(self, ticket: Ticket, units: Iterable[int]) -> None:
@@ -52,7 +55,7 @@ class Spreads:
 
     def write_back(
         self,
-        indices: Iterable[int],
+        indices: Sequence[int],
         *,
         differences: bool = False,
         only: Mapping[int, Collection[int]] | None = None,
@@ -64,6 +67,8 @@ class Spreads:
             differences: Whether to include buffers whose spreads carry differences from the masters.
             only: By unit, the identities of the parameters that have new values; all by default.
         """
+        if self._on_host:
+            self.visit(indices)
         places: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         for index in indices:
@@ -87,6 +92,8 @@ class Spreads:
         for batch in self._programs.spreads():
             if only is None or not only.isdisjoint(batch):
                 self.start_batch(batch, exactly=exactly, only=only)
+        if self._on_host:
+            self.send_home(range(len(self._sharded.units)))  # those that no batch spreads
 
     def start_batch(
         self,
@@ -114,9 +121,37 @@ class Spreads:
             for number, buffer in enumerate(unit.buffers):
                 if buffer.layout.trainable and buffer.layout.encoded is operation.encoded:
                     unit.spread(number, operation.lane, self._moves(operation, buffer, exactly=exactly), after)
+        if self._on_host:
+            self.send_home(batch, after)
         if any(waited for _, waited in operations):
             for index in batch:
                 self._sharded.units[index].join_spread()
+
+    def visit(self, indices: Iterable[int]) -> None:
+        """Have memory of the device for P shards of units that live on the host, and where spreads add to what ranks
+        hold, these values. On the thread that computes, before :meth:`write_back` on any stream."""
+        units = [self._sharded.units[index] for index in indices]
+        buffers = [buffer for unit in units for buffer in unit.buffers if buffer.visit()]
+        kept = [buffer for buffer in buffers if self._spreads_difference(buffer)]
+
+        def come_up() -> None:
+            for buffer in kept:
+                buffer.written.copy_(buffer.shard, non_blocking=True)
+
+        if kept:
+            self._sharded.lanes.submit(HostLane.UP, come_up).wait()
+
+    def send_home(self, indices: Iterable[int], after: Sequence[Ticket] = ()) -> None:
+        """Let new values of P shards that live on the host go down, once those of several units before have.
+
+        Args:
+            indices: Numbers of the units, whose spreads have begun.
+            after: Tickets of their updates.
+        """
+        units = self._sharded.units
+        self._leaving += [unit for unit in (units[index] for index in indices) if unit.send_home(after)]
+        while len(self._leaving) > LEAVING:
+            self._leaving.popleft().join_spread()
 
     def _start_together(self, operation: Operation, only: Set[int] | None, after: Sequence[Ticket]) -> None:
         units, codec = self._sharded.units, self._sharded.codecs.spread if operation.encoded else None
@@ -138,7 +173,7 @@ class Spreads:
         """A buffer as a part of a joint spread."""
         index, number = key
         if key not in self._parts:
-            shard = self._sharded.units[index].buffers[number].shard
+            shard = self._sharded.units[index].buffers[number].written
             self._parts[key] = Part(shard, shard.view(self._group.size, -1)[self._group.index])
         return (
             replace(self._parts[key], seed=self._sharded.seeds.of_unit(Lane.SPREAD, index))
@@ -174,9 +209,9 @@ def _gather_shares(
     With ``update``, which holds this rank's masters, the differences from the masters travel instead.
     """
     if kind is Kind.ALL_GATHER:
-        return all_gather(group, buffer.shard, codec=codec, update=update, seed=seed)
+        return all_gather(group, buffer.written, codec=codec, update=update, seed=seed)
     sizes = [sum(run.length for run in share) for share in buffer.shares]
-    whole = allocate(sum(sizes), buffer.layout.dtype, buffer.shard.device)
+    whole = allocate(sum(sizes), buffer.layout.dtype, buffer.full.device)
     shares = list(enumerate(buffer.shares))
     packed = shares if update is not None else [shares[group.index]]
     unpacked = shares if codec is not None else [share for share in shares if share[0] != group.index]
@@ -185,14 +220,14 @@ def _gather_shares(
         for owner, share in packed:
             offset = sum(sizes[:owner])
             for run in share:
-                whole[offset : offset + run.length].copy_(buffer.shard[run.start : run.start + run.length])
+                whole[offset : offset + run.length].copy_(buffer.written[run.start : run.start + run.length])
                 offset += run.length
 
     def unpack() -> None:
         for owner, share in unpacked:
             offset = sum(sizes[:owner])
             for run in share:
-                buffer.shard[run.start : run.start + run.length].copy_(whole[offset : offset + run.length])
+                buffer.written[run.start : run.start + run.length].copy_(whole[offset : offset + run.length])
                 offset += run.length
 
     moves = all_gather(group, whole, sizes, kind, codec=codec, update=update, seed=seed)

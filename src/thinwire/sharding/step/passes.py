@@ -128,6 +128,7 @@ class Passes:
         gradients_count: Whether this rank's gradients count. If not, the rank has run out of data, and its gradients
             are zero.
         deliveries: What takes the gradients of each trained unit from autograd.
+        evaluates_from_secondary: Whether forwards without a backward gather from secondary shards.
         may_be_unreported: Whether a backward may have ended of which no event was reported, because it has reached only
             parameters without hooks: a forward has recorded a graph, and no backward has ended since.
     """
@@ -166,6 +167,7 @@ class Passes:
         self._taken: dict[int, list[torch.Tensor]] = {}
         self._taken_elements = 0
         self._sizes = {unit: sum(p.layout.numel for p in parts) for unit, parts in reducer.gradients.items()}
+        self.evaluates_from_secondary = False
         self.may_be_unreported = False
 
     # -- the model ---------------------------------------------------------------------------------------------
@@ -293,10 +295,11 @@ class Passes:
         if self.holds.depth:
             return
         self._schedule.order.events.append((Phase.STEP, unit.index))  # all ranks must gather the same units
-        unit.start_gather(from_secondary=False)
+        second = self.evaluates_from_secondary
+        unit.start_gather(from_secondary=second)
         for upcoming in self._schedule.programs.following(unit.index):
-            self._units[upcoming].start_gather(from_secondary=False)
-        unit.need(from_secondary=False)
+            self._units[upcoming].start_gather(from_secondary=second)
+        unit.need(from_secondary=second)
 
     def post_forward(self, index: int, *, will_hear: bool) -> None:
         """Handle the end of a unit's forward.
@@ -464,6 +467,8 @@ class Passes:
 
     def need(self, index: int) -> None:
         """Gather a unit's parameters for its backward, or for the recomputation of its forward."""
+        if self._reducer.on_host:
+            self._reducer.fetch(index)
         moment = self.state.at = self._needed[index]
         unit = self._units[index]
         if unit.state is State.SHARDED:
@@ -510,4 +515,4 @@ class Passes:
             unit.join_spread()
         elif self.state.present is Pass.FORWARD or recomputing():
             self.holds.read(index)
-            unit.need(from_secondary=False)
+            unit.need(from_secondary=self.evaluates_from_secondary)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
@@ -31,11 +32,14 @@ class Holds:
         reads: Units that were read outside their own forward. No hook runs when such a reader is done, so they stay
             whole until the backward ends.
         depth: Number of open ``full_parameters()`` blocks; parameters stay whole inside them.
+        blocks: Names of the open blocks in which nothing is updated, the outermost first.
     """
 
     def __init__(self, units: Sequence[Unit], before_gathering: Callable[[], None]) -> None:
         self._units, self._before_gathering = units, before_gathering
         self.depth = 0
+        self.blocks: list[str] = []
+        self._keeps = False  # whether units stay as they are once they are gathered
         self.reads: set[int] = set()
         # Those of them that the last backward has released. Another backward over a retained graph needs them again.
         self._released: set[int] = set()
@@ -46,7 +50,7 @@ class Holds:
 
     def free(self, index: int) -> bool:
         """Free a unit's gathered parameters unless they are held; returns whether they were freed."""
-        if self.depth or self._graphs_of_graphs or index in self.reads:
+        if self.depth or self._keeps or self._graphs_of_graphs or index in self.reads:
             return False
         return self._units[index].free()
 
@@ -102,6 +106,25 @@ class Holds:
         self._graphs_of_graphs = False
         self._released.clear()
 
+    @contextlib.contextmanager
+    def block(self, name: str) -> Iterator[None]:
+        """Refuse updates in this block, which begins with up-to-date parameters."""
+        self._before_gathering()
+        self.blocks.append(name)
+        try:
+            yield
+        finally:
+            self.blocks.remove(name)
+
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Keep units in this block once they are gathered."""
+        self._keeps = True
+        try:
+            yield
+        finally:
+            self._keeps = False
+
     def gather_all(self) -> None:
         """Gather every unit without a codec, and keep it gathered until :meth:`release_all`.
 
@@ -125,10 +148,11 @@ class Holds:
         self.free_all()
 
     def refuse(self, action: str) -> None:
-        """Refuse an action inside ``full_parameters()`` that would make its parameters stale.
+        """Refuse an action inside a block that would make its parameters stale.
 
         Raises:
-            UsageError: A ``full_parameters()`` block is open; the error names the action.
+            UsageError: A block is open; the error names both.
         """
-        if self.depth:
-            raise UsageError(f"{action} inside full_parameters(), which is for reading: leave the block first")
+        if self.depth or self.blocks:
+            block = self.blocks[-1] if self.blocks else "full_parameters()"
+            raise UsageError(f"{action} inside {block}, which is for reading: leave the block first")

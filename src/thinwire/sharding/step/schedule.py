@@ -312,7 +312,7 @@ class Schedule:
         self._reported = False  # whether the one warning about deviations was given
         # Where every rank holds whole parameters nothing is gathered, and ranks may run different units: all that must
         # be the same is the order of reductions and spreads. It changes when all ranks have run another trace alike.
-        self._whole = programs.plan.params.ranks == 1
+        self._whole = not programs.plan.gathers
         self._proposed: Trace | None = None
         self._trainable = {number for number, info in enumerate(programs.infos) if info.trainable}
 

@@ -37,7 +37,8 @@ class ShardedModel:
         position: Position of this rank in the plan's mesh; differs from ``rank`` if the plan has a ``placement``.
         units: Units of the model, by number.
         gradients: Gradients by unit, for units with trainable parameters; one for each trainable buffer, in order.
-        arena: Memory of all owned gradients, 1-D, in the plan's ``accumulate_dtype``.
+        arena: Memory of all owned gradients, 1-D, in the plan's ``accumulate_dtype``; on the host if they live there.
+        device: Device of the model.
         slices: By parameter, the slice that tensor parallelism leaves on this rank; ``None`` for a whole parameter.
         lanes: Lanes that communication runs on.
         axes: Groups of ranks, by axis and lane.
@@ -58,6 +59,7 @@ class ShardedModel:
     units: tuple[Unit, ...]
     gradients: Mapping[int, Sequence[UnitGradient]]
     arena: torch.Tensor
+    device: torch.device
     slices: Mapping[str, Slice | None]
     lanes: Lanes
     axes: Mapping[tuple[Axis, Lane], AxisGroup]

@@ -167,12 +167,12 @@ class GradientNorm:
             The norm, 0-D, fp64, equal on every rank: on the device if the model has a group ``world``, else on the CPU.
         """
         sharded, world = self._sharded, self._sharded.world
-        mine = torch.zeros((), dtype=torch.float64, device=sharded.arena.device)
+        mine = torch.zeros((), dtype=torch.float64, device=sharded.device)
         # Replicas of a share count once, and so do parameters that all tensor-parallel ranks hold.
         if sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0:
             norms = self._norms_of_fragments() if sharded.part.tensor else self._norms_of_units()
             if norms:
-                mine = torch.stack(norms).double().square().sum()
+                mine = torch.stack(norms).double().square().sum().to(mine.device)
         if world is not None:
             return gather_rows(world, mine.view(1)).sum().sqrt()
         everyone = exchange_bytes(sharded, struct.pack("<d", float(mine)), NORM_BYTES)
@@ -190,11 +190,11 @@ class GradientNorm:
             self._reducer.join()  # on a GPU, one call for all is faster
         for units in self._reducer.arrivals(reversed(list(gradients)), apart=False):
             parts = itertools.chain.from_iterable(gradients[unit] for unit in units)
-            norms += _block_norms([part.owned.values for part in parts if not part.owned.empty])
+            norms += _block_norms([part.owned.kept for part in parts if not part.owned.empty])
         return norms
 
     def _norms_of_fragments(self) -> list[torch.Tensor]:
-        self._reducer.join()
+        self._reducer.settle()
         return _block_norms([owned.grad for owned in self._sliced_fragments if not owned.source.owned.empty])
 
 
@@ -219,7 +219,7 @@ class StepCheck:
         self._sharded, self._reducer, self.audit = sharded, reducer, audit
         infos = [unit.info for unit in sharded.units]
         self._row_bytes = control_bytes(infos)
-        self._is_whole = sharded.plan.params.ranks == 1  # then ranks may run different units
+        self._is_whole = not sharded.plan.gathers  # then ranks may run different units
         self._norm = GradientNorm(sharded, reducer)
         self.used = UsedGradients(infos)
         self.same_order = True
@@ -330,10 +330,12 @@ class StepCheck:
         arena, total = self._sharded.arena, factor / self.gradient_scale
         self.result = replace(self.result, norm=self.result.norm * factor, unscaled=True)
         if isinstance(total, torch.Tensor):
+            self._reducer.settle()
             # torch would round a factor without dimensions to the dtype of the gradients.
-            torch.mul(arena, total.float().view(1), out=arena)
+            torch.mul(arena, total.float().view(1).to(arena.device), out=arena)
             return True
         if total != 1.0:
+            self._reducer.settle()
             arena.mul_(total)
         return total != 1.0
 

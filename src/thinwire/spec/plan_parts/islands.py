@@ -60,6 +60,11 @@ class Islands(Feedback):
     )
     outer: OuterOptimizer = Field(default=OuterOptimizer(), description="what makes a step of the mean change")
     codec: CodecSpec = Field(default=CodecSpec(), description="codec of the changes between islands")
+    outer_wire: Literal["all", "visible"] = Field(
+        default="all",
+        description="which changes are sent: all, through codec; or those that the next bf16 forward would see, as "
+        "steps of bf16, while the others wait for a later exchange",
+    )
     elastic: Flag = Field(
         default=False,
         description="each island is a job of its own, which may vanish and come back, and `thinwire lighthouse` knows "
@@ -87,12 +92,23 @@ class Islands(Feedback):
         if self.delay:
             parts.append(f"delay {self.delay}, blend {self.blend:g}")
         parts.append(f"outer {self.outer.name} lr {self.outer.lr:g} momentum {self.outer.momentum:g}")
-        parts.append("exact" if self.codec.is_none else f"codec {self.codec}")
+        exact = "what bf16 shows of changes" if self.sends_visible else "exact"
+        parts.append(exact if self.codec.is_none else f"codec {self.codec}")
         if self.error_feedback:
             parts.append("error feedback")
         if self.elastic:
             parts.append("elastic")
         return ", ".join(parts)
+
+    @property
+    def sends_visible(self) -> bool:
+        """Whether only those changes are sent that bf16 shows."""
+        return self.outer_wire == "visible"
+
+    @property
+    def keeps_lost(self) -> bool:
+        """Whether a rank keeps what its messages have left out."""
+        return self.error_feedback > 0 or self.sends_visible
 
     def every_at(self, share: float) -> int:
         """Inner steps from one exchange to the next, once a share of training, 0 to 1, is done."""
@@ -176,10 +192,27 @@ class Islands(Feedback):
         except SpecError as error:
             yield Problem("codec", f"= {str(self.codec)!r}: {error.problems[0]}")
 
+    @rule("outer_wire", "codec", "error_feedback")
+    def _visible_changes_have_one_form(self) -> Iterator[Problem]:
+        """``outer_wire = "visible"`` needs ``codec = "none"`` and ``error_feedback = false``."""
+        if not self.sends_visible:
+            return
+        if not self.codec.is_none:
+            yield Problem(
+                "codec",
+                f"= {str(self.codec)!r} with outer_wire = 'visible', whose messages are steps of bf16: set codec to "
+                "'none', or outer_wire to 'all'",
+            )
+        if self.error_feedback:
+            yield Problem(
+                "error_feedback",
+                "with outer_wire = 'visible', which always keeps what it does not send: leave it out",
+            )
+
     @rule("codec", "error_feedback")
     def _feedback_needs_loss(self) -> Iterator[Problem]:
         """``error_feedback`` needs a lossy ``codec``."""
-        if self.error_feedback and self.codec.is_lossless:
+        if self.error_feedback and self.codec.is_lossless and not self.sends_visible:
             yield Problem(
                 "error_feedback",
                 f"= true has nothing to feed back: codec = {str(self.codec)!r} loses nothing; choose a lossy codec "

@@ -1,0 +1,127 @@
+"""Trainers of TRL that generate between their steps, beside their own DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.frameworks.transformers import arguments, join, logged, reader, tokenizer_of, transformers
+from tests.support.paths import ROOT
+
+import thinwire as tw
+from thinwire.testing import run_ranks
+
+trl = pytest.importorskip("trl")
+
+pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("default")]
+
+STEPS = 4
+
+
+def generate_unevenly(path: str) -> None:
+    """Each rank generates another number of tokens, in every way to keep parameters."""
+    model = transformers.LlamaForCausalLM.from_pretrained(path)
+    prompt, rank = torch.arange(4)[None] + dist.get_rank(), dist.get_rank()
+    options = {"max_new_tokens": 4 + 3 * rank, "do_sample": False, "num_beams": 1 + rank % 2}
+    wanted = model.generate(prompt, **options)
+    tw.shard(model, tw.Plan.preset("zero3", nodes=2, local=2, compute_dtype="float32"))
+    for keep in (None, "whole", "secondary", "nothing"):
+        with tw.generating(model, keep=keep):
+            assert torch.equal(model.generate(prompt, **options), wanted), keep
+    assert "generate" not in model.__dict__
+
+
+@pytest.mark.slow
+def test_ranks_may_generate_different_numbers_of_tokens(tmp_path: Path) -> None:
+    reader(len(parts()[1])).save_pretrained(tmp_path / "model")
+    run_ranks(4, generate_unevenly, str(tmp_path / "model"))
+
+
+def vowels(completions: list[str], **_: Any) -> list[float]:
+    """A reward that random texts differ in."""
+    return [sum(symbol in "aeiou" for symbol in text) / 12 for text in completions]
+
+
+def parts() -> tuple[Any, Any]:
+    """Prompts of a real text, and a tokenizer of its characters."""
+    import datasets
+
+    text = (ROOT / "README.md").read_text()
+    prompts = [text[i : i + 12] for i in range(0, 1200, 12)]
+    tokenizer = tokenizer_of(text)
+    tokenizer.padding_side = "left"
+    return datasets.Dataset.from_dict({"prompt": prompts}), tokenizer
+
+
+def relative(directory: Path, plan: str | None, **options: Any) -> Any:
+    """Policy gradients relative to a group."""
+    settings = arguments(
+        directory, trl.GRPOConfig, max_steps=STEPS, bf16=False, per_device_train_batch_size=4, num_generations=4,
+        max_completion_length=12, beta=0.04, num_iterations=2, **options,
+    )  # fmt: skip
+    return trained(trl.GRPOTrainer, plan, settings, reward_funcs=vowels)
+
+
+def leave_one_out(directory: Path, plan: str | None, **options: Any) -> Any:
+    settings = arguments(
+        directory, trl.RLOOConfig, max_steps=STEPS, bf16=False, per_device_train_batch_size=4, num_generations=4,
+        max_completion_length=12, **options,
+    )  # fmt: skip
+    return trained(trl.RLOOTrainer, plan, settings, reward_funcs=vowels)
+
+
+def online(directory: Path, plan: str | None, **options: Any) -> Any:
+    """Preferences between completions that the model makes on the way."""
+    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+    settings = arguments(
+        directory, OnlineDPOConfig, max_steps=STEPS, bf16=False, per_device_train_batch_size=4, max_new_tokens=12,
+        max_length=64, **options,
+    )  # fmt: skip
+    return trained(OnlineDPOTrainer, plan, settings, reward_funcs=vowels)
+
+
+def trained(kind: type, plan: str | None, settings: Any, **options: Any) -> Any:
+    """A trainer at the end of its training."""
+    from thinwire.integrations.transformers import ThinwireTrainerMixin
+
+    data, tokenizer = parts()
+    model = transformers.LlamaForCausalLM.from_pretrained(Path(settings.output_dir, "model"))
+    common = {"model": model, "args": settings, "train_dataset": data, "processing_class": tokenizer, **options}
+    if plan is not None:
+        kind, common = type("Mine", (ThinwireTrainerMixin, kind), {}), {**common, "plan": plan}
+    trainer = kind(**common)
+    trainer.train()
+    return trainer
+
+
+def compare(directory: Path, course: Callable[..., Any]) -> list[list[dict[str, float]]]:
+    join()
+    torch.manual_seed(0)
+    results = []
+    for plan in (None, "zero3"):
+        trainer = course(directory, plan)
+        results.append(logged(trainer, "loss", "grad_norm"))
+        if plan is not None:
+            tw.traffic(trainer.model)
+            prompt = torch.arange(4)[None]
+            trainer.model.generate(prompt, max_new_tokens=6, do_sample=False)
+            sent = tw.traffic(trainer.model)["gather"]["inside"]
+            with torch.no_grad():
+                trainer.model(prompt)
+            assert sent == tw.traffic(trainer.model)["gather"]["inside"] > 0
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("course", [relative, leave_one_out, online])
+def test_trainers_that_generate(tmp_path: Path, course: Callable[..., Any]) -> None:
+    reader(len(parts()[1])).save_pretrained(tmp_path / "model")  # from which trainers also make their references
+    for want, got in run_ranks(2, compare, tmp_path, course, timeout=280):
+        assert len(got) == STEPS
+        for one, other in zip(got, want, strict=True):
+            assert one == pytest.approx(other, rel=5e-4, abs=1e-6)
