@@ -110,6 +110,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("zero1", {"wire": {"spread": "int8:64"}}),
     ("zero1", {"compute_dtype": "float32"}),
     ("zero3", {"residence": {"optimizer": "host-stream"}}),
+    ("zero3", {"residence": {"optimizer": "host-stream", "gradients": "host", "params": "host"}}),
+    ("zero1", {"residence": {"optimizer": "host-update", "params": "host"}}),
     ("thinwire", {}),
     ("zeropp", {}),
     ("islands", {}),
