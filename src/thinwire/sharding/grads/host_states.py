@@ -24,7 +24,8 @@ from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.lanes.load import Load
-from thinwire.sharding.params.param_group import FlatBuffer, Unit
+from thinwire.sharding.params.flat_buffer import FlatBuffer
+from thinwire.sharding.params.param_group import Unit
 
 __all__ = ["HostStates"]
 

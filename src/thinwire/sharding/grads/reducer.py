@@ -200,7 +200,6 @@ class Reducer:
         if self._departures is not None:
             for unit, parts in self.gradients.items():
                 self._departures.begin(unit, [buffer for part in parts for buffer in part.buffers], ())
-            self._departures.join()
         return frozenset(self._reduced)
 
     def join(self) -> None:

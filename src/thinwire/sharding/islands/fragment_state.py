@@ -14,7 +14,7 @@ from thinwire.program import ExchangePart
 from thinwire.program.wire import shortening
 from thinwire.sharding.islands.outer_group import OuterGroup
 from thinwire.sharding.memory.layout import Run
-from thinwire.sharding.params.param_group import FlatBuffer
+from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.spec.plan_parts.islands import Islands
 
 __all__ = ["PartState"]

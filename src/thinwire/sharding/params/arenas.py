@@ -15,7 +15,7 @@ from thinwire.program.wire import rounds_parameters
 from thinwire.sharding.memory.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
 from thinwire.sharding.memory.local import local_tensor, slice_of
 from thinwire.sharding.modules.discover import UnitModules
-from thinwire.sharding.params.param_group import FlatBuffer
+from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.plan_codecs import is_excluded
 from thinwire.spec import Plan
 

@@ -1,13 +1,4 @@
-"""The state machine of a unit's parameters, which are sharded, being gathered, or gathered.
-
-Two facts explain the memory management:
-
-- Each unit owns one gathered storage for its whole life; freeing resizes the storage to zero. A pool shared by units
-  would silently give wrong gradients: autograd keeps views of the old buffer, and ``p.data =`` bypasses version
-  counters.
-- Reading a storage of size zero crashes the process. A freed parameter therefore points at a *husk*: a NaN expanded to
-  the parameter's shape, which reads as NaN and refuses writes.
-"""
+"""The state machine of a unit's parameters, which are sharded, being gathered, or gathered."""
 
 from __future__ import annotations
 
@@ -20,269 +11,16 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from thinwire.codecs import Codec
-from thinwire.collectives.all_gather import all_gather
-from thinwire.collectives.joint_gather import Part, joint_gather
-from thinwire.collectives.memory import allocate
-from thinwire.collectives.moves import Move, Moves
+from thinwire.collectives.joint_gather import joint_gather
+from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import AnyLane, Axis, BufferKey, HostLane, Lane, UnitInfo, gather_batches
-from thinwire.sharding.lanes.lanes import Lanes, Ticket
+from thinwire.sharding.lanes.lanes import Ticket
 from thinwire.sharding.lanes.load import Load
-from thinwire.sharding.memory.layout import FlatLayout, Run
-from thinwire.sharding.memory.local import set_local
-from thinwire.sharding.params.husks import husk_of, poison
-from thinwire.sharding.params.seeds import Seeds
-from thinwire.sharding.params.unready import UnreadyParameter, is_plain, set_ready
+from thinwire.sharding.params.flat_buffer import FlatBuffer
+from thinwire.sharding.params.gathering import BufferGathers, GatherLink, own_place
 
-__all__ = ["BufferGathers", "FlatBuffer", "GatherBatch", "GatherLink", "State", "Unit", "start_gathers"]
-
-
-@dataclass
-class FlatBuffer:
-    """One flat buffer on this rank.
-
-    Attributes:
-        layout: Positions of the parameters in the buffer.
-        parameters: Parameters of the modules, in slot order.
-        full: The whole buffer, ``[layout.numel]`` in compute dtype; its storage is empty while the unit is sharded.
-        shard: This rank's P shard, ``[layout.shard_numel]``; the same tensor as ``full`` if P is not gathered.
-        shares: Shares of this P shard, by position along the shard axis.
-        secondary: This rank's part of the secondary copy; ``None`` if the plan keeps none.
-        master: Master values of this rank's share, fp32; ``None`` if the P shard itself holds them, which requires that
-            P is fp32 and travels without loss.
-        visiting: Memory of the device for a P shard that lives on the host, while it gets new values and spreads them;
-            ``None`` if it lives on the device, or gets none.
-        staged: Masters that live on the host, while they are on the device for their update; ``None`` otherwise.
-    """
-
-    layout: FlatLayout
-    parameters: list[nn.Parameter]
-    full: torch.Tensor
-    shard: torch.Tensor
-    shares: tuple[tuple[Run, ...], ...]
-    secondary: torch.Tensor | None
-    master: torch.Tensor | None = None
-    visiting: torch.Tensor | None = None
-    staged: torch.Tensor | None = None
-
-    def __post_init__(self) -> None:
-        self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots]
-        self._husks = [husk_of(slot.shape, self.full.dtype, self.full.device) for slot in self.layout.slots]
-        self._single_husks = [husk for husk in self._husks if husk.numel() == 1]
-        self._plain = [parameter for parameter in self.parameters if is_plain(parameter)]
-        self._storage, self._nbytes = self.full.untyped_storage(), self.full.nbytes
-        self._master_runs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self.visits = False  # whether there is memory for ``visiting``
-        if self.visiting is not None:
-            self.visiting.untyped_storage().resize_(0)
-
-    @property
-    def written(self) -> torch.Tensor:
-        """The P shard on the device, where it gets new values."""
-        return self.shard if self.visiting is None else self.visiting
-
-    def visit(self) -> bool:
-        """Allocate the memory in which a P shard that lives on the host gets new values; returns whether it was."""
-        if self.visiting is None or self.visits:
-            return False
-        self.visiting.untyped_storage().resize_(self.visiting.nbytes)
-        self.visiting.zero_()  # nobody owns what fills it up
-        self.visits = True
-        return True
-
-    def leave(self) -> None:
-        """Free that memory."""
-        if self.visiting is not None and self.visits:
-            self.visiting.untyped_storage().resize_(0)
-            self.visits = False
-
-    @property
-    def masters_on_device(self) -> torch.Tensor | None:
-        """The masters, or a copy of them, on the device; ``None`` if the P shard holds them."""
-        if self.staged is not None or self.master is None:
-            return self.staged
-        return self.master.to(self.full.device)
-
-    def master_runs(self, position: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Views of the elements of the P shard that masters of this rank belong to, and views of these masters; none if
-        the P shard itself holds them.
-
-        Args:
-            position: Position of this rank along the shard axis.
-        """
-        if self.staged is not None:
-            return self._runs_of(position, self.staged)
-        if position not in self._master_runs:
-            self._master_runs[position] = self._runs_of(position, self.master)
-        return self._master_runs[position]
-
-    def _runs_of(self, position: int, master: torch.Tensor | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        if master is None:
-            return [], []
-        runs = self.shares[position]
-        of_shard = [self.written[run.start : run.start + run.length] for run in runs]
-        return of_shard, list(master.split([run.length for run in runs]))
-
-    def restore(self) -> None:
-        """Allocate the gathered storage; its contents are undefined until the unit is gathered."""
-        self._storage.resize_(self._nbytes)
-
-    def release(self) -> None:
-        """Free the gathered storage."""
-        self._storage.resize_(0)
-
-    def show(self, *, whole: bool) -> None:
-        """Point the module's parameters at the gathered buffer, or at husks."""
-        if whole:
-            for parameter in self._plain:
-                parameter.__class__ = nn.Parameter
-            set_local(self.parameters, self._views)
-            return
-        for husk in self._single_husks:  # a husk of one element does not refuse writes
-            husk.copy_(poison(husk.dtype, husk.device))
-        set_local(self.parameters, self._husks)
-        for parameter in self._plain:
-            parameter.__class__ = UnreadyParameter
-
-    def mark(self, *, ready: bool) -> None:
-        """Say whether the module's parameters can be computed with as they are."""
-        set_ready(self._plain, ready=ready)
-
-
-@dataclass(frozen=True)
-class GatherLink:
-    """The lanes, groups and codec for gathering units.
-
-    Attributes:
-        lanes: Lanes that gathers run on.
-        params: Group of ranks that hold one copy of the parameters.
-        secondary: Group of ranks that hold one secondary copy; ``None`` if the plan keeps none.
-        codec: Codec of gathers over ``params``. Gathers from the secondary shard need none: its values were already
-            encoded once.
-        seeds: Seeds for the codec.
-        at_least: Bytes until which buffers that are gathered at the same time travel as one.
-        from_host: Whether P shards live on the host.
-    """
-
-    lanes: Lanes
-    params: AxisGroup
-    secondary: AxisGroup | None
-    codec: Codec | None
-    seeds: Seeds
-    at_least: int = 0
-    from_host: bool = False
-
-    @property
-    def gathers(self) -> bool:
-        """Whether units are gathered before they are used."""
-        return self.params.size > 1 or self.from_host
-
-
-class BufferGathers:
-    """Builds the collectives that gather the buffers of one unit.
-
-    Args:
-        unit: Number of the unit.
-        buffers: Its flat buffers.
-        link: Lanes, groups and codec for gathering.
-
-    Attributes:
-        keeps_messages: Whether gathers with the codec keep what they receive, from which later ones fill the buffers.
-    """
-
-    def __init__(self, unit: int, buffers: Sequence[FlatBuffer], link: GatherLink) -> None:
-        self._unit, self._buffers, self._link = unit, tuple(buffers), link
-        self.keeps_messages = False
-        self._kept: dict[int, Moves] = {}  # by buffer, what fills it from what is kept of its gather
-        params, secondary, self._seeds = link.params, link.secondary, link.seeds
-        sharded = link.gathers
-        for buffer in buffers if sharded else ():
-            buffer.restore()  # collectives are built from views, which need allocated memory
-        self._parts: dict[tuple[int, bool], Part] = {}  # parts of joint gathers without a codec, made once
-        self._from_shard = [_gather(params, buffer, buffer.shard) for buffer in buffers] if sharded else []
-        self._from_secondary = [
-            _gather(secondary, buffer, buffer.secondary)
-            for buffer in buffers
-            if secondary is not None and buffer.secondary is not None
-        ]
-        for buffer in buffers if sharded else ():
-            buffer.release()
-
-    def single(self, number: int, *, from_secondary: bool, exact: bool) -> Moves:
-        """The gather of one buffer by itself.
-
-        Args:
-            number: Number of the buffer.
-            from_secondary: Whether to gather from the secondary shard.
-            exact: Whether to gather without a codec, whatever the plan says.
-        """
-        buffer, codec = self._buffers[number], self._link.codec
-        if from_secondary:
-            return self._from_secondary[number]
-        if number in self._kept and not exact:
-            return self._kept[number]
-        if codec is None or exact or not buffer.layout.encoded:
-            return self._from_shard[number] if exact or not self.keeps_messages else self._keep_copy(number)
-        # Built for each gather, so that a unit keeps no memory for messages between gathers.
-        seed = self._seeds.of_unit(Lane.GATHER, self._unit)
-        moves = _gather(self._link.params, buffer, buffer.shard, codec, seed)
-        if self.keeps_messages:
-            self._kept[number] = Moves([moves[-1]])  # the last move decodes all messages
-        return moves
-
-    def forget_messages(self) -> None:
-        """Keep nothing any more."""
-        self.keeps_messages = False
-        self._kept.clear()
-
-    def _keep_copy(self, number: int) -> Moves:
-        """The gather of a buffer without a codec, of which a copy is kept."""
-        full, moves = self._buffers[number].full, self._from_shard[number]
-        kept = allocate(full.numel(), full.dtype, full.device)
-
-        def copy(source: torch.Tensor, target: torch.Tensor) -> None:
-            target.copy_(source)
-
-        self._kept[number] = Moves([Move(moves[-1].stage, functools.partial(copy, kept, full))])
-        return moves.then(functools.partial(copy, full, kept))
-
-    def part(self, number: int, *, from_secondary: bool, encoded: bool) -> Part:
-        """One buffer as a part of a joint gather.
-
-        Args:
-            number: Number of the buffer.
-            from_secondary: Whether to gather from the secondary shard.
-            encoded: Whether the gather has a codec.
-        """
-        key = number, from_secondary
-        if key not in self._parts:
-            buffer = self._buffers[number]
-            own = buffer.secondary if from_secondary else buffer.shard
-            if self._link.from_host and not from_secondary:
-                own = _own_place(self._link.params, buffer)
-            assert own is not None
-            self._parts[key] = Part(buffer.full, own)
-        if not encoded:
-            return self._parts[key]
-        return replace(self._parts[key], seed=self._seeds.of_unit(Lane.GATHER, self._unit))
-
-
-def _gather(
-    group: AxisGroup, buffer: FlatBuffer, source: torch.Tensor, codec: Codec | None = None, seed: int | None = None
-) -> Moves:
-    """Gather the whole buffer from the pieces that the ranks of the group hold. It uses the same memory every time, so
-    that without a codec the collective is built only once."""
-
-    def place_own() -> None:
-        _own_place(group, buffer).copy_(source, non_blocking=True)
-
-    return all_gather(group, buffer.full, codec=codec, seed=seed).after(place_own)
-
-
-def _own_place(group: AxisGroup, buffer: FlatBuffer) -> torch.Tensor:
-    """This rank's piece of a gathered buffer."""
-    return buffer.full.view(group.size, -1)[group.index]
+__all__ = ["GatherBatch", "State", "Unit", "start_gathers"]
 
 
 class State(enum.Enum):
@@ -550,7 +288,7 @@ def _start_gather(parts: Sequence[tuple[Unit, int]], *, from_secondary: bool, ex
         ]
         moves = [joint_gather(group, joint, codec=codec)]
         if link.from_host and not from_secondary:
-            pairs = [(_own_place(group, u.buffers[n]), u.buffers[n].shard) for u, n in parts]
+            pairs = [(own_place(group, u.buffers[n]), u.buffers[n].shard) for u, n in parts]
 
             def come_up() -> None:
                 for place, shard in pairs:

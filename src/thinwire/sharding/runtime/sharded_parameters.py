@@ -14,7 +14,8 @@ import torch
 from thinwire.program import Axis, HostLane, Lane
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.unit_gradient import UnitGradient
-from thinwire.sharding.params.param_group import FlatBuffer, Unit
+from thinwire.sharding.params.flat_buffer import FlatBuffer
+from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.runtime.live_parameter import ModelParameter
 from thinwire.sharding.runtime.share_values import Masters, ShareGradients, TrainedParameter
 from thinwire.sharding.runtime.tensor_collectives import ModelHolders

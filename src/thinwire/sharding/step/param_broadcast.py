@@ -18,7 +18,8 @@ from thinwire.program import LEAVING, Axis, BufferKey, HostLane, Kind, Lane, Ope
 from thinwire.program.wire import spreads_difference
 from thinwire.sharding.lanes.lanes import Ticket
 from thinwire.sharding.lanes.load import Load
-from thinwire.sharding.params.param_group import FlatBuffer, Unit
+from thinwire.sharding.params.flat_buffer import FlatBuffer
+from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.step.schedule import Programs
 from thinwire.sharding.step.sharded_model import ShardedModel
 

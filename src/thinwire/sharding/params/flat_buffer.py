@@ -1,0 +1,136 @@
+"""A unit's parameters in one vector, which is gathered and freed, and this rank's shard of it.
+
+Two facts explain the memory management:
+
+- Each unit owns one gathered storage for its whole life; freeing resizes the storage to zero. A pool shared by units
+  would silently give wrong gradients: autograd keeps views of the old buffer, and ``p.data =`` bypasses version
+  counters.
+- Reading a storage of size zero crashes the process. A freed parameter therefore points at a *husk*: a NaN expanded to
+  the parameter's shape, which reads as NaN and refuses writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from thinwire.sharding.memory.layout import FlatLayout, Run
+from thinwire.sharding.memory.local import set_local
+from thinwire.sharding.params.husks import husk_of, poison
+from thinwire.sharding.params.unready import UnreadyParameter, is_plain, set_ready
+
+__all__ = ["FlatBuffer"]
+
+
+@dataclass
+class FlatBuffer:
+    """One flat buffer on this rank.
+
+    Attributes:
+        layout: Positions of the parameters in the buffer.
+        parameters: Parameters of the modules, in slot order.
+        full: The whole buffer, ``[layout.numel]`` in compute dtype; its storage is empty while the unit is sharded.
+        shard: This rank's P shard, ``[layout.shard_numel]``; the same tensor as ``full`` if P is not gathered.
+        shares: Shares of this P shard, by position along the shard axis.
+        secondary: This rank's part of the secondary copy; ``None`` if the plan keeps none.
+        master: Master values of this rank's share, fp32; ``None`` if the P shard itself holds them, which requires that
+            P is fp32 and travels without loss.
+        visiting: Memory of the device for a P shard that lives on the host, while it gets new values and spreads them;
+            ``None`` if it lives on the device, or gets none.
+        staged: Masters that live on the host, while they are on the device for their update; ``None`` otherwise.
+    """
+
+    layout: FlatLayout
+    parameters: list[nn.Parameter]
+    full: torch.Tensor
+    shard: torch.Tensor
+    shares: tuple[tuple[Run, ...], ...]
+    secondary: torch.Tensor | None
+    master: torch.Tensor | None = None
+    visiting: torch.Tensor | None = None
+    staged: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots]
+        self._husks = [husk_of(slot.shape, self.full.dtype, self.full.device) for slot in self.layout.slots]
+        self._single_husks = [husk for husk in self._husks if husk.numel() == 1]
+        self._plain = [parameter for parameter in self.parameters if is_plain(parameter)]
+        self._storage, self._nbytes = self.full.untyped_storage(), self.full.nbytes
+        self._master_runs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self.visits = False  # whether there is memory for ``visiting``
+        if self.visiting is not None:
+            self.visiting.untyped_storage().resize_(0)
+
+    @property
+    def written(self) -> torch.Tensor:
+        """The P shard on the device, where it gets new values."""
+        return self.shard if self.visiting is None else self.visiting
+
+    def visit(self) -> bool:
+        """Allocate the memory in which a P shard that lives on the host gets new values; returns whether it was."""
+        if self.visiting is None or self.visits:
+            return False
+        self.visiting.untyped_storage().resize_(self.visiting.nbytes)
+        self.visiting.zero_()  # nobody owns what fills it up
+        self.visits = True
+        return True
+
+    def leave(self) -> None:
+        """Free that memory."""
+        if self.visiting is not None and self.visits:
+            self.visiting.untyped_storage().resize_(0)
+            self.visits = False
+
+    @property
+    def masters_on_device(self) -> torch.Tensor | None:
+        """The masters, or a copy of them, on the device; ``None`` if the P shard holds them."""
+        if self.staged is not None or self.master is None:
+            return self.staged
+        return self.master.to(self.full.device)
+
+    def master_runs(self, position: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Views of the elements of the P shard that masters of this rank belong to, and views of these masters; none if
+        the P shard itself holds them.
+
+        Args:
+            position: Position of this rank along the shard axis.
+        """
+        if self.staged is not None:
+            return self._runs_of(position, self.staged)
+        if position not in self._master_runs:
+            self._master_runs[position] = self._runs_of(position, self.master)
+        return self._master_runs[position]
+
+    def _runs_of(self, position: int, master: torch.Tensor | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        if master is None:
+            return [], []
+        runs = self.shares[position]
+        of_shard = [self.written[run.start : run.start + run.length] for run in runs]
+        return of_shard, list(master.split([run.length for run in runs]))
+
+    def restore(self) -> None:
+        """Allocate the gathered storage; its contents are undefined until the unit is gathered."""
+        self._storage.resize_(self._nbytes)
+
+    def release(self) -> None:
+        """Free the gathered storage."""
+        self._storage.resize_(0)
+
+    def show(self, *, whole: bool) -> None:
+        """Point the module's parameters at the gathered buffer, or at husks."""
+        if whole:
+            for parameter in self._plain:
+                parameter.__class__ = nn.Parameter
+            set_local(self.parameters, self._views)
+            return
+        for husk in self._single_husks:  # a husk of one element does not refuse writes
+            husk.copy_(poison(husk.dtype, husk.device))
+        set_local(self.parameters, self._husks)
+        for parameter in self._plain:
+            parameter.__class__ = UnreadyParameter
+
+    def mark(self, *, ready: bool) -> None:
+        """Say whether the module's parameters can be computed with as they are."""
+        set_ready(self._plain, ready=ready)

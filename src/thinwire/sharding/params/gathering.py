@@ -1,0 +1,157 @@
+"""The collectives that gather a unit's buffers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from thinwire.codecs import Codec
+from thinwire.collectives.all_gather import all_gather
+from thinwire.collectives.joint_gather import Part
+from thinwire.collectives.memory import allocate
+from thinwire.collectives.moves import Move, Moves
+from thinwire.collectives.topology import AxisGroup
+from thinwire.program import Lane
+from thinwire.sharding.lanes.lanes import Lanes
+from thinwire.sharding.params.flat_buffer import FlatBuffer
+from thinwire.sharding.params.seeds import Seeds
+
+__all__ = ["BufferGathers", "GatherLink", "own_place"]
+
+
+@dataclass(frozen=True)
+class GatherLink:
+    """The lanes, groups and codec for gathering units.
+
+    Attributes:
+        lanes: Lanes that gathers run on.
+        params: Group of ranks that hold one copy of the parameters.
+        secondary: Group of ranks that hold one secondary copy; ``None`` if the plan keeps none.
+        codec: Codec of gathers over ``params``. Gathers from the secondary shard need none: its values were already
+            encoded once.
+        seeds: Seeds for the codec.
+        at_least: Bytes until which buffers that are gathered at the same time travel as one.
+        from_host: Whether P shards live on the host.
+    """
+
+    lanes: Lanes
+    params: AxisGroup
+    secondary: AxisGroup | None
+    codec: Codec | None
+    seeds: Seeds
+    at_least: int = 0
+    from_host: bool = False
+
+    @property
+    def gathers(self) -> bool:
+        """Whether units are gathered before they are used."""
+        return self.params.size > 1 or self.from_host
+
+
+class BufferGathers:
+    """Builds the collectives that gather the buffers of one unit.
+
+    Args:
+        unit: Number of the unit.
+        buffers: Its flat buffers.
+        link: Lanes, groups and codec for gathering.
+
+    Attributes:
+        keeps_messages: Whether gathers with the codec keep what they receive, from which later ones fill the buffers.
+    """
+
+    def __init__(self, unit: int, buffers: Sequence[FlatBuffer], link: GatherLink) -> None:
+        self._unit, self._buffers, self._link = unit, tuple(buffers), link
+        self.keeps_messages = False
+        self._kept: dict[int, Moves] = {}  # by buffer, what fills it from what is kept of its gather
+        params, secondary, self._seeds = link.params, link.secondary, link.seeds
+        sharded = link.gathers
+        for buffer in buffers if sharded else ():
+            buffer.restore()  # collectives are built from views, which need allocated memory
+        self._parts: dict[tuple[int, bool], Part] = {}  # parts of joint gathers without a codec, made once
+        self._from_shard = [_gather(params, buffer, buffer.shard) for buffer in buffers] if sharded else []
+        self._from_secondary = [
+            _gather(secondary, buffer, buffer.secondary)
+            for buffer in buffers
+            if secondary is not None and buffer.secondary is not None
+        ]
+        for buffer in buffers if sharded else ():
+            buffer.release()
+
+    def single(self, number: int, *, from_secondary: bool, exact: bool) -> Moves:
+        """The gather of one buffer by itself.
+
+        Args:
+            number: Number of the buffer.
+            from_secondary: Whether to gather from the secondary shard.
+            exact: Whether to gather without a codec, whatever the plan says.
+        """
+        buffer, codec = self._buffers[number], self._link.codec
+        if from_secondary:
+            return self._from_secondary[number]
+        if number in self._kept and not exact:
+            return self._kept[number]
+        if codec is None or exact or not buffer.layout.encoded:
+            return self._from_shard[number] if exact or not self.keeps_messages else self._keep_copy(number)
+        # Built for each gather, so that a unit keeps no memory for messages between gathers.
+        seed = self._seeds.of_unit(Lane.GATHER, self._unit)
+        moves = _gather(self._link.params, buffer, buffer.shard, codec, seed)
+        if self.keeps_messages:
+            self._kept[number] = Moves([moves[-1]])  # the last move decodes all messages
+        return moves
+
+    def forget_messages(self) -> None:
+        """Keep nothing any more."""
+        self.keeps_messages = False
+        self._kept.clear()
+
+    def _keep_copy(self, number: int) -> Moves:
+        """The gather of a buffer without a codec, of which a copy is kept."""
+        full, moves = self._buffers[number].full, self._from_shard[number]
+        kept = allocate(full.numel(), full.dtype, full.device)
+
+        def copy(source: torch.Tensor, target: torch.Tensor) -> None:
+            target.copy_(source)
+
+        self._kept[number] = Moves([Move(moves[-1].stage, functools.partial(copy, kept, full))])
+        return moves.then(functools.partial(copy, full, kept))
+
+    def part(self, number: int, *, from_secondary: bool, encoded: bool) -> Part:
+        """One buffer as a part of a joint gather.
+
+        Args:
+            number: Number of the buffer.
+            from_secondary: Whether to gather from the secondary shard.
+            encoded: Whether the gather has a codec.
+        """
+        key = number, from_secondary
+        if key not in self._parts:
+            buffer = self._buffers[number]
+            own = buffer.secondary if from_secondary else buffer.shard
+            if self._link.from_host and not from_secondary:
+                own = own_place(self._link.params, buffer)
+            assert own is not None
+            self._parts[key] = Part(buffer.full, own)
+        if not encoded:
+            return self._parts[key]
+        return replace(self._parts[key], seed=self._seeds.of_unit(Lane.GATHER, self._unit))
+
+
+def _gather(
+    group: AxisGroup, buffer: FlatBuffer, source: torch.Tensor, codec: Codec | None = None, seed: int | None = None
+) -> Moves:
+    """Gather the whole buffer from the pieces that the ranks of the group hold. It uses the same memory every time, so
+    that without a codec the collective is built only once."""
+
+    def place_own() -> None:
+        own_place(group, buffer).copy_(source, non_blocking=True)
+
+    return all_gather(group, buffer.full, codec=codec, seed=seed).after(place_own)
+
+
+def own_place(group: AxisGroup, buffer: FlatBuffer) -> torch.Tensor:
+    """This rank's piece of a gathered buffer."""
+    return buffer.full.view(group.size, -1)[group.index]
