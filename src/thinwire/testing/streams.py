@@ -32,7 +32,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple, final
+from typing import Any, Final, Literal, final
 from unittest import mock
 
 import torch
@@ -164,7 +164,8 @@ class SimulatedEvent:
         return 0.0
 
 
-class _Sent(NamedTuple):
+@dataclass
+class _Sent:
     """A copy to memory of the host, on its way.
 
     Attributes:
@@ -172,12 +173,20 @@ class _Sent(NamedTuple):
         position: Number of the operation on that stream.
         address: Where the copy goes.
         content: What will be there.
+        is_there: Whether it is there, because the device reads it afterwards. The host has still to wait for it.
     """
 
     stream: int
     position: int
     address: int
     content: bytes
+    is_there: bool = False
+
+    def land(self) -> None:
+        """Put the content in its place, once."""
+        if not self.is_there:
+            ctypes.memmove(self.address, self.content, len(self.content))
+            self.is_there = True
 
 
 class SimulatedStreams:
@@ -241,7 +250,13 @@ class SimulatedStreams:
         arrived = [copy for copy in self._sent if self.host.get(copy.stream, 0) >= copy.position]
         self._sent = [copy for copy in self._sent if copy not in arrived]
         for copy in arrived:
-            ctypes.memmove(copy.address, copy.content, len(copy.content))
+            copy.land()
+
+    def land(self, clock: Clock) -> None:
+        """Put copies to the host's memory in their places that a stream of the device is ordered after."""
+        for copy in self._sent:
+            if clock.get(copy.stream, 0) >= copy.position:
+                copy.land()
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Queue a copy to memory of the host, which holds nothing of use until the host has waited."""
@@ -249,6 +264,7 @@ class SimulatedStreams:
         stream, address = self.current(), target.data_ptr()
         content = ctypes.string_at(address, target.nbytes)
         ctypes.memset(address, _POISON, target.nbytes)
+        self._sent = [copy for copy in self._sent if copy.address != address or not copy.is_there]
         self._sent.append(_Sent(stream.number, stream.clock.get(stream.number, 0), address, content))
         self._on_host[target] = None
 
@@ -349,6 +365,7 @@ class StreamCheck(TorchDispatchMode):
         if self._is_inside:
             return func(*args, **kwargs)
         self.poll()
+        self.streams.land(self.streams.current().clock)
         result = func(*args, **kwargs)
         name = func._schema.name
         if name in _SYNCHRONIZING and any(map(self.streams.is_on_host, _tensors(args))):

@@ -193,7 +193,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Update the share once its gradients have arrived, and end the step, which is closed."""
         runtime, inner, lanes, exchanges = self.runtime, self.inner, self._lanes, self._exchanges
         self.step_check.multiply_gradients(1.0)  # divides by the loss scale, unless clipping has
-        runtime.join_spreads()
+        runtime.join_spreads(settle=False)
         began = lanes.mark() if lanes.recorder.timeline is not None else None
         hooked = bool(inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks)
         arrived = result.measured  # the norm is that of all gradients

@@ -347,11 +347,15 @@ class Runtime:
         self.spreads.write_back(range(len(self.units)), differences=not with_replicas)
         self._begin_next(num_steps, updated=True, exactly=True)
 
-    def join_spreads(self) -> None:
-        """Wait until every unit's parameters are up to date. Collective, if shares were written."""
+    def join_spreads(self, *, settle: bool = True) -> None:
+        """Wait until every unit's parameters are up to date. Collective, if shares were written.
+
+        Args:
+            settle: Whether the host waits as well, so that it can read what lives there.
+        """
         if self.masters is not None:
             self.masters.flush()
-        self.spreads.join()
+        self.spreads.join(settle=settle)
 
     def join(self) -> None:
         """Wait until parameters are up to date and gradients are combined; see :meth:`join_spreads`."""

@@ -182,11 +182,16 @@ class Spreads:
             else self._parts[key]
         )
 
-    def join(self) -> None:
-        """Wait until every unit's parameters are up to date, and its P shard may be written."""
+    def join(self, *, settle: bool = True) -> None:
+        """Wait until every unit's parameters are up to date, and its P shard may be written.
+
+        Args:
+            settle: Whether the host waits as well, so that it can read what lives there.
+        """
         for unit in self._sharded.units:
             unit.release_shard()
-        self._sharded.lanes.settle(HostLane.DOWN)  # masters that live on the host are up to date there
+        if settle:
+            self._sharded.lanes.settle(HostLane.DOWN)
 
     def _moves(self, operation: Operation, buffer: FlatBuffer, *, exactly: bool) -> Moves:
         codec = self._sharded.codecs.spread if buffer.layout.encoded else None
