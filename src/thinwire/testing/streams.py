@@ -365,10 +365,12 @@ class StreamCheck(TorchDispatchMode):
         if self._is_inside:
             return func(*args, **kwargs)
         self.poll()
-        self.streams.land(self.streams.current().clock)
-        result = func(*args, **kwargs)
         name = func._schema.name
-        if name in _SYNCHRONIZING and any(map(self.streams.is_on_host, _tensors(args))):
+        by_host = name in _SYNCHRONIZING and any(map(self.streams.is_on_host, _tensors(args)))
+        if not by_host:
+            self.streams.land(self.streams.current().clock)
+        result = func(*args, **kwargs)
+        if by_host:
             self._read_on_host(name, args)
             return result
         if name in _SAME_MEMORY or func.is_view:
