@@ -138,6 +138,10 @@ REASONS: Final[dict[str, str]] = {
     "sharding/params/param_group.py: Unit.need: self.join_spread() -> self": (
         "gathers wait for spreads, and whoever computes with a parameter that is not ready waits for it"
     ),
+    "sharding/step/param_broadcast.py: "
+    "Spreads.send_home: self._leaving.popleft().join_spread() -> self._leaving.popleft()": (
+        "it bounds the memory of the device; whoever needs the unit waits"
+    ),
     "sharding/step/passes.py: Passes.note_plain: unit.join_spread() -> unit": _READ_WAITS,
     "sharding/step/passes.py: Passes.pre_forward: unit.join_spread() -> unit": _READ_WAITS,
     "sharding/step/passes.py: Passes._evaluate: unit.join_spread() -> unit": _READ_WAITS,

@@ -54,7 +54,7 @@ _STEPS: Final[list[Case]] = [
     *((streams.test_steps_with_a_loss_scale_order_every_access, ("zeropp", fused)) for fused in (False, True)),
     (streams.test_the_end_of_encoding_orders_every_access, ()),
     *((delays.test_delayed_threads_change_no_loss, (name, "lanes")) for name in ("zero3", "ddp")),
-    *((residence.assert_ordered, (name,)) for name in ("zero1", "ddp")),
+    *((residence.assert_ordered, (name,)) for name in ("zero1", "ddp", "thinwire")),
     (residence.assert_alike, ("zero1",)),
 ]
 

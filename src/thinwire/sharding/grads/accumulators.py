@@ -150,29 +150,27 @@ class Departures:
     """The gradients that are on their way to the host, in order."""
 
     def __init__(self) -> None:
-        self._leaving = deque[tuple[int, Sequence[HostAccumulator]]]()
+        self._leaving = deque[Sequence[HostAccumulator]]()
 
-    def begin(self, unit: int, buffers: Iterable[Accumulator], after: Sequence[Ticket]) -> None:
+    def begin(self, buffers: Iterable[Accumulator], after: Sequence[Ticket]) -> None:
         """Let a unit's gradients go down, once the oldest of several that are on their way have arrived.
 
         Args:
-            unit: Number of the unit.
             buffers: What its gradients have accumulated in.
             after: Tickets of their reductions.
         """
         visiting = [one for one in buffers if isinstance(one, HostAccumulator) and one.visits]
         for one in visiting:
             one.go_down(after)
-        self._leaving.append((unit, visiting))
+        self._leaving.append(visiting)
         while len(self._leaving) > LEAVING:
             self._end()
 
-    def join(self, unit: int | None = None) -> None:
-        """Wait until the gradients of a unit, or of all units, have left the device."""
-        while self._leaving and (unit is None or unit in (one for one, _ in self._leaving)):
+    def join(self) -> None:
+        """Wait until the gradients of all units have left the device."""
+        while self._leaving:
             self._end()
 
     def _end(self) -> None:
-        _, visiting = self._leaving.popleft()
-        for one in visiting:
+        for one in self._leaving.popleft():
             one.leave()

@@ -198,8 +198,8 @@ class Reducer:
         for part in self.parts:
             part.drop()
         if self._departures is not None:
-            for unit, parts in self.gradients.items():
-                self._departures.begin(unit, [buffer for part in parts for buffer in part.buffers], ())
+            for parts in self.gradients.values():
+                self._departures.begin([buffer for part in parts for buffer in part.buffers], ())
         return frozenset(self._reduced)
 
     def join(self) -> None:
@@ -220,8 +220,6 @@ class Reducer:
         for reduction in self._under_way:
             if unit in reduction.units:
                 reduction.wait()
-        if self._departures is not None:
-            self._departures.join(unit)
         if (update := self._updates.pop(unit, None)) is not None:
             update.wait()
 
@@ -290,7 +288,7 @@ class Reducer:
         assert self._departures is not None
         for unit in units:
             after = [reduction.ticket for reduction in self._under_way if unit in reduction.units]
-            self._departures.begin(unit, [one for part in self.gradients[unit] for one in part.buffers], after)
+            self._departures.begin([one for part in self.gradients[unit] for one in part.buffers], after)
 
     def _perform(self, unit: int, turn: ReductionTurn) -> None:
         self._reduced.add(unit)

@@ -65,8 +65,7 @@ class _ThreadTicket(Ticket):
         if self._error is not None:
             raise self._error
 
-    def settle(self) -> None:
-        self.wait()
+    settle = wait
 
     def done(self) -> bool:
         return self._finished

@@ -279,7 +279,6 @@ class StepCheck:
         share, and needs an exchange of its own."""
         assert self.result is not None
         norm = self._norm.measure() / self.gradient_scale
-        self._reducer.join()
         self.result = replace(self.result, norm=norm, measured=True)
         if self._sharded.world is not None:
             self._late.append(self._sharded.lanes.late(norm))
