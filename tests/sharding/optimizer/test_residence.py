@@ -396,12 +396,12 @@ def test_what_goes_down_is_what_the_program_says(
 # -- the order of copies and updates ---------------------------------------------------------------------------
 
 
-def stepped(name: str, dtype: str, fused: bool, skip: bool, residence: str = "optimizer") -> list[str]:
+def stepped(name: str, dtype: str, fused: bool, skip: bool, residence: str = "optimizer", **fields: Any) -> list[str]:
     """Hazards of some steps on simulated streams."""
     with check_streams("never") as check:
         torch.default_generator.manual_seed(0)
-        plan = tw.Plan.preset(name, nodes=2, local=2, compute_dtype=dtype, bucket_bytes=1, **RESIDENCES[residence])
-        model = tw.shard(build(Stack), plan, codec_backend="reference")
+        fields = {"compute_dtype": dtype, "bucket_bytes": 1, **RESIDENCES[residence], **fields}
+        model = tw.shard(build(Stack), tw.Plan.preset(name, nodes=2, local=2, **fields), codec_backend="reference")
         options = {"lr": 1e-2, "fused": fused}
         optim = tw.optimizer(model, torch.optim.AdamW, skip_nonfinite=skip, **options)
         for step in range(4):
@@ -466,6 +466,7 @@ def of_any_residence(name: str) -> list[str]:
         for residence in RESIDENCES
         for hazard in (
             *stepped(name, "bfloat16", False, False, residence),
+            *stepped(name, "bfloat16", True, False, residence, spread_bytes=1 << 20),  # fewer batches than slots
             *given(name, residence),
             *skipped(name, residence),
         )
