@@ -114,6 +114,13 @@ def test_the_average_is_torchs(preset: str, world: int, options: dict[str, Any],
     run_ranks(world, check_average, plan_of(preset, world, **options), rule)
 
 
+@torch.no_grad()
+def fail_inside(mean: tw.Average, model: nn.Module) -> None:
+    with mean.applied():
+        model(samples(9, 1, 4)[0, 0])
+        raise ZeroDivisionError
+
+
 def check_training(plan: tw.Plan) -> None:
     """Evaluations of the average, one of which fails, change nothing in what is trained."""
     model, optim, mean = start(plan, RULES[0])
@@ -122,9 +129,7 @@ def check_training(plan: tw.Plan) -> None:
     for step in range(4):
         assert train(model, optim, [step], mean) == train(other, optim_other, [step])
         before = held(model)
-        with pytest.raises(ZeroDivisionError), mean.applied(), torch.no_grad():
-            model(samples(9, 1, 4)[0, 0])
-            1 / 0  # noqa: B018
+        raised(ZeroDivisionError, fail_inside, mean, model)
         assert all(map(torch.equal, before, held(model)))
     assert all(map(torch.equal, held(model), held(other)))
 
@@ -227,3 +232,51 @@ def test_an_average_that_is_left_behind_is_named(tmp_path: Path) -> None:
     first, second = run_ranks(2, check_warning, str(tmp_path / "saved"))
     assert "before thinwire.load" in first[-1]
     assert not second
+
+
+def check_parts(directory: str, plan: tw.Plan, steps: int) -> dict[str, torch.Tensor]:
+    """Train and save if there are steps, else load; the average of this rank's parts."""
+    model, optim = grids.start("llama", plan)
+    mean, path = model.average(decay=0.5), Path(directory) / "saved"
+    for step in grids.batches(plan, model.grid.data)[:steps]:
+        grids.train(model, optim, [step])
+        mean.update()
+    if steps:
+        model.save(optim, path)
+    else:
+        model.load(optim, path)
+    before = [held(chunk) for chunk in model.chunks]
+    with mean.applied():
+        result = grids.whole_parameters(model)
+        model.evaluate(grids.batches(plan, model.grid.data)[0][0])
+    for chunk, values in zip(model.chunks, before, strict=True):
+        assert all(map(torch.equal, values, held(chunk)))
+    return result
+
+
+@pytest.mark.slow
+def test_parts_of_a_model_are_averaged(tmp_path: Path) -> None:
+    plan = grids.plan_for(1, 2, 2)
+    trained = run_ranks(4, check_parts, str(tmp_path), plan, 3)
+    wanted = {name: value for part in trained for name, value in part.items()}
+    for result in run_ranks(2, check_parts, str(tmp_path), grids.plan_for(2, 1, 1), 0):
+        assert result.keys() == wanted.keys()
+        assert all(torch.equal(result[name], value) for name, value in wanted.items())
+
+
+def check_islands(directory: str) -> torch.Tensor:
+    plan = tw.Plan.preset("islands", nodes=2, local=1, compute_dtype="float32")
+    model, optim, mean = start(plan, {"decay": 0.5})
+    train(model, optim, range(3), mean)
+    tw.save(model, optim, directory)
+    other, its_optim, its_mean = start(plan, {"decay": 0.5}, seed=1)
+    tw.load(other, its_optim, directory)
+    with mean.applied(), its_mean.applied():
+        assert all(map(torch.equal, held(model), held(other)))
+        return held(model)[-1]
+
+
+@pytest.mark.slow
+def test_each_island_averages_its_own_weights(tmp_path: Path) -> None:
+    first, second = run_ranks(2, check_islands, str(tmp_path / "saved"))
+    assert not torch.equal(first, second)
