@@ -224,7 +224,7 @@ class _Loading:
         elif self._counts is not None and self._optim is not None and self._sharded.rank == 0:
             log.warning(
                 "%s holds an average of the weights, which is not loaded: to go on with it, call "
-                "thinwire.average(model, ...) before thinwire.load",
+                "thinwire.average(model, ...) before thinwire.load, or set average.decay in the recipe",
                 self._path,
             )
 
