@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 import thinwire as tw
 from thinwire.errors import CheckpointError, UsageError
 from thinwire.sharding.api import runtime
-from thinwire.testing import run_ranks
+from thinwire.testing import check_streams, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -148,6 +148,34 @@ def check_training(plan: tw.Plan) -> None:
 )
 def test_training_goes_on_bit_for_bit(preset: str, options: dict[str, Any]) -> None:
     run_ranks(4, check_training, tw.Plan.preset(preset, nodes=2, local=2, **options))
+
+
+def check_hazards(preset: str, options: dict[str, Any]) -> list[str]:
+    with check_streams("never") as check:
+        plan = tw.Plan.preset(preset, nodes=2, local=2, bucket_bytes=1, **options)
+        model = tw.shard(build(Stack), plan, codec_backend="reference")
+        optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2, fused=True)  # others make the host wait
+        mean = tw.average(model, decay=0.5)
+        for step in range(3):
+            train(model, optim, [step], mean)
+            with mean.applied(), torch.no_grad():
+                model(samples(9, 1, 4)[0, 0])
+    return [str(hazard) for hazard in check.hazards]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "options"),
+    [
+        ("zero1", DIFFERENCES),
+        ("hpz", {}),
+        ("zero3", ALL_ON_HOST),
+        ("zero1", {"residence": {"optimizer": "host-stream"}}),
+    ],
+    ids=["differences", "hpz", "all on the host", "states on the host"],
+)
+def test_streams_wait_for_the_average(preset: str, options: dict[str, Any]) -> None:
+    assert run_ranks(4, check_hazards, preset, options) == [[]] * 4
 
 
 def check_saved(directory: str, plan: tw.Plan, rule: dict[str, Any]) -> dict[str, torch.Tensor]:

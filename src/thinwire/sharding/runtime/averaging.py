@@ -53,7 +53,7 @@ class Average:
             if runtime.plan.residence.streams_states:
                 runtime.spreads.join()  # their new values may be on their way to the host
             assert runtime.means is not None
-            runtime.means.update()
+            runtime.means.update()  # beside spreads: in this rank's piece they leave what is there
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
