@@ -86,7 +86,6 @@ def _applied(runtime: Runtime) -> Iterator[None]:
     is_exact = used_codec(runtime.plan, "spread").is_none
 
     def swap(*, spread: bool) -> None:
-        runtime.join_spreads()
         with torch.no_grad():
             means.swap()
             if spread:
@@ -100,6 +99,7 @@ def _applied(runtime: Runtime) -> Iterator[None]:
         try:
             yield
         finally:
+            runtime.join_spreads()
             swap(spread=is_exact)
             for unit in runtime.units if kept else ():
                 unit.updated()
