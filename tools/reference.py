@@ -32,6 +32,7 @@ from thinwire.spec.plan_parts.policy import POLICIES
 from thinwire.spec.plan_parts.presets import PRESETS
 from thinwire.spec.plan_parts.residence import Residence
 from thinwire.spec.recipe import (
+    AverageRecipe,
     CheckpointRecipe,
     ClusterRecipe,
     DataRecipe,
@@ -141,6 +142,7 @@ def recipe_reference() -> str:
         "data": DataRecipe,
         "train": TrainRecipe,
         "optimizer": OptimizerRecipe,
+        "average": AverageRecipe,
         "loss_scale": LossScaleRecipe,
         "checkpoint": CheckpointRecipe,
         "publish": PublishRecipe,

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         traffic,
         worked,
     )
+    from thinwire.sharding.runtime.averaging import Average, average
     from thinwire.sharding.runtime.generating import generating
     from thinwire.sharding.step.loss_scale import LossScale
     from thinwire.spec import ClusterSpec, CodecSpec, Factor, ModelSpec, Overlap, Plan, Wire
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "Average",
     "AxisCodecs",
     "AxisTraffic",
     "ClusterSpec",
@@ -77,6 +79,7 @@ __all__ = [
     "Wire",
     "__version__",
     "async_save",
+    "average",
     "axis_backend",
     "axis_traffic",
     "clip_grad_norm_",
@@ -153,6 +156,7 @@ _HOMES = {
         "traffic",
         "worked",
     ),
+    "thinwire.sharding.runtime.averaging": ("Average", "average"),
     "thinwire.sharding.runtime.generating": ("generating",),
     "thinwire.sharding.step.loss_scale": ("LossScale",),
 }

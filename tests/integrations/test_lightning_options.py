@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.support.frameworks.lightning import Blocks, loader, trainer, weights
 from torch import nn
 from torch.utils.data import DataLoader
 
+import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.integrations.lightning import ThinwireStrategy
 from thinwire.testing import run_ranks
@@ -302,6 +304,46 @@ def test_averages_need_whole_weights(tmp_path: Path) -> None:
     reference, result, sentence = run_ranks(2, average, str(tmp_path))[0]
     assert result == pytest.approx(reference, rel=1e-4)
     assert "state_dict_type='full'" in sentence
+
+
+class Averaging(Plain):
+    """Keeps a sharded average, as the page says."""
+
+    def on_fit_start(self) -> None:
+        self.average = tw.average(self, decay=0.5)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.average.update()
+
+    def on_validation_epoch_start(self) -> None:
+        self.validation = contextlib.ExitStack()
+        self.validation.enter_context(self.average.applied())
+
+    def on_validation_epoch_end(self) -> None:
+        self.validation.close()
+
+
+def sharded_average(folder: str) -> tuple[list[float], list[float], list[float]]:
+    """Losses of validations: of Lightning's callback, of a sharded average, and of one that is resumed."""
+
+    def fitted(module: Plain, *made: Any, ckpt_path: Path | None = None) -> list[float]:
+        saves = any(isinstance(one, ModelCheckpoint) for one in made)
+        options: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 1, "enable_checkpointing": saves}
+        fit = trainer(2, "thinwire", folder, callbacks=list(made), **options).fit
+        fit(module, loader(2, 3), loader(2, 2), ckpt_path=ckpt_path)
+        return module.validated
+
+    keep = ModelCheckpoint(dirpath=folder, filename="{step}", save_on_train_epoch_end=True, save_top_k=-1)
+    resumed_from = Path(folder, "step=3.ckpt")
+    return fitted(Plain(), ema()), fitted(Averaging(), keep), fitted(Averaging(), ckpt_path=resumed_from)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_AVERAGES, reason="EMAWeightAveraging came with Lightning 2.6")
+def test_a_sharded_average_is_lightnings(tmp_path: Path) -> None:
+    lightnings, ours, resumed = run_ranks(2, sharded_average, str(tmp_path))[0]
+    assert ours == lightnings
+    assert resumed == ours[-len(resumed) :]
 
 
 def refusals(folder: str) -> list[str]:

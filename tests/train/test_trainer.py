@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 
+import thinwire as tw
 from thinwire.collectives import group
 from thinwire.errors import DataError, NonFiniteError
 from thinwire.spec.factor import Factor
@@ -22,6 +24,7 @@ from thinwire.train.checkpoint import Checkpoint
 from thinwire.train.data.packing import Dataset
 from thinwire.train.data.tokens import TokenBin
 from thinwire.train.directory import RunDirectory
+from thinwire.train.export.files import export
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.observing.metrics import MetricsLog, _scalars, read
 from thinwire.train.observing.progress import ProgressReport
@@ -173,6 +176,27 @@ def test_a_checkpoint_continues_exactly_and_only_on_the_same_tokens(tmp_path: Pa
     other = make(tmp_path, fingerprint="y")
     with pytest.raises(DataError, match="trained on other tokens"):
         other.load(Checkpoint(2, path))
+
+
+def test_validations_checkpoints_and_exports_use_the_average(tmp_path: Path) -> None:
+    decay = "average.decay=0.5"
+    trainer, plain = make(tmp_path, decay), make(tmp_path)
+    assert losses(trainer, 3) == losses(plain, 3)  # training does not
+    loss = trainer.validate()
+    assert loss != plain.validate()
+    path = trainer.save()
+    assert trainer.average is not None
+    with trainer.average.applied():
+        averaged = tw.full_state_dict(trainer.model.chunks[0])
+    done = export(RunDirectory(tmp_path), tmp_path / "out")
+    assert done.averaged
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("model.embed_tokens.weight"), averaged["embed_tokens.weight"])
+    again = make(tmp_path, decay)
+    again.load(Checkpoint(3, path))
+    assert again.validate() == loss
+    assert losses(again, 2) == losses(trainer, 2)
+    assert again.validate() == trainer.validate()
 
 
 # -- float16 ---------------------------------------------------------------------------------------------------

@@ -62,5 +62,7 @@ def export(
             f"file{'s' if count > 1 else ''} of {format_bytes(done.num_bytes)} in {shown(to)}",
             markup=False,
         )
+        if done.averaged:
+            console.print("its weights are the average that the run kept (average.decay)", markup=False)
         if not done.tokenizer:
             console.print("no tokenizer: the run trained on token ids and knows none", markup=False)

@@ -37,6 +37,7 @@ from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.memory.local import LocalPart
 from thinwire.sharding.optimizer.making import build_optimizer, names_of
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, adjust
+from thinwire.sharding.runtime.averaging import Average, average_of
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
@@ -175,6 +176,10 @@ class ParallelModel:
         ]
         self._loss_scale = loss_scale
         return ParallelOptimizer(made, self._whole)
+
+    def average(self, *, decay: float | None = None, window: int | None = None) -> Average:
+        """Average the weights of this rank's parts; see :func:`thinwire.average`."""
+        return average_of([runtime_of(chunk) for chunk in self.chunks], decay=decay, window=window)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``.

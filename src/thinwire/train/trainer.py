@@ -6,6 +6,7 @@ exchanged, never from the view of a single rank.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
@@ -27,6 +28,7 @@ from thinwire.network.order import Ordered, order_ranks
 from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
 from thinwire.sharding.checkpointing.saving import finish_save
 from thinwire.sharding.lanes.late import read_later
+from thinwire.sharding.runtime.averaging import Average
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import LossScaleRecipe
@@ -99,6 +101,7 @@ class Trainer:
         model: This rank's parts of the model, sharded.
         config: Content of a Hugging Face model's ``config.json``; ``None`` for thinwire's own models.
         optimizer: The optimizer of this rank's shards.
+        average: The average of the weights, which validations use; ``None`` without one.
         train: The training samples.
         validation: The validation samples.
         ranks: The control group of all ranks.
@@ -125,6 +128,7 @@ class Trainer:
     model: ParallelModel
     config: Mapping[str, Any] | None
     optimizer: ParallelOptimizer
+    average: Average | None
     train: Samples
     validation: Samples
     ranks: Control
@@ -229,12 +233,13 @@ class Trainer:
             world=self.run.plan.job_mesh.ranks // self.run.plan.cp,
         )
         self.model.train(False)
-        for batch in batches:
-            counted = int((batch.labels != IGNORED).sum())
-            loss = float(self.model.evaluate(batch))
-            if counted and self.model.knows_loss:
-                total += loss * counted
-                num_labels += counted
+        with contextlib.nullcontext() if self.average is None else self.average.applied():
+            for batch in batches:
+                counted = int((batch.labels != IGNORED).sum())
+                loss = float(self.model.evaluate(batch))
+                if counted and self.model.knows_loss:
+                    total += loss * counted
+                    num_labels += counted
         self.model.train()
         mean_total, mean_labels = self.ranks.all_reduce_mean([total, float(num_labels)])
         self.position.val_loss = mean_total / mean_labels
@@ -332,6 +337,8 @@ class Trainer:
             self.optimizer.step()
         else:
             self._update_if_finite(update.read())
+        if self.average is not None:
+            self.average.update()
         self.optimizer.zero_grad()
         self.position.step += 1
         self.position.samples += self.samples_per_step
@@ -456,6 +463,7 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         model=parallel,
         config=drafted.config,
         optimizer=optimizer,
+        average=None if recipe.average.decay is None else parallel.average(decay=recipe.average.decay),
         train=train,
         validation=validation,
         ranks=control(),

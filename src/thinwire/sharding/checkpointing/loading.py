@@ -34,6 +34,7 @@ from thinwire.sharding.checkpointing.stored_parameters import (
 )
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.optimizer_state import make_state, state_of
+from thinwire.sharding.grads.weight_means import checked_counts
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.saved import (
     own_key,
@@ -132,6 +133,7 @@ class _Loading:
         self._same_islands = manifest.values.get("islands", 1) == sharded.plan.job_islands
         self._island = sharded.part.data.island if self._same_islands else 0
         self._loss_scale: Mapping[str, Json] | None = None
+        self._counts: tuple[int, int] | None = None
 
     def want(self, vectors: Vectors) -> None:
         """Register the vectors to read and their targets.
@@ -140,6 +142,7 @@ class _Loading:
             CheckpointError: The checkpoint lacks state of the optimizer, or its loss scale is corrupt.
         """
         self._loss_scale = checked_state(self._manifest.values.get(own_key("loss_scale", self._island)))
+        self._counts = checked_counts(self._manifest.values.get(own_key("average", self._island)))
         stored = StoredParameters(self._manifest, self._sharded.slices, vectors)
         self._copies = _want_unoptimized(self._sharded, self._manifest, vectors, stored)
         fragments = self._optim.fragments if self._optim is not None else self._sharded.fragments
@@ -150,6 +153,8 @@ class _Loading:
             stored.want(masters, owned, "", owned.value.detach().view(-1))
             if self._with_held:
                 stored.want(own_key("held", self._island), owned, "", owned.held)
+            if self._runtime.means is not None and self._counts is not None:
+                stored.want(own_key("average", self._island), owned, "", self._runtime.means.of(owned))
         if exchanges is not None:
             exchanges.wait()
             self._want_shared(exchanges, fragments, stored)
@@ -199,6 +204,7 @@ class _Loading:
         runtime, exchanges = self._runtime, self._exchanges
         self._reducer.lost, outer = self._lost
         self._restore_loss_scale()
+        self._restore_average()
         if exchanges is not None:
             restore_lost(exchanges, outer)
             turns = self._manifest.values.get(of_part("outer", self._sharded.part), {}) if self._same_islands else {}
@@ -207,6 +213,20 @@ class _Loading:
         runtime.loaded(int(self._manifest.values["num_steps"]), with_replicas=self._with_held)
         runtime.join_spreads()
         runtime.half_loaded = None
+
+    def _restore_average(self) -> None:
+        """Continue with the average of the checkpoint, or begin one with the weights that were loaded."""
+        means = self._runtime.means
+        if means is not None and self._counts is not None:
+            means.counts = self._counts
+        elif means is not None:
+            means.restart()
+        elif self._counts is not None and self._optim is not None and self._sharded.rank == 0:
+            log.warning(
+                "%s holds an average of the weights, which is not loaded: to go on with it, call "
+                "thinwire.average(model, ...) before thinwire.load, or set average.decay in the recipe",
+                self._path,
+            )
 
     def _restore_loss_scale(self) -> None:
         """Continue with the loss scale of the checkpoint; rounding errors of another scale follow the present one."""

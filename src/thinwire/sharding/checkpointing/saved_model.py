@@ -23,6 +23,7 @@ class SavedModel:
 
     Attributes:
         shapes: Shapes of parameters and persistent buffers, by name.
+        averaged: Whether the checkpoint holds an average of the weights, which is then read instead of them.
 
     Raises:
         CheckpointError: The checkpoint is missing, incomplete or corrupt.
@@ -32,6 +33,7 @@ class SavedModel:
         self._reader = store.Reader(path)
         values = self._reader.manifest.values
         check_values(values, path)
+        self.averaged = "average" in values
         self.shapes: dict[str, list[int]] = values.get("shapes", {})
         check_slices(self._reader.manifest, self.shapes, path)
         self._cuts: dict[str, list[int]] = values.get("slices", {})
@@ -48,8 +50,12 @@ class SavedModel:
         Raises:
             CheckpointError: The tensor cannot be read, or its length does not match its shape.
         """
-        key = f"buffer/{name}" if f"buffer/{name}" in self._reader.manifest.vectors else f"model/{name}"
-        shape = list(self.shapes[name])
+        vectors, prefix = self._reader.manifest.vectors, "model"
+        if f"buffer/{name}" in vectors:
+            prefix = "buffer"
+        elif f"average/{name}" in vectors or sliced(f"average/{name}", 0) in vectors:
+            prefix = "average"  # which frozen parameters lack
+        key, shape = f"{prefix}/{name}", list(self.shapes[name])
         dim, ways = self._cuts.get(name, (0, 1))
         if name not in self._cuts:
             return self._shaped(key, shape)

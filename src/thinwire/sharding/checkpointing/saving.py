@@ -5,6 +5,7 @@ parameter's length. State that is one number per parameter (Adam's ``step``) is 
 are valid only under the plan that wrote them. ``feedback/REDUCTION`` holds the rounding errors of error feedback, rank
 after rank; they contain the loss scale, whose state is the value ``loss_scale``. ``held/NAME`` holds the P-shard values
 in compute dtype, if the plan spreads differences.
+``average/NAME`` is the average of the weights, whose counts are the value ``average``.
 
 Plans with islands add keys; see :mod:`thinwire.sharding.islands.saved`.
 
@@ -44,6 +45,7 @@ from thinwire.sharding.checkpointing.stored_parameters import (
     union,
 )
 from thinwire.sharding.grads.optimizer_state import state_of
+from thinwire.sharding.grads.weight_means import WeightMeans
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.saved import (
     lost_of,
@@ -54,6 +56,7 @@ from thinwire.sharding.islands.saved import (
 )
 from thinwire.sharding.memory.local import LocalPart
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
+from thinwire.sharding.runtime.averaging import APPLIED
 from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.step.sharded_model import ShardedModel
 
@@ -182,6 +185,8 @@ def _collect(
     runtimes = [runtime_of(model) for model, _ in parts]
     for runtime in runtimes:
         runtime.refuse_half_loaded()
+        if APPLIED in runtime.holds.blocks:
+            runtime.holds.refuse("save()")
     vectors = Vectors()
     plan, num_steps = runtimes[0].plan, runtimes[0].num_steps
     values: dict[str, Json] = {"plan": plan.to_toml(full=True), "num_steps": num_steps, "extra": dict(extra or {})}
@@ -191,7 +196,7 @@ def _collect(
     values["slices"] = union(cuts, ranks)
     for runtime, (_, optim) in zip(runtimes, parts, strict=True):
         runtime.join()
-        _save_part(runtime.sharded, runtime.exchanges, runtime.reducer.lost, optim, vectors, values)
+        _save_part(runtime.sharded, runtime.exchanges, runtime.reducer.lost, optim, runtime.means, vectors, values)
     return {stored(key): vector for key, vector in vectors.sharded().items()}, stored_values(values)
 
 
@@ -200,6 +205,7 @@ def _save_part(
     exchanges: Exchanges | None,
     lost: Mapping[str, torch.Tensor],
     optim: ShardedOptimizer | None,
+    means: WeightMeans | None,
     vectors: Vectors,
     values: dict[str, Json],
 ) -> None:
@@ -236,6 +242,9 @@ def _save_part(
         add("model" if exchanges is None else own_masters(island), slot.name, "", slot.numel, offset, value)
         if spreads_difference(plan):
             add(own_key("held", island), slot.name, "", slot.numel, offset, owned.held if first_replica else None)
+        if means is not None:
+            mean = means.of(owned) if first_replica else None
+            add(own_key("average", island), slot.name, "", slot.numel, offset, mean)
         for key, entry in state_of(inner, owned).items():
             if isinstance(entry, torch.Tensor) and entry.dim() > 0:
                 as_long = entry.numel() == owned.value.numel()
@@ -245,6 +254,8 @@ def _save_part(
             else:
                 number = entry.item() if isinstance(entry, torch.Tensor) else entry
                 values[own_key(f"optimizer/{slot.name}/{key}", island)] = number
+    if means is not None:
+        values[own_key("average", island)] = list(means.counts)
     _save_lost(own_key("feedback", island), part, lost, vectors, values)
     if exchanges is not None:
         _save_lost("outer/lost", part, lost_of(exchanges), vectors, values, everywhere=True)

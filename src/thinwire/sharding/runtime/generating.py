@@ -22,6 +22,7 @@ from thinwire.program import Axis, BufferInfo, Even, Kind, Lane, MessageSizes, S
 from thinwire.program.wire import gather_sizes, used_codec
 from thinwire.sharding.memory.free import free_memory
 from thinwire.sharding.params.param_group import State, Unit
+from thinwire.sharding.runtime.averaging import APPLIED
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.passes import Pass
 from thinwire.sharding.step.pinned_units import recomputing
@@ -121,7 +122,7 @@ def generating(model: nn.Module, *, keep: str | None = None) -> Iterator[Generat
         passes.forget_failed()
     if recomputing() or passes.state.present is not Pass.IDLE:
         raise UsageError(f"{_NAME} inside a forward or a backward of the model: enter it before the first of them")
-    holds.refuse(_NAME)
+    holds.refuse(_NAME, beside=APPLIED)
     units = [unit for unit in runtime.units if unit.sharded]
     chosen = _choose(runtime, units, keep)
     if runtime.data_ranks.rank == 0 and units:

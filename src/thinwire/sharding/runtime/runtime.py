@@ -39,6 +39,7 @@ from thinwire.program import Axis, Lane
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer
 from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.grads.reductions import Reductions
+from thinwire.sharding.grads.weight_means import WeightMeans
 from thinwire.sharding.islands.elastic import ElasticExchanges
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.others import OtherIslands
@@ -83,6 +84,7 @@ class Runtime:
         masters: What code outside of passes writes to; ``None`` for a part of a larger model, which has no shares.
         gradients: The gradients of shares; ``None`` for a part of a larger model.
         shares: Shares of the parameters, by name; ``None`` for a part of a larger model.
+        means: The average of its weights; ``None`` without one.
         half_loaded: Why the model holds values of no single moment, since a load has begun to fill it and has not
             ended; ``None`` otherwise.
     """
@@ -109,6 +111,7 @@ class Runtime:
         self.undo: Sequence[Callable[[], None]] = ()
         self.methods: list[str] = []
         self.optimizer: object | None = None
+        self.means: WeightMeans | None = None
         self.half_loaded: str | None = None
         self.passes = Passes(
             sharded,

@@ -147,12 +147,17 @@ class Holds:
         self.depth -= 1
         self.free_all()
 
-    def refuse(self, action: str) -> None:
+    def refuse(self, action: str, *, beside: str | None = None) -> None:
         """Refuse an action inside a block that would make its parameters stale.
+
+        Args:
+            action: What it is, for the message.
+            beside: Name of blocks in which it is allowed.
 
         Raises:
             UsageError: A block is open; the error names both.
         """
-        if self.depth or self.blocks:
-            block = self.blocks[-1] if self.blocks else "full_parameters()"
+        blocks = [block for block in self.blocks if block != beside]
+        if self.depth or blocks:
+            block = blocks[-1] if blocks else "full_parameters()"
             raise UsageError(f"{action} inside {block}, which is for reading: leave the block first")

@@ -49,6 +49,7 @@ class Exported:
         files: Names of the safetensors files.
         num_bytes: Total size of these files.
         tokenizer: Whether the run had a tokenizer.
+        averaged: Whether its weights are the average that the run kept.
     """
 
     step: int
@@ -57,6 +58,7 @@ class Exported:
     files: tuple[str, ...]
     num_bytes: int
     tokenizer: bool
+    averaged: bool
 
 
 @final
@@ -128,7 +130,8 @@ def export(
     architecture = str(layout.config["architectures"][0])
     parameters = sum(file.elements for file in files)
     names = tuple(file.name for file in files)
-    return Exported(checkpoint.step, architecture, parameters, names, sum(f.num_bytes for f in files), end is not None)
+    size = sum(file.num_bytes for file in files)
+    return Exported(checkpoint.step, architecture, parameters, names, size, end is not None, saved.averaged)
 
 
 def _chosen(run: RunDirectory, step: int | None) -> Checkpoint:
