@@ -180,11 +180,11 @@ class OptimizerRecipe(Spec):
 
 
 class AverageRecipe(Spec):
-    """The exponential average of the weights, in which each step takes its place beside those before. Validations and
-    ``thinwire export`` use it, checkpoints hold it. It takes 4 bytes for each parameter that a rank updates."""
+    """An exponential average of the weights, updated after each step. Validations and ``thinwire export`` use it, and
+    checkpoints hold it. It takes 4 bytes for each parameter that a rank updates."""
 
     decay: Annotated[float, Field(ge=0, lt=1)] | None = Field(
-        default=None, description="what a step keeps of the average, for example 0.999; default: no average"
+        default=None, description="what a step keeps of the average, below 1, for example 0.999; default: no average"
     )
 
 
