@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.weights import write_version
 from typer.testing import CliRunner, Result
 
 from thinwire.cli.main import app
-from thinwire.weights.parts import Name, Piece, encode
+from thinwire.weights.parts import Piece
 
 PIECES = [Piece("a", (64,), "bfloat16", 0, 64)]
 
@@ -28,11 +29,7 @@ def values(version: int) -> dict[str, torch.Tensor]:
 
 
 def publish(store: Path, version: int) -> None:
-    parent = version - 1
-    name = Name("000001-00000000", version, parent, "delta" if parent else "anchor", 0, 1)
-    content = encode(version, PIECES, values(parent) if parent else None, values(version))
-    (store / "draft").write_bytes(content)
-    (store / "draft").rename(store / str(name))
+    write_version(store, version, PIECES, values)
 
 
 def holds(model: Path, version: int) -> bool:

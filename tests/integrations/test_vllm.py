@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.frameworks.vllm import Model, Worker, install
+from tests.support.weights import write_version
 
 from thinwire.errors import UsageError
-from thinwire.weights.parts import Name, Piece, encode
+from thinwire.weights.parts import Piece
 
 PIECES = [Piece(f"{name}.weight", (2, 4), "float32", 0, 8) for name in "qk"]
 
@@ -24,11 +25,7 @@ def values(version: int) -> dict[str, torch.Tensor]:
 
 
 def publish(store: Path, version: int) -> None:
-    parent = version - 1
-    name = Name("000001-00000000", version, parent, "delta" if parent else "anchor", 0, 1)
-    content = encode(version, PIECES, values(parent) if parent else None, values(version))
-    (store / "draft").write_bytes(content)
-    (store / "draft").rename(store / str(name))
+    write_version(store, version, PIECES, values)
 
 
 @pytest.fixture

@@ -190,7 +190,7 @@ DEEPSPEED_RULES: Final[Rules] = {
     "managed_gradient_accumulation": because("micro_batches makes the loop accumulate"),
     "activation_checkpointing": _ACTIVATIONS,
     "zero_allow_untested_optimizer": because("AdamW is tested under every plan"),
-    "zero_force_ds_cpu_optimizer": because("nothing is offloaded"),
+    "zero_force_ds_cpu_optimizer": because("torch's optimizers update, wherever states live"),
     "disable_allgather": _DEEPSPEED_DETAIL,
     "disable_python_gc": because("set gc.disable() in your own loop"),
     "vocabulary_size": because("model.vocab or the tokenizer sets it"),

@@ -170,26 +170,23 @@ def _live(key: str) -> Rule:
     return rule
 
 
-def _offload(value: Any, source: Source) -> Judgement:
-    del source
-    device = value.get("device", "none") if isinstance(value, Mapping) else value
-    if device in ("none", None, False):
-        return ignored("off")
-    return refused(f"states live on the device or on the host, in no files; use device: cpu, or {_MORE_SHARDING}")
+def _offload(plan: Mapping[str, Any], note: str = "") -> Rule:
+    """A rule for what is offloaded; ``plan`` has the fields that keep it on the host."""
+
+    def rule(value: Any, source: Source) -> Judgement:
+        del source
+        device = value.get("device", "none") if isinstance(value, Mapping) else value
+        if device in ("none", None, False):
+            return ignored("off")
+        if device in ("cpu", True):
+            return mapped(plan=plan, note=note)
+        return refused(f"states live on the device or on the host, in no files; use device: cpu, or {_MORE_SHARDING}")
+
+    return rule
 
 
-def _offload_optimizer(value: Any, source: Source) -> Judgement:
-    device = value.get("device", "none") if isinstance(value, Mapping) else value
-    if device in ("cpu", True):
-        return mapped(plan=ON_HOST, note="updated on the device, through which the states pass")
-    return _offload(value, source)
-
-
-def _offload_param(value: Any, source: Source) -> Judgement:
-    device = value.get("device", "none") if isinstance(value, Mapping) else value
-    if device in ("cpu", True):
-        return mapped(plan=PARAMS_ON_HOST)
-    return _offload(value, source)
+_OFFLOAD_OPTIMIZER: Final = _offload(ON_HOST, "updated on the device, through which the states pass")
+_OFFLOAD_PARAM: Final = _offload(PARAMS_ON_HOST)
 
 
 _SAVED: Final = because("thinwire export writes whole weights; in Python, tw.full_state_dict(model)")
@@ -211,17 +208,17 @@ ZERO_RULES: Final[Rules] = {
     "compute_grad_norm": because("the norm is computed when gradients are clipped"),
     "load_from_fp32_weights": because("checkpoints hold fp32 masters"),
     "elastic_checkpoint": _ANY_LOAD,
-    "offload_param": _offload_param,
-    "offload_optimizer": _offload_optimizer,
+    "offload_param": _OFFLOAD_PARAM,
+    "offload_optimizer": _OFFLOAD_OPTIMIZER,
     "zenflow": off(
         "ZenFlow updates with stale gradients, and every update here is exact",
         "use offload_optimizer alone",
         harmless=(None, False),
     ),
     "sub_group_size": because("it tiles the update of offloaded states"),
-    "cpu_offload_param": _offload_param,
-    "cpu_offload_use_pin_memory": because("nothing is offloaded"),
-    "cpu_offload": _offload_optimizer,
+    "cpu_offload_param": _OFFLOAD_PARAM,
+    "cpu_offload_use_pin_memory": because("what lives on the host is always locked in its place"),
+    "cpu_offload": _OFFLOAD_OPTIMIZER,
     "stage3_prefetch_bucket_size": whole(_prefetch),
     "prefetch_bucket_size": whole(_prefetch),
     "stage3_param_persistence_threshold": whole(_PERSISTENCE),
@@ -243,7 +240,7 @@ ZERO_RULES: Final[Rules] = {
     "allgather_sequential": _OWN_BUCKETS,
     "ignore_unused_parameters": because("unused parameters are allowed"),
     "legacy_stage1": because("there is one implementation of stage 1"),
-    "round_robin_gradients": because("nothing is offloaded"),
+    "round_robin_gradients": because("gradients go to the host unit by unit, where they live there"),
     "parameter_alignment": because("shards are always aligned to 16 bytes"),
     "zero_hpz_partition_size": whole(_secondary),
     "zero_quantized_weights": flag(_at_stage_3({"wire.gather": QWZ}, "qwZ")),

@@ -370,7 +370,7 @@ def _take_step(
         call = Call(Kind.ALL_GATHER, Lane.CONTROL, Axis.WORLD, ())
         draft.wait(event, draft.add_even(call, size * world, MessageSizes.plain(1), event))
     add_exchange(plan, units, draft, fragments)
-    spreads, streams = draft.extent(Axis.SHARD) > 1, plan.residence.updates_in_batches
+    spreads, streams = draft.extent(Axis.SHARD) > 1, not plan.residence.on_device
     if not spreads and not streams:
         return
     needed = tuple(dict.fromkeys(trace.needed))  # a unit that runs twice is updated and spread once

@@ -114,7 +114,7 @@ class Player:
         played = workload if fewer is None else fewer.workload
         self._trace = default_trace(played.units, recompute=plan.recompute)
         self._seconds = unit_seconds(plan, played, rates)
-        self._on_host = plan.residence.updates_in_batches
+        self._on_host = not plan.residence.on_device
         self._updates = {} if self._on_host else update_seconds(played, rates, program)
         self._finals: list[tuple[float, Flight | None]] = []  # seconds of the update, and the operation
         self._computation: Activity | None = None

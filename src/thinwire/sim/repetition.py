@@ -45,7 +45,7 @@ def repeated(plan: Plan, workload: Workload) -> Repeated | None:
     """
     by_bytes = (plan.gather_bytes, plan.reduce_bytes, plan.spread_bytes, plan.gathers_by_bytes)
     if (
-        plan.residence.updates_in_batches
+        not plan.residence.on_device
         or plan.ep > 1
         or any(by_bytes)
         or plan.partition == "inter"

@@ -129,7 +129,7 @@ def _held(
     numel, workspace = sum(buffer.numel for unit in units for buffer in unit.buffers), Workspace(units)
     chain, several = (plan.params, plan.grads, plan.optimizer), plan.micro_batches > 1
     kept = ModelStates.of(states or States.of(plan), chain, plan.secondary, numel, share, several=several)
-    if plan.residence.updates_in_batches:
+    if not plan.residence.on_device:
         kept = kept.streamed(plan.residence, largest_batch(plan, units), visiting(plan, units))
     if states is not None:  # other systems keep a shard of gradients and nothing else of them
         kept = kept._replace(grads=states.grads * (numel // plan.grads.ranks))

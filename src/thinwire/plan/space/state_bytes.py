@@ -67,7 +67,7 @@ class StateBytes:
         kept = []
         for size, numel, largest in zip(held, self._numels, self._largest, strict=True):
             of_stage = ModelStates.of(states, chain, secondary, numel, numel // optimizer.ranks, several=several)
-            if base.residence.updates_in_batches:
+            if not base.residence.on_device:
                 of_stage = of_stage.streamed(base.residence, states.optimizer * largest // optimizer.ranks, (0, 0))
             kept.append(size + of_stage.on_device)
         return kept

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
 import torch
 
+from thinwire.program import Axis
 from thinwire.sharding.lanes.lanes import Ticket
+from thinwire.sharding.lanes.load import Load
+from thinwire.sharding.params.flat_buffer import FlatBuffer
 
-__all__ = ["Ring", "Slot", "carved", "room"]
+__all__ = ["Ring", "Slot", "carved", "load_of", "master_of", "room"]
 
 _ALIGNED: Final = 256
 """Bytes at whose multiples what is copied as one begins."""
@@ -73,3 +76,14 @@ def carved(memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.
 def room(nbytes: int) -> int:
     """Bytes that something of so many bytes takes in a slot."""
     return -(-nbytes // _ALIGNED) * _ALIGNED
+
+
+def load_of(what: str, units: Sequence[int], names: Mapping[int, str]) -> Load:
+    """The description of a batch's data, for timelines; ``names`` are those of units, by number."""
+    return Load(f"{what} {', '.join(names[unit] for unit in units)}", Axis.SHARD, tuple(units))
+
+
+def master_of(buffer: FlatBuffer) -> torch.Tensor:
+    """The masters of a buffer, which have memory of their own."""
+    assert buffer.master is not None
+    return buffer.master

@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from thinwire.program import AHEAD, SLOTS, Axis, HostLane
+from thinwire.program import AHEAD, SLOTS, HostLane
 from thinwire.sharding.grads.accumulators import HostAccumulator
-from thinwire.sharding.grads.host_memory import Ring, Slot, carved, room
+from thinwire.sharding.grads.host_memory import Ring, Slot, carved, load_of, master_of, room
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
-from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.param_group import Unit
 
@@ -57,7 +56,7 @@ class _Stored:
     @property
     def nbytes(self) -> int:
         """Bytes that the unit takes in a slot."""
-        parts = [*map(_master, self.masters), self.memory, *(gradient.memory for gradient in self.gradients)]
+        parts = [*map(master_of, self.masters), self.memory, *(gradient.memory for gradient in self.gradients)]
         return sum(room(part.nbytes) for part in parts)
 
 
@@ -163,13 +162,12 @@ class HostStates:
         for ticket in self._going_down:
             ticket.wait()
         self._going_down.clear()
-        self._makeroom(batches)
+        self._ring.make_room(max(map(self._size, batches), default=0), self._lanes.settle)
         coming = deque[tuple[Slot, _Staged, Ticket]]()
         for number, units in enumerate(batches):
             for batch in batches[number + len(coming) : number + AHEAD + 1]:
                 coming.append(self._begin(batch))
             slot, staged, up = coming.popleft()
-
             prepare(units)
 
             def perform(units: Sequence[int] = units) -> None:
@@ -183,7 +181,7 @@ class HostStates:
             if not staged.copies:
                 continue
             after = () if updated is None else (updated,)
-            load = self._load("states down", units)
+            load = load_of("states down", units, self._names)
             down = self._lanes.submit(HostLane.DOWN, functools.partial(self._go_down, staged), after=after, load=load)
             self._going_down.append(down)
             slot.users = (*slot.users, down)
@@ -210,12 +208,14 @@ class HostStates:
         """Let the states of a batch come up."""
         slot = self._ring.next()
         staged = self._staged(units, slot.memory)
-        up = self._lanes.submit(HostLane.UP, staged.come_up, after=slot.users, load=self._load("states up", units))
+        up = self._lanes.submit(
+            HostLane.UP, staged.come_up, after=slot.users, load=load_of("states up", units, self._names)
+        )
         return slot, staged, up
 
     def _perform(self, act: Callable[[], None], units: Sequence[int], up: Ticket) -> Ticket | None:
         if self._lanes.home.exists and self._has_states:  # others may be read on the device right after the step
-            return self._lanes.submit(HostLane.UPDATE, act, after=(up,), load=self._load("update", units))
+            return self._lanes.submit(HostLane.UPDATE, act, after=(up,), load=load_of("update", units, self._names))
         up.wait()
         act()
         return None
@@ -224,24 +224,17 @@ class HostStates:
         for host, device in staged.copies:
             self._lanes.send(device, host)
 
-    def _load(self, what: str, units: Sequence[int]) -> Load:
-        return Load(f"{what} {', '.join(self._names[unit] for unit in units)}", Axis.SHARD, tuple(units))
-
     # -- places ------------------------------------------------------------------------------------------------
 
     def _size(self, units: Sequence[int]) -> int:
         return sum(self._stored[unit].nbytes for unit in units)
-
-    def _makeroom(self, batches: Sequence[Sequence[int]]) -> None:
-        """Make the slots large enough for all batches. The host waits for what the old ones are used for."""
-        self._ring.make_room(max(map(self._size, batches), default=0), self._lanes.settle)
 
     def _staged(self, units: Sequence[int], memory: torch.Tensor) -> _Staged:
         staged, at = _Staged(), 0
         for stored in (self._stored[unit] for unit in units):
             on_device = {}
             for buffer in stored.masters:
-                master = _master(buffer)
+                master = master_of(buffer)
                 place = memory[at : at + master.nbytes].view(master.dtype)
                 at += room(master.nbytes)
                 staged.copies.append((master, place))
@@ -253,9 +246,9 @@ class HostStates:
                     place = on_device[id(buffer)][begin : begin + owned.value.numel()].view(owned.value.shape)
                     staged.pointed.append((owned.value, owned.value.detach(), place))
             for gradient in stored.gradients:
-                numel, dtype = gradient.memory.numel(), gradient.memory.dtype
-                staged.gradients.append((gradient, memory[at : at + gradient.memory.nbytes].view(dtype)))
-                at += room(numel * dtype.itemsize)
+                nbytes = gradient.memory.nbytes
+                staged.gradients.append((gradient, memory[at : at + nbytes].view(gradient.memory.dtype)))
+                at += room(nbytes)
             states = memory[at : at + stored.memory.nbytes]
             at += room(stored.memory.nbytes)
             if stored.tensors:
@@ -299,15 +292,10 @@ def _stored(unit: Unit, fragments: Sequence[OwnedFragment], *, states: bool) -> 
     def place_of(owned: OwnedFragment) -> tuple[FlatBuffer, int] | None:
         value = owned.value
         for buffer in masters:
-            begin = int(value.storage_offset() - _master(buffer).storage_offset())
-            same = value.untyped_storage()._cdata == _master(buffer).untyped_storage()._cdata
-            if same and 0 <= begin < _master(buffer).numel():
+            begin = int(value.storage_offset() - master_of(buffer).storage_offset())
+            same = value.untyped_storage()._cdata == master_of(buffer).untyped_storage()._cdata
+            if same and 0 <= begin < master_of(buffer).numel():
                 return buffer, begin
         return None
 
     return _Stored(masters, [(owned, place_of(owned)) for owned in fragments])
-
-
-def _master(buffer: FlatBuffer) -> torch.Tensor:
-    assert buffer.master is not None
-    return buffer.master

@@ -14,13 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from thinwire.collectives.job.threads import threads_of_updates
-from thinwire.program import AHEAD, SLOTS, Axis, HostLane
+from thinwire.program import AHEAD, SLOTS, HostLane
 from thinwire.sharding.grads.accumulators import Accumulator, HostAccumulator
-from thinwire.sharding.grads.host_memory import Ring, carved
+from thinwire.sharding.grads.host_memory import Ring, carved, load_of, master_of
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
-from thinwire.sharding.lanes.load import Load
-from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.param_group import Unit
 
 __all__ = ["HostUpdates"]
@@ -112,7 +110,7 @@ class HostUpdates:
             for one, place in pairs:
                 self._lanes.send(one.memory, place)
 
-        return pairs, self._lanes.submit(HostLane.DOWN, go_down, load=self._load("gradients down", units))
+        return pairs, self._lanes.submit(HostLane.DOWN, go_down, load=load_of("gradients down", units, self._names))
 
     def _bring_up(
         self,
@@ -123,13 +121,13 @@ class HostUpdates:
         """Let new masters come up, and give them to who needs them."""
         buffers = [buffer for unit in units for buffer in self._masters[unit]]
         slot = self._up.next()
-        places = carved(slot.memory, [_master(buffer) for buffer in buffers])
+        places = carved(slot.memory, [master_of(buffer) for buffer in buffers])
 
         def come_up() -> None:
             for buffer, place in zip(buffers, places, strict=True):
-                place.copy_(_master(buffer), non_blocking=True)
+                place.copy_(master_of(buffer), non_blocking=True)
 
-        up = self._lanes.submit(HostLane.UP, come_up, after=slot.users, load=self._load("masters up", units))
+        up = self._lanes.submit(HostLane.UP, come_up, after=slot.users, load=load_of("masters up", units, self._names))
         self._coming_up.append(up)
         up.wait()
         for buffer, place in zip(buffers, places, strict=True):
@@ -145,13 +143,10 @@ class HostUpdates:
         return [one for unit in units for one in self._gradients.get(unit, ()) if not one.empty]
 
     def _make_room(self, batches: Sequence[Sequence[int]]) -> None:
-        masters = [[_master(b).nbytes for unit in units for b in self._masters[unit]] for units in batches]
+        masters = [[master_of(b).nbytes for unit in units for b in self._masters[unit]] for units in batches]
         gradients = [[one.memory.nbytes for one in self._of(units)] for units in batches]
         for ring, sizes in ((self._up, masters), (self._down, gradients)):
             ring.make_room(max(map(sum, sizes), default=0), self._lanes.settle)
-
-    def _load(self, what: str, units: Sequence[int]) -> Load:
-        return Load(f"{what} {', '.join(self._names[unit] for unit in units)}", Axis.SHARD, tuple(units))
 
 
 @contextlib.contextmanager
@@ -164,8 +159,3 @@ def _shown(taken: Sequence[tuple[Accumulator, torch.Tensor]]) -> Iterator[None]:
     finally:
         for one, _ in taken:
             one.shown = None
-
-
-def _master(buffer: FlatBuffer) -> torch.Tensor:
-    assert buffer.master is not None
-    return buffer.master

@@ -91,7 +91,7 @@ def build_optimizer(
     if plan.residence.optimizer == "host-update":
         ranks = None if device.type == "cpu" else plan.mesh.local
         host = HostUpdates(sharded.units, sharded.gradients, sharded.lanes, device, ranks)
-    elif plan.residence.updates_in_batches:
+    elif not plan.residence.on_device:
         nbytes = state_bytes(optimizer_class, options, device) if plan.residence.streams_states else None
         host = HostStates(inner, fragments, sharded.units, sharded.gradients, sharded.lanes, device, nbytes)
     runtime.optimizer = optimizer = ShardedOptimizer(

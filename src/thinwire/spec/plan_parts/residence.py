@@ -24,7 +24,6 @@ class Residence(Spec):
         description="where gradients live between their reduction and the update; host: they visit the device unit by "
         "unit",
     )
-
     params: Literal["device", "host"] = Field(
         default="device",
         description="where the shards of parameters live; host: units come up when they are needed, also where every "
@@ -61,11 +60,6 @@ class Residence(Spec):
     def streams_params(self) -> bool:
         """Whether the shards of parameters live on the host."""
         return self.params != "device"
-
-    @property
-    def updates_in_batches(self) -> bool:
-        """Whether an update begins or ends with something on the host."""
-        return not self.on_device
 
     def __str__(self) -> str:
         """What lives on the host."""

@@ -1,0 +1,30 @@
+"""Versions of weights in a store, without a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from thinwire.weights.parts import Name, Piece, encode
+
+__all__ = ["write_version"]
+
+
+def write_version(
+    store: Path, version: int, pieces: Sequence[Piece], values: Callable[[int], dict[str, torch.Tensor]]
+) -> None:
+    """Write a version as a trainer of one rank does: the first is an anchor, others are deltas.
+
+    Args:
+        store: Directory of the store.
+        version: Number of the version, from 1.
+        pieces: What the weights are.
+        values: Gives the values of a version, by dtype.
+    """
+    parent = version - 1
+    name = Name("000001-00000000", version, parent, "delta" if parent else "anchor", 0, 1)
+    content = encode(version, pieces, values(parent) if parent else None, values(version))
+    (store / "draft").write_bytes(content)
+    (store / "draft").rename(store / str(name))
