@@ -157,6 +157,25 @@ def test_who_reads_right_after_a_step_reads_new_values(ranks: RankPool, how: str
     assert ranks.run(read_both, how, str(tmp_path)) == [True] * WORLD
 
 
+def clipped_after(fields: dict[str, Any]) -> list[torch.Tensor]:
+    """Parameters after a step whose gradients are clipped once it has returned, before its updates have read them."""
+    model, optim = made("zero1", {"bucket_bytes": 1, **fields})
+    loss_of(model, 0).backward()
+    optim.step()
+    tw.clip_grad_norm_(model, 1e-9)
+    return list(tw.full_state_dict(model).values())
+
+
+def clipped_after_both() -> bool:
+    with slow_host():
+        late = clipped_after(UPDATE)
+    return all(map(torch.equal, late, clipped_after({})))
+
+
+def test_clipping_after_a_step_is_too_late_for_it(ranks: RankPool) -> None:
+    assert ranks.run(clipped_after_both) == [True] * WORLD
+
+
 class Parting(torch.nn.Module):
     """Runs as many of its blocks as it is told to."""
 

@@ -119,6 +119,7 @@ class HostUpdates:
         """Whether the results of a batch have not been taken up."""
         return batch in self._batches
 
+    @torch.inference_mode(False)  # a forward without gradients may be the first that needs a value
     @torch.no_grad()
     def take(self, batch: _Batch) -> None:
         """Take up the results of the batches up to this one, and of some more, so that the way of their masters is
