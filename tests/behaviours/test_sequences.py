@@ -44,6 +44,10 @@ KEPT: dict[str, tuple[str, list[Action]]] = {
         [("", 631788222), ("fails_in_the_backward", 562327965), ("keeps_a_graph", 609905089), ("steps", 544948236),
          ("goes_back_over_the_graph", 411665858)],
     ),
+    "an evaluation takes up the values of a step": (
+        "zero3" + ON_HOST,
+        [("", 644679414), ("trains", 1060537382), ("evaluates", 566279894)],
+    ),
     "a unit that a step runs twice is updated once": (
         "zero1" + ON_HOST,
         [("", 500504303), ("forgets_a_forward", 872279703), ("trains", 57611781)],

@@ -86,10 +86,10 @@ def _add_host_update(
     down: tuple[int, ...] = ()
     if not plan.residence.streams_gradients:
         size = numel * ITEMSIZE[plan.accumulate_dtype]
-        down = (draft.add_own(Call(Kind.COPY, HostLane.DOWN, Axis.SHARD, together, size=size), _STEP, ()),)
+        read = tuple(up - 1 for up in before[-AHEAD - 1 :][:1]) if len(before) > AHEAD else ()  # the update of a batch
+        down = (draft.add_own(Call(Kind.COPY, HostLane.DOWN, Axis.SHARD, together, size=size), _STEP, read),)
     call = Call(Kind.UPDATE, HostLane.UPDATE, Axis.SHARD, together, size=numel)
     update = draft.add_own(call, _STEP, down)
-    draft.wait(_STEP, update)
     call = Call(Kind.COPY, HostLane.UP, Axis.SHARD, together, size=numel * MASTER_BYTES)
     before.append(draft.add_own(call, _STEP, (update, *room)))
     return before[-1]

@@ -210,6 +210,7 @@ class SimulatedStreams:
         self.host: Clock = {}
         self.events = 0
         self._sent: list[_Sent] = []
+        self._lock = threading.RLock()  # of what is sent, for which other threads wait as well
         self._on_host = WeakIdKeyDictionary()
         self.all: list[SimulatedStream] = []
         self._stack = [self._make("compute")]
@@ -246,27 +247,30 @@ class SimulatedStreams:
 
     def reach(self, clock: Clock) -> None:
         """The host learns that the device has come so far; copies to its memory arrive."""
-        _merge(self.host, clock)
-        arrived = [copy for copy in self._sent if self.host.get(copy.stream, 0) >= copy.position]
-        self._sent = [copy for copy in self._sent if copy not in arrived]
-        for copy in arrived:
-            copy.land()
+        with self._lock:
+            _merge(self.host, clock)
+            arrived = [copy for copy in self._sent if self.host.get(copy.stream, 0) >= copy.position]
+            self._sent = [copy for copy in self._sent if copy not in arrived]
+            for copy in arrived:
+                copy.land()
 
     def land(self, clock: Clock) -> None:
         """Put copies to the host's memory in their places that a stream of the device is ordered after."""
-        for copy in self._sent:
-            if clock.get(copy.stream, 0) >= copy.position:
-                copy.land()
+        with self._lock:
+            for copy in self._sent:
+                if clock.get(copy.stream, 0) >= copy.position:
+                    copy.land()
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Queue a copy to memory of the host, which holds nothing of use until the host has waited."""
-        target.copy_(source)
-        stream, address = self.current(), target.data_ptr()
-        content = ctypes.string_at(address, target.nbytes)
-        ctypes.memset(address, _POISON, target.nbytes)
-        self._sent = [copy for copy in self._sent if copy.address != address or not copy.is_there]
-        self._sent.append(_Sent(stream.number, stream.clock.get(stream.number, 0), address, content))
-        self._on_host[target] = None
+        with self._lock:
+            target.copy_(source)
+            stream, address = self.current(), target.data_ptr()
+            content = ctypes.string_at(address, target.nbytes)
+            ctypes.memset(address, _POISON, target.nbytes)
+            self._sent = [copy for copy in self._sent if copy.address != address or not copy.is_there]
+            self._sent.append(_Sent(stream.number, stream.clock.get(stream.number, 0), address, content))
+            self._on_host[target] = None
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None]:
         """Lock memory of the host in its place, which the simulated device does not need."""

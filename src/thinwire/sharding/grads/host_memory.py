@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final, Protocol, final
 
 import torch
 
@@ -14,7 +14,7 @@ from thinwire.sharding.lanes.lanes import Ticket
 from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 
-__all__ = ["Ring", "Slot", "carved", "load_of", "master_of", "room"]
+__all__ = ["Ring", "Slot", "UpdateSteps", "carved", "load_of", "master_of", "room"]
 
 _ALIGNED: Final = 256
 """Bytes at whose multiples what is copied as one begins."""
@@ -62,6 +62,30 @@ class Ring:
             settle()
             for slot in self._slots:
                 slot.memory, slot.users = self._allocate(nbytes), ()
+
+
+class UpdateSteps(Protocol):
+    """The steps of the update of a batch of units, in order. ``units`` are their numbers."""
+
+    def begin(self, units: Sequence[int]) -> None:
+        """Invalidate what belongs to the old values."""
+
+    def expect(self, units: Sequence[int], updated: Ticket, take: Callable[[], None]) -> None:
+        """Let whoever needs new values take them up first, by ``take``, and whoever writes gradients wait for the
+        update that reads them."""
+
+    def prepare(self, units: Sequence[int]) -> None:
+        """Have memory for new values, on the thread that computes."""
+
+    def act(self, units: Sequence[int]) -> None:
+        """Update the masters, on any thread or stream."""
+
+    def write(self, units: Sequence[int]) -> None:
+        """Cast the new masters, which are on the device, into P shards, on any stream."""
+
+    def then(self, units: Sequence[int], updated: Ticket | None) -> Sequence[Ticket]:
+        """Begin to spread new values. ``updated`` is the ticket of the update; ``None`` if it has ended. Returns the
+        tickets of what reads the masters."""
 
 
 def carved(memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

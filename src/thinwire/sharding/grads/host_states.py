@@ -19,7 +19,7 @@ import torch
 
 from thinwire.program import AHEAD, SLOTS, HostLane
 from thinwire.sharding.grads.accumulators import HostAccumulator
-from thinwire.sharding.grads.host_memory import Ring, Slot, carved, load_of, master_of, room
+from thinwire.sharding.grads.host_memory import Ring, Slot, UpdateSteps, carved, load_of, master_of, room
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
@@ -141,24 +141,15 @@ class HostStates:
         self._ring = Ring(SLOTS, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device))
         self._going_down = list[Ticket]()  # results of the last update
 
-    def update(
-        self,
-        batches: Sequence[Sequence[int]],
-        prepare: Callable[[Sequence[int]], None],
-        act: Callable[[Sequence[int]], None],
-        write: Callable[[Sequence[int]], None],
-        then: Callable[[Sequence[int], Ticket | None], Sequence[Ticket]],
-    ) -> None:
+    def update(self, batches: Sequence[Sequence[int]], steps: UpdateSteps, *, hidden: bool) -> None:
         """Update units, batch by batch. On a device with streams, computation goes on meanwhile.
 
         Args:
             batches: Numbers of the units, in the order of the update.
-            prepare: Called with a batch before it is written.
-            act: Updates a batch, which is on the device.
-            write: Casts the new masters of a batch into its P shards.
-            then: Called with a batch and the ticket of its update (``None`` if it has ended); returns the tickets of
-                what reads its masters.
+            steps: The steps of their update.
+            hidden: Whether computation may go on; it may in any case.
         """
+        del hidden
         for ticket in self._going_down:
             ticket.wait()
         self._going_down.clear()
@@ -168,15 +159,16 @@ class HostStates:
             for batch in batches[number + len(coming) : number + AHEAD + 1]:
                 coming.append(self._begin(batch))
             slot, staged, up = coming.popleft()
-            prepare(units)
+            steps.begin(units)
+            steps.prepare(units)
 
             def perform(units: Sequence[int] = units) -> None:
-                act(units)
-                write(units)
+                steps.act(units)
+                steps.write(units)
 
             with staged.shown():
                 updated = self._perform(perform, units, up)
-                slot.users = then(units, updated)
+                slot.users = steps.then(units, updated)
                 self._take_new(units, staged)
             if not staged.copies:
                 continue

@@ -1,27 +1,65 @@
 """Updates on the host's processor: gradients go down, masters and optimizer states never leave the host, and new
 masters come up, cast on the device.
 
-The processor updates one batch of units while the gradients of the next one go down and the masters of the one before
-come up. The host waits for its own work, so that an update has ended when the optimizer's step returns.
+A thread of the host updates one batch of units after another, while computation goes on. The computing thread takes up
+the results of a batch where the forward first needs one of its units, and those of the next batch with them, so that
+their copies and spreads are hidden as well. It gives the thread new work there, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from thinwire.collectives.job.threads import threads_of_updates
 from thinwire.program import AHEAD, SLOTS, HostLane
 from thinwire.sharding.grads.accumulators import Accumulator, HostAccumulator
-from thinwire.sharding.grads.host_memory import Ring, carved, load_of, master_of
+from thinwire.sharding.grads.host_memory import Ring, UpdateSteps, carved, load_of, master_of
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.params.param_group import Unit
 
 __all__ = ["HostUpdates"]
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Units that are updated together.
+
+    Attributes:
+        units: Their numbers.
+        gradients: Those that there were when the update was asked for.
+        steps: The steps of the update.
+        updated: Ticket of the update; ``None`` before their gradients go down.
+    """
+
+    units: Sequence[int]
+    gradients: Sequence[Accumulator]
+    steps: UpdateSteps
+    updated: Ticket | None = None
+
+
+@final
+class _Taken(Ticket):
+    """The results of a batch: who waits for them takes them up."""
+
+    def __init__(self, updates: HostUpdates, batch: _Batch) -> None:
+        self._updates, self._batch = updates, batch
+
+    def wait(self) -> None:
+        self._updates.take(self._batch)
+
+    settle = wait
+
+    def done(self) -> bool:
+        return not self._updates.awaits(self._batch)
 
 
 class HostUpdates:
@@ -50,75 +88,97 @@ class HostUpdates:
         self._up = Ring(SLOTS, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device))
         self._down = Ring(AHEAD + 1, lanes.host_memory)
         self._coming_up = list[Ticket]()  # masters of the last update
+        self._batches = deque[_Batch]()  # those whose results have not been taken up, in order
 
-    def update(
-        self,
-        batches: Sequence[Sequence[int]],
-        prepare: Callable[[Sequence[int]], None],
-        act: Callable[[Sequence[int]], None],
-        write: Callable[[Sequence[int]], None],
-        then: Callable[[Sequence[int], Ticket | None], Sequence[Ticket]],
-    ) -> None:
+    def update(self, batches: Sequence[Sequence[int]], steps: UpdateSteps, *, hidden: bool) -> None:
         """Update units, batch by batch.
 
         Args:
             batches: Numbers of the units, in the order of the update.
-            prepare: Called with a batch before it is written.
-            act: Updates a batch.
-            write: Casts the new masters of a batch, which are on the device, into its P shards.
-            then: Called with a batch that was written; returns the tickets of what reads its masters.
+            steps: The steps of their update.
+            hidden: Whether computation goes on meanwhile; if not, all results are taken up before this returns.
         """
+        self.settle()
         for ticket in self._coming_up:
             ticket.settle()
         self._coming_up.clear()
         self._make_room(batches)
-        going = deque[tuple[list[tuple[Accumulator, torch.Tensor]], Ticket | None]]()
-        for number, units in enumerate(batches):
-            for batch in batches[number + len(going) : number + AHEAD + 1]:
-                going.append(self._take_down(batch))
-            taken, down = going.popleft()
-            if down is not None:
-                down.settle()
-            with _shown(taken), threads_of_updates(self._ranks):
-                act(units)
-            prepare(units)
-            self._bring_up(units, write, then)
+        self._batches += [_Batch(units, self._of(units), steps) for units in batches]
+        for batch in list(self._batches):
+            for one in batch.gradients:
+                if isinstance(one, HostAccumulator):
+                    _ = one.kept  # which waits for it
+            steps.begin(batch.units)
+            steps.expect(batch.units, _Taken(self, batch), functools.partial(self.take, batch))
+        for batch in list(self._batches)[: AHEAD + 1]:
+            self._start(batch)
+        if not hidden:
+            self.settle()
+
+    def awaits(self, batch: _Batch) -> bool:
+        """Whether the results of a batch have not been taken up."""
+        return batch in self._batches
+
+    @torch.inference_mode(False)  # a forward without gradients may be the first that needs a value
+    @torch.no_grad()
+    def take(self, batch: _Batch) -> None:
+        """Take up the results of the batches up to this one, and of some more, so that the way of their masters is
+        hidden. The host waits for their updates."""
+        last = self._batches.index(batch) + AHEAD if batch in self._batches else -1
+        with temporarily_clear_interpreter_stack():  # a transform refuses writes to tensors from outside of it
+            while self._batches and last >= 0:
+                last -= 1
+                self._take_first()
 
     @contextlib.contextmanager
     def visited(self, units: Sequence[int]) -> Iterator[None]:
         """Have the states of some units where they are updated: on the host, where they always are."""
         del units
+        self.settle()
         yield
 
     def settle(self) -> None:
-        """Block until the host has the results of all updates, which it has when a step returns."""
+        """Block until the host has the results of all updates."""
+        if self._batches:
+            self.take(self._batches[-1])
 
     # -- one batch ---------------------------------------------------------------------------------------------
 
-    def _take_down(self, units: Sequence[int]) -> tuple[list[tuple[Accumulator, torch.Tensor]], Ticket | None]:
-        """Let the gradients of a batch go down; those of the host are there."""
-        of_device = [one for one in self._of(units) if not isinstance(one, HostAccumulator)]
-        for one in self._of(units):
-            if isinstance(one, HostAccumulator):
-                _ = one.kept  # which waits for it
-        if not of_device:
-            return [], None
-        slot = self._down.next()
-        pairs = list(zip(of_device, carved(slot.memory, [one.memory for one in of_device]), strict=True))
+    def _take_first(self) -> None:
+        """Take up the results of the first batch, and give the host its next work."""
+        batch = self._batches[0]
+        assert batch.updated is not None
+        batch.updated.wait()
+        self._batches.popleft()
+        if len(self._batches) > AHEAD:
+            self._start(self._batches[AHEAD])
+        batch.steps.prepare(batch.units)
+        self._bring_up(batch)
 
-        def go_down() -> None:
-            for one, place in pairs:
-                self._lanes.send(one.memory, place)
+    def _start(self, batch: _Batch) -> None:
+        """Let the gradients of a batch go down, and the host update it then."""
+        of_device = [one for one in batch.gradients if not isinstance(one, HostAccumulator)]
+        pairs, after = list[tuple[Accumulator, torch.Tensor]](), list[Ticket]()
+        if of_device:
+            places = carved(self._down.next().memory, [one.memory for one in of_device])
+            pairs = list(zip(of_device, places, strict=True))
 
-        return pairs, self._lanes.submit(HostLane.DOWN, go_down, load=load_of("gradients down", units, self._names))
+            def go_down() -> None:
+                for one, place in pairs:
+                    self._lanes.send(one.memory, place)
 
-    def _bring_up(
-        self,
-        units: Sequence[int],
-        write: Callable[[Sequence[int]], None],
-        then: Callable[[Sequence[int], Ticket | None], Sequence[Ticket]],
-    ) -> None:
+            load = load_of("gradients down", batch.units, self._names)
+            after.append(self._lanes.submit(HostLane.DOWN, go_down, load=load))
+
+        def act() -> None:
+            with _shown(pairs), threads_of_updates(self._ranks):
+                batch.steps.act(batch.units)
+
+        batch.updated = self._lanes.compute_on_host(act, after=after, load=load_of("update", batch.units, self._names))
+
+    def _bring_up(self, batch: _Batch) -> None:
         """Let new masters come up, and give them to who needs them."""
+        units, steps = batch.units, batch.steps
         buffers = [buffer for unit in units for buffer in self._masters[unit]]
         slot = self._up.next()
         places = carved(slot.memory, [master_of(buffer) for buffer in buffers])
@@ -133,8 +193,8 @@ class HostUpdates:
         for buffer, place in zip(buffers, places, strict=True):
             buffer.staged = place
         try:
-            write(units)
-            slot.users = tuple(then(units, None))
+            steps.write(units)
+            slot.users = tuple(steps.then(units, None))
         finally:
             for buffer in buffers:
                 buffer.staged = None

@@ -49,6 +49,18 @@ class InnerOptimizer:
         finally:
             self._hold(self._shown)
 
+    def at_present(self) -> torch.optim.Optimizer:
+        """The optimizer, over the fragments and with the same state, and with the options that it has now, whatever
+        becomes of them later."""
+        present: torch.optim.Optimizer = object.__new__(type(self.optimizer))
+        vars(present).update(vars(self.optimizer))
+        present.param_groups = [
+            {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+            | {"params": pieces}
+            for group, pieces in zip(self.optimizer.param_groups, self._pieces, strict=True)
+        ]
+        return present
+
     def _hold(self, held: Sequence[list[Any]]) -> None:
         for group, params in zip(self.optimizer.param_groups, held, strict=True):
             group["params"] = params

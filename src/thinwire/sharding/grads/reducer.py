@@ -110,9 +110,7 @@ class Reducer:
             last: Whether the backward belongs to the step's last micro-batch.
         """
         # Of most units it has ended, as the forward has read their parameters; but gradients of others become zero.
-        for update in dict.fromkeys(self._updates.values()):
-            update.wait()
-        self._updates.clear()
+        self._join_updates()
         if self._last:
             # If backwards follow each other without a step in between, reductions may still be in flight, and nothing
             # may be added to the buffers that they write.
@@ -210,7 +208,8 @@ class Reducer:
             self._departures.join()
 
     def settle(self) -> None:
-        """Wait until the host can read gradients that live there."""
+        """Wait until all gradients may be written, and the host can read those that live there."""
+        self._join_updates()
         self.join()
         if self._departures is not None:
             self._lanes.settle(HostLane.DOWN)
@@ -274,6 +273,11 @@ class Reducer:
         """Forget the rounding errors of earlier gradients (error feedback)."""
         self.join()
         self.reductions.feedback.lost.clear()
+
+    def _join_updates(self) -> None:
+        for update in dict.fromkeys(self._updates.values()):
+            update.wait()
+        self._updates.clear()
 
     # -- one unit's turn ---------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import torch
 
 from thinwire.collectives.links.streams import streams_of
 from thinwire.collectives.moves import Move, Moves
-from thinwire.program import AnyLane, Axis, Lane
+from thinwire.program import AnyLane, Axis, HostLane, Lane
 from thinwire.program.stages import TRANSFERS, Stage
 from thinwire.program.timeline import Timeline
 from thinwire.sharding.lanes.home import HomeStream
@@ -83,6 +83,28 @@ class Lanes:
         if not self._stages:
             self._newest[lane] = ticket
         return ticket
+
+    def compute_on_host(self, body: Body, *, after: Sequence[Ticket], load: Load) -> Ticket:
+        """Queue work of the host's processor, for a thread that runs beside the computing one.
+
+        Args:
+            body: The work.
+            after: Tickets of copies to the host that must end first.
+            load: Description of the data, for timelines.
+        """
+        key = HostLane.UPDATE, Stage.UPDATE
+        worker = self._workers.get(key)
+        if worker is None:
+            worker = self._workers[key] = ThreadWorker(" ".join(key), self.recorder)
+        if self._streams is None:
+            return worker.submit(body, after, load.label)
+
+        def once_there() -> None:
+            for ticket in after:
+                ticket.settle()
+            body()
+
+        return worker.submit(once_there, (), load.label)
 
     def exposed(self) -> dict[AnyLane, float]:
         """Seconds that computation waited for each lane since the last call."""

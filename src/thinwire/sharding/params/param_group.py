@@ -71,6 +71,7 @@ class Unit:
         self.versions = 0
         self.exact = True
         self._spreads: list[Ticket] = []
+        self._take: Callable[[], None] | None = None  # takes up new values, whose way here has not begun
         self._leaves = False  # whether new values are on their way to the host
         self._link = link
         self._gather: list[Ticket] = []
@@ -87,6 +88,7 @@ class Unit:
     @property
     def spreads(self) -> Sequence[Ticket]:
         """Tickets of spreads that gathers wait for."""
+        self.take_update()
         return self._spreads
 
     def start_gather(self, *, from_secondary: bool, exact: bool = False) -> None:
@@ -96,11 +98,14 @@ class Unit:
             from_secondary: Whether to gather from the secondary shard if it is valid.
             exact: Whether to gather without a codec, whatever the plan says.
         """
+        self.take_update()
         if self.state is State.SHARDED:
             start_gathers({self.index: self}, self._singles[from_secondary and self.secondary_valid], exact=exact)
 
     def need(self, *, from_secondary: bool) -> None:
         """Gather on demand (any state -> gathered), and wait until the parameters are whole and up to date."""
+        if self._take is not None:
+            self.take_update()
         if self.state is State.SHARDED:
             self.start_gather(from_secondary=from_secondary)
         if self.state is State.GATHERING:
@@ -175,12 +180,33 @@ class Unit:
     def expect_spread(self, ticket: Ticket) -> None:
         """Take the ticket of a spread of one or more of the buffers; the next gather waits for it."""
         self._spreads.append(ticket)
+        self._await_values()
+
+    def expect_update(self, take: Callable[[], None]) -> None:
+        """Take up new values by ``take``, which starts their spreads, before anything needs them."""
+        self._take = take
+        self._await_values()
+
+    def take_update(self) -> None:
+        """Take up the new values that an update on the host has for this unit, and start to spread them."""
+        if (take := self._take) is not None:
+            take()
+            self._take = None
+            if not self._spreads:
+                self._have_values()
+
+    def _await_values(self) -> None:
         if self.ready:
             self.ready = False
             for buffer in self.buffers:
                 buffer.mark(ready=False)
         if self.is_open:
             self.close()
+
+    def _have_values(self) -> None:
+        self.ready = self.state is State.GATHERED
+        for buffer in self.buffers if self.ready else ():
+            buffer.mark(ready=True)
 
     def close(self) -> None:
         """Let modules ask before they read the parameters."""
@@ -189,6 +215,8 @@ class Unit:
 
     def join_spread(self) -> None:
         """Wait until the parameters that the last step updated have arrived."""
+        if self._take is not None:
+            self.take_update()
         if self._spreads:
             for ticket in self._spreads:
                 ticket.wait()
@@ -197,15 +225,12 @@ class Unit:
                 self._leaves = False
                 for buffer in self.buffers:
                     buffer.leave()
-            self.ready = self.state is State.GATHERED
-            for buffer in self.buffers if self.ready else ():
-                buffer.mark(ready=True)
+            self._have_values()
 
     def release_shard(self) -> None:
         """Wait until nothing reads or writes the P shard: a spread, or a gather that nobody has waited for because a
         forward ended early."""
-        if self._spreads:
-            self.join_spread()
+        self.join_spread()
         for ticket in self._gather:
             ticket.wait()
 
@@ -254,6 +279,8 @@ def start_gathers(
         exact: Whether to gather without a codec, whatever the plan says.
     """
     wanted = dict.fromkeys(unit for batch in batches for unit in batch.units)
+    for number in wanted:
+        units[number].take_update()
     fresh = {number for number in wanted if units[number].state is State.SHARDED}
     if not fresh:
         return

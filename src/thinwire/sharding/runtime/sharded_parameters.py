@@ -117,9 +117,10 @@ class ShardedParameters:
             )
 
     def _add(self, live: ModelParameter, piece: torch.Tensor, spec: ShareSpec, *, requires_grad: bool) -> None:
-        settle = self._sharded.lanes.settle
+        settle, unit = self._sharded.lanes.settle, live.unit
 
         def settled() -> torch.Tensor:
+            unit.take_update()
             settle(HostLane.DOWN)
             return piece
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -41,6 +41,11 @@ class Spreads:
         self._leaving = deque[Unit]()  # units whose new values are on their way to the host
         self._parts: dict[BufferKey, Part] = {}  # parts of joint spreads without a codec, made once
 
+    def expect_update(self, units: Iterable[int], take: Callable[[], None]) -> None:
+        """Let units take up their new values by ``take`` before anything needs them."""
+        for index in units:
+            self._sharded.units[index].expect_update(take)
+
     def expect(self, ticket: Ticket, units: Iterable[int]) -> None:
         """Let units wait for their update."""
         for index in units:
@@ -68,14 +73,22 @@ class Spreads:
             differences: Whether to include buffers whose spreads carry differences from the masters.
             only: By unit, the identities of the parameters that have new values; all by default.
         """
+        self.invalidate(indices, only)
         if self._on_host:
             self.visit(indices)
+        self.cast(indices, differences=differences)
+
+    def invalidate(self, indices: Sequence[int], only: Mapping[int, Collection[int]] | None = None) -> None:
+        """Invalidate everything that is derived from units' P shards; see :meth:`write_back` for the arguments."""
+        for index in indices:
+            self._sharded.units[index].updated(None if only is None else only[index])
+
+    def cast(self, indices: Sequence[int], *, differences: bool = False) -> None:
+        """Cast the new values of units' masters, on the device, into their P shards; see :meth:`write_back`."""
         places: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         for index in indices:
-            unit = self._sharded.units[index]
-            unit.updated(None if only is None else only[index])
-            for buffer in unit.buffers:
+            for buffer in self._sharded.units[index].buffers:
                 if buffer.layout.trainable and (differences or not self._spreads_difference(buffer)):
                     of_shard, of_master = buffer.master_runs(self._group.index)
                     places += of_shard

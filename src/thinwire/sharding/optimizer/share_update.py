@@ -1,0 +1,255 @@
+"""The update of a rank's share of the masters: at once, unit by unit as gradients arrive, or in batches of units where
+something of the update lives on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import final
+
+import torch
+
+from thinwire.sharding.grads.host_states import HostStates
+from thinwire.sharding.grads.host_updates import HostUpdates
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.grads.optimizer_state import InnerOptimizer
+from thinwire.sharding.grads.reducer import Reducer
+from thinwire.sharding.lanes.lanes import Ticket
+from thinwire.sharding.step.param_broadcast import Spreads
+from thinwire.sharding.step.schedule import Programs
+from thinwire.sharding.step.step_check import UsedGradients
+
+__all__ = ["ShareUpdate"]
+
+
+class ShareUpdate:
+    """The update of this rank's share, unit by unit where that is faster.
+
+    Args:
+        owned: The optimizer and its fragments.
+        reducer: Reducer of the model's gradients.
+        spreads: Takes the updated parameters.
+        programs: Programs of the model, which say what is updated and spread in which order.
+        used: Flags of the parameters that have gradients.
+        by_unit: Whether units can be updated one by one; see
+            :class:`~thinwire.sharding.optimizer.sharded_optimizer.ShardedOptimizer`.
+        copies: Whether the optimizer gets gradients as copies in fp32, because they accumulate in another dtype. Copies
+            take memory for as many units as are updated at once.
+    """
+
+    def __init__(
+        self,
+        owned: InnerOptimizer,
+        reducer: Reducer,
+        spreads: Spreads,
+        programs: Programs,
+        used: UsedGradients,
+        *,
+        by_unit: bool,
+        copies: bool,
+    ) -> None:
+        self._owned, self._fragments = owned, owned.fragments
+        self._reducer, self._spreads, self._programs, self._used = reducer, spreads, programs, used
+        self._by_unit, self._copies = by_unit, copies
+        # Others may keep something in themselves, which a copy of their options would miss.
+        of_torch = type(owned.optimizer).__module__.startswith("torch.optim.")
+        self._may_hide = by_unit and of_torch and programs.plan.overlap.spread
+        self._fragments_of: dict[int, list[OwnedFragment]] = {}
+        for fragment in self._fragments:
+            self._fragments_of.setdefault(fragment.unit, []).append(fragment)
+
+    def perform(self, *, arrived: bool, at_once: bool) -> Set[int] | None:
+        """Update the share once its gradients have arrived.
+
+        Args:
+            arrived: Whether all gradients have arrived.
+            at_once: Whether everything has to be updated in one call.
+
+        Returns:
+            Numbers of the units that are still to be spread; ``None`` for all.
+        """
+        if at_once or not self._by_unit:
+            self._at_once()
+        elif arrived:
+            self._as_needed()
+            return frozenset()
+        else:
+            self._as_they_arrive()
+        return None
+
+    def in_batches(self, host: HostStates | HostUpdates, *, at_once: bool, spreads: bool) -> Set[int] | None:
+        """Update the share in batches of units, because something of the update is on the host.
+
+        Args:
+            host: What lives on the host.
+            at_once: Whether everything has to be updated in one call.
+            spreads: Whether updated units are spread at once.
+
+        Returns:
+            See :meth:`perform`.
+        """
+        self._reducer.join()
+        batches, hidden = self._programs.updates(), spreads and self._may_hide
+        if at_once or not self._by_unit:
+            batches, hidden = [tuple(unit for batch in batches for unit in batch)], False
+        steps = _Batches(
+            self._owned,
+            self._fragments_of,
+            self._used,
+            self._reducer,
+            self._spreads,
+            together=tuple(self._programs.spreads()) if spreads else None,
+            optimizer=self._owned.at_present() if hidden else None,
+        )
+        host.update(batches, steps, hidden=hidden)
+        return frozenset() if spreads else None
+
+    def forget_gradients(self) -> None:
+        """Drop the gradients that the optimizer has read."""
+        if self._owned.host is None:  # else it reads them later, and drops them itself
+            for owned in self._fragments:
+                owned.value.grad = None
+
+    def _as_they_arrive(self) -> None:
+        """Update units as soon as their gradients have arrived, while gradients of later units travel."""
+        order, began = self._order(), False
+        for units in self._reducer.arrivals(order, apart=self._copies):
+            if len(units) == len(order):
+                self._at_once()
+                return
+            if not began:
+                began = True
+                self.forget_gradients()
+            self._update_units(units)
+        if not self._copies:
+            self._give_gradients(self._fragments)  # for whoever looks at the wrapped optimizer's parameters
+
+    def _as_needed(self) -> None:
+        """Update the units in the order in which the next forward needs them, and spread those that travel together
+        while later ones are updated."""
+        self._reducer.join()
+        self.forget_gradients()
+        trained = self._order()
+        for units in self._programs.spreads() or ([(u,) for u in trained] if self._copies else [(*trained,)]):
+            self._update_units(units)
+            self._spreads.start_batch(units)
+        if not self._copies:
+            self._give_gradients(self._fragments)  # for whoever looks at the wrapped optimizer's parameters
+
+    def _update_units(self, units: Sequence[int]) -> None:
+        """Update this rank's share of units whose gradients have arrived, in one call, and write it back."""
+        fragments = [owned for unit in units for owned in self._fragments_of.get(unit, ())]
+        self._give_gradients(fragments)
+        with self._owned.over_fragments() as inner:
+            inner.step()
+        for owned in fragments:
+            owned.value.grad = None
+        self._write_back(units)
+
+    def _at_once(self) -> None:
+        self._reducer.join()
+        self._give_gradients(self._fragments)
+        with self._owned.over_fragments() as inner:
+            inner.step()
+        self._write_back(self._order())
+
+    def _write_back(self, units: Sequence[int]) -> None:
+        """Cast the updated masters of units. Parameters without a gradient have kept their values, and graphs that need
+        them stay valid."""
+        used, trained = self._used, self._spreads.trained
+        only = None if used.all_used else {unit: used.among(unit, trained(unit)) for unit in units}
+        self._spreads.write_back(units, only=only)
+
+    def _order(self) -> Sequence[int]:
+        """Units with trainable parameters, in the order in which their gradients arrive."""
+        return [unit for unit in self._programs.update_order() if unit in self._reducer.gradients]
+
+    def _give_gradients(self, fragments: Sequence[OwnedFragment]) -> None:
+        """Set the gradients that the optimizer reads, in the dtype of the masters.
+
+        As in torch, the optimizer skips a parameter that has no gradient on any rank.
+        """
+        is_used, all_used, copies = self._used.is_used, self._used.all_used, self._copies
+        for owned in fragments:
+            grad, value = owned.grad, owned.value
+            if not all_used and not is_used(owned.unit, owned.slot):
+                value.grad = None
+            else:
+                value.grad = grad if not copies or grad.dtype is value.dtype else grad.to(value.dtype)
+
+
+@final
+class _Batches:
+    """The steps of one update in batches of units; see
+    :class:`~thinwire.sharding.grads.host_memory.UpdateSteps`.
+
+    An update that is hidden ends later. What may change until then is therefore taken now: which parameters have
+    gradients, and the options of the optimizer.
+
+    Args:
+        owned: The optimizer and its fragments.
+        fragments: Fragments by unit.
+        used: Flags of the parameters that have gradients.
+        reducer: Reducer of the model's gradients.
+        spreads: Takes the updated parameters.
+        together: Units that travel together; ``None`` if nothing is spread now.
+        optimizer: The optimizer with the options that it has now; ``None`` to update by the optimizer itself.
+    """
+
+    def __init__(
+        self,
+        owned: InnerOptimizer,
+        fragments: Mapping[int, Sequence[OwnedFragment]],
+        used: UsedGradients,
+        reducer: Reducer,
+        spreads: Spreads,
+        *,
+        together: Sequence[tuple[int, ...]] | None,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self._owned, self._fragments, self._reducer, self._spreads = owned, fragments, reducer, spreads
+        self._together, self._optimizer = together, optimizer
+        self._absent, self._only = frozenset[int](), None
+        if not used.all_used:
+            everything = itertools.chain.from_iterable(fragments.values())
+            self._absent = frozenset(id(one) for one in everything if not used.is_used(one.unit, one.slot))
+            self._only = {unit: used.among(unit, spreads.trained(unit)) for unit in reducer.gradients}
+        # A batch that is under way on a device holds the flag by which its update is skipped.
+        self._found_inf = vars(owned.optimizer).get("found_inf")
+
+    def begin(self, units: Sequence[int]) -> None:
+        self._spreads.invalidate(units, self._only)
+
+    def expect(self, units: Sequence[int], updated: Ticket, take: Callable[[], None]) -> None:
+        self._reducer.expect(updated, units)
+        self._spreads.expect_update(units, take)
+
+    def prepare(self, units: Sequence[int]) -> None:
+        self._spreads.visit(units)
+
+    def act(self, units: Sequence[int]) -> None:
+        fragments = [owned for unit in units for owned in self._fragments.get(unit, ())]
+        for owned in fragments:
+            grad, value = owned.shown, owned.value
+            value.grad = None if id(owned) in self._absent else grad.to(value.dtype)
+        with contextlib.nullcontext(self._optimizer) if self._optimizer else self._owned.over_fragments() as optimizer:
+            optimizer.step()
+        for owned in fragments:
+            owned.value.grad = None
+
+    def write(self, units: Sequence[int]) -> None:
+        self._spreads.cast(units)
+
+    def then(self, units: Sequence[int], updated: Ticket | None) -> Sequence[Ticket]:
+        after = () if updated is None else (updated,)
+        for batch in self._together or ():
+            if not frozenset(batch).isdisjoint(units):
+                self._spreads.start_batch(batch, after=after)
+        if updated is not None:
+            self._reducer.expect(updated, units)
+            self._spreads.expect(updated, units)
+        if self._together is not None:
+            self._spreads.send_home(units, after)
+        return self._spreads.tickets(units)
