@@ -54,6 +54,7 @@ SHORT = {
     r"bench planner (?!--again)": "--rounds 1 --budget 5s --models llama-1m --bandwidth none --json brief.json",
     r"benchmarks/memory_cap": "--steps 1 --hidden 128",
     r"benchmarks/publish_weights": "--warm-up 1 --rounds 1 --steps 2 --pauses 3 --batch 2",
+    r"examples/grpo\.py(?! --picture)": "--steps 2",
     r"benchmarks/hooks": "--depth 4 --rounds 2",
     r"benchmarks/intercept_overhead": "--rounds 2 --pairs 4",
     r"benchmarks/fit_engines": "--rounds 1",
