@@ -76,6 +76,8 @@ class Spreads:
             unit = self._sharded.units[index]
             unit.updated(None if only is None else only[index])
             for buffer in unit.buffers:
+                if buffer.stored is not None:
+                    buffer.stored.take_edits()
                 if buffer.layout.trainable and (differences or not self._spreads_difference(buffer)):
                     of_shard, of_master = buffer.master_runs(self._group.index)
                     places += of_shard
