@@ -91,8 +91,9 @@ def joint_gather(group: AxisGroup, parts: Sequence[Part], *, codec: Codec | None
 def stored_gather(group: AxisGroup, parts: Sequence[StoredPart], *, codec: Codec) -> Moves:
     """Gather the messages of several vectors that members keep, as they are, and decode them.
 
-    1. Each rank puts its messages, one after the other, into its row of a table.
-    2. The rows take the hops of :func:`~thinwire.collectives.all_gather.all_gather`; over a single member, none.
+    1. Each rank puts its messages, one after the other, into its row of a table; a single member only if they come
+       from the host.
+    2. The rows take the hops of :func:`~thinwire.collectives.all_gather.all_gather`.
     3. Every member decodes every message, including its own.
 
     Args:
@@ -104,8 +105,13 @@ def stored_gather(group: AxisGroup, parts: Sequence[StoredPart], *, codec: Codec
         The moves; the last one decodes.
     """
     device = parts[0].whole.device
-    table, spans = _table(group, [part.messages.numel() for part in parts], device)
-    of_parts = [table[:, span].unflatten(1, part.messages.shape) for part, span in zip(parts, spans, strict=True)]
+    in_place = group.size == 1 and all(part.messages.device == device for part in parts)
+    sizes = [0 if in_place else part.messages.numel() for part in parts]
+    table, spans = _table(group, sizes, device)
+    of_parts = [
+        part.messages[None] if in_place else table[:, span].unflatten(1, part.messages.shape)
+        for part, span in zip(parts, spans, strict=True)
+    ]
 
     def place_own() -> None:
         for part, messages in zip(parts, of_parts, strict=True):
@@ -122,7 +128,8 @@ def stored_gather(group: AxisGroup, parts: Sequence[StoredPart], *, codec: Codec
                 kept = range(part.first, part.first + len(part.keep))
                 part.keep.copy_(messages[kept.start // each : kept.stop // each].flatten(0, 1))
 
-    return Moves([*_gather_rows(group, table).after(place_own), Move(Stage.DECODE_GATHER, decode)])
+    arrive = Moves() if in_place else _gather_rows(group, table).after(place_own)
+    return Moves([*arrive, Move(Stage.DECODE_GATHER, decode)])
 
 
 def _exact(group: AxisGroup, parts: Sequence[Part]) -> Moves:

@@ -82,6 +82,13 @@ class FlatBuffer:
         shard is kept encoded."""
         return self.shard[run.start : run.start + run.length] if self.stored is None else self.stored.read(run)
 
+    def put(self, run: Run, values: torch.Tensor) -> None:
+        """Replace the values of a run that is a frozen parameter's."""
+        if self.stored is None:
+            self.shard[run.start : run.start + run.length].copy_(values)
+        else:
+            self.stored.write(run, values)
+
     @property
     def written(self) -> torch.Tensor:
         """The P shard on the device, where it gets new values."""

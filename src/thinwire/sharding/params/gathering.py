@@ -98,7 +98,9 @@ class BufferGathers:
         if number in self._kept and not exact:
             return self._kept[number]
         if buffer.stored is not None:
-            moves = self.stored([self.stored_part(number, from_secondary=from_secondary)], from_secondary=from_secondary)
+            moves = self.stored(
+                [self.stored_part(number, from_secondary=from_secondary)], from_secondary=from_secondary
+            )
             if self.keeps_messages:
                 self._kept[number] = Moves([moves[-1]])  # the last move decodes all messages
             return moves

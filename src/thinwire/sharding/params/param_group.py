@@ -147,9 +147,8 @@ class Unit:
         """Give a sharded unit of a plan without secondary shards room for one, cut among the ranks of a group; with
         ``None``, take it back."""
         for buffer in self.buffers:
-            pieces = self._link.params.size // (1 if group is None else group.size)
-            shard = buffer.shard if buffer.stored is not None else buffer.full[: buffer.layout.shard_numel]
-            buffer.secondary = None if group is None else buffer.full.new_empty(pieces * shard.numel(), dtype=shard.dtype)
+            kept = 0 if group is None else buffer.shard.numel() * (self._link.params.size // group.size)
+            buffer.secondary = None if group is None else buffer.full.new_empty(kept, dtype=buffer.shard.dtype)
         self.secondary_valid, self._link = False, replace(self._link, secondary=group)
         self.gathers = BufferGathers(self.index, self.buffers, self._link)
 

@@ -83,7 +83,7 @@ class StoredShard:
         return self._pieces[-1]
 
     def take_edits(self) -> None:
-        """Encode what was written to pieces since the last time."""
+        """Encode what was written to pieces since the last time; also after another change of the message."""
         for piece in self._pieces:
             piece.put_back()
 
@@ -116,10 +116,10 @@ class StoredPiece:
         self._edited = self()
 
     def put_back(self) -> None:
-        """Encode the values, if they have changed."""
+        """Encode the values, if they have changed. Later reads see what the shard then holds."""
         if self._edited is not None and self._run is not None:
             self._shard.write(self._run, self._edited)
-        self._edited = None
+        self._edited = self._given = None
 
 
 def decoded(
