@@ -164,7 +164,8 @@ class Gathers:
         self._sharded = [unit.gathered(plan) for unit in units]
         self._retention, self._ahead = retention, Lookahead(plan, units)
         self._under_way: dict[int, list[int]] = {}  # unit -> operations that have gathered it, or will
-        self._secondary: set[int] = set()  # units whose secondary shard is valid
+        # Units whose secondary shard is valid: nothing invalidates that of a frozen unit.
+        self._secondary = {n for n, unit in enumerate(units) if not unit.trainable} if plan.secondary else set()
         self.live = self.copied = 0
 
     @property

@@ -233,8 +233,8 @@ def _save_part(
             parts = list(encoded_vectors(buffer, slot, offset, run))
         for kind, numel, first, held in parts:
             add(kind, slot.name, "", numel, first, held if first_holder and island == 0 else None)
-    for name, value in persistent_buffers(sharded.model):
-        add("buffer", name, "", value.numel(), 0, value.reshape(-1) if sharded.rank == island == 0 else None)
+    for name, kept in persistent_buffers(sharded.model):
+        add("buffer", name, "", kept.numel(), 0, kept.reshape(-1) if sharded.rank == island == 0 else None)
     if exchanges is not None:
         exchanges.wait()
         for piece in shared_pieces(exchanges, fragments):

@@ -283,7 +283,8 @@ def _start_gather(parts: Sequence[tuple[Unit, int]], *, from_secondary: bool, ex
     encoded = not from_secondary and first.buffers[number].layout.encoded
     group = link.secondary if from_secondary else link.params
     stored = first.buffers[number].stored is not None
-    if len(parts) == 1 or group is None or group.size == 1 or first.gathers.keeps_messages:
+    apart = len(parts) == 1 or first.gathers.keeps_messages
+    if apart or group is None or (group.size == 1 and not stored):
         moves = [unit.gathers.single(number, from_secondary=from_secondary, exact=exact) for unit, number in parts]
     elif stored:
         messages = [unit.gathers.stored_part(number, from_secondary=from_secondary) for unit, number in parts]

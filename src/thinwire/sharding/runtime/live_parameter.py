@@ -56,6 +56,8 @@ class ModelParameter:
     def before_write(self) -> None:
         """See :class:`~thinwire.sharding.tensors.spec.Live`."""
         self.masters.before_write()
+        if self.stored is not None:
+            self.stored.edit()
 
     def after_write(self) -> None:
         """See :class:`~thinwire.sharding.tensors.spec.Live`."""
