@@ -230,7 +230,12 @@ def compare_bytes(plans: list[Plan]) -> list[tuple[int, int]]:
 def test_memory_is_what_plans_predict(ranks: RankPool) -> None:
     on_host = {"residence": {"params": "host"}}
     plans = [plan(name, INT8) for name in ("ddp", "zero1", "zero3", "hpz", "mics")]
-    plans += [plan("zero3", INT4), plan("zero3", compute_dtype="bfloat16"), plan("zero3", **on_host), plan("ddp", **on_host)]
+    plans += [
+        plan("zero3", INT4),
+        plan("zero3", compute_dtype="bfloat16"),
+        plan("zero3", **on_host),
+        plan("ddp", **on_host),
+    ]
     for of_rank in ranks.run(compare_bytes, plans):
         before, after = of_rank[0]
         assert after < before / 2, "a quarter, scales, padding to blocks, and what stays as it is"
@@ -382,7 +387,9 @@ def test_exceptions_stay_as_they_are(ranks: RankPool) -> None:
     ranks.run(check_exceptions)
 
 
-@pytest.mark.parametrize("codec", ["mpc", "exp3", "int8:tensor", "int8:256,stochastic", "zfp:8", "bf16", "topk:1/32,int2"])
+@pytest.mark.parametrize(
+    "codec", ["mpc", "exp3", "int8:tensor", "int8:256,stochastic", "zfp:8", "bf16", "topk:1/32,int2"]
+)
 def test_other_codecs_are_refused(codec: str) -> None:
     with pytest.raises(SpecError, match=r"frozen.storage = .* valid are 'none', 'intN:BLOCK'"):
         Plan.preset("zero3", nodes=1, local=1, frozen={"storage": codec})
