@@ -24,7 +24,7 @@ from thinwire.sharding.api import runtime
 from thinwire.sharding.checkpointing.saved_model import SavedModel
 from thinwire.sharding.checkpointing.stored_parameters import frozen
 from thinwire.spec import CodecSpec, ModelSpec, Plan
-from thinwire.testing import RankPool
+from thinwire.testing import RankPool, run_ranks
 from thinwire.weights.owned import snapshot
 
 pytestmark = pytest.mark.ranks
@@ -145,8 +145,16 @@ def check_alone(plans: list[Plan], micro_batches: int) -> None:
             assert torch.equal(value, alone.state_dict()[name]), (name, each.describe())
 
 
-@pytest.mark.parametrize("codec", [INT8, INT4, "int4:64,hadamard"])
-@pytest.mark.parametrize("names", [("zero3", "ddp"), ("zero1", "hpz"), ("amsp-30b", "mics")])
+@pytest.mark.parametrize(
+    ("names", "codec"),
+    [
+        (("zero3", "ddp", "zero1", "hpz"), INT8),
+        (("zero3", "ddp"), "int4:64,hadamard"),
+        pytest.param(("zero3", "ddp", "zero1", "hpz"), INT4, marks=pytest.mark.slow),
+        pytest.param(("amsp-30b", "mics"), INT8, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_training_equals_one_process_with_rounded_weights(ranks: RankPool, names: tuple[str, ...], codec: str) -> None:
     ranks.run(check_alone, [plan(name, codec) for name in names], 1)
 
@@ -178,13 +186,26 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "names", [("zero3", "ddp", "hpz"), ("zeropp-8bit", "thinwire", "zero1-node", "hpz again", "mics")], ids=str
+    "way",
+    [
+        way if way in ("plain", "modules together", "on the host") else pytest.param(way, marks=pytest.mark.slow)
+        for way in WAYS
+    ],
+)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("zero3", "ddp", "hpz"),
+        pytest.param(("zeropp-8bit", "thinwire", "zero1-node", "hpz again", "mics"), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_every_way_to_train(ranks: RankPool, names: tuple[str, ...], way: str) -> None:
     plans = [plan(name.removesuffix(" again"), **WAYS[way]) for name in names]
-    plans = [p.with_(secondary_reuse=True) if name.endswith("again") else p for name, p in zip(names, plans)]
+    plans = [
+        p.with_(secondary_reuse=True) if name.endswith("again") else p for name, p in zip(names, plans, strict=True)
+    ]
     ranks.run(check_beside_rounded, plans, 3 if way in ("plain", "kept", "on the host") else 1)
 
 
@@ -230,12 +251,8 @@ def compare_bytes(plans: list[Plan]) -> list[tuple[int, int]]:
 def test_memory_is_what_plans_predict(ranks: RankPool) -> None:
     on_host = {"residence": {"params": "host"}}
     plans = [plan(name, INT8) for name in ("ddp", "zero1", "zero3", "hpz", "mics")]
-    plans += [
-        plan("zero3", INT4),
-        plan("zero3", compute_dtype="bfloat16"),
-        plan("zero3", **on_host),
-        plan("ddp", **on_host),
-    ]
+    plans += [plan("zero3", INT4), plan("zero3", compute_dtype="bfloat16")]
+    plans += [plan(name, **on_host) for name in ("zero3", "ddp")]
     for of_rank in ranks.run(compare_bytes, plans):
         before, after = of_rank[0]
         assert after < before / 2, "a quarter, scales, padding to blocks, and what stays as it is"
@@ -284,9 +301,16 @@ def check_resume(path: str, first: Plan, second: Plan) -> None:
         assert all(map(torch.equal, train(other, optim, batches[3:]), want))
 
 
-@pytest.mark.parametrize("codec", [INT8, INT4, "int4:64,hadamard"])
+@pytest.mark.parametrize("codec", [INT4, pytest.param(INT8, marks=pytest.mark.slow), "int4:64,hadamard"])
 @pytest.mark.parametrize(
-    ("first", "second"), [("zero3", "zero3"), ("zero3", "ddp"), ("hpz", "zero3"), ("ddp", "ddp")], ids=str
+    ("first", "second"),
+    [
+        ("zero3", "zero3"),
+        ("zero3", "ddp"),
+        pytest.param("hpz", "zero3", marks=pytest.mark.slow),
+        pytest.param("ddp", "ddp", marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_resume_is_exact(ranks: RankPool, tmp_path: Path, first: str, second: str, codec: str) -> None:
     ranks.run(check_resume, str(tmp_path / "run"), plan(first, codec), plan(second, codec))
@@ -400,3 +424,15 @@ def test_an_unknown_codec_and_a_pipeline_are_refused() -> None:
         Plan.preset("zero3", nodes=1, local=1, frozen={"storage": "nf4"})
     with pytest.raises(SpecError, match="storage = 'int8:256' with pp = 2"):
         Plan.preset("ddp", nodes=1, local=1, pp=2, frozen={"storage": INT8})
+
+
+def check_one_rank() -> None:
+    reference = rounded(build(), INT8)
+    model = tw.shard(build(), Plan.preset("ddp", nodes=1, local=1, compute_dtype="float32", frozen={"storage": INT8}))
+    batches = [[samples(step, 0)] for step in range(3)]
+    assert all(map(torch.equal, train(model, adamw(model), batches), train(reference, adamw(reference), batches)))
+    assert held(model)["gathered"] == 0
+
+
+def test_one_rank_alone() -> None:
+    run_ranks(1, check_one_rank)

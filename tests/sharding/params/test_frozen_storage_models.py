@@ -1,4 +1,4 @@
-"""Frozen parameters that are kept encoded: adapters by peft, tensor parallelism, islands, and the streams of a device."""
+"""Frozen parameters that are kept encoded: adapters by peft, tensor parallelism, islands, streams of a device."""
 
 from __future__ import annotations
 
@@ -152,6 +152,6 @@ def check_lanes(name: str, residence: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize("residence", [{}, {"params": "host", "optimizer": "host-stream"}], ids=str)
-@pytest.mark.parametrize("name", ["ddp", "zero3", "hpz"])
+@pytest.mark.parametrize("name", ["ddp", pytest.param("zero3", marks=pytest.mark.slow), "hpz"])
 def test_streams_of_a_device_wait_for_each_other(name: str, residence: dict[str, str]) -> None:
     assert run_ranks(4, check_lanes, name, residence) == [[]] * 4

@@ -5,6 +5,8 @@ parameter's length. State that is one number per parameter (Adam's ``step``) is 
 are valid only under the plan that wrote them. ``feedback/REDUCTION`` holds the rounding errors of error feedback, rank
 after rank; they contain the loss scale, whose state is the value ``loss_scale``. ``held/NAME`` holds the P-shard values
 in compute dtype, if the plan spreads differences.
+Frozen parameters that ranks keep encoded have other vectors; see
+:mod:`thinwire.sharding.checkpointing.encoded_parameters`.
 ``average/NAME`` is the average of the weights, whose counts are the value ``average``.
 
 Plans with islands add keys; see :mod:`thinwire.sharding.islands.saved`.
