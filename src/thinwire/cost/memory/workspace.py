@@ -71,7 +71,7 @@ class Workspace:
         backward. Units of one block are prefetched together."""
         if not any_gathered(plan, self._units):
             return 0
-        if plan.gathers_by_bytes:
+        if plan.gathers_by_bytes or not plan.gathers:  # some units are decoded, and others whole
             return gathered_peak(plan, self._units, default_trace(self._units, recompute=plan.recompute))
         ahead = 1 + max(1, plan.prefetch)
         if ahead not in self._windows:

@@ -43,6 +43,7 @@ class FlatBuffer:
             ``None`` if it lives on the device, or gets none.
         stored: The P shard, if it is kept encoded.
         staged: Masters that live on the host, while they are on the device for their update; ``None`` otherwise.
+        gathered: Whether the buffer is gathered before it is used.
     """
 
     layout: FlatLayout
@@ -62,15 +63,11 @@ class FlatBuffer:
         self._single_husks = [husk for husk in self._husks if husk.numel() == 1]
         self._plain = [parameter for parameter in self.parameters if is_plain(parameter)]
         self._storage, self._nbytes = self.full.untyped_storage(), self.full.nbytes
+        self.gathered = self.shard is not self.full
         self._master_runs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self.visits = False  # whether there is memory for ``visiting``
         if self.visiting is not None:
             self.visiting.untyped_storage().resize_(0)
-
-    @property
-    def gathered(self) -> bool:
-        """Whether the buffer is gathered before it is used."""
-        return self.shard is not self.full
 
     @property
     def messages(self) -> torch.Tensor:
