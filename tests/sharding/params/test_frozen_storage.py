@@ -17,7 +17,7 @@ import thinwire as tw
 from thinwire import codecs
 from thinwire.cost.memory.peak import Memory, memory
 from thinwire.cost.memory.states import frozen_bytes
-from thinwire.errors import SpecError
+from thinwire.errors import CheckpointError, SpecError
 from thinwire.integrations.optimizers import is_sharded
 from thinwire.program import host_bytes
 from thinwire.sharding.api import runtime
@@ -319,6 +319,19 @@ def test_resume_is_exact(ranks: RankPool, tmp_path: Path, first: str, second: st
 @pytest.mark.parametrize(("first", "second"), [(INT8, "none"), ("none", INT8), (INT8, INT4), (INT4, "int8:64")])
 def test_checkpoints_go_from_one_storage_to_another(ranks: RankPool, tmp_path: Path, first: str, second: str) -> None:
     ranks.run(check_resume, str(tmp_path / "run"), plan("zero3", first), plan("zero1", second))
+
+
+def check_unfrozen(path: str) -> None:
+    each = plan("zero3")
+    model = tw.shard(build(), each)
+    tw.save(model, adamw(model), path)
+    other = tw.shard(build().requires_grad_(True), each)
+    with pytest.raises(CheckpointError, match=r"enter.weight is saved as blocks of int8:256, .* freeze it before"):
+        tw.load(other, None, path)
+
+
+def test_what_is_saved_encoded_is_not_trained(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(check_unfrozen, str(tmp_path / "run"))
 
 
 # -- outside of passes ---------------------------------------------------------------------------------------------

@@ -149,15 +149,15 @@ def want_encoded(
     Returns:
         Functions that put decoded values into place, once everything has been read.
     """
-    spans = form.spans(slot.numel, offset, run.length)
-    if buffer.stored is not None and buffer.layout.stored == form.codec:
-        targets = [buffer.stored.codes(run), buffer.stored.scales(run)]
+    spans, device = form.spans(slot.numel, offset, run.length), buffer.full.device
+    as_they_lie = buffer.stored if buffer.layout.stored == form.codec else None
+    if as_they_lie is not None:
+        targets = [as_they_lie.codes(run), as_they_lie.scales(run)]
     else:
-        device = buffer.full.device
         targets = [torch.empty(span.length, dtype=span.dtype, device=device) for span in spans]
     for span, target in zip(spans, targets, strict=True):
         want(f"{span.kind}/{slot.name}", slot.name, span.numel, span.offset, target)
-    if buffer.stored is not None and buffer.layout.stored == form.codec:
+    if as_they_lie is not None:
         return ()
     assert form.codec.block is not None
     begin = offset % form.codec.block

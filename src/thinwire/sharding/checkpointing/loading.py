@@ -150,6 +150,7 @@ class _Loading:
         exchanges = self._exchanges
         apart = exchanges is not None and self._same_islands
         for owned in fragments:
+            _refuse_encoded(self._manifest, owned.fragment.slot.name, self._path)
             masters = own_masters(self._island) if apart else "model"
             stored.want(masters, owned, "", owned.value.detach().view(-1))
             if self._with_held:
@@ -314,6 +315,20 @@ def _want_unoptimized(
         vectors.add(f"buffer/{name}", buffer.numel(), 0, stored)
         copies.append(functools.partial(buffer.copy_, stored.view(buffer.shape)))
     return copies
+
+
+def _refuse_encoded(manifest: store.Manifest, name: str, path: Path) -> None:
+    """Refuse to train what a checkpoint holds encoded.
+
+    Raises:
+        CheckpointError: The parameter was frozen and kept encoded when the checkpoint was saved.
+    """
+    form = EncodedForm.of(manifest.values, name, path)
+    if form is not None:
+        raise CheckpointError(
+            f"{path}: {name} is saved as blocks of {form.codec}, from a model in which it was frozen, and this model "
+            "trains it: freeze it before thinwire.shard, or start from plain weights with thinwire export"
+        )
 
 
 def _check_uncut(form: EncodedForm, name: str, sharded: ShardedModel, manifest: store.Manifest, path: Path) -> None:

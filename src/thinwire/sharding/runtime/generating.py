@@ -94,11 +94,11 @@ def generating(model: nn.Module, *, keep: str | None = None) -> Iterator[Generat
     """Spare the forwards in this block as many gathers as memory allows. Collective.
 
     A model with sharded parameters gathers each unit for every token. In this block, every rank keeps whole parameters;
-    or, where the plan's ``wire.gather`` encodes, their messages, which each forward decodes; or a shard of them inside
-    its node, so that no token crosses nodes; or nothing more than before. Of those that every rank has memory for, the
-    ranks choose the one that sends the fewest bytes. Tokens are the same, bit for bit. The first two need no exchange,
-    so ranks may run different numbers of forwards. Otherwise transformers' ``generate`` goes on until every rank has
-    ended, if all ranks of the job train the model; so must other loops.
+    or, where the plan's ``wire.gather`` or ``frozen.storage`` encodes, their messages, which each forward decodes; or a
+    shard of them inside its node, so that no token crosses nodes; or nothing more than before. Of those that every rank
+    has memory for, the ranks choose the one that sends the fewest bytes. Tokens are the same, bit for bit. The first
+    two need no exchange, so ranks may run different numbers of forwards. Otherwise transformers' ``generate`` goes on
+    until every rank has ended, if all ranks of the job train the model; so must other loops.
 
     What is kept takes at most half of the memory that is free; the other half is for caches and activations.
 
