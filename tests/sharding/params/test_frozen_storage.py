@@ -411,6 +411,34 @@ def test_nothing_is_frozen_or_everything(ranks: RankPool) -> None:
     ranks.run(check_untrained)
 
 
+class Values:
+    """The initial values of a model on the meta device."""
+
+    def __init__(self) -> None:
+        self._model = build()
+
+    def open(self) -> str:
+        return "those of build()"
+
+    def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
+        return self._model.get_parameter(name).detach()[region]
+
+
+def check_meta() -> None:
+    """No rank holds the model: each encodes what it reads for its shard."""
+    each = plan("zero3")
+    with torch.device("meta"):
+        empty = Model()
+    model, plain = tw.shard(empty, each, values=Values(), device="cpu"), tw.shard(build(), each)
+    mine, its = messages(model), messages(plain)
+    assert mine.keys() == its.keys()
+    assert all(torch.equal(a, b) for key in mine for a, b in zip(mine[key], its[key], strict=True))
+
+
+def test_a_model_that_no_rank_holds(ranks: RankPool) -> None:
+    ranks.run(check_meta)
+
+
 def check_exceptions() -> None:
     """Parameters that ``wire.exclude`` names, and units that travel unencoded, stay what they are."""
     each = plan("zero3").with_(wire={"exclude": ["enter.*"]}, units=[{"match": "layers.1", "codec": "none"}])
