@@ -27,6 +27,7 @@ from thinwire.spec.machines.cluster import ClusterSpec, Links
 from thinwire.spec.machines.nodes import Failures, Link, NodeGroup, Spot
 from thinwire.spec.models.model import ModelSpec
 from thinwire.spec.plan import Overlap, Plan, UnitOverride, Wire
+from thinwire.spec.plan_parts.frozen import Frozen
 from thinwire.spec.plan_parts.islands import Islands, OuterOptimizer
 from thinwire.spec.plan_parts.policy import POLICIES
 from thinwire.spec.plan_parts.presets import PRESETS
@@ -111,6 +112,7 @@ def plan_reference() -> str:
         _titled("## Factor", Factor, 'In TOML, write `{ local = 8, nodes = 4 }` or the text `"8x4"`.'),
         _titled("## [overlap]", Overlap),
         _titled("## [residence]", Residence),
+        _titled("## [frozen]", Frozen),
         _titled("## [wire]", Wire),
         _titled("## [islands]", Islands),
         _titled("## [islands.outer]", OuterOptimizer),

@@ -119,7 +119,18 @@ def test_all_of_zeropp_is_the_preset() -> None:
     assert plan.fingerprint() == Plan.preset("zeropp", nodes=2, local=4).fingerprint()
 
 
-@pytest.mark.parametrize("key", ["zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"])
+def test_quantized_frozen_weights_are_kept_in_blocks() -> None:
+    plan = convert(bf16={"enabled": True}, **zero(3, zero_quantized_nontrainable_weights=True)).plan()
+    assert plan == Plan.preset("zero3", nodes=2, local=4, frozen={"storage": "int8:256"})
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients",
+        "zero_quantized_nontrainable_weights",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_zeropp_has_no_effect_below_stage_3(stage: int, key: str) -> None:
     conversion = convert(**zero(stage, **{key: 4 if key == "zero_hpz_partition_size" else True}))
@@ -265,7 +276,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (zero(3, offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer", "shard more"),
     (zero(3, offload_param={"device": "nvme"}), "zero_optimization.offload_param", "shard more"),
     (zero(2, zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow", "use offload_optimizer alone"),
-    (zero(3, zero_quantized_nontrainable_weights=True), "zero_optimization.zero_quantized_nontrainable_weights", "set"),
     ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type", "wire.error_feedback = true"),
     ({"optimizer": {"type": "Lamb"}}, "optimizer.type", "tw.optimizer(model, CLASS, ...)"),
     (

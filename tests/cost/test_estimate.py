@@ -23,9 +23,9 @@ from thinwire.cost import (
     units,
 )
 from thinwire.errors import SpecError
-from thinwire.program import Axis, Kind, Scope, UnitInfo, axis_index, control_bytes, lower
+from thinwire.program import Axis, Kind, Scope, Stage, UnitInfo, axis_index, control_bytes, lower
 from thinwire.sim import Resource, Workload, simulate
-from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
+from thinwire.spec import ClusterSpec, CodecSpec, Factor, ModelSpec, Plan
 from thinwire.train.models.gpt import GPT, GPTConfig
 from thinwire.train.models.llama import Llama, LlamaConfig
 
@@ -192,6 +192,50 @@ def test_moves_of_an_operation_send_what_its_hops_say() -> None:
             assert [move.scope for move in hops if move.scope] == [hop.scope for hop in operation.hops]
             works = [move for move in hops if move.scope is None and not move.copies]
             assert bool(works) == (operation.encoded and not chosen.wire.is_none)
+
+
+def kept_encoded(infos: tuple[UnitInfo, ...], storage: str) -> tuple[UnitInfo, ...]:
+    """The same units, all but the last of them frozen, and kept in blocks of a codec."""
+    codec = None if storage == "none" else CodecSpec(storage)
+    frozen = [
+        dataclasses.replace(
+            info,
+            parameters=0,
+            buffers=tuple(
+                dataclasses.replace(buffer, trainable=False, shares=(), encoded=codec is None, stored=codec)
+                for buffer in info.buffers
+            ),
+        )
+        for info in infos[:-1]
+    ]
+    return (*frozen, infos[-1])
+
+
+@pytest.mark.parametrize("name", ["zero3", "hpz", "zero1"])
+def test_frozen_units_that_are_kept_encoded_take_and_send_less(name: str) -> None:
+    model, rates, seq = ModelSpec.preset("llama-7b"), NominalRates(CLUSTER), 4096
+    found = {}
+    for storage in ("none", "int8:256"):
+        chosen = plan(name, frozen={"storage": storage})
+        infos = kept_encoded(units(model, chosen), storage)
+        gathers = [
+            one for one in lower(chosen, infos).operations if one.kind is Kind.ALL_GATHER and one.lane == "gather"
+        ]
+        of_frozen = [one for one in gathers if one.units[0] < len(infos) - 1]
+        for operation in of_frozen if storage != "none" else ():
+            works = [move for move in moves(chosen, operation, rates) if move.scope is None and not move.copies]
+            assert [move.stage for move in works] == [Stage.DECODE_GATHER], "nothing is encoded"
+        sent = sum(hop.sent for operation in of_frozen for hop in operation.hops)
+        simulated = simulate(chosen, Workload(parts(model, "block"), infos, seq), rates, micro_batches=1)
+        found[storage] = (memory(model, chosen, infos, seq=seq), sent, simulated.busy[Resource.CODEC])
+    (plain, before, idle), (encoded, after, busy) = found.values()
+    frozen = sum(info.nbytes for info in infos[:-1])
+    share = 0.5 * (1 + 4 / 256)  # of bf16, with scales
+    for kept, ranks in (("params", chosen.params.ranks), ("secondary", chosen.secondary and chosen.secondary.ranks)):
+        less = getattr(plain, kept) - getattr(encoded, kept)
+        assert less == (pytest.approx((1 - share) * frozen / ranks, rel=1e-4) if ranks else 0)
+    assert after == pytest.approx(share * before, rel=1e-4)
+    assert idle < busy
 
 
 def test_memory_counts_what_is_under_way_and_gradients_that_are_kept() -> None:

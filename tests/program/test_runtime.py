@@ -53,6 +53,25 @@ def test_runtime_performs_the_program(num_micro_batches: int, recompute: bool, p
 @pytest.mark.parametrize(
     "changes",
     [
+        {},
+        {"granularity": "module", **TOGETHER},
+        pytest.param({"recompute": True, "frozen": {"storage": "int4:64"}}, marks=pytest.mark.slow),
+        pytest.param({"prefetch_bytes": 3000, "persist_bytes": 100}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_runtime_gathers_what_is_kept_encoded_as_the_program_says(changes: dict[str, Any]) -> None:
+    changes = {"frozen": {"storage": "int8:256"}, **changes}
+    names = ("ddp", "zero1", "zero3", "hpz", "hpz again", "zeropp", "mics")
+    plans = [Plan.preset(name.removesuffix(" again"), nodes=2, local=2).with_(**changes) for name in names]
+    plans[4] = plans[4].with_(secondary_reuse=True)
+    for counts in run_ranks(4, follow_many, [plan.to_toml() for plan in plans], 2):
+        assert all(operations > 0 and sent > 0 for operations, sent in counts)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
         {"granularity": "module"},
         pytest.param({"granularity": "module", "recompute": True}, marks=pytest.mark.slow),
         {"granularity": "module", "recompute": True, "overlap": {"input_gradient": True}},

@@ -1,4 +1,4 @@
-"""All-gather of several vectors along one axis, in one message for each hop."""
+"""All-gather of several vectors along one axis, in one message for each hop; also of vectors that are kept encoded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from thinwire.errors import WireError
 from thinwire.program import Kind, Stage, padded
 from thinwire.program.shares import ALIGNMENT_BYTES
 
-__all__ = ["Part", "joint_gather"]
+__all__ = ["Part", "StoredPart", "joint_gather", "stored_gather"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,24 @@ class Part:
         return self.whole.view(torch.uint8).view(-1, self.own.nbytes)
 
 
+@dataclass(frozen=True)
+class StoredPart:
+    """One of the vectors of a gather of what members keep encoded.
+
+    Attributes:
+        whole: The vector, contiguous, 1-D, floating-point.
+        messages: The messages of this rank's pieces of it, which all have the same length, uint8, with a row for each;
+            may lie on the host.
+        keep: Where a copy of some of the messages goes, uint8, with a row for each.
+        first: Number of the first of them among the messages of all members.
+    """
+
+    whole: torch.Tensor
+    messages: torch.Tensor
+    keep: torch.Tensor | None = None
+    first: int = 0
+
+
 def joint_gather(group: AxisGroup, parts: Sequence[Part], *, codec: Codec | None = None) -> Moves:
     """Gather every member's pieces of several vectors.
 
@@ -68,6 +86,50 @@ def joint_gather(group: AxisGroup, parts: Sequence[Part], *, codec: Codec | None
     if codec.spec.is_variable_length:
         return _of_variable_length(group, parts, codec)
     return _of_fixed_length(group, parts, codec)
+
+
+def stored_gather(group: AxisGroup, parts: Sequence[StoredPart], *, codec: Codec) -> Moves:
+    """Gather the messages of several vectors that members keep, as they are, and decode them.
+
+    1. Each rank puts its messages, one after the other, into its row of a table; a single member only if they come
+       from the host.
+    2. The rows take the hops of :func:`~thinwire.collectives.all_gather.all_gather`.
+    3. Every member decodes every message, including its own.
+
+    Args:
+        group: The axis.
+        parts: The vectors, the same on every member.
+        codec: Codec of the messages; of fixed length.
+
+    Returns:
+        The moves; the last one decodes.
+    """
+    device = parts[0].whole.device
+    in_place = group.size == 1 and all(part.messages.device == device for part in parts)
+    sizes = [0 if in_place else part.messages.numel() for part in parts]
+    table, spans = _table(group, sizes, device)
+    of_parts = [
+        part.messages[None] if in_place else table[:, span].unflatten(1, part.messages.shape)
+        for part, span in zip(parts, spans, strict=True)
+    ]
+
+    def place_own() -> None:
+        for part, messages in zip(parts, of_parts, strict=True):
+            messages[group.index].copy_(part.messages, non_blocking=True)
+
+    def decode() -> None:
+        for part, messages in zip(parts, of_parts, strict=True):
+            members, each, _ = messages.shape
+            values = part.whole.view(members, each, -1)
+            # With one message a member, those of all members lie at equal distances.
+            for wires, out in [(messages[:, 0], values[:, 0])] if each == 1 else zip(messages, values, strict=True):
+                codec.decode_slices(wires, out)
+            if part.keep is not None:
+                kept = range(part.first, part.first + len(part.keep))
+                part.keep.copy_(messages[kept.start // each : kept.stop // each].flatten(0, 1))
+
+    arrive = Moves() if in_place else _gather_rows(group, table).after(place_own)
+    return Moves([*arrive, Move(Stage.DECODE_GATHER, decode)])
 
 
 def _exact(group: AxisGroup, parts: Sequence[Part]) -> Moves:

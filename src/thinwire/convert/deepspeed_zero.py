@@ -103,16 +103,6 @@ def _at_stage_3(codecs: Mapping[str, Any], note: str) -> Rule:
     return rule
 
 
-def _frozen_weights(value: bool, source: Source) -> Judgement:
-    if not value:
-        return ignored("off")
-    if source.get("zero_optimization.zero_quantized_weights", False):
-        return ignored("wire.gather encodes frozen parameters, too; they are stored unencoded")
-    return refused(
-        "wire.gather encodes all parameters, not only frozen ones: set zero_optimization.zero_quantized_weights as well"
-    )
-
-
 def _loco(value: Any, source: Source) -> Judgement:
     if value is None or stage_of(source) != 3 or not source.get("zero_optimization.zero_quantized_gradients", False):
         return ignored("it has an effect with quantized gradients at stage 3 only")
@@ -244,7 +234,9 @@ ZERO_RULES: Final[Rules] = {
     "parameter_alignment": because("shards are always aligned to 16 bytes"),
     "zero_hpz_partition_size": whole(_secondary),
     "zero_quantized_weights": flag(_at_stage_3({"wire.gather": QWZ}, "qwZ")),
-    "zero_quantized_nontrainable_weights": flag(_frozen_weights),
+    "zero_quantized_nontrainable_weights": flag(
+        _at_stage_3({"frozen.storage": QWZ}, "frozen matrices live encoded; biases and norms stay as they are")
+    ),
     "zero_quantized_gradients": flag(
         _at_stage_3({"wire.reduce_intra": QGZ, "wire.reduce_inter": QGZ}, "qgZ, on one node, too")
     ),

@@ -54,6 +54,7 @@ class CodedHop:
         hop: The exchange.
         encoding: Codec, and dtype of the values.
         feedback: Whether encoding keeps the rounding errors (error feedback).
+        stored: Whether messages lie as they are sent, so that nothing is encoded.
         difference: Whether the messages hold differences from the values on the receiving ranks.
         visible: Whether the messages are deltas of bf16 values.
     """
@@ -61,6 +62,7 @@ class CodedHop:
     hop: Hop
     encoding: Encoding
     feedback: bool = False
+    stored: bool = False
     difference: bool = False
     visible: bool = False
 
@@ -96,6 +98,9 @@ def moves(plan: Plan, operation: Operation, rates: Rates) -> list[PricedStage]:
         update = rates.host_update if on_host else rates.update
         return [PricedStage(Stage.UPDATE, None, update(operation.size))]
     coded = coded_hops(plan, operation)
+    if operation.stored is not None and not coded:  # the rank holds all of it
+        work = Work(operation.stored, plan.compute_dtype, 0.0, float(operation.size))
+        return [PricedStage(Stage.DECODE_GATHER, None, rates.handling.codec + rates.codec(work))]
     priced = moves_of(coded, rates)
     before, after = _copied(plan, operation, coded)
     if before:
@@ -161,6 +166,8 @@ def whole_numel(hops: Sequence[CodedHop]) -> float:
 
 def _coded(plan: Plan, operation: Operation, hop: Hop) -> CodedHop:
     """A hop with the encoding of its messages, and whether error feedback applies to it."""
+    if operation.stored is not None:
+        return CodedHop(hop, Encoding(operation.stored, plan.compute_dtype), stored=True)
     if not operation.encoded:
         gradients = operation.lane in (Lane.REDUCE, Lane.SYNC)
         plain = plan.effective_reduce_dtype if gradients else plan.compute_dtype
@@ -209,7 +216,7 @@ def _gathered(steps: Sequence[CodedHop], rates: Rates) -> list[PricedStage]:
     transfers = [_transfer(_GATHERS, step, rates) for step in steps]
     piece = first.values / (first.hop.ranks - 1)
     whole = piece + sum(step.values for step in steps)
-    encoding = codec_seconds(rates, first, encoded=piece)
+    encoding = 0.0 if first.stored else codec_seconds(rates, first, encoded=piece)
     decoding = codec_seconds(rates, first, decoded=whole)
     if first.difference:
         # Encoding subtracts the current values. Decoding widens them, adds the differences and rounds the sums.

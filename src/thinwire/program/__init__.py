@@ -1,7 +1,7 @@
 """Programs: the ordered operations of one training step under a plan."""
 
 from thinwire.program.batches import buckets, gather_batches, reduction_batches
-from thinwire.program.gathers import Lookahead, check_live, gathered_peak
+from thinwire.program.gathers import Lookahead, any_gathered, check_live, gathered_peak
 from thinwire.program.islands import (
     ExchangePart,
     due_fragments,
@@ -94,6 +94,7 @@ __all__ = [
     "Trace",
     "Traffic",
     "UnitInfo",
+    "any_gathered",
     "axis_extent",
     "axis_index",
     "axis_members",

@@ -12,7 +12,12 @@ __all__ = ["buckets", "gather_batches", "grouped", "reduction_batches", "spread_
 
 
 def gather_batches(
-    units: Mapping[int, UnitInfo] | Sequence[UnitInfo], order: Iterable[int], at_least: float, *, encoded_apart: bool
+    units: Mapping[int, UnitInfo] | Sequence[UnitInfo],
+    order: Iterable[int],
+    at_least: float,
+    *,
+    encoded_apart: bool,
+    only_stored: bool = False,
 ) -> tuple[tuple[BufferKey, ...], ...]:
     """Cut the flat buffers of units that are gathered at the same time into operations.
 
@@ -20,18 +25,22 @@ def gather_batches(
         units: The units, by number.
         order: Numbers of the units that are gathered, in the order in which they are needed.
         at_least: An operation takes further buffers until it has this many bytes; 0: one buffer for each operation.
-        encoded_apart: Whether buffers that the plan's codecs apply to travel apart from the others.
+        encoded_apart: Whether buffers that the plan's codecs apply to travel apart from the others. Those that ranks
+            keep encoded always do.
+        only_stored: Whether only buffers that ranks keep encoded are gathered.
 
     Returns:
         Buffers of each operation. Operations are in the order in which their first buffers are needed.
     """
     keys = [(unit, number) for unit in order for number in range(len(units[unit].buffers))]
-    open_: dict[bool, list[BufferKey]] = {}
-    sizes: dict[bool, int] = {}
+    open_: dict[object, list[BufferKey]] = {}
+    sizes: dict[object, int] = {}
     batches: list[list[BufferKey]] = []
     for unit, number in keys:
         buffer = units[unit].buffers[number]
-        kind = encoded_apart and buffer.encoded
+        if only_stored and buffer.stored is None:
+            continue
+        kind = buffer.stored or (encoded_apart and buffer.encoded)
         if kind not in open_:
             open_[kind], sizes[kind] = [], 0
             batches.append(open_[kind])

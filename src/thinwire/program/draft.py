@@ -10,7 +10,7 @@ from thinwire.program.mesh import Axis, Hop, Kind, MessageSizes, axis_index, axi
 from thinwire.program.shares import Even
 from thinwire.program.step import AnyLane, BufferKey, Event, HostLane, Lane, Operation, StepProgram, UnitInfo
 from thinwire.program.wire import axis_shape
-from thinwire.spec import Plan
+from thinwire.spec import CodecSpec, Plan
 
 __all__ = ["Call", "Draft"]
 
@@ -24,6 +24,7 @@ class Call:
     axis: Axis
     units: tuple[int, ...]
     encoded: bool = False
+    stored: CodecSpec | None = None
     buffers: tuple[BufferKey, ...] = ()
     bucket: tuple[int, ...] = ()
     chunk: int = 0
@@ -113,6 +114,7 @@ class Draft:
                 start=start,
                 after=after,
                 encoded=call.encoded,
+                stored=call.stored,
                 buffers=call.buffers,
                 bucket=call.bucket,
                 chunk=call.chunk,

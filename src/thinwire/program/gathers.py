@@ -20,7 +20,9 @@ from thinwire.program.step import BufferKey, Event, HostLane, Lane, Phase, Trace
 from thinwire.program.wire import gather_sizes, used_codec
 from thinwire.spec import CodecSpec, Plan
 
-__all__ = ["Gathers", "Lookahead", "Retention", "check_live", "gathered_peak", "play_forward", "retention"]
+__all__ = [
+    "Gathers", "Lookahead", "Retention", "any_gathered", "check_live", "gathered_peak", "play_forward", "retention",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ def retention(plan: Plan, units: Sequence[UnitInfo], trace: Trace) -> Retention:
     last = trace.tail if plan.kept_unit == "last" else frozenset[int]()
     kept = frozenset(index for index in range(len(units)) if excepted.get(index, index in last or index in persistent))
     chosen = Retention(kept, persistent, persistent)
-    if not plan.reuse_bytes or not plan.gathers:
+    if not plan.reuse_bytes or not any_gathered(plan, units):
         return chosen
     room = _Room(plan, units, trace, chosen)
     more = [use for use in _uses(units, trace) if use.distance <= plan.reuse_bytes]
@@ -76,7 +78,7 @@ def check_live(plan: Plan, units: Sequence[UnitInfo]) -> None:
     Raises:
         SpecError: ``live_bytes`` is less than a unit takes beside units that are always gathered.
     """
-    if plan.live_bytes is None or not plan.gathers:
+    if plan.live_bytes is None or not any_gathered(plan, units):
         return
     always = {index for index, unit in enumerate(units) if unit.name == "" or unit.nbytes <= plan.persist_bytes}
     base = sum(units[index].nbytes for index in always)
@@ -91,6 +93,11 @@ def check_live(plan: Plan, units: Sequence[UnitInfo]) -> None:
                 'granularity = "module"'
             ],
         )
+
+
+def any_gathered(plan: Plan, units: Sequence[UnitInfo]) -> bool:
+    """Whether any unit is gathered before it is used."""
+    return plan.gathers or any(unit.stored for unit in units)
 
 
 class Lookahead:
@@ -154,10 +161,11 @@ class Gathers:
     def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: Draft, retention: Retention) -> None:
         self._plan, self._units, self._draft = plan, units, draft
         self._needed, self._needed_again = trace.needed, trace.needed_again
-        self._sharded = plan.gathers
+        self._sharded = [unit.gathered(plan) for unit in units]
         self._retention, self._ahead = retention, Lookahead(plan, units)
         self._under_way: dict[int, list[int]] = {}  # unit -> operations that have gathered it, or will
-        self._secondary: set[int] = set()  # units whose secondary shard is valid
+        # Units whose secondary shard is valid: nothing invalidates that of a frozen unit.
+        self._secondary = {n for n, unit in enumerate(units) if not unit.trainable} if plan.secondary else set()
         self.live = self.copied = 0
 
     @property
@@ -218,7 +226,7 @@ class Gathers:
             self._draft.free(event, unit)
 
     def _finish_forward(self, unit: int, event: Event) -> None:
-        if not self._sharded:
+        if not self._sharded[unit]:
             return
         kept = unit in self._retention.kept
         if self._plan.secondary is not None and (not kept or self._plan.secondary_reuse):
@@ -248,10 +256,9 @@ class Gathers:
         self, wanted: Sequence[int], event: Event, *, from_secondary: bool, at_least: float | None = None
     ) -> None:
         """Gather those of the wanted units that are not gathered yet, in as few operations as the plan allows."""
-        if not self._sharded:
-            return
-        at_least = self._plan.gather_bytes if at_least is None else at_least
-        fresh = [unit for unit in dict.fromkeys(wanted) if unit not in self._under_way]
+        plan = self._plan
+        at_least = plan.gather_bytes if at_least is None else at_least
+        fresh = [unit for unit in dict.fromkeys(wanted) if self._sharded[unit] and unit not in self._under_way]
         if not fresh:
             return
         self._under_way.update({unit: [] for unit in fresh})
@@ -259,8 +266,10 @@ class Gathers:
         for axis in (Axis.PARAMS, Axis.SECONDARY):
             is_second = axis is Axis.SECONDARY
             order = [unit for unit in fresh if (from_secondary and unit in self._secondary) is is_second]
-            if self._draft.extent(axis) > 1 or (self._plan.residence.streams_params and not is_second):
-                for batch in gather_batches(self._units, order, at_least, encoded_apart=not is_second):
+            if self._draft.extent(axis) > 1 or not is_second:
+                for batch in gather_batches(
+                    self._units, order, at_least, encoded_apart=not is_second, only_stored=not plan.gathers
+                ):
                     self._gather_batch(axis, batch, event)
 
     def _gather_batch(self, axis: Axis, batch: Sequence[BufferKey], event: Event) -> None:
@@ -268,15 +277,18 @@ class Gathers:
         codec = used_codec(self._plan, "gather") if axis is Axis.PARAMS else CodecSpec()
         buffers = [self._units[unit].buffers[number] for unit, number in batch]
         units = tuple(dict.fromkeys(unit for unit, _ in batch))
+        stored, shards = buffers[0].stored, self._draft.extent(Axis.PARAMS)
         encoded = axis is Axis.PARAMS and buffers[0].encoded
-        call = Call(Kind.ALL_GATHER, Lane.GATHER, axis, units, encoded, tuple(batch))
-        parts = [(buffer.numel, gather_sizes(codec, buffer, joint=len(batch) > 1)) for buffer in buffers]
+        decoded = sum(buffer.numel for buffer in buffers) if stored is not None else 0
+        call = Call(Kind.ALL_GATHER, Lane.GATHER, axis, units, encoded, stored, tuple(batch), size=decoded)
+        joint = len(batch) > 1
+        parts = [(buffer.numel, gather_sizes(codec, buffer, shards=shards, joint=joint)) for buffer in buffers]
         coming: tuple[int, ...] = ()
         if self._plan.residence.streams_params and axis is Axis.PARAMS:
-            size = sum(buffer.nbytes for buffer in buffers) // self._draft.extent(axis)
+            size = sum(buffer.kept(shards, shards) for buffer in buffers)
             coming = (self._draft.add_own(Call(Kind.COPY, HostLane.UP, axis, units, size=size), event, ()),)
         operation = self._draft.add_joint(call, parts, event, coming)
-        if len(batch) > 1:
+        if joint and stored is None:
             self.copied += sum(buffer.nbytes for buffer in buffers)
         for unit in units:
             self._under_way[unit].append(operation)

@@ -453,7 +453,8 @@ def _spread(
         joint = len(batch) > 1
         encoded = buffers[keys[0]].encoded
         call = Call(kind, Lane.SPREAD, Axis.SHARD, together, encoded, buffers=tuple(keys) if joint else ())
-        sizes = [gather_sizes(used_codec(plan, "spread"), buffers[key], joint=joint) for key in keys]
+        codec, shards = used_codec(plan, "spread"), plan.params.ranks
+        sizes = [gather_sizes(codec, buffers[key], shards=shards, joint=joint) for key in keys]
         if joint:
             parts = [(sum(buffers[key].shares), of_key) for key, of_key in zip(keys, sizes, strict=True)]
             operation = draft.add_joint(call, parts, event, after)

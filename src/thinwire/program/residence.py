@@ -116,7 +116,7 @@ def host_bytes(plan: Plan, units: Sequence[UnitInfo]) -> int:
     for buffer in (buffer for unit in units for buffer in unit.buffers):
         shard = buffer.numel // plan.params.ranks
         if plan.residence.streams_params:
-            total += buffer.itemsize * shard
+            total += buffer.kept(plan.params.ranks, plan.params.ranks)
         if buffer.trainable:
             total += max(buffer.shares) * (state_bytes(plan, buffer) + gradient_bytes(plan))
             apart = plan.micro_batches > 1 and not plan.grads_like_optimizer

@@ -112,13 +112,15 @@ def padded(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
-def flat_numel(payload: int, plan: Plan, itemsize: int) -> int:
+def flat_numel(payload: int, plan: Plan, itemsize: int, block: int | None = None) -> int:
     """Padded length of a flat buffer whose last parameter ends at ``payload``; shards of every factor are equal and
-    16-byte aligned."""
+    16-byte aligned. With a ``block``, P shards consist of whole blocks of so many elements."""
+    if block is not None:  # nobody owns shares of it
+        return padded(max(payload, 1), plan.params.ranks * block)
     return padded(max(payload, 1), plan.world * max(1, ALIGNMENT_BYTES // itemsize))
 
 
-def slot_offsets(numels: Iterable[int], itemsize: int) -> list[int]:
+def slot_offsets(numels: Iterable[int], itemsize: int, block: int | None = None) -> list[int]:
     """The first element of each parameter in a flat buffer.
 
     Each begins at a multiple of 16 bytes, as tensors of their own do: matrix multiplications are slow on others. What
@@ -127,10 +129,11 @@ def slot_offsets(numels: Iterable[int], itemsize: int) -> list[int]:
     Args:
         numels: Number of elements of each parameter.
         itemsize: Bytes of an element.
+        block: Elements of a codec's block, none of which then holds elements of two parameters; a multiple of 8.
     """
     offsets, end = [], 0
     for numel in numels:
-        offsets.append(padded(end, max(1, ALIGNMENT_BYTES // itemsize)))
+        offsets.append(padded(end, block or max(1, ALIGNMENT_BYTES // itemsize)))
         end = offsets[-1] + numel
     return offsets
 

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 from thinwire.program.mesh import Axis, Hop, Kind, Scope
 from thinwire.program.shares import compact
+from thinwire.spec import CodecSpec, Plan
 
 __all__ = [
     "AnyLane",
@@ -94,6 +95,7 @@ class BufferInfo:
         trainable: Whether the buffer has gradients and optimizer states.
         shares: Number of elements that each member of the shard axis owns in this rank's ``P`` shard, in axis order.
         encoded: Whether the plan's codecs apply to the buffer.
+        stored: Codec of whose messages ranks keep one for each ``P`` shard, instead of values (``frozen.storage``).
     """
 
     numel: int
@@ -101,6 +103,7 @@ class BufferInfo:
     trainable: bool
     shares: Sequence[int]
     encoded: bool = True
+    stored: CodecSpec | None = None
 
     def __post_init__(self) -> None:
         # A canonical form makes equal buffers compare equal, and it stays small for many ranks.
@@ -110,6 +113,17 @@ class BufferInfo:
     def nbytes(self) -> int:
         """Bytes of the gathered buffer."""
         return self.numel * self.itemsize
+
+    def kept(self, pieces: int, of: int) -> int:
+        """Bytes that a rank keeps of the buffer.
+
+        Args:
+            pieces: Number of ranks that hold the buffer among them; a divisor of ``of``.
+            of: Number of ``P`` shards.
+        """
+        if self.stored is None:
+            return self.nbytes // pieces
+        return of // pieces * self.stored.slot_bytes(self.numel // of, "float32")  # whatever the dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +153,16 @@ class UnitInfo:
     def trainable(self) -> bool:
         """Whether any of the unit's buffers has gradients."""
         return any(buffer.trainable for buffer in self.buffers)
+
+    @property
+    def stored(self) -> bool:
+        """Whether ranks keep messages of a codec instead of some of the unit's values."""
+        return any(buffer.stored is not None for buffer in self.buffers)
+
+    def gathered(self, plan: Plan) -> bool:
+        """Whether the unit is gathered before it is used. One that is stored is: a rank that holds all of it decodes
+        it from what it keeps."""
+        return plan.gathers or self.stored
 
     @property
     def nbytes(self) -> int:
@@ -250,6 +274,7 @@ class Operation:
         after: Operations on other lanes whose results the operation needs. A spread in this list belongs to the
             previous step.
         encoded: Whether the plan's codecs apply to the data.
+        stored: Codec of the messages that ranks keep, which a gather of them carries and decodes.
         buffers: Flat buffers that a gather or a spread of several units carries, in the order of its vector: pairs of
             a unit and the number of the unit's buffer; empty for other operations.
         bucket: Units whose gradients are reduced as one vector, of which the operation carries a chunk; empty for
@@ -257,7 +282,8 @@ class Operation:
         chunk: Number of the operation's chunk, from 0.
         chunks: Number of chunks of the vector.
         delay: Number of steps that end before computation waits for the operation, at the event of its waits.
-        size: Bytes that a copy between device and host moves, or elements that an update changes.
+        size: Bytes that a copy between device and host moves, elements that an update changes, or elements that a
+            gather of what ranks keep encoded decodes.
     """
 
     index: int
@@ -269,6 +295,7 @@ class Operation:
     start: Event
     after: tuple[int, ...] = ()
     encoded: bool = False
+    stored: CodecSpec | None = None
     buffers: tuple[BufferKey, ...] = ()
     bucket: tuple[int, ...] = ()
     chunk: int = 0

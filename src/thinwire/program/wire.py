@@ -19,6 +19,7 @@ __all__ = [
     "axis_shape",
     "change_encodings",
     "change_sizes",
+    "frozen_codec",
     "gather_sizes",
     "idle_codecs",
     "is_excluded",
@@ -176,15 +177,44 @@ def spreads_difference(plan: Plan) -> bool:
     return plan.wire.spread_difference and not used_codec(plan, "spread").is_none
 
 
-def gather_sizes(codec: CodecSpec, buffer: BufferInfo, *, joint: bool = False) -> MessageSizes:
+def frozen_codec(plan: Plan, unit: str, name: str, dims: int) -> CodecSpec | None:
+    """The codec of whose messages ranks keep a frozen parameter; ``None`` if they keep its values.
+
+    Biases and the weights of norms stay what they are: they are few, and a model feels their rounding.
+
+    Args:
+        plan: The plan.
+        unit: Name of the parameter's unit.
+        name: Name of the parameter, which holds floating-point values.
+        dims: Number of its dimensions.
+    """
+    codec, exact = plan.frozen.storage, plan.override(unit).codec is not None or _is_listed(plan, name)
+    return None if codec.is_none or exact or dims < 2 else codec
+
+
+def gather_sizes(codec: CodecSpec, buffer: BufferInfo, *, shards: int, joint: bool = False) -> MessageSizes:
     """Message sizes of an all-gather, or of grouped broadcasts, of parts of a flat buffer.
 
     Args:
         codec: Codec of the gather.
         buffer: The flat buffer.
+        shards: Number of P shards.
         joint: Whether pieces of several buffers travel as one: then those of variable length are padded as well.
     """
+    if buffer.stored is not None:
+        return _stored_sizes(buffer.stored, buffer.numel // shards)
     return _gather_sizes(codec if buffer.encoded else CodecSpec(), buffer.itemsize, joint)
+
+
+@lru_cache(maxsize=256)
+def _stored_sizes(codec: CodecSpec, shard: int) -> MessageSizes:
+    """Message sizes of pieces of one or more P shards, of each of which there is a message."""
+    message = codec.slot_bytes(shard, "float32")
+
+    def size(numel: int) -> int:
+        return numel // shard * message
+
+    return MessageSizes(size, size, size, encoded=True)
 
 
 @lru_cache(maxsize=256)
@@ -258,10 +288,15 @@ def is_excluded(plan: Plan, name: str, *, is_whole: bool) -> bool:
         is_whole: Whether tensor parallelism, if the plan has some, does not cut the parameter.
     """
     shared = is_whole and plan.tp > 1
-    if not shared and not any(fnmatch.fnmatchcase(name, pattern) for pattern in plan.wire.exclude):
+    if not shared and not _is_listed(plan, name):
         return False
     islands = plan.islands
     return not plan.wire.is_none or (islands is not None and (islands.sends_visible or not islands.codec.is_none))
+
+
+def _is_listed(plan: Plan, name: str) -> bool:
+    """Whether ``wire.exclude`` names a parameter."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in plan.wire.exclude)
 
 
 def idle_codecs(plan: Plan) -> tuple[str, ...]:
@@ -285,7 +320,7 @@ def idle_codecs(plan: Plan) -> tuple[str, ...]:
     lines += [
         f"{key} = {size} is not used: parameters are not sharded, so they are never gathered or reduced over params"
         for key in by_bytes
-        if not plan.gathers and (size := getattr(plan, key))
+        if not plan.gathers and plan.frozen.storage.is_none and (size := getattr(plan, key))
     ]
     return tuple(lines)
 

@@ -143,7 +143,7 @@ def build(
     flats = draw(modules, plan, position)
     first = everyone if sync_initial else None
     initial_of = InitialShards(flats, part, first, values, slices, shard_index(plan, position))
-    arenas = Arenas(flats, plan, axes, device, lanes.host_memory)
+    arenas = Arenas(flats, plan, axes, device, lanes.host_memory, codecs.stored)
     buffers, gradients = _place(flats, [unit.name for unit in modules], plan, arenas, initial_of, lanes)
     initial_of.agree(everyone)
     if device.type == "cpu":
@@ -233,9 +233,8 @@ def _place(
     for flat in flats:
         buffer = arenas.carve(flat, initial_of(flat))
         # Re-point parameters buffer by buffer, so that their old memory is freed while the arenas fill.
-        buffer.show(whole=not plan.gathers)
-        if plan.gathers:
-            buffer.release()
+        buffer.show(whole=not buffer.gathered)
+        buffer.release()
         buffers[flat.unit].append(buffer)
         if flat.layout.trainable:
             of_unit = gradients.setdefault(flat.unit, [])
@@ -269,6 +268,7 @@ def _units(
         sharded.axes.get((Axis.SECONDARY, Lane.GATHER)),
         sharded.codecs.gather,
         sharded.seeds,
+        sharded.codecs.stored,
         sharded.plan.gather_bytes,
         from_host=sharded.plan.residence.streams_params,
     )
@@ -323,6 +323,7 @@ def _info(unit: UnitModules, plan: Plan, flats: Iterable[Flat]) -> UnitInfo:
                 trainable=flat.layout.trainable,
                 shares=tuple(sum(run.length for run in share) for share in flat.shares),
                 encoded=flat.layout.encoded,
+                stored=flat.layout.stored,
             )
             for flat in flats
         ),

@@ -179,10 +179,12 @@ def check_modules(model: nn.Module, plan: Plan) -> None:
     the write."""
     refuse_cuda_graphs(model)
     for name, module in model.named_modules():
-        if plan.gathers and getattr(module, "max_norm", None) is not None:
+        decodes = not plan.frozen.storage.is_none and not any(p.requires_grad for p in module.parameters(recurse=False))
+        if (plan.gathers or decodes) and getattr(module, "max_norm", None) is not None:
             raise UsageError(
                 f"{name}.max_norm = {module.max_norm}: its forward writes to its weight, which is gathered anew each "
-                "time where parameters are sharded; use a plan with params = 1x1, or scale rows in the forward"
+                "time where parameters are sharded, or frozen and kept encoded; use a plan with params = 1x1 and "
+                "frozen.storage = 'none', or scale rows in the forward"
             )
 
 

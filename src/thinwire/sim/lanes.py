@@ -236,7 +236,7 @@ def _launches(plan: Plan, program: StepProgram, pricing: Pricing) -> Sequence[La
     key: tuple[object, ...]
     for op in program.operations:
         several = len(op.buffers) > 1, len(op.bucket) > 1
-        key = (op.kind, op.lane, op.axis, op.hops, op.encoded, op.chunks, op.size, *several)
+        key = (op.kind, op.lane, op.axis, op.hops, op.encoded, op.stored, op.chunks, op.size, *several)
         if op.lane is Lane.GATHER:  # an engine may gather a block twice in the backward
             key += (op.start.phase,)
         if op.lane in (Lane.GATHER, Lane.REDUCE):  # a share of an operation may have no units

@@ -93,6 +93,8 @@ def _period(plan: Plan, block: Sequence[UnitInfo]) -> int:
         return 1
     itemsize, ranks = ITEMSIZE[plan.effective_reduce_dtype], plan.params.ranks
     sizes = [sum(b.numel // ranks * itemsize for b in unit.buffers if b.trainable) for unit in reversed(block)]
+    if not any(sizes):  # frozen blocks
+        return 1
     places: dict[int, int] = {}
     unit = 0
     while unit % len(sizes) not in places:

@@ -132,6 +132,7 @@ def update_seconds(workload: Workload, rates: Rates, program: StepProgram) -> di
 
 def update_shares(units: Sequence[UnitInfo]) -> list[int]:
     """Number of elements in each unit that the rank with the largest share updates."""
-    totals = together([buffer.shares for unit in units for buffer in unit.buffers])
+    trained = [[buffer.shares for buffer in unit.buffers if buffer.trainable] for unit in units]
+    totals = together([shares for unit in trained for shares in unit])
     busiest = 0 if isinstance(totals, Even) else totals.index(max(totals))
-    return [sum(buffer.shares[busiest] for buffer in unit.buffers) for unit in units]
+    return [sum(shares[busiest] for shares in unit) for unit in trained]

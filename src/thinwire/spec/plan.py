@@ -20,6 +20,7 @@ from thinwire.spec import io
 from thinwire.spec.base import Budget, Bytes, Count, Depth, Flag, Problem, Spec, rule
 from thinwire.spec.factor import Factor
 from thinwire.spec.plan_parts.chain import chain_problems, cut_alike, divisors, fill_problem, groups, on_mesh
+from thinwire.spec.plan_parts.frozen import Frozen
 from thinwire.spec.plan_parts.islands import Islands
 from thinwire.spec.plan_parts.policy import HybridPolicy
 from thinwire.spec.plan_parts.presets import PRESETS, preset_fields
@@ -148,6 +149,7 @@ class Plan(Spec):
     overlap: Overlap = Field(default=Overlap(), description="what may run beside computation")
     wire: Wire = Field(default=Wire(), description="the codec of every kind of collective")
     residence: Residence = Field(default=Residence(), description="where states live between their uses")
+    frozen: Frozen = Field(default=Frozen(), description="how parameters are kept that are not trained")
     islands: Islands | None = Field(
         default=None,
         description="islands that train for themselves and exchange now and then; unset: all ranks step together",
@@ -244,7 +246,7 @@ class Plan(Spec):
 
     @property
     def gathers(self) -> bool:
-        """Whether units are gathered before they are used: parameters are sharded, or live on the host."""
+        """Whether all units are gathered before they are used: parameters are sharded, or live on the host."""
         return self.params.ranks > 1 or self.residence.streams_params
 
     @property
@@ -334,7 +336,8 @@ class Plan(Spec):
         """The same plan with every codec ``none``."""
         overrides = tuple(unit.with_(codec=None) for unit in self.units)
         exact = {"codec": "none", "error_feedback": False, "outer_wire": "all"}
-        return self.with_(wire=Wire(), units=overrides, **({} if self.islands is None else {"islands": exact}))
+        islands = {} if self.islands is None else {"islands": exact}
+        return self.with_(wire=Wire(), frozen=Frozen(), units=overrides, **islands)
 
     def to_file(self, *, full: bool = False) -> dict[str, Any]:
         """Plain dictionaries with the keys of plan files.
@@ -387,6 +390,8 @@ class Plan(Spec):
         parts.append(f"wire {', '.join(codecs)}" if codecs else "uncompressed")
         if self.wire.error_feedback:
             parts.append("error feedback")
+        if not self.frozen.storage.is_none:
+            parts.append(f"frozen {self.frozen.storage}")
         if not self.residence.on_device:
             parts.append(f"residence {self.residence}")
         if self.islands is not None:
@@ -522,6 +527,16 @@ class Plan(Spec):
                 "persist_bytes",
                 f"= {self.persist_bytes} with live_bytes = {self.live_bytes}: units that stay whole count as live; set "
                 "persist_bytes to at most live_bytes",
+            )
+
+    @rule("pp", "frozen")
+    def _stages_keep_values(self) -> Iterator[Problem]:
+        """``frozen.storage`` needs ``pp = 1``."""
+        if self.pp > 1 and not self.frozen.storage.is_none:
+            yield Problem(
+                "frozen",
+                f"storage = {str(self.frozen.storage)!r} with pp = {self.pp}: parameters of a pipeline stage stay "
+                "whole, or every micro-batch would decode them anew; use pp = 1, or storage = 'none'",
             )
 
     @rule("pp", "pipeline_schedule")

@@ -58,8 +58,8 @@ def _owned(runtime: Runtime) -> Iterator[_Part]:
         slot = owned.fragment.slot
         yield slot.name, slot.shape, owned.fragment.offset, owned.held
     if first_replica and sharded.axes[Axis.SHARD, Lane.REDUCE].index == 0:
-        for slot, offset, value in frozen(sharded):
-            yield slot.name, slot.shape, offset, value
+        for buffer, slot, offset, run in frozen(sharded):
+            yield slot.name, slot.shape, offset, buffer.values(run)
     if sharded.rank == 0:
-        for name, buffer in persistent_buffers(sharded.model):
-            yield name, buffer.shape, 0, buffer
+        for name, tensor in persistent_buffers(sharded.model):
+            yield name, tensor.shape, 0, tensor

@@ -64,8 +64,10 @@ def mutate(body: dict[str, Any], chance: random.Random) -> dict[str, Any]:
 def start(seed: int) -> tuple[nn.Module, Any]:
     torch.default_generator.manual_seed(seed)
     wire = {"reduce_intra": "int8:64", "error_feedback": True, "spread": "int8:64", "spread_difference": True}
-    plan = Plan.preset("zero1", nodes=1, local=2, compute_dtype="float16", wire=wire)
-    model = tw.shard(nn.Sequential(nn.Linear(8, 9), nn.BatchNorm1d(9), nn.Linear(9, 8)), plan)
+    frozen = {"storage": "int8:8"}
+    plan = Plan.preset("zero1", nodes=1, local=2, compute_dtype="float16", wire=wire, frozen=frozen)
+    still = nn.Linear(8, 8).requires_grad_(False)
+    model = tw.shard(nn.Sequential(nn.Linear(8, 9), nn.BatchNorm1d(9), nn.Linear(9, 8), still), plan)
     tw.average(model, decay=0.9)
     return model, tw.optimizer(model, torch.optim.AdamW, lr=0.1, loss_scale=tw.LossScale())
 

@@ -17,6 +17,7 @@ from thinwire.cost.memory.states import (
     ModelStates,
     States,
     feedback_bytes,
+    frozen_bytes,
     island_bytes,
     largest_batch,
     largest_owned,
@@ -126,9 +127,12 @@ def _held(
     plan: Plan, units: Sequence[UnitInfo], share: int, states: States | None
 ) -> tuple[ModelStates, int, int, int]:
     """Bytes of the model states of some units; of what is gathered at once, of buffers, and of rounding errors."""
-    numel, workspace = sum(buffer.numel for unit in units for buffer in unit.buffers), Workspace(units)
+    workspace = Workspace(units)
+    numel = sum(buffer.numel for unit in units for buffer in unit.buffers if buffer.trainable)
     chain, several = (plan.params, plan.grads, plan.optimizer), plan.micro_batches > 1
     kept = ModelStates.of(states or States.of(plan), chain, plan.secondary, numel, share, several=several)
+    frozen, of_secondary = frozen_bytes(plan, units)
+    kept = kept._replace(params=kept.params + frozen, secondary=kept.secondary + of_secondary)
     if not plan.residence.on_device:
         kept = kept.streamed(plan.residence, largest_batch(plan, units), visiting(plan, units))
     if states is not None:  # other systems keep a shard of gradients and nothing else of them

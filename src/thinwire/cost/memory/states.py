@@ -31,7 +31,8 @@ from thinwire.spec.plan import cut_alike
 from thinwire.spec.plan_parts.residence import Residence
 
 __all__ = [
-    "AMSP_STATES", "ModelStates", "States", "feedback_bytes", "island_bytes", "largest_batch", "largest_owned",
+    "AMSP_STATES", "ModelStates", "States", "feedback_bytes", "frozen_bytes", "island_bytes", "largest_batch",
+    "largest_owned",
     "visiting",
 ]  # fmt: skip
 
@@ -135,7 +136,7 @@ class ModelStates(NamedTuple):
             states: Bytes per parameter.
             chain: Factors of ``P``, ``G`` and ``OS``.
             secondary: Factor of the secondary shard.
-            numel: Elements of all units.
+            numel: Trained elements of all units.
             share: Elements on the rank that owns the most.
             several: Whether a step has several micro-batches.
         """
@@ -170,9 +171,20 @@ def visiting(plan: Plan, units: Sequence[UnitInfo]) -> tuple[int, int]:
     return (LEAVING + 1) * shard, gradients
 
 
+def frozen_bytes(plan: Plan, units: Sequence[UnitInfo]) -> tuple[int, int]:
+    """Bytes that a rank keeps of parameters that are not trained: in its ``P`` shard, and in its secondary shard."""
+    frozen = [buffer for unit in units for buffer in unit.buffers if not buffer.trainable]
+    of, second = plan.params.ranks, plan.secondary
+    kept = sum(buffer.kept(of, of) for buffer in frozen)
+    return kept, 0 if second is None else sum(buffer.kept(second.ranks, of) for buffer in frozen)
+
+
 def largest_owned(units: Sequence[UnitInfo]) -> int:
     """Number of elements on the rank that owns the most."""
-    shares = together([buffer.shares for unit in units for buffer in unit.buffers])
+    trained = [buffer.shares for unit in units for buffer in unit.buffers if buffer.trainable]
+    if not trained:
+        return 0
+    shares = together(trained)
     return shares[0] if isinstance(shares, Even) else max(shares)
 
 

@@ -10,6 +10,7 @@ from thinwire.program import (
     UNDER_WAY,
     Axis,
     UnitInfo,
+    any_gathered,
     axis_shape,
     buckets,
     default_trace,
@@ -56,7 +57,7 @@ class Workspace:
 
     def __init__(self, units: Sequence[UnitInfo]) -> None:
         self._units = units
-        self._numels = [sum(buffer.numel for buffer in unit.buffers) for unit in units]
+        self._numels = [sum(buffer.numel for buffer in unit.buffers if buffer.trainable) for unit in units]
         self._travelling: dict[tuple[int, int, int, int], _Travelling] = {}
         self._windows: dict[int, int] = {}
 
@@ -68,9 +69,9 @@ class Workspace:
     def gathered(self, plan: Plan) -> int:
         """Bytes of the units that computation and prefetch hold at once, and of those that stay gathered until
         backward. Units of one block are prefetched together."""
-        if not plan.gathers:
+        if not any_gathered(plan, self._units):
             return 0
-        if plan.gathers_by_bytes:
+        if plan.gathers_by_bytes or not plan.gathers:  # some units are decoded, and others whole
             return gathered_peak(plan, self._units, default_trace(self._units, recompute=plan.recompute))
         ahead = 1 + max(1, plan.prefetch)
         if ahead not in self._windows:
@@ -101,7 +102,7 @@ class Workspace:
             of_batch = {batch: _scattered_together(plan, batch) for batch in set(batches)}  # blocks are alike
             scattered = [of_batch[batch] for batch in batches]
             total += _most_at_once(made, scattered, UNDER_WAY if plan.overlap.reduce else 1)
-            total += max(_received(plan, Axis.PARAMS, sum(batch)) for batch in set(batches))
+            total += max((_received(plan, Axis.PARAMS, sum(batch)) for batch in set(batches)), default=0)
         else:
             total += produced
         if plan.params.ranks < plan.world:
@@ -110,7 +111,7 @@ class Workspace:
             reduced = [of_bucket[bucket] for bucket in buckets]
             total += _most_at_once(filling, reduced, UNDER_WAY if plan.overlap.sync else 1)
             axis = Axis.SHARD if plan.optimizer != plan.params else Axis.REPLICA
-            total += max(_received(plan, axis, bucket.numel) for bucket in set(buckets))
+            total += max((_received(plan, axis, bucket.numel) for bucket in set(buckets)), default=0)
         return total
 
     def _together(self, plan: Plan) -> _Travelling:

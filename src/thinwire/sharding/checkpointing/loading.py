@@ -17,6 +17,7 @@ from thinwire.checkpoint.manifest import Manifest, VectorEntry
 from thinwire.collectives.group import Control
 from thinwire.errors import CheckpointError, SpecError
 from thinwire.program.wire import spreads_difference
+from thinwire.sharding.checkpointing.encoded_parameters import EncodedForm, want_encoded
 from thinwire.sharding.checkpointing.manifest_values import check_groups, check_values
 from thinwire.sharding.checkpointing.names import in_names_of
 from thinwire.sharding.checkpointing.saving import finish_save, savers
@@ -144,11 +145,12 @@ class _Loading:
         self._loss_scale = checked_state(self._manifest.values.get(own_key("loss_scale", self._island)))
         self._counts = checked_counts(self._manifest.values.get(own_key("average", self._island)))
         stored = StoredParameters(self._manifest, self._sharded.slices, vectors)
-        self._copies = _want_unoptimized(self._sharded, self._manifest, vectors, stored)
+        self._copies = _want_unoptimized(self._sharded, self._manifest, vectors, stored, self._path)
         fragments = self._optim.fragments if self._optim is not None else self._sharded.fragments
         exchanges = self._exchanges
         apart = exchanges is not None and self._same_islands
         for owned in fragments:
+            _refuse_encoded(self._manifest, owned.fragment.slot.name, self._path)
             masters = own_masters(self._island) if apart else "model"
             stored.want(masters, owned, "", owned.value.detach().view(-1))
             if self._with_held:
@@ -286,7 +288,7 @@ def _open(
 
 
 def _want_unoptimized(
-    sharded: ShardedModel, manifest: store.Manifest, vectors: Vectors, parameters: StoredParameters
+    sharded: ShardedModel, manifest: store.Manifest, vectors: Vectors, parameters: StoredParameters, path: Path
 ) -> list[Callable[[], object]]:
     """Register frozen parameters and buffers for reading, in their stored dtype.
 
@@ -294,13 +296,18 @@ def _want_unoptimized(
         Functions that copy the values, once they are read, to the parameters and buffers.
     """
     copies: list[Callable[[], object]] = []
-    for slot, offset, target in frozen(sharded):
-        key = f"model/{slot.name}"
-        dtype = parameters.dtype_of(key) or target.dtype
-        place = target if dtype == target.dtype else torch.empty(target.numel(), dtype=dtype, device=target.device)
-        parameters.want_fragment(key, slot.name, slot.numel, offset, place)
-        if place is not target:
-            copies.append(functools.partial(target.copy_, place))
+    for frozen_buffer, slot, offset, run in frozen(sharded):
+        form = EncodedForm.of(manifest.values, slot.name, path)
+        if form is not None:
+            _check_uncut(form, slot.name, sharded, manifest, path)
+            copies += want_encoded(form, frozen_buffer, slot, offset, run, parameters.want_fragment)
+            continue
+        key, target = f"model/{slot.name}", None if frozen_buffer.stored is not None else frozen_buffer.values(run)
+        dtype = parameters.dtype_of(key) or frozen_buffer.layout.dtype
+        if target is None or dtype != target.dtype:
+            target = torch.empty(run.length, dtype=dtype, device=frozen_buffer.shard.device)
+            copies.append(functools.partial(frozen_buffer.put, run, target))
+        parameters.want_fragment(key, slot.name, slot.numel, offset, target)
     for name, buffer in persistent_buffers(sharded.model):
         entry = manifest.vectors.get(f"buffer/{name}")
         dtype = entry.dtype if entry is not None and entry.dtype is not None else buffer.dtype
@@ -308,6 +315,35 @@ def _want_unoptimized(
         vectors.add(f"buffer/{name}", buffer.numel(), 0, stored)
         copies.append(functools.partial(buffer.copy_, stored.view(buffer.shape)))
     return copies
+
+
+def _refuse_encoded(manifest: store.Manifest, name: str, path: Path) -> None:
+    """Refuse to train what a checkpoint holds encoded.
+
+    Raises:
+        CheckpointError: The parameter was frozen and kept encoded when the checkpoint was saved.
+    """
+    form = EncodedForm.of(manifest.values, name, path)
+    if form is not None:
+        raise CheckpointError(
+            f"{path}: {name} is saved as blocks of {form.codec}, from a model in which it was frozen, and this model "
+            "trains it: freeze it before thinwire.shard, or start from plain weights with thinwire export"
+        )
+
+
+def _check_uncut(form: EncodedForm, name: str, sharded: ShardedModel, manifest: store.Manifest, path: Path) -> None:
+    """Refuse blocks of other slices than this rank's: they hold other elements.
+
+    Raises:
+        CheckpointError: The parameter is cut in another way than in the checkpoint.
+    """
+    mine, cut = sharded.slices.get(name), manifest.values.get("slices", {}).get(name)
+    if cut != (None if mine is None else [mine.dim, mine.ways]):
+        ways = 1 if cut is None else cut[1]
+        raise CheckpointError(
+            f"{path}: {name} is saved as blocks of {form.codec} of {ways} tensor-parallel slices, which hold other "
+            f"elements than those of this plan: load it with tp = {ways}, or take plain weights with thinwire export"
+        )
 
 
 def _want_state(

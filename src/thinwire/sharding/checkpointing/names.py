@@ -17,7 +17,7 @@ __all__ = ["in_names_of", "stored", "stored_values"]
 _WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What names have more if a module is wrapped; torch leaves it out as well, in ``get_model_state_dict``."""
 
-_BY_NAME: Final = ("shapes", "slices")
+_BY_NAME: Final = ("shapes", "slices", "encoded")
 """Values whose keys are names."""
 
 

@@ -9,6 +9,7 @@ import torch
 
 from thinwire.checkpoint import store
 from thinwire.errors import CheckpointError
+from thinwire.sharding.checkpointing.encoded_parameters import EncodedForm
 from thinwire.sharding.checkpointing.manifest_values import check_values
 from thinwire.sharding.checkpointing.stored_parameters import check_slices, sliced
 
@@ -30,7 +31,7 @@ class SavedModel:
     """
 
     def __init__(self, path: Path) -> None:
-        self._reader = store.Reader(path)
+        self._reader, self._path = store.Reader(path), path
         values = self._reader.manifest.values
         check_values(values, path)
         self.averaged = "average" in values
@@ -56,14 +57,23 @@ class SavedModel:
         elif f"average/{name}" in vectors or sliced(f"average/{name}", 0) in vectors:
             prefix = "average"  # which frozen parameters lack
         key, shape = f"{prefix}/{name}", list(self.shapes[name])
+        form = EncodedForm.of(self._reader.manifest.values, name, self._path)
         dim, ways = self._cuts.get(name, (0, 1))
         if name not in self._cuts:
-            return self._shaped(key, shape)
+            return self._shaped(key, shape, form)
         part = [*shape[:dim], shape[dim] // ways, *shape[dim + 1 :]]
-        return torch.cat([self._shaped(sliced(key, index), part) for index in range(ways)], dim)
+        return torch.cat([self._shaped(sliced(key, index), part, form) for index in range(ways)], dim)
 
-    def _shaped(self, key: str, shape: list[int]) -> torch.Tensor:
-        vector = self._reader.vector(key)
+    def _shaped(self, key: str, shape: list[int], form: EncodedForm | None) -> torch.Tensor:
+        vector = self._reader.vector(key) if form is None else self._decoded(key, math.prod(shape), form)
         if vector.numel() != math.prod(shape):
             raise CheckpointError(f"corrupt: {key} has {vector.numel()} elements, and the shape {shape}")
         return vector.view(shape)
+
+    def _decoded(self, key: str, numel: int, form: EncodedForm) -> torch.Tensor:
+        spans = form.spans(numel, 0, numel)
+        codes, scales = (self._reader.vector(f"{span.kind}/{key.partition('/')[2]}") for span in spans)
+        for span, vector in zip(spans, (codes, scales), strict=True):
+            if vector.numel() != span.numel or vector.dtype != span.dtype:
+                raise CheckpointError(f"corrupt: the {span.kind} of {key} are {vector.numel()} of {vector.dtype}")
+        return form.decode(codes, scales)[:numel]

@@ -5,6 +5,8 @@ parameter's length. State that is one number per parameter (Adam's ``step``) is 
 are valid only under the plan that wrote them. ``feedback/REDUCTION`` holds the rounding errors of error feedback, rank
 after rank; they contain the loss scale, whose state is the value ``loss_scale``. ``held/NAME`` holds the P-shard values
 in compute dtype, if the plan spreads differences.
+Frozen parameters that ranks keep encoded have other vectors; see
+:mod:`thinwire.sharding.checkpointing.encoded_parameters`.
 ``average/NAME`` is the average of the weights, whose counts are the value ``average``.
 
 Plans with islands add keys; see :mod:`thinwire.sharding.islands.saved`.
@@ -31,6 +33,7 @@ from thinwire.collectives.links.streams import streams_of
 from thinwire.errors import CheckpointError
 from thinwire.program import Axis, Lane
 from thinwire.program.wire import spreads_difference
+from thinwire.sharding.checkpointing.encoded_parameters import ENCODED, encoded_forms, encoded_vectors
 from thinwire.sharding.checkpointing.names import stored, stored_values
 from thinwire.sharding.checkpointing.stored_parameters import (
     Json,
@@ -194,6 +197,8 @@ def _collect(
     values["shapes"] = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()}, ranks)
     cuts = {name: cut for runtime in runtimes for name, cut in cuts_of(runtime.sharded).items()}
     values["slices"] = union(cuts, ranks)
+    if any(runtime.sharded.codecs.stored is not None for runtime in runtimes):
+        values[ENCODED] = union(encoded_forms(unit for runtime in runtimes for unit in runtime.units), ranks)
     for runtime, (_, optim) in zip(runtimes, parts, strict=True):
         runtime.join()
         _save_part(runtime.sharded, runtime.exchanges, runtime.reducer.lost, optim, runtime.means, vectors, values)
@@ -223,10 +228,15 @@ def _save_part(
         else:
             vectors.add(f"{prefix}/{name}{suffix}", numel, offset, tensor if first_tensor else None)
 
-    for slot, offset, tensor in frozen(sharded):
-        add("model", slot.name, "", slot.numel, offset, tensor if first_holder and island == 0 else None)
-    for name, buffer in persistent_buffers(sharded.model):
-        add("buffer", name, "", buffer.numel(), 0, buffer.reshape(-1) if sharded.rank == island == 0 else None)
+    for buffer, slot, offset, run in frozen(sharded):
+        if buffer.stored is None:
+            parts = [("model", slot.numel, offset, buffer.values(run))]
+        else:
+            parts = list(encoded_vectors(buffer, slot, offset, run))
+        for kind, numel, first, held in parts:
+            add(kind, slot.name, "", numel, first, held if first_holder and island == 0 else None)
+    for name, kept in persistent_buffers(sharded.model):
+        add("buffer", name, "", kept.numel(), 0, kept.reshape(-1) if sharded.rank == island == 0 else None)
     if exchanges is not None:
         exchanges.wait()
         for piece in shared_pieces(exchanges, fragments):

@@ -18,10 +18,11 @@ from thinwire.collectives.group import Control
 from thinwire.errors import CheckpointError
 from thinwire.program import Axis, Lane
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
-from thinwire.sharding.memory.layout import Slot
+from thinwire.sharding.memory.layout import Run, Slot
 from thinwire.sharding.memory.local import LocalPart, Slice
 from thinwire.sharding.modules.discover import is_ignored
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
+from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.step.sharded_model import ShardedModel
 
 __all__ = [
@@ -187,15 +188,15 @@ def shapes_of(model: nn.Module) -> dict[str, Json]:
     return {name: list(tensor.shape) for name, tensor in named}
 
 
-def frozen(sharded: ShardedModel) -> Iterator[tuple[Slot, int, torch.Tensor]]:
-    """Frozen parameters in this rank's P shard: the parameter's slot, offset in it, values."""
+def frozen(sharded: ShardedModel) -> Iterator[tuple[FlatBuffer, Slot, int, Run]]:
+    """Frozen parameters in this rank's P shard: the buffer, the parameter's slot, offset in it, its elements in the
+    shard."""
     shard = sharded.axes[Axis.PARAMS, Lane.REDUCE].index
     for unit in sharded.units:
         for buffer in unit.buffers:
             if not buffer.layout.trainable:
                 for slot, offset, run in buffer.layout.pieces(shard):
-                    part = buffer.shard[run.start : run.start + run.length]
-                    yield slot, offset, part
+                    yield buffer, slot, offset, run
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 
 from thinwire.program import Axis, axis_extent, axis_index, deal, flat_numel, slot_offsets
-from thinwire.spec import Plan
+from thinwire.spec import CodecSpec, Plan
 
 __all__ = ["FlatLayout", "Fragment", "Run", "Slot", "deal_shares", "even_shares", "lay_out"]
 
@@ -85,6 +85,8 @@ class FlatLayout:
         trainable: Whether the buffer has gradients.
         encoded: Whether the plan's codecs apply to the buffer; false for buffers without floating-point values and for
             excluded parameters.
+        stored: Codec of whose messages ranks keep one for each P shard, instead of values; ``None`` if they keep
+            values.
     """
 
     slots: tuple[Slot, ...]
@@ -93,6 +95,7 @@ class FlatLayout:
     dtype: torch.dtype
     trainable: bool
     encoded: bool
+    stored: CodecSpec | None = None
 
     @property
     def payload(self) -> int:
@@ -149,13 +152,15 @@ def lay_out(
     *,
     trainable: bool,
     encoded: bool = True,
+    stored: CodecSpec | None = None,
 ) -> FlatLayout:
     """Lay parameters one after the other and pad, so that each of them and every shard of every factor is aligned to 16
-    bytes, and shards of a factor are equal."""
-    offsets = slot_offsets([math.prod(shape) for _, shape in parameters], dtype.itemsize)
+    bytes, and shards of a factor are equal. With ``stored``, each parameter and each P shard begins with a block."""
+    block = None if stored is None else stored.block
+    offsets = slot_offsets([math.prod(shape) for _, shape in parameters], dtype.itemsize, block)
     slots = tuple(Slot(name, shape, offset) for (name, shape), offset in zip(parameters, offsets, strict=True))
-    numel = flat_numel(slots[-1].offset + slots[-1].numel, plan, dtype.itemsize)
-    return FlatLayout(slots, numel, plan.params.ranks, dtype, trainable, encoded)
+    numel = flat_numel(slots[-1].offset + slots[-1].numel, plan, dtype.itemsize, block)
+    return FlatLayout(slots, numel, plan.params.ranks, dtype, trainable, encoded, stored)
 
 
 def even_shares(layout: FlatLayout, plan: Plan) -> tuple[tuple[Run, ...], ...]:

@@ -8,16 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from thinwire.codecs import Codec
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Lane
-from thinwire.program.wire import rounds_parameters
+from thinwire.program.wire import frozen_codec, rounds_parameters
 from thinwire.sharding.memory.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
 from thinwire.sharding.memory.local import local_tensor, slice_of
 from thinwire.sharding.modules.discover import UnitModules
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.plan_codecs import is_excluded
-from thinwire.spec import Plan
+from thinwire.sharding.params.stored_shard import StoredShard, stored_bytes
+from thinwire.spec import CodecSpec, Plan
 
 __all__ = ["Arenas", "Flat", "draw"]
 
@@ -38,16 +40,20 @@ def draw(modules: Sequence[UnitModules], plan: Plan, rank: int) -> list[Flat]:
     for number, unit in enumerate(modules):
         compute: torch.dtype = getattr(torch, plan.unit_dtype(unit.name))
         exact = plan.override(unit.name).codec is not None
-        kinds: dict[tuple[bool, torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+        kinds: dict[tuple[bool, torch.dtype, bool, CodecSpec | None], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in unit.parameters:
             dtype = compute if parameter.is_floating_point() else parameter.dtype
             is_whole = slice_of(name, parameter) is None
             encoded = dtype.is_floating_point and not exact and not is_excluded(plan, name, is_whole=is_whole)
-            kinds.setdefault((parameter.requires_grad, dtype, encoded), []).append((name, parameter))
+            stored = None
+            if not parameter.requires_grad and dtype.is_floating_point:
+                stored = frozen_codec(plan, unit.name, name, parameter.dim())
+            kind = parameter.requires_grad, dtype, encoded and stored is None, stored
+            kinds.setdefault(kind, []).append((name, parameter))
         # Encoded buffers come first, in the order of reductions.
-        for (trainable, dtype, encoded), named in sorted(kinds.items(), key=lambda kind: not kind[0][2]):
+        for (trainable, dtype, encoded, stored), named in sorted(kinds.items(), key=lambda kind: not kind[0][2]):
             shapes = [(name, local_tensor(p).shape) for name, p in named]
-            layout = lay_out(shapes, plan, dtype, trainable=trainable, encoded=encoded)
+            layout = lay_out(shapes, plan, dtype, trainable=trainable, encoded=encoded, stored=stored)
             flats.append(Flat(number, layout, [p for _, p in named]))
     trained = [flat for flat in flats if flat.layout.trainable]
     if plan.partition == "inter" and plan.optimizer != plan.params:
@@ -70,14 +76,17 @@ class Arenas:
         axes: dict[tuple[Axis, Lane], AxisGroup],
         device: torch.device,
         host_memory: Callable[[int], torch.Tensor],
+        stored: Codec | None,
     ) -> None:
         self.device, self._rounds, self._apart = device, rounds_parameters(plan), plan.residence.has_masters
         self._params = axes[Axis.PARAMS, Lane.GATHER]
         self._secondary = axes.get((Axis.SECONDARY, Lane.GATHER))
         self._share = axes[Axis.SHARD, Lane.REDUCE].index
+        self._stored = stored
         by_dtype: dict[torch.dtype, int] = {}
         for flat in flats:
-            by_dtype[flat.layout.dtype] = by_dtype.get(flat.layout.dtype, 0) + flat.layout.shard_numel
+            dtype, length = _kept(flat.layout)
+            by_dtype[dtype] = by_dtype.get(dtype, 0) + length
         self._hosts_params = plan.residence.streams_params
         of_params = host_memory if self._hosts_params else None
         self._shards = {dtype: _Arena(numel, dtype, device, of_params) for dtype, numel in by_dtype.items()}
@@ -108,13 +117,19 @@ class Arenas:
             initial: Initial values of this rank's P shard, ``[layout.shard_numel]``, in the parameters' dtype or wider.
         """
         layout = flat.layout
-        shard = self._shards[layout.dtype].carve(layout.shard_numel)
-        shard.copy_(initial)
-        whole = self._params.size == 1 and not self._hosts_params
+        kind, length = _kept(layout)
+        shard, stored = self._shards[kind].carve(length), None
+        if layout.stored is None:
+            shard.copy_(initial)
+        else:
+            assert self._stored is not None
+            stored = StoredShard(self._stored, layout, shard, self.device)
+            stored.fill(initial)
+        whole = self._params.size == 1 and not self._hosts_params and stored is None
         full = shard if whole else torch.empty(layout.numel, dtype=layout.dtype, device=self.device)
         secondary = None
         if self._secondary is not None:
-            secondary = self._seconds[layout.dtype].carve(layout.numel // self._secondary.size)
+            secondary = self._seconds[kind].carve(length * self._params.size // self._secondary.size)
         master = None
         if self._has_master(layout):
             master = self._masters.carve(self._owned(flat))
@@ -126,7 +141,7 @@ class Arenas:
         visiting = None
         if self._hosts_params and layout.trainable:
             visiting = torch.empty(layout.shard_numel, dtype=layout.dtype, device=self.device)
-        return FlatBuffer(layout, flat.parameters, full, shard, flat.shares, secondary, master, visiting)
+        return FlatBuffer(layout, flat.parameters, full, shard, flat.shares, secondary, master, visiting, stored)
 
     @property
     def gradients(self) -> torch.Tensor:
@@ -149,6 +164,11 @@ class Arenas:
 
     def _owned(self, flat: Flat) -> int:
         return sum(run.length for run in flat.shares[self._share])
+
+
+def _kept(layout: FlatLayout) -> tuple[torch.dtype, int]:
+    """What ranks keep of a P shard: dtype and number of elements."""
+    return (layout.dtype, layout.shard_numel) if layout.stored is None else (torch.uint8, stored_bytes(layout))
 
 
 class _Arena:

@@ -19,6 +19,7 @@ from torch import nn
 from thinwire.sharding.memory.layout import FlatLayout, Run
 from thinwire.sharding.memory.local import set_local
 from thinwire.sharding.params.husks import husk_of, poison
+from thinwire.sharding.params.stored_shard import StoredShard
 from thinwire.sharding.params.unready import UnreadyParameter, is_plain, set_ready
 
 __all__ = ["FlatBuffer"]
@@ -32,14 +33,17 @@ class FlatBuffer:
         layout: Positions of the parameters in the buffer.
         parameters: Parameters of the modules, in slot order.
         full: The whole buffer, ``[layout.numel]`` in compute dtype; its storage is empty while the unit is sharded.
-        shard: This rank's P shard, ``[layout.shard_numel]``; the same tensor as ``full`` if P is not gathered.
+        shard: This rank's P shard, ``[layout.shard_numel]``; the same tensor as ``full`` if P is not gathered. If
+            ``stored``, the message that is kept instead, uint8.
         shares: Shares of this P shard, by position along the shard axis.
         secondary: This rank's part of the secondary copy; ``None`` if the plan keeps none.
         master: Master values of this rank's share, fp32; ``None`` if the P shard itself holds them, which requires that
             P is fp32 and travels without loss.
         visiting: Memory of the device for a P shard that lives on the host, while it gets new values and spreads them;
             ``None`` if it lives on the device, or gets none.
+        stored: The P shard, if it is kept encoded.
         staged: Masters that live on the host, while they are on the device for their update; ``None`` otherwise.
+        gathered: Whether the buffer is gathered before it is used.
     """
 
     layout: FlatLayout
@@ -50,6 +54,7 @@ class FlatBuffer:
     secondary: torch.Tensor | None
     master: torch.Tensor | None = None
     visiting: torch.Tensor | None = None
+    stored: StoredShard | None = None
     staged: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -58,10 +63,28 @@ class FlatBuffer:
         self._single_husks = [husk for husk in self._husks if husk.numel() == 1]
         self._plain = [parameter for parameter in self.parameters if is_plain(parameter)]
         self._storage, self._nbytes = self.full.untyped_storage(), self.full.nbytes
+        self.gathered = self.shard is not self.full
         self._master_runs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self.visits = False  # whether there is memory for ``visiting``
         if self.visiting is not None:
             self.visiting.untyped_storage().resize_(0)
+
+    @property
+    def messages(self) -> torch.Tensor:
+        """What is kept of a P shard that is encoded, as one row."""
+        return self.shard.view(1, -1)
+
+    def values(self, run: Run) -> torch.Tensor:
+        """Values of a run of the P shard that begins where a parameter does, or the shard: a view, or a copy if the
+        shard is kept encoded."""
+        return self.shard[run.start : run.start + run.length] if self.stored is None else self.stored.read(run)
+
+    def put(self, run: Run, values: torch.Tensor) -> None:
+        """Replace the values of a run that is a frozen parameter's."""
+        if self.stored is None:
+            self.shard[run.start : run.start + run.length].copy_(values)
+        else:
+            self.stored.write(run, values)
 
     @property
     def written(self) -> torch.Tensor:
@@ -112,15 +135,17 @@ class FlatBuffer:
 
     def restore(self) -> None:
         """Allocate the gathered storage; its contents are undefined until the unit is gathered."""
-        self._storage.resize_(self._nbytes)
+        if self.gathered:
+            self._storage.resize_(self._nbytes)
 
     def release(self) -> None:
         """Free the gathered storage."""
-        self._storage.resize_(0)
+        if self.gathered:
+            self._storage.resize_(0)
 
     def show(self, *, whole: bool) -> None:
         """Point the module's parameters at the gathered buffer, or at husks."""
-        if whole:
+        if whole or not self.gathered:
             for parameter in self._plain:
                 parameter.__class__ = nn.Parameter
             set_local(self.parameters, self._views)

@@ -10,7 +10,7 @@ import torch
 
 from thinwire.codecs import Codec
 from thinwire.collectives.all_gather import all_gather
-from thinwire.collectives.joint_gather import Part
+from thinwire.collectives.joint_gather import Part, StoredPart, stored_gather
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.moves import Move, Moves
 from thinwire.collectives.topology import AxisGroup
@@ -33,6 +33,7 @@ class GatherLink:
         codec: Codec of gathers over ``params``. Gathers from the secondary shard need none: its values were already
             encoded once.
         seeds: Seeds for the codec.
+        stored: Codec of P shards that are kept encoded.
         at_least: Bytes until which buffers that are gathered at the same time travel as one.
         from_host: Whether P shards live on the host.
     """
@@ -42,12 +43,13 @@ class GatherLink:
     secondary: AxisGroup | None
     codec: Codec | None
     seeds: Seeds
+    stored: Codec | None = None
     at_least: int = 0
     from_host: bool = False
 
     @property
     def gathers(self) -> bool:
-        """Whether units are gathered before they are used."""
+        """Whether all units are gathered before they are used."""
         return self.params.size > 1 or self.from_host
 
 
@@ -68,17 +70,18 @@ class BufferGathers:
         self.keeps_messages = False
         self._kept: dict[int, Moves] = {}  # by buffer, what fills it from what is kept of its gather
         params, secondary, self._seeds = link.params, link.secondary, link.seeds
-        sharded = link.gathers
-        for buffer in buffers if sharded else ():
+        for buffer in buffers:
             buffer.restore()  # collectives are built from views, which need allocated memory
         self._parts: dict[tuple[int, bool], Part] = {}  # parts of joint gathers without a codec, made once
-        self._from_shard = [_gather(params, buffer, buffer.shard) for buffer in buffers] if sharded else []
-        self._from_secondary = [
-            _gather(secondary, buffer, buffer.secondary)
-            for buffer in buffers
+        # What is kept encoded travels in messages, for which a unit keeps no memory between gathers.
+        as_they_are = {n: buffer for n, buffer in enumerate(buffers) if buffer.stored is None and buffer.gathered}
+        self._from_shard = {n: _gather(params, buffer, buffer.shard) for n, buffer in as_they_are.items()}
+        self._from_secondary = {
+            n: _gather(secondary, buffer, buffer.secondary)
+            for n, buffer in as_they_are.items()
             if secondary is not None and buffer.secondary is not None
-        ]
-        for buffer in buffers if sharded else ():
+        }
+        for buffer in buffers:
             buffer.release()
 
     def single(self, number: int, *, from_secondary: bool, exact: bool) -> Moves:
@@ -90,10 +93,17 @@ class BufferGathers:
             exact: Whether to gather without a codec, whatever the plan says.
         """
         buffer, codec = self._buffers[number], self._link.codec
-        if from_secondary:
+        if from_secondary and buffer.stored is None:
             return self._from_secondary[number]
         if number in self._kept and not exact:
             return self._kept[number]
+        if buffer.stored is not None:
+            moves = self.stored(
+                [self.stored_part(number, from_secondary=from_secondary)], from_secondary=from_secondary
+            )
+            if self.keeps_messages:
+                self._kept[number] = Moves([moves[-1]])  # the last move decodes all messages
+            return moves
         if codec is None or exact or not buffer.layout.encoded:
             return self._from_shard[number] if exact or not self.keeps_messages else self._keep_copy(number)
         # Built for each gather, so that a unit keeps no memory for messages between gathers.
@@ -118,6 +128,29 @@ class BufferGathers:
 
         self._kept[number] = Moves([Move(moves[-1].stage, functools.partial(copy, kept, full))])
         return moves.then(functools.partial(copy, full, kept))
+
+    def stored(self, parts: Sequence[StoredPart], *, from_secondary: bool) -> Moves:
+        """The gather of buffers that are kept encoded; parts of any units.
+
+        Args:
+            parts: The buffers.
+            from_secondary: Whether to gather from the secondary shards.
+        """
+        group, codec = self._link.secondary if from_secondary else self._link.params, self._link.stored
+        assert group is not None
+        assert codec is not None
+        return stored_gather(group, parts, codec=codec)
+
+    def stored_part(self, number: int, *, from_secondary: bool) -> StoredPart:
+        """One buffer as a part of a gather of what is kept encoded. The secondary shard gets its messages where those
+        of all P shards pass by."""
+        buffer, second = self._buffers[number], self._link.secondary
+        if second is None or buffer.secondary is None:
+            return StoredPart(buffer.full, buffer.messages)
+        kept = buffer.secondary.view(-1, buffer.shard.numel())
+        if from_secondary:
+            return StoredPart(buffer.full, kept)
+        return StoredPart(buffer.full, buffer.messages, kept, second.index * len(kept))
 
     def part(self, number: int, *, from_secondary: bool, encoded: bool) -> Part:
         """One buffer as a part of a joint gather.

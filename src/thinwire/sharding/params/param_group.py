@@ -59,7 +59,7 @@ class Unit:
         self, index: int, module: nn.Module, info: UnitInfo, buffers: Sequence[FlatBuffer], link: GatherLink
     ) -> None:
         self.index, self.module, self.info, self.buffers = index, module, info, tuple(buffers)
-        self.sharded = link.gathers
+        self.sharded = info.stored or link.gathers
         self.state = State.SHARDED if self.sharded else State.GATHERED
         self.ready = not self.sharded
         self.is_open = False
@@ -79,7 +79,9 @@ class Unit:
         self._singles = {
             second: [
                 GatherBatch(batch, second)
-                for batch in gather_batches({index: info}, [index], link.at_least, encoded_apart=not second)
+                for batch in gather_batches(
+                    {index: info}, [index], link.at_least, encoded_apart=not second, only_stored=not link.gathers
+                )
             ]
             for second in (False, True)
         }
@@ -142,14 +144,16 @@ class Unit:
             return
         for buffer in self.buffers:
             assert buffer.secondary is not None
-            buffer.secondary.copy_(buffer.full.view(group.size, -1)[group.index])
+            if buffer.stored is None:  # otherwise, the gather has left the messages there
+                buffer.secondary.copy_(buffer.full.view(group.size, -1)[group.index])
         self.secondary_valid = True
 
     def lend_secondary(self, group: AxisGroup | None) -> None:
         """Give a sharded unit of a plan without secondary shards room for one, cut among the ranks of a group; with
         ``None``, take it back."""
         for buffer in self.buffers:
-            buffer.secondary = None if group is None else buffer.full.new_empty(buffer.layout.numel // group.size)
+            kept = 0 if group is None else buffer.shard.numel() * (self._link.params.size // group.size)
+            buffer.secondary = None if group is None else buffer.full.new_empty(kept, dtype=buffer.shard.dtype)
         self.secondary_valid, self._link = False, replace(self._link, secondary=group)
         self.gathers = BufferGathers(self.index, self.buffers, self._link)
 
@@ -305,8 +309,13 @@ def _start_gather(parts: Sequence[tuple[Unit, int]], *, from_secondary: bool, ex
     link, (first, number) = of_units[0]._link, parts[0]
     encoded = not from_secondary and first.buffers[number].layout.encoded
     group = link.secondary if from_secondary else link.params
-    if len(parts) == 1 or group is None or group.size == 1 or first.gathers.keeps_messages:
+    stored = first.buffers[number].stored is not None
+    apart = len(parts) == 1 or first.gathers.keeps_messages
+    if apart or group is None or (group.size == 1 and not stored):
         moves = [unit.gathers.single(number, from_secondary=from_secondary, exact=exact) for unit, number in parts]
+    elif stored:
+        messages = [unit.gathers.stored_part(number, from_secondary=from_secondary) for unit, number in parts]
+        moves = [first.gathers.stored(messages, from_secondary=from_secondary)]
     else:
         codec = link.codec if encoded and not exact else None
         joint = [

@@ -33,6 +33,7 @@ class PlanCodecs:
         gather: Codec of parameters that are gathered before a unit runs.
         reduce: Codecs of gradients, by hop, for each axis along which they are reduced.
         spread: Codec of parameters that are spread after an update.
+        stored: Codec of frozen parameters where they are kept.
         outer: Codecs of parameters' changes between islands.
     """
 
@@ -40,6 +41,7 @@ class PlanCodecs:
     reduce: Mapping[Axis, HopCodecs]
     spread: Codec | None
     outer: HopCodecs
+    stored: Codec | None
 
     @classmethod
     def of(cls, plan: Plan, device: torch.device, backend: str | None = None) -> PlanCodecs:
@@ -51,12 +53,13 @@ class PlanCodecs:
 
         hops = {axis: HopCodecs(*map(made, reduction_codecs(plan, axis))) for axis in _REDUCED}
         gather, spread = (made(used_codec(plan, name)) for name in ("gather", "spread"))
-        return cls(gather, hops, spread, HopCodecs(None, made(change_encodings(plan).across.codec)))
+        outer = HopCodecs(None, made(change_encodings(plan).across.codec))
+        return cls(gather, hops, spread, outer, made(plan.frozen.storage))
 
     def warm_up(self, plan: Plan, device: torch.device) -> None:
         """Compile the kernels of the codecs, if they have any, before a step needs them and peers wait for it."""
         of_gradients = (codec for hops in self.reduce.values() for codec in (hops.inside, hops.across))
-        used = dict.fromkeys((self.gather, *of_gradients, self.spread, self.outer.across))
+        used = dict.fromkeys((self.gather, *of_gradients, self.spread, self.outer.across, self.stored))
         kernels = [codec for codec in used if codec is not None and codec.backend == "triton"]
         if not kernels:
             return

@@ -60,7 +60,8 @@ class Written:
         share = self._shares[name]
         if changed is not None:
             compute = share.live.compute_tensor.detach()
-            share.piece[changed] = share.spec.cut(compute)[changed].to(share.dtype)
+            piece = share.piece
+            piece[changed] = share.spec.cut(compute)[changed].to(share.dtype)
         share.live.after_write()
 
     def _parameters(self) -> Iterator[tuple[str, ShardedParameter, nn.Parameter, Unit]]:
@@ -96,5 +97,7 @@ class Written:
             if slot.name == share.spec.name
         )
         buffer, offset, run = next(pieces)
+        if buffer.stored is not None:
+            return share.piece
         begin = run.start + share.spec.offset - offset
         return buffer.shard[begin : begin + share.spec.length].to(share.live.compute_tensor.device)

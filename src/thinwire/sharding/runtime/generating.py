@@ -18,7 +18,7 @@ from thinwire.agreement import Typed
 from thinwire.collectives.memory import release_memory
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import UsageError
-from thinwire.program import Axis, BufferInfo, Even, Kind, Lane, MessageSizes, Scope, hops
+from thinwire.program import Axis, BufferInfo, Even, Kind, Lane, Scope, hops
 from thinwire.program.wire import gather_sizes, used_codec
 from thinwire.sharding.memory.free import free_memory
 from thinwire.sharding.params.param_group import State, Unit
@@ -26,7 +26,7 @@ from thinwire.sharding.runtime.averaging import APPLIED
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.passes import Pass
 from thinwire.sharding.step.pinned_units import recomputing
-from thinwire.spec import Factor, Plan
+from thinwire.spec import CodecSpec, Factor, Plan
 from thinwire.units import format_bytes
 
 __all__ = ["Generation", "Kept", "generates", "generating"]
@@ -94,11 +94,11 @@ def generating(model: nn.Module, *, keep: str | None = None) -> Iterator[Generat
     """Spare the forwards in this block as many gathers as memory allows. Collective.
 
     A model with sharded parameters gathers each unit for every token. In this block, every rank keeps whole parameters;
-    or, where the plan's ``wire.gather`` encodes, their messages, which each forward decodes; or a shard of them inside
-    its node, so that no token crosses nodes; or nothing more than before. Of those that every rank has memory for, the
-    ranks choose the one that sends the fewest bytes. Tokens are the same, bit for bit. The first two need no exchange,
-    so ranks may run different numbers of forwards. Otherwise transformers' ``generate`` goes on until every rank has
-    ended, if all ranks of the job train the model; so must other loops.
+    or, where the plan's ``wire.gather`` or ``frozen.storage`` encodes, their messages, which each forward decodes; or a
+    shard of them inside its node, so that no token crosses nodes; or nothing more than before. Of those that every rank
+    has memory for, the ranks choose the one that sends the fewest bytes. Tokens are the same, bit for bit. The first
+    two need no exchange, so ranks may run different numbers of forwards. Otherwise transformers' ``generate`` goes on
+    until every rank has ended, if all ranks of the job train the model; so must other loops.
 
     What is kept takes at most half of the memory that is free; the other half is for caches and activations.
 
@@ -161,18 +161,20 @@ def _ways(plan: Plan, units: Sequence[Unit], room: int) -> Iterator[Generation]:
     total = sum(buffer.nbytes for buffer in buffers)
     yield Generation(Kept.WHOLE, total, 0, 0, room)
     codec = used_codec(plan, "gather")
-    if not codec.is_none and not codec.is_variable_length:  # messages of variable length have room for the longest
+    encodes = not codec.is_none and not codec.is_variable_length  # those of variable length have room for the longest
+    if encodes or (codec.is_none and any(buffer.stored is not None for buffer in buffers)):
         yield Generation(Kept.ENCODED, sum(_encoded_bytes(plan, buffer) for buffer in buffers), 0, 0, room)
     if (second := _second_factor(plan)) is not None:
-        kept = 0 if plan.secondary is not None else total // second.ranks
-        yield Generation(Kept.SECONDARY, kept, *_sent(second, buffers, None), room)
-    yield Generation(Kept.NOTHING, 0, *_sent(plan.params, buffers, plan), room)
+        kept = sum(buffer.kept(second.ranks, plan.params.ranks) for buffer in buffers)
+        none = plan.secondary is not None
+        yield Generation(Kept.SECONDARY, 0 if none else kept, *_sent(second, buffers, plan, CodecSpec()), room)
+    yield Generation(Kept.NOTHING, 0, *_sent(plan.params, buffers, plan, codec), room)
 
 
 def _encoded_bytes(plan: Plan, buffer: BufferInfo) -> int:
     """Bytes of the messages of a buffer's gather."""
     pieces = plan.params.ranks
-    return pieces * gather_sizes(used_codec(plan, "gather"), buffer).gather(buffer.numel // pieces)
+    return pieces * gather_sizes(used_codec(plan, "gather"), buffer, shards=pieces).gather(buffer.numel // pieces)
 
 
 def _second_factor(plan: Plan) -> Factor | None:
@@ -182,13 +184,12 @@ def _second_factor(plan: Plan) -> Factor | None:
     return Factor(local=plan.params.local) if plan.params.nodes > 1 < plan.params.local else None
 
 
-def _sent(factor: Factor, buffers: Sequence[BufferInfo], plan: Plan | None) -> tuple[int, int]:
-    """Bytes that a rank sends, inside and across, to gather all buffers; with the codec of a plan, or without."""
+def _sent(factor: Factor, buffers: Sequence[BufferInfo], plan: Plan, codec: CodecSpec) -> tuple[int, int]:
+    """Bytes that a rank sends, inside and across, to gather all buffers with a codec, or as ranks keep them."""
     sent = dict.fromkeys(Scope, 0)
     for buffer in buffers:
         pieces = Even(buffer.numel // factor.ranks, factor.ranks)
-        plain = MessageSizes.plain(buffer.itemsize)
-        sizes = plain if plan is None else gather_sizes(used_codec(plan, "gather"), buffer)
+        sizes = gather_sizes(codec, buffer, shards=plan.params.ranks)
         for hop in hops(Kind.ALL_GATHER, factor.local, factor.nodes, pieces, 0, sizes):
             sent[hop.scope] += hop.sent
     return sent[Scope.INSIDE], sent[Scope.ACROSS]

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.errors import UsageError
 from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.params.stored_shard import StoredPiece
 from thinwire.sharding.runtime.share_values import Masters, ShareGradients, TrainedParameter
 from thinwire.sharding.tensors.parameter import GradientHook, ShardedParameter
 from thinwire.sharding.tensors.tensor import ShareTensor
@@ -34,6 +35,8 @@ class ModelParameter:
     """
 
     share: ShardedParameter
+    stored: StoredPiece | None = None
+    """Its values, if they are kept encoded."""
 
     def __init__(
         self,
@@ -53,9 +56,13 @@ class ModelParameter:
     def before_write(self) -> None:
         """See :class:`~thinwire.sharding.tensors.spec.Live`."""
         self.masters.before_write()
+        if self.stored is not None:
+            self.stored.edit()
 
     def after_write(self) -> None:
         """See :class:`~thinwire.sharding.tensors.spec.Live`."""
+        if self.stored is not None:
+            self.stored.edit()
         self.masters.written(self.unit.index, self.compute_tensor)
 
     def overflowed(self) -> None:

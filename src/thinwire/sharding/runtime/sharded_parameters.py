@@ -16,6 +16,7 @@ from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.params.stored_shard import StoredPiece
 from thinwire.sharding.runtime.live_parameter import ModelParameter
 from thinwire.sharding.runtime.share_values import Masters, ShareGradients, TrainedParameter
 from thinwire.sharding.runtime.tensor_collectives import ModelHolders
@@ -106,26 +107,38 @@ class ShardedParameters:
         }
         for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True):
             offset, run = pieces.get(slot.name, (0, None))
-            piece = buffer.shard[run.start : run.start + run.length] if run is not None else buffer.shard[:0]
-            spans[slot.name] = (offset, piece.numel())
-            spec = ShareSpec(slot.name, slot.shape, offset, piece.numel(), holders)
-            self._add(
-                ModelParameter(self._masters, self._gradients, unit, compute, None),
-                piece.detach(),
-                spec,
-                requires_grad=False,
-            )
+            length = 0 if run is None else run.length
+            spans[slot.name] = (offset, length)
+            spec = ShareSpec(slot.name, slot.shape, offset, length, holders)
+            live = ModelParameter(self._masters, self._gradients, unit, compute, None)
+            if buffer.stored is not None:
+                live.stored = buffer.stored.piece(run)
+                like = torch.empty(0, dtype=buffer.layout.dtype, device=buffer.stored.device)
+                self._add(live, live.stored, spec, requires_grad=False, like=like)
+            else:
+                piece = buffer.shard[:0] if run is None else buffer.values(run)
+                self._add(live, piece.detach(), spec, requires_grad=False)
 
-    def _add(self, live: ModelParameter, piece: torch.Tensor, spec: ShareSpec, *, requires_grad: bool) -> None:
-        settle, unit = self._sharded.lanes.settle, live.unit
+    def _add(
+        self,
+        live: ModelParameter,
+        piece: torch.Tensor | StoredPiece,
+        spec: ShareSpec,
+        *,
+        requires_grad: bool,
+        like: torch.Tensor | None = None,
+    ) -> None:
+        if isinstance(piece, torch.Tensor) and requires_grad and self._sharded.plan.residence.streams_states:
+            settle, unit, like, on_host = self._sharded.lanes.settle, live.unit, piece, piece
 
-        def settled() -> torch.Tensor:
-            unit.take_update()
-            settle(HostLane.DOWN)
-            return piece
+            def settled() -> torch.Tensor:
+                unit.take_update()
+                settle(HostLane.DOWN)
+                return on_host
 
-        on_host = requires_grad and self._sharded.plan.residence.streams_states
-        share = ShardedParameter(settled if on_host else piece, spec, live, requires_grad=requires_grad, like=piece)
+            share = ShardedParameter(settled, spec, live, requires_grad=requires_grad, like=like)
+        else:
+            share = ShardedParameter(piece, spec, live, requires_grad=requires_grad, like=like)
         live.share = share
         if requires_grad:
             with torch._C.DisableTorchFunctionSubclass():

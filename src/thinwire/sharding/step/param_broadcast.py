@@ -89,6 +89,8 @@ class Spreads:
         values: list[torch.Tensor] = []
         for index in indices:
             for buffer in self._sharded.units[index].buffers:
+                if buffer.stored is not None:
+                    buffer.stored.take_edits()
                 if buffer.layout.trainable and (differences or not self._spreads_difference(buffer)):
                     of_shard, of_master = buffer.master_runs(self._group.index)
                     places += of_shard

@@ -205,7 +205,8 @@ class Passes:
             self._schedule.begin_forward()
             self.state.enter(Pass.FORWARD)
             self.state.is_plain = (
-                self.root_unit is None
+                not self._is_sharded
+                and self.root_unit is None
                 and not self.holds.depth
                 and not self.audit.compares_values
                 and self._lanes.recorder.timeline is None
@@ -275,7 +276,7 @@ class Passes:
             return
         moment = self._begins[index]
         state.at, state.waits_for_backward = moment, True
-        if unit.sharded:
+        if self._is_sharded:  # a whole unit gathers the next ones as well
             reuse = self._plan.secondary_reuse
             if unit.state is State.SHARDED:
                 unit.start_gather(from_secondary=reuse)
@@ -318,10 +319,12 @@ class Passes:
         if (began := state.began[index]) is not None:
             self._lanes.computed("forward", unit.name, began)
             state.began[index] = None
-        if not unit.sharded:
+        if not self._is_sharded:
             self._schedule.note_forward(moment)
             return
         self._schedule.forward_event(moment)
+        if not unit.sharded:
+            return
         kept = index in self._schedule.retained().kept or not will_hear
         if not kept or self._plan.secondary_reuse:
             unit.keep_secondary()

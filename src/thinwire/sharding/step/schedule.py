@@ -27,6 +27,7 @@ from thinwire.program import (
     StepProgram,
     Trace,
     UnitInfo,
+    any_gathered,
     default_trace,
     lower,
 )
@@ -312,7 +313,7 @@ class Schedule:
         self._reported = False  # whether the one warning about deviations was given
         # Where every rank holds whole parameters nothing is gathered, and ranks may run different units: all that must
         # be the same is the order of reductions and spreads. It changes when all ranks have run another trace alike.
-        self._whole = not programs.plan.gathers
+        self._whole = not any_gathered(programs.plan, programs.infos)
         self._proposed: Trace | None = None
         self._trainable = {number for number, info in enumerate(programs.infos) if info.trainable}
 

@@ -17,7 +17,7 @@ from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import MismatchError, UsageError
-from thinwire.program import NORM_BYTES, Axis, Lane, UnitInfo, control_bytes
+from thinwire.program import NORM_BYTES, Axis, Lane, UnitInfo, any_gathered, control_bytes
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.lanes.late import Late
@@ -219,7 +219,7 @@ class StepCheck:
         self._sharded, self._reducer, self.audit = sharded, reducer, audit
         infos = [unit.info for unit in sharded.units]
         self._row_bytes = control_bytes(infos)
-        self._is_whole = not sharded.plan.gathers  # then ranks may run different units
+        self._is_whole = not any_gathered(sharded.plan, infos)  # then ranks may run different units
         self._norm = GradientNorm(sharded, reducer)
         self.used = UsedGradients(infos)
         self.same_order = True

@@ -94,7 +94,7 @@ class ShardedParameter(ShareTensor):
     @property
     def data(self) -> ShareTensor:
         """The same piece, without autograd."""
-        return ShareTensor(self.piece, self.spec, live=self.live)
+        return ShareTensor(self._piece, self.spec, like=self, live=self.live)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:

@@ -91,7 +91,7 @@ class Wire(Feedback):
         description="spread how far masters are from what all ranks hold, not parameters: exact enough at 4 bits",
     )
     exclude: Annotated[
-        tuple[str, ...], Field(description="parameter name patterns that always travel uncompressed")
+        tuple[str, ...], Field(description="parameter name patterns that always travel uncompressed, and are kept so")
     ] = ()
     compress_until: Share = Field(
         default=1.0, description="share of training, from its start, during which gradients are encoded"

@@ -1,0 +1,157 @@
+"""Frozen parameters that are kept encoded: adapters by peft, tensor parallelism, islands, streams of a device."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.training import grids
+from tests.support.training.hf import batches
+from tests.support.training.hf import build as build_model
+from tests.support.training.program import Model, freeze, train_step
+from torch import nn
+
+import thinwire as tw
+from thinwire import codecs
+from thinwire.errors import CheckpointError
+from thinwire.sharding.api import runtime
+from thinwire.spec import CodecSpec, Plan
+from thinwire.testing import run_ranks
+from thinwire.testing.streams import check_streams
+from thinwire.train.models.common import cross_entropy
+
+pytestmark = pytest.mark.ranks
+
+STORED = {"frozen": {"storage": "int8:256"}}
+
+
+def adapted() -> nn.Module:
+    """A Llama whose base is frozen, with adapters by peft that change its outputs."""
+    import peft
+
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(build_model("llama"), lora)
+    torch.default_generator.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.05)
+    return model.train()
+
+
+def rounded(model: nn.Module) -> nn.Module:
+    codec = codecs.get(CodecSpec("int8:256"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.requires_grad and parameter.dim() > 1:
+                wire = codec.encode(parameter)
+                parameter.copy_(codec.decode(wire, parameter.numel(), parameter.dtype).view_as(parameter))
+    return model
+
+
+def check_adapters() -> None:
+    """Every rank has the same data, so that means over ranks are exact."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in ("zero3", "zero1", "hpz"):
+            reference = rounded(adapted())
+            plan = Plan.preset(name, nodes=2, local=2, compute_dtype="float32", **STORED)
+            model = tw.shard(adapted(), plan)
+            optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
+            plain = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=1e-2)
+            for step in range(3):
+                (ids,) = batches(step, 1)
+                mine, its = (each(input_ids=ids, labels=ids).loss for each in (model, reference))
+                assert torch.equal(mine, its), name
+                mine.backward()
+                its.backward()
+                for (what, share), parameter in zip(model.named_parameters(), reference.parameters(), strict=True):
+                    if parameter.requires_grad:
+                        assert torch.equal(share.grad.full_tensor(), parameter.grad), what
+                for each in (optim, plain):
+                    each.step()
+                    each.zero_grad()
+            with torch.no_grad(), model.disable_adapter(), reference.disable_adapter():  # GRPO's reference
+                assert torch.equal(model(input_ids=ids).logits, reference(input_ids=ids).logits), name
+
+
+def test_adapters_train_as_in_one_process() -> None:
+    run_ranks(4, check_adapters)
+
+
+def frozen_llama() -> nn.Module:
+    model = grids.build("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name or "down" in name)
+    return model
+
+
+def check_tensor_parallel(path: str) -> None:
+    """The checkpoint of tensor-parallel ranks goes on bit for bit, and not to ranks that hold other slices."""
+    plan = grids.plan_for(2, 2, 1, compute_dtype="float32", **STORED)
+    losses = []
+    for _ in range(2):
+        model = tw.parallelize(frozen_llama(), plan, loss=cross_entropy)
+        optim = model.optimizer(torch.optim.AdamW, lr=1e-3)
+        steps = grids.batches(plan, model.grid.data)
+        if not losses:
+            grids.train(model, optim, steps[:1])
+            model.save(optim, path)
+        else:
+            model.load(optim, path)
+        losses.append(grids.train(model, optim, steps[1:])[0])
+    assert losses[0] == losses[1]
+    assert any(buffer.stored is not None for unit in runtime(model.chunks[0]).units for buffer in unit.buffers)
+    other = tw.parallelize(
+        frozen_llama(), grids.plan_for(4, 1, 1, compute_dtype="float32", **STORED), loss=cross_entropy
+    )
+    with pytest.raises(CheckpointError, match="load it with tp = 2"):
+        other.load(None, path)
+
+
+def test_tensor_parallel_ranks_keep_their_slices(tmp_path: Path) -> None:
+    run_ranks(4, check_tensor_parallel, str(tmp_path / "run"))
+
+
+def check_islands() -> None:
+    """Islands exchange trained parameters, and hold the same frozen ones."""
+    found = []
+    for storage in ("none", "int8:256"):
+        fields = {"compute_dtype": "float32", "frozen": {"storage": storage}}
+        plan = Plan.preset("islands", nodes=2, local=2, group="2x1", **fields)
+        torch.default_generator.manual_seed(0)
+        model = freeze(Model())
+        model = tw.shard(rounded(model) if storage == "none" else model, plan)
+        optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-3)
+        torch.default_generator.manual_seed(dist.get_rank())
+        for _ in range(plan.islands.every + 1):
+            train_step(model, optim, 1)
+        found.append(tw.full_state_dict(model))
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_islands_exchange_what_is_trained() -> None:
+    run_ranks(4, check_islands)
+
+
+def check_lanes(name: str, residence: dict[str, str]) -> list[str]:
+    with check_streams("never") as check:
+        torch.default_generator.manual_seed(0)
+        plan = Plan.preset(name, nodes=2, local=2, residence=residence, **STORED)
+        model = tw.shard(freeze(Model()), plan, codec_backend="reference")
+        optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-3)
+        for _ in range(3):
+            train_step(model, optim, 2)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+        train_step(model, optim, 1)
+    return [str(hazard) for hazard in check.hazards]
+
+
+@pytest.mark.parametrize("residence", [{}, {"params": "host", "optimizer": "host-stream"}], ids=str)
+@pytest.mark.parametrize("name", ["ddp", pytest.param("zero3", marks=pytest.mark.slow), "hpz"])
+def test_streams_of_a_device_wait_for_each_other(name: str, residence: dict[str, str]) -> None:
+    assert run_ranks(4, check_lanes, name, residence) == [[]] * 4
