@@ -30,7 +30,7 @@ class SavedModel:
     """
 
     def __init__(self, path: Path) -> None:
-        self._reader = store.Reader(path)
+        self._path, self._reader = path, store.Reader(path)
         values = self._reader.manifest.values
         check_values(values, path)
         self.averaged = "average" in values
@@ -63,6 +63,11 @@ class SavedModel:
         return torch.cat([self._shaped(sliced(key, index), part) for index in range(ways)], dim)
 
     def _shaped(self, key: str, shape: list[int]) -> torch.Tensor:
+        if key in self._reader.manifest.absent:
+            raise CheckpointError(
+                f"{self._path}: {key.partition('/')[2]} is stored nowhere, as it was saved with frozen='reference'; "
+                "take it from the files that the run began with"
+            )
         vector = self._reader.vector(key)
         if vector.numel() != math.prod(shape):
             raise CheckpointError(f"corrupt: {key} has {vector.numel()} elements, and the shape {shape}")
