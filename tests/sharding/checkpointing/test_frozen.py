@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.training import grids
 from torch import nn
 
 import thinwire as tw
@@ -18,6 +19,7 @@ from thinwire.errors import CheckpointError
 from thinwire.sharding.checkpointing.saved_model import SavedModel
 from thinwire.spec import Plan
 from thinwire.testing import run_ranks
+from thinwire.train.models.common import cross_entropy
 
 pytestmark = pytest.mark.ranks
 
@@ -301,3 +303,42 @@ def test_another_dtype(tmp_path: Path) -> None:
     run_ranks(2, save_in_bfloat16, str(tmp_path))
     (base,) = tmp_path.glob("frozen-*")
     assert BASE / 2 < size(base) < BASE
+
+
+def start_on_a_grid(plan: Plan, seed: int) -> tuple[Any, Any]:
+    """Attention is frozen, half of which tensor parallelism cuts, and so are the embedding and the head."""
+    torch.default_generator.manual_seed(seed)
+    model = grids.build("llama")
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            parameter.add_(seed * 1e-3)
+        parameter.requires_grad_("mlp" in name or "norm" in name)
+    parallel = tw.parallelize(model, plan, loss=cross_entropy)
+    return parallel, parallel.optimizer(torch.optim.AdamW, lr=grids.LR, eps=grids.EPS)
+
+
+def save_on_a_grid(plan: Plan, path: Path) -> list[float]:
+    model, optimizer = start_on_a_grid(plan, 0)
+    steps = grids.batches(plan, model.grid.data)
+    grids.train(model, optimizer, steps[:1])
+    model.save(optimizer, path)
+    return grids.train(model, optimizer, steps[1:])[0]
+
+
+def load_on_a_grid(plan: Plan, path: Path) -> list[float]:
+    model, optimizer = start_on_a_grid(plan, 1)
+    model.load(optimizer, path)
+    model.save(optimizer, path.with_name("again"))
+    return grids.train(model, optimizer, grids.batches(plan, model.grid.data)[1:])[0]
+
+
+@pytest.mark.slow
+def test_frozen_parameters_load_on_any_grid(tmp_path: Path) -> None:
+    saving = grids.plan_for(1, 2, 2)
+    losses = run_ranks(4, save_on_a_grid, saving, tmp_path / "grid")[0]
+    assert len(list(tmp_path.glob("frozen-*"))) == 1
+    for plan in (grids.plan_for(2, 1, 1, micro_batches=2), grids.plan_for(1, 1, 2), saving):
+        again = run_ranks(plan.ranks, load_on_a_grid, plan, tmp_path / "grid")[0]
+        torch.testing.assert_close(torch.tensor(again), torch.tensor(losses), rtol=2e-6, atol=0)
+        verify(tmp_path / "again")
+    assert len(list(tmp_path.glob("frozen-*"))) == 2  # one in slices, one whole

@@ -1,7 +1,8 @@
 """Frozen parameters in checkpoints: kept once, in a base that checkpoints refer to, or only referred to.
 
-What they hold is compared by the CRC-32 of each parameter. Computing it takes the values to the host, so a rank keeps
-those of its pieces while the sums of their bits stay the same, which a device adds up at the speed of its memory.
+What they hold is compared by the CRC-32 of each parameter, which a processor computes at the speed of its memory, anew
+for each save: nobody has to say that a value has changed. Those of values on a device are kept while the device finds
+the same sums of their bits, so that values need not go to the host.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class _Known:
     """What this process knows of the frozen parameters of a model.
 
     Attributes:
-        crcs: CRC-32 by key, offset and length of a piece, and what tells that the piece has changed.
+        crcs: CRC-32 by key, offset and length of a piece on a device, and what tells that the piece has changed.
         base: Place and name of the base that the last save has referred to.
         save: That save; ``None`` if it is complete.
     """
@@ -70,13 +71,12 @@ class _Known:
     save: PendingSave | None = None
 
     def crc_of(self, key: str, offset: int, piece: torch.Tensor) -> int:
-        """The CRC-32 of a piece, computed anew if its values may be others."""
+        """The CRC-32 of a piece; of one on a device, computed anew if its values may be others."""
+        if piece.device.type == "cpu":
+            return _crc_of(piece)
         place, mark = (key, offset, piece.numel()), (piece._version, sum_of_bits([piece]))
         if place not in self.crcs or self.crcs[place][0] != mark:
-            crc = 0
-            for block in as_bytes(piece).split(_BLOCK):
-                crc = crc32(block.cpu().numpy().data, crc)
-            self.crcs[place] = mark, crc
+            self.crcs[place] = mark, _crc_of(piece)
         return self.crcs[place][1]
 
     def has(self, place: Path, name: str) -> bool:
@@ -141,6 +141,13 @@ def check_present(
                 f"{describe_difference(key, content, present.get(key))}; load the model from the files that the run "
                 "began with, before thinwire.shard"
             )
+
+
+def _crc_of(piece: torch.Tensor) -> int:
+    crc = 0
+    for block in as_bytes(piece).split(_BLOCK):
+        crc = crc32(block.cpu().numpy().data, crc)
+    return crc
 
 
 def _contents(
