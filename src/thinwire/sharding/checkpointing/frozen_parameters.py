@@ -21,7 +21,7 @@ from thinwire.agreement import Typed
 from thinwire.checkpoint.background import PendingSave
 from thinwire.checkpoint.bases import base_name, describe_difference
 from thinwire.checkpoint.blocks import as_bytes
-from thinwire.checkpoint.manifest import Content, dtype_name, named_dtype
+from thinwire.checkpoint.manifest import Content, check_cover, dtype_name, named_dtype
 from thinwire.checkpoint.store import Base, ShardedVector
 from thinwire.collectives.group import Control
 from thinwire.errors import CheckpointError
@@ -29,26 +29,23 @@ from thinwire.sharding.corruption_check import sum_of_bits
 
 __all__ = ["base_for", "check_present", "forget_base", "note_save", "place_of"]
 
-FrozenPlace = Path | None
-"""Directory that keeps frozen parameters; ``None`` if they are only referred to."""
-
 REFERENCE: Final = "reference"
 
 _BLOCK: Final = 32 << 20
 """Bytes that come from a device at a time."""
 
 
-def place_of(frozen: str | Path | None, path: Path) -> FrozenPlace:
-    """Where a save at ``path`` keeps frozen parameters; see :func:`thinwire.save`."""
+def place_of(frozen: str | Path | None, path: Path) -> Path | None:
+    """Where a save at ``path`` keeps frozen parameters, ``None`` for nowhere; see :func:`thinwire.save`."""
     return None if frozen == REFERENCE else path.parent if frozen is None else Path(frozen)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A rank's piece of a vector: elements from ``offset`` on, ``num_bytes`` long, of ``dtype``; and its CRC-32."""
+    """A rank's piece of a vector: ``numel`` elements of ``dtype`` from ``offset`` on, and their CRC-32."""
 
     offset: int
-    num_bytes: int
+    numel: int
     dtype: str
     crc: int
 
@@ -88,12 +85,12 @@ class _Known:
 _known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
 
 
-def base_for(model: nn.Module, place: FrozenPlace, vectors: Mapping[str, ShardedVector], ranks: Control) -> Base | None:
+def base_for(model: nn.Module, place: Path | None, vectors: Mapping[str, ShardedVector], ranks: Control) -> Base | None:
     """What a save does with frozen parameters. Collective.
 
     Args:
         model: The first part of the model that is saved.
-        place: Directory that keeps them.
+        place: Directory that keeps them; ``None`` if they are only referred to.
         vectors: This rank's pieces of them, by key.
         ranks: The ranks that save together.
 
@@ -158,14 +155,9 @@ def _contents(
         key: (
             vector.numel,
             [
-                _Piece(
-                    each.offset,
-                    each.tensor.nbytes,
-                    dtype_name(each.tensor.dtype),
-                    crc_of(key, each.offset, each.tensor),
-                )
-                for each in vector.chunks
-                if each.tensor.numel()
+                _Piece(offset, piece.numel(), dtype_name(piece.dtype), crc_of(key, offset, piece))
+                for offset, piece in ((chunk.offset, chunk.tensor) for chunk in vector.chunks)
+                if piece.numel()
             ],
         )
         for key, vector in vectors.items()
@@ -174,11 +166,13 @@ def _contents(
     for everyone in ranks.all_gather_typed(mine, _PIECES):
         for key, (numel, of_rank) in everyone.items():
             pieces.setdefault(key, (numel, []))[1].extend(of_rank)
-    return {key: _joined(numel, of_key) for key, (numel, of_key) in sorted(pieces.items()) if of_key}
+    return {key: _joined(key, numel, of_key) for key, (numel, of_key) in sorted(pieces.items())}
 
 
-def _joined(numel: int, pieces: Sequence[_Piece]) -> Content:
-    crc = 0
+def _joined(key: str, numel: int, pieces: Sequence[_Piece]) -> Content:
+    spans = [(piece.offset, piece.numel) for piece in pieces]
+    check_cover(spans, numel, f"vector {key!r}: of all ranks' chunks, elements")
+    dtype, crc = named_dtype(pieces[0].dtype), 0
     for piece in sorted(pieces, key=lambda one: one.offset):
-        crc = crc32_combine(crc, piece.crc, piece.num_bytes)
-    return Content(numel, named_dtype(pieces[0].dtype), crc)
+        crc = crc32_combine(crc, piece.crc, piece.numel * dtype.itemsize)
+    return Content(numel, dtype, crc)
