@@ -9,7 +9,8 @@ from tests.support.paths import ROOT
 SOURCE = ROOT / "src" / "thinwire"
 
 WRITTEN_DOWN = {
-    "report/page.py", "train/directory.py", "train/observing/metrics.py", "train/processes/worker.py", "lab/job.py",
+    "report/page.py", "train/directory.py", "train/observing/metrics.py", "train/observing/trackers.py",
+    "train/processes/worker.py", "lab/job.py",
 }  # fmt: skip
 """Files that note when something happened, for people to read."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import zlib
@@ -14,24 +15,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from thinwire.checkpoint import manifest as manifest_module
+from thinwire.checkpoint import strict_json
 from thinwire.checkpoint.manifest import (
     MANIFEST_NAME,
     SAFETENSORS_CODES,
+    Content,
     FileEntry,
     Manifest,
+    Reference,
     StoredSpan,
     VectorEntry,
     check_cover,
     check_header,
     converts_losslessly,
     decode,
-    dump_value,
-    parse_value,
     read_manifest,
     seal,
 )
 from thinwire.checkpoint.store import Alone, Chunk, ShardedVector, write
+from thinwire.checkpoint.strict_json import dump_value, parse_value
 from thinwire.errors import CheckpointError
 
 MANIFEST = Manifest(
@@ -149,6 +151,42 @@ def test_hostile_contents_under_a_valid_checksum_are_refused(change: dict[str, A
         decode(seal({**body(), **change}), "m")
 
 
+REFERENCE = Reference("../frozen-0123456789abcdef", {"model/base": Content(6, torch.bfloat16, 0xBEEF)})
+
+
+@pytest.mark.parametrize("path", [REFERENCE.path, None, "frozen-0123456789abcdef"])
+def test_a_reference_is_decoded_as_it_was_encoded(path: str | None) -> None:
+    manifest = dataclasses.replace(MANIFEST, reference=dataclasses.replace(REFERENCE, path=path))
+    assert b'"version":3' in manifest.encode()
+    assert decode(manifest.encode(), "m") == manifest
+    assert dict(manifest.absent) == (REFERENCE.contents if path is None else {})
+
+
+REFERENCES: dict[str, Any] = {
+    "no object": [],
+    "no contents": {"path": None},
+    "absolute path": {"path": "/frozen-0123456789abcdef", "contents": {}},
+    "another name": {"path": "../step-1", "contents": {}},
+    "a file below": {"path": "frozen-0123456789abcdef/x", "contents": {}},
+    "path of another type": {"path": 3, "contents": {}},
+    "short content": {"path": None, "contents": {"k": [1, "int8"]}},
+    "unknown dtype": {"path": None, "contents": {"k": [1, "object", "00000000"]}},
+    "negative length": {"path": None, "contents": {"k": [-1, "int8", "00000000"]}},
+    "long checksum": {"path": None, "contents": {"k": [1, "int8", "000000000"]}},
+    "checksum of another type": {"path": None, "contents": {"k": [1, "int8", 0]}},
+    "reserved key": {"path": None, "contents": {"__metadata__": [1, "int8", "00000000"]}},
+    "held as well": {"path": None, "contents": {"model/w": [30, "float32", "00000000"]}},
+}
+
+
+@pytest.mark.parametrize("reference", REFERENCES.values(), ids=REFERENCES.keys())
+def test_hostile_references_are_refused(reference: object) -> None:
+    with pytest.raises(CheckpointError, match=r"^m: |^m: reference|^vector key "):
+        decode(seal({**body(), "reference": reference}, 3), "m")
+    with pytest.raises(CheckpointError, match=r"^m: body: corrupt"):
+        decode(seal({**body(), "reference": reference}), "m")
+
+
 def sealed_text(text: str) -> bytes:
     """Wrap text that ``json.dumps`` would not produce."""
     crc = zlib.crc32(text.encode())
@@ -190,14 +228,14 @@ def test_a_manifest_of_endless_items_is_refused_before_it_is_parsed(item: str, m
 
 
 def test_what_could_not_be_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest_module, "_MAX_ITEMS", 20)
+    monkeypatch.setattr(strict_json, "MAX_ITEMS", 20)
     with pytest.raises(CheckpointError, match="at most 20 are valid: keep large state in vectors"):
         Manifest((), {}, {"a": list(range(30))}).encode()
 
 
 def test_a_later_version_is_named() -> None:
-    raw = MANIFEST.encode().replace(b'"version":2', b'"version":3')
-    with pytest.raises(CheckpointError, match=r"format version 3 cannot be read; this thinwire reads versions 1 and 2"):
+    raw = MANIFEST.encode().replace(b'"version":2', b'"version":4')
+    with pytest.raises(CheckpointError, match=r"format version 4 cannot be read; this thinwire reads versions 1 to 3"):
         decode(raw, "m")
 
 

@@ -9,9 +9,11 @@ import ctypes
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -23,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.checkpoint.background import BackgroundWriter
-from thinwire.checkpoint.store import Alone, Chunk, ShardedVector, read, read_values, verify, write
+from thinwire.checkpoint.store import Alone, Base, Chunk, Content, ShardedVector, read, read_values, verify, write
 from thinwire.collectives.links.streams import streams_of
 from thinwire.errors import CheckpointError
 
@@ -317,6 +319,41 @@ def test_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
     assert {"mkdir", "ftruncate", "fsync", "rename", "unlink", "rmdir"} <= check_kills(tmp_path, save, 1)
 
 
+def save_with_base(control: Any, path: Path, salt: int = 0) -> None:
+    """A first save: the base that belongs to this checkpoint is not there yet."""
+    vectors, values = contents(control, salt)
+    key = "model/a"
+    shared = {key: vectors.pop(key)}
+    crc = zlib.crc32(truth(key, salt).view(torch.uint8).numpy().tobytes())
+    base = Base(path.parent, {key: Content(NUMEL[key], DTYPE[key], crc)}, shared)
+    write(path, vectors, values, control=control, base=base)
+
+
+def test_kill_at_any_moment_leaves_no_half_base_that_is_referred_to(tmp_path: Path) -> None:
+    path = tmp_path / "step-1"
+    save_with_base(Alone(), path, 0)
+    current, moment = 0, 0
+    seen: set[tuple[int, bool]] = set()
+    while True:
+        moment += 1
+        (result,) = run(1, tmp_path, save_until, path, moment, save_with_base, moment)
+        current = assert_holds(path, [current, moment])
+        for base in tmp_path.glob("frozen-*"):
+            verify(base)
+        if isinstance(result, list):
+            break
+        assert result == -signal.SIGKILL
+        referred = verify(path).reference
+        assert referred is not None
+        assert referred.path is not None
+        seen.add((len(list(tmp_path.glob("frozen-*"))), current == moment))
+        for base in tmp_path.glob("frozen-*"):  # what a save has left behind, so that each writes its own
+            if base.name != Path(referred.path).name:
+                shutil.rmtree(base)
+    assert seen == {(1, False), (2, False), (2, True)}  # killed before the base had its name, and after
+    assert names(tmp_path) == sorted([path.name, *(base.name for base in tmp_path.glob("frozen-*"))])
+
+
 @pytest.mark.slow
 def test_kill_during_a_save_in_the_background(tmp_path: Path) -> None:
     check_kills(tmp_path, save_in_background, 5)
@@ -347,7 +384,7 @@ def save_and_die(control: Any, path: Path, way: Save, dying: int, moment: int) -
 
 
 @pytest.mark.slow
-@WAYS
+@pytest.mark.parametrize("way", [save, save_in_background, save_with_base])
 @pytest.mark.parametrize("dying", [0, 3])
 def test_a_killed_rank_stops_the_others(tmp_path: Path, dying: int, way: Save) -> None:
     path = tmp_path / "step-1"

@@ -339,12 +339,14 @@ def test_other_keys_arrive() -> None:
         tensor_parallel={"autotp_size": 2},
         bf16={"enabled": True, "check_grad_overflow": True},
         tensorboard={"enabled": False, "output_path": "logs"},
+        wandb={"enabled": True, "project": "mine"},
         elasticity={"enabled": True, "max_train_batch_size": 64},
     )
     plan, result = conversion.plan(), recipe(conversion)
     assert (plan.recompute, plan.grad_reduce, plan.accumulate_dtype) == (True, "sum", "bfloat16")
     assert (plan.tp, plan.mesh) == (2, Factor(local=2, nodes=2))
     assert (result.train.on_nonfinite, result.train.tensorboard, result.cluster.elastic) == ("skip", False, True)
+    assert result.train.trackers == ("wandb",)
     assert (result.cluster.nodes, result.cluster.nproc) == (2, 4)
 
 

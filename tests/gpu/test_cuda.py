@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from benchmarks.gpu.training import TOLERANCE, compare
 
 import thinwire as tw
 from thinwire.program import Lane
+from thinwire.sharding.checkpointing.saved_model import SavedModel
 from thinwire.sharding.lanes.lanes import Lanes
 from thinwire.spec import Plan
 from thinwire.testing import run_ranks
@@ -102,3 +104,24 @@ def steps_without_synchronisation(preset: str) -> tuple[int, int]:
         int(torch.cuda.memory_stats()["num_alloc_retries"]) - int(retries),
         int(torch.cuda.memory_reserved()) - int(reserved),
     )
+
+
+def check_frozen_on_the_device(directory: str, device: str) -> None:
+    """A frozen parameter that has changed goes to another base; one that has not is read from the first."""
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).to(device)
+    layers[0].requires_grad_(False)
+    model = tw.shard(layers, Plan.preset("zero1", nodes=1, local=1))
+    for step, change in enumerate((0.0, 0.0, 1.0)):
+        with torch.no_grad():
+            if change:
+                model[0].weight.add_(change)
+        tw.save(model, None, Path(directory, f"step-{step}"))
+    saved = [SavedModel(Path(directory, f"step-{step}")).read("0.weight") for step in range(3)]
+    assert torch.equal(saved[0], saved[1])
+    assert not torch.equal(saved[1], saved[2])
+    assert torch.equal(saved[2].float(), tw.full_state_dict(model)["0.weight"])
+    assert len(list(Path(directory).glob("frozen-*"))) == 2
+
+
+def test_frozen_parameters_on_the_device(tmp_path: Path) -> None:
+    run_ranks(1, check_frozen_on_the_device, str(tmp_path), "cuda")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -29,6 +26,7 @@ from accelerate.utils import (  # noqa: E402
     GradientAccumulationPlugin,
     TorchDynamoPlugin,
 )
+from tests.support.frameworks.accelerate import job  # noqa: E402
 
 from thinwire.integrations.accelerate import ThinwireAccelerator  # noqa: E402
 
@@ -49,21 +47,6 @@ def build() -> Any:
 
 def tokens(number: int) -> list[torch.Tensor]:
     return list(torch.randint(0, VOCABULARY, (number, LENGTH), generator=torch.Generator().manual_seed(1)))
-
-
-@contextlib.contextmanager
-def job() -> Iterator[None]:
-    """Give accelerate the environment that torchrun would, and forget the accelerator's state at the end."""
-    os.environ |= {
-        "RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()),
-        "LOCAL_RANK": str(dist.get_rank()), "LOCAL_WORLD_SIZE": str(dist.get_world_size()),
-    }  # fmt: skip
-    try:
-        yield
-    finally:
-        AcceleratorState._reset_state()
-        GradientState._reset_state()
-        PartialState._shared_state.clear()
 
 
 @dataclass

@@ -12,6 +12,7 @@ from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.train.directory import RunDirectory
 from thinwire.train.observing.metrics import MetricsLog, StepRecord
+from thinwire.train.observing.trackers import Trackers
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 
@@ -69,7 +70,7 @@ def write_run(
     directory = RunDirectory(path)
     directory.open(recipe, plan, {"thinwire": "0.1.0", "torch": "2.13.0"}, command="thinwire train recipe.toml")
     directory.note_start(0, {"host": "here", "device": "CPU", "ranks": 4, "plan": plan.describe()})
-    log = MetricsLog(directory.metrics, None, 0)
+    log = MetricsLog(directory.metrics, Trackers({}), 0)
     for one in [record(step) for step in range(2, 13, 2)] if records is None else records:
         log.write(one)
     log.close()

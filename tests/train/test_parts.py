@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 import json
@@ -27,6 +28,7 @@ from thinwire.train.directory import RunDirectory
 from thinwire.train.launching.stop import StopRequest
 from thinwire.train.observing.metrics import MetricsLog, StepRecord, known_peak_tflops, read, truncate
 from thinwire.train.observing.progress import ProgressReport
+from thinwire.train.observing.trackers import Trackers, open_trackers
 from thinwire.train.updates import learning_rate_share
 
 
@@ -63,12 +65,12 @@ def test_warm_up_then_cosine() -> None:
 
 def test_metrics_resume_without_duplicates(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path, None, 0)
+    log = MetricsLog(path, Trackers({}), 0)
     for step in range(1, 6):
         log.write(record(step))
     log.close()
     path.write_text(path.read_text() + '{"step": 6, "lo')
-    log = MetricsLog(path, None, 3)
+    log = MetricsLog(path, Trackers({}), 3)
     log.write(record(4, loss=2.0))
     log.close()
     assert [(row["step"], row["loss"]) for row in read(path)] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
@@ -77,7 +79,7 @@ def test_metrics_resume_without_duplicates(tmp_path: Path) -> None:
 
 
 def test_metrics_are_json_whatever_the_loss(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "m.jsonl", None, 0)
+    log = MetricsLog(tmp_path / "m.jsonl", Trackers({}), 0)
     log.write(record(1, loss=float("nan")))
     log.close()
     assert json.loads((tmp_path / "m.jsonl").read_text(), parse_constant=pytest.fail)["loss"] is None
@@ -85,22 +87,28 @@ def test_metrics_are_json_whatever_the_loss(tmp_path: Path) -> None:
 
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    log = MetricsLog(tmp_path / "m.jsonl", tmp_path / "events", 0)
-    log.write(record(1, val_loss=2.5))
+    trackers = open_trackers(["tensorboard"], RunDirectory(tmp_path), {}, 0)
+    log = MetricsLog(tmp_path / "m.jsonl", trackers, 0)
+    log.write(dataclasses.replace(record(1, val_loss=2.5), mfu=0.5))
     log.close()
-    events = accumulators.EventAccumulator(str(tmp_path / "events"))
+    events = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     tags = set(events.Tags()["scalars"])
     assert {
-        "loss",
-        "val_loss",
+        "loss_metrics/global_avg_loss",
+        "validation_metrics/loss",
         "grad_norm",
+        "lr",
+        "n_tokens_seen",
+        "throughput(tps)",
         "bytes/reduce/across",
         "exposed/reduce",
         "codec/reduce",
         "memory/rss",
     } <= tags
-    assert events.Scalars("val_loss")[0].value == 2.5
+    assert not {"loss", "val_loss", "tokens", "tgs", "mfu"} & tags
+    assert events.Scalars("validation_metrics/loss")[0].value == 2.5
+    assert events.Scalars("mfu(%)")[0].value == 50
 
 
 def test_peaks() -> None:

@@ -28,6 +28,7 @@ from thinwire.train.export.files import export
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.observing.metrics import MetricsLog, _scalars, read
 from thinwire.train.observing.progress import ProgressReport
+from thinwire.train.observing.trackers import Trackers
 from thinwire.train.trainer import Trainer, make_trainer
 
 RECIPE = """
@@ -219,7 +220,7 @@ def test_a_gradient_that_overflows_lowers_the_scale_and_is_reported(tmp_path: Pa
     assert (second.skipped, second.skipped_steps, second.loss_scale) == (False, 1, 2.0**17)
     assert 0 < second.grad_norm < 100, "the norm contains the scale"
     assert not torch.equal(before[0], weights(trainer)[0])
-    log = MetricsLog(tmp_path / "metrics.jsonl", None, 0)
+    log = MetricsLog(tmp_path / "metrics.jsonl", Trackers({}), 0)
     log.write(first)
     log.close()
     (line,) = read(tmp_path / "metrics.jsonl")

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol, final
 
@@ -31,8 +32,8 @@ import torch
 
 from thinwire.agreement import Typed, all_gather_typed, describe
 from thinwire.checkpoint import store
-from thinwire.checkpoint.manifest import Json
 from thinwire.checkpoint.storage import Chunk, ShardedVector
+from thinwire.checkpoint.strict_json import Json
 from thinwire.errors import CheckpointError
 
 __all__ = ["BackgroundWriter", "CopyStreams", "PendingSave"]
@@ -163,6 +164,7 @@ class BackgroundWriter:
         then: Callable[[], None] | None = None,
         limit: float | None = None,
         copies: bool = True,
+        base: store.Base | None = None,
     ) -> PendingSave:
         """Copy the vectors, and begin to write them, once :meth:`finish` has returned. All ranks call this in the same
         order.
@@ -175,20 +177,26 @@ class BackgroundWriter:
                 complete all the same.
             limit: Seconds that the save may take before :meth:`finish` gives it up; ``None`` for as long as it takes.
             copies: False if the caller waits for the save, so that the vectors need not be copied.
+            base: Its vectors are free to change as well.
 
         Returns:
             The save.
         """
         assert self._thread is None, "a checkpoint is being written"
-        taken = self._memory.copy(vectors) if copies else vectors
-        wait = _end_of(vectors, self._streams_of)
+        shared = {} if base is None or base.vectors is None else base.vectors
+        everything = {**vectors, **shared}
+        taken = self._memory.copy(everything) if copies else everything
+        if base is not None and base.vectors is not None:
+            base = replace(base, vectors={key: taken[key] for key in shared})
+        own = {key: taken[key] for key in vectors}
+        wait = _end_of(everything, self._streams_of)
         kept = copy.deepcopy(dict(values))
         save = self._save = PendingSave(Path(path), limit)
 
         def write() -> None:
             try:
                 wait()
-                store.write(path, taken, kept, control=self._control, unless=self._control.check_wanted)
+                store.write(path, own, kept, control=self._control, unless=self._control.check_wanted, base=base)
             except BaseException as error:  # whatever it is, somebody waits for the save to end
                 save.set_exception(error)
                 return

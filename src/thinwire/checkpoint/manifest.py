@@ -12,39 +12,44 @@ fast as memory is read.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
 import stat
 import struct
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, final
 
 import torch
 
 from thinwire.checkpoint.blocks import BLOCK_BYTES
+from thinwire.checkpoint.strict_json import (
+    Json,
+    as_array,
+    as_integers,
+    as_object,
+    check_count,
+    dump,
+    parse,
+    quote,
+)
 from thinwire.errors import CheckpointError
-
-Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
-"""State that is not tensors. Sequences are lists: a tuple would come back as a list and is refused."""
 
 MANIFEST_NAME: Final = "thinwire-manifest.json"
 FORMAT: Final = "thinwire-checkpoint"
 VERSION: Final = 2
 """Version 1, of thinwire 0.1 and 0.2, has one checksum for a whole file: one block."""
+_WITH_BASE: Final = 3
+"""The version of a checkpoint that refers to a base; older releases then say that they cannot read it."""
 
 MAX_MANIFEST_BYTES: Final = 128 << 20
-_MAX_ITEMS: Final = 1 << 23
-"""Most arrays, objects, and items in them, together. Counted before parsing: 128 MiB of the smallest ones would take
-minutes and 3 GB. A state of 10 TB on 1,000 ranks has about a million."""
 _MAX_HEADER_BYTES: Final = 100_000_000  # safetensors refuses longer ones
-_MAX_INT: Final = 2**63 - 1
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
 _CHECKSUMS: Final = re.compile(r"(?:[0-9a-f]{8})*")
+_CRC: Final = re.compile(r"[0-9a-f]{8}")
+_BASE_PATH: Final = re.compile(r"(?:[^/\0]+/)*frozen-[0-9a-f]{16}")
 _WHOLE: Final = 1 << 62
 """Bytes of the block of version 1: no file has more."""
 _BLOCK_UNIT: Final = 4096
@@ -94,7 +99,7 @@ def named_dtype(name: str) -> torch.dtype:
         CheckpointError: No element type of checkpoints has this name.
     """
     if name not in _DTYPES:
-        raise CheckpointError(f"dtype {_quote(name)} is not one of {', '.join(_DTYPES)}")
+        raise CheckpointError(f"dtype {quote(name)} is not one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 
@@ -151,12 +156,46 @@ class VectorEntry:
 
 @final
 @dataclass(frozen=True)
+class Content:
+    """What a vector holds, however it is cut: ``numel`` elements of ``dtype``, and the CRC-32 of all their bytes."""
+
+    numel: int
+    dtype: torch.dtype
+    crc: int
+
+    def as_json(self) -> list[Json]:
+        """Its form in a manifest."""
+        return [self.numel, dtype_name(self.dtype), f"{self.crc:08x}"]
+
+
+@final
+@dataclass(frozen=True)
+class Reference:
+    """Vectors that a checkpoint refers to instead of holding them.
+
+    Attributes:
+        path: The base that holds them, relative to the checkpoint; ``None`` if none does.
+        contents: What they hold, by key.
+    """
+
+    path: str | None
+    contents: Mapping[str, Content]
+
+
+@final
+@dataclass(frozen=True)
 class Manifest:
     """The verified table of contents of a checkpoint."""
 
     files: tuple[FileEntry, ...]
     vectors: Mapping[str, VectorEntry]
     values: Mapping[str, Any]
+    reference: Reference | None = None
+
+    @property
+    def absent(self) -> Mapping[str, Content]:
+        """What the vectors hold that the checkpoint names but nobody has stored, by key."""
+        return {} if self.reference is None or self.reference.path is not None else self.reference.contents
 
     def encode(self) -> bytes:
         """Write the manifest as one canonical line of JSON that carries the checksum of its body.
@@ -164,7 +203,7 @@ class Manifest:
         Raises:
             CheckpointError: The manifest is larger than a reader accepts.
         """
-        body = {
+        body: dict[str, object] = {
             "files": [
                 {
                     "name": file.name,
@@ -184,13 +223,16 @@ class Manifest:
             },
             "values": self.values,
         }
-        raw = seal(body)
+        if self.reference is not None:
+            contents = {key: content.as_json() for key, content in self.reference.contents.items()}
+            body["reference"] = {"path": self.reference.path, "contents": contents}
+        raw = seal(body, VERSION if self.reference is None else _WITH_BASE)
         if len(raw) > MAX_MANIFEST_BYTES:
             raise CheckpointError(
                 f"{MANIFEST_NAME} would have {len(raw)} bytes, at most {MAX_MANIFEST_BYTES} are valid: "
                 "keep large state in vectors, not in values"
             )
-        _check_count(raw, MANIFEST_NAME, "keep large state in vectors, not in values")
+        check_count(raw, MANIFEST_NAME, "keep large state in vectors, not in values")
         return raw
 
     def contents(self) -> list[dict[str, tuple[torch.dtype, StoredSpan]]]:
@@ -205,8 +247,8 @@ class Manifest:
 
 def seal(body: object, version: int = VERSION) -> bytes:
     """Wrap a manifest's body with format, version and checksum; the bytes are canonical."""
-    crc = zlib.crc32(_dump(body))
-    return _dump({"format": FORMAT, "version": version, "crc32": f"{crc:08x}", "body": body}) + b"\n"
+    crc = zlib.crc32(dump(body))
+    return dump({"format": FORMAT, "version": version, "crc32": f"{crc:08x}", "body": body}) + b"\n"
 
 
 def decode(raw: bytes, where: str) -> Manifest:
@@ -222,17 +264,17 @@ def decode(raw: bytes, where: str) -> Manifest:
     Raises:
         CheckpointError: Something differs from what :meth:`Manifest.encode` writes.
     """
-    _check_count(raw, where, "the file is corrupt, or no manifest")
-    document = _parse(raw, where)
-    fields = _object(document, where, None)
+    check_count(raw, where, "the file is corrupt, or no manifest")
+    document = parse(raw, where)
+    fields = as_object(document, where, None)
     if fields.get("format") != FORMAT:
-        raise CheckpointError(f"{where}: not a checkpoint manifest (format is {_quote(fields.get('format'))})")
+        raise CheckpointError(f"{where}: not a checkpoint manifest (format is {quote(fields.get('format'))})")
     version = fields.get("version")
-    if type(version) is not int or version not in (1, VERSION):
+    if type(version) is not int or version not in (1, VERSION, _WITH_BASE):
         raise CheckpointError(
-            f"{where}: format version {_quote(version)} cannot be read; this thinwire reads versions 1 and {VERSION}"
+            f"{where}: format version {quote(version)} cannot be read; this thinwire reads versions 1 to {_WITH_BASE}"
         )
-    _object(document, where, {"format", "version", "crc32", "body"})
+    as_object(document, where, {"format", "version", "crc32", "body"})
     try:
         # Comparing bytes, not only checksums, leaves no byte of the file free to change unnoticed.
         sealed = seal(fields["body"], version)
@@ -241,18 +283,20 @@ def decode(raw: bytes, where: str) -> Manifest:
     if sealed != raw:
         raise CheckpointError(f"{where}: corrupt: its checksum does not match its contents")
 
-    body = _object(fields["body"], f"{where}: body", {"files", "vectors", "values"})
+    names = {"files", "vectors", "values", *(("reference",) if version == _WITH_BASE else ())}
+    body = as_object(fields["body"], f"{where}: body", names)
     files = tuple(
         _file_entry(item, version, f"{where}: files[{index}]")
-        for index, item in enumerate(_array(body["files"], f"{where}: files"))
+        for index, item in enumerate(as_array(body["files"], f"{where}: files"))
     )
     if len({file.name for file in files}) != len(files):
         raise CheckpointError(f"{where}: corrupt: two entries name the same file")
     vectors = {
         key: _vector_entry(item, len(files), f"{where}: vector {key!r}")
-        for key, item in _object(body["vectors"], f"{where}: vectors", None).items()
+        for key, item in as_object(body["vectors"], f"{where}: vectors", None).items()
     }
-    manifest = Manifest(files, vectors, _object(body["values"], f"{where}: values", None))
+    reference = _reference(body["reference"], vectors, where) if version == _WITH_BASE else None
+    manifest = Manifest(files, vectors, as_object(body["values"], f"{where}: values", None), reference)
     for key, vector in vectors.items():
         check_key(key)
         spans = [(span.offset, span.length) for span in vector.spans]
@@ -339,21 +383,21 @@ def check_header(path: Path, size: int, contents: Mapping[str, tuple[torch.dtype
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {os_reason(error)}") from error
     where = f"{path}: header"
-    header = _object(_parse(raw, where), where, {"__metadata__", *contents})
-    metadata = _object(header.pop("__metadata__"), f"{where}: __metadata__", None)
+    header = as_object(parse(raw, where), where, {"__metadata__", *contents})
+    metadata = as_object(header.pop("__metadata__"), f"{where}: __metadata__", None)
     sharding = metadata.get("DCP_SHARDING_INFO")
     if type(sharding) is not str:
         raise CheckpointError(f"{where}: corrupt: it does not say which part of each vector the file holds")
-    offsets = _object(_parse(sharding.encode("utf-8", "replace"), where), f"{where}: DCP_SHARDING_INFO", set(contents))
+    offsets = as_object(parse(sharding.encode("utf-8", "replace"), where), f"{where}: DCP_SHARDING_INFO", set(contents))
     ranges, begins = [], {}
     for key, (dtype, span) in contents.items():
-        entry = _object(header[key], f"{where}: {key!r}", {"dtype", "shape", "data_offsets"})
-        saved = _object(offsets[key], f"{where}: {key!r}", {"saved_offsets"})
+        entry = as_object(header[key], f"{where}: {key!r}", {"dtype", "shape", "data_offsets"})
+        saved = as_object(offsets[key], f"{where}: {key!r}", {"saved_offsets"})
         expected = {"dtype": SAFETENSORS_CODES[dtype], "shape": [span.length], "saved_offsets": [span.offset]}
         actual = {"dtype": entry["dtype"], "shape": entry["shape"], **saved}
-        if _dump(actual) != _dump(expected):
+        if dump(actual) != dump(expected):
             raise CheckpointError(f"{where}: corrupt: {key!r} is {actual}, the manifest says {expected}")
-        begin, end = _integers(entry["data_offsets"], 2, f"{where}: data_offsets of {key!r}")
+        begin, end = as_integers(entry["data_offsets"], 2, f"{where}: data_offsets of {key!r}")
         if end - begin != span.length * dtype.itemsize:
             raise CheckpointError(f"{where}: corrupt: {key!r} lies in bytes {begin} to {end}, too few or too many")
         if (8 + length + begin) % dtype.itemsize:
@@ -402,33 +446,8 @@ def check_key(key: object) -> None:
             valid = False
     if not valid:
         raise CheckpointError(
-            f"vector key {_quote(key)} is not valid: keys are non-empty UTF-8 strings, not '__metadata__'"
+            f"vector key {quote(key)} is not valid: keys are non-empty UTF-8 strings, not '__metadata__'"
         )
-
-
-def dump_value(value: object, what: str) -> str:
-    """Serialise a JSON value so that it is read back exactly.
-
-    Args:
-        value: ``None``, bool, int, finite float, str, or a list or dict (with string keys) of such values.
-        what: Name of the value, for messages.
-
-    Returns:
-        Canonical JSON text.
-
-    Raises:
-        CheckpointError: The value, or one inside it, has another type or is not finite.
-    """
-    _check_value(value, what, 0)
-    try:
-        return _dump(value).decode()
-    except ValueError as error:
-        raise CheckpointError(f"{what}: cannot be written as JSON: {error}") from error
-
-
-def parse_value(text: str) -> Any:
-    """Parse the output of :func:`dump_value`."""
-    return json.loads(text)
 
 
 def os_reason(error: OSError) -> str:
@@ -445,118 +464,62 @@ def _regular_size(path: Path) -> int:
 
 
 def _file_entry(item: object, version: int, where: str) -> FileEntry:
-    fields = _object(item, where, {"name", "bytes", "crc32", *(("block_bytes",) if version > 1 else ())})
+    fields = as_object(item, where, {"name", "bytes", "crc32", *(("block_bytes",) if version > 1 else ())})
     name, checksums = fields["name"], fields["crc32"]
     if type(name) is not str or not _FILE_NAME.fullmatch(name):
-        raise CheckpointError(f"{where}: {_quote(name)} is not the plain name of a .safetensors file")
-    size, block_bytes = _integers([fields["bytes"], fields.get("block_bytes", _WHOLE)], 2, where)
+        raise CheckpointError(f"{where}: {quote(name)} is not the plain name of a .safetensors file")
+    size, block_bytes = as_integers([fields["bytes"], fields.get("block_bytes", _WHOLE)], 2, where)
     if not block_bytes or block_bytes % _BLOCK_UNIT:
         raise CheckpointError(f"{where}: corrupt: blocks of {block_bytes} bytes, no multiple of {_BLOCK_UNIT}")
     blocks = max(1, -(-size // block_bytes)) if version == 1 else -(-size // block_bytes)
     if type(checksums) is not str or not _CHECKSUMS.fullmatch(checksums) or len(checksums) != 8 * blocks:
-        raise CheckpointError(f"{where}: {_quote(checksums)} is not the CRC-32 of {blocks} blocks")
+        raise CheckpointError(f"{where}: {quote(checksums)} is not the CRC-32 of {blocks} blocks")
     crcs = tuple(int.from_bytes(raw) for (raw,) in struct.iter_unpack("4s", bytes.fromhex(checksums)))
     return FileEntry(name, size, crcs, block_bytes)
 
 
 def _vector_entry(item: object, num_files: int, where: str) -> VectorEntry:
-    fields = _object(item, where, {"numel", "dtype", "spans"})
-    (numel,) = _integers([fields["numel"]], 1, where)
+    fields = as_object(item, where, {"numel", "dtype", "spans"})
+    (numel,) = as_integers([fields["numel"]], 1, where)
     name = fields["dtype"]
     if name is not None and (type(name) is not str or name not in _DTYPES):
-        raise CheckpointError(f"{where}: dtype {_quote(name)} is not one of {', '.join(_DTYPES)}")
+        raise CheckpointError(f"{where}: dtype {quote(name)} is not one of {', '.join(_DTYPES)}")
     if name is None and numel:
         raise CheckpointError(f"{where}: {numel} elements of no dtype")
-    spans = tuple(StoredSpan(*_integers(span, 3, where)) for span in _array(fields["spans"], where))
+    spans = tuple(StoredSpan(*as_integers(span, 3, where)) for span in as_array(fields["spans"], where))
     if any(span.file >= num_files for span in spans):
         raise CheckpointError(f"{where}: a span lies in a file that is not listed")
     return VectorEntry(numel, None if name is None else _DTYPES[name], spans)
 
 
-def _check_count(raw: bytes, where: str, remedy: str) -> None:
-    """Bound what parsing allocates. Characters inside of strings count too, since finding strings is parsing."""
-    count = sum(map(raw.count, (b"[", b"{", b",")))
-    if count > _MAX_ITEMS:
-        raise CheckpointError(f"{where}: about {count} items, at most {_MAX_ITEMS} are valid: {remedy}")
+def _reference(item: object, vectors: Mapping[str, VectorEntry], where: str) -> Reference:
+    fields = as_object(item, f"{where}: reference", {"path", "contents"})
+    path = fields["path"]
+    if path is not None and (type(path) is not str or not _BASE_PATH.fullmatch(path)):
+        raise CheckpointError(f"{where}: {quote(path)} is not the path of a base")
+    contents = parse_contents(fields["contents"], f"{where}: reference")
+    for key in contents:
+        check_key(key)
+        if key in vectors:
+            raise CheckpointError(f"{where}: corrupt: it holds vector {key!r} and refers to it as well")
+    return Reference(path, contents)
 
 
-def _dump(value: object) -> bytes:
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
+def parse_contents(item: object, where: str) -> dict[str, Content]:
+    """Parse what :meth:`Content.as_json` has written, by key.
 
+    Args:
+        item: From the disk.
+        where: Beginning of messages.
 
-def _parse(raw: bytes, where: str) -> object:
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            raise ValueError("a name occurs twice in one object")
-        return result
-
-    def finite(text: str) -> float:
-        number = float(text)  # NaN and Infinity are parsed here too, and 1e999 becomes infinite
-        if not math.isfinite(number):
-            raise ValueError(f"{text[:20]} is not a finite number")
-        return number
-
-    try:
-        parsed: object = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=finite, parse_float=finite
-        )
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: corrupt: not valid JSON: {error}") from error
-    return parsed
-
-
-def _object(value: object, where: str, names: set[str] | None) -> dict[str, Any]:
-    """Return ``value`` if it is a JSON object with exactly these names (or any names, if ``None``)."""
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{where}: corrupt: {_quote(value)} should be an object")
-    if names is not None and value.keys() != names:
-        wrong = sorted(value.keys() ^ names)
-        raise CheckpointError(f"{where}: corrupt: missing or unknown: {_quote(wrong)}")
-    return value
-
-
-def _array(value: object, where: str) -> list[object]:
-    if not isinstance(value, list):
-        raise CheckpointError(f"{where}: corrupt: {_quote(value)} should be an array")
-    return value
-
-
-def _integers(value: object, count: int, where: str) -> list[int]:
-    """Return ``value`` if it is an array of ``count`` non-negative integers that fit in 63 bits; bools do not count."""
-    items = _array(value, where)
-    integers = [item for item in items if type(item) is int and 0 <= item <= _MAX_INT]
-    if len(items) != count or len(integers) != count:
-        raise CheckpointError(f"{where}: corrupt: {_quote(value)} should be {count} integers from 0 to {_MAX_INT}")
-    return integers
-
-
-def _check_value(value: object, what: str, depth: int) -> None:
-    if depth > 100:
-        raise CheckpointError(f"{what}: nested too deeply")
-    if value is None or isinstance(value, bool | str | int):
-        return
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise CheckpointError(f"{what}: {value} has no JSON form; store a finite number or None")
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            _check_value(item, f"{what}[{index}]", depth + 1)
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            if not isinstance(name, str):
-                raise CheckpointError(f"{what}: the key {_quote(name)} is not a string")
-            _check_value(item, f"{what}.{name}", depth + 1)
-    else:
-        raise CheckpointError(
-            f"{what}: {_quote(value)} is a {type(value).__name__}; valid are None, bool, int, float, str, list and dict"
-        )
-
-
-def _quote(value: object) -> str:
-    """Show a value from disk, shortened, because it may be anything of any length."""
-    try:
-        text = ascii(value)
-    except (ValueError, RecursionError):
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    Raises:
+        CheckpointError: It is something else.
+    """
+    contents = {}
+    for key, entry in as_object(item, where, None).items():
+        numel, name, crc = fields if len(fields := as_array(entry, where)) == 3 else (None, None, None)
+        if type(name) is not str or name not in _DTYPES or type(crc) is not str or not _CRC.fullmatch(crc):
+            raise CheckpointError(f"{where}: corrupt: {quote(key)} is {quote(entry)}")
+        (length,) = as_integers([numel], 1, where)
+        contents[key] = Content(length, _DTYPES[name], int(crc, 16))
+    return contents

@@ -16,6 +16,7 @@ after every phase (:func:`_together`), so either all of them raise or none does.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import errno
 import os
@@ -30,14 +31,19 @@ from thinwire.agreement import NOTHING, Typed, agree
 from thinwire.agreement import Ranks as ControlGroup
 from thinwire.checkpoint import manifest as _manifest
 from thinwire.checkpoint.atomic import Staging, locate, recover
-from thinwire.checkpoint.manifest import Json, Manifest, StoredSpan, VectorEntry
+from thinwire.checkpoint.bases import CONTENTS, Base, base_name, base_of, find_base
+from thinwire.checkpoint.contributions import CONTRIBUTION, check_chunks, describe, merge_values, merge_vectors
+from thinwire.checkpoint.manifest import Content, Manifest, Reference, StoredSpan, VectorEntry
 from thinwire.checkpoint.reading import Reading, check_file
 from thinwire.checkpoint.storage import Chunk, ShardedVector, WrittenFile, pack, write_file
+from thinwire.checkpoint.strict_json import Json
 from thinwire.errors import CheckpointError
 
 __all__ = [
     "Alone",
+    "Base",
     "Chunk",
+    "Content",
     "ControlGroup",
     "Json",
     "Manifest",
@@ -84,6 +90,7 @@ def write(
     *,
     control: ControlGroup,
     unless: Callable[[], None] = lambda: None,
+    base: Base | None = None,
 ) -> None:
     """Save vectors and values as a checkpoint directory, completely or not at all. Collective.
 
@@ -91,6 +98,8 @@ def write(
     2. Rank 0 creates a staging directory next to ``path``. Every rank writes its files there, synchronises them to
        disk, and sends their names, sizes and checksums to rank 0.
     3. Rank 0 writes the manifest and renames the directory to ``path``.
+
+    A base is written before all this, in the same way, unless there is one that holds its vectors.
 
     An existing checkpoint at ``path`` is replaced. It stays readable under that name until the new one replaces it,
     even if the process is killed at any moment. Anything else at that path is an error.
@@ -102,15 +111,17 @@ def write(
         values: JSON state by key. Ranks may pass different keys, but equal values for the same key.
         control: The ranks that save, with a timeout that suffices for the slowest rank's disk.
         unless: Raises an error if the checkpoint should not get its name after all.
+        base: Further vectors, which the checkpoint refers to; ``None`` if there are none.
 
     Raises:
         CheckpointError: On every rank, if any rank fails, for example because the disk is full. Whatever was at
             ``path`` is unchanged, and the staging directory is deleted.
     """
     doing = f"{os.fspath(path)}: cannot save"
-    parts = _together(control, doing, lambda: _describe(vectors, values), _CONTRIBUTION)
-    numels, dtypes = _merge_vectors([part.vectors for part in parts], doing)
-    merged_values = _merge_values([part.values for part in parts], doing)
+    reference = None if base is None else _refer(Path(path), base, control, unless)
+    parts = _together(control, doing, lambda: describe(vectors, values), CONTRIBUTION)
+    numels, dtypes = merge_vectors([part.vectors for part in parts], doing)
+    merged_values = merge_values([part.values for part in parts], doing)
     first_number, staging = sum(part.num_files for part in parts[: control.rank]), cast("Staging | None", None)
 
     def stage() -> str | None:
@@ -126,7 +137,7 @@ def write(
 
     def publish() -> None:
         if staging is not None:
-            _write_manifest(staging.directory, _compile(written, numels, dtypes, merged_values))
+            _write_manifest(staging.directory, _compile(written, numels, dtypes, merged_values, reference))
             unless()
             staging.publish()
 
@@ -139,20 +150,73 @@ def write(
             staging.discard()
 
 
+def _refer(path: Path, base: Base, control: ControlGroup, unless: Callable[[], None]) -> Reference:
+    """Find or write a base; returns what the checkpoint at ``path`` says of it. Collective."""
+    if base.place is None:
+        return Reference(None, base.contents)
+    place, name = base.place.resolve(), base_name(base.contents)
+
+    def look() -> str | None:
+        found = find_base([place], base.contents)[0] if control.rank == 0 else None
+        return None if found is None else found.name
+
+    known = _together(control, f"{path}: cannot save", look, _TOKEN)[0]
+    if known is None:
+        if base.vectors is None:
+            raise CheckpointError(
+                f"{path}: cannot save: {place / name}, which held the frozen parameters, is gone; the next save writes "
+                "it again"
+            )
+        contents = {key: content.as_json() for key, content in base.contents.items()}
+        write(place / name, base.vectors, {CONTENTS: contents}, control=control, unless=unless)
+    return Reference(os.path.relpath(place / (known or name), path.resolve()), base.contents)
+
+
 @final
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint with a valid manifest, and files of the right sizes.
+    """A checkpoint with a valid manifest, and files of the right sizes; as its base, if it refers to one.
 
     Attributes:
         directory: Where it is.
-        manifest: Its table of contents.
+        own: Its table of contents.
         fingerprint: Equal fingerprints mean equal manifests.
+        base: The base.
     """
 
     directory: Path
-    manifest: Manifest
+    own: Manifest
     fingerprint: int
+    base: Opened | None = None
+
+    @property
+    def manifest(self) -> Manifest:
+        """The table of contents, with the vectors that it refers to."""
+        if self.base is None:
+            return self.own
+        assert self.own.reference is not None
+        there = self.base.own.vectors
+        referred = {key: dataclasses.replace(there[key], spans=()) for key in self.own.reference.contents}
+        return dataclasses.replace(self.own, vectors={**self.own.vectors, **referred})
+
+    def readings(self, vectors: Mapping[str, ShardedVector]) -> list[Reading]:
+        """What to read for these vectors, from each directory.
+
+        Raises:
+            CheckpointError: A file contradicts the manifest.
+        """
+        readings = []
+        for opened in (self,) if self.base is None else (self, self.base):
+            keys = [key for key in vectors if (key in self.own.vectors) is (opened is self)]
+            readings.append(Reading(opened.directory, opened.own, {key: vectors[key] for key in keys}))
+        return readings
+
+    def check_files(self) -> None:
+        """Compare every file with the manifest; see :func:`~thinwire.checkpoint.reading.check_file`."""
+        for file, contents in zip(self.own.files, self.own.contents(), strict=True):
+            check_file(self.directory, file, contents)
+        if self.base is not None:
+            self.base.check_files()
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
@@ -172,7 +236,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
     except (OSError, RuntimeError, ValueError) as error:  # no permission, a loop of links, or a NUL in the name
         raise CheckpointError(f"{os.fspath(path)}: not a checkpoint: {_explain(error)}") from error
     manifest, fingerprint = _manifest.read_manifest(directory)
-    return Opened(directory, manifest, fingerprint)
+    if manifest.reference is None or manifest.reference.path is None:
+        return Opened(directory, manifest, fingerprint)
+    base = base_of(directory, manifest.reference)
+    of_base, theirs = _manifest.read_manifest(base)
+    return Opened(directory, manifest, fingerprint ^ theirs, Opened(base, of_base, theirs))
 
 
 def read(
@@ -223,24 +291,27 @@ def read(
 
     fingerprints = _together(control, doing, inspect, Typed[int](int))
     assert opened is not None
-    directory, manifest = opened.directory, opened.manifest
     for rank, fingerprint in enumerate(fingerprints):
         if fingerprint != fingerprints[0]:
             raise CheckpointError(
                 f"{doing}: ranks 0 and {rank} see different checkpoints there; "
                 "load from a file system that all ranks share"
             )
-    wanted = {key: vector for key, vector in vectors.items() if key in manifest.vectors}
-    reading: Reading | None = None
+    there = opened.manifest.vectors
+    wanted = {key: vector for key, vector in vectors.items() if key in there}
+    readings: list[Reading] = []
 
     def compare_headers() -> None:
-        nonlocal reading
-        reading = Reading(directory, manifest, wanted)
+        assert opened is not None
+        readings.extend(opened.readings(wanted))
+
+    def fill() -> None:
+        for reading in readings:
+            reading.fill()
 
     _together(control, doing, compare_headers, NOTHING)
-    assert reading is not None
     before_filling()
-    _together(control, doing, reading.fill, NOTHING)
+    _together(control, doing, fill, NOTHING)
     return tuple(key for key in vectors if key not in wanted)
 
 
@@ -277,7 +348,7 @@ def verify(path: str | os.PathLike[str], *, checksums: bool = True) -> Manifest:
     """
     opened = open_checkpoint(path)
     if checksums:
-        _check_files(opened)
+        opened.check_files()
     return opened.manifest
 
 
@@ -296,9 +367,9 @@ class Reader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        opened = open_checkpoint(path)
-        self._directory, self.manifest = opened.directory, opened.manifest
-        _check_files(opened)
+        self._opened = open_checkpoint(path)
+        self.manifest = self._opened.manifest
+        self._opened.check_files()
 
     def vector(self, key: str) -> torch.Tensor:
         """Read a whole vector, as a 1-D tensor in the stored dtype.
@@ -308,10 +379,11 @@ class Reader:
         """
         entry = self.manifest.vectors.get(key)
         if entry is None:
-            raise CheckpointError(f"{self._directory}: {_missing_keys([key], self.manifest.vectors)}")
+            raise CheckpointError(f"{self._opened.directory}: {_missing_keys([key], self.manifest.vectors)}")
         whole = torch.empty(entry.numel, dtype=entry.dtype or torch.float32)
         vectors = {key: ShardedVector(entry.numel, (Chunk(0, whole),))}
-        Reading(self._directory, self.manifest, vectors).fill_unchecked()
+        for reading in self._opened.readings(vectors):
+            reading.fill_unchecked()
         return whole
 
 
@@ -354,97 +426,6 @@ def _name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
 
-@final
-@dataclass(frozen=True)
-class _Contribution:
-    """One rank's part of a save: lengths, types and spans of its vectors, values as JSON, number of files."""
-
-    vectors: dict[str, tuple[int, str | None, list[tuple[int, int]]]]
-    values: dict[str, str]
-    num_files: int
-
-
-_CONTRIBUTION: Final[Typed[_Contribution]] = Typed(_Contribution)
-
-
-def _describe(vectors: Mapping[str, ShardedVector], values: Mapping[str, Json]) -> _Contribution:
-    described = {}
-    for key, vector in vectors.items():
-        _manifest.check_key(key)
-        _check_chunks(key, vector)
-        dtypes = {chunk.tensor.dtype for chunk in vector.chunks}
-        if len(dtypes) > 1:
-            names = sorted(map(_manifest.dtype_name, dtypes))
-            raise CheckpointError(f"vector {key!r}: its chunks have different types: {', '.join(names)}")
-        spans = [(chunk.offset, chunk.tensor.numel()) for chunk in vector.chunks if chunk.tensor.numel()]
-        described[key] = (vector.numel, _manifest.dtype_name(dtypes.pop()) if dtypes else None, spans)
-    texts = {}
-    for key, value in values.items():
-        if not isinstance(key, str):
-            raise CheckpointError(f"value {key!r}: its key is not a string")
-        texts[key] = _manifest.dump_value(value, f"value {key!r}")
-    return _Contribution(described, texts, len(pack(vectors)))
-
-
-def _check_chunks(key: str, vector: ShardedVector) -> None:
-    for chunk in vector.chunks:
-        tensor = chunk.tensor
-        if tensor.dim() != 1 or not tensor.is_contiguous():
-            raise CheckpointError(
-                f"vector {key!r}: a chunk of shape {list(tensor.shape)} and strides {list(tensor.stride())} "
-                "is not one-dimensional and contiguous"
-            )
-        if tensor.dtype not in _manifest.SAFETENSORS_CODES:
-            names = ", ".join(map(_manifest.dtype_name, _manifest.SAFETENSORS_CODES))
-            raise CheckpointError(f"vector {key!r}: {tensor.dtype} cannot be stored; valid are {names}")
-        if not 0 <= chunk.offset <= chunk.offset + tensor.numel() <= vector.numel:
-            raise CheckpointError(
-                f"vector {key!r}: a chunk of elements {chunk.offset} to {chunk.offset + tensor.numel()} "
-                f"is no part of 0 to {vector.numel}"
-            )
-
-
-def _merge_vectors(
-    contributions: Sequence[Mapping[str, tuple[int, str | None, list[tuple[int, int]]]]], doing: str
-) -> tuple[dict[str, int], dict[str, torch.dtype | None]]:
-    """Check that the ranks agree on every vector and cover it exactly once.
-
-    All ranks check the same data, so they raise together without another exchange.
-    """
-    numels: dict[str, int] = {}
-    dtypes: dict[str, torch.dtype | None] = {}
-    spans: dict[str, list[tuple[int, int]]] = {}
-    for rank, vectors in enumerate(contributions):
-        for key, (numel, name, chunks) in vectors.items():
-            dtype = None if name is None else _manifest.named_dtype(name)
-            if numels.setdefault(key, numel) != numel:
-                raise CheckpointError(
-                    f"{doing}: rank {rank} says that vector {key!r} has {numel} elements, "
-                    f"a rank before it says {numels[key]}"
-                )
-            known = dtypes.setdefault(key, dtype)
-            if known is None:
-                dtypes[key] = dtype
-            elif dtype not in (None, known):
-                raise CheckpointError(f"{doing}: vector {key!r} is {dtype} on rank {rank}, {known} on a rank before it")
-            spans.setdefault(key, []).extend(chunks)
-    for key, numel in numels.items():
-        _manifest.check_cover(spans[key], numel, f"{doing}: vector {key!r}: of all ranks' chunks, elements")
-    return numels, dtypes
-
-
-def _merge_values(contributions: Sequence[Mapping[str, str]], doing: str) -> dict[str, Any]:
-    texts: dict[str, str] = {}
-    for rank, values in enumerate(contributions):
-        for key, text in values.items():
-            if texts.setdefault(key, text) != text:
-                raise CheckpointError(
-                    f"{doing}: value {key!r} on rank {rank} differs from that on a rank before it; "
-                    "what belongs to one rank needs a key of its own"
-                )
-    return {key: _manifest.parse_value(text) for key, text in texts.items()}
-
-
 def _write_files(directory: Path, vectors: Mapping[str, ShardedVector], first_number: int) -> list[WrittenFile]:
     if not directory.is_dir():
         raise CheckpointError(f"{directory}, made by rank 0, is not there; save to a file system that all ranks share")
@@ -456,6 +437,7 @@ def _compile(
     numels: Mapping[str, int],
     dtypes: Mapping[str, torch.dtype | None],
     values: Mapping[str, Any],
+    reference: Reference | None,
 ) -> Manifest:
     files = []
     spans: dict[str, list[StoredSpan]] = {key: [] for key in numels}
@@ -467,7 +449,7 @@ def _compile(
         key: VectorEntry(numels[key], dtypes[key], tuple(sorted(spans[key], key=lambda span: span.offset)))
         for key in numels
     }
-    return Manifest(tuple(files), vectors, values)
+    return Manifest(tuple(files), vectors, values, reference)
 
 
 def _write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -496,7 +478,7 @@ def _check_wanted(vectors: Mapping[str, ShardedVector], manifest: Manifest, *, s
             raise CheckpointError(
                 f"vector {key!r} has {entry.numel} elements in the checkpoint, {vector.numel} are wanted"
             )
-        _check_chunks(key, vector)
+        check_chunks(key, vector)
         for chunk in vector.chunks:
             stored, wanted = entry.dtype, chunk.tensor.dtype
             if stored is not None and not _manifest.converts_losslessly(stored, wanted):
@@ -515,8 +497,3 @@ def _missing_keys(missing: Sequence[str], present: Iterable[str]) -> str:
         hints.append(f"{key!r}" + (f" (nearest: {', '.join(map(repr, nearest))})" if nearest else ""))
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
     return f"it has {len(known)} vectors but lacks {', '.join(hints)}{more}"
-
-
-def _check_files(opened: Opened) -> None:
-    for file, contents in zip(opened.manifest.files, opened.manifest.contents(), strict=True):
-        check_file(opened.directory, file, contents)

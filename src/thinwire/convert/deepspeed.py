@@ -52,6 +52,11 @@ def _tensorboard(value: bool, source: Source) -> Judgement:
     return mapped(recipe={"train.tensorboard": value})
 
 
+def _wandb(value: bool, source: Source) -> Judgement:
+    del source
+    return mapped(recipe={"train.trackers": ["wandb"]}) if value else ignored("off")
+
+
 def _tensor_parallel(value: int, source: Source) -> Judgement:
     if value <= 1:
         return ignored("off")
@@ -92,7 +97,12 @@ _OWN_CUT: Final = off(_HANDS_OFF, "leave it out, and check the model with thinwi
 
 _LOGGERS: Final[Rules] = {
     "tensorboard": {"enabled": flag(_tensorboard), "output_path": _RUN_DIRECTORY, "job_name": _RUN_DIRECTORY},
-    "wandb": _NO_OTHER_LOGGER,
+    "wandb": {
+        "enabled": flag(_wandb),
+        **dict.fromkeys(
+            ("group", "team", "project"), because("WANDB_RUN_GROUP, WANDB_ENTITY and WANDB_PROJECT say it")
+        ),
+    },
     "comet": _NO_OTHER_LOGGER,
     "csv_monitor": _NO_OTHER_LOGGER,
     "wall_clock_breakdown": _IN_METRICS,

@@ -163,6 +163,9 @@ class _AcceleratedStates:
     """The part of the accelerator that saves and loads shares."""
 
     step: int
+    project_configuration: Any
+    project_dir: Any
+    _frozen: str | Path | None
     _models: list[nn.Module]
     _optimizers: list[Any]
     _sharded: nn.Module | None
@@ -218,7 +221,11 @@ class _AcceleratedStates:
         del models, weights
         self._models = self._everything[0]  # the hooks that follow are given all models
         if self._sharded is not None:
-            tw.save(self._sharded, self._sharded_optimizer, Path(output_dir, STATE), extra={"step": self.step})
+            # accelerate counts, and deletes, whatever is in the directory of the checkpoints that it names itself.
+            named_here = self.project_configuration.automatic_checkpoint_naming
+            frozen = self._frozen or (self.project_dir if named_here else Path(output_dir).parent)
+            extra = {"step": self.step}
+            tw.save(self._sharded, self._sharded_optimizer, Path(output_dir, STATE), extra=extra, frozen=frozen)
 
     def _load_shares(self, models: list[nn.Module], input_dir: str) -> None:
         del models
@@ -233,6 +240,8 @@ class ThinwireAccelerator(_AcceleratedSteps, _AcceleratedStates, Accelerator):
         *args: See ``accelerate.Accelerator``.
         plan: How the model is sharded: a plan, the name of a preset or a plan file (``.toml``). Presets compute in the
             dtype of ``mixed_precision``, and in float32 without one.
+        frozen: Where ``save_state`` keeps frozen parameters, see :func:`thinwire.save`; by default, in the directory
+            that the checkpoint is in, or in that of the project if accelerate names the checkpoints.
         **kwargs: See ``accelerate.Accelerator``.
 
     Attributes:
@@ -243,10 +252,12 @@ class ThinwireAccelerator(_AcceleratedSteps, _AcceleratedStates, Accelerator):
         UsageError: The arguments, or the configuration of ``accelerate launch``, ask for what thinwire cannot do.
     """
 
-    def __init__(self, *args: Any, plan: Plan | str | Path = "zero3", **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, plan: Plan | str | Path = "zero3", frozen: str | Path | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         _refuse(self)
-        self._plan = plan
+        self._plan, self._frozen = plan, frozen
         self._names: dict[int, str] = {}
         self._sharded = self._sharded_optimizer = self.loss_scale = None
         # The plan's compute_dtype takes the place of autocast, and a loss scale that of torch's GradScaler.

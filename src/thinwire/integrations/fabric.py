@@ -85,14 +85,17 @@ class ThinwireFabricStrategy(DDPStrategy):
     Args:
         plan: How the module is sharded: a plan, the name of a preset, or a plan file (``.toml``). Presets compute in
             Fabric's precision.
+        frozen: Where checkpoints keep frozen parameters; see :func:`thinwire.save`.
         **options: See ``lightning.fabric.strategies.ParallelStrategy``, and ``process_group_backend`` and ``timeout``.
 
     Raises:
         UsageError: Fabric is asked for what thinwire cannot do in this loop.
     """
 
-    def __init__(self, plan: tw.Plan | str | Path = "zero3", **options: Any) -> None:
-        self._plan = plan
+    def __init__(
+        self, plan: tw.Plan | str | Path = "zero3", *, frozen: str | Path | None = None, **options: Any
+    ) -> None:
+        self._plan, self._frozen = plan, frozen
         self._building = Building(self.broadcast)
         self._sharded: WeakSet[nn.Module] = WeakSet()
         super().__init__(**options)
@@ -246,7 +249,7 @@ class ThinwireFabricStrategy(DDPStrategy):
         module, optim = _sharded_objects("fabric.save", state)
         others = {key: _state_of(item) for key, item in state.items() if item is not module and item is not optim}
         where, content = self.broadcast((str(path), encoded(others, _REMEDY)))
-        tw.save(module, optim, where, extra={"fabric": content})
+        tw.save(module, optim, where, extra={"fabric": content}, frozen=self._frozen)
 
     def load_checkpoint(
         self, path: Any, state: Any | None = None, strict: bool = True, weights_only: bool | None = None

@@ -139,6 +139,7 @@ class _Checkpoints:
     optimizers: Any
     broadcast: Any
     _writes_whole: bool
+    _frozen: str | Path | None
     _groups: list[list[str]]
 
     @property
@@ -190,7 +191,7 @@ class _Checkpoints:
         weights_only = "optimizer_states" not in checkpoint
         path, trainer_state = self.broadcast((str(filepath), encoded(checkpoint, _REMEDY)))
         optim = None if weights_only or not self.optimizers else self.optimizers[0]
-        tw.save(self.lightning_module, optim, path, extra={"lightning": trainer_state})
+        tw.save(self.lightning_module, optim, path, extra={"lightning": trainer_state}, frozen=self._frozen)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load the shares of any plan and number of ranks from a directory, or read a file of Lightning's; returns the
@@ -230,6 +231,7 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
         state_dict_type: What checkpoints are: ``"sharded"``, a directory of shares, or ``"full"``, an ordinary file of
             Lightning with whole weights and whole optimizer states, for which the first rank needs memory. Both kinds
             are loaded, whatever this says.
+        frozen: Where checkpoints keep frozen parameters; see :func:`thinwire.save`.
         **options: See ``lightning.pytorch.strategies.ParallelStrategy``, and ``process_group_backend`` and ``timeout``.
 
     Raises:
@@ -243,11 +245,16 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
     """Norm of the gradient of the latest step before clipping, 0-D, fp32; ``None`` without ``gradient_clip_val``."""
 
     def __init__(
-        self, plan: tw.Plan | str | Path = "zero3", *, state_dict_type: str = "sharded", **options: Any
+        self,
+        plan: tw.Plan | str | Path = "zero3",
+        *,
+        state_dict_type: str = "sharded",
+        frozen: str | Path | None = None,
+        **options: Any,
     ) -> None:
         if state_dict_type not in ("sharded", "full"):
             raise UsageError(f"state_dict_type = {state_dict_type!r}: valid are 'sharded' and 'full'")
-        self._plan, self._writes_whole = plan, state_dict_type == "full"
+        self._plan, self._writes_whole, self._frozen = plan, state_dict_type == "full", frozen
         self._blocks_sync = False
         self.gradient_norm = None
         self._building = Building(self.broadcast)

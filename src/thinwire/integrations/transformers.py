@@ -75,6 +75,8 @@ class ThinwireTrainerMixin:
         plan: How the model is sharded: a plan, the name of a preset, a plan file, or ``"auto"``, which measures the
             cluster and chooses. By default, the ``plan`` of the arguments, or ``zero3``. Presets compute in bfloat16
             with ``bf16=True``, in float16 with ``fp16=True``, else in float32.
+        frozen: Where checkpoints keep frozen parameters, see :func:`thinwire.save`; by default, in the directory that
+            the checkpoints are in.
         **kwargs: See the trainer.
 
     Attributes:
@@ -92,7 +94,9 @@ class ThinwireTrainerMixin:
     lr_scheduler: Any
     is_in_train: bool
 
-    def __init__(self, *args: Any, plan: Plan | str | Path | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, plan: Plan | str | Path | None = None, frozen: str | Path | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         _refuse(self.args)
         if self.optimizer is not None:
@@ -101,6 +105,7 @@ class ThinwireTrainerMixin:
                 "the argument optim=, or with optimizer_cls_and_kwargs"
             )
         self._plan = plan if plan is not None else getattr(self.args, "plan", "zero3")
+        self._frozen = frozen
         self.loss_scale: LossScale | None = None
         # The trainer's own way for models that place their parameters and combine their gradients themselves.
         self.is_distributed_loading_by_transformers = True
@@ -215,7 +220,8 @@ class ThinwireTrainerMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         extra = {"scheduler": self.lr_scheduler.state_dict()}
-        tw.save(self.model, _sharded(self.optimizer), Path(output_dir, STATE), extra=extra)
+        frozen = Path(output_dir).parent if self._frozen is None else self._frozen
+        tw.save(self.model, _sharded(self.optimizer), Path(output_dir, STATE), extra=extra, frozen=frozen)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

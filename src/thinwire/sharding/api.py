@@ -309,20 +309,31 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save(
-    model: nn.Module, optim: ShardedOptimizer | None, path: str | Path, *, extra: Mapping[str, Any] | None = None
+    model: nn.Module,
+    optim: ShardedOptimizer | None,
+    path: str | Path,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    frozen: str | Path | None = None,
 ) -> None:
     """Write a checkpoint directory atomically: after a crash, the previous checkpoint is still valid.
+
+    Parameters that were frozen when the model was sharded are written once, by the first save, to a directory
+    ``frozen-HASH`` that checkpoints refer to by the CRC-32 of each parameter.
 
     Args:
         model: A sharded model.
         optim: Optimizer of the model, or ``None`` to save only parameters.
         path: Directory of the checkpoint; an existing checkpoint is replaced.
         extra: Further JSON values to save, such as the position in the data; equal on every rank.
+        frozen: Directory in which ``frozen-HASH`` is; default: the one that ``path`` is in. With ``"reference"``,
+            frozen parameters are stored nowhere: a load compares those that the model has, from the files that the run
+            began with, by their checksums.
 
     Raises:
         CheckpointError: A rank has failed. Raised on every rank.
     """
-    saving.save([(model, optim)], Path(path), extra)
+    saving.save([(model, optim)], Path(path), extra, frozen=frozen)
 
 
 def async_save(
@@ -332,6 +343,7 @@ def async_save(
     *,
     extra: Mapping[str, Any] | None = None,
     limit: float | None = None,
+    frozen: str | Path | None = None,
 ) -> PendingSave:
     """Write a checkpoint as :func:`save` does, but in the background: training goes on after a copy to host memory.
 
@@ -348,6 +360,7 @@ def async_save(
         limit: Seconds that the save may take, for file systems that may hang. A save that takes longer on any rank
             fails on all: ``failed`` of the future turns true, the next save or load raises the error, and the
             checkpoint does not appear later. Without a limit, ranks wait for as long as it takes.
+        frozen: See :func:`save`. Frozen parameters are copied by the first save alone.
 
     Returns:
         A ``concurrent.futures.Future``. Its ``result()`` waits until the checkpoint is complete on disk, and raises a
@@ -357,7 +370,7 @@ def async_save(
     Raises:
         CheckpointError: The save before has failed, and no rank has asked for its result. Raised on every rank.
     """
-    return saving.start_saving([(model, optim)], Path(path), extra, limit=limit)
+    return saving.start_saving([(model, optim)], Path(path), extra, limit=limit, frozen=frozen)
 
 
 def load(model: nn.Module, optim: ShardedOptimizer | None, path: str | Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from thinwire.program import Axis, Lane
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.runtime.runtime import Runtime
 
-__all__ = ["SUMS", "Disagreement", "Sums", "compare", "sums_of"]
+__all__ = ["SUMS", "Disagreement", "Sums", "compare", "sum_of_bits", "sums_of"]
 
 Sums = dict[str, int]
 """Sum of the bits of a kind of state in a unit, by what it is."""
@@ -70,9 +70,9 @@ def sums_of(runtime: Runtime, fragments: Sequence[OwnedFragment]) -> Sums:
         own = [owned for owned in fragments if owned.unit == unit.index]
         place = _place(f"{one.fragment.slot.name}:{one.fragment.offset}+{one.value.numel()}" for one in own)
         if own:
-            found[f"{_GRADIENT}|{unit.name}|{place}"] = _sum(_words(own, gradient=True))
-            found[f"master values|{unit.name}|{place}"] = _sum(_words(own, gradient=False))
-        found[f"parameters|{unit.name}|{shard}"] = _sum(buffer.shard for buffer in unit.buffers)
+            found[f"{_GRADIENT}|{unit.name}|{place}"] = sum_of_bits(_words(own, gradient=True))
+            found[f"master values|{unit.name}|{place}"] = sum_of_bits(_words(own, gradient=False))
+        found[f"parameters|{unit.name}|{shard}"] = sum_of_bits(buffer.shard for buffer in unit.buffers)
     return found
 
 
@@ -111,7 +111,7 @@ def _words(fragments: Iterable[OwnedFragment], *, gradient: bool) -> Iterator[to
             yield owned.grad
 
 
-def _sum(tensors: Iterable[torch.Tensor]) -> int:
+def sum_of_bits(tensors: Iterable[torch.Tensor]) -> int:
     """The bits of tensors, added up as integers."""
     total = 0
     for tensor in tensors:

@@ -144,6 +144,11 @@ class TrainRecipe(Spec):
         "peak, MFU is not reported",
     )
     tensorboard: Flag = Field(default=True, description="whether to write TensorBoard events")
+    trackers: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(),
+        description='other trackers that get the metrics, for example ["wandb", "mlflow"]: wandb, mlflow, trackio, and '
+        "those of other packages; their own environment variables configure them",
+    )
     trace_steps: StepRange | None = Field(
         default=None, description='steps to trace, for example "10:13" for steps 10 to 13; default: none'
     )

@@ -78,8 +78,8 @@ class RunDirectory:
     metrics = _Within("metrics.jsonl")
     """One JSON object for each logged step."""
 
-    tensorboard = _Within("tensorboard")
-    """TensorBoard events."""
+    trackers = _Within("trackers.json")
+    """The name of the record of each tracker, JSON."""
 
     summary = _Within("summary.json")
     """The result of a complete run, JSON."""

@@ -29,6 +29,7 @@ from thinwire.train.models.divided import PREFIX
 from thinwire.train.observing.metrics import MetricsLog
 from thinwire.train.observing.progress import ProgressReport
 from thinwire.train.observing.tracing import StepTracer
+from thinwire.train.observing.trackers import open_trackers
 from thinwire.train.trainer import Trainer, make_trainer
 from thinwire.weights import Publisher
 from thinwire.weights import publisher as publisher_of
@@ -143,11 +144,14 @@ def _what_is_usable(trainer: Trainer, directory: Path) -> str | None:
 def _open_log(trainer: Trainer, notes: list[str]) -> MetricsLog:
     directory, recipe = trainer.run.directory, trainer.run.recipe
     keep_sources(directory, recipe, trainer.dataset, trainer.config)
-    events = directory.tensorboard if recipe.train.tensorboard else None
-    if events is not None and util.find_spec("tensorboard") is None:
+    names = list(recipe.train.trackers)
+    if recipe.train.tensorboard and util.find_spec("tensorboard") is None:
         notes.append("no TensorBoard events: tensorboard is not installed (pip install tensorboard)")
-        events = None
-    return MetricsLog(directory.metrics, events, trainer.position.step)
+    elif recipe.train.tensorboard:
+        names.append("tensorboard")
+    config = {"recipe": recipe.to_dict(), "plan": trainer.run.plan.to_dict()}
+    step = trainer.position.step
+    return MetricsLog(directory.metrics, open_trackers(names, directory, config, step), step)
 
 
 def _place(trainer: Trainer) -> dict[str, object]:

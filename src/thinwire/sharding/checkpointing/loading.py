@@ -18,6 +18,7 @@ from thinwire.collectives.group import Control
 from thinwire.errors import CheckpointError, SpecError
 from thinwire.program.wire import spreads_difference
 from thinwire.sharding.checkpointing.encoded_parameters import EncodedForm, want_encoded
+from thinwire.sharding.checkpointing.frozen_parameters import check_present
 from thinwire.sharding.checkpointing.manifest_values import check_groups, check_values
 from thinwire.sharding.checkpointing.names import in_names_of
 from thinwire.sharding.checkpointing.saving import finish_save, savers
@@ -26,6 +27,8 @@ from thinwire.sharding.checkpointing.stored_parameters import (
     ModelAndOptimizer,
     StoredParameters,
     Vectors,
+    add_frozen,
+    add_masters,
     check_slices,
     frozen,
     of_part,
@@ -75,6 +78,7 @@ def load(parts: Sequence[ModelAndOptimizer], path: Path) -> dict[str, Json]:
     vectors = Vectors()
     try:
         # Check on all ranks before any rank reads, so that no rank waits for another that has failed.
+        _check_absent(parts, manifest, path, ranks)
         _everywhere(lambda: _want_all(loading, vectors), ranks)
         wanted = {keys.get(key, key): vector for key, vector in vectors.sharded().items()}
         store.read(opened, wanted, control=ranks, before_filling=lambda: _begin(loading))
@@ -85,6 +89,19 @@ def load(parts: Sequence[ModelAndOptimizer], path: Path) -> dict[str, Json]:
     for part in loading:
         part.finish()
     return dict(manifest.values["extra"])
+
+
+def _check_absent(parts: Sequence[ModelAndOptimizer], manifest: Manifest, path: Path, ranks: Control) -> None:
+    """Check that the model already holds the parameters that the checkpoint only refers to. Collective."""
+    if not manifest.absent:
+        return
+    vectors = Vectors()
+    for model, _ in parts:
+        sharded = runtime_of(model).sharded
+        add_frozen(sharded, vectors)
+        add_masters(sharded, vectors, {key: content.dtype for key, content in manifest.absent.items()})
+    present = {key: vector for key, vector in vectors.sharded().items() if key in manifest.absent}
+    check_present(manifest.absent, present, path, ranks)
 
 
 def _holds(manifest: Manifest, plan: Plan) -> bool:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from thinwire.checkpoint.manifest import Json, Manifest
+from thinwire.checkpoint.manifest import Manifest
+from thinwire.checkpoint.strict_json import Json
 
 __all__ = ["in_names_of", "stored", "stored_values"]
 
@@ -54,7 +55,11 @@ def in_names_of(names: Iterable[str], manifest: Manifest) -> tuple[Manifest, dic
 
     keys = {rename(key): key for key in manifest.vectors}
     vectors = {key: manifest.vectors[real] for key, real in keys.items()}
-    return replace(manifest, vectors=vectors, values=_renamed(manifest.values, rename)), keys
+    reference = manifest.reference
+    if reference is not None:
+        contents = {rename(key): content for key, content in reference.contents.items()}
+        reference = replace(reference, contents=contents)
+    return replace(manifest, vectors=vectors, values=_renamed(manifest.values, rename), reference=reference), keys
 
 
 def _renamed(values: Mapping[str, Json], rename: Callable[[str], str]) -> dict[str, Json]:

@@ -65,6 +65,12 @@ class SavedModel:
         return torch.cat([self._shaped(sliced(key, index), part, form) for index in range(ways)], dim)
 
     def _shaped(self, key: str, shape: list[int], form: EncodedForm | None) -> torch.Tensor:
+        name = key.partition("/")[2]
+        if (key if form is None else f"codes/{name}") in self._reader.manifest.absent:
+            raise CheckpointError(
+                f"{self._path}: {name} is stored nowhere, as it was saved with frozen='reference'; "
+                "take it from the files that the run began with"
+            )
         vector = self._reader.vector(key) if form is None else self._decoded(key, math.prod(shape), form)
         if vector.numel() != math.prod(shape):
             raise CheckpointError(f"corrupt: {key} has {vector.numel()} elements, and the shape {shape}")

@@ -1,12 +1,13 @@
 """Saves a sharded model to a checkpoint, and loads it under any other plan.
 
 Everything is stored per parameter, as flat vectors: ``model/NAME`` in fp32, and ``optimizer/NAME/KEY`` for state of the
-parameter's length. State that is one number per parameter (Adam's ``step``) is stored as a value. Two kinds of vectors
-are valid only under the plan that wrote them. ``feedback/REDUCTION`` holds the rounding errors of error feedback, rank
-after rank; they contain the loss scale, whose state is the value ``loss_scale``. ``held/NAME`` holds the P-shard values
-in compute dtype, if the plan spreads differences.
-Frozen parameters that ranks keep encoded have other vectors; see
-:mod:`thinwire.sharding.checkpointing.encoded_parameters`.
+parameter's length. State that is one number per parameter (Adam's ``step``) is stored as a value. Parameters that were
+frozen when the model was sharded have their own dtype, and a place of their own
+(:mod:`thinwire.sharding.checkpointing.frozen_parameters`). Two kinds of vectors are valid only under the plan that
+wrote them. ``feedback/REDUCTION`` holds the rounding errors of error feedback, rank after rank; they contain the loss
+scale, whose state is the value ``loss_scale``. ``held/NAME`` holds the P-shard values in compute dtype, if the plan
+spreads differences. Frozen parameters that ranks keep encoded have other vectors
+(:mod:`thinwire.sharding.checkpointing.encoded_parameters`).
 ``average/NAME`` is the average of the weights, whose counts are the value ``average``.
 
 Plans with islands add keys; see :mod:`thinwire.sharding.islands.saved`.
@@ -33,14 +34,15 @@ from thinwire.collectives.links.streams import streams_of
 from thinwire.errors import CheckpointError
 from thinwire.program import Axis, Lane
 from thinwire.program.wire import spreads_difference
-from thinwire.sharding.checkpointing.encoded_parameters import ENCODED, encoded_forms, encoded_vectors
+from thinwire.sharding.checkpointing.encoded_parameters import ENCODED, encoded_forms
+from thinwire.sharding.checkpointing.frozen_parameters import base_for, forget_base, note_save, place_of
 from thinwire.sharding.checkpointing.names import stored, stored_values
 from thinwire.sharding.checkpointing.stored_parameters import (
     Json,
     ModelAndOptimizer,
     Vectors,
+    add_frozen,
     cuts_of,
-    frozen,
     of_part,
     persistent_buffers,
     shapes_of,
@@ -80,18 +82,30 @@ _given_up: dict[tuple[int, ...], list[BackgroundWriter]] = {}
 _FLAG: Final[Typed[bool]] = Typed(bool)
 
 
-def save(parts: Sequence[ModelAndOptimizer], path: Path, extra: Mapping[str, Json] | None) -> None:
+def save(
+    parts: Sequence[ModelAndOptimizer],
+    path: Path,
+    extra: Mapping[str, Json] | None,
+    *,
+    frozen: str | Path | None = None,
+) -> None:
     """Write a checkpoint of everything that the ranks of the job train; see :func:`thinwire.save`.
 
     Args:
         parts: Parts that this rank trains; the same number on every rank.
         path: Directory of the checkpoint.
         extra: Further JSON values to save.
+        frozen: See :func:`thinwire.save`.
     """
     ranks = savers(parts)
     finish_save(ranks)
-    vectors, values = _collect(parts, extra)
-    store.write(path, vectors, values, control=ranks)
+    vectors, values, shared = _collect(parts, extra)
+    base = base_for(parts[0][0], place_of(frozen, path), shared, ranks)
+    try:
+        store.write(path, vectors, values, control=ranks, base=base)
+    except BaseException:
+        forget_base(parts[0][0])
+        raise
 
 
 def savers(parts: Sequence[ModelAndOptimizer]) -> Control:
@@ -107,6 +121,7 @@ def start_saving(
     *,
     limit: float | None = None,
     copies: bool = True,
+    frozen: str | Path | None = None,
 ) -> PendingSave:
     """Begin to write a checkpoint in the background; see :func:`thinwire.async_save`.
 
@@ -117,6 +132,7 @@ def start_saving(
         then: What the writing thread of this rank does once the checkpoint is complete.
         limit: Seconds that the save may take; see :func:`thinwire.async_save`.
         copies: False if the caller waits for the save, so that nothing need be copied.
+        frozen: See :func:`thinwire.save`.
 
     Returns:
         The save.
@@ -128,14 +144,17 @@ def start_saving(
     finish_save(ranks)
     if _given_up.get(ranks.ranks):
         _refuse_beside_hanging(path, ranks)
-    vectors, values = _collect(parts, extra)
+    vectors, values, shared = _collect(parts, extra)
+    base = base_for(parts[0][0], place_of(frozen, path), shared, ranks)
     if ranks.ranks not in _writers:
         before = len(_given_up.get(ranks.ranks, ()))
         beside = control_beside(f"checkpoint-{before}" if before else "checkpoint", ranks.ranks)
         if not _writers:
             before_shutdown(_close_writers)
         _writers[ranks.ranks] = BackgroundWriter(beside, streams_of, beside.close)
-    return _writers[ranks.ranks].start(path, vectors, values, then=then, limit=limit, copies=copies)
+    pending = _writers[ranks.ranks].start(path, vectors, values, then=then, limit=limit, copies=copies, base=base)
+    note_save(parts[0][0], pending)
+    return pending
 
 
 def _refuse_beside_hanging(path: Path, ranks: Control) -> None:
@@ -183,14 +202,14 @@ def _close_writers() -> None:
 
 def _collect(
     parts: Sequence[ModelAndOptimizer], extra: Mapping[str, Json] | None
-) -> tuple[dict[str, ShardedVector], dict[str, Json]]:
-    """The vectors and the values of a checkpoint."""
+) -> tuple[dict[str, ShardedVector], dict[str, Json], dict[str, ShardedVector]]:
+    """The vectors and the values of a checkpoint, and the vectors of frozen parameters."""
     runtimes = [runtime_of(model) for model, _ in parts]
     for runtime in runtimes:
         runtime.refuse_half_loaded()
         if APPLIED in runtime.holds.blocks:
             runtime.holds.refuse("save()")
-    vectors = Vectors()
+    vectors, shared = Vectors(), Vectors()
     plan, num_steps = runtimes[0].plan, runtimes[0].num_steps
     values: dict[str, Json] = {"plan": plan.to_toml(full=True), "num_steps": num_steps, "extra": dict(extra or {})}
     ranks = savers(parts)
@@ -202,7 +221,11 @@ def _collect(
     for runtime, (_, optim) in zip(runtimes, parts, strict=True):
         runtime.join()
         _save_part(runtime.sharded, runtime.exchanges, runtime.reducer.lost, optim, runtime.means, vectors, values)
-    return {stored(key): vector for key, vector in vectors.sharded().items()}, stored_values(values)
+        add_frozen(runtime.sharded, shared)
+    frozen = {stored(key): vector for key, vector in shared.sharded().items()}
+    own = {stored(key): vector for key, vector in vectors.sharded().items()}
+    own |= {key: vector for key, vector in frozen.items() if not vector.numel}  # without a dtype if no rank has a piece
+    return own, stored_values(values), {key: vector for key, vector in frozen.items() if vector.numel}
 
 
 def _save_part(
@@ -217,7 +240,6 @@ def _save_part(
     """Add a part to a checkpoint, whose parameters are up to date, and whose rounding errors are ``lost``."""
     plan, part, island = sharded.plan, sharded.part, sharded.part.data.island
     first_replica = sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0
-    first_holder = first_replica and sharded.axes[Axis.SHARD, Lane.REDUCE].index == 0
     first_tensor = part.tensor == 0
     fragments = optim.fragments if optim is not None else sharded.fragments
 
@@ -228,15 +250,8 @@ def _save_part(
         else:
             vectors.add(f"{prefix}/{name}{suffix}", numel, offset, tensor if first_tensor else None)
 
-    for buffer, slot, offset, run in frozen(sharded):
-        if buffer.stored is None:
-            parts = [("model", slot.numel, offset, buffer.values(run))]
-        else:
-            parts = list(encoded_vectors(buffer, slot, offset, run))
-        for kind, numel, first, held in parts:
-            add(kind, slot.name, "", numel, first, held if first_holder and island == 0 else None)
-    for name, kept in persistent_buffers(sharded.model):
-        add("buffer", name, "", kept.numel(), 0, kept.reshape(-1) if sharded.rank == island == 0 else None)
+    for name, buffer in persistent_buffers(sharded.model):
+        add("buffer", name, "", buffer.numel(), 0, buffer.reshape(-1) if sharded.rank == island == 0 else None)
     if exchanges is not None:
         exchanges.wait()
         for piece in shared_pieces(exchanges, fragments):

@@ -17,6 +17,7 @@ from thinwire.checkpoint.store import Chunk, ShardedVector
 from thinwire.collectives.group import Control
 from thinwire.errors import CheckpointError
 from thinwire.program import Axis, Lane
+from thinwire.sharding.checkpointing.encoded_parameters import encoded_vectors
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.memory.layout import Run, Slot
 from thinwire.sharding.memory.local import LocalPart, Slice
@@ -30,6 +31,8 @@ __all__ = [
     "ModelAndOptimizer",
     "StoredParameters",
     "Vectors",
+    "add_frozen",
+    "add_masters",
     "check_slices",
     "cuts_of",
     "frozen",
@@ -99,7 +102,7 @@ class StoredParameters:
         self.want_fragment(f"{prefix}/{slot.name}{suffix}", slot.name, slot.numel, owned.fragment.offset, target)
 
     def want_fragment(self, key: str, name: str, numel: int, offset: int, target: torch.Tensor) -> None:
-        """Register elements of this rank's slice of a vector.
+        """Register elements of this rank's slice of a vector, unless the checkpoint only refers to what it holds.
 
         Args:
             key: Key of the vector, without its slice.
@@ -109,6 +112,8 @@ class StoredParameters:
             target: 1-D, contiguous; filled once everything has been read and copied.
         """
         mine, cut = self._slices.get(name), self._cuts.get(name)
+        if key in self._manifest.absent or sliced(key, 0) in self._manifest.absent:
+            return
         if cut is None and mine is None:
             self._vectors.add(key, numel, offset, target)
         elif mine is not None and cut == [mine.dim, mine.ways]:
@@ -204,3 +209,34 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, value
+
+
+def add_frozen(sharded: ShardedModel, vectors: Vectors) -> None:
+    """Add the pieces of frozen parameters that this rank saves for all that hold them."""
+    part = sharded.part
+    first = sharded.axes[Axis.REPLICA, Lane.SYNC].index == sharded.axes[Axis.SHARD, Lane.REDUCE].index == 0
+    saves = first and part.data.island == 0
+    for buffer, slot, offset, run in frozen(sharded):
+        cut = sharded.slices.get(slot.name)
+        held_here = saves and (cut is not None or part.tensor == 0)
+        if buffer.stored is None:
+            pieces = [("model", slot.numel, offset, buffer.values(run))]
+        else:
+            pieces = list(encoded_vectors(buffer, slot, offset, run))
+        for kind, numel, begin, piece in pieces:
+            key = f"{kind}/{slot.name}" if cut is None else sliced(f"{kind}/{slot.name}", cut.index)
+            vectors.add(key, numel, begin, piece if held_here else None)
+
+
+def add_masters(sharded: ShardedModel, vectors: Vectors, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Add this rank's pieces of the trained parameters with these keys, rounded to what a save of them would hold if
+    they were frozen."""
+    first = sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0 and sharded.part.data.island == 0
+    for owned in sharded.fragments:
+        slot = owned.fragment.slot
+        cut = sharded.slices.get(slot.name)
+        key = f"model/{slot.name}" if cut is None else sliced(f"model/{slot.name}", cut.index)
+        if key in dtypes:
+            saves = first and (cut is not None or sharded.part.tensor == 0)
+            piece = owned.value.detach().reshape(-1).to(dtypes[key]) if saves else None
+            vectors.add(key, slot.numel, owned.fragment.offset, piece)

@@ -17,6 +17,7 @@ from thinwire.train.directory import RunDirectory
 from thinwire.train.environment import Hardware, Started, resolve_mesh, resolve_ranks
 from thinwire.train.launching.elastic import continued
 from thinwire.train.observing.progress import Stream
+from thinwire.train.observing.trackers import check_trackers
 
 __all__ = ["ResolvedRun", "resolve_run"]
 
@@ -69,6 +70,7 @@ def resolve_run(
     Raises:
         SpecError: The plan file cannot be read, or the plan does not fit the ranks.
     """
+    check_trackers(recipe.train.trackers)
     template = PlanTemplate.read(recipe)
     notes: tuple[str, ...] = ()
     if recipe.cluster.elastic:

@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON line per logged step, and the same numbers as TensorBoard events."""
+"""Metrics of a run: one JSON line per logged step, and the same numbers for trackers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import IO, Any, Final
 
 from thinwire.checkpoint.durable import sync_directory
 from thinwire.train.directory import write_atomically, writing
+from thinwire.train.observing.trackers import Trackers
 
 KINDS: Final = ("gather", "reduce", "sync", "spread", "control", "outer", "update", "up", "down")
 """What computation may wait for, in the order in which it is reported."""
@@ -132,25 +133,21 @@ class StepRecord:
 
 
 class MetricsLog:
-    """Appends records to ``metrics.jsonl`` and to TensorBoard.
+    """Appends records to ``metrics.jsonl``, and gives their numbers to trackers.
 
     Args:
         path: The file ``metrics.jsonl``.
-        tensorboard: Directory of the events; ``None`` writes no events.
+        trackers: Where the numbers go besides.
         last_step: Records after this step are removed first, because a resumed run writes them again.
     """
 
-    def __init__(self, path: Path, tensorboard: Path | None, last_step: int) -> None:
+    def __init__(self, path: Path, trackers: Trackers, last_step: int) -> None:
         truncate(path, last_step)
         self._path = path
         with writing(path):
             self._file: IO[str] = path.open("a")
             sync_directory(path.parent)
-        self._events: Any = None
-        if tensorboard is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._events = SummaryWriter(str(tensorboard), purge_step=last_step + 1)
+        self._trackers = trackers
 
     def write(self, record: StepRecord) -> None:
         """Append one record.
@@ -165,9 +162,7 @@ class MetricsLog:
         with writing(self._path):
             self._file.write(json.dumps(table) + "\n")
             self._file.flush()
-            if self._events is not None:
-                for name, value in _scalars(table):
-                    self._events.add_scalar(name, value, record.step)
+        self._trackers.log(record.step, tracked(table))
 
     def sync(self) -> None:
         """Write all records to disk. A run that goes on from a checkpoint after a loss of power does not repeat them.
@@ -179,12 +174,10 @@ class MetricsLog:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Flush and close both files. Errors are ignored here, because :meth:`write` has reported them."""
+        """Flush and close the file, whose errors :meth:`write` has reported, and close the trackers."""
         with contextlib.suppress(OSError):
             self._file.close()
-        with contextlib.suppress(OSError):
-            if self._events is not None:
-                self._events.close()
+        self._trackers.close()
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -219,6 +212,28 @@ def truncate(path: Path, last_step: int) -> None:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+_TORCHTITANS: Final = {
+    "loss": "loss_metrics/global_avg_loss",
+    "val_loss": "validation_metrics/loss",
+    "tokens": "n_tokens_seen",
+    "tgs": "throughput(tps)",
+    "mfu": "mfu(%)",
+}
+"""Names of torchtitan's for what means the same there; ``grad_norm`` and ``lr`` are the same as they are."""
+
+
+def tracked(table: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a record under the names that trackers get.
+
+    Args:
+        table: Result of :meth:`StepRecord.to_dict`.
+    """
+    named = {_TORCHTITANS.get(name, name): value for name, value in _scalars(table)}
+    if "mfu(%)" in named:
+        named["mfu(%)"] *= 100
+    return named
 
 
 def _scalars(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
