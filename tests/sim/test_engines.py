@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from thinwire.cost import Work
-from thinwire.sim import Case, Resource, answer
+from thinwire.cost import Memory, Work, units
+from thinwire.sim import Answer, Case, Resource, answer
 from thinwire.spec import ClusterSpec, CodecSpec
 from thinwire_bench.published.engine_rates import EngineRates
 from thinwire_bench.published.engines import ENGINES
@@ -174,6 +174,51 @@ def test_hpz_keeps_what_it_gathered_while_gradients_accumulate() -> None:
     assert once.memory.total < once.cluster.memory < often.memory.total
     ours = answer(case(**model, micro_batches=32, engine="thinwire"))
     assert ours.memory.gathered == answer(case(**model, engine="thinwire")).memory.gathered
+
+
+def at_once(answered: Answer) -> Memory:
+    """Memory on an accelerator that has no room for blocks that are free."""
+    engine = ENGINES[answered.case.engine].on(answered.case.gpu, answered.cluster.gpus_per_node)
+    held = units(answered.model, answered.plan)
+    return engine.memory(answered.model, answered.plan, held, seq=answered.model.seq, room=0)
+
+
+def largest_unit(answered: Answer) -> int:
+    """Elements of the largest unit."""
+    return max(sum(buffer.numel for buffer in unit.buffers) for unit in units(answered.model, answered.plan))
+
+
+def test_what_an_update_leaves_behind_stays_as_far_as_there_is_room() -> None:
+    """AdamW without torch's fused kernel makes 14 bytes for each parameter of the share: flat gradients, their fp32
+    copy, a root and a denominator."""
+    roomy, tight = (
+        answer(case(engine="amsp", model="llama-13b", plan="amsp-13b", recompute=recompute, overlap=[]))
+        for recompute in (True, False)
+    )
+    for answered in (roomy, tight):
+        memory = answered.memory
+        passes = memory.total - memory.buffers + 2 * 2 * largest_unit(answered)
+        assert at_once(answered).total <= memory.total
+        assert memory.total == min(passes + 14 * (memory.optimizer // 12), answered.cluster.memory)
+    assert roomy.memory.total < roomy.cluster.memory == tight.memory.total
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"), [("llama-7b", "zero1-node"), ("llama-13b", "amsp-13b"), ("llama-30b-amsp", "amsp-30b")]
+)
+@pytest.mark.parametrize("gpus", [32, 64, 1024])
+def test_the_plans_of_amsps_table_iv_fit_on_its_engine(model: str, plan: str, gpus: int) -> None:
+    answered = answer(case(engine="amsp", model=model, plan=plan, gpus=gpus, recompute="30b" in model))
+    assert answered.memory.total <= answered.cluster.memory
+
+
+def test_a_limit_of_live_parameters_bounds_what_is_gathered_ahead() -> None:
+    """A block of 138B is larger than DeepSpeed's limit: its tensors are gathered one by one."""
+    machine = {"gpu": "v100-32g", "gpus": 384, "gpus_per_node": 16, "seq": 2048, "recompute": True, "dtype": "fp16"}
+    limited, free = (answer(case(**machine, model="gpt-138b", engine=engine)) for engine in ("deepspeed", "thinwire"))
+    tensor = 50_257 * 12_288
+    assert at_once(limited).gathered == 2 * 10**9 + 2 * tensor
+    assert limited.memory.gathered == at_once(limited).gathered < free.memory.gathered / 3
 
 
 def test_a_stage_holds_the_embedding_or_the_head() -> None:

@@ -210,7 +210,7 @@ def answer(case: Case, *, trace: bool = False, slowed: Slowed = NOT_SLOWED) -> A
     simulated = max(steps, key=lambda step: step.seconds)
     # The last stage holds the head; the first one holds the embedding.
     held = [unit for part, unit in zip(cut, infos, strict=True) if plan.pp == 1 or part.kind != "embedding"]
-    needed = engine.memory(stage, plan, held, seq=model.seq)
+    needed = engine.memory(stage, plan, held, seq=model.seq, room=cluster.memory)
     outside = engine.extrapolates(_gpu(case, cluster), cluster.gpus)
     return Answer(case, model, cluster, plan, simulated, needed, outside)
 

@@ -22,10 +22,11 @@ from thinwire.cost import (
     States,
     library_moves,
     memory,
+    parts,
 )
 from thinwire.program import Axis, Lane, Operation, Phase, UnitInfo, axis_shape
 from thinwire.program.stages import Stage
-from thinwire.program.wire import reduction_codecs
+from thinwire.program.wire import ITEMSIZE, reduction_codecs, used_codec
 from thinwire.sim.axes import AxisCosts
 from thinwire.sim.engine import Engine, step_with_axes
 from thinwire.sim.step import Simulated
@@ -36,6 +37,9 @@ from thinwire_bench.published.headroom import Headroom
 from thinwire_bench.published.host_overhead import NO_STALLS, SMALL_TENSOR, HostOverhead
 
 __all__ = ["ENGINES", "PublishedEngine"]
+
+_ALL_LOGITS = 1 << 62
+"""Systems other than thinwire compute the loss of all logits at once."""
 
 ALL = ("gather", "reduce", "sync", "spread")
 """Transfers that can overlap computation."""
@@ -50,7 +54,8 @@ class PublishedEngine(Engine):
         efficiency: Shares of nominal rates that it reaches.
         whole_sync: Whether every rank receives the whole sum of gradients, and keeps only its share.
         partition: How it cuts optimizer states unless a case sets this.
-        states: Bytes per parameter of its states; ``None``: those of thinwire.
+        states: Bytes per parameter of its states.
+        update_bytes: Bytes that its update makes for each parameter of a rank's share, beside the states.
         overhead: Bytes in use without any model, including buffers whose size does not depend on it.
         keeps_gathered: Whether parameters with a secondary shard stay whole while gradients accumulate.
         bucket_bytes: Bytes of gradients that it reduces together.
@@ -82,7 +87,8 @@ class PublishedEngine(Engine):
     efficiency: Efficiency
     whole_sync: bool = False
     partition: Literal["intra", "inter"] = "intra"
-    states: States | None = None
+    states: States = AMSP_STATES
+    update_bytes: int = 0
     overhead: int = OVERHEAD
     keeps_gathered: bool = False
     bucket_bytes: int = 512 << 20
@@ -111,21 +117,45 @@ class PublishedEngine(Engine):
         fewest, most = self.known.get(gpu, (0, 0))
         return not fewest <= count <= most
 
-    def memory(self, model: ModelSpec, plan: Plan, units: Sequence[UnitInfo], *, seq: int) -> Memory:
-        """Bytes per rank.
+    def memory(self, model: ModelSpec, plan: Plan, units: Sequence[UnitInfo], *, seq: int, room: int) -> Memory:
+        """Bytes per rank that its allocator takes: all that a step ever uses at once or after another, as far as there
+        is room, because blocks that are freed do not fit what comes next and stay; at least what is used at once.
 
         Args:
             model: The part of the model in the rank's stage.
             plan: The plan.
             units: Units of the stage.
             seq: Tokens per sequence.
+            room: Bytes of the accelerator.
         """
-        if self.bucket is not None:  # reductions under way are in its buckets, which its overhead counts
-            plan = plan.with_(overlap={"reduce": False, "sync": False})
-        needed = memory(model, plan, units, seq=seq, states=self.states, overhead=self.overhead)
-        if not (self.keeps_gathered and plan.secondary and plan.micro_batches > 1):
-            return needed
-        return replace(needed, gathered=sum(unit.nbytes for unit in units))
+        dtype = "float16" if self.messages else plan.compute_dtype
+        needed = memory(model, plan, units, seq=seq, states=self.states, overhead=self.overhead, loss_chunk=_ALL_LOGITS)
+        keeps = self.keeps_gathered and plan.secondary is not None and plan.micro_batches > 1
+        if keeps:
+            needed = replace(needed, gathered=sum(unit.nbytes for unit in units))
+        unit = max(sum(buffer.numel for buffer in unit.buffers) for unit in units)
+        tensor = max(tensor.numel for part in parts(model, plan.granularity, plan.tp) for tensor in part.tensors)
+        used = replace(needed, gathered=self._gathered_at_once(plan, needed.gathered, tensor, keeps))
+        share, itemsize = needed.optimizer // self.states.optimizer, ITEMSIZE[dtype]
+        fixed = used.total - used.buffers - used.logits
+        reducing = _reduced(plan, tensor if self.call_by_tensor else unit, dtype)
+        updating = (
+            needed.params + needed.secondary + (self.states.optimizer + self.update_bytes) * share + self.overhead
+        )
+        at_once = max(fixed + max(reducing, used.logits), updating)
+        update = (self.update_bytes + itemsize) * share if self.update_bytes else 0
+        ever = needed.total - needed.buffers + _reduced(plan, unit, dtype) + update
+        rest = min(ever, max(at_once, room)) - (used.total - used.buffers)
+        return replace(used, buffers=rest)
+
+    def _gathered_at_once(self, plan: Plan, gathered: int, tensor: int, keeps: bool) -> int:
+        """Bytes of whole parameters of which a limit lets no more be gathered ahead, and a message that is joined."""
+        if self.live is None or not plan.gathers:
+            return gathered
+        codec = used_codec(plan, "gather")
+        itemsize = ITEMSIZE[plan.compute_dtype]
+        message = itemsize * tensor if codec.is_none else codec.max_wire_bytes(tensor, plan.compute_dtype)
+        return message + (gathered if keeps else min(gathered, itemsize * max(self.live, tensor)))
 
     def overlapped(self, plan: Plan) -> Plan:
         """The plan without the overlap that this engine cannot do."""
@@ -240,6 +270,15 @@ def _without_scatter(plan: Plan) -> Plan:
     return plan.model_copy(update={"wire": plan.wire.model_copy(update={"scatter": None})})
 
 
+def _reduced(plan: Plan, numel: int, dtype: str) -> int:
+    """Bytes of gradients that do not stay on the rank, as autograd makes them and as they travel."""
+    if plan.grads.ranks == 1:
+        return 0
+    codec = reduction_codecs(plan, Axis.PARAMS)[0]
+    made = ITEMSIZE[dtype] * numel
+    return made + (made if codec.is_none else 2 * codec.max_wire_bytes(numel, dtype))
+
+
 def _large_tensors(part: ModelPart) -> int:
     return sum(tensor.numel >= SMALL_TENSOR for tensor in part.tensors)
 
@@ -278,7 +317,11 @@ _DECISION = 1.03e-3
 _FLUSHED = HostOverhead(partition=24e-6, flush=0.45e-9, chance=6.6e-4)
 """Fitted jointly to issue 1069 (16 to 128 GPUs), pull request 1453 (64), and AMSP's ZeRO-3 and hpZ (1024)."""
 
-_BUFFERS = 12_000_000_000
+_FOREACH = 12
+"""Bytes of InternEvo's update, from its code and torch's: an fp32 copy of the gradient, and AdamW's root and
+denominator, which torch's fused kernel would not store."""
+
+_BUFFERS = 10_000_000_000
 """Bytes that InternEvo's ZeRO-1 uses in addition to states and activations: flat gradients, parameters in flight, and
 libraries. Fitted to its table of memory; AMSP runs on the same code."""
 
@@ -292,7 +335,6 @@ _DEEPSPEED = PublishedEngine(
     # Stage 1 reduces after the backward. MiCS waits for everything; stage 3 for what its limits leave no room for.
     overlaps={1: (), 2: ("reduce", "sync"), 3: ("gather", "reduce", "sync")},
     in_groups=(),
-    states=AMSP_STATES,
     # An assumption: of all that were tried, only this one makes AMSP's 30B too large for 32 GPUs but not for more.
     keeps_gathered=True,
     reuse=1_000_000_000,  # stage3_max_reuse_distance
@@ -346,8 +388,7 @@ _INTERNEVO = PublishedEngine(
     _evo(0.41),
     whole_sync=True,
     partition="inter",
-    # Its step copies gradients to fp32, scales and updates out of place, and keeps the buffers.
-    states=States(2, 2, 23),
+    update_bytes=_FOREACH,
     overhead=_BUFFERS,
     latency=_RING,
     known={"a100-80g": (8, 512)},
@@ -359,7 +400,7 @@ ENGINES: dict[str, PublishedEngine] = {
         _evo(0.067),
         whole_sync=True,
         partition="inter",
-        states=AMSP_STATES,
+        update_bytes=_FOREACH,
         overhead=_BUFFERS,
         # Chosen by comparing structures: with exposed gathers, AMSP's plans gain over MiCS's what its text states.
         in_groups=("reduce", "sync", "spread"),
@@ -383,6 +424,7 @@ ENGINES: dict[str, PublishedEngine] = {
                 _DEEPSPEED,
                 efficiency=_VOLTAS,
                 cards=_CARDS,
+                overhead=OVERHEAD,  # their tutorial sets reduce_bucket_size to 10^7
                 host=NO_STALLS,
                 known={"v100-32g": (384, 384)},
             ),
