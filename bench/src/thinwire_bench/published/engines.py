@@ -33,6 +33,7 @@ from thinwire.sim.step import Simulated
 from thinwire.sim.workload import Execution, Workload
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 from thinwire_bench.published.engine_rates import EngineRates
+from thinwire_bench.published.fetching import share_of_recomputation
 from thinwire_bench.published.headroom import Headroom
 from thinwire_bench.published.host_overhead import NO_STALLS, SMALL_TENSOR, HostOverhead
 
@@ -233,7 +234,17 @@ class PublishedEngine(Engine):
         limits_gathers = self.live is not None and plan.params.ranks > 1 and plan.overlap.gather
         ahead = max(0.0, 1 - block / self.live) if self.live is not None and limits_gathers else 1.0
         limits_reductions = self.bucket is not None and plan.overlap.reduce
-        return Headroom(ahead, min(1.0, self.bucket / block) if self.bucket is not None and limits_reductions else None)
+        bucket = min(1.0, self.bucket / block) if self.bucket is not None and limits_reductions else None
+        return Headroom(ahead, bucket, self._crossing(plan, parts))
+
+    def _crossing(self, plan: Plan, parts: Sequence[ModelPart]) -> float:
+        """Share of the backward's gathers that a second shard inside the node does not serve."""
+        if plan.secondary is None or not plan.recompute or self.live is None or self.reuse is None:
+            return 0.0
+        sizes = [tuple(tensor.numel for tensor in part.tensors if tensor.numel >= SMALL_TENSOR) for part in parts]
+        blocks = tuple(of_part for part, of_part in zip(parts, sizes, strict=True) if part.kind == "block")
+        ends = tuple(size for part, of in zip(parts, sizes, strict=True) if part.kind != "block" for size in of)
+        return share_of_recomputation(blocks, ends, self.live, self.reuse)
 
     def _again(self, part: ModelPart) -> float:
         """Share of a block that is gathered twice in the backward: for its recomputation, and for its gradients.
