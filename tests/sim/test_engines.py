@@ -12,6 +12,7 @@ from thinwire.sim import Answer, Case, Resource, answer
 from thinwire.spec import ClusterSpec, CodecSpec
 from thinwire_bench.published.engine_rates import EngineRates
 from thinwire_bench.published.engines import ENGINES
+from thinwire_bench.published.fetching import share_of_recomputation
 from thinwire_bench.published.host_overhead import HostOverhead
 
 NODE = {"local": 8, "nodes": 1}
@@ -219,6 +220,31 @@ def test_a_limit_of_live_parameters_bounds_what_is_gathered_ahead() -> None:
     tensor = 50_257 * 12_288
     assert at_once(limited).gathered == 2 * 10**9 + 2 * tensor
     assert limited.memory.gathered == at_once(limited).gathered < free.memory.gathered / 3
+
+
+def test_hooks_ask_for_what_deepspeeds_rules_say() -> None:
+    blocks, large = ((60_000_000, 60_000_000),) * 3, 10**12
+    assert share_of_recomputation(blocks, (), live=0, reuse=0) == 0.5  # nothing ahead, nothing kept: both fetch all
+    assert share_of_recomputation(blocks, (), live=0, reuse=240_000_000) == 1.0  # the backward finds its block
+    assert share_of_recomputation(blocks, (), live=large, reuse=large) == 0.0  # all is still there
+    # One tensor ahead: the repeated forward asks for its own second one and for what the backward frees and needs next.
+    assert 0.0 < share_of_recomputation(blocks, (), live=180_000_000, reuse=240_000_000) < 1.0
+
+
+def test_a_second_shard_serves_only_what_the_backward_asks_for() -> None:
+    """Without recomputation no gather of the backward crosses nodes, with it those of 18B by a quarter."""
+
+    def across(plan: str, *, recompute: bool) -> float:
+        fields = {"model": "gpt-18b", "gpu": "v100-32g", "gpus": 128, "gpus_per_node": 16, "seq": 512, "dtype": "fp16"}
+        return answer(case(**fields, plan=plan, recompute=recompute)).simulated.busy[Resource.ACROSS]
+
+    gathered = across("zero3", recompute=False) - across("hpz", recompute=False)
+    crossing = across("hpz", recompute=True) - across("hpz", recompute=False)
+    hidden = 6144
+    blocks = ((3 * hidden**2, hidden**2, 4 * hidden**2, 4 * hidden**2),) * 40
+    share = share_of_recomputation(blocks, (50_257 * hidden,), live=10**9, reuse=10**9)
+    assert share == pytest.approx(0.26, abs=0.01)
+    assert crossing / gathered == pytest.approx(share, rel=0.03)
 
 
 def test_a_stage_holds_the_embedding_or_the_head() -> None:

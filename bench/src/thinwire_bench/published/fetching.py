@@ -43,6 +43,9 @@ def share_of_recomputation(blocks: tuple[tuple[int, ...], ...], ends: tuple[int,
         ends: The same of what lies outside of blocks.
         live: Elements that may be gathered at the same time (``stage3_max_live_parameters``).
         reuse: Elements within which a tensor stays (``stage3_max_reuse_distance``).
+
+    Returns:
+        The share; 0 if everything is still gathered.
     """
     sizes = [size for block in blocks for size in block] + list(ends)
     visits = _visits([len(block) for block in blocks], len(ends))
@@ -54,7 +57,7 @@ def share_of_recomputation(blocks: tuple[tuple[int, ...], ...], ends: tuple[int,
     for at, (tensor, hook) in enumerate(visits):
         wanted = [] if tensor in gathered else [(at, tensor)]
         if asked[tensor] < at:
-            while queue[0][0] <= at:
+            while queue and queue[0][0] <= at:
                 visit, (passed, _) = queue.popleft()
                 asked[passed] = visit
         live_now += sum(sizes[other] for _, other in wanted)
@@ -74,7 +77,7 @@ def share_of_recomputation(blocks: tuple[tuple[int, ...], ...], ends: tuple[int,
             gathered.discard(tensor)
             live_now -= sizes[tensor]
     inside, across = fetched[_Hook.BACKWARD], fetched[_Hook.AGAIN]
-    return across / (inside + across)
+    return across / (inside + across) if across else 0.0
 
 
 def _visits(lengths: Sequence[int], ends: int) -> list[_Visit]:

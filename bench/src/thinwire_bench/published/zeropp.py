@@ -79,7 +79,7 @@ def cases(row: PublishedRow) -> list[Case]:
 
 
 def technique_cases(row: PublishedRow) -> list[Case]:
-    """ZeRO-3, then each technique alone or all. The rows give no tokens per GPU; the fewer of the charts are assumed."""
+    """ZeRO-3, then each technique alone or all. The rows do not give tokens per GPU: the fewer of the charts."""
     alone = row.system.startswith("single")
     ways = list(_TECHNIQUES.values()) if alone else [("zeropp", {})]
     return [_case(row, "gpt-18b", plan, _TOKENS[0], wire) for plan, wire in (("zero3", {}), *ways)]
