@@ -75,20 +75,20 @@ def test_the_command_writes_tables_and_pictures(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("tokens", [512, 1024, 2048])
-def test_all_techniques_together_gain_most(tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("gbps", "tokens"), [(100, 512), (100, 1024), (100, 2048), (800, 256), (800, 1024), (800, 2048)]
+)
+def test_all_techniques_together_gain_most(gbps: int, tokens: int) -> None:
     """On slow links qwZ gains most alone, as published; on fast ones qgZ gains nothing, against what was published."""
     row = next(row for row in rows() if row.system == "single technique")
-    for gbps in (100, 800):
-        alone, together = (
-            [answer(case.with_(internode_gbps=gbps, micro_batch_tokens=tokens)).simulated.seconds for case in cases]
-            for cases in (technique_cases(row), technique_cases(dataclasses.replace(row, system="ZeRO++ vs ZeRO-3")))
-        )
-        qwz, hpz, qgz = (alone[0] / seconds for seconds in alone[1:])
-        assert min(qwz, hpz) > max(1.02, qgz)
-        assert together[0] / together[1] > max(qwz, hpz, qgz)
-        if gbps == 100:
-            assert qwz > hpz > qgz > 1.0
+    alone, together = (
+        [answer(case.with_(internode_gbps=gbps, micro_batch_tokens=tokens)).simulated.seconds for case in cases]
+        for cases in (technique_cases(row), technique_cases(dataclasses.replace(row, system="ZeRO++ vs ZeRO-3")))
+    )
+    qwz, hpz, qgz = (alone[0] / seconds for seconds in alone[1:])
+    assert together[0] / together[1] > max(qwz, hpz) > min(qwz, hpz) > max(1.02, qgz)
+    if gbps == 100:
+        assert qwz > hpz > qgz > 1.0
 
 
 def test_every_training_run_that_was_published_fits() -> None:
