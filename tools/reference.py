@@ -131,7 +131,8 @@ def plan_reference() -> str:
         "Use `Plan.preset(name, nodes=4, local=8)`, or `preset:NAME` on the command line. Presets scale with the "
         "mesh; the table shows the factors for 4 nodes of 8 ranks. If the column `group` says `yes`, `group=` sets "
         "the factor within which the preset shards, instead of the node. If it says `secondary`, `group=` sets the "
-        "secondary factor.",
+        'secondary factor. `engine = "amsp"` beside a preset performs its factors as '
+        "[AMSP's engine](publications.md#amsps-objective) does.",
         _presets(Factor(local=8, nodes=4)),
     ]
     return "\n\n".join(sections) + "\n"

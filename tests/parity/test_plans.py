@@ -37,6 +37,13 @@ def test_presets_on_2x2(partition: str, micro_batches: int, part: str) -> None:
     assert_parity(4, part_of(part, cases))
 
 
+def test_the_plans_of_amsps_table_iv_train_alike_on_its_engine() -> None:
+    """But for its sums in bf16, which have a test of their own."""
+    names = ("zero1-node", "amsp-13b", "amsp-30b")
+    plans = {name: preset(name, 2, 2, engine="amsp", accumulate_dtype="float32") for name in names}
+    assert_parity(4, {name: Case(plan, 2) for name, plan in plans.items()})
+
+
 @pytest.mark.slow
 @in_part
 def test_presets_on_3x2(part: str) -> None:

@@ -50,6 +50,14 @@ def test_runtime_performs_the_program(num_micro_batches: int, recompute: bool, p
         assert all(operations > 0 and sent > 0 for operations, sent in counts)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_runtime_performs_amsps_engine(recompute: bool) -> None:
+    names = ("zero1-node", "amsp-13b", "amsp-30b")
+    plans = [Plan.preset(name, nodes=2, local=2, engine="amsp", recompute=recompute).to_toml() for name in names]
+    for counts in run_ranks(4, follow_many, plans, 2):
+        assert all(operations > 0 and sent > 0 for operations, sent in counts)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

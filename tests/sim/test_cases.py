@@ -153,6 +153,17 @@ def test_the_cases_of_the_docs_are_answered(tmp_path: Path) -> None:
     assert set(Case.model_fields) <= set(re.findall(r"`(\w+)`", page))
 
 
+def test_tokens_of_a_step_make_micro_batches_of_every_rank() -> None:
+    few, many = (answer(case(gpus=gpus, tokens_per_step="4M")) for gpus in (64, 512))
+    assert (few.plan.micro_batches, many.plan.micro_batches) == (16, 2)
+    assert few.tokens == many.tokens == 4 << 20
+    assert answer(case(tokens_per_step="4M", tp=4)).plan.micro_batches == 64
+    with pytest.raises(SpecError, match="tokens_per_step = 262145 is not a multiple of 262144"):
+        answer(case(tokens_per_step=262_145))
+    with pytest.raises(SpecError, match="micro_batches and tokens_per_step say the same"):
+        answer(case(tokens_per_step="4M", micro_batches=16))
+
+
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "thinwire.cli.main", "sim", *arguments], capture_output=True, text=True, check=False
@@ -169,6 +180,11 @@ def test_the_command_sweeps_draws_and_traces(tmp_path: Path) -> None:
     assert seconds == sorted(seconds, reverse=True)
     assert len(set(seconds)) == 3
     assert picture.read_bytes().startswith(b"\x89PNG")
+    scaled = run_command(*usual, "--sweep", "gpus=8..64", "--tokens-per-step", "4M", "--seq", "4096", "--json")
+    rows = json.loads(scaled.stdout)
+    assert [row["id"] for row in rows] == ["gpus=8", "gpus=16", "gpus=32", "gpus=64"]
+    for row, gpus in zip(rows, (8, 16, 32, 64), strict=True):
+        assert row["tgs"] * row["step_seconds"] * gpus == pytest.approx(4 << 20)
     one = run_command(*usual, "--trace", str(trace), "--json")
     assert one.returncode == 0, one.stderr
     assert any(event["ph"] == "X" for event in json.loads(trace.read_text())["traceEvents"])
@@ -192,6 +208,7 @@ def test_the_command_sweeps_draws_and_traces(tmp_path: Path) -> None:
         ([], "--model and --cluster are missing"),
         (["--model", "llama-7b", "--cluster", "a800-80g:2x8", "--sweep", "colour=1,2"], "--sweep colour=1,2 should be"),
         (["--model", "llama-7b", "--cluster", "a800-80g:2x8", "--plot", "x.png"], "--plot x.png needs --sweep"),
+        (["--model", "llama-7b", "--cluster", "a800-80g:2x8", "--sweep", "gpus=64..8"], "64..8 should go from"),
     ],
 )
 def test_the_command_names_what_is_wrong(arguments: list[str], complaint: str) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from thinwire.cost import Work
-from thinwire.sim import Case, Resource, answer
+from thinwire.cost import Memory, Work, units
+from thinwire.sim import Answer, Case, Resource, answer
 from thinwire.spec import ClusterSpec, CodecSpec
 from thinwire_bench.published.engine_rates import EngineRates
 from thinwire_bench.published.engines import ENGINES
+from thinwire_bench.published.fetching import share_of_recomputation
 from thinwire_bench.published.host_overhead import HostOverhead
 
 NODE = {"local": 8, "nodes": 1}
@@ -174,6 +175,76 @@ def test_hpz_keeps_what_it_gathered_while_gradients_accumulate() -> None:
     assert once.memory.total < once.cluster.memory < often.memory.total
     ours = answer(case(**model, micro_batches=32, engine="thinwire"))
     assert ours.memory.gathered == answer(case(**model, engine="thinwire")).memory.gathered
+
+
+def at_once(answered: Answer) -> Memory:
+    """Memory on an accelerator that has no room for blocks that are free."""
+    engine = ENGINES[answered.case.engine].on(answered.case.gpu, answered.cluster.gpus_per_node)
+    held = units(answered.model, answered.plan)
+    return engine.memory(answered.model, answered.plan, held, seq=answered.model.seq, room=0)
+
+
+def largest_unit(answered: Answer) -> int:
+    """Elements of the largest unit."""
+    return max(sum(buffer.numel for buffer in unit.buffers) for unit in units(answered.model, answered.plan))
+
+
+def test_what_an_update_leaves_behind_stays_as_far_as_there_is_room() -> None:
+    """AdamW without torch's fused kernel makes 14 bytes for each parameter of the share: flat gradients, their fp32
+    copy, a root and a denominator."""
+    roomy, tight = (
+        answer(case(engine="amsp", model="llama-13b", plan="amsp-13b", recompute=recompute, overlap=[]))
+        for recompute in (True, False)
+    )
+    for answered in (roomy, tight):
+        memory = answered.memory
+        passes = memory.total - memory.buffers + 2 * 2 * largest_unit(answered)
+        assert at_once(answered).total <= memory.total
+        assert memory.total == min(passes + 14 * (memory.optimizer // 12), answered.cluster.memory)
+    assert roomy.memory.total < roomy.cluster.memory == tight.memory.total
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"), [("llama-7b", "zero1-node"), ("llama-13b", "amsp-13b"), ("llama-30b-amsp", "amsp-30b")]
+)
+@pytest.mark.parametrize("gpus", [32, 64, 1024])
+def test_the_plans_of_amsps_table_iv_fit_on_its_engine(model: str, plan: str, gpus: int) -> None:
+    answered = answer(case(engine="amsp", model=model, plan=plan, gpus=gpus, recompute="30b" in model))
+    assert answered.memory.total <= answered.cluster.memory
+
+
+def test_a_limit_of_live_parameters_bounds_what_is_gathered_ahead() -> None:
+    """A block of 138B is larger than DeepSpeed's limit: its tensors are gathered one by one."""
+    machine = {"gpu": "v100-32g", "gpus": 384, "gpus_per_node": 16, "seq": 2048, "recompute": True, "dtype": "fp16"}
+    limited, free = (answer(case(**machine, model="gpt-138b", engine=engine)) for engine in ("deepspeed", "thinwire"))
+    tensor = 50_257 * 12_288
+    assert at_once(limited).gathered == 2 * 10**9 + 2 * tensor
+    assert limited.memory.gathered == at_once(limited).gathered < free.memory.gathered / 3
+
+
+def test_hooks_ask_for_what_deepspeeds_rules_say() -> None:
+    blocks, large = ((60_000_000, 60_000_000),) * 3, 10**12
+    assert share_of_recomputation(blocks, (), live=0, reuse=0) == 0.5  # nothing ahead, nothing kept: both fetch all
+    assert share_of_recomputation(blocks, (), live=0, reuse=240_000_000) == 1.0  # the backward finds its block
+    assert share_of_recomputation(blocks, (), live=large, reuse=large) == 0.0  # all is still there
+    # One tensor ahead: the repeated forward asks for its own second one and for what the backward frees and needs next.
+    assert 0.0 < share_of_recomputation(blocks, (), live=180_000_000, reuse=240_000_000) < 1.0
+
+
+def test_a_second_shard_serves_only_what_the_backward_asks_for() -> None:
+    """Without recomputation no gather of the backward crosses nodes, with it those of 18B by a quarter."""
+
+    def across(plan: str, *, recompute: bool) -> float:
+        fields = {"model": "gpt-18b", "gpu": "v100-32g", "gpus": 128, "gpus_per_node": 16, "seq": 512, "dtype": "fp16"}
+        return answer(case(**fields, plan=plan, recompute=recompute)).simulated.busy[Resource.ACROSS]
+
+    gathered = across("zero3", recompute=False) - across("hpz", recompute=False)
+    crossing = across("hpz", recompute=True) - across("hpz", recompute=False)
+    hidden = 6144
+    blocks = ((3 * hidden**2, hidden**2, 4 * hidden**2, 4 * hidden**2),) * 40
+    share = share_of_recomputation(blocks, (50_257 * hidden,), live=10**9, reuse=10**9)
+    assert share == pytest.approx(0.26, abs=0.01)
+    assert crossing / gathered == pytest.approx(share, rel=0.03)
 
 
 def test_a_stage_holds_the_embedding_or_the_head() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from thinwire.sim import answer
 from thinwire_bench.published import TABLES, RowComparison, Table, fits, mean_error, reproduce
 from thinwire_bench.published.calibration import rows
+from thinwire_bench.published.zeropp import technique_cases
 
 CLOSE = 0.10
 """Published figures closer than this may change places."""
@@ -60,7 +63,7 @@ def test_the_command_writes_tables_and_pictures(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     tables = json.loads(done.stdout)
-    assert [table["name"] for table in tables] == ["amsp"] * 4
+    assert [table["name"] for table in tables] == ["amsp"] * 5
     assert len(tables[0]["rows"]) == 32
     assert "AMSP, Table V" in page.read_text()
     assert (tmp_path / "amsp-1.png").read_bytes().startswith(b"\x89PNG")
@@ -70,6 +73,33 @@ def test_the_command_writes_tables_and_pictures(tmp_path: Path) -> None:
     assert (
         "there is no publication 'nobody'; valid are amsp, internevo, zeropp, efa, hybrid, memory, all" in wrong.stderr
     )
+
+
+@pytest.mark.parametrize(
+    ("gbps", "tokens"), [(100, 512), (100, 1024), (100, 2048), (800, 256), (800, 1024), (800, 2048)]
+)
+def test_all_techniques_together_gain_most(gbps: int, tokens: int) -> None:
+    """On slow links qwZ gains most alone, as published; on fast ones qgZ gains nothing, against what was published."""
+    row = next(row for row in rows() if row.system == "single technique")
+    alone, together = (
+        [answer(case.with_(internode_gbps=gbps, micro_batch_tokens=tokens)).simulated.seconds for case in cases]
+        for cases in (technique_cases(row), technique_cases(dataclasses.replace(row, system="ZeRO++ vs ZeRO-3")))
+    )
+    qwz, hpz, qgz = (alone[0] / seconds for seconds in alone[1:])
+    assert together[0] / together[1] > max(qwz, hpz) > min(qwz, hpz) > max(1.02, qgz)
+    if gbps == 100:
+        assert qwz > hpz > qgz > 1.0
+
+
+def test_every_training_run_that_was_published_fits() -> None:
+    """But for one that did not, what is counted without memory, and generation."""
+    for table in TABLES:
+        apart = table.title.startswith("ZeRO++, RLHF")
+        for row in table.rows:
+            if apart or row.metric in ("OOM", "memory_GB", "memory_ratio"):
+                continue
+            for answered in map(answer, table.cases(row)):
+                assert answered.memory.total <= answered.cluster.memory, (row.model, row.system)
 
 
 def test_every_fitted_table_says_how_well_it_is_predicted_when_left_out() -> None:

@@ -19,6 +19,7 @@ from thinwire.sim.workload import Workload
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan, mean_peak
 from thinwire.spec.base import Count, Flag, Positive, Spec
 from thinwire.spec.machines.accelerators import ACCELERATORS
+from thinwire.units import parse_count
 
 __all__ = ["OVERLAPS", "PLAN_KEYS", "Answer", "Case", "Slowed", "answer", "read_cases"]
 
@@ -35,6 +36,10 @@ PLAN_KEYS = tuple(key for key in Plan.model_fields if key not in _OTHERWISE | {"
 
 def _long_name(dtype: object) -> object:
     return _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+
+
+def _counted(count: object) -> object:
+    return parse_count(count) if isinstance(count, str) else count
 
 
 class Case(Spec):
@@ -58,6 +63,9 @@ class Case(Spec):
         default=None, description="tokens per rank and micro-batch; unset: one sequence"
     )
     micro_batches: Count = Field(default=1, description="micro-batches per step")
+    tokens_per_step: Annotated[Count | None, BeforeValidator(_counted)] = Field(
+        default=None, description="tokens of a step over all accelerators, instead of micro_batches; 4M is 4 x 2^20"
+    )
     recompute: Flag = Field(default=False, description="blocks are recomputed in the backward")
     tp: Count = Field(default=1, description="ranks of a tensor-parallel group")
     pp: Count = Field(default=1, description="pipeline stages")
@@ -210,7 +218,7 @@ def answer(case: Case, *, trace: bool = False, slowed: Slowed = NOT_SLOWED) -> A
     simulated = max(steps, key=lambda step: step.seconds)
     # The last stage holds the head; the first one holds the embedding.
     held = [unit for part, unit in zip(cut, infos, strict=True) if plan.pp == 1 or part.kind != "embedding"]
-    needed = engine.memory(stage, plan, held, seq=model.seq)
+    needed = engine.memory(stage, plan, held, seq=model.seq, room=cluster.memory)
     outside = engine.extrapolates(_gpu(case, cluster), cluster.gpus)
     return Answer(case, model, cluster, plan, simulated, needed, outside)
 
@@ -274,6 +282,24 @@ def _model(case: Case) -> ModelSpec:
     return model
 
 
+def _micro_batches(case: Case, mesh: Factor, model: ModelSpec) -> int:
+    """Micro-batches of a step, of which every data-parallel rank has its own."""
+    if case.tokens_per_step is None:
+        return case.micro_batches
+    if "micro_batches" in case.model_fields_set:
+        raise SpecError(_what(case), ["micro_batches and tokens_per_step say the same: leave one of them out"])
+    together = mesh.ranks * (case.micro_batch_tokens or model.seq)
+    if case.tokens_per_step % together:
+        raise SpecError(
+            _what(case),
+            [
+                f"tokens_per_step = {case.tokens_per_step} is not a multiple of {together}, the tokens of one "
+                f"micro-batch on all {mesh.ranks} data-parallel ranks: change it, micro_batch_tokens or gpus"
+            ],
+        )
+    return case.tokens_per_step // together
+
+
 def _plan(case: Case, engine: Engine, cluster: ClusterSpec, model: ModelSpec) -> Plan:
     if cluster.gpus_per_node % case.tp:
         raise SpecError(_what(case), [f"tp = {case.tp} does not divide the {cluster.gpus_per_node} GPUs of a node"])
@@ -286,7 +312,7 @@ def _plan(case: Case, engine: Engine, cluster: ClusterSpec, model: ModelSpec) ->
     mesh = Factor(local=local // stages_inside, nodes=nodes)
     fields: dict[str, Any] = {
         "micro_batch": (case.micro_batch_tokens or model.seq) // model.seq,
-        "micro_batches": case.micro_batches,
+        "micro_batches": _micro_batches(case, mesh, model),
         "recompute": case.recompute,
         "tp": case.tp,
         "pp": case.pp,

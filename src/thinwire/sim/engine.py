@@ -53,7 +53,7 @@ class Engine(ABC):
         """The plan without the overlap that this engine cannot do."""
         return plan
 
-    def memory(self, model: ModelSpec, plan: Plan, units: Sequence[UnitInfo], *, seq: int) -> Memory:
+    def memory(self, model: ModelSpec, plan: Plan, units: Sequence[UnitInfo], *, seq: int, room: int) -> Memory:
         """Bytes per rank.
 
         Args:
@@ -61,7 +61,9 @@ class Engine(ABC):
             plan: The plan.
             units: Units of the stage.
             seq: Tokens per sequence.
+            room: Bytes of the accelerator, for systems whose allocators keep what they could return.
         """
+        del room
         return memory(model, plan, units, seq=seq)
 
     @abstractmethod

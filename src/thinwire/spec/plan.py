@@ -23,7 +23,7 @@ from thinwire.spec.plan_parts.chain import chain_problems, cut_alike, divisors, 
 from thinwire.spec.plan_parts.frozen import Frozen
 from thinwire.spec.plan_parts.islands import Islands
 from thinwire.spec.plan_parts.policy import HybridPolicy
-from thinwire.spec.plan_parts.presets import PRESETS, preset_fields
+from thinwire.spec.plan_parts.presets import PRESETS, engine_fields, preset_fields
 from thinwire.spec.plan_parts.residence import Residence
 from thinwire.spec.plan_parts.units import Dtype, Overlap, UnitOverride
 from thinwire.spec.plan_parts.wire import GRADIENTS, Wire
@@ -255,7 +255,16 @@ class Plan(Spec):
         return cut_alike(self.grads, self.optimizer)
 
     @classmethod
-    def preset(cls, name: str, *, nodes: int, local: int, group: Factor | str | None = None, **overrides: Any) -> Plan:
+    def preset(
+        cls,
+        name: str,
+        *,
+        nodes: int,
+        local: int,
+        group: Factor | str | None = None,
+        engine: str = "thinwire",
+        **overrides: Any,
+    ) -> Plan:
         """A classic system's plan on a mesh of ``nodes`` nodes of ``local`` ranks.
 
         Args:
@@ -265,12 +274,16 @@ class Plan(Spec):
             group: the factor, instead of one node, within which a preset shards (``zero1-node``, ``mics``,
                 ``hsdp``, ``thinwire``), keeps its secondary shard (``hpz``, ``zeropp``, ``zeropp-8bit``), or the ranks
                 of one island (``islands``, ``islands-4bit``, ``islands-streaming``).
+            engine: ``"amsp"`` performs the factors as AMSP's engine does: whole tensors dealt to ranks, modules as
+                units, reductions under input gradients, sums in bf16, buckets of 512 MiB.
             **overrides: fields to change; a dictionary changes the named keys of a nested table only.
 
         Raises:
-            SpecError: if the name is unknown, the preset takes no group, or the plan breaks a rule.
+            SpecError: if the name or the engine is unknown, the preset takes no group, or the plan breaks a rule.
         """
-        plan = cls.parse({"name": name, **preset_fields(name, nodes=nodes, local=local, group=group)})
+        performed = engine_fields(engine, recompute=overrides.get("recompute") is True)
+        fields = preset_fields(name, nodes=nodes, local=local, group=group) | performed
+        plan = cls.parse({"name": name, **fields})
         return cls.parse(plan._merged(overrides), f"preset {name!r}")
 
     @staticmethod

@@ -18,12 +18,15 @@ from thinwire.cost import (
     NominalRates,
     largest_share,
     memory,
+    parts,
     units,
 )
 from thinwire.errors import SpecError
 from thinwire.plan import AmspPlan, AmspSums, TrainingJob, amsp_search
 from thinwire.plan.rules import Chain, chain_ends
+from thinwire.program import Kind
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
+from thinwire.spec.plan_parts.presets import engine_fields
 
 TIE = 0.001
 MODEL = ModelSpec(layers=3, hidden=256, heads=4, ffn=704, vocab=1000, seq=128)
@@ -47,8 +50,8 @@ def brute_force(job: TrainingJob) -> list[AmspPlan]:
     priced = []
     for (params, grads, optimizer), again in itertools.product(chains(job.mesh), job.recomputes):
         plan = Plan(
-            mesh=job.mesh, params=params, grads=grads, optimizer=optimizer, partition="inter",
-            accumulate_dtype="bfloat16", micro_batch=micro_batch, micro_batches=micro_batches, recompute=again,
+            mesh=job.mesh, params=params, grads=grads, optimizer=optimizer, micro_batch=micro_batch,
+            micro_batches=micro_batches, recompute=again, **engine_fields("amsp", recompute=again),
         )  # fmt: skip
         cut = job.parts(plan)
         sums = AmspSums(cut, LibraryCollectives(job.cluster), job.mesh, micro_batches)
@@ -83,7 +86,7 @@ def test_the_solver_is_brute_force(
     """With any memory: from too little for every plan to enough for all."""
     links = {"nic": {"bandwidth": gbps * 1e9, "latency": 1e-5}}
     job = asked(f"a800-80g:{nodes}x{local}", sequences, recompute=recompute, machine={"links": links}, overhead=1 << 20)
-    unsharded = Plan.preset("ddp", nodes=nodes, local=local, partition="inter", accumulate_dtype="bfloat16")
+    unsharded = Plan.preset("ddp", nodes=nodes, local=local, engine="amsp")
     most = memory(job.model, unsharded, job.units(unsharded), seq=job.seq, states=AMSP_STATES, overhead=1 << 20).total
     job = replace(job, cluster=job.cluster.with_(memory=max(1, int(most * room))))
     expected, found = brute_force(job), amsp_search(job, top=top)
@@ -128,3 +131,25 @@ def test_a_batch_that_data_parallelism_cannot_train_is_refused() -> None:
     short = replace(job, tokens_per_step=job.tokens_per_step // 2)
     with pytest.raises(SpecError, match="tokens-per-step = 1,024 is not a multiple"):
         amsp_search(short)
+
+
+def test_the_sums_price_the_plan_that_is_written() -> None:
+    """Its modules, one call each way and back, and its buckets."""
+    job = asked("a800-80g:4x8", 2, ModelSpec.preset("llama-13b", seq=4096), micro_batch=1, recompute=False)
+    row = next(row for row in amsp_search(job) if row.plan.params.nodes > 1)
+    written = Plan.parse(row.plan.to_file())
+    assert written == row.plan
+    modules = [part.numel for part in parts(job.model, written.granularity) if part.numel]
+    assert len(modules) > 6 * job.model.layers
+    calls = LibraryCollectives(job.cluster)
+    one_by_one = sum(
+        (1 if index == len(modules) - 1 else 2) * calls.seconds(Kind.ALL_GATHER, 2 * numel, written.params)
+        + calls.seconds(Kind.REDUCE_SCATTER, 2 * numel, written.params)
+        for index, numel in enumerate(modules)
+    )
+    assert row.times.params == pytest.approx(written.micro_batches * one_by_one)
+    blocks = AmspSums(parts(job.model, "block"), calls, job.mesh, written.micro_batches).params(written.params)
+    assert row.times.params > 1.05 * blocks
+    assert written.bucket_bytes == 512 << 20
+    assert written.accumulate_dtype == "bfloat16"
+    assert written.overlap.input_gradient

@@ -160,3 +160,17 @@ def test_overrides_change_only_what_they_name() -> None:
 def test_on_one_node_a_secondary_shard_equals_the_primary() -> None:
     preset = Plan.preset("hpz", nodes=1, local=4)
     assert preset.secondary == preset.params == Factor(local=4)
+
+
+def test_an_engine_changes_how_factors_are_performed_and_nothing_else() -> None:
+    plain, amsp = (Plan.preset("amsp-13b", nodes=4, local=8, engine=engine) for engine in ("thinwire", "amsp"))
+    assert plain == Plan.preset("amsp-13b", nodes=4, local=8)
+    changed = {
+        "partition": "inter", "granularity": "module", "backward_prefetch": "module", "accumulate_dtype": "bfloat16",
+        "bucket_bytes": 512 << 20, "overlap": {"input_gradient": True},
+    }  # fmt: skip
+    assert amsp == plain.with_(**changed)
+    again = Plan.preset("amsp-13b", nodes=4, local=8, engine="amsp", recompute=True, bucket_bytes=1 << 20)
+    assert (again.backward_prefetch, again.bucket_bytes) == ("block", 1 << 20)
+    with pytest.raises(SpecError, match="engine = 'zero' is unknown; valid are thinwire, amsp"):
+        Plan.preset("amsp-13b", nodes=4, local=8, engine="zero")

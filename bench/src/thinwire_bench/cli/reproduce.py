@@ -121,11 +121,12 @@ def _summary(compared: Sequence[tuple[Table, Sequence[RowComparison]]]) -> Sheet
         worst = max(comparisons, key=lambda comparison: abs(comparison.error))
         fit = fits().get(table.system)
         left_out = None if fit is None else fit.left_out.get(table.title)
+        apart = "" if fit is None else f"{_shown(error, table)} (in no fit)"
         cells.append(
             [
                 table.title, str(len(comparisons)), _shown(error, table), goal, verdict,
                 _shown(worst.error, table, "+"), "" if fit is None else str(len(fit.constants)),
-                "" if fit is None or left_out is None else f"{_shown(left_out, table)} (by {fit.by})",
+                apart if fit is None or left_out is None else f"{_shown(left_out, table)} (by {fit.by})",
             ]
         )  # fmt: skip
     columns = ["table", "rows", "mean error", "goal", "", "worst", "constants of its system", "mean error, left out"]
@@ -146,7 +147,7 @@ def _sheet(table: Table, comparisons: Sequence[RowComparison]) -> Sheet:
         [
             comparison.row.model, comparison.row.system, str(comparison.row.gpus),
             str(comparison.row.internode_gbps or ""), str(comparison.row.micro_batch_tokens or ""),
-            str(comparison.row.micro_batches or ""), f"{comparison.row.value:,g}", f"{comparison.simulated:,.4g}",
+            str(comparison.row.micro_batches or ""), f"{comparison.published:,g}", f"{comparison.simulated:,.4g}",
             _shown(comparison.error, table, "+"),
         ]
         for comparison in comparisons
@@ -192,7 +193,7 @@ def _draw(path: Path, table: Table, comparisons: Sequence[RowComparison]) -> Non
 
     points: dict[str, list[tuple[float, float]]] = {}
     for comparison in comparisons:
-        points.setdefault(comparison.row.model, []).append((comparison.row.value, comparison.simulated))
+        points.setdefault(comparison.row.model, []).append((comparison.published, comparison.simulated))
     title, _, unit = table.title.partition(": ")
     band = 100 * table.goal if table.in_points and table.goal is not None else None
     draw_agreement(path, title, points, unit or ("MFU" if "MFU" in title else "times"), band)

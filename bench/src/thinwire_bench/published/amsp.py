@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from thinwire.sim import Answer, Case
 from thinwire_bench.published.calibration import PublishedRow
 
-__all__ = ["baselines", "case", "is_ablation", "is_baseline", "is_ratio", "is_stated", "ratio", "ratios", "traced"]
+__all__ = [
+    "baselines", "case", "is_ablation", "is_baseline", "is_ratio", "is_rough", "is_stated", "mean_mfu", "ratio",
+    "ratios", "rough", "traced",
+]  # fmt: skip
 
 _MODELS = {"LLaMA-7B": "llama-7b", "LLaMA-13B": "llama-13b", "LLaMA-30B": "llama-30b-amsp"}
 
@@ -40,6 +44,11 @@ def is_baseline(row: PublishedRow) -> bool:
 def is_ratio(row: PublishedRow) -> bool:
     """How much faster one way of AMSP's engine is than another."""
     return row.source.startswith("AMSP") and row.metric in {"MFU_ratio", "speedup"}
+
+
+def is_rough(row: PublishedRow) -> bool:
+    """What the systems that have enough memory reach on the fewest GPUs."""
+    return row.source.startswith("AMSP") and row.metric == "MFU_approx"
 
 
 def case(row: PublishedRow) -> Case:
@@ -83,6 +92,18 @@ def baselines(row: PublishedRow) -> list[Case]:
     group = re.search(r"s=(\d+x\d+)", row.system)
     named: str | dict[str, Any] = "hpz" if "hpZ" in row.system else "zero1" if "ZeRO-1" in row.system else "zero3"
     return [_case(row, "deepspeed", _group(group[1]) if group else named, None, recompute="30B" in row.model)]
+
+
+def rough(row: PublishedRow) -> list[Case]:
+    """30B under AMSP, MiCS and ZeRO-3."""
+    best = _case(row, "amsp", _BEST[row.model], ["gather", "reduce", "sync"], recompute=True)
+    return [best, *(_case(row, "deepspeed", plan, None, recompute=True) for plan in (_group("8x2"), "zero3"))]
+
+
+def mean_mfu(row: PublishedRow, answers: Sequence[Answer]) -> float:
+    """Over the systems, which the paper does not tell apart."""
+    del row
+    return statistics.fmean(answer.mfu for answer in answers)
 
 
 def _group(text: str) -> dict[str, Any]:

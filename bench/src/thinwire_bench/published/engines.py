@@ -22,20 +22,25 @@ from thinwire.cost import (
     States,
     library_moves,
     memory,
+    parts,
 )
 from thinwire.program import Axis, Lane, Operation, Phase, UnitInfo, axis_shape
 from thinwire.program.stages import Stage
-from thinwire.program.wire import reduction_codecs
+from thinwire.program.wire import ITEMSIZE, reduction_codecs, used_codec
 from thinwire.sim.axes import AxisCosts
 from thinwire.sim.engine import Engine, step_with_axes
 from thinwire.sim.step import Simulated
 from thinwire.sim.workload import Execution, Workload
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 from thinwire_bench.published.engine_rates import EngineRates
+from thinwire_bench.published.fetching import share_of_recomputation
 from thinwire_bench.published.headroom import Headroom
 from thinwire_bench.published.host_overhead import NO_STALLS, SMALL_TENSOR, HostOverhead
 
 __all__ = ["ENGINES", "PublishedEngine"]
+
+_ALL_LOGITS = 1 << 62
+"""Systems other than thinwire compute the loss of all logits at once."""
 
 ALL = ("gather", "reduce", "sync", "spread")
 """Transfers that can overlap computation."""
@@ -50,7 +55,8 @@ class PublishedEngine(Engine):
         efficiency: Shares of nominal rates that it reaches.
         whole_sync: Whether every rank receives the whole sum of gradients, and keeps only its share.
         partition: How it cuts optimizer states unless a case sets this.
-        states: Bytes per parameter of its states; ``None``: those of thinwire.
+        states: Bytes per parameter of its states.
+        update_bytes: Bytes that its update makes for each parameter of a rank's share, beside the states.
         overhead: Bytes in use without any model, including buffers whose size does not depend on it.
         keeps_gathered: Whether parameters with a secondary shard stay whole while gradients accumulate.
         bucket_bytes: Bytes of gradients that it reduces together.
@@ -82,7 +88,8 @@ class PublishedEngine(Engine):
     efficiency: Efficiency
     whole_sync: bool = False
     partition: Literal["intra", "inter"] = "intra"
-    states: States | None = None
+    states: States = AMSP_STATES
+    update_bytes: int = 0
     overhead: int = OVERHEAD
     keeps_gathered: bool = False
     bucket_bytes: int = 512 << 20
@@ -111,21 +118,45 @@ class PublishedEngine(Engine):
         fewest, most = self.known.get(gpu, (0, 0))
         return not fewest <= count <= most
 
-    def memory(self, model: ModelSpec, plan: Plan, units: Sequence[UnitInfo], *, seq: int) -> Memory:
-        """Bytes per rank.
+    def memory(self, model: ModelSpec, plan: Plan, units: Sequence[UnitInfo], *, seq: int, room: int) -> Memory:
+        """Bytes per rank that its allocator takes: all that a step ever uses at once or after another, as far as there
+        is room, because blocks that are freed do not fit what comes next and stay; at least what is used at once.
 
         Args:
             model: The part of the model in the rank's stage.
             plan: The plan.
             units: Units of the stage.
             seq: Tokens per sequence.
+            room: Bytes of the accelerator.
         """
-        if self.bucket is not None:  # reductions under way are in its buckets, which its overhead counts
-            plan = plan.with_(overlap={"reduce": False, "sync": False})
-        needed = memory(model, plan, units, seq=seq, states=self.states, overhead=self.overhead)
-        if not (self.keeps_gathered and plan.secondary and plan.micro_batches > 1):
-            return needed
-        return replace(needed, gathered=sum(unit.nbytes for unit in units))
+        dtype = "float16" if self.messages else plan.compute_dtype
+        needed = memory(model, plan, units, seq=seq, states=self.states, overhead=self.overhead, loss_chunk=_ALL_LOGITS)
+        keeps = self.keeps_gathered and plan.secondary is not None and plan.micro_batches > 1
+        if keeps:
+            needed = replace(needed, gathered=sum(unit.nbytes for unit in units))
+        unit = max(sum(buffer.numel for buffer in unit.buffers) for unit in units)
+        tensor = max(tensor.numel for part in parts(model, plan.granularity, plan.tp) for tensor in part.tensors)
+        used = replace(needed, gathered=self._gathered_at_once(plan, needed.gathered, tensor, keeps))
+        share, itemsize = needed.optimizer // self.states.optimizer, ITEMSIZE[dtype]
+        fixed = used.total - used.buffers - used.logits
+        reducing = _reduced(plan, tensor if self.call_by_tensor else unit, dtype)
+        updating = (
+            needed.params + needed.secondary + (self.states.optimizer + self.update_bytes) * share + self.overhead
+        )
+        at_once = max(fixed + max(reducing, used.logits), updating)
+        update = (self.update_bytes + itemsize) * share if self.update_bytes else 0
+        ever = needed.total - needed.buffers + _reduced(plan, unit, dtype) + update
+        rest = min(ever, max(at_once, room)) - (used.total - used.buffers)
+        return replace(used, buffers=rest)
+
+    def _gathered_at_once(self, plan: Plan, gathered: int, tensor: int, keeps: bool) -> int:
+        """Bytes of whole parameters of which a limit lets no more be gathered ahead, and a message that is joined."""
+        if self.live is None or not plan.gathers:
+            return gathered
+        codec = used_codec(plan, "gather")
+        itemsize = ITEMSIZE[plan.compute_dtype]
+        message = itemsize * tensor if codec.is_none else codec.max_wire_bytes(tensor, plan.compute_dtype)
+        return message + (gathered if keeps else min(gathered, itemsize * max(self.live, tensor)))
 
     def overlapped(self, plan: Plan) -> Plan:
         """The plan without the overlap that this engine cannot do."""
@@ -203,7 +234,17 @@ class PublishedEngine(Engine):
         limits_gathers = self.live is not None and plan.params.ranks > 1 and plan.overlap.gather
         ahead = max(0.0, 1 - block / self.live) if self.live is not None and limits_gathers else 1.0
         limits_reductions = self.bucket is not None and plan.overlap.reduce
-        return Headroom(ahead, min(1.0, self.bucket / block) if self.bucket is not None and limits_reductions else None)
+        bucket = min(1.0, self.bucket / block) if self.bucket is not None and limits_reductions else None
+        return Headroom(ahead, bucket, self._crossing(plan, parts))
+
+    def _crossing(self, plan: Plan, parts: Sequence[ModelPart]) -> float:
+        """Share of the backward's gathers that a second shard inside the node does not serve."""
+        if plan.secondary is None or not plan.recompute or self.live is None or self.reuse is None:
+            return 0.0
+        sizes = [tuple(tensor.numel for tensor in part.tensors if tensor.numel >= SMALL_TENSOR) for part in parts]
+        blocks = tuple(of_part for part, of_part in zip(parts, sizes, strict=True) if part.kind == "block")
+        ends = tuple(size for part, of in zip(parts, sizes, strict=True) if part.kind != "block" for size in of)
+        return share_of_recomputation(blocks, ends, self.live, self.reuse)
 
     def _again(self, part: ModelPart) -> float:
         """Share of a block that is gathered twice in the backward: for its recomputation, and for its gradients.
@@ -240,6 +281,15 @@ def _without_scatter(plan: Plan) -> Plan:
     return plan.model_copy(update={"wire": plan.wire.model_copy(update={"scatter": None})})
 
 
+def _reduced(plan: Plan, numel: int, dtype: str) -> int:
+    """Bytes of gradients that do not stay on the rank, as autograd makes them and as they travel."""
+    if plan.grads.ranks == 1:
+        return 0
+    codec = reduction_codecs(plan, Axis.PARAMS)[0]
+    made = ITEMSIZE[dtype] * numel
+    return made + (made if codec.is_none else 2 * codec.max_wire_bytes(numel, dtype))
+
+
 def _large_tensors(part: ModelPart) -> int:
     return sum(tensor.numel >= SMALL_TENSOR for tensor in part.tensors)
 
@@ -250,17 +300,17 @@ _RING = (6e-6, 20e-6)
 _AMPERE = 0.84
 """Share of an A100's or A800's peak that large matrix products reach. Fitted to AMSP's and InternEvo's tables."""
 
-_VOLTA = 0.81
+_VOLTA = 0.84
 """Share of a V100's peak. Fitted to DeepSpeed's tables."""
 
 _CARD = 100e9
 """Bit/s of one network card of these machines."""
 
-_CARDS = (0.94, 0.855)
+_CARDS = (0.94, 0.845)
 """Share that DGX-2, p3dn and p4d reach of a single network card, and its factor for each doubling of cards. Fitted to
 DeepSpeed's tables."""
 
-_EAGER = 1.8
+_EAGER = 1.75
 """Times that kernels which are not fused read and write what fused ones would. Fitted to DeepSpeed's tables."""
 
 _TODAY = Efficiency(compute=_AMPERE, inside=0.70, nic=0.875, beside=1.15, step=0.05, passes=_EAGER, update_bytes=52)
@@ -272,13 +322,17 @@ _COPIES = (2.0, 12.0)
 are joined from ranks' parts (read and written); a gradient is copied into the bucket, divided by the number of ranks,
 and cut into padded parts."""
 
-_DECISION = 1.03e-3
+_DECISION = 1.1e-3
 """Seconds per gathered module since pull request 1453; before, it was twice as long. Fitted to the EFA table."""
 
 _FLUSHED = HostOverhead(partition=24e-6, flush=0.45e-9, chance=6.6e-4)
 """Fitted jointly to issue 1069 (16 to 128 GPUs), pull request 1453 (64), and AMSP's ZeRO-3 and hpZ (1024)."""
 
-_BUFFERS = 12_000_000_000
+_FOREACH = 12
+"""Bytes of InternEvo's update, from its code and torch's: an fp32 copy of the gradient, and AdamW's root and
+denominator, which torch's fused kernel would not store."""
+
+_BUFFERS = 10_000_000_000
 """Bytes that InternEvo's ZeRO-1 uses in addition to states and activations: flat gradients, parameters in flight, and
 libraries. Fitted to its table of memory; AMSP runs on the same code."""
 
@@ -292,7 +346,6 @@ _DEEPSPEED = PublishedEngine(
     # Stage 1 reduces after the backward. MiCS waits for everything; stage 3 for what its limits leave no room for.
     overlaps={1: (), 2: ("reduce", "sync"), 3: ("gather", "reduce", "sync")},
     in_groups=(),
-    states=AMSP_STATES,
     # An assumption: of all that were tried, only this one makes AMSP's 30B too large for 32 GPUs but not for more.
     keeps_gathered=True,
     reuse=1_000_000_000,  # stage3_max_reuse_distance
@@ -346,8 +399,7 @@ _INTERNEVO = PublishedEngine(
     _evo(0.41),
     whole_sync=True,
     partition="inter",
-    # Its step copies gradients to fp32, scales and updates out of place, and keeps the buffers.
-    states=States(2, 2, 23),
+    update_bytes=_FOREACH,
     overhead=_BUFFERS,
     latency=_RING,
     known={"a100-80g": (8, 512)},
@@ -359,7 +411,7 @@ ENGINES: dict[str, PublishedEngine] = {
         _evo(0.067),
         whole_sync=True,
         partition="inter",
-        states=AMSP_STATES,
+        update_bytes=_FOREACH,
         overhead=_BUFFERS,
         # Chosen by comparing structures: with exposed gathers, AMSP's plans gain over MiCS's what its text states.
         in_groups=("reduce", "sync", "spread"),
@@ -383,6 +435,7 @@ ENGINES: dict[str, PublishedEngine] = {
                 _DEEPSPEED,
                 efficiency=_VOLTAS,
                 cards=_CARDS,
+                overhead=OVERHEAD,  # their tutorial sets reduce_bucket_size to 10^7
                 host=NO_STALLS,
                 known={"v100-32g": (384, 384)},
             ),

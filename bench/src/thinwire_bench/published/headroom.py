@@ -19,14 +19,35 @@ class Headroom:
         bucket: Share of a unit's gradients that waits in a bucket until the next unit of the backward is gathered, and
             is reduced while that unit computes. Computation waits for the rest. ``None``: every reduction starts as
             soon as its gradients exist, and nothing waits for it.
+        crossing: Share of what the backward gathers from a second shard that is gathered over all ranks instead,
+            because hooks of the repeated forward ask for it.
     """
 
     ahead: float = 1.0
     bucket: float | None = None
+    crossing: float = 0.0
 
     def revised(self, program: StepProgram) -> StepProgram:
         """The program with operations that start ahead only as far as there is room."""
-        return _split_reductions(_split_gathers(program, self), self)
+        return _split_reductions(_split_gathers(_over_all_ranks(program, self), self), self)
+
+
+def _over_all_ranks(program: StepProgram, room: Headroom) -> StepProgram:
+    """The program with a share of each gather from a second shard over all ranks. What hosts and accelerators do for a
+    unit counts once, with the share that stays inside the node."""
+    if room.crossing <= 0:
+        return program
+    whole = {op.units: op for op in program.operations if op.lane is Lane.GATHER and op.axis is Axis.PARAMS}
+    operations, waits = list(program.operations), dict(program.waits)
+    for event, awaited in program.waits.items():
+        for operation in map(program.operations.__getitem__, awaited):
+            if operation.lane is not Lane.GATHER or operation.axis is not Axis.SECONDARY:
+                continue
+            operations[operation.index] = _scaled(operation, 1 - room.crossing)
+            rest = _scaled(whole[operation.units], room.crossing)
+            operations.append(_without_units(rest, len(operations), operation.start))
+            waits[event] = (*waits[event], operations[-1].index)
+    return replace(program, operations=tuple(operations), waits=waits)
 
 
 def _split_gathers(program: StepProgram, room: Headroom) -> StepProgram:

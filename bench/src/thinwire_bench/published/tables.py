@@ -28,10 +28,15 @@ class RowComparison:
     in_points: bool = False
 
     @property
+    def published(self) -> float:
+        """The published figure; of a range, its middle."""
+        value = self.row.value
+        return statistics.fmean(value) if isinstance(value, list) else float(value)
+
+    @property
     def error(self) -> float:
         """Simulated over published, minus 1; for percentages, their difference over 100."""
-        published = float(self.row.value)
-        return (self.simulated - published) / (100 if self.in_points else published)
+        return (self.simulated - self.published) / (100 if self.in_points else self.published)
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ TABLES: tuple[Table, ...] = (
     Table("amsp", "AMSP, MFU stated in the text, its own engine", "amsp", 0.10, amsp.is_stated, _amsp, _mfu),
     Table("amsp", "AMSP, stated gains within its engine", "amsp", None, amsp.is_ratio, amsp.ratios, amsp.ratio),
     Table("amsp", "AMSP, MFU stated in the text, DeepSpeed", "deepspeed", 0.10, amsp.is_baseline, amsp.baselines, _mfu),
+    Table("amsp", "AMSP, MFU stated as about 40 %", "amsp", None, amsp.is_rough, amsp.rough, amsp.mean_mfu),
     Table("internevo", "InternEvo: tokens/s of a GPU", "amsp", 0.05, internevo.is_throughput, _internevo, _tgs),
     Table(
         "zeropp",
@@ -109,6 +115,24 @@ TABLES: tuple[Table, ...] = (
         zeropp.is_stated,
         zeropp.cases,
         zeropp.stated,
+    ),
+    Table(
+        "zeropp",
+        "ZeRO++, section 5.3.1: gains of techniques",
+        "deepspeed",
+        None,
+        zeropp.is_technique,
+        zeropp.technique_cases,
+        zeropp.techniques,
+    ),
+    Table(
+        "zeropp",
+        "ZeRO++, DeepSpeed's tutorial: ms of a step",
+        "deepspeed",
+        None,
+        zeropp.is_tutorial,
+        zeropp.cases,
+        zeropp.milliseconds,
     ),
     Table(
         "zeropp",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -93,13 +94,25 @@ class SimOptions:
         int | None,
         typer.Option(min=1, help="Micro-batches per step; by default the plan file's, or 1.", show_default=False),
     ] = None
+    tokens_per_step: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="Tokens of a step over all GPUs, instead of micro-batches; 4M is 4 x 2^20.",
+            show_default=False,
+        ),
+    ] = None
     recompute: Annotated[bool, typer.Option("--recompute", help="Recompute blocks in the backward pass.")] = False
     engine: Annotated[str, typer.Option(help="System that performs the step: thinwire or a published one.")] = (
         "thinwire"
     )
     sweep: Annotated[
         str | None,
-        typer.Option(metavar="KEY=A,B,...", help=f"Several values of one of {', '.join(SWEPT)}.", show_default=False),
+        typer.Option(
+            metavar="KEY=A,B,...|KEY=A..B",
+            help=f"Several values of one of {', '.join(SWEPT)}; A..B doubles from A to B.",
+            show_default=False,
+        ),
     ] = None
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="With --sweep: draw the results.", show_default=False)
@@ -143,6 +156,8 @@ def sim(options: SimOptions) -> None:
       thinwire sim --model llama-7b --cluster a800-80g:128x8 --plan preset:zero1-node --seq 4096
 
       thinwire sim --model llama-13b --cluster h100-80g:32x8 --plan preset:zeropp --sweep internode_gbps=50,100,200,400
+
+      thinwire sim --model llama-7b --cluster a800-80g:1x8 --plan preset:zero1 --sweep gpus=8..1024 --tokens-per-step 4M
 
       thinwire sim --model llama-7b --cluster a800-80g:8x8 --plan preset:zero3 --trace step.json
 
@@ -231,10 +246,13 @@ def _fields(options: SimOptions, model: str, cluster: str) -> dict[str, Any]:
     given = {
         "seq": options.seq,
         "micro_batches": options.micro_batches,
+        "tokens_per_step": options.tokens_per_step,
         "recompute": options.recompute or None,
         "engine": options.engine,
     }
     fields |= {key: value for key, value in given.items() if value is not None}
+    if options.tokens_per_step is not None and options.micro_batches is None:
+        fields.pop("micro_batches", None)  # the plan file's
     fields = apply_settings(fields, [*moved(options.old, _OLD_SETTINGS), *(options.settings or ())])
     if isinstance(words := fields.get("overlap"), str):
         names = [word.strip() for word in words.split(",")]
@@ -289,12 +307,25 @@ def _swept(fields: dict[str, Any], sweep: str | None) -> list[Case]:
         return [Case.parse(fields, "the step")]
     key, equals, values = sweep.partition("=")
     if not equals or key not in SWEPT:
-        raise UsageError(f"--sweep {sweep} should be KEY=A,B,... with one of the keys {', '.join(SWEPT)}")
+        raise UsageError(f"--sweep {sweep} should be KEY=A,B,... or KEY=A..B with one of the keys {', '.join(SWEPT)}")
+    number = float if key == "internode_gbps" else int
     try:
-        numbers = [float(value) if key == "internode_gbps" else int(value) for value in values.split(",")]
+        numbers = _doubling(values, number) if ".." in values else [number(value) for value in values.split(",")]
     except ValueError as error:
         raise UsageError(f"--sweep {sweep}: {error}") from error
     return [Case.parse({**fields, key: number, "id": f"{key}={number:g}"}, f"{key}={number:g}") for number in numbers]
+
+
+def _doubling(values: str, number: type[float] | type[int]) -> list[float] | list[int]:
+    """The numbers of A..B.
+
+    Raises:
+        ValueError: they are no numbers, or there is none.
+    """
+    first, last = (number(end) for end in values.split("..", 1))
+    if not 0 < first <= last:
+        raise ValueError(f"{values} should go from a number above 0 to one that is not smaller")
+    return [first * 2**power for power in range(int(math.log2(last / first)) + 1)]
 
 
 def _disturbed(cases: Sequence[Case], options: SimOptions) -> list[Disturbed]:

@@ -21,6 +21,7 @@ from thinwire.plan.amsp.sums import AmspSums, AmspTimes
 from thinwire.plan.rules import Chain, chain_ends
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import Factor, Link, Plan
+from thinwire.spec.plan_parts.presets import engine_fields
 from thinwire.units import format_bandwidth, format_bytes
 
 __all__ = ["PAPER_PLANS", "AmspPlan", "amsp_flips", "amsp_plan", "amsp_search", "seconds_by_reducing"]
@@ -153,8 +154,7 @@ class _Space:
             params=Factor(),
             grads=Factor(),
             optimizer=Factor(),
-            partition="inter",
-            accumulate_dtype="bfloat16",  # as AMSP_STATES counts them
+            **engine_fields("amsp", recompute=False),
             micro_batch=micro_batch,
             micro_batches=micro_batches,
         )
@@ -200,7 +200,13 @@ class _Space:
     def priced(self, choice: _ChainChoice) -> AmspPlan:
         """A plan with its memory."""
         params, grads, optimizer = choice.chain
-        plan = self._base.with_(params=params, grads=grads, optimizer=optimizer, recompute=choice.recompute)
+        plan = self._base.with_(
+            params=params,
+            grads=grads,
+            optimizer=optimizer,
+            recompute=choice.recompute,
+            **engine_fields("amsp", recompute=choice.recompute),
+        )
         needed = self._memory(plan, share=self._share(params, optimizer))
         again = self._recomputing[choice.recompute]
         return AmspPlan(plan, choice.times, again, needed, needed.total <= self._room)

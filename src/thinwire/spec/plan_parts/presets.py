@@ -60,6 +60,38 @@ _THINWIRE = {
 }
 _INT4_CHANGES = {"codec": "int4:256", "error_feedback": True}
 
+ENGINES = ("thinwire", "amsp")
+"""Systems as which the runtime can perform a preset's factors."""
+
+
+def engine_fields(engine: str, *, recompute: bool) -> dict[str, Any]:
+    """The fields of a plan that perform its factors as a system does.
+
+    AMSP's (arXiv 2311.00257, section V-C) deals whole tensors to ranks, gathers module by module, reduces a module's
+    gradients under its input gradient, adds in bf16, and synchronises 512 MiB at once. Its backward gathers one module
+    ahead, or with recomputation all modules of the next block.
+
+    Args:
+        engine: One of :data:`ENGINES`.
+        recompute: Whether blocks are recomputed in the backward.
+
+    Raises:
+        SpecError: there is no such engine.
+    """
+    if engine not in ENGINES:
+        raise SpecError("plan", [f"engine = {engine!r} is unknown; valid are {', '.join(ENGINES)}"])
+    if engine == "thinwire":
+        return {}
+    return {
+        "partition": "inter",
+        "granularity": "module",
+        "backward_prefetch": "block" if recompute else "module",
+        "overlap": {"input_gradient": True},
+        "accumulate_dtype": "bfloat16",
+        "bucket_bytes": 512 << 20,
+    }
+
+
 PRESETS: dict[str, Preset] = {
     "ddp": Preset("everything on every rank", lambda mesh, group: (_ONE, _ONE, _ONE)),
     "zero1": Preset("OS over all ranks", lambda mesh, group: (_ONE, _ONE, mesh)),
