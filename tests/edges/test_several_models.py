@@ -328,19 +328,6 @@ WITH_BOTH_KINDS: tuple[Program, ...] = (
 )
 """Programs that run with torch's optimizers and with thinwire's."""
 
-WITH_BOTH_KINDS: tuple[Program, ...] = (
-    one_backward_of_summed_losses,
-    separate_backwards,
-    adversaries,
-    adversaries_of_one_forward,
-    gradient_penalty,
-    cycle,
-    critic_with_slow_targets,
-    average_under_another_plan,
-    saved_in_one_folder,
-)
-"""Programs that run with torch's optimizers and with thinwire's."""
-
 PROGRAMS: dict[Program, tuple[str, ...]] = {
     **dict.fromkeys(WITH_BOTH_KINDS, ("torch", "thinwire")),
     one_ends_before_the_other: ("torch",),
