@@ -18,7 +18,9 @@ from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.tensors.tensor import ShareTensor
 
-__all__ = ["load_whole_state", "save_whole", "whole_state", "whole_value"]
+__all__ = [
+    "load_whole_share_state", "load_whole_state", "save_whole", "whole_share_state", "whole_state", "whole_value",
+]  # fmt: skip
 
 Names = Sequence[Sequence[str]]
 """Names of the parameters of each group, in the order of the optimizer of the whole model."""
@@ -191,6 +193,47 @@ def load_whole_state(optim: ShardedOptimizer, names: Names, whole: Mapping[str, 
                     state[index] = {key: _piece(entry, item) for key, entry in entries.items()}
         options = [_options(group) | {"params": own["params"]} for group, own in zip(groups, local, strict=True)]
         inner.load_state_dict({"state": state, "param_groups": options})
+
+
+@torch.no_grad()
+def whole_share_state(optim: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state dict of the optimizer of the whole model, of one that was made over shares. Collective.
+
+    Args:
+        optim: An optimizer of ``model.parameters()``.
+
+    Returns:
+        As in torch, on the CPU, on every rank.
+    """
+    whole = optim.state_dict()
+    return whole | {
+        "state": {
+            number: {key: whole_value(value, keep=True) for key, value in entries.items()}
+            for number, entries in whole["state"].items()
+        }
+    }
+
+
+def load_whole_share_state(optim: torch.optim.Optimizer, whole: Mapping[str, Any]) -> None:
+    """Load a state dict of the optimizer of the whole model into one that was made over shares.
+
+    Args:
+        optim: An optimizer of ``model.parameters()``.
+        whole: Result of the whole optimizer's ``state_dict()``.
+    """
+    numbers = [number for group in whole["param_groups"] for number in group["params"]]
+    shares = [share for group in optim.param_groups for share in group["params"]]
+    state: dict[int, Any] = dict(whole["state"])
+    for number, share in zip(numbers, shares, strict=False):  # torch itself compares the groups
+        for_share = {
+            key: ShareTensor(share.spec.cut(value).to(share.device, copy=True), share.spec)
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == share.shape
+            else value
+            for key, value in state.get(number, {}).items()
+        }
+        if number in state:
+            state[number] = for_share
+    optim.load_state_dict({**whole, "state": state})
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,11 +37,13 @@ def watch_optimizers() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    del args, kwargs
     if getattr(optimizer, INNER, False):
         return
+    has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
     for model in _models_of(optimizer):
         _prepare(model, optimizer)
+        if not has_closure:  # whose backward may be the step's last; the first read of a gradient then closes the step
+            runtime_of(model.sharded.model).close_step()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -79,7 +81,6 @@ def _prepare(model: Masters, optimizer: torch.optim.Optimizer) -> None:
             'thinwire.optimizer(model, ...), which widens them unit by unit, or accumulate_dtype = "float32"'
         )
     model.check_all_managed()
-    runtime.close_step()
 
 
 @functools.cache

@@ -119,8 +119,8 @@ class LossScale:
         """
         if self._model is not None and self._model() is not model:
             raise UsageError(
-                "a LossScale belongs to one model and its optimizer; make another LossScale for this one, or, for one "
-                "loss of both, make torch's optimizers from model.parameters() and scale with torch.amp.GradScaler"
+                "a LossScale belongs to one model and its optimizer; make another LossScale for this one, or compute "
+                "in bfloat16, which needs none"
             )
         self._model = weakref.ref(model)
 
