@@ -17,6 +17,7 @@ from tests.support.frameworks.lightning import WIDTH, Blocks, loader, trainer, w
 from torch import nn
 from torch.nn import functional
 
+from thinwire.errors import UsageError
 from thinwire.integrations.lightning import ThinwireStrategy
 from thinwire.testing import run_ranks
 
@@ -294,6 +295,22 @@ def test_a_grad_scaler_divides_the_gradients_of_each_optimizer(tmp_path: Path) -
     assert got[2] == expected[2]
     for name, value in expected[1].items():
         torch.testing.assert_close(got[1][name], value, rtol=5e-3, atol=5e-3, msg=name)
+
+
+def saved_by_history(folder: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        fit("thinwire", folder, ByHistory, {"enable_checkpointing": True})
+    whole = ThinwireStrategy("zero3", state_dict_type="full")
+    keep = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
+    losses, _, _ = fit(whole, folder, ByHistory, {"enable_checkpointing": True, "callbacks": [keep]})
+    again, _, _ = fit("thinwire", folder, ByHistory, {}, ckpt_path=Path(folder, "epoch=0.ckpt"))
+    assert 0 < len(again) < len(losses)
+    assert again == losses[-len(again) :]
+    return str(caught.value)
+
+
+def test_states_of_other_shapes_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    assert "LBFGS" in run_ranks(2, saved_by_history, str(tmp_path))[0]
 
 
 def synchronised(folder: str) -> list[str]:

@@ -334,6 +334,7 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
             remedy="do so inside configure_optimizers",
             loss_scale=self.precision_plugin.loss_scale,
             fixed=not _unfreezes(trainer),
+            whole_states=self._writes_whole or not trainer.checkpoint_callbacks,
         )
         if isinstance(made[0], ShardedOptimizer):
             for config in self.lr_scheduler_configs:

@@ -15,6 +15,7 @@ from torch import nn
 import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.sharding.optimizer.making import refuse_class
+from thinwire.sharding.optimizer.probes import states_are_alike
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
@@ -40,6 +41,7 @@ def over_shares(
     remedy: str,
     loss_scale: LossScale | None = None,
     fixed: bool = True,
+    whole_states: bool = False,
 ) -> list[torch.optim.Optimizer]:
     """Let optimizers train the shares of a model.
 
@@ -53,12 +55,14 @@ def over_shares(
         remedy: What to do about parameters without a name, for the message.
         loss_scale: Scale of the losses, which plans with float16 need, for an optimizer that is made anew.
         fixed: Whether no parameters are added to the optimizers later.
+        whole_states: Whether checkpoints, if there are any, hold whole states, which may have any shape.
 
     Returns:
         The optimizers, in order.
 
     Raises:
-        UsageError: An optimizer has made a step, or has parameters without a name.
+        UsageError: An optimizer has made a step, has parameters without a name, or keeps states that checkpoints cannot
+            cut.
     """
     runtime = runtime_of(model)
     for made in optimizers:
@@ -70,6 +74,9 @@ def over_shares(
         (made,) = optimizers
         options = _options(made)
         return [tw.optimizer(model, type(made), param_groups=made.param_groups, loss_scale=loss_scale, **options)]
+    for made in optimizers if not whole_states else ():
+        if not states_are_alike(type(made), _options(made), runtime.sharded.device):
+            refuse_class(model, type(made), _options(made))
     runtime.optimizer = None  # of an earlier run
     return list(optimizers)
 
