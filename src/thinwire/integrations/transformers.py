@@ -25,6 +25,7 @@ from thinwire.integrations.automatic import automatic_plan
 from thinwire.integrations.optimizers import begin_micro_batch, follow, is_sharded, names_of, over_shares
 from thinwire.integrations.plans import chosen_plan, launched_mesh
 from thinwire.plan import CODEC_LEVELS, CodecLevel
+from thinwire.sharding.checkpointing.full_state import whole_value
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.generating import generates
 from thinwire.sharding.runtime.runtime import plan_of
@@ -122,8 +123,8 @@ class ThinwireTrainerMixin:
         )
         if self.loss_scale is not None and not isinstance(optimizer, ShardedOptimizer):
             raise UsageError(
-                f"fp16=True: {type(made).__name__} updates some of the parameters, and the loss scale needs all; freeze "
-                "the others, or train with bf16=True"
+                f"fp16=True: {type(made).__name__} updates some of the parameters, and the loss scale needs all; "
+                "freeze the others, or train with bf16=True"
             )
         if getattr(self.lr_scheduler, "optimizer", None) is made:
             follow(self.lr_scheduler, optimizer)
@@ -202,10 +203,11 @@ class ThinwireTrainerMixin:
             trainer.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Every rank gathers the weights; one writes them."""
+        """Every rank helps to gather the weights, one after another; those that write keep them."""
         trainer: Any = super()
         if state_dict is None and is_sharded(self.model):
-            state_dict = tw.full_state_dict(self.model)
+            keeps = self.args.should_save
+            state_dict = {name: whole_value(item, keep=keeps) for name, item in self.model.state_dict().items()}
         if self.args.should_save:
             trainer._save(output_dir, state_dict)
 

@@ -73,7 +73,8 @@ def whole_value(value: Any, *, keep: bool) -> Any:
 
 
 def save_whole(model: nn.Module) -> list[Callable[[], None]]:
-    """Let a model's own ``save_pretrained`` write whole parameters, which the first rank gathers one by one.
+    """Let ``save_pretrained`` of a model, and of modules inside it, write whole parameters, which the first rank
+    gathers one by one.
 
     Args:
         model: A sharded model; nothing happens without that method, which transformers and peft give their models.
@@ -81,10 +82,15 @@ def save_whole(model: nn.Module) -> list[Callable[[], None]]:
     Returns:
         Functions that undo it.
     """
-    method = getattr(model, "save_pretrained", None)
-    if method is None:
-        return []
-    ranks, holds = runtime_of(model).control, runtime_of(model).holds
+    saving = [module for module in model.modules() if hasattr(module, "save_pretrained")]
+    for module in saving:
+        object.__setattr__(module, "save_pretrained", _saving_whole(model, module))
+    return [functools.partial(object.__delattr__, module, "save_pretrained") for module in saving]
+
+
+def _saving_whole(model: nn.Module, module: Any) -> Callable[..., None]:
+    """The ``save_pretrained`` of a module of a sharded model."""
+    method, ranks, holds = module.save_pretrained, runtime_of(model).control, runtime_of(model).holds
 
     @functools.wraps(method)
     def save_pretrained(*args: Any, **kwargs: Any) -> None:
@@ -94,7 +100,7 @@ def save_whole(model: nn.Module) -> list[Callable[[], None]]:
             method(*args, **kwargs)
             return
         wholes: dict[int, Any] = {}  # tied parameters stay one tensor
-        for value in (state := model.state_dict()).values():
+        for value in (state := module.state_dict()).values():
             if id(value) not in wholes:
                 wholes[id(value)] = whole_value(value, keep=ranks.rank == 0)
         kwargs["state_dict"] = {name: wholes[id(value)] for name, value in state.items()}
@@ -106,8 +112,7 @@ def save_whole(model: nn.Module) -> list[Callable[[], None]]:
 
         ranks.agree(write, _not_saved, NOTHING)
 
-    object.__setattr__(model, "save_pretrained", save_pretrained)
-    return [functools.partial(object.__delattr__, model, "save_pretrained")]
+    return save_pretrained
 
 
 def _not_saved(problems: Mapping[int, str]) -> CheckpointError:
