@@ -277,6 +277,26 @@ def saved_in_one_folder(side: Side, folder: str) -> list[torch.Tensor]:
     return side.wholes(*models)
 
 
+def one_optimizer_of_both(side: Side, folder: str) -> list[torch.Tensor]:
+    """One optimizer for both models, saved with each of them."""
+    models = side.two()
+
+    def made() -> torch.optim.Optimizer:
+        return torch.optim.AdamW([parameter for model in models for parameter in model.parameters()], lr=1e-2)
+
+    optimizer = made()
+    for step in range(4):
+        if step == 2 and not side.is_ddp:
+            for name, model in zip(("first", "second"), models, strict=True):
+                tw.save(model, optimizer, Path(folder, name))
+            models = side.two()
+            optimizer = made()
+            for name, model in zip(("first", "second"), models, strict=True):
+                tw.load(model, optimizer, Path(folder, name))
+        side.update(models[1](models[0](side.batch(step))).square().mean(), optimizer)
+    return side.wholes(*models)
+
+
 def _parts(side: Side) -> tuple[Any, list[torch.optim.Optimizer]]:
     torch.manual_seed(0)
     pair = side.shard(Pair())
@@ -331,6 +351,7 @@ WITH_BOTH_KINDS: tuple[Program, ...] = (
 PROGRAMS: dict[Program, tuple[str, ...]] = {
     **dict.fromkeys(WITH_BOTH_KINDS, ("torch", "thinwire")),
     one_ends_before_the_other: ("torch",),
+    one_optimizer_of_both: ("torch",),
     two_optimizers_of_one_model: ("torch",),
 }
 
@@ -434,7 +455,7 @@ def optimizer_of_none(folder: str) -> None:
         (second_of_thinwire, r"has made another optimizer for this model since.*AdamW\(model.encoder.parameters\(\)\)"),
         (common_part, "0.first.weight is sharded already, with another model.*shard a module that holds both"),
         (history, "LBFGS keeps '[a-z_]+' for first.weight, which is neither.*torch.distributed.checkpoint"),
-        (optimizer_of_another, "AdamW updates a parameter that is not the model's: give each model its own"),
+        (optimizer_of_another, "AdamW updates no parameter of this model: save and load each model with its own"),
         (optimizer_of_none, r"a parameter of shape \(16, 8\) that is not sharded.*or of model.parameters\(\)"),
     ],
 )

@@ -362,16 +362,42 @@ def adversaries(plan: str | None, folder: str) -> list[torch.Tensor]:
     return [*(value.clone() for state in states for value in state.values()), *norms]
 
 
+def common_optimizer(plan: str | None, folder: str) -> list[torch.Tensor]:
+    """Two models of which one optimizer holds all parameters, as those of a diffusion model and its text encoder."""
+    accelerator = accelerate.Accelerator(cpu=True) if plan is None else ThinwireAccelerator(cpu=True, plan=plan)
+    torch.manual_seed(0)
+    encoder, decoder = (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2))
+    plain = torch.optim.AdamW([*encoder.parameters(), *decoder.parameters()], lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 2, 0.5)
+    encoder, decoder, optimizer, schedule = accelerator.prepare(encoder, decoder, plain, schedule)
+    torch.manual_seed(dist.get_rank())
+    for step in range(6):
+        with accelerator.accumulate(encoder, decoder):
+            accelerator.backward(decoder(encoder(torch.randn(4, 8))).square().mean())
+            accelerator.clip_grad_value_([*encoder.parameters(), *decoder.parameters()], 1e-2)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        if step == 2:
+            accelerator.save_state(folder)
+        if step == 3:
+            accelerator.load_state(folder)
+    return [value.clone() for m in (encoder, decoder) for value in accelerator.get_state_dict(m).values()]
+
+
 def adversaries_equal_ddp(folder: str) -> list[bool]:
-    results = []
-    for plan in (None, "zero3", "zero1"):
-        with job():
-            results.append(adversaries(plan, f"{folder}/{plan}"))
-    return [all(map(torch.equal, got, results[0])) for got in results[1:]]
+    equal = []
+    for program in (adversaries, common_optimizer):
+        results = []
+        for plan in (None, "zero3", "zero1"):
+            with job():
+                results.append(program(plan, f"{folder}/{program.__name__}/{plan}"))
+        equal += [all(map(torch.equal, got, results[0])) for got in results[1:]]
+    return equal
 
 
 def test_several_models_and_optimizers_equal_ddp(tmp_path: Path) -> None:
-    assert run_ranks(2, adversaries_equal_ddp, str(tmp_path)) == [[True, True]] * 2
+    assert run_ranks(2, adversaries_equal_ddp, str(tmp_path)) == [[True] * 4] * 2
 
 
 # ------------------------------------------------------------------------------------------------------ refusals

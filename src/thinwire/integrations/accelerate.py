@@ -362,9 +362,9 @@ class ThinwireAccelerator(_AcceleratedSteps, _AcceleratedStates, Accelerator):
         """Let optimizers train the shares of the models whose parameters they hold; returns what becomes of each, by
         ``id``."""
         made: dict[int, torch.optim.Optimizer] = {}
-        owners = [self._owner(optimizer) for optimizer in optimizers]
+        owners = [self._owners(optimizer) for optimizer in optimizers]
         for model in self._trained:
-            given = [item for item, owner in zip(optimizers, owners, strict=True) if owner is model]
+            given = [item for item, of_item in zip(optimizers, owners, strict=True) if model in of_item]
             if not given:
                 continue
             kind = type(given[0]).__name__
@@ -378,16 +378,13 @@ class ThinwireAccelerator(_AcceleratedSteps, _AcceleratedStates, Accelerator):
             made |= {id(old): new for old, new in zip(given, trained, strict=True)}
         return made
 
-    def _owner(self, optimizer: torch.optim.Optimizer) -> nn.Module:
-        """The trained model whose parameters an optimizer holds."""
-        kind = type(optimizer).__name__
+    def _owners(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
+        """The trained models whose parameters an optimizer holds."""
         if not self._trained:
-            raise UsageError(f"prepare({kind}): no model is prepared; {_TOGETHER}")
-        first = next((id(item) for group in optimizer.param_groups for item in group["params"]), None)
-        for model in self._trained:
-            if first in self._names[id(model)] or first in names_of(model):
-                return model
-        return self._trained[-1]  # whose names tell that the parameters are strange
+            raise UsageError(f"prepare({type(optimizer).__name__}): no model is prepared; {_TOGETHER}")
+        held = {id(item) for group in optimizer.param_groups for item in group["params"]}
+        owners = [model for model in self._trained if held & (self._names[id(model)].keys() | names_of(model).keys())]
+        return owners or self._trained[-1:]  # whose names tell that the parameters are strange
 
 
 def _refuse(accelerator: Accelerator) -> None:

@@ -315,10 +315,12 @@ class _Sharded:
         self.others: dict[str, Any] = {}
         owners = {id(item): key for key, module in self.modules.items() for item in module.parameters()}
         for key, item in state.items():
-            held = item.param_groups[0]["params"] if isinstance(item, torch.optim.Optimizer) else []
-            if held and id(held[0]) in owners:
-                self._optimizers[owners[id(held[0])]].append(item)
-            elif key not in self.modules:
+            groups = item.param_groups if isinstance(item, torch.optim.Optimizer) else []
+            held = dict.fromkeys(owners.get(id(parameter)) for group in groups for parameter in group["params"])
+            for owner in held:
+                if owner is not None:
+                    self._optimizers[owner].append(item)
+            if key not in self.modules and not any(held):
                 self.others[key] = item
 
     def places(self, path: Path) -> Iterator[tuple[Path, nn.Module, list[torch.optim.Optimizer]]]:

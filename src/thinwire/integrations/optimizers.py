@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from thinwire.sharding.optimizer.making import refuse_class
 from thinwire.sharding.optimizer.probes import states_are_alike
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.runtime.sharded_parameters import sharded_parameter_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
@@ -50,7 +52,8 @@ def over_shares(
 
     Args:
         model: The sharded model.
-        optimizers: Optimizers over the model's parameters, as they were before or are now.
+        optimizers: Optimizers over the model's parameters, as they were before or are now; also over those of other
+            sharded models beside them.
         names: Names of the parameters, by the ``id`` of the parameter, before and now.
         remedy: What to do about parameters without a name, for the message.
         loss_scale: Scale of the losses, which plans with float16 need, for an optimizer that is made anew.
@@ -88,19 +91,27 @@ def _hold_shares(
     kind = type(made).__name__
     if made.state:
         raise UsageError(f"{kind} has made steps before the model was sharded: shard the model before its first step")
-    unknown = sum(id(parameter) not in names for group in made.param_groups for parameter in group["params"])
+    held: dict[int, ShardedParameter] = {}
+    for parameter in itertools.chain.from_iterable(group["params"] for group in made.param_groups):
+        share = parameter if isinstance(parameter, ShardedParameter) else sharded_parameter_of(parameter)
+        if share is None and id(parameter) in names:  # of a model whose parameters were replaced
+            share = shares[names[id(parameter)]]
+        if share is not None:
+            held[id(parameter)] = share
+    unknown = sum(id(parameter) not in held for group in made.param_groups for parameter in group["params"])
     if unknown:
         raise UsageError(
             f"{unknown} parameters of {kind} are not parameters of the sharded model: make the optimizer from "
             f"model.parameters(), and {remedy}"
         )
     for group in made.param_groups:
-        group["params"] = [shares[names[id(parameter)]] for parameter in group["params"]]
+        group["params"] = [held[id(parameter)] for parameter in group["params"]]
 
 
 def _updates_all(model: nn.Module, made: torch.optim.Optimizer) -> bool:
     given = {id(parameter) for group in made.param_groups for parameter in group["params"]}
-    if any(parameter.requires_grad and id(parameter) not in given for parameter in model.parameters()):
+    everything = list(model.parameters())
+    if not {id(item) for item in everything if item.requires_grad} <= given <= {id(item) for item in everything}:
         return False
     try:
         refuse_class(model, type(made), _options(made))

@@ -79,7 +79,8 @@ def states_of(model: nn.Module, optimizers: Optimizers) -> FragmentStates | None
 
 
 class ShareStates:
-    """The states of optimizers over shares. Each state lies in the same memory as in its optimizer.
+    """The states of optimizers over shares, as far as they are of one model's. Each state lies in the same memory as in
+    its optimizer.
 
     Args:
         model: A sharded model.
@@ -95,14 +96,14 @@ class ShareStates:
         self.state: dict[nn.Parameter, dict[str, Any]] = {}
         self._optimizers = optimizers
         self._owned = {owned.fragment.slot.name: owned for owned in self.fragments}
-        mine = {id(parameter) for parameter in model.parameters()}
+        self._mine = {id(parameter) for parameter in model.parameters()}
         for optimizer in optimizers:
-            for share in _shares_of(optimizer):
-                if id(share) not in mine:
-                    raise UsageError(
-                        f"{type(optimizer).__name__} updates a parameter that is not the model's: give each model its "
-                        "own optimizers, made from model.parameters()"
-                    )
+            if not (shares := self._shares_of(optimizer)):
+                raise UsageError(
+                    f"{type(optimizer).__name__} updates no parameter of this model: save and load each model with its "
+                    "own optimizers, made from model.parameters()"
+                )
+            for share in shares:
                 if kept := optimizer.state.get(share):
                     entries = {key: self._entry(optimizer, share, key, value) for key, value in kept.items()}
                     if owned := self._owned.get(share.spec.name):
@@ -126,12 +127,12 @@ class ShareStates:
         """See :class:`FragmentStates`."""
         made = []
         for optimizer in self._optimizers:
-            shares = [share for share in _shares_of(optimizer) if share.spec.name in self._owned]
-            missing = [owned for s in shares if (owned := self._owned[s.spec.name]).value not in self.state]
+            shares = [share for share in self._shares_of(optimizer) if share.spec.name in self._owned]
+            new = {id(s): owned for s in shares if (owned := self._owned[s.spec.name]).value not in self.state}
+            missing = list(new.values())
             groups = [
-                {**group, "params": [owned.value for owned in missing if owned.fragment.slot.name in names]}
+                {**group, "params": [new[id(share)].value for share in group["params"] if id(share) in new]}
                 for group in optimizer.param_groups
-                for names in [{share.spec.name for share in group["params"]}]
             ]
             stand_in = _like(optimizer, groups)
             make_state(InnerOptimizer(stand_in, missing, [group["params"] for group in groups]))
@@ -142,11 +143,26 @@ class ShareStates:
     def take(self) -> None:
         """See :class:`FragmentStates`."""
         for optimizer in self._optimizers:
-            for share in _shares_of(optimizer):
+            for share in self._shares_of(optimizer):
                 optimizer.state.pop(share, None)
                 owned = self._owned.get(share.spec.name)
                 if owned is not None and (kept := self.state_of(owned)):
                     optimizer.state[share] = {key: _over_share(share, owned, value) for key, value in kept.items()}
+
+    def _shares_of(self, optimizer: torch.optim.Optimizer) -> list[ShardedParameter]:
+        """The model's parameters that an optimizer updates.
+
+        Raises:
+            UsageError: It updates parameters that are not sharded.
+        """
+        params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        strange = next((item for item in params if not isinstance(item, ShardedParameter)), None)
+        if strange is not None:
+            raise UsageError(
+                f"{type(optimizer).__name__} updates a parameter of shape {tuple(strange.shape)} that is not sharded: "
+                "thinwire.save and thinwire.load take optimizers of thinwire.optimizer, or of model.parameters()"
+            )
+        return [share for share in params if id(share) in self._mine]
 
     def _entry(self, optimizer: torch.optim.Optimizer, share: ShardedParameter, key: str, value: Any) -> Any:
         """An entry of a share's state, as that of its fragment."""
@@ -159,22 +175,6 @@ class ShareStates:
             f"{type(optimizer).__name__} keeps {key!r} for {share.spec.name}, which is neither a number nor of the "
             "parameter's shape, so that thinwire.save cannot cut it: save with torch.distributed.checkpoint"
         )
-
-
-def _shares_of(optimizer: torch.optim.Optimizer) -> list[ShardedParameter]:
-    """The trained parameters of an optimizer.
-
-    Raises:
-        UsageError: They are those of a whole model.
-    """
-    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    strange = next((item for item in params if not isinstance(item, ShardedParameter)), None)
-    if strange is not None:
-        raise UsageError(
-            f"{type(optimizer).__name__} updates a parameter of shape {tuple(strange.shape)} that is not sharded: "
-            "thinwire.save and thinwire.load take optimizers of thinwire.optimizer, or of model.parameters()"
-        )
-    return params
 
 
 def _like(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
