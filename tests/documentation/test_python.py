@@ -15,6 +15,7 @@ from examples.journey import journey
 from tests.support.paths import ROOT
 from torch import nn
 
+import thinwire as tw
 from thinwire.spec import Plan
 from thinwire.testing import run_ranks
 from thinwire.train.models.common import CausalOutput
@@ -91,3 +92,28 @@ def test_the_journey_names_every_stage_and_matches_its_page() -> None:
     assert sorted(line for line in told.splitlines() if "[-" not in line) == sorted(
         line for line in stories[0] if "[-" not in line
     )
+
+
+def several_models(directory: str) -> list[bool]:
+    """Run the page on several models on this rank; whether each model has changed and is in its checkpoint."""
+    os.chdir(directory)
+    torch.manual_seed(0)
+    first, second = blocks("docs/several-models.md", "python")
+    nets = {name: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for name in ("actor", "critic", "teacher")}
+    nets["teacher"].requires_grad_(False)
+    before = {name: net[0].weight.detach().clone() for name, net in nets.items()}
+    names: dict[str, Any] = {"tw": tw, "torch": torch, "batches": [torch.randn(4, 6) for _ in range(3)], **nets}
+    exec(compile(first, "page", "exec"), names)
+    found = []
+    for name in ("actor", "critic"):
+        trained = tw.full_state_dict(names[name])
+        found.append(not torch.equal(trained["0.weight"], before[name]))
+        tw.load(names[name], names[f"of_{name}"], f"step-2/{name}")
+        found.append(torch.equal(tw.full_state_dict(names[name])["0.weight"], trained["0.weight"]))
+    names["model"] = tw.shard(Toy(), Plan.preset("zero3", nodes=1, local=2, compute_dtype="float32"))
+    exec(compile(second, "page", "exec"), names)
+    return found
+
+
+def test_the_page_on_several_models_runs(tmp_path: Path) -> None:
+    assert run_ranks(2, several_models, str(tmp_path)) == [[True] * 4] * 2

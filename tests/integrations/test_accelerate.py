@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -294,6 +295,95 @@ def test_deferred_gradients_and_compiled_models() -> None:
     run_ranks(2, deferred_and_compiled, timeout=200)
 
 
+def adversaries(plan: str | None, folder: str) -> list[torch.Tensor]:
+    """A generator, and a discriminator with two optimizers, which clip parts and by value; saved and loaded midway."""
+    if plan is None:
+        handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+        accelerator = accelerate.Accelerator(cpu=True, kwargs_handlers=[handler])
+    else:
+        accelerator = ThinwireAccelerator(cpu=True, plan=plan)
+    torch.manual_seed(0)
+    generator = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    judge = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    if plan == "zero1":  # a plan of its own
+        tw.shard(judge, tw.Plan.preset("zero3", nodes=1, local=2, compute_dtype="float32"))
+    plain = (
+        torch.optim.AdamW(generator.parameters(), lr=1e-2),
+        torch.optim.SGD(judge[0].parameters(), lr=0.1, momentum=0.9), torch.optim.AdamW(judge[1].parameters(), lr=1e-2),
+    )  # fmt: skip
+    schedule = torch.optim.lr_scheduler.StepLR(plain[0], 2, 0.5)
+    generator, judge, of_generator, first, second, schedule = accelerator.prepare(generator, judge, *plain, schedule)
+
+    def train(steps: Sequence[int]) -> None:
+        for _ in steps:
+            truth, noise = torch.randn(2, 4, 8)
+            with accelerator.accumulate(generator, judge):
+                made = generator(noise)
+                seen = judge(torch.cat([truth, made.detach()]))
+                accelerator.backward(nn.functional.softplus(seen).mean())
+                accelerator.clip_grad_value_(accelerator.unwrap_model(judge)[0].parameters(), 1e-2)
+                for optimizer in (first, second):
+                    optimizer.step()
+                    optimizer.zero_grad()
+                accelerator.backward(nn.functional.softplus(-judge(made)).mean())
+                accelerator.clip_grad_value_(generator.parameters(), 1e-2)
+                of_generator.step()
+                schedule.step()
+                for optimizer in (of_generator, first, second):
+                    optimizer.zero_grad()
+
+    torch.manual_seed(dist.get_rank())
+    train(range(3))
+    accelerator.save_state(folder)
+    train(range(3))
+    accelerator.load_state(folder)
+    train(range(2))
+    states = [accelerator.get_state_dict(model) for model in (generator, judge)]
+    norms = [
+        accelerator.clip_grad_norm_(parameters, float("inf")).cpu()
+        for parameters in (judge.parameters(), [*generator.parameters(), *judge.parameters()])
+    ]
+    return [*(value.clone() for state in states for value in state.values()), *norms]
+
+
+def common_optimizer(plan: str | None, folder: str) -> list[torch.Tensor]:
+    """Two models of which one optimizer holds all parameters, as those of a diffusion model and its text encoder."""
+    accelerator = accelerate.Accelerator(cpu=True) if plan is None else ThinwireAccelerator(cpu=True, plan=plan)
+    torch.manual_seed(0)
+    encoder, decoder = (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2))
+    plain = torch.optim.AdamW([*encoder.parameters(), *decoder.parameters()], lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 2, 0.5)
+    encoder, decoder, optimizer, schedule = accelerator.prepare(encoder, decoder, plain, schedule)
+    torch.manual_seed(dist.get_rank())
+    for step in range(6):
+        with accelerator.accumulate(encoder, decoder):
+            accelerator.backward(decoder(encoder(torch.randn(4, 8))).square().mean())
+            accelerator.clip_grad_value_([*encoder.parameters(), *decoder.parameters()], 1e-2)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        if step == 2:
+            accelerator.save_state(folder)
+        if step == 3:
+            accelerator.load_state(folder)
+    return [value.clone() for m in (encoder, decoder) for value in accelerator.get_state_dict(m).values()]
+
+
+def adversaries_equal_ddp(folder: str) -> list[bool]:
+    equal = []
+    for program in (adversaries, common_optimizer):
+        results = []
+        for plan in (None, "zero3", "zero1"):
+            with job():
+                results.append(program(plan, f"{folder}/{program.__name__}/{plan}"))
+        equal += [all(map(torch.equal, got, results[0])) for got in results[1:]]
+    return equal
+
+
+def test_several_models_and_optimizers_equal_ddp(tmp_path: Path) -> None:
+    assert run_ranks(2, adversaries_equal_ddp, str(tmp_path)) == [[True] * 4] * 2
+
+
 # ------------------------------------------------------------------------------------------------------ refusals
 
 
@@ -347,16 +437,10 @@ def test_calls_that_cannot_work_are_refused() -> None:
     with pytest.raises(UsageError, match="clip_grad_norm_: no model is prepared"):
         accelerator.clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0)
     loop = Loop(accelerator)
-    with pytest.raises(UsageError, match=r"prepare.Linear.: LlamaForCausalLM is prepared for training already"):
-        accelerator.prepare(nn.Linear(2, 2))
     with pytest.raises(UsageError, match=r"prepare.SGD.: the model has an optimizer"):
         accelerator.prepare(torch.optim.SGD(loop.model.parameters()))
     with pytest.raises(UsageError, match=r"join_uneven_inputs: .* thinwire.join"):
         accelerator.join_uneven_inputs([loop.model])
-    with pytest.raises(UsageError, match=r"clip_grad_value_\(0.5\): .* use clip_grad_norm_"):
-        accelerator.clip_grad_value_(loop.model.parameters(), 0.5)
-    with pytest.raises(UsageError, match=r"clip_grad_norm_: 'model.layers.0.* pass model.parameters"):
-        accelerator.clip_grad_norm_([loop.model.get_input_embeddings().weight], 1.0)
     with accelerator.accumulate(loop.model), pytest.raises(UsageError, match=r"if accelerator.sync_gradients"):
         accelerator.clip_grad_norm_(loop.model.parameters(), 1.0)
     frozen = nn.Linear(2, 2).requires_grad_(False)
@@ -372,3 +456,14 @@ def test_a_plan_of_another_precision_is_refused() -> None:
     accelerator = ThinwireAccelerator(cpu=True, mixed_precision="bf16", plan=plan)
     with pytest.raises(SpecError, match=r'compute_dtype = "float32", but the mixed precision .* asks for "bfloat16"'):
         accelerator.prepare(build())
+
+
+@pytest.mark.usefixtures("alone")
+def test_float16_trains_one_model_by_one_optimizer() -> None:
+    accelerator = ThinwireAccelerator(cpu=True, mixed_precision="fp16")
+    with pytest.raises(UsageError, match=r'prepare.Linear.: mixed_precision = "fp16" .* use "bf16"'):
+        accelerator.prepare(nn.Linear(2, 2), nn.Linear(2, 2))
+    accelerator.free_memory()
+    model = build()
+    with pytest.raises(UsageError, match=r'prepare.SGD.: mixed_precision = "fp16" .* use "bf16"'):
+        accelerator.prepare(model, torch.optim.SGD(model.model.layers.parameters()))

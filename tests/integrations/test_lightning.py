@@ -18,26 +18,11 @@ import thinwire as tw
 from thinwire.testing import RankError, run_ranks
 
 
-class Value(Blocks):
-    """Leaves clipping to the trainer."""
-
-    def configure_gradient_clipping(self, optimizer: Any, **options: Any) -> None:
-        self.clip_gradients(optimizer, **options)
-
-
 class TwoOptimizers(Blocks):
     """Has one optimizer for blocks and one for the head."""
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.blocks.parameters(), lr=0.1), torch.optim.SGD(self.head.parameters(), lr=0.1)]
-
-
-class Manual(Blocks):
-    """Optimizes by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
 
 def train(strategy: Any, folder: str, accumulate: int, clip: float | None) -> dict[str, Any]:
@@ -177,16 +162,14 @@ def test_the_trainer_sends_what_a_loop_sends(tmp_path: Path) -> None:
 
 
 def fit(kind: str, folder: str, options: dict[str, Any]) -> None:
-    model = {"blocks": Blocks, "value": Value, "two": TwoOptimizers, "manual": Manual}[kind]()
+    model = {"blocks": Blocks, "two": TwoOptimizers}[kind]()
     trainer(2, "thinwire", folder, **options).fit(model, loader(2, 2))
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "sentence"),
     [
-        ("value", {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}, "thinwire clips by the norm"),
         ("two", {}, "multiple optimizers is only supported with manual optimization"),
-        ("manual", {}, "automatic_optimization = False"),
         ("blocks", {"precision": "16-true"}, "precision = '16-true'"),
         ("blocks", {"precision": "bf16-true"}, "precision = 'bf16-true'"),
     ],

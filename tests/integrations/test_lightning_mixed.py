@@ -46,10 +46,9 @@ class Watched(Blocks):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         precision = self.trainer.precision_plugin
-        if isinstance(precision, MixedPrecision):
-            self.scales.append(precision.scaler.get_scale() if precision.scaler is not None else 1.0)
-        else:
-            self.scales.append(1.0 if precision.loss_scale is None else precision.loss_scale.value)
+        loss_scale = getattr(precision, "loss_scale", None)
+        scaler = getattr(precision, "scaler", None)
+        self.scales.append(loss_scale.value if loss_scale is not None else scaler.get_scale() if scaler else 1.0)
         gradient = self.blocks[0][0].weight.grad
         self.gradients.append(float(gradient.abs().max()))
 

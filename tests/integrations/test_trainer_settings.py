@@ -26,7 +26,11 @@ from thinwire.testing import run_ranks
 
 transformers = pytest.importorskip("transformers")
 
-from thinwire.integrations.transformers import ThinwireArguments, ThinwireTrainer  # noqa: E402
+from thinwire.integrations.transformers import (  # noqa: E402
+    ThinwireArguments,
+    ThinwireTrainer,
+    ThinwireTrainerMixin,
+)
 
 Row = dict[str, torch.Tensor]
 
@@ -116,6 +120,101 @@ def compare(directory: Path, names: Sequence[str]) -> None:
 @pytest.mark.slow
 def test_everyday_settings_train_as_under_ddp(tmp_path: Path) -> None:
     run_ranks(2, compare, tmp_path, list(SETTINGS), timeout=600)
+
+
+# ------------------------------------------------------------------------------------------------------ optimizers
+
+
+class OwnOptimizer(transformers.Trainer):
+    """Makes an optimizer of its own."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        return self.optimizer
+
+
+class ShardedOwnOptimizer(ThinwireTrainerMixin, OwnOptimizer):
+    """The same over a sharded model."""
+
+
+def with_optimizers(directory: Path, plan: str | None, kind: str, **options: Any) -> list[torch.Tensor]:
+    """Train with an optimizer and a schedule that are made before the trainer, or by a subclass of it."""
+    model = build()
+    optimizers: Any = (None, None)
+    if kind != "of a subclass":
+        part = model.parameters() if kind == "whole" else model.model.layers.parameters()
+        optimizer = torch.optim.AdamW(part, lr=1e-2, eps=1e-2)
+        optimizers = optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    make = {
+        (True, True): OwnOptimizer, (True, False): transformers.Trainer,
+        (False, True): ShardedOwnOptimizer, (False, False): ThinwireTrainer,
+    }[plan is None, kind == "of a subclass"]  # fmt: skip
+    settings = ThinwireArguments if plan else transformers.TrainingArguments
+    options = {"max_steps": 6, "max_grad_norm": 0.0, "save_steps": 3, "save_strategy": "steps", **options}
+    if plan is not None:
+        options["plan"] = plan
+    made = arguments(directory, settings, **options)
+    trainer = make(model, made, data_collator=padded, train_dataset=Sentences(45), optimizers=optimizers)
+    trainer.train()
+    whole = [*(trainer.model.state_dict() if plan is None else tw.full_state_dict(trainer.model)).values()]
+    if plan is not None:  # once more from the middle
+        again = build()
+        if kind != "of a subclass":
+            part = again.parameters() if kind == "whole" else again.model.layers.parameters()
+            optimizer = torch.optim.AdamW(part, lr=3.0, eps=1e-2)
+            optimizers = optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        made = arguments(directory, settings, **{**options, "plan": "zero1"})
+        trainer = make(again, made, data_collator=padded, train_dataset=Sentences(45), optimizers=optimizers)
+        trainer.train(resume_from_checkpoint=str(directory / "checkpoint-3"))
+        assert all(map(torch.equal, tw.full_state_dict(again).values(), whole)), kind
+    return [*whole, torch.tensor([entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry])]
+
+
+def compare_optimizers(directory: Path) -> None:
+    join()
+    for kind in ("whole", "a part", "of a subclass"):
+        want, got = (with_optimizers(directory / kind / str(plan), plan, kind) for plan in (None, "zero3"))
+        assert all(map(torch.equal, got, want)), kind
+
+
+def test_optimizers_of_ones_own_train_as_under_ddp_and_resume(tmp_path: Path) -> None:
+    run_ranks(2, compare_optimizers, tmp_path)
+
+
+def out_of_memory(_: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Fails as a GPU does that has room for three rows."""
+    rows = (args[0] if args else kwargs["hidden_states"]).shape[0]
+    if rows > 3:
+        raise RuntimeError("CUDA out of memory.")
+
+
+def with_little_memory(directory: Path, plan: str | None) -> tuple[list[torch.Tensor], int]:
+    model = build()
+    model.model.layers[1].register_forward_pre_hook(out_of_memory, with_kwargs=True)
+    options = {"max_steps": 3, "max_grad_norm": 0.0, "auto_find_batch_size": True, "per_device_train_batch_size": 5}
+    if plan is not None:
+        options["plan"] = plan
+    kind, make = (
+        (ThinwireArguments, ThinwireTrainer) if plan else (transformers.TrainingArguments, transformers.Trainer)
+    )
+    made = arguments(directory, kind, **options)
+    trainer = make(model, made, data_collator=padded, train_dataset=Sentences(45))
+    trainer.train()
+    whole = trainer.model.state_dict() if plan is None else tw.full_state_dict(trainer.model)
+    return [value.clone() for value in whole.values()], trainer.state.train_batch_size
+
+
+def compare_batch_sizes(directory: Path) -> None:
+    join()
+    want, size = with_little_memory(directory / "ddp", None)
+    for plan in ("zero3", "zero1"):
+        got, found = with_little_memory(directory / plan, plan)
+        assert found == size <= 3
+        assert all(map(torch.equal, got, want)), plan
+
+
+def test_a_batch_size_is_found_as_under_ddp(tmp_path: Path) -> None:
+    run_ranks(2, compare_batch_sizes, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------ checkpoints

@@ -169,19 +169,11 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"plan": "auto", "max_steps": 1}, 'plan="auto": the length of sequences is unknown'),
-        ({"auto_find_batch_size": True}, "auto_find_batch_size=True: set per_device_train_batch_size"),
     ],
 )
 def test_what_cannot_work_is_one_sentence(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         ThinwireTrainer(build(), arguments(tmp_path, ThinwireArguments, **options)).create_optimizer()
-
-
-def test_an_optimizer_made_before_is_refused(tmp_path: Path) -> None:
-    model = build()
-    optimizers = (torch.optim.SGD(model.parameters(), lr=0.1), None)
-    with pytest.raises(UsageError, match="the optimizer was made before the model is sharded"):
-        ThinwireTrainer(model, arguments(tmp_path, ThinwireArguments), optimizers=optimizers)
 
 
 def evaluate_in_half(directory: Path) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +23,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.integrations.optimizers import begin_micro_batch, follow, is_sharded, over_shares, without_sync
+from thinwire.integrations.optimizers import (
+    begin_micro_batch,
+    follow,
+    is_sharded,
+    names_of,
+    over_shares,
+    without_sync,
+)
 from thinwire.integrations.plans import chosen_plan, launched_mesh
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import plan_of
@@ -32,9 +40,10 @@ from thinwire.spec import Plan
 __all__ = ["STATE", "SteppingOptimizer", "ThinwireAccelerator"]
 
 STATE: Final = "thinwire"
-"""Name of the directory with the sharded state inside a checkpoint."""
+"""Name of the directory with the sharded state of the first model inside a checkpoint."""
 
 _TOGETHER: Final = "pass the model and the optimizer to one call of prepare"
+_ONE_SCALE: Final = 'mixed_precision = "fp16" trains one model by one optimizer, which has a loss scale; use "bf16"'
 _COMPUTE_DTYPES: Final = {"no": None, "bf16": "bfloat16", "fp16": "float16"}
 """Values of ``mixed_precision``, and the ``compute_dtype`` that has the same effect; ``None``: the plan's own."""
 
@@ -49,12 +58,12 @@ class SteppingOptimizer(AcceleratedOptimizer):
     """accelerate's wrapper of an optimizer, over shares: it reports the steps that a loss scale skipped.
 
     Args:
-        optimizer: The sharded optimizer.
+        optimizer: The optimizer.
     """
 
-    optimizer: ShardedOptimizer
+    optimizer: Any
 
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         # accelerate would move the optimizer's state to the device by a state dict of everything.
         super().__init__(optimizer, device_placement=False)
         self._is_accelerate_prepared = True
@@ -62,14 +71,18 @@ class SteppingOptimizer(AcceleratedOptimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Make a step, if this is the last micro-batch of one."""
-        if self.optimizer.loss_scale is not None:
+        if self._has_loss_scale:
             self._skipped_before = self.optimizer.skipped_steps
         super().step(closure)
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether the latest step was skipped because its gradient was not finite."""
-        return self.optimizer.loss_scale is not None and self.optimizer.skipped_steps > self._skipped_before
+        return self._has_loss_scale and self.optimizer.skipped_steps > self._skipped_before
+
+    @property
+    def _has_loss_scale(self) -> bool:
+        return getattr(self.optimizer, "loss_scale", None) is not None
 
 
 class _AcceleratedSteps:
@@ -77,7 +90,7 @@ class _AcceleratedSteps:
 
     sync_gradients: bool
     loss_scale: LossScale | None
-    _sharded: nn.Module | None
+    _trained: list[nn.Module]
 
     @contextlib.contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -123,10 +136,10 @@ class _AcceleratedSteps:
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Clip the gradient of the whole model by its norm.
+        """Clip the gradient of parameters by their norm.
 
         Args:
-            parameters: Parameters of the model; all that are trained.
+            parameters: Parameters of one prepared model or of several, all or some.
             max_norm: Upper bound of the norm; ``inf`` only measures.
             norm_type: Order of the norm.
 
@@ -134,29 +147,41 @@ class _AcceleratedSteps:
             The norm before clipping, 0-D, fp32; equal on every rank.
 
         Raises:
-            UsageError: More micro-batches of the step follow, or the parameters are not those of the prepared model.
+            UsageError: More micro-batches of the step follow, or no model is prepared.
         """
-        if self._sharded is None:
-            raise UsageError("clip_grad_norm_: no model is prepared for training; call prepare before")
-        given = {id(item) for item in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
-        trained = {id(item): name for name, item in self._sharded.named_parameters() if item.requires_grad}
-        if trained.keys() - given:
-            name = next(name for key, name in trained.items() if key not in given)
-            raise UsageError(
-                f"clip_grad_norm_: {name!r} is not among the parameters, and thinwire clips by the norm of the whole "
-                "model; pass model.parameters()"
-            )
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self._prepare_clipping("clip_grad_norm_")
+        given = {id(item) for item in parameters}
+        for model in self._trained:
+            everything = list(model.parameters())
+            trained = {id(item) for item in everything if item.requires_grad}
+            if trained <= given <= {id(item) for item in everything}:
+                return tw.clip_grad_norm_(model, float(max_norm), float(norm_type))  # in one pass
+        return nn.utils.clip_grad_norm_(parameters, float(max_norm), float(norm_type))
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clip each element of the gradient of parameters.
+
+        Args:
+            parameters: Parameters of prepared models, all or some.
+            clip_value: Largest magnitude of an element.
+
+        Raises:
+            UsageError: More micro-batches of the step follow, or no model is prepared.
+        """
+        self._prepare_clipping("clip_grad_value_")
+        nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def _prepare_clipping(self, call: str) -> None:
+        if not self._trained:
+            raise UsageError(f"{call}: no model is prepared for training; call prepare before")
         if not self.sync_gradients:
             raise UsageError(
-                "clip_grad_norm_: ranks combine gradients in the last micro-batch of a step, and more of them follow; "
-                "call it under `if accelerator.sync_gradients:`"
+                f"{call}: ranks combine gradients in the last micro-batch of a step, and more of them follow; call it "
+                "under `if accelerator.sync_gradients:`"
             )
-        return tw.clip_grad_norm_(self._sharded, float(max_norm), float(norm_type))
-
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Refuse to clip by value, as accelerate does for its other sharded models."""
-        del parameters
-        raise UsageError(f"clip_grad_value_({clip_value}): thinwire clips by the norm; use clip_grad_norm_")
+        if self.loss_scale is not None:
+            tw.clip_grad_norm_(self._trained[0], float("inf"))  # divides by the scale, which one model has
 
 
 class _AcceleratedStates:
@@ -168,8 +193,8 @@ class _AcceleratedStates:
     _frozen: str | Path | None
     _models: list[nn.Module]
     _optimizers: list[Any]
-    _sharded: nn.Module | None
-    _sharded_optimizer: ShardedOptimizer | None
+    _trained: list[nn.Module]
+    _updating: dict[int, list[torch.optim.Optimizer]]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """The whole state dict on every rank: fp32 masters and buffers on the CPU. Collective.
@@ -207,10 +232,10 @@ class _AcceleratedStates:
 
     @contextlib.contextmanager
     def _set_aside(self) -> Iterator[None]:
-        """Keep accelerate from the shares of the model and of its optimizer, which the hooks below save and load."""
+        """Keep accelerate from the shares of models and of their optimizers, which the hooks below save and load."""
         everything = self._models, self._optimizers
         self._everything, self._loaded = everything, dict[str, Any]()
-        self._models = [model for model in self._models if model is not self._sharded]
+        self._models = [model for model in self._models if not is_sharded(model)]
         self._optimizers = [item for item in self._optimizers if not isinstance(item, SteppingOptimizer)]
         try:
             yield
@@ -220,17 +245,21 @@ class _AcceleratedStates:
     def _save_shares(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
         del models, weights
         self._models = self._everything[0]  # the hooks that follow are given all models
-        if self._sharded is not None:
-            # accelerate counts, and deletes, whatever is in the directory of the checkpoints that it names itself.
-            named_here = self.project_configuration.automatic_checkpoint_naming
-            frozen = self._frozen or (self.project_dir if named_here else Path(output_dir).parent)
-            extra = {"step": self.step}
-            tw.save(self._sharded, self._sharded_optimizer, Path(output_dir, STATE), extra=extra, frozen=frozen)
+        # accelerate counts, and deletes, whatever is in the directory of the checkpoints that it names itself.
+        named_here = self.project_configuration.automatic_checkpoint_naming
+        frozen = self._frozen or (self.project_dir if named_here else Path(output_dir).parent)
+        for place, model in self._places(output_dir):
+            tw.save(model, self._updating.get(id(model)), place, extra={"step": self.step}, frozen=frozen)
 
     def _load_shares(self, models: list[nn.Module], input_dir: str) -> None:
         del models
-        if self._sharded is not None:
-            self._loaded = tw.load(self._sharded, self._sharded_optimizer, Path(input_dir, STATE))
+        for place, model in self._places(input_dir):
+            self._loaded = tw.load(model, self._updating.get(id(model)), place)
+
+    def _places(self, directory: str) -> Iterator[tuple[Path, nn.Module]]:
+        """The directory of each trained model inside a checkpoint, numbered as accelerate numbers files."""
+        for number, model in enumerate(self._trained):
+            yield Path(directory, f"{STATE}_{number}" if number else STATE), model
 
 
 class ThinwireAccelerator(_AcceleratedSteps, _AcceleratedStates, Accelerator):
@@ -258,32 +287,32 @@ class ThinwireAccelerator(_AcceleratedSteps, _AcceleratedStates, Accelerator):
         super().__init__(*args, **kwargs)
         _refuse(self)
         self._plan, self._frozen = plan, frozen
-        self._names: dict[int, str] = {}
-        self._sharded = self._sharded_optimizer = self.loss_scale = None
+        self._names: dict[int, dict[int, str]] = defaultdict(dict)
+        self._forget()
         # The plan's compute_dtype takes the place of autocast, and a loss scale that of torch's GradScaler.
         self.native_amp, self.scaler = False, None
         self.register_save_state_pre_hook(self._save_shares)
         self.register_load_state_pre_hook(self._load_shares)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Shard the model, make its optimizer anew over shares, and prepare the rest as accelerate does.
+        """Shard models, let their optimizers train shares, and prepare the rest as accelerate does.
 
         Args:
-            *args: Models, optimizers, data loaders and schedulers. Pass a model together with its optimizer and
-                scheduler. A model without trainable parameters stays whole.
+            *args: Models, optimizers, data loaders and schedulers. Pass a model together with its optimizers and
+                schedulers. A model without trainable parameters stays whole.
             device_placement: Whether to place each object on the device; by default, accelerate's own choice.
 
         Returns:
             The prepared objects in the same order.
 
         Raises:
-            UsageError: There is a second model or optimizer to train, or the optimizer is not the model's.
+            UsageError: An optimizer is of no model that is prepared, or a model has optimizers already.
         """
         placements = [None] * len(args) if device_placement is None else device_placement
         for item, placement in zip(args, placements, strict=False):  # accelerate checks their number
             if isinstance(item, nn.Module) and _is_trained(item):
                 self._shard(item, placement)
-        made = {id(item): self._over_shares(item) for item in args if _is_plain_optimizer(item)}
+        made = self._over_shares([item for item in args if _is_plain_optimizer(item)])
         for item in args:
             if isinstance(item, LRScheduler) and id(item.optimizer) in made:
                 follow(item, made[id(item.optimizer)])
@@ -306,24 +335,22 @@ class ThinwireAccelerator(_AcceleratedSteps, _AcceleratedStates, Accelerator):
     ) -> torch.optim.Optimizer:
         """Make an optimizer anew over shares; see :meth:`prepare`."""
         if _is_plain_optimizer(optimizer):
-            self._sharded_optimizer = self._over_shares(optimizer)
-            optimizer = SteppingOptimizer(self._sharded_optimizer)
+            known = any(optimizer is item for items in self._updating.values() for item in items)
+            optimizer = SteppingOptimizer(optimizer if known else self._over_shares([optimizer])[id(optimizer)])
         prepared: torch.optim.Optimizer = super().prepare_optimizer(optimizer, device_placement)
         return prepared
 
     def free_memory(self, *objects: Any) -> Any:
         """Forget everything that was prepared, so that another model can be."""
-        self._sharded = self._sharded_optimizer = self.loss_scale = None
+        self._forget()
         return super().free_memory(*objects)
 
+    def _forget(self) -> None:
+        self._trained, self._updating = [], {}
+        self.loss_scale = None
+
     def _shard(self, model: Any, device_placement: bool | None) -> None:
-        if self._sharded is not None and self._sharded is not model:
-            raise UsageError(
-                f"prepare({type(model).__name__}): {type(self._sharded).__name__} is prepared for training already, "
-                "and an accelerator trains one model; make both parts of one module, or freeze one with "
-                "requires_grad_(False)"
-            )
-        self._names |= _names(model)
+        self._names[id(model)] = names_of(model)
         if not is_sharded(model):
             if self.device_placement if device_placement is None else device_placement:
                 model.to(self.device)
@@ -331,21 +358,43 @@ class ThinwireAccelerator(_AcceleratedSteps, _AcceleratedStates, Accelerator):
             tw.shard(model, chosen_plan(self._plan, mesh, _COMPUTE_DTYPES[self.mixed_precision]))
             if self.state.dynamo_plugin.backend != DynamoBackend.NO:
                 model.compile(**self.state.dynamo_plugin.to_kwargs())
-        if self.loss_scale is None and plan_of(model).scales_loss:
-            self.loss_scale = _loss_scale(self.scaler_handler)
-        self._sharded = model
+        if not any(model is known for known in self._trained):
+            self._trained.append(model)
+        if plan_of(model).scales_loss:
+            if len(self._trained) > 1:
+                raise UsageError(f"prepare({type(model).__name__}): {_ONE_SCALE}")
+            self.loss_scale = self.loss_scale or _loss_scale(self.scaler_handler)
         model._is_accelerate_prepared = True
         if not any(model is known for known in self._models):
             self._models.append(model)
 
-    def _over_shares(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
-        kind = type(optimizer).__name__
-        if self._sharded is None:
-            raise UsageError(f"prepare({kind}): no model is prepared; {_TOGETHER}")
-        if self._sharded_optimizer is not None:
-            raise UsageError(f"prepare({kind}): the model has an optimizer; put all parameter groups into that one")
-        names = self._names | _names(self._sharded)
-        return over_shares(self._sharded, optimizer, names, remedy=_TOGETHER, loss_scale=self.loss_scale)
+    def _over_shares(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, torch.optim.Optimizer]:
+        """Let optimizers train the shares of the models whose parameters they hold; returns what becomes of each, by
+        ``id``."""
+        made: dict[int, torch.optim.Optimizer] = {}
+        owners = [self._owners(optimizer) for optimizer in optimizers]
+        for model in self._trained:
+            given = [item for item, of_item in zip(optimizers, owners, strict=True) if model in of_item]
+            if not given:
+                continue
+            kind = type(given[0]).__name__
+            if id(model) in self._updating:
+                raise UsageError(f"prepare({kind}): the model has an optimizer; pass all of them to one prepare")
+            names = {**self._names[id(model)], **names_of(model)}
+            trained = over_shares(model, given, names, remedy=_TOGETHER, loss_scale=self.loss_scale)
+            if self.loss_scale is not None and not isinstance(trained[0], ShardedOptimizer):
+                raise UsageError(f"prepare({kind}): {_ONE_SCALE}")
+            self._updating[id(model)] = trained
+            made |= {id(old): new for old, new in zip(given, trained, strict=True)}
+        return made
+
+    def _owners(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
+        """The trained models whose parameters an optimizer holds."""
+        if not self._trained:
+            raise UsageError(f"prepare({type(optimizer).__name__}): no model is prepared; {_TOGETHER}")
+        held = {id(item) for group in optimizer.param_groups for item in group["params"]}
+        owners = [model for model in self._trained if held & (self._names[id(model)].keys() | names_of(model).keys())]
+        return owners or self._trained[-1:]  # whose names tell that the parameters are strange
 
 
 def _refuse(accelerator: Accelerator) -> None:
@@ -398,8 +447,3 @@ def _is_trained(model: nn.Module) -> bool:
 
 def _is_plain_optimizer(item: Any) -> bool:
     return isinstance(item, torch.optim.Optimizer) and not isinstance(item, AcceleratedOptimizer)
-
-
-def _names(model: nn.Module) -> dict[int, str]:
-    """Names of parameters by ``id``."""
-    return {id(parameter): name for name, parameter in model.named_parameters()}

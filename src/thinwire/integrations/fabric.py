@@ -7,7 +7,7 @@ Importing this module registers the strategies ``thinwire`` and, by preset, ``th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +23,7 @@ import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.integrations.building import Building
 from thinwire.integrations.mixed import COMPUTE_DTYPES, ShardedPrecision, checked_precision, register
-from thinwire.integrations.optimizers import follow, is_sharded, over_shares, without_sync
+from thinwire.integrations.optimizers import follow, is_sharded, names_of, over_shares, without_sync
 from thinwire.integrations.plans import chosen_plan
 from thinwire.integrations.typed_state import decoded, encoded
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
@@ -36,8 +36,10 @@ _REMEDY: Final = "Give fabric.save numbers, texts, tensors, and objects with a s
 _TOGETHER: Final = "pass the module and the optimizer to one call of fabric.setup"
 
 
-class ThinwireFabricPrecision(ShardedPrecision, Precision):
+class ThinwireFabricPrecision(ShardedPrecision, MixedPrecision):
     """Fabric's mixed precision, which the plan's ``compute_dtype`` implements."""
+
+    convert_input = Precision.convert_input  # the plan casts what units compute with
 
     def convert_output(self, data: Any) -> Any:
         """Return outputs in the default dtype, so that losses outside are computed in it, as Fabric's own does."""
@@ -150,39 +152,42 @@ class ThinwireFabricStrategy(DDPStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[torch.optim.Optimizer], *scheduler: Any
     ) -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:
-        """Shard a module, and make its optimizer anew over this rank's share. Collective.
+        """Shard a module, and let its optimizers train the shares. Collective.
 
         Args:
             module: The module.
-            optimizers: Its optimizer.
+            optimizers: Its optimizers; a single one is made anew.
             *scheduler: Scheduler of the optimizer, or ``None``; Lightning before 2.6 passes nothing, and expects
                 nothing back.
 
         Raises:
-            UsageError: There are several optimizers, the optimizer is not the module's, or a scheduler of it is not
-                passed.
+            UsageError: An optimizer is not the module's, or a scheduler of a single one is not passed.
         """
-        if len(optimizers) != 1:
-            raise UsageError(
-                f"fabric.setup: {len(optimizers)} optimizers; thinwire updates all parameters of a module by one. "
-                "Make one optimizer with a parameter group for each set of options"
-            )
         following = [item for item in scheduler if item is not None]
-        if not following:
+        if not following and len(optimizers) == 1:
             _refuse_scheduled(
                 optimizers[0],
                 "pass it along, fabric.setup(model, optimizer, scheduler=scheduler), or make it afterwards",
             )
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        names = names_of(module)
         forward = self.setup_module(module)
-        sharded = over_shares(module, optimizers[0], names, remedy=_TOGETHER, loss_scale=self._loss_scale)
+        made = self._over_shares(module, optimizers, names)
         for item in following:
-            follow(item, sharded)
-        parts: Any = (forward, [sharded], *scheduler)
+            follow(item, made[0])
+        parts: Any = (forward, made, *scheduler)
         return parts  # type: ignore[no-any-return]
 
+    def _over_shares(
+        self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str]
+    ) -> list[torch.optim.Optimizer]:
+        names = {**names, **names_of(module)}
+        made = over_shares(module, optimizers, names, remedy=_TOGETHER, loss_scale=self._loss_scale)
+        if not isinstance(made[0], ShardedOptimizer) and isinstance(self.precision, ThinwireFabricPrecision):
+            self.precision.scale_each_optimizer()
+        return made
+
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Make an optimizer of a sharded module's parameters anew over this rank's share. Collective.
+        """Make an optimizer of all of a sharded module's parameters anew over this rank's share. Collective.
 
         Raises:
             UsageError: The optimizer was made before the module was sharded, or a scheduler follows it.
@@ -192,9 +197,8 @@ class ThinwireFabricStrategy(DDPStrategy):
             kind = f"fabric.setup_optimizers({type(optimizer).__name__})"
             first = next(iter(optimizer.param_groups[0]["params"]))
             for module in self._sharded:
-                names = {id(parameter): name for name, parameter in module.named_parameters()}
-                if id(first) in names:
-                    return over_shares(module, optimizer, names, remedy=_TOGETHER, loss_scale=self._loss_scale)
+                if id(first) in (names := names_of(module)):
+                    return self._over_shares(module, [optimizer], names)[0]
             raise UsageError(f"{kind}: make the optimizer after fabric.setup_module, or {_TOGETHER}")
         if optimizer.loss_scale is not self._loss_scale:
             raise UsageError(
@@ -212,7 +216,7 @@ class ThinwireFabricStrategy(DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Clip by the norm of the whole model's gradient.
+        """Clip by the norm of the gradient of what the optimizer updates.
 
         Returns:
             The norm before clipping, 0-D, fp32; equal on every rank.
@@ -220,7 +224,11 @@ class ThinwireFabricStrategy(DDPStrategy):
         Raises:
             RuntimeError: The norm is not finite, and ``error_if_nonfinite`` is set.
         """
-        del optimizer
+        if not isinstance(optimizer, ShardedOptimizer):
+            of_part: torch.Tensor = super().clip_gradients_norm(
+                module, optimizer, max_norm, norm_type, error_if_nonfinite
+            )
+            return of_part
         norm = tw.clip_grad_norm_(_original(module), float(max_norm), float(norm_type))
         if error_if_nonfinite and not math.isfinite(norm.item()):
             raise RuntimeError(
@@ -229,15 +237,18 @@ class ThinwireFabricStrategy(DDPStrategy):
         return norm
 
     def clip_gradients_value(self, module: nn.Module, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Refuse to clip by value."""
-        raise UsageError(f"clip_val = {clip_val}: thinwire clips by the norm; use fabric.clip_gradients(max_norm=...)")
+        """Clip each element of the gradient of what the optimizer updates."""
+        if isinstance(optimizer, ShardedOptimizer) and optimizer.loss_scale is not None:
+            tw.clip_grad_norm_(_original(module), math.inf)  # divides by the loss scale
+        super().clip_gradients_value(module, optimizer, clip_val)
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
     ) -> None:
-        """Write a checkpoint directory atomically, with the other objects of rank 0 inside. Collective.
+        """Write a checkpoint directory atomically, with the other objects of rank 0 inside; of several modules, one
+        directory inside for each, by its key. Collective.
 
         Raises:
             UsageError: The state has no sharded module, or what a checkpoint cannot hold.
@@ -245,11 +256,12 @@ class ThinwireFabricStrategy(DDPStrategy):
         for name, value in (("storage_options", storage_options), ("filter", filter)):
             if value:
                 raise UsageError(f"{name}: the strategy 'thinwire' writes whole states to a local directory; omit it")
-        state = {key: _original(item) for key, item in state.items()}
-        module, optim = _sharded_objects("fabric.save", state)
-        others = {key: _state_of(item) for key, item in state.items() if item is not module and item is not optim}
+        found = _Sharded("fabric.save", {key: _original(item) for key, item in state.items()})
+        others = {key: _state_of(item) for key, item in found.others.items()}
         where, content = self.broadcast((str(path), encoded(others, _REMEDY)))
-        tw.save(module, optim, where, extra={"fabric": content}, frozen=self._frozen)
+        frozen = self._frozen or Path(where).parent
+        for place, module, optimizers in found.places(Path(where)):
+            tw.save(module, optimizers, place, extra={"fabric": content}, frozen=frozen)
 
     def load_checkpoint(
         self, path: Any, state: Any | None = None, strict: bool = True, weights_only: bool | None = None
@@ -266,14 +278,14 @@ class ThinwireFabricStrategy(DDPStrategy):
         if isinstance(state, nn.Module | torch.optim.Optimizer):  # fabric.load_raw: a file of one state dict
             remainder: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
             return remainder
-        found = {key: _original(item) for key, item in (state or {}).items()}
-        module, optim = _sharded_objects("fabric.load", found)
+        found = _Sharded("fabric.load", {key: _original(item) for key, item in (state or {}).items()})
         assert state is not None
-        extra = tw.load(module, optim, Path(path))
-        if "fabric" not in extra:
-            raise UsageError(f"{path} was not written by fabric.save: load it with thinwire.load(...)")
+        for place, module, optimizers in found.places(Path(path)):
+            extra = tw.load(module, optimizers, place)
+            if "fabric" not in extra:
+                raise UsageError(f"{place} was not written by fabric.save: load it with thinwire.load(...)")
         others: dict[str, Any] = decoded(extra["fabric"])
-        wanted = [key for key, item in found.items() if item is not module and item is not optim]
+        wanted = list(found.others)
         if strict and (missing := [key for key in wanted if key not in others]):
             raise KeyError(f"the checkpoint {path} has no {', '.join(map(repr, missing))}; it has {sorted(others)}")
         for key in (key for key in wanted if key in others):
@@ -285,16 +297,40 @@ class ThinwireFabricStrategy(DDPStrategy):
         return others
 
 
-def _sharded_objects(call: str, state: Mapping[str, Any]) -> tuple[nn.Module, ShardedOptimizer | None]:
-    """The sharded module of a state, and its optimizer."""
-    modules = [item for item in state.values() if isinstance(item, nn.Module) and is_sharded(item)]
-    optimizers = [item for item in state.values() if isinstance(item, ShardedOptimizer)]
-    if len(modules) != 1 or len(optimizers) > 1:
-        raise UsageError(
-            f"{call}: the state has {len(modules)} sharded modules and {len(optimizers)} of their optimizers; give it "
-            'one module that fabric.setup returned, and at most one optimizer: {"model": model, "optimizer": optimizer}'
-        )
-    return modules[0], optimizers[0] if optimizers else None
+class _Sharded:
+    """The sharded modules of a state, each with its optimizers, and the other objects.
+
+    Args:
+        call: What the user has called, for messages.
+        state: The state.
+
+    Raises:
+        UsageError: There is no sharded module.
+    """
+
+    def __init__(self, call: str, state: Mapping[str, Any]) -> None:
+        self.modules = {key: item for key, item in state.items() if isinstance(item, nn.Module) and is_sharded(item)}
+        if not self.modules:
+            raise UsageError(
+                f"{call}: the state has no sharded module; give it a module that fabric.setup returned: "
+                '{"model": model, "optimizer": optimizer}'
+            )
+        self._optimizers: dict[str, list[torch.optim.Optimizer]] = {key: [] for key in self.modules}
+        self.others: dict[str, Any] = {}
+        owners = {id(item): key for key, module in self.modules.items() for item in module.parameters()}
+        for key, item in state.items():
+            groups = item.param_groups if isinstance(item, torch.optim.Optimizer) else []
+            held = dict.fromkeys(owners.get(id(parameter)) for group in groups for parameter in group["params"])
+            for owner in held:
+                if owner is not None:
+                    self._optimizers[owner].append(item)
+            if key not in self.modules and not any(held):
+                self.others[key] = item
+
+    def places(self, path: Path) -> Iterator[tuple[Path, nn.Module, list[torch.optim.Optimizer]]]:
+        """The directory of each module, the module, and its optimizers."""
+        for key, module in self.modules.items():
+            yield path if len(self.modules) == 1 else path / key, module, self._optimizers[key]
 
 
 def _refuse_scheduled(optimizer: torch.optim.Optimizer, remedy: str) -> None:

@@ -7,7 +7,7 @@ Importing this module registers the strategies ``thinwire`` and, by preset, ``th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,8 +16,10 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 
 import thinwire as tw
+from thinwire.checkpoint import store
 from thinwire.collectives import group
 from thinwire.errors import UsageError
 from thinwire.integrations.building import Building
@@ -29,10 +31,17 @@ from thinwire.integrations.mixed import (
     restore_scaler,
     scaler_state,
 )
-from thinwire.integrations.optimizers import begin_micro_batch, follow, over_shares
+from thinwire.integrations.optimizers import follow, is_sharded, names_of, over_shares, without_sync
 from thinwire.integrations.plans import chosen_plan
 from thinwire.integrations.typed_state import decoded, encoded
-from thinwire.sharding.checkpointing.full_state import load_whole_state, whole_state, whole_value
+from thinwire.sharding.checkpointing.full_state import (
+    load_whole_share_state,
+    load_whole_state,
+    whole_share_state,
+    whole_state,
+    whole_value,
+)
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.spec import Factor
 
 __all__ = ["ThinwirePrecision", "ThinwireStrategy"]
@@ -40,8 +49,8 @@ __all__ = ["ThinwirePrecision", "ThinwireStrategy"]
 _REMEDY: Final = "Look at state_dict() of your callbacks and at save_hyperparameters()"
 
 
-class ThinwirePrecision(ShardedPrecision, Precision):
-    """The trainer's precision, which the plan's ``compute_dtype`` implements. Clipping is thinwire's."""
+class ThinwirePrecision(ShardedPrecision, MixedPrecision):
+    """The trainer's precision, which the plan's ``compute_dtype`` implements."""
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
         """Multiply a loss by the loss scale, if there is one."""
@@ -54,32 +63,30 @@ class ThinwirePrecision(ShardedPrecision, Precision):
         if self.loss_scale is None:
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()
-        if result is not None:  # training_step has returned a loss
+        has_gradients = result is not None or not model.automatic_optimization  # or training_step has returned nothing
+        if has_gradients:
             tw.clip_grad_norm_(model, float("inf"))
         self._after_closure(model, optimizer)
-        return result if result is None else optimizer.step(**kwargs)
+        return optimizer.step(**kwargs) if has_gradients else result
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale, as torch's ``GradScaler`` describes it."""
-        return {} if self.loss_scale is None else scaler_state(self.loss_scale)
+        return super().state_dict() if self.loss_scale is None else scaler_state(self.loss_scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue with the loss scale of a checkpoint."""
-        if self.loss_scale is not None:
+        if self.loss_scale is None:
+            super().load_state_dict(state_dict)
+        else:
             restore_scaler(self.loss_scale, state_dict)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Clip by the norm of the whole model's gradient, and keep the norm in ``strategy.gradient_norm``."""
-        del optimizer
-        self._strategy.gradient_norm = tw.clip_grad_norm_(self._strategy.lightning_module, float(clip_val))
-
-    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        """Refuse to clip by value."""
-        del optimizer
-        raise UsageError(
-            f"gradient_clip_algorithm = 'value' with gradient_clip_val = {clip_val}: thinwire clips by the norm; use "
-            "gradient_clip_algorithm = 'norm'"
-        )
+        """Clip by the norm of the gradient of what the optimizer updates, and keep it in ``strategy.gradient_norm``."""
+        if isinstance(_plain(optimizer), ShardedOptimizer):
+            norm = tw.clip_grad_norm_(self._strategy.lightning_module, float(clip_val))
+        else:
+            norm = nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val)
+        self._strategy.gradient_norm = norm
 
 
 class _Steps:
@@ -87,21 +94,20 @@ class _Steps:
 
     lightning_module: Any
     precision_plugin: Any
-    _blocks_sync: bool
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Combine no gradients in the backward inside: more micro-batches of the step follow."""
-        self._blocks_sync = True
-        try:
+        with without_sync(self.lightning_module):
             yield
-        finally:
-            self._blocks_sync = False
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of a micro-batch."""
-        begin_micro_batch(self.lightning_module, last=not self._blocks_sync)
-        return self._run_step("training_step", *args, **kwargs)
+        """Run the forward of a micro-batch, or all of a manual optimization."""
+        module = self.lightning_module
+        if module.automatic_optimization:
+            return self._run_step("training_step", *args, **kwargs)
+        with self.precision_plugin.forward_context():  # it updates parameters, which are shares outside of forwards
+            return module.training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a validation batch."""
@@ -141,6 +147,7 @@ class _Checkpoints:
     _writes_whole: bool
     _frozen: str | Path | None
     _groups: list[list[str]]
+    """Names of the parameters of each group of a sharded optimizer."""
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -158,8 +165,10 @@ class _Checkpoints:
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The state of the optimizer: of shares nothing, as :meth:`save_checkpoint` writes each rank's. Collective."""
-        inner = getattr(optimizer, "_optimizer", optimizer)
-        return whole_state(inner, self._groups) if self._writes_whole else {}
+        inner = _plain(optimizer)
+        if not self._writes_whole:
+            return {}
+        return whole_state(inner, self._groups) if isinstance(inner, ShardedOptimizer) else whole_share_state(inner)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a module's state, except the shares that :meth:`load_checkpoint` has loaded."""
@@ -170,8 +179,10 @@ class _Checkpoints:
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load an optimizer's state, except the shares that :meth:`load_checkpoint` has loaded."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            if state:
+            if state and isinstance(optimizer, ShardedOptimizer):
                 load_whole_state(optimizer, self._groups, state)
+            elif state:
+                load_whole_share_state(optimizer, state)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint: a directory of shares, atomically, with the trainer's state of rank 0 inside, or
@@ -190,8 +201,8 @@ class _Checkpoints:
             )
         weights_only = "optimizer_states" not in checkpoint
         path, trainer_state = self.broadcast((str(filepath), encoded(checkpoint, _REMEDY)))
-        optim = None if weights_only or not self.optimizers else self.optimizers[0]
-        tw.save(self.lightning_module, optim, path, extra={"lightning": trainer_state}, frozen=self._frozen)
+        optimizers = None if weights_only else self.optimizers
+        tw.save(self.lightning_module, optimizers, path, extra={"lightning": trainer_state}, frozen=self._frozen)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load the shares of any plan and number of ranks from a directory, or read a file of Lightning's; returns the
@@ -201,17 +212,33 @@ class _Checkpoints:
             options = {} if weights_only is None else {"weights_only": weights_only}
             checkpoint: dict[str, Any] = inherited.load_checkpoint(checkpoint_path, **options)
             _rename(checkpoint, MixedPrecision.__qualname__, ThinwirePrecision.__qualname__)
+            self._add_groups(checkpoint)
             return checkpoint
         # Of a directory, nothing is read by running pickled code.
-        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        optim = self.optimizers[0] if fits and self.optimizers else None
-        extra = tw.load(self.lightning_module, optim, Path(checkpoint_path))
+        extra = store.open_checkpoint(Path(checkpoint_path)).manifest.values.get("extra", {})
         if "lightning" not in extra:
             raise UsageError(
                 f"{checkpoint_path} was not written by Lightning's Trainer: load it with thinwire.load(...)"
             )
         state: dict[str, Any] = decoded(extra["lightning"])
+        self._add_groups(state)
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        tw.load(self.lightning_module, self.optimizers if fits else None, Path(checkpoint_path))
         return state
+
+    def _add_groups(self, state: Mapping[str, Any]) -> None:
+        """Give optimizers the groups that callbacks had added before a checkpoint. Lightning's order would be too late:
+        it starts callbacks before it loads values into shares."""
+        trainer = self.lightning_module.trainer
+        for callback in trainer.callbacks:
+            if isinstance(callback, BaseFinetuning) and (kept := state.get("callbacks", {}).get(callback.state_key)):
+                callback.load_state_dict(kept)
+                callback.on_fit_start(trainer, self.lightning_module)
+
+
+def _plain(optimizer: Any) -> Any:
+    """An optimizer without Lightning's wrapper."""
+    return getattr(optimizer, "_optimizer", optimizer)
 
 
 def _rename(checkpoint: dict[str, Any], old: str, new: str) -> None:
@@ -222,8 +249,8 @@ def _rename(checkpoint: dict[str, Any], old: str, new: str) -> None:
 class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
     """Shards a ``LightningModule`` by a plan: ``Trainer(strategy=ThinwireStrategy("zero3"))``.
 
-    The optimizer of ``configure_optimizers`` is made anew over this rank's share, with the same class, groups and
-    options. Checkpoints are directories that load under any plan and on any number of ranks.
+    A single optimizer of the whole module is made anew over this rank's share, with the same class, groups and options.
+    Others train shares as they are. Checkpoints are directories that load under any plan and on any number of ranks.
 
     Args:
         plan: How the module is sharded: a plan, the name of a preset, or a plan file (``.toml``). Presets compute in
@@ -255,7 +282,6 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
         if state_dict_type not in ("sharded", "full"):
             raise UsageError(f"state_dict_type = {state_dict_type!r}: valid are 'sharded' and 'full'")
         self._plan, self._writes_whole, self._frozen = plan, state_dict_type == "full", frozen
-        self._blocks_sync = False
         self.gradient_norm = None
         self._building = Building(self.broadcast)
         super().__init__(**options)
@@ -294,31 +320,37 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
         """Shard the module, unless an earlier run has, and make the optimizer over shares."""
         self.accelerator.setup(trainer)
         module = self.lightning_module
-        _refuse(module, trainer)
+        if trainer.state.fn == TrainerFn.FITTING and self._layer_sync and not is_sharded(module):
+            self._layer_sync.apply(module)
         mesh = Factor(local=self.world_size // self.num_nodes, nodes=self.num_nodes)
         dtype = COMPUTE_DTYPES[str(self.precision_plugin.precision)]
-        self._building.shard(module, lambda: chosen_plan(self._plan, mesh, dtype), self.root_device)
+        with _trained_later(module) if _unfreezes(trainer) else nullcontext():
+            self._building.shard(module, lambda: chosen_plan(self._plan, mesh, dtype), self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make the optimizer of ``configure_optimizers`` anew over this rank's share."""
+        """Let the optimizers of ``configure_optimizers`` train the shares; one of the whole module is made anew."""
         super().setup_optimizers(trainer)
-        # Lightning itself refuses several optimizers under automatic optimization.
-        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
-        groups = [group["params"] for group in self.optimizers[0].param_groups]
-        sharded = over_shares(
+        names = names_of(self.lightning_module)
+        made = over_shares(
             self.lightning_module,
-            self.optimizers[0],
+            self.optimizers,
             names,
             remedy="do so inside configure_optimizers",
             loss_scale=self.precision_plugin.loss_scale,
+            fixed=not _unfreezes(trainer),
+            whole_states=self._writes_whole or not trainer.checkpoint_callbacks,
         )
-        for config in self.lr_scheduler_configs:
-            follow(config.scheduler, sharded)
-        self.optimizers = [sharded]
-        self._groups = [[names[id(parameter)] for parameter in of_group] for of_group in groups]
+        if isinstance(made[0], ShardedOptimizer):
+            for config in self.lr_scheduler_configs:
+                follow(config.scheduler, made[0])
+            groups = [group["params"] for group in self.optimizers[0].param_groups]
+            self._groups = [[names[id(parameter)] for parameter in of_group] for of_group in groups]
+        else:
+            self.precision_plugin.scale_each_optimizer()
+        self.optimizers = made
 
     def teardown(self) -> None:
         """End the run. Unlike DDP's, this moves nothing to the CPU: the module stays sharded."""
@@ -327,24 +359,20 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
         self.accelerator.teardown()
 
 
-def _refuse(module: Any, trainer: Any) -> None:
-    kind = type(module).__name__
-    if not module.automatic_optimization:
-        raise UsageError(
-            f"{kind}.automatic_optimization = False: the strategy 'thinwire' needs automatic optimization; for a loop "
-            "of your own, use thinwire.shard without the trainer"
-        )
-    if trainer.strategy._layer_sync is not None:
-        raise UsageError(
-            "sync_batchnorm = True: the strategy 'thinwire' leaves layers as they are; convert them yourself with "
-            f"torch.nn.SyncBatchNorm.convert_sync_batchnorm in {kind}.__init__"
-        )
-    finetuning = [type(item).__name__ for item in trainer.callbacks if isinstance(item, BaseFinetuning)]
-    if finetuning:
-        raise UsageError(
-            f"the callback {finetuning[0]} adds parameter groups during training, and those of a sharded module are "
-            "fixed: freeze parameters in the module, and train twice"
-        )
+def _unfreezes(trainer: Any) -> bool:
+    """Whether a callback unfreezes parameters and adds them to an optimizer in the middle of training."""
+    return any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks)
+
+
+@contextmanager
+def _trained_later(module: nn.Module) -> Iterator[None]:
+    """Let a module be sharded with masters for its frozen parameters, which are frozen again afterwards."""
+    frozen = [name for name, item in module.named_parameters() if item.is_floating_point() and not item.requires_grad]
+    for name in frozen:
+        module.get_parameter(name).requires_grad_(True)
+    yield
+    for name in frozen:
+        module.get_parameter(name).requires_grad_(False)
 
 
 register(StrategyRegistry, ThinwireStrategy)

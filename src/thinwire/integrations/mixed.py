@@ -55,14 +55,21 @@ class ShardedPrecision:
 
     Attributes:
         loss_scale: Scale of the losses of ``"16-mixed"``, in place of torch's ``GradScaler``; ``None`` for the others.
+        scaler: torch's ``GradScaler``, which takes the place of ``loss_scale`` for several optimizers; else ``None``.
     """
 
     loss_scale: LossScale | None
 
     def __init__(self, precision: str, strategy: Any, scaler: Any = None) -> None:
-        self.precision, self._strategy = precision, strategy
+        self.precision, self._strategy, self._given = precision, strategy, scaler
+        self.scaler: Any = None
         scales = precision == "16-mixed"
         self.loss_scale = None if not scales else LossScale() if scaler is None else scale_like(scaler)
+
+    def scale_each_optimizer(self) -> None:
+        """Let torch's ``GradScaler`` scale losses, which divides the gradients of each optimizer when it steps."""
+        if self.loss_scale is not None:
+            self.loss_scale, self.scaler = None, self._given or torch.amp.GradScaler(self._strategy.root_device.type)
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """The context of a forward: parameters have the dtype of the plan, and losses are computed in float32."""

@@ -1,11 +1,12 @@
-"""Optimizers and schedules that were made before a model was sharded, made anew over its shares; and steps of several
+"""Optimizers and schedules that were made before a model was sharded, over its shares; and steps of several
 micro-batches, in loops that say beforehand whether ranks combine gradients."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,11 +15,15 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.errors import UsageError
+from thinwire.sharding.optimizer.making import refuse_class
+from thinwire.sharding.optimizer.probes import states_are_alike
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.runtime.sharded_parameters import sharded_parameter_of
 from thinwire.sharding.step.loss_scale import LossScale
+from thinwire.sharding.tensors.parameter import ShardedParameter
 
-__all__ = ["begin_micro_batch", "follow", "is_sharded", "over_shares", "without_sync"]
+__all__ = ["begin_micro_batch", "follow", "is_sharded", "names_of", "over_shares", "without_sync"]
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -32,58 +37,101 @@ def is_sharded(model: nn.Module) -> bool:
 
 def over_shares(
     model: nn.Module,
-    made: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     names: Mapping[int, str],
     *,
     remedy: str,
     loss_scale: LossScale | None = None,
-) -> ShardedOptimizer:
-    """Make an optimizer anew over this rank's share, with the same class, groups and options.
+    fixed: bool = True,
+    whole_states: bool = False,
+) -> list[torch.optim.Optimizer]:
+    """Let optimizers train the shares of a model.
+
+    One that updates the whole model piece by piece is made anew by :func:`thinwire.optimizer`, which is faster, with
+    the same class, groups and options. Others stay what they are, over ``model.parameters()``; so do several.
 
     Args:
         model: The sharded model.
-        made: An optimizer over the model's parameters, which has made no step.
-        names: Names of the parameters, by the ``id`` of the parameter.
+        optimizers: Optimizers over the model's parameters, as they were before or are now; also over those of other
+            sharded models beside them.
+        names: Names of the parameters, by the ``id`` of the parameter, before and now.
         remedy: What to do about parameters without a name, for the message.
-        loss_scale: Scale of the losses, which plans with float16 need.
+        loss_scale: Scale of the losses, which plans with float16 need, for an optimizer that is made anew.
+        fixed: Whether no parameters are added to the optimizers later.
+        whole_states: Whether checkpoints, if there are any, hold whole states, which may have any shape.
+
+    Returns:
+        The optimizers, in order.
 
     Raises:
-        UsageError: The optimizer has made a step, has parameters without a name, or lacks trainable parameters.
+        UsageError: An optimizer has made a step, has parameters without a name, or keeps states that checkpoints cannot
+            cut.
     """
-    if isinstance(made, ShardedOptimizer):
-        return made
+    runtime = runtime_of(model)
+    for made in optimizers:
+        if not isinstance(made, ShardedOptimizer):
+            _hold_shares(made, runtime.shares or {}, names, remedy)
+    if len(optimizers) == 1 and isinstance(optimizers[0], ShardedOptimizer):
+        return list(optimizers)
+    if len(optimizers) == 1 and fixed and _updates_all(model, optimizers[0]):
+        (made,) = optimizers
+        options = _options(made)
+        return [tw.optimizer(model, type(made), param_groups=made.param_groups, loss_scale=loss_scale, **options)]
+    for made in optimizers if not whole_states else ():
+        if not states_are_alike(type(made), _options(made), runtime.sharded.device):
+            refuse_class(model, type(made), _options(made))
+    runtime.optimizer = None  # of an earlier run
+    return list(optimizers)
+
+
+def _hold_shares(
+    made: torch.optim.Optimizer, shares: Mapping[str, ShardedParameter], names: Mapping[int, str], remedy: str
+) -> None:
+    """Put shares in the place of the parameters that an optimizer holds."""
     kind = type(made).__name__
     if made.state:
         raise UsageError(f"{kind} has made steps before the model was sharded: shard the model before its first step")
-    groups = []
-    for group in made.param_groups:
-        unknown = sum(id(parameter) not in names for parameter in group["params"])
-        if unknown:
-            raise UsageError(
-                f"{unknown} parameters of {kind} are not parameters of the sharded model: make the optimizer from "
-                f"model.parameters(), and {remedy}"
-            )
-        groups.append({**group, "params": [names[id(parameter)] for parameter in group["params"]]})
-    given = {name for group in groups for name in group["params"]}
-    left = [
-        name
-        for name, parameter in model.named_parameters()
-        # A wrapper around a module, as for activation checkpointing, changes the names that the model gives.
-        if parameter.requires_grad and given.isdisjoint((name, names.get(id(parameter))))
-    ]
-    if left:
-        others = f" and {len(left) - 1} more trainable parameters" if len(left) > 1 else ""
+    held: dict[int, ShardedParameter] = {}
+    for parameter in itertools.chain.from_iterable(group["params"] for group in made.param_groups):
+        share = parameter if isinstance(parameter, ShardedParameter) else sharded_parameter_of(parameter)
+        if share is None and id(parameter) in names:  # of a model whose parameters were replaced
+            share = shares[names[id(parameter)]]
+        if share is not None:
+            held[id(parameter)] = share
+    unknown = sum(id(parameter) not in held for group in made.param_groups for parameter in group["params"])
+    if unknown:
         raise UsageError(
-            f"{kind} has no parameter group with {left[0]!r}{others}: before the model is sharded, freeze what it "
-            "should not update with requires_grad_(False), or add a group with lr = 0"
+            f"{unknown} parameters of {kind} are not parameters of the sharded model: make the optimizer from "
+            f"model.parameters(), and {remedy}"
         )
+    for group in made.param_groups:
+        group["params"] = [held[id(parameter)] for parameter in group["params"]]
+
+
+def _updates_all(model: nn.Module, made: torch.optim.Optimizer) -> bool:
+    given = {id(parameter) for group in made.param_groups for parameter in group["params"]}
+    everything = list(model.parameters())
+    if not {id(item) for item in everything if item.requires_grad} <= given <= {id(item) for item in everything}:
+        return False
+    try:
+        refuse_class(model, type(made), _options(made))
+    except UsageError:
+        return False
+    return True
+
+
+def _options(made: torch.optim.Optimizer) -> dict[str, Any]:
     # Some classes keep further defaults, which their constructors do not take; groups have them all.
     taken = inspect.signature(type(made)).parameters
-    options = {key: value for key, value in made.defaults.items() if key in taken}
-    return tw.optimizer(model, type(made), param_groups=groups, loss_scale=loss_scale, **options)
+    return {key: value for key, value in made.defaults.items() if key in taken}
 
 
-def follow(scheduler: Any, optim: ShardedOptimizer) -> None:
+def names_of(model: nn.Module) -> dict[int, str]:
+    """Names of a model's parameters by ``id``: take them before the model is sharded, and again afterwards."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def follow(scheduler: Any, optim: torch.optim.Optimizer) -> None:
     """Let a scheduler set the learning rates of another optimizer with equal groups."""
     for part in getattr(scheduler, "_schedulers", ()):
         follow(part, optim)

@@ -22,9 +22,10 @@ import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.integrations.accelerate import STATE, SteppingOptimizer
 from thinwire.integrations.automatic import automatic_plan
-from thinwire.integrations.optimizers import begin_micro_batch, is_sharded
+from thinwire.integrations.optimizers import begin_micro_batch, follow, is_sharded, names_of, over_shares
 from thinwire.integrations.plans import chosen_plan, launched_mesh
 from thinwire.plan import CODEC_LEVELS, CodecLevel
+from thinwire.sharding.checkpointing.full_state import whole_value
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.generating import generates
 from thinwire.sharding.runtime.runtime import plan_of
@@ -37,9 +38,10 @@ _REFUSED: Final = {
     "fsdp": "thinwire shards the model itself; choose the sharding with plan=",
     "deepspeed": "thinwire shards the model itself; `thinwire convert ds_config.json` makes a plan of it",
     "parallelism_config": "use thinwire.parallelize for tensor and pipeline parallelism",
-    "auto_find_batch_size": "set per_device_train_batch_size: a sharded model cannot be sharded again for another size",
 }
 """Arguments that ask for another engine, and what to do instead."""
+
+_REMEDY: Final = "pass the model and its optimizer to one trainer"
 
 
 @dataclass
@@ -99,11 +101,6 @@ class ThinwireTrainerMixin:
     ) -> None:
         super().__init__(*args, **kwargs)
         _refuse(self.args)
-        if self.optimizer is not None:
-            raise UsageError(
-                "optimizers=(...): the optimizer was made before the model is sharded; leave it out and choose it with "
-                "the argument optim=, or with optimizer_cls_and_kwargs"
-            )
         self._plan = plan if plan is not None else getattr(self.args, "plan", "zero3")
         self._frozen = frozen
         self.loss_scale: LossScale | None = None
@@ -113,30 +110,30 @@ class ThinwireTrainerMixin:
     # -- sharding ----------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Shard the model at the first call, and make the optimizer over its shares."""
+        """Shard the model at the first call, and let the trainer's optimizer, or the user's, train its shares."""
         del model
-        if self.optimizer is not None:
-            return self.optimizer  # type: ignore[no-any-return]
+        if isinstance(self.optimizer, SteppingOptimizer):
+            return self.optimizer
+        names = names_of(self.model)
         if not is_sharded(self.model):
             tw.shard(self.model, self._resolved_plan())
             if hasattr(self.model, "generate"):
                 self.model.generate = MethodType(generate_gathered, self.model)  # a copy's is bound to the copy
         if plan_of(self.model).scales_loss:
             self._scale_losses()
-        trainer: Any = self
-        decayed = set(trainer.get_decay_parameter_names(self.model))
-        trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-        groups = [
-            {"params": [name for name in trained if (name in decayed) is has_decay], "weight_decay": decay}
-            for has_decay, decay in ((True, self.args.weight_decay), (False, 0.0))
-        ]
-        if trainer.optimizer_cls_and_kwargs is not None:
-            optimizer_class, options = trainer.optimizer_cls_and_kwargs
-        else:
-            optimizer_class, options = trainer.get_optimizer_cls_and_kwargs(self.args, self.model)
-        groups = [group for group in groups if group["params"]]
-        inner = tw.optimizer(self.model, optimizer_class, param_groups=groups, loss_scale=self.loss_scale, **options)
-        self.optimizer = SteppingOptimizer(inner)
+        trainer: Any = super()
+        made = self.optimizer if self.optimizer is not None else trainer.create_optimizer()
+        (optimizer,) = over_shares(
+            self.model, [made], {**names, **names_of(self.model)}, remedy=_REMEDY, loss_scale=self.loss_scale
+        )
+        if self.loss_scale is not None and not isinstance(optimizer, ShardedOptimizer):
+            raise UsageError(
+                f"fp16=True: {type(made).__name__} updates some of the parameters, and the loss scale needs all; "
+                "freeze the others, or train with bf16=True"
+            )
+        if getattr(self.lr_scheduler, "optimizer", None) is made:
+            follow(self.lr_scheduler, optimizer)
+        self.optimizer = SteppingOptimizer(optimizer)
         self.accelerator._optimizers.append(self.optimizer)
         return self.optimizer  # type: ignore[no-any-return]
 
@@ -211,17 +208,18 @@ class ThinwireTrainerMixin:
             trainer.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Every rank gathers the weights; one writes them."""
+        """Every rank helps to gather the weights, one after another; those that write keep them."""
         trainer: Any = super()
         if state_dict is None and is_sharded(self.model):
-            state_dict = tw.full_state_dict(self.model)
+            keeps = self.args.should_save
+            state_dict = {name: whole_value(item, keep=keeps) for name, item in self.model.state_dict().items()}
         if self.args.should_save:
             trainer._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         extra = {"scheduler": self.lr_scheduler.state_dict()}
         frozen = Path(output_dir).parent if self._frozen is None else self._frozen
-        tw.save(self.model, _sharded(self.optimizer), Path(output_dir, STATE), extra=extra, frozen=frozen)
+        tw.save(self.model, self.optimizer.optimizer, Path(output_dir, STATE), extra=extra, frozen=frozen)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -229,7 +227,7 @@ class ThinwireTrainerMixin:
         if not Path(checkpoint, STATE).exists():
             _check_weights_only(Path(checkpoint))
             return
-        extra = tw.load(self.model, _sharded(self.optimizer), Path(checkpoint, STATE))
+        extra = tw.load(self.model, self.optimizer.optimizer, Path(checkpoint, STATE))
         self.lr_scheduler.load_state_dict(extra["scheduler"])
 
 
@@ -299,8 +297,3 @@ def _recomputes(arguments: Any) -> bool:
     """Whether the trainer recomputes activations, under the new name of that argument or the old one."""
     names = ("activation_checkpointing", "gradient_checkpointing")
     return any(bool(getattr(arguments, name, False)) for name in names)
-
-
-def _sharded(optimizer: Any) -> ShardedOptimizer:
-    inner: ShardedOptimizer = optimizer.optimizer
-    return inner

@@ -21,6 +21,7 @@ from thinwire.program.timeline import Timeline
 from thinwire.sharding.build import build
 from thinwire.sharding.checkpointing import loading, saving
 from thinwire.sharding.checkpointing.full_state import whole_value
+from thinwire.sharding.checkpointing.share_states import Optimizers, states_of
 from thinwire.sharding.copying import Additions, allow_copies
 from thinwire.sharding.hooks.module_hooks import as_forward
 from thinwire.sharding.incremental import join_parts
@@ -173,16 +174,20 @@ def optimizer(
     )
 
 
-def micro_batches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
+def micro_batches(model: nn.Module | Sequence[nn.Module], batches: Iterable[Item]) -> Iterator[Item]:
     """Iterate over the micro-batches of one step, so that the runtime knows the last one.
 
     Gradients add up over micro-batches, as in PyTorch. For a mean, divide each loss by the number of micro-batches.
 
     Args:
-        model: A sharded model.
+        model: A sharded model, or several that are trained on the same micro-batches.
         batches: Micro-batches of the step.
     """
-    return micro_batches_of([runtime_of(model)], batches)
+    return micro_batches_of(_runtimes_of(model), batches)
+
+
+def _runtimes_of(model: nn.Module | Sequence[nn.Module]) -> list[Runtime]:
+    return [runtime_of(one) for one in ([model] if isinstance(model, nn.Module) else model)]
 
 
 def micro_batches_of(runtimes: Sequence[Runtime], batches: Iterable[Item]) -> Iterator[Item]:
@@ -214,7 +219,7 @@ def micro_batches_of(runtimes: Sequence[Runtime], batches: Iterable[Item]) -> It
             runtime.begin_micro_batch(0, last=True)
 
 
-def join(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
+def join(model: nn.Module | Sequence[nn.Module], batches: Iterable[Item]) -> Iterator[Item]:
     """Iterate over batches when ranks may have different numbers of them, like DDP's ``join``.
 
     A rank that runs out of batches repeats its last batch, so that it takes part in every exchange. Its gradients then
@@ -222,14 +227,14 @@ def join(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
     batch.
 
     Args:
-        model: A sharded model.
+        model: A sharded model, or several that are trained on the same batches by the same ranks.
         batches: Batches of this rank, at least one.
 
     Raises:
         UsageError: A rank has no batch at all.
     """
-    runtime = runtime_of(model)
-    ranks, iterator = runtime.everyone, iter(batches)
+    runtimes = _runtimes_of(model)
+    ranks, iterator = runtimes[0].everyone, iter(batches)
     missing = object()
     last: Any = missing
     try:
@@ -239,11 +244,13 @@ def join(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
                 return
             if current is missing and last is missing:
                 raise UsageError(f"rank {ranks.rank} has no batch for thinwire.join: give every rank at least one")
-            runtime.count_gradients(wanted=current is not missing)
+            for runtime in runtimes:
+                runtime.count_gradients(wanted=current is not missing)
             last = last if current is missing else current
             yield last
     finally:
-        runtime.count_gradients(wanted=True)
+        for runtime in runtimes:
+            runtime.count_gradients(wanted=True)
 
 
 def join_islands(model: nn.Module) -> None:
@@ -310,7 +317,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def save(
     model: nn.Module,
-    optim: ShardedOptimizer | None,
+    optim: Optimizers,
     path: str | Path,
     *,
     extra: Mapping[str, Any] | None = None,
@@ -323,7 +330,8 @@ def save(
 
     Args:
         model: A sharded model.
-        optim: Optimizer of the model, or ``None`` to save only parameters.
+        optim: Optimizer of the model, several that update different parameters, or ``None`` to save only parameters.
+            They are made by :func:`optimizer` or from ``model.parameters()``.
         path: Directory of the checkpoint; an existing checkpoint is replaced.
         extra: Further JSON values to save, such as the position in the data; equal on every rank.
         frozen: Directory in which ``frozen-HASH`` is; default: the one that ``path`` is in. With ``"reference"``,
@@ -333,12 +341,12 @@ def save(
     Raises:
         CheckpointError: A rank has failed. Raised on every rank.
     """
-    saving.save([(model, optim)], Path(path), extra, frozen=frozen)
+    saving.save([(model, states_of(model, optim))], Path(path), extra, frozen=frozen)
 
 
 def async_save(
     model: nn.Module,
-    optim: ShardedOptimizer | None,
+    optim: Optimizers,
     path: str | Path,
     *,
     extra: Mapping[str, Any] | None = None,
@@ -354,7 +362,7 @@ def async_save(
 
     Args:
         model: A sharded model.
-        optim: Optimizer of the model, or ``None`` to save only parameters.
+        optim: See :func:`save`.
         path: Directory of the checkpoint; an existing checkpoint is replaced once the new one is complete.
         extra: Further JSON values to save, such as the position in the data; equal on every rank.
         limit: Seconds that the save may take, for file systems that may hang. A save that takes longer on any rank
@@ -370,10 +378,10 @@ def async_save(
     Raises:
         CheckpointError: The save before has failed, and no rank has asked for its result. Raised on every rank.
     """
-    return saving.start_saving([(model, optim)], Path(path), extra, limit=limit, frozen=frozen)
+    return saving.start_saving([(model, states_of(model, optim))], Path(path), extra, limit=limit, frozen=frozen)
 
 
-def load(model: nn.Module, optim: ShardedOptimizer | None, path: str | Path) -> dict[str, Any]:
+def load(model: nn.Module, optim: Optimizers, path: str | Path) -> dict[str, Any]:
     """Read a checkpoint that was written under any plan and on any number of ranks.
 
     Each rank reads the blocks that it needs once, and compares each with its checksum before it copies the values. A
@@ -383,7 +391,8 @@ def load(model: nn.Module, optim: ShardedOptimizer | None, path: str | Path) -> 
 
     Args:
         model: A sharded model with the same shapes.
-        optim: Optimizer of the model, of the same class as the saved one; or ``None`` to load only parameters.
+        optim: Optimizer of the model, of the same class as the saved one, or several in the same order; or ``None`` to
+            load only parameters.
         path: Directory of the checkpoint.
 
     Returns:
@@ -393,7 +402,7 @@ def load(model: nn.Module, optim: ShardedOptimizer | None, path: str | Path) -> 
         CheckpointError: The checkpoint is missing, incomplete or corrupt, or does not fit the model or the optimizer.
             Raised on every rank.
     """
-    return loading.load([(model, optim)], Path(path))
+    return loading.load([(model, states_of(model, optim))], Path(path))
 
 
 def progress(model: nn.Module, share: float) -> None:

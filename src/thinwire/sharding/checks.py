@@ -24,6 +24,7 @@ from thinwire.sharding.modules.linears import is_plain_linear
 from thinwire.sharding.params.plan_codecs import (
     codec_problems,
 )
+from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.spec import Plan
 from thinwire.units import format_bytes
 
@@ -164,6 +165,11 @@ def check_parameters(model: nn.Module, *, whole: bool) -> None:
             raise UsageError(
                 f"parameter {name} is float64; masters are float32, which would lose digits: convert the model with "
                 "model.float() first"
+            )
+        if isinstance(parameter, ShardedParameter):
+            raise UsageError(
+                f"parameter {name} is sharded already, with another model that holds it too: models with a part in "
+                "common are one model to thinwire; shard a module that holds both"
             )
         if type(local_tensor(parameter.data) if not whole else parameter.data) is not torch.Tensor:
             raise UsageError(f"parameter {name} is a {type(parameter.data).__name__}; plain tensors are supported")

@@ -22,13 +22,15 @@ from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 __all__ = ["Additions", "allow_copies"]
 
 
-_FORWARD: Final = "forward"
+_METHODS: Final = ("forward", "save_pretrained")
+"""Methods that sharding replaces, in any module."""
+
 _HOOKS: Final = "_hooks"
 """In the names of all of torch's tables of hooks by number, such as ``_forward_pre_hooks_with_kwargs``."""
 
 
 class Additions:
-    """What sharding adds to the modules of a model between two moments: hooks, forwards, and attributes of the root.
+    """What sharding adds to the modules of a model between two moments: hooks, methods, and attributes of the root.
 
     Args:
         model: The model, not sharded yet.
@@ -36,11 +38,14 @@ class Additions:
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._names, self._hooks = model, frozenset(vars(model)), range(RemovableHandle.next_id, 0)
-        self._forwards = {module: vars(module)[_FORWARD] for module in model.modules() if _FORWARD in vars(module)}
+        self._methods: dict[nn.Module, dict[str, Any]] = {
+            module: {name: value for name, value in vars(module).items() if name in _METHODS}
+            for module in model.modules()
+        }
 
     def end(self) -> None:
         """Note that the model is sharded now. Hooks of later numbers, and other attributes, are the user's."""
-        self._names = frozenset(vars(self._model)) - self._names - {_FORWARD}
+        self._names = frozenset(vars(self._model)) - self._names - set(_METHODS)
         self._hooks = range(self._hooks.start, RemovableHandle.next_id)
 
     @contextlib.contextmanager
@@ -51,10 +56,9 @@ class Additions:
                 state = vars(module)
                 stack.callback(_restore, state, dict(state))
                 remove_table(module)
-                if module in self._forwards:
-                    state[_FORWARD] = self._forwards[module]
-                else:
-                    state.pop(_FORWARD, None)
+                for name in _METHODS:
+                    state.pop(name, None)
+                state.update(self._methods.get(module, {}))
                 for table in [table for name, table in state.items() if _HOOKS in name and isinstance(table, dict)]:
                     stack.callback(_restore, table, dict(table))
                     for number in [number for number in table if number in self._hooks]:

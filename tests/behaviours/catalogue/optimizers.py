@@ -281,12 +281,26 @@ def schedule_of_the_fast_optimizer(ctx: Context) -> Any:
     return ctx.train(model, optim, after_step=lambda _step: scheduler.step())
 
 
-@behaviour("torch idiom: optimizer made too early", refused="made before thinwire.shard.*Make it after")
+@behaviour("torch idiom: optimizer made too early")
 def optimizer_made_before_sharding(ctx: Context) -> Any:
     """Create the optimizer before the model is sharded."""
     model = ctx.build(Stack)
     optim = ctx.adamw(model)
     return ctx.train(ctx.shard(model), optim)
+
+
+@behaviour("Lightning's manual optimization: an optimizer for each part")
+def optimizers_of_parts_by_turns(ctx: Context) -> Any:
+    """Give two parts of a model an optimizer each, and step them by turns, with a gradient that waits for its turn."""
+    model = ctx.shard(ctx.build(Stack))
+    optims = [ctx.adamw(model.blocks), ctx.adamw(model.head)]
+    for step in range(4):
+        model(ctx.x(step)).square().mean().backward()
+        nn.utils.clip_grad_value_(model.head.parameters(), 1e-2)
+        for optim in optims[: 1 + step % 2]:
+            optim.step()
+            optim.zero_grad()
+    return ctx.whole(model)
 
 
 @behaviour("thinwire: two optimizers for the same parameters", refused="use one of them", fsdp2="no counterpart")

@@ -340,6 +340,21 @@ def two_models_in_one_loss(ctx: Context) -> Any:
     return [ctx.whole(model) for model in models]
 
 
+@behaviour("torch idiom: generative adversarial networks")
+def adversaries_by_turns(ctx: Context) -> Any:
+    """Step a discriminator while a generator's forward is in flight, then the generator through the discriminator."""
+    generator, judge = (ctx.shard(ctx.build(Stack, seed=0)), ctx.shard(ctx.build(lambda: nn.Linear(5, 1), seed=1)))
+    of_generator, of_judge = ctx.adamw(generator), ctx.adamw(judge)
+    for step in range(3):
+        made = generator(ctx.x(step))
+        for fakes, optim in ((made.detach(), of_judge), (made, of_generator)):
+            functional.softplus(judge(fakes) if optim is of_judge else -judge(fakes)).mean().backward()
+            optim.step()
+            of_generator.zero_grad()
+            of_judge.zero_grad()
+    return ctx.whole(generator), ctx.whole(judge)
+
+
 @behaviour("torch idiom: one optimizer over two models")
 def one_optimizer_of_two_models(ctx: Context) -> Any:
     """Give the parameters of two sharded models to one AdamW."""

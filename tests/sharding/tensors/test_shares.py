@@ -594,7 +594,7 @@ def test_methods_other_than_forward(plans: tuple[str, ...]) -> None:
 def refusals_of(model: nn.Module, early: torch.optim.Optimizer) -> Mapping[str, Callable[[], Any]]:
     """Actions that are refused, by words of the sentence."""
     return {
-        "made before thinwire.shard": early.step,
+        "has made steps before thinwire.shard": early.step,
         "a sharded model cannot be pickled": partial(copy.copy, model),
         "cannot be copied alone": partial(copy.deepcopy, model.blocks[0]),
         "cannot be pickled": partial(pickle.dumps, model.first.weight),
@@ -609,6 +609,9 @@ def check_refusals() -> None:
     for name in ("zero1", "zero3"):
         model = build(Learned)
         early = torch.optim.AdamW(model.parameters())
+        model(samples(0, 1, 4)[0, 0]).square().mean().backward()
+        early.step()
+        early.zero_grad()
         model.blocks[0].up.bias.requires_grad_(False)
         tw.shard(model, plan(name))
         x = samples(0, 1, 4)[0, 0]

@@ -18,7 +18,9 @@ from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.tensors.tensor import ShareTensor
 
-__all__ = ["load_whole_state", "save_whole", "whole_state", "whole_value"]
+__all__ = [
+    "load_whole_share_state", "load_whole_state", "save_whole", "whole_share_state", "whole_state", "whole_value",
+]  # fmt: skip
 
 Names = Sequence[Sequence[str]]
 """Names of the parameters of each group, in the order of the optimizer of the whole model."""
@@ -71,7 +73,8 @@ def whole_value(value: Any, *, keep: bool) -> Any:
 
 
 def save_whole(model: nn.Module) -> list[Callable[[], None]]:
-    """Let a model's own ``save_pretrained`` write whole parameters, which the first rank gathers one by one.
+    """Let ``save_pretrained`` of a model, and of modules inside it, write whole parameters, which the first rank
+    gathers one by one.
 
     Args:
         model: A sharded model; nothing happens without that method, which transformers and peft give their models.
@@ -79,10 +82,15 @@ def save_whole(model: nn.Module) -> list[Callable[[], None]]:
     Returns:
         Functions that undo it.
     """
-    method = getattr(model, "save_pretrained", None)
-    if method is None:
-        return []
-    ranks, holds = runtime_of(model).control, runtime_of(model).holds
+    saving = [module for module in model.modules() if hasattr(module, "save_pretrained")]
+    for module in saving:
+        object.__setattr__(module, "save_pretrained", _saving_whole(model, module))
+    return [functools.partial(object.__delattr__, module, "save_pretrained") for module in saving]
+
+
+def _saving_whole(model: nn.Module, module: Any) -> Callable[..., None]:
+    """The ``save_pretrained`` of a module of a sharded model."""
+    method, ranks, holds = module.save_pretrained, runtime_of(model).control, runtime_of(model).holds
 
     @functools.wraps(method)
     def save_pretrained(*args: Any, **kwargs: Any) -> None:
@@ -92,7 +100,7 @@ def save_whole(model: nn.Module) -> list[Callable[[], None]]:
             method(*args, **kwargs)
             return
         wholes: dict[int, Any] = {}  # tied parameters stay one tensor
-        for value in (state := model.state_dict()).values():
+        for value in (state := module.state_dict()).values():
             if id(value) not in wholes:
                 wholes[id(value)] = whole_value(value, keep=ranks.rank == 0)
         kwargs["state_dict"] = {name: wholes[id(value)] for name, value in state.items()}
@@ -104,8 +112,7 @@ def save_whole(model: nn.Module) -> list[Callable[[], None]]:
 
         ranks.agree(write, _not_saved, NOTHING)
 
-    object.__setattr__(model, "save_pretrained", save_pretrained)
-    return [functools.partial(object.__delattr__, model, "save_pretrained")]
+    return save_pretrained
 
 
 def _not_saved(problems: Mapping[int, str]) -> CheckpointError:
@@ -191,6 +198,47 @@ def load_whole_state(optim: ShardedOptimizer, names: Names, whole: Mapping[str, 
                     state[index] = {key: _piece(entry, item) for key, entry in entries.items()}
         options = [_options(group) | {"params": own["params"]} for group, own in zip(groups, local, strict=True)]
         inner.load_state_dict({"state": state, "param_groups": options})
+
+
+@torch.no_grad()
+def whole_share_state(optim: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state dict of the optimizer of the whole model, of one that was made over shares. Collective.
+
+    Args:
+        optim: An optimizer of ``model.parameters()``.
+
+    Returns:
+        As in torch, on the CPU, on every rank.
+    """
+    whole = optim.state_dict()
+    return whole | {
+        "state": {
+            number: {key: whole_value(value, keep=True) for key, value in entries.items()}
+            for number, entries in whole["state"].items()
+        }
+    }
+
+
+def load_whole_share_state(optim: torch.optim.Optimizer, whole: Mapping[str, Any]) -> None:
+    """Load a state dict of the optimizer of the whole model into one that was made over shares.
+
+    Args:
+        optim: An optimizer of ``model.parameters()``.
+        whole: Result of the whole optimizer's ``state_dict()``.
+    """
+    numbers = [number for group in whole["param_groups"] for number in group["params"]]
+    shares = [share for group in optim.param_groups for share in group["params"]]
+    state: dict[int, Any] = dict(whole["state"])
+    for number, share in zip(numbers, shares, strict=False):  # torch itself compares the groups
+        for_share = {
+            key: ShareTensor(share.spec.cut(value).to(share.device, copy=True), share.spec)
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == share.shape
+            else value
+            for key, value in state.get(number, {}).items()
+        }
+        if number in state:
+            state[number] = for_share
+    optim.load_state_dict({**whole, "state": state})
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from thinwire.sharding.checkpointing.frozen_parameters import check_present
 from thinwire.sharding.checkpointing.manifest_values import check_groups, check_values
 from thinwire.sharding.checkpointing.names import in_names_of
 from thinwire.sharding.checkpointing.saving import finish_save, savers
+from thinwire.sharding.checkpointing.share_states import FragmentStates
 from thinwire.sharding.checkpointing.stored_parameters import (
     Json,
     ModelAndOptimizer,
@@ -37,7 +38,6 @@ from thinwire.sharding.checkpointing.stored_parameters import (
     union,
 )
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
-from thinwire.sharding.grads.optimizer_state import make_state, state_of
 from thinwire.sharding.grads.weight_means import checked_counts
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.saved import (
@@ -47,7 +47,6 @@ from thinwire.sharding.islands.saved import (
     resume_turns,
     shared_pieces,
 )
-from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import plan_of, runtime_of
 from thinwire.sharding.step.loss_scale import checked_state
 from thinwire.sharding.step.sharded_model import ShardedModel
@@ -129,7 +128,7 @@ class _Loading:
     def __init__(
         self,
         model: nn.Module,
-        optim: ShardedOptimizer | None,
+        optim: FragmentStates | None,
         manifest: store.Manifest,
         path: Path,
         *,
@@ -143,7 +142,7 @@ class _Loading:
         runtime.zero_grad()
         self._same_plan = same_plan
         self._with_held = self._same_plan and spreads_difference(sharded.plan)
-        self._new = make_state(optim.owned) if optim is not None else []
+        self._new = optim.make_state() if optim is not None else []
         self._numbers: list[tuple[dict[str, Any], str, Json]] = []
         self._copies: list[Callable[[], object]] = []
         self._lost: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
@@ -208,6 +207,8 @@ class _Loading:
         for owned in self._new:
             assert self._optim is not None
             self._optim.state.pop(owned.value, None)
+        if self._new and self._optim is not None:
+            self._optim.take()
 
     def finish(self) -> None:
         """Put the values that were read into place, and spread them."""
@@ -219,6 +220,7 @@ class _Loading:
             else:
                 state[key] = value
         if self._optim is not None:
+            self._optim.take()
             _restore_groups(self._optim, self._manifest.values["groups"])
         runtime, exchanges = self._runtime, self._exchanges
         self._reducer.lost, outer = self._lost
@@ -288,7 +290,7 @@ def _open(
     optim = parts[0][1]
     if optim is None:
         return opened, manifest, keys
-    saved, present = manifest.values.get("optimizer"), type(optim.inner).__name__
+    saved, present = manifest.values.get("optimizer"), optim.kind
     alone = "load the parameters alone with thinwire.load(model, None, path)"
     if saved is None:
         raise CheckpointError(f"{path}: saved without an optimizer; {alone}")
@@ -364,7 +366,7 @@ def _check_uncut(form: EncodedForm, name: str, sharded: ShardedModel, manifest: 
 
 
 def _want_state(
-    optim: ShardedOptimizer, manifest: store.Manifest, parameters: StoredParameters, path: Path, prefix: str
+    optim: FragmentStates, manifest: store.Manifest, parameters: StoredParameters, path: Path, prefix: str
 ) -> list[tuple[dict[str, Any], str, Json]]:
     """Register this rank's optimizer state for reading.
 
@@ -380,7 +382,7 @@ def _want_state(
         if name not in stepped:
             optim.state.pop(owned.value, None)
             continue
-        for key, entry in state_of(optim.owned, owned).items():
+        for key, entry in optim.state_of(owned).items():
             full = f"{name}/{key}"
             if full not in stored:
                 raise CheckpointError(
@@ -458,6 +460,6 @@ def _sizes_of_ranks(sizes: Json, vector: VectorEntry | None, ranks: int, name: s
     return list(sizes)
 
 
-def _restore_groups(optim: ShardedOptimizer, saved: list[dict[str, Json]]) -> None:
+def _restore_groups(optim: FragmentStates, saved: list[dict[str, Json]]) -> None:
     for group, values in zip(optim.param_groups, saved, strict=True):
         group.update({key: tuple(v) if isinstance(group.get(key), tuple) else v for key, v in values.items()})

@@ -37,6 +37,7 @@ from thinwire.program.wire import spreads_difference
 from thinwire.sharding.checkpointing.encoded_parameters import ENCODED, encoded_forms
 from thinwire.sharding.checkpointing.frozen_parameters import base_for, forget_base, note_save, place_of
 from thinwire.sharding.checkpointing.names import stored, stored_values
+from thinwire.sharding.checkpointing.share_states import FragmentStates
 from thinwire.sharding.checkpointing.stored_parameters import (
     Json,
     ModelAndOptimizer,
@@ -49,7 +50,6 @@ from thinwire.sharding.checkpointing.stored_parameters import (
     sliced,
     union,
 )
-from thinwire.sharding.grads.optimizer_state import state_of
 from thinwire.sharding.grads.weight_means import WeightMeans
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.saved import (
@@ -60,7 +60,6 @@ from thinwire.sharding.islands.saved import (
     turns_of,
 )
 from thinwire.sharding.memory.local import LocalPart
-from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.averaging import APPLIED
 from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.step.sharded_model import ShardedModel
@@ -232,7 +231,7 @@ def _save_part(
     sharded: ShardedModel,
     exchanges: Exchanges | None,
     lost: Mapping[str, torch.Tensor],
-    optim: ShardedOptimizer | None,
+    optim: FragmentStates | None,
     means: WeightMeans | None,
     vectors: Vectors,
     values: dict[str, Json],
@@ -260,7 +259,6 @@ def _save_part(
             if piece.momentum is not None:
                 momentum = piece.momentum if island == 0 else None
                 add("outer/momentum", slot.name, "", slot.numel, piece.offset, momentum)
-    inner = None if optim is None else optim.owned
     for owned in fragments:
         slot, offset = owned.fragment.slot, owned.fragment.offset
         value = owned.value.detach().reshape(-1) if first_replica else None
@@ -270,7 +268,7 @@ def _save_part(
         if means is not None:
             mean = means.of(owned) if first_replica else None
             add(own_key("average", island), slot.name, "", slot.numel, offset, mean)
-        for key, entry in state_of(inner, owned).items():
+        for key, entry in (optim.state_of(owned) if optim is not None else {}).items():
             if isinstance(entry, torch.Tensor) and entry.dim() > 0:
                 as_long = entry.numel() == owned.value.numel()
                 numel, begin = (slot.numel, offset) if as_long else (entry.numel(), 0)
@@ -289,7 +287,7 @@ def _save_part(
     if optim is not None:
         if optim.loss_scale is not None:
             values[own_key("loss_scale", island)] = optim.loss_scale.state()
-        values["optimizer"] = type(optim.inner).__name__
+        values["optimizer"] = optim.kind
         values["groups"] = [
             {key: _as_json(value) for key, value in group.items() if key != "params" and _is_json(value)}
             for group in optim.param_groups

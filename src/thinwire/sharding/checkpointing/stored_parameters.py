@@ -18,11 +18,11 @@ from thinwire.collectives.group import Control
 from thinwire.errors import CheckpointError
 from thinwire.program import Axis, Lane
 from thinwire.sharding.checkpointing.encoded_parameters import encoded_vectors
+from thinwire.sharding.checkpointing.share_states import FragmentStates
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.memory.layout import Run, Slot
 from thinwire.sharding.memory.local import LocalPart, Slice
 from thinwire.sharding.modules.discover import is_ignored
-from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.step.sharded_model import ShardedModel
 
@@ -50,8 +50,8 @@ _VALUES: Final[Typed[dict[str, Json]]] = Typed(dict[str, object])
 Json = Any
 
 
-ModelAndOptimizer = tuple[nn.Module, ShardedOptimizer | None]
-"""A sharded model, or a part of one, and its optimizer; ``None`` if the optimizer is neither saved nor loaded."""
+ModelAndOptimizer = tuple[nn.Module, FragmentStates | None]
+"""A sharded model, or a part of one, and the states of its optimizers; ``None`` to neither save nor load them."""
 
 
 def union(mine: Mapping[str, Json], ranks: Control) -> dict[str, Json]:

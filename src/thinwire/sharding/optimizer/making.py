@@ -27,9 +27,10 @@ from thinwire.sharding.optimizer.stock_optimizers import INNER
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
+from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
-__all__ = ["build_optimizer", "names_of"]
+__all__ = ["build_optimizer", "names_of", "refuse_class"]
 
 
 def build_optimizer(
@@ -58,13 +59,7 @@ def build_optimizer(
             "model.parameters()"
         )
     fragments, device = sharded.fragments, sharded.device
-    updates_on = torch.device("cpu") if plan.residence.optimizer == "host-update" else device
-    # Decide from the plan rather than from this rank's fragments, so that all ranks decide alike.
-    cut = plan.optimizer.ranks > 1 and not (plan.partition == "inter" and plan.params.ranks == 1)
-    if plan.world > 1:
-        refuse_unlike_ranks(optimizer_class, options, updates_on, cut=plan.optimizer.ranks > 1)
-    if cut or sharded.part.tensor_ranks > 1:
-        refuse_per_tensor(optimizer_class, options, updates_on)
+    refuse_class(model, optimizer_class, options)
     groups, shown = _group(sharded.units, runtime.shares or {}, fragments, list(param_groups or []))
 
     def refused(problems: Mapping[int, str]) -> UsageError:
@@ -86,7 +81,7 @@ def build_optimizer(
     sharded.part.control.agree(make, refused, NOTHING)
     (inner,) = made
     object.__setattr__(inner, INNER, True)
-    by_unit = updates_in_parts(optimizer_class, options, updates_on)
+    by_unit = updates_in_parts(optimizer_class, options, _updates_on(sharded))
     host: HostStates | HostUpdates | None = None
     if plan.residence.optimizer == "host-update":
         ranks = None if device.type == "cpu" else plan.mesh.local
@@ -102,6 +97,26 @@ def build_optimizer(
         loss_scale=loss_scale,
     )
     return optimizer
+
+
+def refuse_class(model: nn.Module, optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
+    """Refuse an optimizer whose updates of pieces, rank by rank, are not those of whole tensors.
+
+    Raises:
+        UsageError: See :mod:`thinwire.sharding.optimizer.probes`.
+    """
+    sharded = runtime_of(model).sharded
+    plan, device = sharded.plan, _updates_on(sharded)
+    # Decide from the plan rather than from this rank's fragments, so that all ranks decide alike.
+    cut = plan.optimizer.ranks > 1 and not (plan.partition == "inter" and plan.params.ranks == 1)
+    if plan.world > 1:
+        refuse_unlike_ranks(optimizer_class, options, device, cut=plan.optimizer.ranks > 1)
+    if cut or sharded.part.tensor_ranks > 1:
+        refuse_per_tensor(optimizer_class, options, device)
+
+
+def _updates_on(sharded: ShardedModel) -> torch.device:
+    return torch.device("cpu") if sharded.plan.residence.optimizer == "host-update" else sharded.device
 
 
 def _group(

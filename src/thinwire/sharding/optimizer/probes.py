@@ -18,6 +18,7 @@ __all__ = [
     "refuse_per_tensor",
     "refuse_unlike_ranks",
     "state_bytes",
+    "states_are_alike",
     "takes_found_inf",
     "updates_in_parts",
     "with_fused",
@@ -165,6 +166,25 @@ def state_bytes(optimizer_class: type[torch.optim.Optimizer], options: Mapping[s
         return 0
     kept = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
     return sum(value.itemsize for value in kept if value.dim() and value.numel() == parameter.numel())
+
+
+def states_are_alike(
+    optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device
+) -> bool:
+    """Whether everything that an optimizer keeps of a parameter is a number or has the parameter's shape."""
+    parameter = nn.Parameter(torch.ones(8, 6, device=device))
+    try:
+        optimizer = optimizer_class([parameter], **_for_trial(options))
+        with torch.enable_grad():
+            _try(optimizer, [parameter], [[torch.ones_like(parameter)]])
+    except _REFUSALS:
+        return False
+    return all(
+        value.dim() == 0 or value.shape == parameter.shape
+        if isinstance(value, torch.Tensor)
+        else isinstance(value, bool | int | float | None)
+        for value in optimizer.state[parameter].values()
+    )
 
 
 def with_fused(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Mapping[str, Any]:

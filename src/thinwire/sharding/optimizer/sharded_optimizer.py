@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from thinwire.errors import NonFiniteError, UsageError
-from thinwire.sharding.grads.optimizer_state import InnerOptimizer
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state, state_of
 from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.optimizer.probes import takes_found_inf
 from thinwire.sharding.optimizer.share_update import ShareUpdate
@@ -123,6 +124,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.inner.param_groups
 
     @property
+    def kind(self) -> str:
+        """Name of the wrapped optimizer's class."""
+        return type(self.inner).__name__
+
+    @property
     def state(self) -> Any:  # type: ignore[override]
         """The wrapped optimizer's state, by fragment."""
         if self.owned.host is not None:
@@ -230,7 +236,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.reducer.forget_lost()  # they hold what codecs rounded away from the skipped gradient
 
     def _check(self) -> None:
-        """Refuse a step that would train less than the whole model, or divide gradients that were never multiplied."""
+        """Refuse a step that would train less than the whole model, or divide gradients that were never multiplied, and
+        a step beside another optimizer of the model."""
+        if self.runtime.optimizer is not self:
+            raise UsageError(
+                f"{self.kind}.step(): thinwire.optimizer(...) has made another optimizer for this model since, which "
+                "updates all of it. For several, make torch's own from the parameters of each part, as in "
+                f"{self.kind}(model.encoder.parameters()); or give one optimizer several param_groups"
+            )
         if self._masters is not None:
             self._masters.check_all_managed()
         scale = self.loss_scale
@@ -255,6 +268,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         self.runtime.zero_grad()
         self._update.forget_gradients()
+
+    def state_of(self, owned: OwnedFragment) -> dict[str, Any]:
+        """What the optimizer keeps for a fragment."""
+        return state_of(self.owned, owned)
+
+    def make_state(self) -> list[OwnedFragment]:
+        """See :func:`thinwire.sharding.grads.optimizer_state.make_state`."""
+        return make_state(self.owned)
+
+    def take(self) -> None:
+        """Nothing: states are loaded into the wrapped optimizer's own."""
 
     def state_dict(self) -> dict[str, Any]:
         """Refuse to make a state dict, which would hold only this rank's share."""

@@ -26,22 +26,34 @@ INNER = "_thinwire_inner"
 """Attribute of an optimizer that a ``ShardedOptimizer`` wraps; the hooks skip it."""
 
 _MODELS = "_thinwire_models"
-"""Attribute of an optimizer that caches the number of parameters in its groups, and the models they belong to."""
+"""Attribute of an optimizer that caches the models its parameters belong to, and at what counts that was so."""
+
+_num_sharded = 0
+"""How many models this process has sharded so far."""
+
+
+def watch_optimizers() -> None:
+    """Watch the steps of all optimizers; each looks again for the models of its parameters, as another is sharded."""
+    global _num_sharded
+    _num_sharded += 1
+    _register()
 
 
 @functools.cache
-def watch_optimizers() -> None:
-    """Register hooks for the steps of all optimizers, once per process."""
+def _register() -> None:
+    """Register the hooks, once per process."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    del args, kwargs
     if getattr(optimizer, INNER, False):
         return
+    has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
     for model in _models_of(optimizer):
         _prepare(model, optimizer)
+        if not has_closure:  # whose backward may be the step's last; the first read of a gradient then closes the step
+            runtime_of(model.sharded.model).close_step()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -79,7 +91,6 @@ def _prepare(model: Masters, optimizer: torch.optim.Optimizer) -> None:
             'thinwire.optimizer(model, ...), which widens them unit by unit, or accumulate_dtype = "float32"'
         )
     model.check_all_managed()
-    runtime.close_step()
 
 
 @functools.cache
@@ -90,26 +101,29 @@ def _compiles(step: Callable[..., object]) -> bool:
 
 
 def _models_of(optimizer: torch.optim.Optimizer) -> tuple[Masters, ...]:
-    """The sharded models whose parameters an optimizer updates.
+    """The sharded models whose parameters an optimizer updates. One that was made before the model was sharded gets
+    shares in the place of the parameters as they were.
 
     Raises:
-        UsageError: The optimizer was made before the model was sharded.
+        UsageError: The optimizer has made steps before the model was sharded.
     """
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    count = sum(len(group["params"]) for group in optimizer.param_groups), _num_sharded
     known = getattr(optimizer, _MODELS, None)
     if known is not None and known[0] == count:
         models: tuple[Masters, ...] = known[1]
         return models
     by_id: dict[int, Masters] = {}
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
+        for index, parameter in enumerate(group["params"]):
+            if (share := sharded_parameter_of(parameter)) is not None:
+                if optimizer.state:
+                    raise UsageError(
+                        f"{type(optimizer).__name__} has made steps before thinwire.shard, with states of whole "
+                        "parameters: make it after thinwire.shard, from model.parameters()"
+                    )
+                group["params"][index] = parameter = share
             if isinstance(parameter, ShardedParameter) and isinstance(parameter.live, ModelParameter):
                 by_id[id(parameter.live.masters)] = parameter.live.masters
-            elif (share := sharded_parameter_of(parameter)) is not None:
-                raise UsageError(
-                    f"{type(optimizer).__name__} was made before thinwire.shard: it holds {share.spec.name} as it "
-                    "was, and would train nothing. Make it after thinwire.shard, from model.parameters()"
-                )
     models = tuple(by_id.values())
     object.__setattr__(optimizer, _MODELS, (count, models))
     return models

@@ -118,7 +118,10 @@ class LossScale:
             UsageError: Another model uses it: its step would change the scale before this model's step divides by it.
         """
         if self._model is not None and self._model() is not model:
-            raise UsageError("a LossScale belongs to one model and its optimizer; make another LossScale for this one")
+            raise UsageError(
+                "a LossScale belongs to one model and its optimizer; make another LossScale for this one, or compute "
+                "in bfloat16, which needs none"
+            )
         self._model = weakref.ref(model)
 
     def update(self, *, finite: bool) -> float:

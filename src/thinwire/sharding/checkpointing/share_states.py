@@ -1,0 +1,191 @@
+"""Optimizers that users make from ``model.parameters()``, as checkpoints see them: by this rank's fragments."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from thinwire.errors import UsageError
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
+from thinwire.sharding.optimizer.stock_optimizers import INNER
+from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.step.loss_scale import LossScale
+from thinwire.sharding.tensors.parameter import ShardedParameter
+from thinwire.sharding.tensors.tensor import ShareTensor
+
+__all__ = ["FragmentStates", "Optimizers", "ShareStates", "states_of"]
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+"""What trains a model: an optimizer, or several that update different parameters; ``None`` leaves their states out."""
+
+
+class FragmentStates(Protocol):
+    """The states of a model's optimizers, by the fragments of this rank.
+
+    Attributes:
+        loss_scale: Scale of the losses; ``None`` without one.
+    """
+
+    loss_scale: LossScale | None
+
+    @property
+    def kind(self) -> str:
+        """Names of the classes."""
+
+    @property
+    def fragments(self) -> Sequence[OwnedFragment]:
+        """All fragments that this rank updates."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all optimizers."""
+
+    @property
+    def state(self) -> Any:
+        """State of each fragment, by its value."""
+
+    def state_of(self, owned: OwnedFragment) -> dict[str, Any]:
+        """What is kept for a fragment."""
+
+    def make_state(self) -> list[OwnedFragment]:
+        """Allocate missing state; returns the fragments that had none."""
+
+    def take(self) -> None:
+        """Give the states, which were loaded, to the optimizers."""
+
+
+def states_of(model: nn.Module, optimizers: Optimizers) -> FragmentStates | None:
+    """The states of a model's optimizers, as checkpoints hold them.
+
+    Args:
+        model: A sharded model.
+        optimizers: Its optimizer, or several: of :func:`thinwire.optimizer`, or made from ``model.parameters()``.
+
+    Raises:
+        UsageError: An optimizer is not the model's, or keeps what a checkpoint cannot hold.
+    """
+    if optimizers is None or isinstance(optimizers, ShardedOptimizer):
+        return optimizers
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    if len(given) == 1 and isinstance(given[0], ShardedOptimizer):
+        return given[0]
+    return ShareStates(model, given) if given else None
+
+
+class ShareStates:
+    """The states of optimizers over shares, as far as they are of one model's. Each state lies in the same memory as in
+    its optimizer.
+
+    Args:
+        model: A sharded model.
+        optimizers: Optimizers that were made from its parameters.
+
+    Raises:
+        UsageError: An optimizer is not the model's, or keeps what a checkpoint cannot hold.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.loss_scale: LossScale | None = None
+        self.fragments: Sequence[OwnedFragment] = runtime_of(model).sharded.fragments
+        self.state: dict[nn.Parameter, dict[str, Any]] = {}
+        self._optimizers = optimizers
+        self._owned = {owned.fragment.slot.name: owned for owned in self.fragments}
+        self._mine = {id(parameter) for parameter in model.parameters()}
+        for optimizer in optimizers:
+            if not (shares := self._shares_of(optimizer)):
+                raise UsageError(
+                    f"{type(optimizer).__name__} updates no parameter of this model: save and load each model with its "
+                    "own optimizers, made from model.parameters()"
+                )
+            for share in shares:
+                if kept := optimizer.state.get(share):
+                    entries = {key: self._entry(optimizer, share, key, value) for key, value in kept.items()}
+                    if owned := self._owned.get(share.spec.name):
+                        self.state[owned.value] = entries
+
+    @property
+    def kind(self) -> str:
+        """See :class:`FragmentStates`."""
+        return "+".join(type(optimizer).__name__ for optimizer in self._optimizers)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """See :class:`FragmentStates`."""
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def state_of(self, owned: OwnedFragment) -> dict[str, Any]:
+        """See :class:`FragmentStates`."""
+        return {key: value for key, value in self.state.get(owned.value, {}).items() if value is not None}
+
+    def make_state(self) -> list[OwnedFragment]:
+        """See :class:`FragmentStates`."""
+        made = []
+        for optimizer in self._optimizers:
+            shares = [share for share in self._shares_of(optimizer) if share.spec.name in self._owned]
+            new = {id(s): owned for s in shares if (owned := self._owned[s.spec.name]).value not in self.state}
+            missing = list(new.values())
+            groups = [
+                {**group, "params": [new[id(share)].value for share in group["params"] if id(share) in new]}
+                for group in optimizer.param_groups
+            ]
+            stand_in = _like(optimizer, groups)
+            make_state(InnerOptimizer(stand_in, missing, [group["params"] for group in groups]))
+            self.state |= {owned.value: stand_in.state[owned.value] for owned in missing}
+            made += missing
+        return made
+
+    def take(self) -> None:
+        """See :class:`FragmentStates`."""
+        for optimizer in self._optimizers:
+            for share in self._shares_of(optimizer):
+                optimizer.state.pop(share, None)
+                owned = self._owned.get(share.spec.name)
+                if owned is not None and (kept := self.state_of(owned)):
+                    optimizer.state[share] = {key: _over_share(share, owned, value) for key, value in kept.items()}
+
+    def _shares_of(self, optimizer: torch.optim.Optimizer) -> list[ShardedParameter]:
+        """The model's parameters that an optimizer updates.
+
+        Raises:
+            UsageError: It updates parameters that are not sharded.
+        """
+        params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        strange = next((item for item in params if not isinstance(item, ShardedParameter)), None)
+        if strange is not None:
+            raise UsageError(
+                f"{type(optimizer).__name__} updates a parameter of shape {tuple(strange.shape)} that is not sharded: "
+                "thinwire.save and thinwire.load take optimizers of thinwire.optimizer, or of model.parameters()"
+            )
+        return [share for share in params if id(share) in self._mine]
+
+    def _entry(self, optimizer: torch.optim.Optimizer, share: ShardedParameter, key: str, value: Any) -> Any:
+        """An entry of a share's state, as that of its fragment."""
+        owned = self._owned.get(share.spec.name)
+        if isinstance(value, ShareTensor):
+            return value.piece if owned is None else value.piece.view(owned.value.shape)
+        if not value.dim() if isinstance(value, torch.Tensor) else isinstance(value, bool | int | float | None):
+            return value
+        raise UsageError(
+            f"{type(optimizer).__name__} keeps {key!r} for {share.spec.name}, which is neither a number nor of the "
+            "parameter's shape, so that thinwire.save cannot cut it: save with torch.distributed.checkpoint"
+        )
+
+
+def _like(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """An optimizer of the same class and options over other parameters, without state and without hooks."""
+    made = object.__new__(type(optimizer))
+    kept: Mapping[str, Any] = {key: value for key, value in vars(optimizer).items() if key != "step"}
+    blank: Mapping[str, Any] = {"_optimizer_step_pre_hooks": OrderedDict(), "_optimizer_step_post_hooks": OrderedDict()}
+    vars(made).update({**kept, **blank, "state": defaultdict(dict), "param_groups": groups, INNER: True})
+    return made
+
+
+def _over_share(share: ShardedParameter, owned: OwnedFragment, value: Any) -> Any:
+    cut = isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == owned.value.numel()
+    return ShareTensor(value.reshape(-1), share.spec) if cut else value
