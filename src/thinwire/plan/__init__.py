@@ -10,14 +10,14 @@ The way of a plan, in the order in which to read it:
    is left to turn on the best one.
 
 Everything else asks the search: why (``explain.py``), where (``placement.py``, ``renting.py``), for a run
-(``automatic.py``), after it (``compare.py``), with experts or islands, beside other frameworks (``peers.py``), and
-under AMSP's objective (``amsp/``).
+(``automatic.py``, ``finalists.py``), after it (``compare.py``), with experts or islands, beside other frameworks
+(``peers.py``), and under AMSP's objective (``amsp/``).
 """
 
 from thinwire.plan.amsp.objectives import BothObjectives, UnderBoth, both_objectives
 from thinwire.plan.amsp.solver import AmspPlan, amsp_flips, amsp_search
 from thinwire.plan.amsp.sums import AmspSums
-from thinwire.plan.automatic import Chosen, Freedom, choose, profiled_job, replaced_keys
+from thinwire.plan.automatic import Chosen, Freedom, choose, lossy_codecs, profiled_job, replaced_keys
 from thinwire.plan.compare import RunComparison, compare, refit
 from thinwire.plan.explain import (
     Explanation,
@@ -28,6 +28,7 @@ from thinwire.plan.explain import (
     shortage,
     summary,
 )
+from thinwire.plan.finalists import finalists
 from thinwire.plan.islands.loss_law import LossLaw, parse_budget
 from thinwire.plan.islands.plans import IslandPlan, island_plans
 from thinwire.plan.peers import losses, nearest
@@ -78,10 +79,12 @@ __all__ = [
     "compare",
     "critical_path",
     "explain",
+    "finalists",
     "hostfile",
     "island_plans",
     "leaf_numbers",
     "losses",
+    "lossy_codecs",
     "nearest",
     "offers",
     "parse_budget",

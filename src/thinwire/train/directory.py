@@ -72,6 +72,9 @@ class RunDirectory:
     profile = _Within("profile.json")
     """The profile of the cluster that ``--plan auto`` measured, JSON."""
 
+    race = _Within("race.json")
+    """Which plans ``--plan auto`` tried before the run, and what a step took under each, JSON."""
+
     traces = _Within("traces")
     """Traces of the steps that the recipe names."""
 
@@ -176,7 +179,16 @@ class RunDirectory:
 
         Enter it before :meth:`open`.
         """
-        described = (self.recipe, self.plan, self.versions, self.command, self.profile, self.summary, self.picture)
+        described = (
+            self.recipe,
+            self.plan,
+            self.versions,
+            self.command,
+            self.profile,
+            self.race,
+            self.summary,
+            self.picture,
+        )
         before = {path: path.read_bytes() for path in described if path.is_file()}
         starts = self._num_starts()
         try:
@@ -197,6 +209,7 @@ class RunDirectory:
         *,
         command: str = "",
         profile: Profile | None = None,
+        race: Mapping[str, Any] | None = None,
     ) -> None:
         """Make the directory and write the description of the run, so that both survive a loss of power. One process of
         the run calls it.
@@ -207,6 +220,7 @@ class RunDirectory:
             versions: Versions of the software by package.
             command: The command line, quoted for a shell.
             profile: The profile that ``--plan auto`` used; ``None`` leaves the file of an earlier start alone.
+            race: The race that ``--plan auto`` ran, if it chose the plan.
 
         Raises:
             UsageError: A file cannot be written.
@@ -225,6 +239,9 @@ class RunDirectory:
             stale.unlink(missing_ok=True)
         if profile is not None:
             write_atomically(self.profile, profile.to_json())
+            self.race.unlink(missing_ok=True)
+        if race is not None:
+            write_json(self.race, race)
         write_json(self.versions, versions)
         write_atomically(self.command, command + "\n")
         write_atomically(self.plan, plan.to_toml(full=True))
@@ -235,7 +252,8 @@ class RunDirectory:
 
     def _never_began(self) -> bool:
         """Whether the directory is left from a run that was refused before its first step; a new run may replace it."""
-        known = {self.checkpoints, self.logs, self.recipe, self.plan, self.versions, self.command, self.profile}
+        known = {self.checkpoints, self.logs, self.recipe, self.plan, self.versions, self.command}
+        known |= {self.profile, self.race}
         present = set(self.path.iterdir())
         described = bool(present & known - {self.logs})  # any of them: the disk may have been full after the first
         return described and present <= known and not any(self.checkpoints.glob("*"))

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from thinwire.train.environment import Hardware, Started
     from thinwire.train.launching.resolved import ResolvedRun
     from thinwire.train.observing.progress import Stream
+    from thinwire.train.processes.race import Race
 
 RUNS = Path("runs")
 """Parent of the directories of runs without ``--out``."""
@@ -148,14 +149,14 @@ def train(options: TrainOptions) -> None:
         found = _hardware(recipe, ranks)
         run = resolve_run(recipe, directory, ranks, found, resume=options.resume, stream=stream)
         console = Console(stderr=options.as_json, quiet=ranks is not None and ranks.rank > 0, highlight=False)
-        run, measured = _choose_plan(options, run, ranks, console)
+        run, measured, raced = _choose_plan(options, run, ranks, console)
         for note in (*(() if run.resume else _origin(run.recipe)), *run.notes, *run.replaced):
             console.print(note, markup=False, soft_wrap=True)
         with advised(options.recipe, run):
             if ranks is None:
-                _launch(run, measured, console)
+                _launch(run, measured, raced, console)
             else:
-                _join(run, measured, console, ranks)
+                _join(run, measured, raced, console, ranks)
         if ranks is None or ranks.rank == 0:
             _finish(directory, console, options.as_json)
 
@@ -186,8 +187,8 @@ def _hardware(recipe: Recipe, ranks: Started | None) -> Hardware:
 
 def _choose_plan(
     options: TrainOptions, run: ResolvedRun, ranks: Started | None, console: Console
-) -> tuple[ResolvedRun, Profile | None]:
-    """The run under the plan that ``--plan auto`` chooses, and the profile behind the choice.
+) -> tuple[ResolvedRun, Profile | None, Race | None]:
+    """The run under the plan that ``--plan auto`` chooses, and the profile and the race behind the choice.
 
     A run that continues on the same mesh keeps its plan.
     """
@@ -198,12 +199,17 @@ def _choose_plan(
         for option, value in (("--profile", options.profile), ("--codecs", options.codecs)):
             if value is not None:
                 raise UsageError(f"{option} {value} requires --plan auto")
-        return run, None
+        return run, None, None
     before = Plan.load(run.directory.plan) if run.resume and run.directory.plan.exists() else None
     if before is not None and _same_ranks(before, run.plan):
-        return run.with_plan(before), None
-    plan, measured = choose_plan(run, ranks, options.profile, options.codecs, console)
-    return run.with_plan(plan), measured
+        return run.with_plan(before), None, None
+    plan, measured, raced = choose_plan(run, ranks, options.profile, options.codecs, console)
+    return run.with_plan(plan), measured, raced
+
+
+def _kept(raced: Race | None) -> dict[str, Any] | None:
+    """What the run's directory keeps of a race."""
+    return None if raced is None else raced.to_dict()
 
 
 def _same_ranks(before: Plan, now: Plan) -> bool:
@@ -254,7 +260,7 @@ def default_directory(parent: Path, stem: str, *, resume: bool) -> Path:
     return newest if resume else path
 
 
-def _launch(run: ResolvedRun, profile: Profile | None, console: Console) -> None:
+def _launch(run: ResolvedRun, profile: Profile | None, raced: Race | None, console: Console) -> None:
     """Start this machine's ranks and wait for them."""
     from thinwire.program import idle_codecs
     from thinwire.train.data.packing import prepare
@@ -271,7 +277,7 @@ def _launch(run: ResolvedRun, profile: Profile | None, console: Console) -> None
     with directory.held(), directory.unless_refused():
         # Here rather than on the ranks: errors in the data are found before anything starts.
         dataset = prepare(run.recipe.data, report)
-        directory.open(run.recipe, plan, versions(), command=command_line(), profile=profile)
+        directory.open(run.recipe, plan, versions(), command=command_line(), profile=profile, race=_kept(raced))
         for line in (plan.describe(), *idle_codecs(plan)):
             report(line)
         report(
@@ -282,7 +288,7 @@ def _launch(run: ResolvedRun, profile: Profile | None, console: Console) -> None
         launch(run, report)
 
 
-def _join(run: ResolvedRun, profile: Profile | None, console: Console, ranks: Started) -> None:
+def _join(run: ResolvedRun, profile: Profile | None, raced: Race | None, console: Console, ranks: Started) -> None:
     """Be one rank of a run that a launcher of the user's has started."""
     import os
 
@@ -300,7 +306,7 @@ def _join(run: ResolvedRun, profile: Profile | None, console: Console, ranks: St
                 directory.check(resume=run.resume)
                 if run.resume:
                     directory.check_same(run.recipe)
-            directory.open(run.recipe, plan, versions(), command=command_line(), profile=profile)
+            directory.open(run.recipe, plan, versions(), command=command_line(), profile=profile, race=_kept(raced))
             for line in (plan.describe(), *idle_codecs(plan)):
                 console.print(line, markup=False, soft_wrap=True)
         train(dataclasses.replace(run, resume=run.resume or restarted), launched=False)
