@@ -23,7 +23,19 @@ from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.processes.ranks import Failure, run_ranks
 from thinwire.units import format_duration
 
-__all__ = ["Finalist", "Lap", "Race", "Raced", "announcement", "concluded", "lap_here", "race", "run_lap", "time_limit"]
+__all__ = [
+    "SHORTEST",
+    "Finalist",
+    "Lap",
+    "Race",
+    "Raced",
+    "announcement",
+    "concluded",
+    "lap_here",
+    "race",
+    "run_lap",
+    "time_limit",
+]
 
 SHORTEST: Final = 30.0
 """Seconds that a race may take in any run that is longer."""
@@ -185,16 +197,19 @@ def race(
     now = clock()
     raced: list[Raced] = []
     starting: list[float] = []
+    paces: list[float] = []  # of each plan that was timed, measured over predicted
     for finalist in finalists:
         entry = functools.partial(Raced, finalist.plan, finalist.label, finalist.seconds)
         left = begun + limit - now
-        if left < min(starting, default=0.0) + _LEAST_STEPS * finalist.seconds:
+        expected = finalist.seconds * statistics.median(paces or [1.0])
+        if left < min(starting, default=0.0) + _LEAST_STEPS * expected:
             raced.append(entry(problem="no time was left for it"))
             continue
         done = lap(finalist.plan, left)
         before, now = now, clock()
         starting.append(max(0.0, now - before - sum(done.seconds)))
         measured = statistics.median(done.seconds) if done.seconds else None
+        paces += [] if measured is None else [measured / finalist.seconds]
         raced.append(entry(measured=measured, steps=len(done.seconds), problem=done.problem))
     return Race(tuple(raced), now - begun, limit)
 
