@@ -10,15 +10,17 @@ The way of a plan, in the order in which to read it:
    is left to turn on the best one.
 
 Everything else asks the search: why (``explain.py``), where (``placement.py``, ``renting.py``), for a run
-(``automatic.py``, ``finalists.py``), after it (``compare.py``), with experts or islands, beside other frameworks
+(``automatic.py``, ``finalists.py``), after it (``after/``), with experts or islands, beside other frameworks
 (``peers.py``), and under AMSP's objective (``amsp/``).
 """
 
+from thinwire.plan.after.compare import RunComparison, compare, compare_expected, refit
+from thinwire.plan.after.culprit import Culprit, culprit
+from thinwire.plan.after.expected import expectation
 from thinwire.plan.amsp.objectives import BothObjectives, UnderBoth, both_objectives
 from thinwire.plan.amsp.solver import AmspPlan, amsp_flips, amsp_search
 from thinwire.plan.amsp.sums import AmspSums
 from thinwire.plan.automatic import Chosen, Freedom, choose, lossy_codecs, profiled_job, replaced_keys
-from thinwire.plan.compare import RunComparison, compare, refit
 from thinwire.plan.explain import (
     Explanation,
     binding,
@@ -56,6 +58,7 @@ __all__ = [
     "Candidate",
     "Chosen",
     "CodecLevel",
+    "Culprit",
     "Cut",
     "Explanation",
     "Freedom",
@@ -77,7 +80,10 @@ __all__ = [
     "candidate",
     "choose",
     "compare",
+    "compare_expected",
     "critical_path",
+    "culprit",
+    "expectation",
     "explain",
     "finalists",
     "hostfile",

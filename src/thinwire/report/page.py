@@ -19,7 +19,7 @@ from thinwire.report.traced import read_step
 from thinwire.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
-    from thinwire.plan import RunComparison
+    from thinwire.plan import Culprit, RunComparison
 
 __all__ = ["Subject", "final_sheet", "slug", "write_page"]
 
@@ -35,11 +35,13 @@ class Subject:
         run: The run.
         comparison: The run compared with its prediction; None where there is no prediction.
         unpredicted: Why there is no prediction.
+        culprit: The part of a step that was most wrong; None if all is as expected, or nothing was expected.
     """
 
     run: RunRecord
     comparison: RunComparison | None = None
     unpredicted: str = ""
+    culprit: Culprit | None = None
 
 
 def write_page(directory: Path, subjects: Sequence[Subject]) -> list[Path]:
@@ -273,6 +275,9 @@ def _notes(subject: Subject, numbers: Mapping[str, Any], trace: Path | None) -> 
         notes.append("The run has not validated, so it has no validation loss.")
     if run.records and numbers["mfu"] is None:
         notes.append("MFU is unknown, as the device's peak is: set train.peak_tflops in the recipe to have it.")
+    if subject.culprit is not None:
+        notes.append(f"{subject.culprit.sentence[:1].upper()}{subject.culprit.sentence[1:]}.")
+        notes.append(f"To measure it again: {subject.culprit.command}")
     if subject.comparison is None:
         notes.append(f"No prediction: {subject.unpredicted}")
     if trace is None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from thinwire.plan import Chosen, CodecLevel, Freedom, PricedPlan
     from thinwire.spec import ModelSpec, Plan
+    from thinwire.spec.expectation import Expectation
     from thinwire.spec.profile import Profile
     from thinwire.spec.recipe import Recipe
     from thinwire.train.environment import Started
@@ -25,12 +27,29 @@ if TYPE_CHECKING:
     from thinwire.train.measuring.automatic import Here
     from thinwire.train.processes.race import Race
 
-__all__ = ["choose_plan"]
+__all__ = ["Choice", "choose_plan"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plan of a run, and what it rests on.
+
+    Attributes:
+        plan: The plan.
+        profile: The profile by which plans were predicted.
+        race: The race; ``None`` if the run is too short for one.
+        expected: What the plan is expected to do.
+    """
+
+    plan: Plan
+    profile: Profile
+    race: Race | None
+    expected: Expectation
 
 
 def choose_plan(
     run: ResolvedRun, ranks: Started | None, profile: Path | None, codecs: CodecLevel | None, console: Console
-) -> tuple[Plan, Profile, Race | None]:
+) -> Choice:
     """Choose the plan for a run: by prediction, then by a race of those that the prediction cannot tell apart.
 
     Args:
@@ -43,8 +62,7 @@ def choose_plan(
         console: Console that shows the choice and its reason.
 
     Returns:
-        The chosen plan, the same on every rank, the profile that the prediction is based on, and the race; ``None`` if
-        the run is too short for one.
+        The choice, the same on every rank.
 
     Raises:
         SpecError: The model's shape is unknown.
@@ -75,7 +93,8 @@ def choose_plan(
     consent = planner.lossy_codecs(chosen.job, chosen.searched, plan)
     for line in (*([] if consent is None else [consent]), *planner.replaced_keys(plan, resolved, recipe.plan)):
         console.print(line, markup=False, soft_wrap=True)
-    return plan, measured, raced
+    expected = planner.expectation(chosen.job, chosen.searched.simulations.price(chosen.job, plan))
+    return Choice(plan, measured, raced, expected)
 
 
 def _race(run: ResolvedRun, ranks: Started | None, chosen: Chosen, free: Freedom, console: Console) -> Race | None:
