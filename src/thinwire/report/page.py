@@ -16,6 +16,7 @@ from thinwire.report.drawing import PALETTE, Chart, inline_svg, write_png
 from thinwire.report.figures import differences, figures
 from thinwire.report.sheet import Sheet
 from thinwire.report.traced import read_step
+from thinwire.spec.plan import Plan
 from thinwire.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -139,7 +140,9 @@ def _section(subject: Subject, numbers: Mapping[str, Any], pictures: _Pictures, 
         "tiles": _tiles(run, numbers),
         "charts": [pictures.add(chart, owner) for chart in charts],
         "notes": _notes(subject, numbers, trace),
-        "tables": [table for table in (_bytes_table(numbers), _prediction_table(subject.comparison)) if table],
+        "tables": [
+            table for table in (_bytes_table(numbers), _prediction_table(subject.comparison), _race_table(run)) if table
+        ],
         "files": [("Recipe", run.recipe.to_toml()), ("Plan", run.plan.to_toml())],
     }
 
@@ -321,6 +324,22 @@ def _prediction_table(comparison: RunComparison | None) -> Sheet | None:
         for q in comparison.quantities
     ]
     return Sheet("Predicted and measured", ["", "predicted", "measured", "error"], 1, rows)
+
+
+def _race_table(run: RunRecord) -> Sheet | None:
+    """The plans that ``--plan auto`` tried before the run."""
+    if run.race is None:
+        return None
+    rows = [
+        [
+            "preset " + raced["label"] if raced["label"] else Plan.parse(raced["plan"]).describe(),
+            format_duration(raced["predicted"]),
+            _duration(raced["measured"]),
+            raced["problem"] or ("taken" if raced["taken"] else ""),
+        ]
+        for raced in run.race["plans"]
+    ]
+    return Sheet("Plans that were tried before the run", ["plan", "predicted", "measured", ""], 1, rows)
 
 
 def _across(numbers: Mapping[str, Any]) -> float:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import thinwire.plan as planner
 from thinwire.cli.main import app
 from thinwire.parallel import ParallelModel
+from thinwire.plan.after.culprit import slow_stretch
 from thinwire.record import read_run
 from thinwire.sharding.lanes.thread_workers import ThreadWorker
 from thinwire.sharding.lanes.worker import Body, Ticket

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -219,7 +220,8 @@ def _choose_plan(
         line = "what the plan file was expected to do is not kept, as the recipe or --set changes the plan"
         console.print(line, markup=False, soft_wrap=True)
         return run, _Kept()
-    before = Plan.load(run.directory.plan) if run.resume and run.directory.plan.exists() else None
+    continued = run.resume or _restarted()
+    before = Plan.load(run.directory.plan) if continued and run.directory.plan.exists() else None
     if before is not None and _same_ranks(before, run.plan):
         return run.with_plan(before), _Kept()
     choice = choose_plan(run, ranks, options.profile, options.codecs, console)
@@ -234,6 +236,11 @@ def _expected(recipe: Recipe) -> Expectation | None:
     file = recipe.plan.get("file")
     beside = None if file is None else Expectation.beside(Path(file))
     return Expectation.read(beside) if beside is not None and beside.is_file() else None
+
+
+def _restarted() -> bool:
+    """Whether torchrun has started the ranks again after one was lost."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def _same_ranks(before: Plan, now: Plan) -> bool:
@@ -314,13 +321,11 @@ def _launch(run: ResolvedRun, kept: _Kept, console: Console) -> None:
 
 def _join(run: ResolvedRun, kept: _Kept, console: Console, ranks: Started) -> None:
     """Be one rank of a run that a launcher of the user's has started."""
-    import os
-
     from thinwire.program import idle_codecs
     from thinwire.train.launching.versions import versions
     from thinwire.train.processes.worker import recorded_failure, train
 
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    restarted = _restarted()
     directory, plan = run.directory, run.plan
     with recorded_failure(directory.logs), contextlib.ExitStack() as stack:
         if ranks.rank == 0:

@@ -113,9 +113,8 @@ def slow_stretch(rows: Rows) -> tuple[int, int] | None:
     seconds = [float(record["step_seconds"]) for record, _ in rows]
     if len(seconds) < 2 * FEWEST:
         return None
-    # The usual step, which is one of the faster half; and what a slow one takes, so that a single hiccup counts no more than others.
-    usual = statistics.median_low([taken for taken in seconds if taken <= statistics.median(seconds)])
-    slow = statistics.quantiles(seconds, n=20)[-1]
+    quantiles = statistics.quantiles(seconds, n=20)
+    usual, slow = quantiles[4], quantiles[-1]  # a single hiccup counts no more than a slow step
     between = max((usual + slow) / 2, (1 + SLOWER) / 2 * usual)
     lost = [min(taken, slow) - between for taken in seconds]
     best, total, begin, found = 0.0, 0.0, 0, None
