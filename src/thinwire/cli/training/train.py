@@ -53,7 +53,8 @@ class TrainOptions:
         str | None,
         typer.Option(
             metavar="PLAN.toml|preset:NAME|auto",
-            help="How to shard it, instead of the recipe's plan; auto measures the cluster and chooses.",
+            help="How to shard it, instead of the recipe's plan; auto measures the cluster, tries plans and takes the "
+            "fastest.",
         ),
     ] = None
     profile: Annotated[

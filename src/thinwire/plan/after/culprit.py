@@ -210,7 +210,7 @@ def _command(run: RunRecord, part: str) -> str:
     if part == _RANK:
         return f"thinwire kernels kernels.json {shape}, on the host of that rank and on another"
     if part == _DATA:
-        return f"thinwire report {run.path}, after a run on tokens that are on a local disk"
+        return f"{run.command or 'thinwire train'}, with another --out, and its tokens on a local disk"
     if part == COMPUTATION and run.profile is not None:
         return f"thinwire plan --compare {run.path} --refit profile.json"
     preset = run.recipe.model.preset

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+import torch
+
 from thinwire.agreement import Typed
 from thinwire.collectives.group import Control
 from thinwire.spec import Plan
@@ -35,6 +37,9 @@ __all__ = ["LapsBeside"]
 
 _ENDING: Final = 30.0
 """Seconds after the end of a lap's time in which its processes have to be gone."""
+
+_READY: Final = "\n"
+"""What a helper says before its first answer."""
 
 _PLACE: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -57,6 +62,8 @@ class LapsBeside:
 
     def __init__(self, run: ResolvedRun, ranks: Control) -> None:
         self._run, self._ranks = run, ranks
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # laps take place on the same device
         self._address = os.environ.get("MASTER_ADDR", "localhost")
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         own = {name: os.environ[name] for name in _PLACE if name in os.environ}
@@ -113,7 +120,8 @@ class LapsBeside:
         with contextlib.suppress(OSError):  # a helper that has ended answers nothing
             stdin.write(json.dumps(message) + "\n")
             stdin.flush()
-        line = self._answer(left + _ENDING)
+        while (line := self._answer(left + _ENDING)) == _READY:  # it has taken longer than expected to get ready
+            pass
         if not line:
             return _Answer((), Failure(int(self._own["RANK"]), "the process that tries plans for it has ended"))
         return _ANSWER.decode(line.encode())
@@ -143,7 +151,8 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what ranks print is no answer
     called(os.getpid)
-    print(file=answers, flush=True)  # it is ready
+    answers.write(_READY)
+    answers.flush()
     for line in sys.stdin:
         message = json.loads(line)
         run, plan = _read(message["run"]), Plan.parse(message["plan"])
