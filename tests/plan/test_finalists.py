@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+import pytest
 from tests.support.paths import ROOT
 
+from thinwire.cost import ProfiledRates
 from thinwire.plan import Chosen, CodecLevel, Freedom, PricedPlan, choose, finalists, profiled_job
-from thinwire.plan.finalists import STEP_ERROR
+from thinwire.plan.finalists import STEP_ERROR, _error
 from thinwire.spec import ModelSpec, Plan
-from thinwire.spec.profile import Profile
+from thinwire.spec.profile import Profile, StepRow
 
 MODEL = ModelSpec(name="small", layers=4, hidden=256, heads=4, ffn=704, vocab=2048, seq=128)
 OWN = Plan.preset("zero1", nodes=2, local=2, micro_batch=2, micro_batches=4, reduce_dtype="bfloat16")
@@ -41,6 +43,21 @@ def test_plans_of_the_search_are_those_that_the_error_cannot_tell_apart() -> Non
     searched = [priced for priced in plans if priced.label is None]
     assert len(searched) > 1
     assert all(priced.seconds <= limit for priced in searched)
+
+
+def test_the_error_is_learnt_from_what_the_profile_has_measured() -> None:
+    """What all steps have in common is no error of the order: only the rest is."""
+    chosen, _ = entered("lossless")
+    rates = chosen.job.rates
+    assert isinstance(rates, ProfiledRates)
+
+    def error(*ratios: float) -> float:
+        rows = tuple(StepRow(plan="x", predicted=0.5, seconds=0.5 * ratio) for ratio in ratios)
+        seen = ProfiledRates(rates.profile.with_(steps=rows), MODEL, chosen.job.compute_dtype)
+        return _error(replace(chosen, job=replace(chosen.job, rates=seen)))
+
+    assert error(3.0, 3.0, 3.0) == error()
+    assert error(2.0, 1.0, 3.0, 2.0, 2.6) == pytest.approx(0.3)
 
 
 def test_every_preset_that_fits_is_tried_as_a_user_would_name_it() -> None:

@@ -6,9 +6,11 @@ it, and a preset is what a user would name instead.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+from thinwire.cost import ProfiledRates
 from thinwire.errors import SpecError
 from thinwire.plan.automatic import Chosen, Freedom, with_kept
 from thinwire.plan.explain import quartile_seconds
@@ -66,10 +68,22 @@ def _outline(plan: Plan) -> tuple[object, ...]:
 
 
 def _error(chosen: Chosen) -> float:
-    """Error of a predicted step as a share of it: half of what the quartiles of the profile leave open, or more."""
+    """Error of a predicted step as a share of it: half of what the quartiles of the profile leave open, what races under
+    it have shown, or :data:`STEP_ERROR` if that is more."""
     quartiles = quartile_seconds(chosen.job, chosen.predicted)
     spread = 0.0 if quartiles is None else (quartiles[1] - quartiles[0]) / 2 / chosen.predicted.seconds
-    return min(0.5, max(STEP_ERROR, spread))
+    return min(0.5, max(STEP_ERROR, spread, _shown(chosen)))
+
+
+def _shown(chosen: Chosen) -> float:
+    """Median error of the steps that the profile has measured. What all of them have in common reorders no plans."""
+    rates = chosen.job.rates
+    rows = rates.profile.steps if isinstance(rates, ProfiledRates) else ()
+    if not rows:
+        return 0.0
+    ratios = [row.seconds / row.predicted for row in rows]
+    pace = statistics.median(ratios)
+    return statistics.median(abs(ratio / pace - 1) for ratio in ratios)
 
 
 def _presets(chosen: Chosen, template: Plan, level: CodecLevel) -> list[PricedPlan]:

@@ -111,12 +111,20 @@ def test_the_faster_plan_is_taken_even_if_it_was_predicted_slower() -> None:
 def test_the_time_of_a_race_is_kept() -> None:
     """Plans that would not be through in time do not start, and one that takes longer than predicted is ended."""
     clock = Clock()
-    entered = [Entry(ZERO1, 0.1), Entry(DDP, 0.1), Entry(ZERO3, 0.5), Entry(MANY_MESSAGES, 0.1)]
+    entered = [Entry(ZERO1, 0.1), Entry(DDP, 0.2), Entry(ZERO3, 2.0), Entry(MANY_MESSAGES, 0.1)]
     done = race(entered, clock.lap({ZERO1: 0.4, DDP: 0.4, MANY_MESSAGES: 9.0}), 9.0, clock=clock)
     assert clock.now == 109.0
     assert done.seconds == 9.0
     assert [raced.problem for raced in done.plans] == [None, None, "no time was left for it", "too late"]
     assert done.taken.plan == ZERO1
+
+
+def test_predictions_that_are_too_slow_keep_no_plan_out() -> None:
+    clock = Clock()
+    entered = [Entry(ZERO1, 2.0), Entry(DDP, 5.0), Entry(ZERO3, 9.0)]
+    done = race(entered, clock.lap({ZERO1: 0.2, DDP: 0.5, ZERO3: 0.1}), 10.0, clock=clock)
+    assert [raced.measured for raced in done.plans] == [0.2, 0.5, 0.1]
+    assert done.taken.plan == ZERO3
 
 
 def test_without_a_step_in_time_the_predicted_winner_is_taken() -> None:
@@ -182,6 +190,8 @@ def test_a_run_after_a_race_is_the_run_of_its_plan(directory: Path) -> None:
     timed = {raced["measured"]: raced for raced in recorded["plans"] if raced["measured"] is not None}
     (taken,) = (raced for raced in recorded["plans"] if raced["taken"])
     assert taken == timed[min(timed)]
+    noted = Profile.read(directory / "raced" / "profile.json").steps
+    assert {row.seconds for row in noted} == set(timed)
     plan = Plan.load(directory / "raced" / "plan.toml")
     assert plan == Plan.parse(taken["plan"])
     plan.save(directory / "taken.toml", full=True)

@@ -36,7 +36,7 @@ class Choice:
 
     Attributes:
         plan: The plan.
-        profile: The profile by which plans were predicted.
+        profile: The profile by which plans were predicted, with the steps that the race has measured.
         race: The race; ``None`` if the run is too short for one.
         expected: What the plan is expected to do.
     """
@@ -94,7 +94,7 @@ def choose_plan(
     for line in (*([] if consent is None else [consent]), *planner.replaced_keys(plan, resolved, recipe.plan)):
         console.print(line, markup=False, soft_wrap=True)
     expected = planner.expectation(chosen.job, chosen.searched.simulations.price(chosen.job, plan))
-    return Choice(plan, measured, raced, expected)
+    return Choice(plan, measured if raced is None else raced.noted(measured), raced, expected)
 
 
 def _race(run: ResolvedRun, ranks: Started | None, chosen: Chosen, free: Freedom, console: Console) -> Race | None:

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 
 from thinwire.plan import summary
 from thinwire.spec import Plan
+from thinwire.spec.profile import Profile, StepRow
 from thinwire.train.directory import RunDirectory
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.processes.ranks import Failure, run_ranks
@@ -126,6 +127,15 @@ class Race:
             what = f"taken: {_named(self.taken)}, the fastest of {timed} that were timed"
         return [*lines, f"auto: the race took {format_duration(self.seconds)}; {what}"]
 
+    def noted(self, profile: Profile) -> Profile:
+        """The profile by which the plans were predicted, with the steps that were measured."""
+        rows = tuple(
+            StepRow(plan=raced.plan.fingerprint(), predicted=raced.predicted, seconds=raced.measured)
+            for raced in self.plans
+            if raced.measured is not None
+        )
+        return profile.with_(steps=(*profile.steps, *rows))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for the run's directory: of each plan its keys, and seconds of a step."""
         taken = self.taken
@@ -197,19 +207,18 @@ def race(
     now = clock()
     raced: list[Raced] = []
     starting: list[float] = []
-    paces: list[float] = []  # of each plan that was timed, measured over predicted
+    pace = 1.0  # the least of measured over predicted: one that is predicted too fast must not keep others out
     for finalist in finalists:
         entry = functools.partial(Raced, finalist.plan, finalist.label, finalist.seconds)
         left = begun + limit - now
-        expected = finalist.seconds * statistics.median(paces or [1.0])
-        if left < min(starting, default=0.0) + _LEAST_STEPS * expected:
+        if left < min(starting, default=0.0) + _LEAST_STEPS * pace * finalist.seconds:
             raced.append(entry(problem="no time was left for it"))
             continue
         done = lap(finalist.plan, left)
         before, now = now, clock()
         starting.append(max(0.0, now - before - sum(done.seconds)))
         measured = statistics.median(done.seconds) if done.seconds else None
-        paces += [] if measured is None else [measured / finalist.seconds]
+        pace = pace if measured is None else min(pace, measured / finalist.seconds)
         raced.append(entry(measured=measured, steps=len(done.seconds), problem=done.problem))
     return Race(tuple(raced), now - begun, limit)
 
