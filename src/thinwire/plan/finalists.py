@@ -68,8 +68,8 @@ def _outline(plan: Plan) -> tuple[object, ...]:
 
 
 def _error(chosen: Chosen) -> float:
-    """Error of a predicted step as a share of it: half of what the quartiles of the profile leave open, what races under
-    it have shown, or :data:`STEP_ERROR` if that is more."""
+    """Error of a predicted step as a share of it: half of what the profile's quartiles leave open, what races under it
+    have shown, or :data:`STEP_ERROR` if that is more."""
     quartiles = quartile_seconds(chosen.job, chosen.predicted)
     spread = 0.0 if quartiles is None else (quartiles[1] - quartiles[0]) / 2 / chosen.predicted.seconds
     return min(0.5, max(STEP_ERROR, spread, _shown(chosen)))

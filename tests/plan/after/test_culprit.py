@@ -35,7 +35,7 @@ pytestmark = pytest.mark.ranks
 
 PROFILE = ROOT / "docs" / "results" / "planner" / "profile-200mbit.json"
 Slow = Literal["link", "codec", "rank"]
-SLEEP = 0.15
+SLEEP = 0.3
 """Seconds that a step loses: far more than a busy machine takes."""
 FIRST, LAST = 16, 30
 """Steps during which the link is slow."""
@@ -80,7 +80,7 @@ def disturbed(recipe: str, out: str, slow: Slow, rank: int | None = None) -> Non
     """A whole run on this rank among the others, with something slow."""
     from thinwire.collectives.group import control
 
-    read, mine = Recipe.read(recipe), control().rank
+    read, mine = Recipe.read(recipe, [] if slow == "link" else ["train.steps=16"]), control().rank
     plan = Plan.preset("thinwire", nodes=2, local=2, compute_dtype="float32", micro_batch=4)
     run = ResolvedRun(read, plan, RunDirectory(Path(out)), node_ranks=2).with_plan(plan)
     if mine == 0:
