@@ -1,8 +1,9 @@
 """Which part of a step explains most of the difference between what was expected and what a run measured.
 
 Parts are causes, not what follows from them: a slow rank makes all others wait in their transfers, and a slow codec or
-link makes computation wait. So a rank's lag is taken out of transfers, and waiting is no cause. If most time was lost
-in a stretch of the run, it is compared with the rest of the run, which is a better measure than any prediction.
+link makes computation wait. So a rank's lag is taken out of transfers, and waiting is no cause. Transfers include the
+wait for peers, so they count as far as computation waited for them. If most time was lost in a stretch of the run, it
+is compared with the rest of the run, which is a better measure than any prediction.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,7 +34,8 @@ _SAME_RANK: Final = 0.6
 _MATTERS: Final = 0.05
 """Share of a step below which a difference is not worth a sentence."""
 
-_RANK, _DATA = "the slowest rank", "waiting for data"
+_RANK, _DATA = "the slowest rank", "data"
+_WAITING, _TRANSFERS = "waiting for ", "transfers of "
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,7 @@ class Culprit:
     """The part of a step that was most wrong.
 
     Attributes:
-        part: Its name: ``computation``, ``transfers of sync``, ``codecs of sync``, ``the slowest rank``, or
-            ``waiting for data``.
+        part: Its name: ``computation``, ``transfers of sync``, ``codecs of sync``, ``the slowest rank``, or ``data``.
         expected: Seconds of a step that were expected of it, or that it took in the rest of the run.
         measured: Seconds of a step that it took.
         rank: The rank, if it is one.
@@ -82,13 +84,22 @@ def culprit(run: RunRecord, comparison: RunComparison | None) -> Culprit | None:
     else:
         return None
     found = _parts(inside, ranks)
-    known = [part for part in found if part in usual]
-    part = max(known, key=lambda name: abs(found[name] - usual[name]), default=None)
-    if part is None or abs(found[part] - usual[part]) < _MATTERS * _median(STEP, inside, ranks):
+    wrong = {part: _wrong(part, found, usual) for part in found if part in usual and not part.startswith(_WAITING)}
+    part = max(wrong, key=wrong.__getitem__)
+    if wrong[part] < _MATTERS * _median(STEP, inside, ranks):
         return None
     rank = _slowest(inside) if part == _RANK else None
     named = Culprit(part, usual[part], found[part], rank, steps, "", _command(run, part))
     return dataclasses.replace(named, sentence=_sentence(run, named, inside))
+
+
+def _wrong(part: str, found: Mapping[str, float], usual: Mapping[str, float]) -> float:
+    """Seconds of a step by which a part differs from what was expected, or usual."""
+    difference = abs(found[part] - usual[part])
+    if not part.startswith(_TRANSFERS):
+        return difference
+    waits = (f"{_WAITING}{part.removeprefix(_TRANSFERS)}", f"{_WAITING}{Lane.CONTROL}")
+    return min(difference, sum(abs(found.get(wait, 0.0) - usual.get(wait, 0.0)) for wait in waits))
 
 
 def _stretch(rows: Rows, comparison: RunComparison | None, ranks: int) -> tuple[Rows, Rows] | None:
@@ -137,10 +148,11 @@ def _parts(rows: Rows, ranks: int) -> dict[str, float]:
     """Seconds of a step that each cause took, in the median."""
     lag = _lag(rows)
     parts = {_RANK: lag, _DATA: _waited_for_data(rows, ranks)}
-    for name in (COMPUTATION, *(f"{what} of {lane}" for lane in Lane for what in ("transfers", "codecs"))):
+    of_lanes = (f"{what}{lane}" for lane in Lane for what in (_TRANSFERS, "codecs of ", _WAITING))
+    for name in (COMPUTATION, *of_lanes):
         amount = measured_figure(name, rows, ranks)
         if amount is not None:
-            parts[name] = max(0.0, amount - lag) if name.startswith("transfers") else amount
+            parts[name] = max(0.0, amount - lag) if name.startswith(_TRANSFERS) else amount
     return parts
 
 
@@ -178,7 +190,7 @@ def _waited_for_data(rows: Rows, ranks: int) -> float:
 def _sentence(run: RunRecord, found: Culprit, rows: Rows) -> str:
     more = found.measured - found.expected
     what = found.part if found.rank is None else f"rank {found.rank}"
-    if found.part.startswith("transfers") and _crosses(found.part.removeprefix("transfers of "), rows):
+    if found.part.startswith(_TRANSFERS) and _crosses(found.part.removeprefix(_TRANSFERS), rows):
         what += " across nodes"
     took = f"{format_duration(abs(more))} {'more' if more > 0 else 'less'} than"
     if found.stretch is None:
@@ -190,8 +202,10 @@ def _sentence(run: RunRecord, found: Culprit, rows: Rows) -> str:
         )
     if found.rank is not None:
         words += "; the others wait for it"
+    elif found.part.startswith(_TRANSFERS):
+        words += ", waiting for peers among it"
     said = next((record["slow_link"] for record, _ in rows if record.get("slow_link")), None)
-    return f"{words}; {said}" if said and found.part.startswith("transfers") else words
+    return f"{words}; {said}" if said and found.part.startswith(_TRANSFERS) else words
 
 
 def _crosses(lane: str, rows: Rows) -> bool:
