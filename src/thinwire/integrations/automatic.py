@@ -3,6 +3,7 @@ takes the fastest, as ``thinwire train`` does."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -17,7 +18,7 @@ import torch
 
 import thinwire.plan as planner
 from thinwire.agreement import NOTHING, Typed
-from thinwire.collectives.group import control
+from thinwire.collectives import group
 from thinwire.errors import UsageError
 from thinwire.plan import CodecLevel
 from thinwire.spec import ModelSpec, Plan
@@ -107,14 +108,14 @@ def _raced(
     if limit is None or len(entered) == 1:
         return chosen.plan
     log.info(announcement(entered, limit))
-    ranks = control()
+    if not group.is_initialized():
+        group.init(device=device)
+    ranks = group.control()
     with tempfile.TemporaryDirectory(prefix="thinwire-race-") as own:
         # All ranks name one path; each host has the file of its first rank.
         place = ranks.all_gather_typed(f"{own}-tokens", Typed[str](str))[0]
         try:
-            ranks.agree(
-                lambda: _write_tokens(Path(place), shape), lambda why: UsageError(next(iter(why.values()))), NOTHING
-            )
+            ranks.agree(lambda: _write_tokens(Path(place), shape), _unwritten, NOTHING)
             recipe = _recipe(config, shape, Path(place), chosen.plan, device, clip=clip)
             run = ResolvedRun(recipe, chosen.plan, RunDirectory(Path(own)), template.mesh.local)
             with LapsBeside(run, ranks) as laps:
@@ -149,10 +150,10 @@ def _recipe(
     config: Mapping[str, Any], shape: ModelSpec, tokens: Path, plan: Plan, device: torch.device, *, clip: bool
 ) -> Recipe:
     """A run of the model's configuration on random tokens."""
-    path = [str(tokens / "tokens.bin")]
+    path, plain = [str(tokens / "tokens.bin")], json.loads(json.dumps(dict(config), default=str))
     table = {
         "plan": plan.to_dict(),
-        "model": {"kind": "huggingface", "config": dict(config)},
+        "model": {"kind": "huggingface", "config": plain},
         "data": {"source": "tokens", "paths": path, "validation_paths": path},
         "train": {"steps": 1, "seq": shape.seq},
         "optimizer": {"clip": 1.0 if clip else 0.0},
