@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from thinwire.errors import UsageError
+from thinwire.spec.expectation import Expectation
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 
@@ -39,6 +40,8 @@ class RunRecord:
         failure: Sentence that says why the run failed; ``None`` if it did not.
         traces: Merged traces of its steps.
         profile: Profile from which its plan was chosen; ``None`` without one.
+        expected: What its plan was expected to do; ``None`` if nothing was predicted of this plan.
+        race: The race by which its plan was chosen; ``None`` without one.
     """
 
     name: str
@@ -54,6 +57,8 @@ class RunRecord:
     failure: str | None
     traces: tuple[Path, ...]
     profile: Path | None
+    expected: Expectation | None = None
+    race: Mapping[str, Any] | None = None
 
     @property
     def skipped_steps(self) -> int:
@@ -104,7 +109,7 @@ def read_run(path: Path, name: str | None = None) -> RunRecord:
 
     Raises:
         UsageError: The directory does not hold a run.
-        SpecError: The recipe or the plan cannot be read.
+        SpecError: The recipe, the plan, or what was expected of it cannot be read.
     """
     if not (path / "recipe.toml").is_file() or not (path / "plan.toml").is_file():
         raise UsageError(_no_run(path))
@@ -112,12 +117,14 @@ def read_run(path: Path, name: str | None = None) -> RunRecord:
     records = [record for record in records if isinstance(record.get("step"), int)]
     starts, _ = _lines(path / "starts.jsonl")
     summary = _object(path / "summary.json")
-    command = path / "command.txt"
+    command, plan = path / "command.txt", Plan.load(path / "plan.toml")
+    expected = path / "expected.json"
+    known = Expectation.read(expected) if expected.is_file() else None
     return RunRecord(
         name=name or path.resolve().name,
         path=path,
         recipe=Recipe.load(path / "recipe.toml"),
-        plan=Plan.load(path / "plan.toml"),
+        plan=plan,
         versions=_object(path / "versions.json") or {},
         records=tuple(records),
         unreadable=unreadable,
@@ -127,6 +134,8 @@ def read_run(path: Path, name: str | None = None) -> RunRecord:
         failure=_failure(path, starts) if summary is None else None,
         traces=tuple(sorted((path / "traces").glob("step*.json"))),
         profile=path / "profile.json" if (path / "profile.json").is_file() else None,
+        expected=known if known is not None and known.plan == plan.fingerprint() else None,
+        race=_object(path / "race.json"),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.integrations.transformers import ThinwireArguments, ThinwireTrainer
 from thinwire.sharding.api import runtime
+from thinwire.spec.profile import Profile
 from thinwire.testing import run_ranks
 
 
@@ -267,6 +269,42 @@ def test_a_plan_is_chosen_for_the_cluster(tmp_path: Path) -> None:
     assert all(other == (plan, losses) for other in others)
     assert len(losses) == 8
     assert losses[-1] < losses[0]
+
+
+def raced(directory: Path, profile: str) -> tuple[list[str], str, list[Any], list[Any]]:
+    """What ``auto`` says of a race, the plan that it takes, and logs of training with ``auto`` and with that plan."""
+    join()
+    said: list[str] = []
+    log = logging.getLogger("thinwire")
+    log.setLevel(logging.INFO)
+    log.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logs, plan = [], None
+    for name in ("auto", "named"):
+        torch.manual_seed(7)
+        asked = {"plan": "auto", "sequence_length": LENGTH, "profile": profile} if plan is None else {}
+        settings = arguments(directory / name, ThinwireArguments, max_steps=20, **asked)
+        trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400), plan=plan)
+        trainer.train()
+        steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+        logs.append([(entry["loss"], entry["grad_norm"]) for entry in steps])
+        plan = runtime(trainer.model).plan
+    log.removeHandler(handler)
+    assert plan is not None
+    return said, plan.to_toml(), logs[0], logs[1]
+
+
+@pytest.mark.slow
+def test_training_after_a_race_is_that_of_the_plan_which_it_took(tmp_path: Path) -> None:
+    """Bit for bit. On a machine that is predicted to be slow, 20 steps take longer than a race may."""
+    slow = Profile.read(ROOT / "docs" / "results" / "planner" / "profile-200mbit.json").paced(400.0)
+    slow.with_(nodes=1, gpus_per_node=2).write(tmp_path / "slow.json")
+    (said, plan, after, named), other = run_ranks(2, raced, tmp_path, str(tmp_path / "slow.json"), timeout=280)
+    assert other[1:] == (plan, after, named)
+    assert len(after) == 20
+    assert after == named
+    assert any("a step in" in line and "preset" in line for line in said), said
+    assert any("taken: " in line for line in said), said
 
 
 # ------------------------------------------------------------------------------------------------------ adapters, TRL

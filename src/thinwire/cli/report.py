@@ -18,6 +18,7 @@ from thinwire.errors import ThinwireError, UsageError
 from thinwire.extras import require
 
 if TYPE_CHECKING:
+    from thinwire.plan import RunComparison
     from thinwire.record import RunRecord
     from thinwire.report.page import Subject
 
@@ -75,7 +76,7 @@ def report(options: ReportOptions) -> None:
         numbers = [figures(subject.run, subject.comparison) for subject in subjects]
         console = wide_console(as_json=options.as_json)
         console.print(rich_table(final_sheet(numbers)))
-        for note in _missing(subjects, options.profile):
+        for note in [*_missing(subjects, options.profile), *_culprits(subjects)]:
             console.print(note, markup=False, soft_wrap=True)
         console.print(
             f"wrote {shown(written[0])} and {len(written) - 1} more files in its directory",
@@ -98,21 +99,47 @@ def _write(directory: Path, subjects: Sequence[Subject]) -> list[Path]:
 
 
 def _subject(run: RunRecord, profile: Path | None) -> Subject:
-    """A run with its prediction, or with the reason why there is none."""
-    from thinwire.plan import compare
+    """A run with its prediction, or with the reason why there is none, and with the part that was most wrong."""
+    from thinwire.plan import culprit
     from thinwire.report.page import Subject
     from thinwire.spec.profile import Profile
 
-    chosen = profile or run.profile
-    if chosen is None:
-        return Subject(run, unpredicted="the run has no profile of its cluster; add --profile FILE (thinwire profile)")
     if profile is not None:
         Profile.read(profile)  # raises: a profile that the user names has to be readable, whatever the run holds
     try:
-        measured = Profile.read(chosen)
-        return Subject(run, compare(run.path, measured))
+        comparison, unpredicted = _comparison(run, profile), ""
     except ThinwireError as error:
-        return Subject(run, unpredicted=" ".join(str(error).split()))
+        comparison, unpredicted = None, " ".join(str(error).split())
+    return Subject(run, comparison, unpredicted, culprit(run, comparison) if run.records else None)
+
+
+def _comparison(run: RunRecord, profile: Path | None) -> RunComparison:
+    """A run beside what was expected of its plan: by a profile that the user names, before the run, or by the profile
+    that the run keeps.
+
+    Raises:
+        ThinwireError: Nothing is known, or the run cannot be compared with it.
+    """
+    from thinwire.plan import compare, compare_expected
+    from thinwire.spec.profile import Profile
+
+    if profile is None and run.expected is not None:
+        return compare_expected(run, run.expected)
+    chosen = profile or run.profile
+    if chosen is None:
+        raise UsageError("the run has no profile of its cluster; add --profile FILE (thinwire profile)")
+    return compare(run.path, Profile.read(chosen))
+
+
+def _culprits(subjects: Sequence[Subject]) -> list[str]:
+    """Two lines about each run of which a part is most wrong: which, and the command that measures it again."""
+    named = [(subject.run.name, subject.culprit) for subject in subjects]
+    return [
+        line
+        for name, found in named
+        if found is not None
+        for line in (f"{name}: {found.sentence}", f"to measure it again: {found.command}")
+    ]
 
 
 def _missing(subjects: Sequence[Subject], profile: Path | None) -> list[str]:

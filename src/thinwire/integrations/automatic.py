@@ -1,21 +1,35 @@
-"""``plan="auto"`` in the loop of a framework: measures the cluster and chooses a plan, as ``thinwire train`` does."""
+"""``plan="auto"`` in the loop of a framework: measures the cluster, lets the most promising plans make some steps, and
+takes the fastest, as ``thinwire train`` does."""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import shutil
+import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 import torch
 
 import thinwire.plan as planner
+from thinwire.agreement import NOTHING, Typed
+from thinwire.collectives import group
 from thinwire.errors import UsageError
 from thinwire.plan import CodecLevel
 from thinwire.spec import ModelSpec, Plan
 from thinwire.spec.models.huggingface import huggingface_shape
+from thinwire.spec.recipe import Recipe
+from thinwire.train.data.tokens import TokenWriter
+from thinwire.train.directory import RunDirectory
+from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.measuring.automatic import Here, measure_and_choose
+from thinwire.train.processes.beside import LapsBeside
+from thinwire.train.processes.race import SHORTEST, announcement, race, time_limit
 
 __all__ = ["automatic_plan"]
 
@@ -30,11 +44,14 @@ def automatic_plan(
     profile: str | None,
     *,
     clip: bool,
+    steps: int | None = None,
     codecs: CodecLevel = "lossless",
 ) -> Plan:
     """Choose a plan for a model of Hugging Face. Collective.
 
-    The loop decides micro-batch, recomputation, and that ranks are data-parallel; a line of the log says so.
+    The loop decides micro-batch, recomputation, and that ranks are data-parallel; a line of the log says so. Plans are
+    tried in processes beside the loop, on a model of the same configuration with random weights and tokens: nothing of
+    the loop is touched.
 
     Args:
         config: Configuration of the model.
@@ -43,6 +60,7 @@ def automatic_plan(
         device: Device of this rank.
         profile: A profile of the cluster; ``None`` measures one now, in some 20 seconds.
         clip: Whether gradients are clipped by their norm.
+        steps: Steps of the training; ``None`` if the loop does not know.
         codecs: How lossy codecs may be.
 
     Returns:
@@ -66,6 +84,79 @@ def automatic_plan(
         "auto: the trainer's own arguments decide micro-batch and recomputation, and tp and pp stay 1, as the trainer "
         "cannot take another choice of them"
     )
-    if chosen.consent is not None:
-        log.info("auto: %s", chosen.consent.replace("--codecs ", "codecs="))
-    return chosen.plan
+    plan = _raced(config, shape, template, chosen, free, device, clip=clip, steps=steps)
+    consent = planner.lossy_codecs(chosen.job, chosen.searched, plan)
+    if consent is not None:
+        log.info("auto: %s", consent.replace("--codecs ", "codecs="))
+    return plan
+
+
+def _raced(
+    config: Mapping[str, Any],
+    shape: ModelSpec,
+    template: Plan,
+    chosen: planner.Chosen,
+    free: planner.Freedom,
+    device: torch.device,
+    *,
+    clip: bool,
+    steps: int | None,
+) -> Plan:
+    """The fastest of the plans that the prediction cannot tell apart, and of the presets; the same on every rank."""
+    limit = SHORTEST if steps is None else time_limit(steps, chosen.predicted.seconds)
+    entered = planner.finalists(chosen, template, free)
+    if limit is None or len(entered) == 1:
+        return chosen.plan
+    log.info(announcement(entered, limit))
+    if not group.is_initialized():
+        group.init(device=device)
+    ranks = group.control()
+    with tempfile.TemporaryDirectory(prefix="thinwire-race-") as own:
+        # All ranks name one path; each host has the file of its first rank.
+        place = ranks.all_gather_typed(f"{own}-tokens", Typed[str](str))[0]
+        try:
+            ranks.agree(lambda: _write_tokens(Path(place), shape), _unwritten, NOTHING)
+            recipe = _recipe(config, shape, Path(place), chosen.plan, device, clip=clip)
+            run = ResolvedRun(recipe, chosen.plan, RunDirectory(Path(own)), template.mesh.local)
+            with LapsBeside(run, ranks) as laps:
+                done = race(entered, laps.lap, limit, clock=laps.clock, prepare=laps.prepare)
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+    for line in done.lines():
+        log.info(line)
+    return done.taken.plan
+
+
+_TOKENS: Final = 64
+"""Sequences of random tokens that laps train on, again and again."""
+
+
+def _write_tokens(place: Path, shape: ModelSpec) -> None:
+    """Write random tokens, on the first rank of each host."""
+    if int(os.environ.get("LOCAL_RANK", "0")):
+        return
+    place.mkdir()
+    drawn = np.random.default_rng(0).integers(shape.vocab, size=_TOKENS * (shape.seq + 1))
+    with TokenWriter(place / "tokens.bin", shape.vocab) as writer:
+        writer.append(drawn)
+
+
+def _unwritten(problems: Mapping[int, str]) -> UsageError:
+    rank, why = next(iter(problems.items()))
+    return UsageError(f'plan="auto": rank {rank} cannot write tokens to try plans on: {why}; set TMPDIR')
+
+
+def _recipe(
+    config: Mapping[str, Any], shape: ModelSpec, tokens: Path, plan: Plan, device: torch.device, *, clip: bool
+) -> Recipe:
+    """A run of the model's configuration on random tokens."""
+    path, plain = [str(tokens / "tokens.bin")], json.loads(json.dumps(dict(config), default=str))
+    table = {
+        "plan": plan.to_dict(),
+        "model": {"kind": "huggingface", "config": plain},
+        "data": {"source": "tokens", "paths": path, "validation_paths": path},
+        "train": {"steps": 1, "seq": shape.seq},
+        "optimizer": {"clip": 1.0 if clip else 0.0},
+        "cluster": {"device": device.type},
+    }
+    return Recipe.parse(table, 'plan="auto"')

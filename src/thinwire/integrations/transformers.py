@@ -149,6 +149,7 @@ class ThinwireTrainerMixin:
             self.args.device,
             getattr(self.args, "profile", None),
             clip=bool(self.args.max_grad_norm),
+            steps=self.args.max_steps if self.args.max_steps > 0 else None,
             codecs=_codecs(self.args),
         )
         return chosen.with_(recompute=False)  # the trainer itself recomputes

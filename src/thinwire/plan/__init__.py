@@ -10,15 +10,17 @@ The way of a plan, in the order in which to read it:
    is left to turn on the best one.
 
 Everything else asks the search: why (``explain.py``), where (``placement.py``, ``renting.py``), for a run
-(``automatic.py``), after it (``compare.py``), with experts or islands, beside other frameworks (``peers.py``), and
-under AMSP's objective (``amsp/``).
+(``automatic.py``, ``finalists.py``), after it (``after/``), with experts or islands, beside other frameworks
+(``peers.py``), and under AMSP's objective (``amsp/``).
 """
 
+from thinwire.plan.after.compare import RunComparison, compare, compare_expected, refit
+from thinwire.plan.after.culprit import Culprit, culprit
+from thinwire.plan.after.expected import expectation
 from thinwire.plan.amsp.objectives import BothObjectives, UnderBoth, both_objectives
 from thinwire.plan.amsp.solver import AmspPlan, amsp_flips, amsp_search
 from thinwire.plan.amsp.sums import AmspSums
-from thinwire.plan.automatic import Chosen, Freedom, choose, profiled_job, replaced_keys
-from thinwire.plan.compare import RunComparison, compare, refit
+from thinwire.plan.automatic import Chosen, Freedom, choose, lossy_codecs, profiled_job, replaced_keys
 from thinwire.plan.explain import (
     Explanation,
     binding,
@@ -28,6 +30,7 @@ from thinwire.plan.explain import (
     shortage,
     summary,
 )
+from thinwire.plan.finalists import finalists
 from thinwire.plan.islands.loss_law import LossLaw, parse_budget
 from thinwire.plan.islands.plans import IslandPlan, island_plans
 from thinwire.plan.peers import losses, nearest
@@ -55,6 +58,7 @@ __all__ = [
     "Candidate",
     "Chosen",
     "CodecLevel",
+    "Culprit",
     "Cut",
     "Explanation",
     "Freedom",
@@ -76,12 +80,17 @@ __all__ = [
     "candidate",
     "choose",
     "compare",
+    "compare_expected",
     "critical_path",
+    "culprit",
+    "expectation",
     "explain",
+    "finalists",
     "hostfile",
     "island_plans",
     "leaf_numbers",
     "losses",
+    "lossy_codecs",
     "nearest",
     "offers",
     "parse_budget",

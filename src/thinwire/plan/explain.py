@@ -15,7 +15,18 @@ from thinwire.sim import Resource
 from thinwire.spec import ClusterSpec, Link, Plan
 from thinwire.units import format_bandwidth, format_bytes
 
-__all__ = ["Explanation", "Flip", "Remedy", "binding", "critical_path", "explain", "remedies", "shortage", "summary"]
+__all__ = [
+    "Explanation",
+    "Flip",
+    "Remedy",
+    "binding",
+    "critical_path",
+    "explain",
+    "quartile_seconds",
+    "remedies",
+    "shortage",
+    "summary",
+]
 
 
 @dataclass(frozen=True)
@@ -131,7 +142,7 @@ def explain(job: TrainingJob, searched: Searched) -> Explanation:
     return Explanation(
         binding(job, chosen),
         critical_path(chosen),
-        _noise(job, chosen),
+        quartile_seconds(job, chosen),
         _runner_up(searched, job.tie),
         tuple(flips),
         tuple(steady),
@@ -209,7 +220,13 @@ def binding(job: TrainingJob, chosen: PricedPlan) -> str:
     return f"computation: {computing:.0%} of the step{sums}; {link} are busy for {shares[busiest]:.0%}; {memory}"
 
 
-def _noise(job: TrainingJob, chosen: PricedPlan) -> tuple[float, float] | None:
+def quartile_seconds(job: TrainingJob, chosen: PricedPlan) -> tuple[float, float] | None:
+    """Seconds of a plan's step with the lower and with the upper quartiles of a profile; ``None`` without a profile.
+
+    Args:
+        job: The job.
+        chosen: A plan for it.
+    """
     if not isinstance(job.rates, ProfiledRates):
         return None
     quartiles: tuple[Literal["low", "high"], ...] = ("low", "high")

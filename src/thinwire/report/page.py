@@ -16,10 +16,11 @@ from thinwire.report.drawing import PALETTE, Chart, inline_svg, write_png
 from thinwire.report.figures import differences, figures
 from thinwire.report.sheet import Sheet
 from thinwire.report.traced import read_step
+from thinwire.spec.plan import Plan
 from thinwire.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
-    from thinwire.plan import RunComparison
+    from thinwire.plan import Culprit, RunComparison
 
 __all__ = ["Subject", "final_sheet", "slug", "write_page"]
 
@@ -35,11 +36,13 @@ class Subject:
         run: The run.
         comparison: The run compared with its prediction; None where there is no prediction.
         unpredicted: Why there is no prediction.
+        culprit: The part of a step that was most wrong; None if all is as expected, or nothing was expected.
     """
 
     run: RunRecord
     comparison: RunComparison | None = None
     unpredicted: str = ""
+    culprit: Culprit | None = None
 
 
 def write_page(directory: Path, subjects: Sequence[Subject]) -> list[Path]:
@@ -137,7 +140,9 @@ def _section(subject: Subject, numbers: Mapping[str, Any], pictures: _Pictures, 
         "tiles": _tiles(run, numbers),
         "charts": [pictures.add(chart, owner) for chart in charts],
         "notes": _notes(subject, numbers, trace),
-        "tables": [table for table in (_bytes_table(numbers), _prediction_table(subject.comparison)) if table],
+        "tables": [
+            table for table in (_bytes_table(numbers), _prediction_table(subject.comparison), _race_table(run)) if table
+        ],
         "files": [("Recipe", run.recipe.to_toml()), ("Plan", run.plan.to_toml())],
     }
 
@@ -273,6 +278,9 @@ def _notes(subject: Subject, numbers: Mapping[str, Any], trace: Path | None) -> 
         notes.append("The run has not validated, so it has no validation loss.")
     if run.records and numbers["mfu"] is None:
         notes.append("MFU is unknown, as the device's peak is: set train.peak_tflops in the recipe to have it.")
+    if subject.culprit is not None:
+        notes.append(f"{subject.culprit.sentence[:1].upper()}{subject.culprit.sentence[1:]}.")
+        notes.append(f"To measure it again: {subject.culprit.command}")
     if subject.comparison is None:
         notes.append(f"No prediction: {subject.unpredicted}")
     if trace is None:
@@ -316,6 +324,22 @@ def _prediction_table(comparison: RunComparison | None) -> Sheet | None:
         for q in comparison.quantities
     ]
     return Sheet("Predicted and measured", ["", "predicted", "measured", "error"], 1, rows)
+
+
+def _race_table(run: RunRecord) -> Sheet | None:
+    """The plans that ``--plan auto`` tried before the run."""
+    if run.race is None:
+        return None
+    rows = [
+        [
+            "preset " + raced["label"] if raced["label"] else Plan.parse(raced["plan"]).describe(),
+            format_duration(raced["predicted"]),
+            _duration(raced["measured"]),
+            raced["problem"] or ("taken" if raced["taken"] else ""),
+        ]
+        for raced in run.race["plans"]
+    ]
+    return Sheet("Plans that were tried before the run", ["plan", "predicted", "measured", ""], 1, rows)
 
 
 def _across(numbers: Mapping[str, Any]) -> float:

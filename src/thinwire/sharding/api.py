@@ -462,8 +462,8 @@ def traffic(model: nn.Module) -> dict[str, dict[str, int]]:
 
 def exposed(model: nn.Module) -> dict[str, float]:
     """Seconds that computation waited for each lane since the last call: ``{"gather": ..., "reduce": ...,
-    "sync": ..., "spread": ...}``. On GPUs, times are taken from the first call on, and waits that the device has not
-    reached yet are counted by the next call."""
+    "sync": ..., "spread": ...}``, and on CPUs ``"control"``. On GPUs, times are taken from the first call on, and waits
+    that the device has not reached yet are counted by the next call."""
     return {str(lane): seconds for lane, seconds in runtime_of(model).lanes.exposed().items()}
 
 

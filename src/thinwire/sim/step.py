@@ -15,6 +15,7 @@ from itertools import chain
 
 from thinwire.cost import PricedStage, Rates, moves
 from thinwire.program import AnyLane, Lane, Operation, UnitInfo, exchange_operations, lower
+from thinwire.program.stages import TRANSFERS
 from thinwire.program.timeline import Level, Span
 from thinwire.sim.clock import Resource
 from thinwire.sim.player import Activity, Player
@@ -22,7 +23,7 @@ from thinwire.sim.repetition import repeated
 from thinwire.sim.workload import Execution, Workload
 from thinwire.spec import Plan
 
-__all__ = ["PLAYED", "Played", "Simulated", "play", "simulate", "with_exchanges"]
+__all__ = ["PLAYED", "LaneWork", "Played", "Simulated", "lane_work", "play", "simulate", "with_exchanges"]
 
 PLAYED = 3
 """Most micro-batches to play; further ones repeat the last of the middle ones."""
@@ -101,6 +102,19 @@ def with_exchanges(plan: Plan, units: Sequence[UnitInfo], rates: Rates, step: Si
     for move in chain.from_iterable(fragments):
         busy[Resource.of(move.scope)] += move.seconds * islands.exchanges_per_step
     return replace(step, seconds=step.seconds + exposed, exposed={**step.exposed, Lane.OUTER: exposed}, busy=busy)
+
+
+@dataclass(frozen=True, slots=True)
+class LaneWork:
+    """Seconds of a lane's work.
+
+    Attributes:
+        transfer: Of its hops, with the copies before and after them.
+        codec: Of codecs.
+    """
+
+    transfer: float = 0.0
+    codec: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +201,26 @@ def _own(plan: Plan, rates: Rates) -> Execution:
         return moves(of_experts if shared else plan, operation, rates)
 
     return Execution(pricing, repeats=True)
+
+
+def lane_work(plan: Plan, workload: Workload, rates: Rates, *, micro_batches: int) -> dict[Lane, LaneWork]:
+    """Seconds of work that each lane has in a step, without slowdown by anything else.
+
+    Args:
+        plan: The plan.
+        workload: The model and its batch.
+        rates: Seconds of each part without slowdown.
+        micro_batches: Micro-batches per step.
+    """
+    pricing, seconds = _own(plan, rates).pricing, dict.fromkeys(Lane, LaneWork())
+    for operation in lower(plan, workload.units, micro_batches=micro_batches).operations:
+        if not isinstance(operation.lane, Lane):
+            continue
+        for stage in pricing(plan, operation, workload.units):
+            before = seconds[operation.lane]
+            moved = stage.seconds if stage.stage in TRANSFERS else 0.0
+            seconds[operation.lane] = LaneWork(before.transfer + moved, before.codec + stage.seconds - moved)
+    return seconds
 
 
 def _player(

@@ -11,7 +11,7 @@ from thinwire.spec.base import Bytes, Count, Depth, Positive, Spec
 from thinwire.spec.machines.measured import Measured, Timing
 from thinwire.spec.plan import Dtype
 
-__all__ = ["CodecRow", "CollectiveRow", "ComputeRow", "Handling", "OverlapRow", "Profile", "profiled_kind"]
+__all__ = ["CodecRow", "CollectiveRow", "ComputeRow", "Handling", "OverlapRow", "Profile", "StepRow", "profiled_kind"]
 
 NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
@@ -101,6 +101,14 @@ class OverlapRow(Spec):
     )
 
 
+class StepRow(Spec):
+    """A step that was predicted from the profile and then measured, in a race."""
+
+    plan: str = Field(description="fingerprint of the plan")
+    predicted: Positive = Field(description="predicted seconds")
+    seconds: Positive = Field(description="median seconds of the measured steps")
+
+
 class Handling(Spec):
     """How long the runtime itself holds the processor, beyond computation, transfers and codecs' work. For a stage of a
     collective it prepares buffers and wakes threads; for a step it runs the optimizer's code and checks. All 0 on an
@@ -159,6 +167,9 @@ class Profile(Measured):
     compute: tuple[ComputeRow, ...] = Field(default=(), description="times of parts of models")
     overlap: tuple[OverlapRow, ...] = Field(
         default=(), description="how much computation and transfers slow each other down"
+    )
+    steps: tuple[StepRow, ...] = Field(
+        default=(), description="steps that were predicted from these rows and measured, which say how wrong they are"
     )
 
     def paced(self, pace: float, *, transfers: bool = False) -> Self:

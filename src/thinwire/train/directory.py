@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from thinwire.checkpoint.durable import make_directory, replace_file
 from thinwire.errors import UsageError
+from thinwire.spec.expectation import Expectation
 from thinwire.spec.plan import Plan
 from thinwire.spec.profile import Profile
 from thinwire.spec.recipe import Recipe
@@ -71,6 +72,12 @@ class RunDirectory:
 
     profile = _Within("profile.json")
     """The profile of the cluster that ``--plan auto`` measured, JSON."""
+
+    race = _Within("race.json")
+    """Which plans ``--plan auto`` tried before the run, and what a step took under each, JSON."""
+
+    expected = _Within("expected.json")
+    """What the plan was expected to do before the run, JSON."""
 
     traces = _Within("traces")
     """Traces of the steps that the recipe names."""
@@ -176,7 +183,16 @@ class RunDirectory:
 
         Enter it before :meth:`open`.
         """
-        described = (self.recipe, self.plan, self.versions, self.command, self.profile, self.summary, self.picture)
+        described = (
+            self.recipe,
+            self.plan,
+            self.versions,
+            self.command,
+            self.profile,
+            self.race,
+            self.summary,
+            self.picture,
+        )
         before = {path: path.read_bytes() for path in described if path.is_file()}
         starts = self._num_starts()
         try:
@@ -197,6 +213,8 @@ class RunDirectory:
         *,
         command: str = "",
         profile: Profile | None = None,
+        race: Mapping[str, Any] | None = None,
+        expected: Expectation | None = None,
     ) -> None:
         """Make the directory and write the description of the run, so that both survive a loss of power. One process of
         the run calls it.
@@ -207,6 +225,8 @@ class RunDirectory:
             versions: Versions of the software by package.
             command: The command line, quoted for a shell.
             profile: The profile that ``--plan auto`` used; ``None`` leaves the file of an earlier start alone.
+            race: The race that ``--plan auto`` ran, if it chose the plan.
+            expected: What the plan is expected to do; ``None`` leaves the file of an earlier start alone.
 
         Raises:
             UsageError: A file cannot be written.
@@ -225,6 +245,11 @@ class RunDirectory:
             stale.unlink(missing_ok=True)
         if profile is not None:
             write_atomically(self.profile, profile.to_json())
+            self.race.unlink(missing_ok=True)
+        if race is not None:
+            write_json(self.race, race)
+        if expected is not None:
+            write_atomically(self.expected, expected.to_json())
         write_json(self.versions, versions)
         write_atomically(self.command, command + "\n")
         write_atomically(self.plan, plan.to_toml(full=True))
@@ -235,7 +260,8 @@ class RunDirectory:
 
     def _never_began(self) -> bool:
         """Whether the directory is left from a run that was refused before its first step; a new run may replace it."""
-        known = {self.checkpoints, self.logs, self.recipe, self.plan, self.versions, self.command, self.profile}
+        known = {self.checkpoints, self.logs, self.recipe, self.plan, self.versions, self.command}
+        known |= {self.profile, self.race, self.expected}
         present = set(self.path.iterdir())
         described = bool(present & known - {self.logs})  # any of them: the disk may have been full after the first
         return described and present <= known and not any(self.checkpoints.glob("*"))

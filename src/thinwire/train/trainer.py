@@ -407,6 +407,7 @@ class Trainer:
             sent=measured.sent,
             exposed=measured.exposed,
             codec=measured.codec,
+            transfer=measured.transfer,
             own=summarized(own),
             data_waits=waits._asdict(),
             exchanges=self.watch.take_exchanges(),

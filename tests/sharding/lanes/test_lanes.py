@@ -252,3 +252,12 @@ def test_threads_do_not_keep_the_process(lanes: Lanes) -> None:
     own = [thread for thread in threading.enumerate() if thread.name.startswith("thinwire-gather")]
     assert own
     assert all(thread.daemon for thread in own)
+
+
+def test_an_exchange_of_the_computing_thread_counts_as_waiting_for_its_lane() -> None:
+    lanes = Lanes(torch.device("cpu"))
+    with lanes.waiting(Lane.CONTROL):
+        time.sleep(0.02)
+    assert lanes.exposed()[Lane.CONTROL] >= 0.02
+    assert lanes.exposed().get(Lane.CONTROL, 0.0) == 0.0, "counted once"
+    lanes.close()

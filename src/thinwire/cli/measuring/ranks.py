@@ -38,12 +38,13 @@ def launched(command: str) -> Started:
     return ranks
 
 
-def join(device: torch.device, timeout: float | None = None) -> None:
+def join(device: torch.device, timeout: float | None = None, keys: str | None = None) -> None:
     """Join the other ranks of the job, and do not leave it, so that training may go on in it.
 
     Args:
         device: Device of this rank.
         timeout: Seconds after which a collective of the job fails; ``None`` takes the default of the job's groups.
+        keys: Directory of the job's keys; ``None`` takes that of the environment, if there is one.
     """
     import datetime
 
@@ -56,7 +57,7 @@ def join(device: torch.device, timeout: float | None = None) -> None:
         torch.cuda.set_device(device)
     torch.set_num_threads(threads_per_rank())
     patience = group.DEFAULT_TIMEOUT if timeout is None else datetime.timedelta(seconds=timeout)
-    group.init(timeout=patience, device=device)
+    group.init(timeout=patience, device=device, keys=keys)
 
 
 @contextlib.contextmanager

@@ -320,6 +320,7 @@ def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob
 def _fastest(job: TrainingJob, options: PlanOptions, answer: Answer) -> None:
     """Add the plans of the shortest overlapped step, and what else is asked of the first of them."""
     import thinwire.plan as planner
+    from thinwire.spec.expectation import Expectation
     from thinwire.units import format_bytes
 
     asked = job
@@ -362,6 +363,12 @@ def _fastest(job: TrainingJob, options: PlanOptions, answer: Answer) -> None:
     if options.out is not None:
         which = "the first plan" if written == chosen.plan else "the first plan with islands"
         answer.files.append(File("--out", options.out, written.save, f"wrote {which} to {options.out}"))
+        if written == chosen.plan:
+            beside, expected = Expectation.beside(options.out), planner.expectation(job, chosen)
+            done = (
+                f"wrote what it is expected to do to {beside}; thinwire train keeps it, and thinwire report checks it"
+            )
+            answer.files.append(File("--out", beside, expected.write, done))
     answer.facts = ({} if islands is None else {"islands": islands}) | {
         "plans": [row_json(job, number, row) for number, row in enumerate(rows, start=1)],
         "explain": (

@@ -1,10 +1,12 @@
-"""``thinwire train --plan auto``: measures the cluster briefly, chooses a plan, and explains the choice."""
+"""``thinwire train --plan auto``: measures the cluster briefly, lets the most promising plans make the run's first
+steps, takes the fastest, and explains the choice."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,23 +14,43 @@ from thinwire.errors import UsageError
 from thinwire.spec import Factor
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
-    from thinwire.plan import Chosen, CodecLevel, Freedom
+    from thinwire.plan import Chosen, CodecLevel, Freedom, PricedPlan
     from thinwire.spec import ModelSpec, Plan
+    from thinwire.spec.expectation import Expectation
     from thinwire.spec.profile import Profile
     from thinwire.spec.recipe import Recipe
     from thinwire.train.environment import Started
     from thinwire.train.launching.resolved import ResolvedRun
     from thinwire.train.measuring.automatic import Here
+    from thinwire.train.processes.race import Race
 
-__all__ = ["choose_plan"]
+__all__ = ["Choice", "choose_plan"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plan of a run, and what it rests on.
+
+    Attributes:
+        plan: The plan.
+        profile: The profile by which plans were predicted, with the steps that the race has measured.
+        race: The race; ``None`` if the run is too short for one.
+        expected: What the plan is expected to do.
+    """
+
+    plan: Plan
+    profile: Profile
+    race: Race | None
+    expected: Expectation
 
 
 def choose_plan(
     run: ResolvedRun, ranks: Started | None, profile: Path | None, codecs: CodecLevel | None, console: Console
-) -> tuple[Plan, Profile]:
-    """Choose the plan for a run.
+) -> Choice:
+    """Choose the plan for a run: by prediction, then by a race of those that the prediction cannot tell apart.
 
     Args:
         run: The run under its recipe's plan. The choice keeps its ranks, its sequences per step, and the keys that the
@@ -40,7 +62,7 @@ def choose_plan(
         console: Console that shows the choice and its reason.
 
     Returns:
-        The chosen plan, the same on every rank, and the profile that the choice is based on.
+        The choice, the same on every rank.
 
     Raises:
         SpecError: The model's shape is unknown.
@@ -66,9 +88,43 @@ def choose_plan(
             shape, recipe.train.seq, resolved, source, "--plan auto", clip=clip, free=free
         )
     _say(chosen, console)
-    for line in planner.replaced_keys(chosen.plan, resolved, recipe.plan):
+    raced = _race(run, ranks, chosen, free, console)
+    plan = chosen.plan if raced is None else raced.taken.plan
+    consent = planner.lossy_codecs(chosen.job, chosen.searched, plan)
+    for line in (*([] if consent is None else [consent]), *planner.replaced_keys(plan, resolved, recipe.plan)):
         console.print(line, markup=False, soft_wrap=True)
-    return chosen.plan, measured
+    expected = planner.expectation(chosen.job, chosen.searched.simulations.price(chosen.job, plan))
+    return Choice(plan, measured if raced is None else raced.noted(measured), raced, expected)
+
+
+def _race(run: ResolvedRun, ranks: Started | None, chosen: Chosen, free: Freedom, console: Console) -> Race | None:
+    """Let the finalists make the run's first steps, unless the run is short or there is but one."""
+    import thinwire.plan as planner
+    from thinwire.train.processes.race import announcement, lap_here, race, time_limit
+
+    limit = time_limit(run.recipe.train.steps, chosen.predicted.seconds)
+    if limit is None:
+        console.print("auto: no race, as the run itself is predicted to be over sooner", markup=False, soft_wrap=True)
+        return None
+    entered = planner.finalists(chosen, run.plan, free)
+    if len(entered) == 1:
+        return None
+    console.print(announcement(entered, limit), markup=False, soft_wrap=True)
+    done = race(entered, lap_here(run), limit) if ranks is None else _race_beside(run, ranks, entered, limit)
+    for line in done.lines():
+        console.print(line, markup=False, soft_wrap=True)
+    return done
+
+
+def _race_beside(run: ResolvedRun, ranks: Started, entered: tuple[PricedPlan, ...], limit: float) -> Race:
+    """A race of ranks that a launcher has started."""
+    from thinwire.collectives import group
+    from thinwire.train.processes.beside import LapsBeside
+    from thinwire.train.processes.race import race
+
+    _join(run.recipe, ranks)
+    with LapsBeside(run, group.control()) as laps:
+        return race(entered, laps.lap, limit, clock=laps.clock, prepare=laps.prepare)
 
 
 def _freedom(recipe: Recipe, codecs: CodecLevel | None) -> Freedom:
@@ -90,13 +146,22 @@ def _freedom(recipe: Recipe, codecs: CodecLevel | None) -> Freedom:
 
 def _here(recipe: Recipe, mesh: Factor, ranks: Started) -> Here:
     """The ranks that a launcher has started, of which this one has joined the others."""
-    from thinwire.cli.measuring.ranks import join, status
-    from thinwire.train.environment import rank_device
+    from thinwire.cli.measuring.ranks import status
     from thinwire.train.measuring.automatic import Here
 
+    return Here(mesh, _join(recipe, ranks), status(ranks))
+
+
+def _join(recipe: Recipe, ranks: Started) -> torch.device:
+    """Join the other ranks, unless this one has; returns its device."""
+    from thinwire.cli.measuring.ranks import join
+    from thinwire.collectives import group
+    from thinwire.train.environment import rank_device
+
     device = rank_device(recipe.cluster.device, ranks.local_rank)
-    join(device, recipe.cluster.timeout)
-    return Here(mesh, device, status(ranks))
+    if not group.is_initialized():
+        join(device, recipe.cluster.timeout, recipe.cluster.keys)
+    return device
 
 
 def _measured_apart(recipe: Recipe, resolved: Plan, mesh: Factor, shape: ModelSpec, directory: Path) -> Path:
@@ -118,7 +183,7 @@ def _measured_apart(recipe: Recipe, resolved: Plan, mesh: Factor, shape: ModelSp
 
 
 def _say(choice: Chosen, console: Console) -> None:
-    """Print the plan, what bounds its step, which lossy codecs it has, and the fastest classic system."""
+    """Print the plan, what bounds its step, and the fastest classic system."""
     import thinwire.plan as planner
 
     chosen = choice.predicted
@@ -126,8 +191,6 @@ def _say(choice: Chosen, console: Console) -> None:
         f"auto: {planner.summary(chosen.plan)}",
         f"predicted step {chosen.seconds:.3f} s, bound by {planner.binding(choice.job, chosen)}",
     ]
-    if choice.consent is not None:
-        lines.append(choice.consent)
     plain = min((c for c in choice.searched.classics if c.fits), key=lambda c: c.seconds, default=None)
     if plain is not None:
         lines.append(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -21,6 +22,7 @@ from thinwire.errors import UsageError
 from thinwire.extras import require
 
 if TYPE_CHECKING:
+    from thinwire.spec.expectation import Expectation
     from thinwire.spec.plan import Plan
     from thinwire.spec.profile import Profile
     from thinwire.spec.recipe import Recipe
@@ -51,7 +53,8 @@ class TrainOptions:
         str | None,
         typer.Option(
             metavar="PLAN.toml|preset:NAME|auto",
-            help="How to shard it, instead of the recipe's plan; auto measures the cluster and chooses.",
+            help="How to shard it, instead of the recipe's plan; auto measures the cluster, tries plans and takes the "
+            "fastest.",
         ),
     ] = None
     profile: Annotated[
@@ -148,14 +151,14 @@ def train(options: TrainOptions) -> None:
         found = _hardware(recipe, ranks)
         run = resolve_run(recipe, directory, ranks, found, resume=options.resume, stream=stream)
         console = Console(stderr=options.as_json, quiet=ranks is not None and ranks.rank > 0, highlight=False)
-        run, measured = _choose_plan(options, run, ranks, console)
+        run, kept = _choose_plan(options, run, _expected(recipe), ranks, console)
         for note in (*(() if run.resume else _origin(run.recipe)), *run.notes, *run.replaced):
             console.print(note, markup=False, soft_wrap=True)
         with advised(options.recipe, run):
             if ranks is None:
-                _launch(run, measured, console)
+                _launch(run, kept, console)
             else:
-                _join(run, measured, console, ranks)
+                _join(run, kept, console, ranks)
         if ranks is None or ranks.rank == 0:
             _finish(directory, console, options.as_json)
 
@@ -184,10 +187,25 @@ def _hardware(recipe: Recipe, ranks: Started | None) -> Hardware:
     return (found_hardware if ranks is None else hardware)(recipe.cluster.device)
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """What the run's directory keeps beside its plan.
+
+    Attributes:
+        profile: The profile by which ``--plan auto`` predicted.
+        race: The race by which it chose.
+        expected: What the plan is expected to do.
+    """
+
+    profile: Profile | None = None
+    race: dict[str, Any] | None = None
+    expected: Expectation | None = None
+
+
 def _choose_plan(
-    options: TrainOptions, run: ResolvedRun, ranks: Started | None, console: Console
-) -> tuple[ResolvedRun, Profile | None]:
-    """The run under the plan that ``--plan auto`` chooses, and the profile behind the choice.
+    options: TrainOptions, run: ResolvedRun, expected: Expectation | None, ranks: Started | None, console: Console
+) -> tuple[ResolvedRun, _Kept]:
+    """The run under the plan that ``--plan auto`` chooses, and what its directory keeps.
 
     A run that continues on the same mesh keeps its plan.
     """
@@ -198,12 +216,32 @@ def _choose_plan(
         for option, value in (("--profile", options.profile), ("--codecs", options.codecs)):
             if value is not None:
                 raise UsageError(f"{option} {value} requires --plan auto")
-        return run, None
-    before = Plan.load(run.directory.plan) if run.resume and run.directory.plan.exists() else None
+        if expected is None or expected.plan == run.plan.fingerprint():
+            return run, _Kept(expected=expected)
+        line = "what the plan file was expected to do is not kept, as the recipe or --set changes the plan"
+        console.print(line, markup=False, soft_wrap=True)
+        return run, _Kept()
+    continued = run.resume or _restarted()
+    before = Plan.load(run.directory.plan) if continued and run.directory.plan.exists() else None
     if before is not None and _same_ranks(before, run.plan):
-        return run.with_plan(before), None
-    plan, measured = choose_plan(run, ranks, options.profile, options.codecs, console)
-    return run.with_plan(plan), measured
+        return run.with_plan(before), _Kept()
+    choice = choose_plan(run, ranks, options.profile, options.codecs, console)
+    raced = None if choice.race is None else choice.race.to_dict()
+    return run.with_plan(choice.plan), _Kept(choice.profile, raced, choice.expected)
+
+
+def _expected(recipe: Recipe) -> Expectation | None:
+    """What ``thinwire plan --out`` has written beside the recipe's plan file, if there is one."""
+    from thinwire.spec.expectation import Expectation
+
+    file = recipe.plan.get("file")
+    beside = None if file is None else Expectation.beside(Path(file))
+    return Expectation.read(beside) if beside is not None and beside.is_file() else None
+
+
+def _restarted() -> bool:
+    """Whether torchrun has started the ranks again after one was lost."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def _same_ranks(before: Plan, now: Plan) -> bool:
@@ -254,7 +292,7 @@ def default_directory(parent: Path, stem: str, *, resume: bool) -> Path:
     return newest if resume else path
 
 
-def _launch(run: ResolvedRun, profile: Profile | None, console: Console) -> None:
+def _launch(run: ResolvedRun, kept: _Kept, console: Console) -> None:
     """Start this machine's ranks and wait for them."""
     from thinwire.program import idle_codecs
     from thinwire.train.data.packing import prepare
@@ -271,7 +309,7 @@ def _launch(run: ResolvedRun, profile: Profile | None, console: Console) -> None
     with directory.held(), directory.unless_refused():
         # Here rather than on the ranks: errors in the data are found before anything starts.
         dataset = prepare(run.recipe.data, report)
-        directory.open(run.recipe, plan, versions(), command=command_line(), profile=profile)
+        directory.open(run.recipe, plan, versions(), command=command_line(), **vars(kept))
         for line in (plan.describe(), *idle_codecs(plan)):
             report(line)
         report(
@@ -282,15 +320,13 @@ def _launch(run: ResolvedRun, profile: Profile | None, console: Console) -> None
         launch(run, report)
 
 
-def _join(run: ResolvedRun, profile: Profile | None, console: Console, ranks: Started) -> None:
+def _join(run: ResolvedRun, kept: _Kept, console: Console, ranks: Started) -> None:
     """Be one rank of a run that a launcher of the user's has started."""
-    import os
-
     from thinwire.program import idle_codecs
     from thinwire.train.launching.versions import versions
     from thinwire.train.processes.worker import recorded_failure, train
 
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    restarted = _restarted()
     directory, plan = run.directory, run.plan
     with recorded_failure(directory.logs), contextlib.ExitStack() as stack:
         if ranks.rank == 0:
@@ -300,7 +336,7 @@ def _join(run: ResolvedRun, profile: Profile | None, console: Console, ranks: St
                 directory.check(resume=run.resume)
                 if run.resume:
                     directory.check_same(run.recipe)
-            directory.open(run.recipe, plan, versions(), command=command_line(), profile=profile)
+            directory.open(run.recipe, plan, versions(), command=command_line(), **vars(kept))
             for line in (plan.describe(), *idle_codecs(plan)):
                 console.print(line, markup=False, soft_wrap=True)
         train(dataclasses.replace(run, resume=run.resume or restarted), launched=False)

@@ -12,7 +12,9 @@ lifetime of buffers in flight live in this package only. The rules, which :mod:`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -20,7 +22,7 @@ from thinwire.collectives.links.streams import streams_of
 from thinwire.collectives.moves import Move, Moves
 from thinwire.program import AnyLane, Axis, HostLane, Lane
 from thinwire.program.stages import TRANSFERS, Stage
-from thinwire.program.timeline import Timeline
+from thinwire.program.timeline import WAITING, Timeline
 from thinwire.sharding.lanes.home import HomeStream
 from thinwire.sharding.lanes.late import Late, read_later
 from thinwire.sharding.lanes.load import Load
@@ -53,6 +55,7 @@ class Lanes:
         self._streams, self._stages = streams_of(device), stages
         self.home = HomeStream(self._streams)
         self._newest: dict[AnyLane, Ticket] = {}
+        self._waited: dict[AnyLane, float] = {}  # by the computing thread, without a ticket
         self.recorder = Recorder(self._streams)
         self._workers: dict[tuple[AnyLane, Stage], Worker] = {}
         self._locked: list[tuple[torch.Tensor, Callable[[], None]]] = []  # memory of the host, and what unlocks it
@@ -106,9 +109,23 @@ class Lanes:
 
         return worker.submit(once_there, (), load.label)
 
+    @contextlib.contextmanager
+    def waiting(self, lane: AnyLane) -> Iterator[None]:
+        """Count an exchange that the computing thread itself makes as waiting for a lane. A device that computes
+        meanwhile waits for nothing, and then nothing is counted."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._streams is None:
+                self._waited[lane] = self._waited.get(lane, 0.0) + time.perf_counter() - started
+                if self.recorder.timeline is not None:
+                    self.recorder.timeline.add(WAITING, f"for {lane}", started, time.perf_counter())
+
     def exposed(self) -> dict[AnyLane, float]:
         """Seconds that computation waited for each lane since the last call."""
-        seconds: dict[AnyLane, float] = dict.fromkeys(WATCHED, 0.0)
+        seconds: dict[AnyLane, float] = {**dict.fromkeys(WATCHED, 0.0), **self._waited}
+        self._waited.clear()
         for (lane, _), worker in self._workers.items():
             seconds[lane] = seconds.get(lane, 0.0) + worker.exposed()
         return seconds

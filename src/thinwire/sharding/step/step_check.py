@@ -446,7 +446,9 @@ def exchange_bytes(sharded: ShardedModel, payload: bytes, size: int) -> list[byt
         The bytes of each rank, by rank.
     """
     group = sharded.axes[Axis.WORLD, Lane.CONTROL]
-    rows = gather_rows(group, torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8))
+    row = torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8)
+    with sharded.lanes.waiting(Lane.CONTROL):  # for the slowest rank, above all
+        rows = gather_rows(group, row)
     ranks = sharded.part.data.ranks
     positions = sorted(range(group.size), key=ranks.__getitem__)
     # The group sorts by place within the node, then by node.

@@ -11,7 +11,7 @@ from pydantic import Field
 from thinwire.errors import SpecError
 from thinwire.spec.base import Positive, Spec
 
-__all__ = ["Measured", "Timing"]
+__all__ = ["JsonSpec", "Measured", "Timing"]
 
 
 class Timing(Spec):
@@ -22,18 +22,14 @@ class Timing(Spec):
     high: Positive = Field(description="upper quartile, in seconds")
 
 
-class Measured(Spec):
-    """What was measured, and with what."""
+class JsonSpec(Spec):
+    """A specification with a JSON file of its own."""
 
     what: ClassVar[str]
     """What such a file holds, for messages."""
 
     made_by: ClassVar[str]
     """The command that makes such a file, up to its name."""
-
-    version: Literal[1] = Field(default=1, description="version of this file format")
-    device: str = Field(description="name of the accelerator or the processor")
-    torch: str = Field(description="PyTorch version")
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
@@ -66,3 +62,11 @@ class Measured(Spec):
             else:
                 lines.append(f'  "{key}": {json.dumps(value)}')
         return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+class Measured(JsonSpec):
+    """What was measured, and with what."""
+
+    version: Literal[1] = Field(default=1, description="version of this file format")
+    device: str = Field(description="name of the accelerator or the processor")
+    torch: str = Field(description="PyTorch version")

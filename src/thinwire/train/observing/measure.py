@@ -20,7 +20,7 @@ from thinwire.sharding import api
 from thinwire.train.observing.allocator import FIGURES, figures
 from thinwire.train.observing.metrics import KINDS
 
-_PER_KIND: Final = 4
+_PER_KIND: Final = 5
 _PER_AXIS: Final = 3
 _AXES: Final = ("tp", "pp", "ep", "cp")
 _MEMORY: Final = ("rss", *FIGURES)
@@ -34,6 +34,7 @@ class StepMeasurements:
         sent: Bytes sent by all ranks, by kind, then ``inside`` and ``across`` nodes; with those of other axes.
         exposed: Seconds that computation waited, by kind, mean over ranks; and of axes that are timed.
         codec: Seconds that codecs took, by kind, mean over ranks.
+        transfer: Seconds that transfers took, by kind, mean over ranks; waiting for peers is part of them.
         memory: Bytes by rank: ``rss``, and on GPUs those of
             :data:`~thinwire.train.observing.allocator.FIGURES`.
         retries: How often each rank's allocator ran out of room and emptied its cache, since the start.
@@ -43,6 +44,7 @@ class StepMeasurements:
     sent: Mapping[str, Mapping[str, int]]
     exposed: Mapping[str, float]
     codec: Mapping[str, float]
+    transfer: Mapping[str, float]
     memory: Mapping[str, Sequence[int]]
     retries: Sequence[int]
     own: Sequence[float]
@@ -69,12 +71,13 @@ def pack(
         sent, waited, worked = api.traffic(chunk), api.exposed(chunk), api.worked(chunk)
         for kind, before in totals.items():
             hops = sent.get(kind, {})
-            codec = worked.get(kind, {}).get("codec", 0.0)
-            now = (hops.get("inside", 0), hops.get("across", 0), waited.get(kind, 0.0), codec)
+            work = worked.get(kind, {})
+            seconds_of = (waited.get(kind, 0.0), work.get("codec", 0.0), work.get("transfer", 0.0))
+            now = (hops.get("inside", 0), hops.get("across", 0), *seconds_of)
             totals[kind] = tuple(old + float(new) for old, new in zip(before, now, strict=True))
     words = [word for kind in KINDS for word in totals[kind]]
     axes = model.axis_traffic()
-    stood_still = sum(waited for _, _, waited, _ in totals.values())
+    stood_still = sum(waited for _, _, waited, *_ in totals.values())
     for axis in _AXES:
         count = float(axes[axis].sent) if axis in axes else 0.0
         across = float(axes[axis].across) if axis in axes else 0.0
@@ -104,11 +107,12 @@ def unpack(means: Sequence[float], world: int) -> StepMeasurements:
     sent: dict[str, dict[str, int]] = {}
     waited: dict[str, float] = {}
     codec: dict[str, float] = {}
+    transfer: dict[str, float] = {}
     for index, kind in enumerate(KINDS):
-        inside, across, waiting, coding = means[_PER_KIND * index : _PER_KIND * (index + 1)]
+        inside, across, waiting, coding, moving = means[_PER_KIND * index : _PER_KIND * (index + 1)]
         if kind in set(HostLane) and not waiting:
             continue
-        waited[kind], codec[kind] = waiting, coding
+        waited[kind], codec[kind], transfer[kind] = waiting, coding, moving
         sent[kind] = {"inside": round(inside * world), "across": round(across * world)}
     rest = means[_PER_KIND * len(KINDS) :]
     for index, axis in enumerate(_AXES):
@@ -121,7 +125,7 @@ def unpack(means: Sequence[float], world: int) -> StepMeasurements:
     retries = memory[world * len(_MEMORY) :]
     if not any(memory[world:]):  # no GPU
         by_rank = {"rss": by_rank["rss"]}
-    return StepMeasurements(sent, waited, codec, by_rank, retries, [mean * world for mean in rest[-world:]])
+    return StepMeasurements(sent, waited, codec, transfer, by_rank, retries, [mean * world for mean in rest[-world:]])
 
 
 def share_across(grid: Grid, stages_here: int, node_ranks: int) -> float:

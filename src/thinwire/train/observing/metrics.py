@@ -78,6 +78,8 @@ class StepRecord:
         sent: Bytes sent by all ranks since the last record, by kind, then ``inside`` and ``across`` nodes.
         exposed: Seconds that computation waited since the last record, by kind, mean over ranks.
         codec: Seconds that codecs took since the last record, by kind, mean over ranks.
+        transfer: Seconds that transfers took since the last record, by kind, mean over ranks; waiting for peers is part
+            of them.
         own: Seconds per step that ranks spent on their own work rather than waiting for communication: ``median``, and
             ``slowest`` with its ``rank``.
         data_waits: Number of ``steps`` since the last record that waited for their data, and the ``seconds`` that they
@@ -112,6 +114,7 @@ class StepRecord:
     sent: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     exposed: Mapping[str, float] = field(default_factory=dict)
     codec: Mapping[str, float] = field(default_factory=dict)
+    transfer: Mapping[str, float] = field(default_factory=dict)
     own: Mapping[str, float] = field(default_factory=dict)
     data_waits: Mapping[str, float] = field(default_factory=dict)
     exchanges: Sequence[Mapping[str, Any]] = ()

@@ -15,7 +15,7 @@ from thinwire.errors import OutOfMemoryError, ThinwireError
 from thinwire.train.checkpoint import checkpoints
 from thinwire.train.directory import RunDirectory
 from thinwire.train.launching.resolved import ResolvedRun
-from thinwire.train.processes.ranks import Failure, run_ranks
+from thinwire.train.processes.ranks import Failure, run_ranks, training
 
 Report = Callable[[str], None]
 
@@ -43,7 +43,7 @@ def launch(run: ResolvedRun, report: Report) -> None:
     with _stop_on_signal(directory, report):
         for restart in range(max_restarts + 1):
             try:
-                failure = run_ranks(run, resume=run.resume or restart > 0)
+                failure = run_ranks(run, training(resume=run.resume or restart > 0))
             except _EndedBySignalError as error:
                 raise LostRankError("ended at once; continue from the last checkpoint with --resume") from error
             if failure is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -23,7 +24,10 @@ from thinwire.train.environment import num_cores
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.processes.server import end_with_launcher, leave_session, start
 
-__all__ = ["Failure", "RankExit", "cause", "run_ranks"]
+__all__ = ["Failure", "Perform", "RankExit", "cause", "free_port", "run_ranks", "training"]
+
+Perform = Callable[[ResolvedRun], int]
+"""What a rank does, by a name that can be pickled; it returns the exit status."""
 
 _CURABLE: Final = ("CollectiveError",)
 """Expected errors that a restart may cure: other ranks raise them when a rank is lost."""
@@ -84,28 +88,41 @@ class RankExit:
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
-def run_ranks(run: ResolvedRun, *, resume: bool) -> Failure | None:
+def run_ranks(
+    run: ResolvedRun,
+    perform: Perform,
+    *,
+    only: Mapping[str, str] | None = None,
+    limit: float | None = None,
+) -> Failure | None:
     """Start all ranks and wait until they have ended.
 
     Args:
         run: The run, whose directory has been opened.
-        resume: Whether to continue from the newest checkpoint.
+        perform: What each rank does.
+        only: Environment variables of the one rank to start here, if others start the other ranks.
+        limit: Seconds after which ranks that have not ended are ended; ``None`` for no limit.
 
     Returns:
         The failure that explains the others; ``None`` if every rank has succeeded.
+
+    Raises:
+        TimeoutError: Ranks have not ended within the limit.
     """
-    num_ranks = run.plan.ranks
-    words = Path(tempfile.mkdtemp(prefix="thinwire-"))
-    common = dict(os.environ) | _variables(num_ranks)
-    processes: list[BaseProcess] = []
+    began, words = time.monotonic(), Path(tempfile.mkdtemp(prefix="thinwire-"))
+    variables = _all_here(run.plan.ranks) if only is None else [dict(only)]
+    processes: dict[int, BaseProcess] = {}
     try:
-        for rank in range(num_ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(words / str(rank))}
+        for own in variables:
+            rank = int(own["RANK"])
+            own["TORCHELASTIC_ERROR_FILE"] = str(words / str(rank))
             # Rank 0 owns the terminal; the output of the others goes to files.
-            log = run.directory.logs / f"rank-{rank}.log" if rank else None
-            processes.append(start(f"rank {rank}", _rank, common | own, log, run, resume))
+            log = run.directory.logs / f"rank-{rank}.log" if rank or only is not None else None
+            processes[rank] = start(f"rank {rank}", _rank, dict(os.environ) | own, log, run, perform)
         while not (failures := _failures(processes, words)) and (left := _running(processes)):
-            wait([process.sentinel for process in left])
+            patience = None if limit is None else began + limit - time.monotonic()
+            if not wait([process.sentinel for process in left], patience):
+                raise TimeoutError(f"ranks {sorted(processes)} have not ended within {limit:.0f} s")
         deadline = time.monotonic() + _LAST_WORDS
         while failures and cause(failures).error in _CURABLE and (left := _running(processes)):
             if not wait([process.sentinel for process in left], deadline - time.monotonic()):
@@ -115,6 +132,21 @@ def run_ranks(run: ResolvedRun, *, resume: bool) -> Failure | None:
     finally:
         _end(processes)
         shutil.rmtree(words, ignore_errors=True)
+
+
+def training(*, resume: bool) -> Perform:
+    """A rank trains.
+
+    Args:
+        resume: Whether to continue from the newest checkpoint.
+    """
+    return functools.partial(_train, resume=resume)
+
+
+def _train(run: ResolvedRun, *, resume: bool) -> int:
+    from thinwire.train.processes.worker import be_rank  # imported long ago, by the server
+
+    return be_rank(run, resume=resume)
 
 
 def cause(failures: Mapping[int, RankExit]) -> Failure:
@@ -127,7 +159,7 @@ def cause(failures: Mapping[int, RankExit]) -> Failure:
     return min(all_failures, key=lambda failure: failure.weight)
 
 
-def _rank(environment: Mapping[str, str], log: Path | None, run: ResolvedRun, resume: bool) -> None:
+def _rank(environment: Mapping[str, str], log: Path | None, run: ResolvedRun, perform: Perform) -> None:
     """Be a rank, in a process that the server has forked."""
     leave_session()
     end_with_launcher()
@@ -137,9 +169,13 @@ def _rank(environment: Mapping[str, str], log: Path | None, run: ResolvedRun, re
         with log.open("ab") as file:
             for stream in (sys.stdout, sys.stderr):
                 os.dup2(file.fileno(), stream.fileno())
-    from thinwire.train.processes.worker import be_rank  # imported long ago, by the server
+    raise SystemExit(perform(run))
 
-    raise SystemExit(be_rank(run, resume=resume))
+
+def _all_here(num_ranks: int) -> list[dict[str, str]]:
+    """Environment variables of every rank of a job on this machine."""
+    common = _variables(num_ranks)
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
 
 
 def _variables(num_ranks: int) -> dict[str, str]:
@@ -154,22 +190,23 @@ def _variables(num_ranks: int) -> dict[str, str]:
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
     }
     return {name: value for name, value in wanted.items() if name not in os.environ} | meeting
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine on which nobody listens now."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 
 
-def _running(processes: list[BaseProcess]) -> list[BaseProcess]:
-    return [process for process in processes if process.exitcode is None]
+def _running(processes: Mapping[int, BaseProcess]) -> list[BaseProcess]:
+    return [process for process in processes.values() if process.exitcode is None]
 
 
-def _failures(processes: list[BaseProcess], words: Path) -> dict[int, RankExit]:
-    codes = {rank: process.exitcode for rank, process in enumerate(processes)}
+def _failures(processes: Mapping[int, BaseProcess], words: Path) -> dict[int, RankExit]:
+    codes = {rank: process.exitcode for rank, process in processes.items()}
     return {rank: RankExit(code, _said(words / str(rank))) for rank, code in codes.items() if code}
 
 
@@ -194,17 +231,17 @@ def _failure(rank: int, ended: RankExit) -> Failure:
     return Failure(rank, f"exited with status {ended.exitcode} and said nothing")
 
 
-def _end(processes: list[BaseProcess]) -> None:
+def _end(processes: Mapping[int, BaseProcess]) -> None:
     """End the ranks that still run: ask first, and kill those that do not obey. Waits for none of them for ever."""
     for process in _running(processes):
         process.terminate()
     deadline = time.monotonic() + _SHUTDOWN
-    for process in processes:
+    for process in processes.values():
         process.join(max(0.0, deadline - time.monotonic()))
     for process in _running(processes):
         process.kill()
     deadline = time.monotonic() + _SHUTDOWN
-    for process in processes:
+    for process in processes.values():
         # A process in a call of a file system that hangs ends once the call returns, which may be never.
         process.join(max(0.0, deadline - time.monotonic()))
         if process.exitcode is not None:

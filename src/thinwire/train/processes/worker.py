@@ -14,7 +14,7 @@ import os
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,8 +23,9 @@ import torch
 from thinwire.agreement import Typed
 from thinwire.collectives import group
 from thinwire.errors import OutOfMemoryError, ThinwireError
-from thinwire.train.data.packing import prepare
+from thinwire.train.data.packing import Dataset, prepare
 from thinwire.train.environment import rank_device, threads_per_rank
+from thinwire.train.lap import timed_steps
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.launching.stop import StopRequest
 from thinwire.train.loop import Result, train_rank
@@ -43,6 +44,16 @@ def train(run: ResolvedRun, *, launched: bool) -> Result:
     Returns:
         How the run ended.
     """
+    with _joined(run) as (dataset, device):
+        # Rank 0 decides: it has opened the directory, and other ranks may already see files that it has written.
+        run = dataclasses.replace(run, resume=group.control().all_gather_typed(run.resume, Typed[bool](bool))[0])
+        with StopRequest(run.directory.stop_file, launched=launched) as stop:
+            return train_rank(run, dataset, device, stop)
+
+
+@contextlib.contextmanager
+def _joined(run: ResolvedRun) -> Iterator[tuple[Dataset, torch.device]]:
+    """Be one rank of a run's job; gives its tokens and the device of this rank."""
     recipe = run.recipe
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = rank_device(recipe.cluster.device, local_rank)
@@ -53,10 +64,7 @@ def train(run: ResolvedRun, *, launched: bool) -> Result:
     cluster = recipe.cluster
     group.init(timeout=datetime.timedelta(seconds=cluster.timeout), device=device, keys=cluster.keys)
     try:
-        # Rank 0 decides: it has opened the directory, and other ranks may already see files that it has written.
-        run = dataclasses.replace(run, resume=group.control().all_gather_typed(run.resume, Typed[bool](bool))[0])
-        with StopRequest(run.directory.stop_file, launched=launched) as stop:
-            return train_rank(run, dataset, device, stop)
+        yield dataset, device
     finally:
         group.shutdown()
 
@@ -121,12 +129,38 @@ def be_rank(run: ResolvedRun, *, resume: bool) -> int:
     Returns:
         Exit status.
     """
+    return _status(run, lambda: train(dataclasses.replace(run, resume=resume), launched=True))
+
+
+def be_racer(run: ResolvedRun, *, result: Path, deadline: float) -> int:
+    """Be one rank that tries a plan, in a process of its own.
+
+    Args:
+        run: The run under that plan, in a directory of its own.
+        result: File to which rank 0 writes the seconds of its steps, a list in JSON.
+        deadline: When the last step should be over, on the machine's monotonic clock.
+
+    Returns:
+        Exit status.
+    """
+
+    def race() -> None:
+        with _joined(run) as (dataset, device):
+            seconds = timed_steps(run, dataset, device, deadline)
+            if group.control().rank == 0:
+                result.write_text(json.dumps(seconds), encoding="utf-8")
+
+    return _status(run, race)
+
+
+def _status(run: ResolvedRun, perform: Callable[[], object]) -> int:
+    """Exit status of a process that is one rank and performs something."""
     _name_process(f"rank {os.environ['RANK']}")
     _reserve()
     warnings.simplefilter("ignore")  # torch's own, once per rank; errors are ours to report
     try:
         with recorded_failure(run.directory.logs):
-            train(dataclasses.replace(run, resume=resume), launched=True)
+            perform()
     except Exception:
         return 1
     return 0

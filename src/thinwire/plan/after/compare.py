@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from thinwire.errors import DataError
-from thinwire.plan.priced import PricedPlan, price_plan
+from thinwire.plan.after.expected import COMPUTATION, MEMORY, STEP, expectation
+from thinwire.plan.priced import price_plan
 from thinwire.plan.training_job import TrainingJob, refuse_context
-from thinwire.program import Lane, Scope, lower
 from thinwire.record import WARM_UP, Record, RunRecord, began, read_run, steady
-from thinwire.spec import Plan
+from thinwire.spec.expectation import Expectation
 from thinwire.spec.profile import Profile
 
-__all__ = ["RunComparison", "Quantity", "compare", "refit"]
+__all__ = ["Quantity", "Rows", "RunComparison", "compare", "compare_expected", "measured_figure", "refit"]
 
 Rows = Sequence[tuple[Record, int]]
 """Records, each with the number of steps that it covers."""
@@ -75,11 +75,29 @@ def compare(run: Path, profile: Profile) -> RunComparison:
         SpecError: The plan or the recipe cannot be read, or the profile is of another cluster.
     """
     record = read_run(run)
-    rows = _measured(record)
+    _check_steps(record)
     job = _job(record, profile)
-    priced = price_plan(job, record.plan)
-    quantities = (*_times(priced, rows), *_bytes(job, record.plan, rows), *_memory(priced, rows))
-    return RunComparison(quantities, sum(count for _, count in rows))
+    return compare_expected(record, expectation(job, price_plan(job, record.plan)))
+
+
+def compare_expected(run: RunRecord, expected: Expectation) -> RunComparison:
+    """Compare what was expected of a plan with what a run under it has measured.
+
+    Args:
+        run: The run.
+        expected: What was expected before it.
+
+    Raises:
+        DataError: The run has too few steps.
+    """
+    _check_steps(run)
+    rows = steady(run)
+    quantities = []
+    for figure in expected.figures:
+        measured = measured_figure(figure.name, rows, run.plan.ranks)
+        if measured is not None and (figure.amount or measured):
+            quantities.append(Quantity(figure.name, figure.unit, figure.amount, measured))
+    return RunComparison(tuple(quantities), sum(count for _, count in rows))
 
 
 def refit(profile: Profile, comparison: RunComparison) -> Profile:
@@ -98,8 +116,12 @@ def refit(profile: Profile, comparison: RunComparison) -> Profile:
     return profile.paced(measured / predicted)
 
 
-def _measured(run: RunRecord) -> Rows:
-    """Records made under the run's current plan, each with the number of steps that it covers."""
+def _check_steps(run: RunRecord) -> None:
+    """Refuse a run that is too short to compare.
+
+    Raises:
+        DataError: It has too few records under its plan.
+    """
     before_plan = began(run.starts)
     present = [record for record in run.records if record["step"] > before_plan]
     if len(present) <= WARM_UP:
@@ -107,7 +129,6 @@ def _measured(run: RunRecord) -> Rows:
             f"{run.path / 'metrics.jsonl'} has {len(present)} records of the run's plan, and the first {WARM_UP} do "
             "not count; train longer"
         )
-    return steady(run)
 
 
 def _job(run: RunRecord, profile: Profile) -> TrainingJob:
@@ -134,44 +155,33 @@ def _vocab(run: Path) -> int:
     return int(max(ids)) + 1
 
 
-def _times(priced: PricedPlan, rows: Rows) -> list[Quantity]:
-    quantities = [Quantity("step", "s", priced.seconds, _median(rows, lambda record, _: record["step_seconds"]))]
-    waiting = {str(lane): priced.simulated.exposed[lane] for lane in Lane}
-    # While the pipeline fills and drains, a stage waits for messages too: the run cannot tell the two apart.
-    waiting |= {"tp": priced.axes.sums, "pp": priced.axes.messages + priced.axes.idle, "ep": priced.axes.experts}
-    for kind, predicted in waiting.items():
+def measured_figure(name: str, rows: Rows, ranks: int) -> float | None:
+    """A figure of a step as a run has measured it, in the median; of memory, the most.
 
-        def waited(record: Record, steps: int, kind: str = kind) -> float:
-            return float(record["exposed"].get(kind, 0.0)) / steps
+    Args:
+        name: Name of the figure in an expectation.
+        rows: Records of the run.
+        ranks: Number of ranks; records have the bytes of all of them together.
 
-        measured = _median(rows, waited)
-        if predicted or measured:
-            quantities.append(Quantity(f"waiting for {kind}", "s", predicted, measured))
-    return quantities
-
-
-def _bytes(job: TrainingJob, plan: Plan, rows: Rows) -> list[Quantity]:
-    traffic = lower(plan, job.units(plan), micro_batches=plan.micro_batches).traffic()
-    quantities = []
-    for lane in Lane:
-        for scope in Scope:
-
-            def sent(record: Record, steps: int, lane: str = str(lane), scope: str = str(scope)) -> float:
-                return (
-                    float(record["bytes"].get(lane, {}).get(scope, 0)) / steps / plan.ranks
-                )  # records sum over all ranks
-
-            predicted, measured = float(traffic[lane][scope]), _median(rows, sent)
-            if predicted or measured:
-                quantities.append(Quantity(f"{lane} {scope}", "B", predicted, measured))
-    return quantities
+    Returns:
+        Seconds or bytes of a rank; ``None`` if no record has them.
+    """
+    if name == MEMORY:
+        return max((float(max(record["memory"].values())) for record, _ in rows if record.get("memory")), default=None)
+    found = [_measured(name, record, steps, ranks) for record, steps in rows]
+    known = [amount for amount in found if amount is not None]
+    return statistics.median(known) if known else None
 
 
-def _memory(priced: PricedPlan, rows: Rows) -> list[Quantity]:
-    peaks = [max(record["memory"].values()) for record, _ in rows if record.get("memory")]
-    return [Quantity("memory of a rank", "B", float(priced.memory.total), float(max(peaks)))] if peaks else []
-
-
-def _median(rows: Rows, figure: Callable[[Record, int], float]) -> float:
-    """Median of a figure per step, which ``figure`` computes from a record and the number of steps that it covers."""
-    return statistics.median(figure(record, steps) for record, steps in rows)
+def _measured(name: str, record: Record, steps: int, ranks: int) -> float | None:
+    """A figure of a step in one record, which covers some steps."""
+    if name == STEP:
+        return float(record["step_seconds"])
+    if name == COMPUTATION:
+        return record["own"].get("median") if record.get("own") else None
+    for words, key in (("waiting for ", "exposed"), ("transfers of ", "transfer"), ("codecs of ", "codec")):
+        if name.startswith(words):
+            table = record.get(key)
+            return None if table is None else float(table.get(name.removeprefix(words), 0.0)) / steps
+    lane, scope = name.split()
+    return float(record["bytes"].get(lane, {}).get(scope, 0)) / steps / ranks

@@ -1,0 +1,62 @@
+"""What a plan is expected to do, figure by figure, with the names under which a run measures the same."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from thinwire.plan.priced import PricedPlan, provenance
+from thinwire.plan.training_job import TrainingJob
+from thinwire.program import Lane, Scope, lower
+from thinwire.sim.step import lane_work
+from thinwire.spec.expectation import Expectation, Figure
+
+__all__ = ["COMPUTATION", "MEMORY", "STEP", "expectation"]
+
+STEP: Final = "step"
+COMPUTATION: Final = "computation"
+"""Own work of a rank: what a step takes beside waiting."""
+MEMORY: Final = "memory of a rank"
+
+
+def expectation(job: TrainingJob, priced: PricedPlan) -> Expectation:
+    """The figures of a plan that was priced.
+
+    Args:
+        job: The job.
+        priced: A plan for it.
+    """
+    return Expectation(
+        plan=priced.plan.fingerprint(),
+        model=job.model.name or "unnamed",
+        seq=job.seq,
+        tokens_per_step=job.tokens_per_step,
+        rests_on=provenance(job, priced).step,
+        figures=(*_times(job, priced), *_bytes(job, priced), _figure(MEMORY, "B", priced.memory.total)),
+    )
+
+
+def _times(job: TrainingJob, priced: PricedPlan) -> list[Figure]:
+    waiting = {str(lane): priced.simulated.exposed[lane] for lane in Lane}
+    # While the pipeline fills and drains, a stage waits for messages too: a run cannot tell the two apart.
+    waiting |= {"tp": priced.axes.sums, "pp": priced.axes.messages + priced.axes.idle, "ep": priced.axes.experts}
+    own = max(0.0, priced.seconds - sum(waiting.values()))
+    figures = [_figure(STEP, "s", priced.seconds), _figure(COMPUTATION, "s", own)]
+    figures += [_figure(f"waiting for {kind}", "s", seconds) for kind, seconds in waiting.items()]
+    plan = priced.plan
+    work = lane_work(plan, job.workload(plan), job.rates, micro_batches=plan.micro_batches)
+    for lane, of_lane in work.items():
+        figures += [
+            _figure(f"transfers of {lane}", "s", of_lane.transfer),
+            _figure(f"codecs of {lane}", "s", of_lane.codec),
+        ]
+    return figures
+
+
+def _bytes(job: TrainingJob, priced: PricedPlan) -> list[Figure]:
+    plan = priced.plan
+    traffic = lower(plan, job.units(plan), micro_batches=plan.micro_batches).traffic()
+    return [_figure(f"{lane} {scope}", "B", traffic[lane][scope]) for lane in Lane for scope in Scope]
+
+
+def _figure(name: str, unit: Literal["s", "B"], amount: float) -> Figure:
+    return Figure(name=name, unit=unit, amount=float(amount))

@@ -1,0 +1,65 @@
+"""A lap: the first steps of a run under one plan, timed by one rank among the others, to compare plans before a run."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from thinwire.collectives.group import control
+from thinwire.train.data.packing import Dataset
+from thinwire.train.launching.resolved import ResolvedRun
+from thinwire.train.measuring.room import explained_exhaustion, measure_room
+from thinwire.train.trainer import make_trainer
+
+__all__ = ["ENOUGH", "LEAST", "MOST", "WARM_UP", "timed_steps"]
+
+WARM_UP: Final = 2
+"""Steps that do not count: connections are made, memory is taken, nothing of an earlier step is on its way."""
+LEAST: Final = 3
+"""Steps to time at least, if there is time."""
+MOST: Final = 10
+"""Steps to time at most."""
+ENOUGH: Final = 2.0
+"""Seconds of timed steps after which fewer than :data:`MOST` will do."""
+
+
+def timed_steps(
+    run: ResolvedRun,
+    dataset: Dataset,
+    device: torch.device,
+    deadline: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[float]:
+    """Make the first steps of a run. Collective; the ranks agree on the last one.
+
+    Args:
+        run: The run under a plan to try.
+        dataset: The run's tokens.
+        device: Device of this rank.
+        deadline: When the last step should be over, by ``clock``.
+        clock: Seconds.
+
+    Returns:
+        Seconds of the steps after the first :data:`WARM_UP`; empty if there was no time for any.
+    """
+    rank, room = control().rank, measure_room(device)
+    with explained_exhaustion(rank, "building the model", room):
+        trainer = make_trainer(run, dataset, device)
+        trainer.prepare_data()
+    seconds: list[float] = []
+    with explained_exhaustion(rank, "training", room):
+        for number in itertools.count(1):
+            begun = clock()
+            timed = seconds[WARM_UP:]
+            late = begun + max(seconds, default=0.0) > deadline
+            enough = number >= WARM_UP + MOST or (len(timed) >= LEAST and sum(timed) >= ENOUGH)
+            stop = trainer.step(late or enough).stop
+            seconds.append(clock() - begun)
+            if stop:
+                break
+    return seconds[WARM_UP:]

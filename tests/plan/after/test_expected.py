@@ -1,0 +1,124 @@
+"""What a plan is expected to do goes from ``thinwire plan --out`` through a run to its report."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.support.paths import ROOT
+from tests.support.reports import write_run
+from tests.support.small import write_text
+from typer.testing import CliRunner
+
+import thinwire.plan as planner
+from thinwire.cli.main import app
+from thinwire.errors import SpecError
+from thinwire.record import read_run
+from thinwire.spec import ModelSpec, Plan
+from thinwire.spec.expectation import Expectation
+from thinwire.spec.profile import Profile
+from thinwire.spec.recipe import Recipe
+from thinwire.train.data.packing import prepare
+
+pytestmark = pytest.mark.ranks
+
+PROFILE = ROOT / "docs" / "results" / "planner" / "profile-200mbit.json"
+RECIPE = """
+[model]
+layers = 2
+hidden = 32
+heads = 2
+ffn = 48
+[data]
+source = "text"
+paths = ["text.txt"]
+cache = "cache"
+vocab = 300
+[train]
+steps = 8
+seq = 32
+global_batch = 16
+validate_every = 0
+validation_samples = 4
+tensorboard = false
+[cluster]
+device = "cpu"
+timeout = "60s"
+"""
+
+
+def planned(directory: Path) -> tuple[Path, Expectation]:
+    """A plan file for the recipe, and what is expected of it."""
+    write_text(directory / "text.txt", words=400)
+    (directory / "recipe.toml").write_text(RECIPE, encoding="utf-8")
+    recipe = Recipe.read(directory / "recipe.toml")
+    shape = recipe.model.shape(vocab=prepare(recipe.data).vocab, seq=32)
+    shape.save(directory / "model.toml")
+    out = directory / "plan.toml"
+    options = ["--model", str(directory / "model.toml"), "--profile", str(PROFILE), "--seq", "32"]
+    result = CliRunner().invoke(app, ["plan", *options, "--tokens-per-step", str(16 * 32), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    return out, Expectation.read(directory / "plan.expected.json")
+
+
+def train(directory: Path, name: str, *arguments: str) -> str:
+    command = [sys.executable, "-m", "thinwire.cli.main", "train", str(directory / "recipe.toml")]
+    outside = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "SLURM_PROCID")}
+    command += ["--out", str(directory / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=outside, check=False, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_run_keeps_what_was_expected_and_its_report_shows_it_beside_what_was_measured(tmp_path: Path) -> None:
+    out, expected = planned(tmp_path)
+    assert expected.plan == Plan.load(out).fingerprint()
+    assert (tmp_path / "plan.expected.json").stat().st_size < 4096
+    train(tmp_path, "run", "--plan", str(out))
+    run = read_run(tmp_path / "run")
+    assert run.expected == expected
+    result = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--json"])
+    assert result.exit_code == 0, result.output
+    rows = {row["name"]: row for row in json.loads(result.stdout)["runs"][0]["predicted"]}
+    amounts = {figure.name: figure.amount for figure in expected.figures}
+    assert {"step", "computation", "waiting for control", "memory of a rank"} <= rows.keys()
+    assert any(name.startswith("transfers of ") and row["measured"] > 0 for name, row in rows.items())
+    assert all(row["predicted"] == amounts[name] for name, row in rows.items())
+    bytes_of = [name for name in rows if name.endswith((" inside", " across")) and not name.startswith("control")]
+    assert bytes_of
+    assert all(rows[name]["predicted"] == pytest.approx(rows[name]["measured"], rel=0.2) for name in bytes_of)
+
+
+@pytest.mark.slow
+def test_what_was_expected_of_another_plan_is_not_kept(tmp_path: Path) -> None:
+    out, _ = planned(tmp_path)
+    said = train(tmp_path, "run", "--plan", str(out), "--set", "plan.bucket_bytes=123456")
+    assert "what the plan file was expected to do is not kept" in said
+    assert read_run(tmp_path / "run").expected is None
+
+
+def test_what_is_expected_fits_the_step_that_is_predicted() -> None:
+    own = Plan.preset("thinwire", nodes=2, local=2, micro_batch=2, micro_batches=4)
+    model = ModelSpec(name="small", layers=4, hidden=256, heads=4, ffn=704, vocab=2048, seq=128)
+    job = planner.profiled_job(model, 128, own, Profile.read(PROFILE), clip=True)
+    priced = planner.price_plan(job, own)
+    amounts = {figure.name: figure.amount for figure in planner.expectation(job, priced).figures}
+    waiting = sum(amount for name, amount in amounts.items() if name.startswith("waiting for "))
+    assert amounts["step"] == pytest.approx(amounts["computation"] + waiting)
+    assert amounts["codecs of reduce"] > 0
+    assert amounts["codecs of control"] == 0
+    exact = planner.price_plan(job, own.uncompressed())
+    plain = {figure.name: figure.amount for figure in planner.expectation(job, exact).figures}
+    assert plain["codecs of sync"] == 0
+    assert plain["transfers of sync"] > amounts["transfers of sync"]
+
+
+def test_a_damaged_expectation_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "expected.json").write_text("{", encoding="utf-8")
+    with pytest.raises(SpecError, match="what a plan is expected to do"):
+        read_run(run)

@@ -1,0 +1,214 @@
+"""The race before a run: which plans it tries, for how long, which it takes, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.support.paths import ROOT
+from tests.support.small import write_text
+
+from thinwire.collectives import group
+from thinwire.spec import Plan
+from thinwire.spec.profile import Profile
+from thinwire.spec.recipe import Recipe
+from thinwire.testing import run_ranks
+from thinwire.train.data.packing import prepare
+from thinwire.train.directory import RunDirectory
+from thinwire.train.launching.resolved import ResolvedRun
+from thinwire.train.processes.beside import LapsBeside
+from thinwire.train.processes.race import Lap, Race, lap_here, race, time_limit
+
+pytestmark = pytest.mark.ranks
+
+RECIPE = """
+plan = { preset = "zero1", compute_dtype = "float32" }
+[model]
+layers = 4
+hidden = 32
+heads = 2
+ffn = 48
+[data]
+source = "text"
+paths = ["text.txt"]
+cache = "cache"
+vocab = 300
+[train]
+steps = 30
+seq = 32
+global_batch = 16
+validate_every = 0
+validation_samples = 4
+[cluster]
+nodes = 1
+nproc = 2
+device = "cpu"
+timeout = "60s"
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    plan: Plan
+    seconds: float
+    label: str | None = None
+
+
+DDP, ZERO1, ZERO3 = (Plan.preset(name, nodes=1, local=2, micro_batch=8) for name in ("ddp", "zero1", "zero3"))
+MANY_MESSAGES = ZERO3.with_(micro_batch=1, micro_batches=8, granularity="module", overlap={"gather": False})
+IMPOSSIBLE = DDP.with_(units=({"match": "no_such_module", "keep_gathered": True},))
+
+
+@pytest.fixture(scope="module")
+def directory() -> Path:
+    path = Path(tempfile.mkdtemp(prefix="thinwire-test-"))
+    write_text(path / "text.txt", words=400)
+    (path / "recipe.toml").write_text(RECIPE, encoding="utf-8")
+    prepare(Recipe.read(path / "recipe.toml").data)
+    return path
+
+
+def the_run(directory: Path) -> ResolvedRun:
+    return ResolvedRun(Recipe.read(directory / "recipe.toml"), ZERO1, RunDirectory(directory / "never"), node_ranks=2)
+
+
+class Clock:
+    """A clock that only laps move."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def lap(self, steps: dict[Plan, float], *, starting: float = 1.0) -> Callable[[Plan, float], Lap]:
+        def run(plan: Plan, left: float) -> Lap:
+            wanted = starting + 5 * steps[plan]
+            self.now += min(wanted, left)
+            return Lap((steps[plan],) * 5) if wanted <= left else Lap(problem="too late")
+
+        return run
+
+
+def test_the_faster_plan_is_taken_even_if_it_was_predicted_slower() -> None:
+    clock = Clock()
+    entered = [Entry(ZERO1, 0.1), Entry(DDP, 0.2, "ddp"), Entry(ZERO3, 0.3, "zero3")]
+    done = race(entered, clock.lap({ZERO1: 0.5, DDP: 0.4, ZERO3: 0.6}), 30.0, clock=clock)
+    assert done.taken.plan == DDP
+    assert [raced.measured for raced in done.plans] == [0.5, 0.4, 0.6]
+    assert done.seconds == pytest.approx(3 + 5 * 1.5)
+    assert "taken: preset ddp" in done.lines()[-1]
+
+
+def test_the_time_of_a_race_is_kept() -> None:
+    """Plans that would not be through in time do not start, and one that takes longer than predicted is ended."""
+    clock = Clock()
+    entered = [Entry(ZERO1, 0.1), Entry(DDP, 0.2), Entry(ZERO3, 2.0), Entry(MANY_MESSAGES, 0.1)]
+    done = race(entered, clock.lap({ZERO1: 0.4, DDP: 0.4, MANY_MESSAGES: 9.0}), 9.0, clock=clock)
+    assert clock.now == 109.0
+    assert done.seconds == 9.0
+    assert [raced.problem for raced in done.plans] == [None, None, "no time was left for it", "too late"]
+    assert done.taken.plan == ZERO1
+
+
+def test_predictions_that_are_too_slow_keep_no_plan_out() -> None:
+    clock = Clock()
+    entered = [Entry(ZERO1, 2.0), Entry(DDP, 5.0), Entry(ZERO3, 9.0)]
+    done = race(entered, clock.lap({ZERO1: 0.2, DDP: 0.5, ZERO3: 0.1}), 10.0, clock=clock)
+    assert [raced.measured for raced in done.plans] == [0.2, 0.5, 0.1]
+    assert done.taken.plan == ZERO3
+
+
+def test_without_a_step_in_time_the_predicted_winner_is_taken() -> None:
+    clock = Clock()
+    done = race([Entry(ZERO3, 0.1), Entry(DDP, 0.2)], clock.lap({ZERO3: 50.0, DDP: 0.1}), 20.0, clock=clock)
+    assert done.taken.plan == ZERO3
+    assert "the predicted winner is taken" in done.lines()[-1]
+
+
+def test_a_race_takes_30_seconds_or_1_percent_and_none_of_a_short_run() -> None:
+    assert time_limit(450, 0.2) == 30.0
+    assert time_limit(100_000, 0.2) == 200.0
+    assert time_limit(100, 0.2) is None
+
+
+def test_measured_steps_decide_and_a_plan_that_fails_drops_out(directory: Path) -> None:
+    """On ranks that this process starts: the winner by prediction is slower, and one plan cannot be trained."""
+    entered = [Entry(MANY_MESSAGES, 0.001), Entry(IMPOSSIBLE, 0.002), Entry(DDP, 0.1, "ddp")]
+    done = race(entered, lap_here(the_run(directory)), 120.0)
+    check_outcome(done)
+    assert not (directory / "never").exists()
+
+
+def test_ranks_that_are_not_through_in_time_are_ended(directory: Path) -> None:
+    lap = lap_here(the_run(directory))(DDP, 0.05)
+    assert lap == Lap(problem="no step was timed in the 50 ms that were left")
+
+
+def check_outcome(done: Race) -> None:
+    slow, failed, fast = done.plans
+    assert slow.measured is not None
+    assert fast.measured is not None
+    assert fast.measured < slow.measured
+    assert done.taken is fast
+    assert failed.measured is None
+    assert failed.problem is not None
+    assert failed.problem.startswith("rank ")
+    assert "no_such_module" in failed.problem
+
+
+def race_beside(directory: str) -> Race:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    entered = [Entry(MANY_MESSAGES, 0.001), Entry(IMPOSSIBLE, 0.002), Entry(DDP, 0.1, "ddp")]
+    with LapsBeside(the_run(Path(directory)), group.control()) as laps:
+        return race(entered, laps.lap, 120.0, clock=laps.clock, prepare=laps.prepare)
+
+
+def test_ranks_of_a_launcher_agree(directory: Path) -> None:
+    first, second = run_ranks(2, race_beside, str(directory), timeout=200.0)
+    assert first == second
+    check_outcome(first)
+
+
+@pytest.mark.slow
+def test_a_run_after_a_race_is_the_run_of_its_plan(directory: Path) -> None:
+    """Bit for bit: losses and norms of every step."""
+    # On a machine that is predicted to be slow, the run is long enough for a race.
+    profile = Profile.read(ROOT / "docs" / "results" / "planner" / "profile-200mbit.json").paced(200.0)
+    profile.write(directory / "slow.json")
+    output = train(directory, "raced", "--plan", "auto", "--profile", str(directory / "slow.json"))
+    assert "auto: the race took" in output
+    recorded = json.loads((directory / "raced" / "race.json").read_text(encoding="utf-8"))
+    timed = {raced["measured"]: raced for raced in recorded["plans"] if raced["measured"] is not None}
+    (taken,) = (raced for raced in recorded["plans"] if raced["taken"])
+    assert taken == timed[min(timed)]
+    noted = Profile.read(directory / "raced" / "profile.json").steps
+    assert {row.seconds for row in noted} == set(timed)
+    plan = Plan.load(directory / "raced" / "plan.toml")
+    assert plan == Plan.parse(taken["plan"])
+    plan.save(directory / "taken.toml", full=True)
+    train(directory, "named", "--plan", str(directory / "taken.toml"))
+    assert steps_of(directory / "raced") == steps_of(directory / "named")
+
+
+def train(directory: Path, name: str, *arguments: str) -> str:
+    command = [sys.executable, "-m", "thinwire.cli.main", "train", str(directory / "recipe.toml")]
+    command += ["--out", str(directory / name), "--set", "cluster.nodes=2", "--set", "train.tensorboard=false"]
+    outside = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "SLURM_PROCID")}
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=outside, check=False, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def steps_of(run: Path) -> list[tuple[float, ...]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert all(row["step"] == before["step"] + 1 for before, row in itertools.pairwise(rows))
+    return [(row["step"], row["loss"], row["grad_norm"], row["val_loss"]) for row in rows]
