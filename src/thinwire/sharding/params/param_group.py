@@ -100,7 +100,8 @@ class Unit:
             from_secondary: Whether to gather from the secondary shard if it is valid.
             exact: Whether to gather without a codec, whatever the plan says.
         """
-        self.take_update()
+        if self._take is not None:
+            self.take_update()
         if self.state is State.SHARDED:
             start_gathers({self.index: self}, self._singles[from_secondary and self.secondary_valid], exact=exact)
 
@@ -234,7 +235,8 @@ class Unit:
     def release_shard(self) -> None:
         """Wait until nothing reads or writes the P shard: a spread, or a gather that nobody has waited for because a
         forward ended early."""
-        self.join_spread()
+        if self._take is not None or self._spreads:
+            self.join_spread()
         for ticket in self._gather:
             ticket.wait()
 
@@ -284,7 +286,8 @@ def start_gathers(
     """
     wanted = dict.fromkeys(unit for batch in batches for unit in batch.units)
     for number in wanted:
-        units[number].take_update()
+        if units[number]._take is not None:
+            units[number].take_update()
     fresh = {number for number in wanted if units[number].state is State.SHARDED}
     if not fresh:
         return
@@ -333,7 +336,7 @@ def _start_gather(parts: Sequence[tuple[Unit, int]], *, from_secondary: bool, ex
             moves = [moves[0].after(come_up)]
     axis = Axis.SECONDARY if from_secondary else Axis.PARAMS
     load = _load(axis, tuple(unit.index for unit in of_units), tuple(unit.name for unit in of_units), encoded)
-    after = [spread for unit in of_units for spread in unit.spreads]
+    after = [spread for unit in of_units for spread in unit._spreads]
     for work in moves:
         ticket = link.lanes.submit(Lane.GATHER, work, after=after, load=load)
         for unit in of_units:
