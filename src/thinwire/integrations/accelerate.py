@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.integrations.optimizers import (
+from thinwire.integrations.common.optimizers import (
     begin_micro_batch,
     follow,
     is_sharded,
@@ -31,7 +31,7 @@ from thinwire.integrations.optimizers import (
     over_shares,
     without_sync,
 )
-from thinwire.integrations.plans import chosen_plan, launched_mesh
+from thinwire.integrations.common.plans import chosen_plan, launched_mesh
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import plan_of
 from thinwire.sharding.step.loss_scale import LossScale

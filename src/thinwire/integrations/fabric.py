@@ -21,11 +21,11 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.integrations.building import Building
-from thinwire.integrations.mixed import COMPUTE_DTYPES, ShardedPrecision, checked_precision, register
-from thinwire.integrations.optimizers import follow, is_sharded, names_of, over_shares, without_sync
-from thinwire.integrations.plans import chosen_plan
-from thinwire.integrations.typed_state import decoded, encoded
+from thinwire.integrations.common.building import Building
+from thinwire.integrations.common.mixed import COMPUTE_DTYPES, ShardedPrecision, checked_precision, register
+from thinwire.integrations.common.optimizers import follow, is_sharded, names_of, over_shares, without_sync
+from thinwire.integrations.common.plans import chosen_plan
+from thinwire.integrations.common.typed_state import decoded, encoded
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Factor

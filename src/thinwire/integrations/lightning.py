@@ -22,8 +22,8 @@ import thinwire as tw
 from thinwire.checkpoint import store
 from thinwire.collectives import group
 from thinwire.errors import UsageError
-from thinwire.integrations.building import Building
-from thinwire.integrations.mixed import (
+from thinwire.integrations.common.building import Building
+from thinwire.integrations.common.mixed import (
     COMPUTE_DTYPES,
     ShardedPrecision,
     checked_precision,
@@ -31,9 +31,9 @@ from thinwire.integrations.mixed import (
     restore_scaler,
     scaler_state,
 )
-from thinwire.integrations.optimizers import follow, is_sharded, names_of, over_shares, without_sync
-from thinwire.integrations.plans import chosen_plan
-from thinwire.integrations.typed_state import decoded, encoded
+from thinwire.integrations.common.optimizers import follow, is_sharded, names_of, over_shares, without_sync
+from thinwire.integrations.common.plans import chosen_plan
+from thinwire.integrations.common.typed_state import decoded, encoded
 from thinwire.sharding.checkpointing.full_state import (
     load_whole_share_state,
     load_whole_state,

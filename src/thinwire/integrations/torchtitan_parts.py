@@ -30,8 +30,8 @@ from thinwire.agreement import NOTHING, Typed
 from thinwire.checkpoint.manifest import MANIFEST_NAME
 from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError, UsageError
-from thinwire.integrations.optimizers import begin_micro_batch
-from thinwire.integrations.typed_state import decoded, encoded
+from thinwire.integrations.common.optimizers import begin_micro_batch
+from thinwire.integrations.common.typed_state import decoded, encoded
 from thinwire.sharding.memory.initial import Region
 from thinwire.sharding.runtime.runtime import runtime_of
 

@@ -21,9 +21,9 @@ from transformers import Trainer, TrainingArguments
 import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.integrations.accelerate import STATE, SteppingOptimizer
-from thinwire.integrations.automatic import automatic_plan
-from thinwire.integrations.optimizers import begin_micro_batch, follow, is_sharded, names_of, over_shares
-from thinwire.integrations.plans import chosen_plan, launched_mesh
+from thinwire.integrations.common.automatic import automatic_plan
+from thinwire.integrations.common.optimizers import begin_micro_batch, follow, is_sharded, names_of, over_shares
+from thinwire.integrations.common.plans import chosen_plan, launched_mesh
 from thinwire.plan import CODEC_LEVELS, CodecLevel
 from thinwire.sharding.checkpointing.full_state import whole_value
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer

@@ -18,7 +18,7 @@ from thinwire import codecs
 from thinwire.cost.memory.peak import Memory, memory
 from thinwire.cost.memory.states import frozen_bytes
 from thinwire.errors import CheckpointError, SpecError
-from thinwire.integrations.optimizers import is_sharded
+from thinwire.integrations.common.optimizers import is_sharded
 from thinwire.program import host_bytes
 from thinwire.sharding.api import runtime
 from thinwire.sharding.checkpointing.saved_model import SavedModel

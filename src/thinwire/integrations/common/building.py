@@ -11,7 +11,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.integrations.optimizers import is_sharded
+from thinwire.integrations.common.optimizers import is_sharded
 from thinwire.sharding.memory.recorded import RecordedValues, Recording, initialize_meta_modules
 from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.spec import Plan

@@ -1,0 +1,1 @@
+"""What the plug-ins of several frameworks share."""
