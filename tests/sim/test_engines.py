@@ -10,10 +10,9 @@ import pytest
 from thinwire.cost import Memory, Work, units
 from thinwire.sim import Answer, Case, Resource, answer
 from thinwire.spec import ClusterSpec, CodecSpec
-from thinwire_bench.published.engine_rates import EngineRates
+from thinwire_bench.published.engine_rates import EngineRates, HostOverhead
 from thinwire_bench.published.engines import ENGINES
 from thinwire_bench.published.fetching import share_of_recomputation
-from thinwire_bench.published.host_overhead import HostOverhead
 
 NODE = {"local": 8, "nodes": 1}
 

@@ -32,10 +32,9 @@ from thinwire.sim.engine import Engine, step_with_axes
 from thinwire.sim.step import Simulated
 from thinwire.sim.workload import Execution, Workload
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
-from thinwire_bench.published.engine_rates import EngineRates
+from thinwire_bench.published.engine_rates import NO_STALLS, SMALL_TENSOR, EngineRates, HostOverhead
 from thinwire_bench.published.fetching import share_of_recomputation
 from thinwire_bench.published.headroom import Headroom
-from thinwire_bench.published.host_overhead import NO_STALLS, SMALL_TENSOR, HostOverhead
 
 __all__ = ["ENGINES", "PublishedEngine"]
 
