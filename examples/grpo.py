@@ -145,6 +145,7 @@ def picture(path: Path) -> None:
     for axis, key, title in ((sent, "megabytes", "MB to a generator, per step"), (waited, "pauses", "pause, s")):
         bars = axis.bar(runs.keys(), [statistics.median(run[key]) for run in runs.values()], color=["C0", "C1"])
         axis.bar_label(bars, fmt="%.2f")
+        axis.margins(y=0.15)
         axis.set_title(title)
     for name, run in runs.items():
         learnt.plot(run["seconds"], run["rewards"], label=name)
