@@ -14,23 +14,24 @@ from tests.support.training.grids import plan_for as grid_plan
 from torch.distributed.tensor import DTensor
 
 import thinwire as tw
-from thinwire.cost import HopCollectives, NominalRates, largest_memory, parts
+from thinwire.cost import largest_memory
 from thinwire.cost.rates import wire_bytes_per_value
-from thinwire.sim.axes import AxisCosts, sending_ranks
-from thinwire.spec import ClusterSpec, CodecSpec, ModelSpec
+from thinwire.spec import CodecSpec, ModelSpec
 from thinwire.testing import run_ranks
 from thinwire.train.models.common import cross_entropy
+
+pytestmark = pytest.mark.ranks
 
 SHAPE = ModelSpec(kind="gpt", vocab=VOCABULARY, hidden=32, layers=4, heads=4, ffn=48, seq=LENGTH)
 
 SUMS = 2 * (2 * SHAPE.layers + 1)
-"""In a forward: after the embedding, and twice in each block; in the backward: twice in each block, and before the head."""
+"""In a forward: after the embedding, and twice in a block; in the backward: twice in a block, and before the head."""
 
 SEQUENCES = 16
 
 
-def plan_for(dp: int, tp: int, pp: int = 1, *, whole: bool = True, **fields: Any) -> tw.Plan:
-    return grid_plan(dp, tp, pp, sequence_parallel=not whole, **fields)
+def plan_for(dp: int, tp: int, *, whole: bool = True, **fields: Any) -> tw.Plan:
+    return grid_plan(dp, tp, 1, sequence_parallel=not whole, **fields)
 
 
 def rank_counts(plan: tw.Plan) -> tuple[dict[tuple[str, str], tuple[int, int]], float]:
@@ -41,7 +42,6 @@ def rank_counts(plan: tw.Plan) -> tuple[dict[tuple[str, str], tuple[int, int]], 
     return {(row.op, row.codec): (row.calls, row.sent) for row in model.axis_traffic()["tp"].rows}, losses[0]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("codec", ["none", "int8:256"])
 def test_all_reduces_send_what_their_halves_do(codec: str) -> None:
     """As many bytes as the cost model counts, with and without a codec."""
@@ -69,7 +69,6 @@ def rank_trains(plan: tw.Plan) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, {name: value for name, value in whole_parameters(model).items() if "norm" in name}
 
 
-@pytest.mark.ranks
 def test_codecs_keep_copies_alike_and_losses_near() -> None:
     """Norms see the same sums on all ranks, to the bit: nothing else keeps their copies together."""
     exact, _ = run_ranks(4, rank_trains, plan_for(2, 2))[0]
@@ -114,7 +113,6 @@ def stored(tensor: torch.Tensor) -> torch.UntypedStorage:
     return tensor.untyped_storage()
 
 
-@pytest.mark.ranks
 def test_activations_take_what_the_memory_model_says() -> None:
     predicted, measured = {}, {}
     for whole in (True, False):
@@ -124,36 +122,3 @@ def test_activations_take_what_the_memory_model_says() -> None:
         assert predicted[whole] == pytest.approx(measured[whole], rel=0.07)
     assert measured[False] < 0.95 * measured[True]
     assert predicted[False] < 0.9 * predicted[True]
-
-
-def test_memory_without_sequence_parallelism_follows_the_paper() -> None:
-    """Korthikanti et al., equations 2 and 4: only what lies between matrices is whole; recomputation keeps whole
-    inputs."""
-    model = ModelSpec.preset("llama-7b")
-    of = {
-        (whole, recompute): largest_memory(
-            model, plan_for(1, 8, whole=whole, micro_batches=1, recompute=recompute), seq=2048, overhead=0
-        ).activations
-        for whole in (True, False)
-        for recompute in (True, False)
-    }
-    hidden = 2048 * model.hidden * 4
-    # Of four inputs and outputs of norms in a block, torch keeps two whole in both forms.
-    assert of[True, False] - of[False, False] == pytest.approx(2 * (model.layers + 1) * hidden * 7 / 8, rel=1e-9)
-    assert of[True, True] - of[False, True] == pytest.approx((model.layers + 4) * hidden * 7 / 8, rel=1e-9)
-
-
-def test_seconds_are_those_of_equal_volumes_and_of_whole_messages() -> None:
-    """A sum takes as long in both forms; between stages, each tensor-parallel rank then sends all tokens."""
-    model = ModelSpec.preset("llama-7b")
-    cluster = ClusterSpec.preset("a800-80g", nodes=2)
-    costs = {}
-    for whole in (True, False):
-        plan = plan_for(2, 4, 2, whole=whole, compute_dtype="bfloat16")
-        rates = NominalRates(cluster, "bfloat16")
-        costs[whole] = AxisCosts(
-            plan, model, 2048, rates, HopCollectives(rates), True, sharers=sending_ranks(plan), gathered=False
-        )
-    block = next(part for part in parts(model, "block", 4) if part.kind == "block")
-    assert costs[True].sums(block) == costs[False].sums(block) > 0
-    assert costs[True].message == pytest.approx(4 * costs[False].message, rel=0.02)
