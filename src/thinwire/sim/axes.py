@@ -22,7 +22,7 @@ __all__ = ["AxisCosts", "exchanged_values", "pass_seconds", "sending_ranks"]
 SUMS = 2
 """Number of sums over tensor-parallel ranks in the forward of a block: after attention and after the feed-forward. The
 backward has as many (Megatron-LM, arXiv 1909.08053, section 3). Sequence parallelism cuts each all-reduce into its two
-halves, and changes neither bytes nor what is encoded (arXiv 2205.05198, section 4.2.2)."""
+halves, and changes neither the bytes nor how many values are encoded (arXiv 2205.05198, section 4.2.2)."""
 
 EXCHANGES = 2
 """Exchanges of the experts of a block in a forward, and as many in a backward: of tokens to their experts, and of what
