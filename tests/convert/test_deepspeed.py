@@ -344,7 +344,7 @@ def test_other_keys_arrive() -> None:
     )
     plan, result = conversion.plan(), recipe(conversion)
     assert (plan.recompute, plan.grad_reduce, plan.accumulate_dtype) == (True, "sum", "bfloat16")
-    assert (plan.tp, plan.mesh) == (2, Factor(local=2, nodes=2))
+    assert (plan.tp, plan.sequence_parallel, plan.mesh) == (2, False, Factor(local=2, nodes=2))
     assert (result.train.on_nonfinite, result.train.tensorboard, result.cluster.elastic) == ("skip", False, True)
     assert result.train.trackers == ("wandb",)
     assert (result.cluster.nodes, result.cluster.nproc) == (2, 4)

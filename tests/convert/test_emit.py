@@ -78,6 +78,14 @@ def test_torchtitan_and_megatron_name_their_own_keys() -> None:
     assert "--recompute-granularity full" in flags
 
 
+def test_megatron_is_told_of_sequence_parallelism() -> None:
+    cut = Plan.preset("zero1", nodes=4, local=4, tp=2)
+    for plan, asked in ((cut, True), (cut.with_(sequence_parallel=False), False), (cut.with_(tp=1), False)):
+        flags = emitted_text(emitted("megatron-fsdp", plan)).splitlines()
+        assert ("--sequence-parallel" in flags) == asked
+        assert f"--tensor-model-parallel-size {plan.tp}" in flags
+
+
 @pytest.mark.slow
 def test_the_command_writes_the_file_and_says_what_it_loses(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"

@@ -135,6 +135,19 @@ def test_a_run_continues_on_another_grid(recipe: Path, whole: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_without_sequence_parallelism(recipe: Path, whole: Path) -> None:
+    expected, other = records(whole), recipe.parent / "all-reduces"
+    shutil.copytree(whole, other)
+    shutil.rmtree(other / "checkpoints" / f"step-{STEPS:08d}")
+    run_ranks(4, goes_on, recipe, other, Factor(), ("plan.sequence_parallel=false",), 4)
+    lines = records(other)
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], rel=2e-6)
+    assert lines[-1]["val_loss"] == pytest.approx(expected[-1]["val_loss"], rel=2e-6)
+    # Between stages, each of the two ranks now sends all tokens.
+    assert lines[-1]["bytes"]["pp"]["inside"] == 2 * expected[-1]["bytes"]["pp"]["inside"]
+
+
+@pytest.mark.slow
 def test_eight_ranks_under_torchrun_and_a_plan_file(recipe: Path) -> None:
     plan = tw.Plan.preset(
         "zero2", nodes=1, local=2, tp=2, pp=2, compute_dtype="float32", wire={"policy": "zhybrid:24-8"}

@@ -72,7 +72,10 @@ def rank_matches(kind: Kind, plan: tw.Plan, options: dict[str, Any]) -> set[str]
     ("kind", "grid", "fields", "options"),
     [
         pytest.param("llama", (2, 2, 1), {}, {}, marks=pytest.mark.slow),
-        pytest.param("tied", (2, 2, 1), {}, {"sequence_parallel": False}, marks=pytest.mark.slow),
+        pytest.param("tied", (2, 2, 1), {"sequence_parallel": False}, {}, marks=pytest.mark.slow),
+        ("llama", (1, 2, 1), {"sequence_parallel": False}, {}),
+        ("gpt", (2, 2, 1), {"sequence_parallel": False}, {}),
+        pytest.param("llama", (1, 2, 2), {"sequence_parallel": False, "recompute": True}, {}, marks=pytest.mark.slow),
         ("learned", (2, 2, 1), {"params": {"local": 2}, "grads": {"local": 2}}, {}),
         pytest.param("gpt", (2, 1, 2), {}, {}, marks=pytest.mark.slow),
         ("llama", (2, 1, 2), {"schedule": "interleaved"}, {}),
@@ -80,7 +83,19 @@ def rank_matches(kind: Kind, plan: tw.Plan, options: dict[str, Any]) -> set[str]
         pytest.param("llama", (2, 2, 2), {}, {}, marks=pytest.mark.slow),
         pytest.param("gpt", (2, 2, 2), {"schedule": "interleaved", "grads": {"local": 2}}, {}, marks=pytest.mark.slow),
     ],
-    ids=["dp2tp2", "tied-without-sequence", "zero3-tp2", "dp2pp2", "interleaved", "tp2pp2", "3d", "3d-interleaved"],
+    ids=[
+        "dp2tp2",
+        "tied-whole",
+        "tp2-whole",
+        "dp2tp2-whole",
+        "tp2pp2-whole",
+        "zero3-tp2",
+        "dp2pp2",
+        "interleaved",
+        "tp2pp2",
+        "3d",
+        "3d-interleaved",
+    ],
 )
 def test_same_as_alone(kind: Kind, grid: tuple[int, int, int], fields: dict[str, Any], options: dict[str, Any]) -> None:
     plan = plan_for(*grid, **fields)

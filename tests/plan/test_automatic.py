@@ -113,9 +113,10 @@ def test_tensor_and_pipeline_parallelism_are_tried_where_nothing_else_fits() -> 
 
 
 def test_a_cut_of_the_run_s_own_plan_stays() -> None:
-    own = Plan.preset("zero1", nodes=2, local=1, tp=2, micro_batch=2, micro_batches=4)
+    own = Plan.preset("zero1", nodes=2, local=1, tp=2, sequence_parallel=False, micro_batch=2, micro_batches=4)
     choice = chosen(Freedom(cuts=True), own=own)
     assert (choice.plan.tp, choice.plan.pp, choice.plan.world) == (2, 1, 2)
+    assert not choice.plan.sequence_parallel
     assert sequences(choice.plan) == sequences(own)
 
 

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from thinwire.cost import HopCollectives, NominalRates, parts
 from thinwire.errors import SpecError
 from thinwire.sim import Case, answer
+from thinwire.sim.axes import AxisCosts, sending_ranks
+from thinwire.spec import ClusterSpec, ModelSpec, Plan
 
 
 def case(**changes: Any) -> Case:
@@ -25,6 +28,36 @@ def test_tensor_parallel_ranks_hold_and_compute_their_share() -> None:
     assert shared.memory.activations == pytest.approx(alone.memory.activations / 4, rel=0.01)
     # A quarter of the work in each, and the sums between attention and feed-forward besides.
     assert alone.simulated.computing / 4 < shared.simulated.computing < alone.simulated.computing / 2
+
+
+def test_whole_sequences_take_memory_and_longer_messages_but_no_longer_sums() -> None:
+    factors = {"params": "1x1", "grads": "1x1"}
+
+    def both(**changes: Any) -> list[Any]:
+        keys = {"optimizer": "2x8", **changes.pop("keys", {})}
+        return [
+            answer(case(tp=4, plan={**factors, **keys, "sequence_parallel": form}, **changes)) for form in (True, False)
+        ]
+
+    cut, whole = both()
+    assert whole.simulated.seconds == cut.simulated.seconds
+    # Recomputation keeps the input of each block, of which all but a quarter was elsewhere.
+    assert whole.memory.activations > 3 * cut.memory.activations
+    cut, whole = both(pp=4, keys={"optimizer": "2x2"})
+    assert whole.simulated.seconds > cut.simulated.seconds
+
+
+def test_a_sum_takes_as_long_as_its_halves_and_every_rank_sends_whole_sequences() -> None:
+    model, cluster = ModelSpec.preset("llama-7b"), ClusterSpec.preset("a800-80g", nodes=2)
+    rates = NominalRates(cluster, "bfloat16")
+    (block, *_) = (part for part in parts(model, "block", 4) if part.kind == "block")
+    cut, whole = (
+        AxisCosts(plan, model, 2048, rates, HopCollectives(rates), True, sending_ranks(plan), gathered=False)
+        for form in (True, False)
+        for plan in [Plan.preset("zero1", nodes=1, local=2, tp=4, pp=2, micro_batches=2, sequence_parallel=form)]
+    )
+    assert whole.sums(block) == cut.sums(block) > 0
+    assert whole.message == pytest.approx(4 * cut.message, rel=0.02)
 
 
 def test_a_pipeline_is_idle_for_all_stages_but_one() -> None:

@@ -290,6 +290,15 @@ def test_a_pipeline_gets_enough_micro_batches(path: Path) -> None:
         PlanTemplate.read(Recipe.read(path, ["plan.pp=4", "plan.micro_batches=3"])).resolve(Factor(local=2))
 
 
+def test_only_sequence_parallelism_cuts_sequences(path: Path) -> None:
+    odd = ["plan.tp=2", "train.seq=15"]
+    plan = PlanTemplate.read(Recipe.read(path, [*odd, "plan.sequence_parallel=false"])).resolve(Factor())
+    assert not plan.sequence_parallel
+    assert "tp 2; whole sequences on each tp rank" in plan.describe()
+    with pytest.raises(SpecError, match=r"seq = 15 .* plan.tp = 2, .* unless plan.sequence_parallel = false"):
+        PlanTemplate.read(Recipe.read(path, odd)).resolve(Factor())
+
+
 def test_a_plan_file_for_a_grid_says_how_to_start_it(path: Path, tmp_path: Path) -> None:
     Plan.preset("zero1", nodes=1, local=2, tp=2, pp=3, micro_batches=3).save(tmp_path / "plan.toml")
     recipe = Recipe.read(path, plan=str(tmp_path / "plan.toml"))

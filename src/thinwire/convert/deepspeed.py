@@ -62,7 +62,8 @@ def _tensor_parallel(value: int, source: Source) -> Judgement:
         return ignored("off")
     if source.ranks.local % value:
         return refused(f"tensor-parallel ranks share a node; choose a divisor of {source.ranks.local} ranks")
-    return mapped(plan={"tp": value})
+    # Its row-parallel layers end in an all-reduce (deepspeed.module_inject.layers.LinearAllreduce).
+    return mapped(plan={"tp": value, "sequence_parallel": False}, note="sequence_parallel = true takes less memory")
 
 
 def _stages(value: Any, source: Source) -> Judgement:

@@ -259,6 +259,7 @@ def _megatron(emitted: Emitted) -> str:
         f"--global-batch-size {emitted.sequences}",
         f"--seq-length {emitted.seq}",
         f"--tensor-model-parallel-size {plan.tp}",
+        *(["--sequence-parallel"] if plan.tp > 1 and plan.sequence_parallel else []),
         "--fp16" if plan.compute_dtype == "float16" else "--bf16",
         *([] if emitted.clip is None else [f"--clip-grad {emitted.clip}"]),
         "--use-megatron-fsdp",

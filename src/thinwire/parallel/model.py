@@ -358,7 +358,6 @@ def parallelize(
     plan: Plan,
     *,
     loss: Loss | None = None,
-    sequence_parallel: bool = True,
     encoded: bool = True,
     codec_backend: str | None = None,
     values: InitialValues | None = None,
@@ -376,7 +375,6 @@ def parallelize(
             needs experts; see :func:`thinwire.parallel.experts.expert_modules`. With ``cp`` above 1, it has to be a
             :class:`~thinwire.parallel.context.SharesContext`.
         loss: Mean loss of logits ``(B, T, V)`` and labels; needed for ``pp`` above 1 without ``tp``.
-        sequence_parallel: With ``tp``, also divide tokens between matrices, if the model supports it.
         encoded: Whether ``tp`` and ``pp`` send through their codecs (also through ``none``) and count bytes. Otherwise,
             torch's own groups are used.
         codec_backend: See :func:`thinwire.shard`.
@@ -403,7 +401,7 @@ def parallelize(
     per_rank = STAGES_OF_A_RANK[plan.pipeline_schedule] if grid.pp > 1 else 1
     stages = grid.pp * per_rank
     anatomy = divisible(model, plan, stages=stages)
-    sequence = sequence_parallel and getattr(anatomy, "cuts_sequences", True)
+    sequence = plan.sequence_parallel and getattr(anatomy, "cuts_sequences", True)
     dtype: torch.dtype = getattr(torch, plan.compute_dtype)
     mesh = grid.mesh(plan, device, encoded=encoded)
     axis = tensor_axis(mesh)

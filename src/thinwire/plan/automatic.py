@@ -24,6 +24,7 @@ __all__ = ["Chosen", "Freedom", "choose", "lossy_codecs", "profiled_job", "repla
 
 KEPT: Final = (
     "compute_dtype", "accumulate_dtype", "reduce_dtype", "grad_reduce", "placement", "topology", "units",
+    "sequence_parallel",
 )  # fmt: skip
 """Keys of a plan that the search does not decide."""
 

@@ -24,7 +24,7 @@ from thinwire.errors import SpecError
 from thinwire.plan.rules import UNCUT, Cut, cut_problems, cuts, divided, powers_of_two
 from thinwire.program import UnitInfo
 from thinwire.sim import Workload
-from thinwire.sim.axes import AxisCosts
+from thinwire.sim.axes import AxisCosts, sending_ranks
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
 from thinwire.spec.plan import Dtype
 from thinwire.spec.plan_parts.pipeline import keeps_busy
@@ -236,10 +236,9 @@ class TrainingJob:
 
 
 def axis_costs(job: TrainingJob, plan: Plan) -> AxisCosts:
-    """What sharing the model takes under a plan of a job. Every tensor-parallel rank sends its share of the tokens to
-    the next stage."""
+    """What sharing the model takes under a plan of a job."""
     calls, crosses = HopCollectives(job.rates), job.cluster.nodes > 1
-    return AxisCosts(plan, job.model, job.seq, job.rates, calls, crosses, sharers=plan.tp, gathered=False)
+    return AxisCosts(plan, job.model, job.seq, job.rates, calls, crosses, sharers=sending_ranks(plan), gathered=False)
 
 
 def _largest_stage(model: ModelSpec, plan: Plan) -> ModelSpec:

@@ -17,11 +17,12 @@ from thinwire.sim.workload import Workload, part_seconds
 from thinwire.spec import CodecSpec, Factor, ModelSpec, Plan
 from thinwire.spec.plan_parts.pipeline import STAGES_OF_A_RANK
 
-__all__ = ["AxisCosts", "exchanged_values", "pass_seconds"]
+__all__ = ["AxisCosts", "exchanged_values", "pass_seconds", "sending_ranks"]
 
 SUMS = 2
 """Number of sums over tensor-parallel ranks in the forward of a block: after attention and after the feed-forward. The
-backward has as many (Megatron-LM, arXiv 1909.08053, section 3)."""
+backward has as many (Megatron-LM, arXiv 1909.08053, section 3). Sequence parallelism cuts each all-reduce into its two
+halves, and changes neither the bytes nor how many values are encoded (arXiv 2205.05198, section 4.2.2)."""
 
 EXCHANGES = 2
 """Exchanges of the experts of a block in a forward, and as many in a backward: of tokens to their experts, and of what
@@ -152,6 +153,11 @@ class AxisCosts:
         if not self.gathered:
             return seconds
         return seconds + self.calls.seconds(Kind.ALL_GATHER, values * ITEMSIZE[dtype], Factor(local=self.sharers))
+
+
+def sending_ranks(plan: Plan) -> int:
+    """Number of tensor-parallel ranks that each send their tokens to thinwire's next stage; 1 if each sends all."""
+    return plan.tp if plan.sequence_parallel else 1
 
 
 def exchanged_values(part: ModelPart, plan: Plan, seq: int, hidden: int) -> float:

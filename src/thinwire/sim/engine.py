@@ -14,7 +14,7 @@ from typing import Literal, final
 
 from thinwire.cost import LibraryCollectives, Memory, NominalRates, memory
 from thinwire.program import UnitInfo
-from thinwire.sim.axes import AxisCosts, pass_seconds
+from thinwire.sim.axes import AxisCosts, pass_seconds, sending_ranks
 from thinwire.sim.step import Simulated, simulate
 from thinwire.sim.workload import Execution, Workload
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
@@ -106,9 +106,9 @@ class ThinwireEngine(Engine):
         """As the runtime performs it; tensor-parallel sums and messages between stages are the library's calls."""
         rates = NominalRates(cluster, plan.compute_dtype, group=group)
         calls = LibraryCollectives(cluster, group=group)
-        return step_with_axes(
-            AxisCosts(plan, model, workload.seq, rates, calls, cluster.nodes > 1), workload, trace=trace
-        )
+        crosses, ways = cluster.nodes > 1, sending_ranks(plan)
+        costs = AxisCosts(plan, model, workload.seq, rates, calls, crosses, sharers=ways, gathered=False)
+        return step_with_axes(costs, workload, trace=trace)
 
 
 def step_with_axes(

@@ -129,6 +129,11 @@ class Plan(Spec):
     micro_batch: Count = Field(default=1, description="sequences of one micro-batch on one rank")
     micro_batches: Count = Field(default=1, description="micro-batches of one step (M)")
     tp: Count = Field(default=1, description="tensor-parallel ranks, beside the mesh")
+    sequence_parallel: Flag = Field(
+        default=True,
+        description="whether tp also divides tokens between matrices, by reduce-scatters and all-gathers; false: "
+        "every tensor-parallel rank keeps them whole, by all-reduces",
+    )
     pp: Count = Field(default=1, description="pipeline stages, beside the mesh")
     ep: Count = Field(
         default=1, description="neighbouring ranks of the mesh that share the experts of every block (expert-parallel)"
@@ -395,6 +400,8 @@ class Plan(Spec):
             parts.append("recompute")
         axes = {"tp": self.tp, "pp": self.pp, "ep": self.ep, "cp": self.cp}
         parts += [f"{axis} {ways}" for axis, ways in axes.items() if ways > 1]
+        if self.tp > 1 and not self.sequence_parallel:
+            parts.append("whole sequences on each tp rank")
         if self.pipeline_schedule != "1f1b":
             parts.append(self.pipeline_schedule)
         if self.topology is not None:

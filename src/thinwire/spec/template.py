@@ -103,9 +103,13 @@ class PlanTemplate:
             raise SpecError(
                 "train", [f"seq = {seq} should be a multiple of plan.cp = {plan.cp}, whose ranks share sequences"]
             )
-        if seq % plan.tp:
+        if plan.sequence_parallel and seq % plan.tp:
             raise SpecError(
-                "train", [f"seq = {seq} should be a multiple of plan.tp = {plan.tp}, which cuts sequences, too"]
+                "train",
+                [
+                    f"seq = {seq} should be a multiple of plan.tp = {plan.tp}, which cuts sequences, too, unless "
+                    "plan.sequence_parallel = false"
+                ],
             )
         return plan
 

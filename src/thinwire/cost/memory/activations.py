@@ -85,8 +85,7 @@ def kept_activations(
         loss_chunk: Most logits of which the loss has fp32 copies at once.
     """
     tokens, itemsize = _tokens(plan, seq)
-    inputs = tokens * model.hidden * itemsize
-    block = inputs if plan.recompute else activation_bytes(model, tokens, itemsize)
+    block = _input_bytes(model, plan, seq) if plan.recompute else _block_bytes(model, plan, seq)
     blocks = sum(part.kind == "block" for part in parts)
     # A block may be cut into several parts.
     share = block * model.layers // max(1, blocks)
@@ -101,24 +100,44 @@ def kept_activations(
 def _tokens(plan: Plan, seq: int) -> tuple[int, int]:
     """Tokens of a micro-batch on one tensor-parallel rank, and bytes per value."""
     # Tensor-parallel ranks split the sequence wherever they do not split heads and channels (Korthikanti et al.,
-    # section 4.2).
+    # section 4.2). Without sequence parallelism, _block_bytes adds what is whole there.
     return -(-plan.micro_batch * seq // (plan.tp * plan.cp)), ITEMSIZE[plan.compute_dtype]
+
+
+def _input_bytes(model: ModelSpec, plan: Plan, seq: int) -> int:
+    """Bytes of hidden states between matrices on one rank: of its tokens, or of all without sequence parallelism."""
+    tokens, itemsize = _tokens(plan, seq)
+    return (1 if plan.sequence_parallel else plan.tp) * tokens * model.hidden * itemsize
+
+
+def _block_bytes(model: ModelSpec, plan: Plan, seq: int, *, gathered: int = 0) -> int:
+    """Bytes that one block keeps of a micro-batch on one rank.
+
+    Args:
+        model: Dimensions of the model.
+        plan: The plan.
+        seq: Tokens per sequence.
+        gathered: Of the inputs and outputs of both norms, how many are kept of all tokens under sequence parallelism.
+            Without it, all four are (Korthikanti et al., equation 2).
+    """
+    tokens, itemsize = _tokens(plan, seq)
+    whole = gathered if plan.sequence_parallel else 4
+    return activation_bytes(model, tokens, itemsize) + whole * (plan.tp - 1) * tokens * model.hidden * itemsize
 
 
 def held_activations(model: ModelSpec, plan: Plan, seq: int, stage: PipelineShare | None) -> int:
     tokens, itemsize = _tokens(plan, seq)
-    block = activation_bytes(model, tokens, itemsize)
+    inputs = _input_bytes(model, plan, seq)
+    # The inputs of attention, feed-forward and head are gathered over the tensor-parallel ranks. Torch keeps them
+    # gathered for the gradients of the weights, whereas Korthikanti et al. gather them again.
+    block = _block_bytes(model, plan, seq, gathered=0 if stage is None else 2)
     block += 2 * (plan.cp - 1) * tokens * model.kv_hidden * itemsize  # gathered keys and values
-    inputs = tokens * model.hidden * itemsize
     if stage is None:
         kept, ends = model.layers * min(plan.pp, plan.micro_batches), 3 * inputs
     else:
-        # The inputs of attention, feed-forward and head are gathered over the tensor-parallel ranks. Torch keeps them
-        # gathered for the gradients of the weights, whereas Korthikanti et al. gather them again.
-        block += 2 * (plan.tp - 1) * inputs
         kept = stage.kept_blocks
         # The embedding's output, the final norm's input and output, and messages sent to other stages.
-        ends = stage.first * inputs + stage.last * (1 + plan.tp) * inputs
+        ends = stage.first * inputs + stage.last * (inputs + plan.tp * tokens * model.hidden * itemsize)
         ends += stage.in_flight * (stage.chunks - stage.last) // stage.chunks * inputs
     return (kept * inputs + block if plan.recompute else kept * block) + ends
 
@@ -130,10 +149,9 @@ def message_bytes(model: ModelSpec, plan: Plan, seq: int, stage: PipelineShare |
     """
     if stage is None or plan.pp == 1:
         return 0
-    tokens, itemsize = _tokens(plan, seq)
     forward = max(0, (stage.chunks - stage.first) * plan.micro_batches - stage.in_flight)
     backward = (stage.chunks - stage.last) * plan.micro_batches
-    return (forward + backward) * tokens * model.hidden * itemsize
+    return (forward + backward) * _input_bytes(model, plan, seq)
 
 
 def logit_bytes(model: ModelSpec, tokens: int, itemsize: int, loss_chunk: int = GPU_LOSS_CHUNK) -> int:
