@@ -90,7 +90,8 @@ class Unit:
     @property
     def spreads(self) -> Sequence[Ticket]:
         """Tickets of spreads that gathers wait for."""
-        self.take_update()
+        if self._take is not None:
+            self.take_update()
         return self._spreads
 
     def start_gather(self, *, from_secondary: bool, exact: bool = False) -> None:
@@ -336,7 +337,7 @@ def _start_gather(parts: Sequence[tuple[Unit, int]], *, from_secondary: bool, ex
             moves = [moves[0].after(come_up)]
     axis = Axis.SECONDARY if from_secondary else Axis.PARAMS
     load = _load(axis, tuple(unit.index for unit in of_units), tuple(unit.name for unit in of_units), encoded)
-    after = [spread for unit in of_units for spread in unit._spreads]
+    after = [spread for unit in of_units for spread in unit.spreads]
     for work in moves:
         ticket = link.lanes.submit(Lane.GATHER, work, after=after, load=load)
         for unit in of_units:
