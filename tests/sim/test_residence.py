@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from thinwire.cost import memory, units
 from thinwire.program import SLOTS, HostLane, host_bytes, lower
-from thinwire.sim import Case, answer
+from thinwire.sim import Case, Slowed, answer
 from thinwire.spec import ModelSpec, Plan
 
 ON_HOST: dict[str, Any] = {"residence": {"optimizer": "host-stream"}}
@@ -32,6 +34,46 @@ def seconds(preset: str, tokens: int, on_host: bool, **changes: Any) -> float:
 @pytest.mark.parametrize("preset", ["zero1", "zero2", "zero3"])
 def test_a_long_forward_hides_the_copies(preset: str) -> None:
     assert seconds(preset, 16384, True) <= 1.01 * seconds(preset, 16384, False)
+
+
+def test_a_long_forward_hides_updates_by_the_host() -> None:
+    on_host = {"residence": {"optimizer": "host-update"}}
+    plans = [Plan.preset("zero1", nodes=1, local=8, **fields) for fields in ({}, on_host)]
+    for tokens, hidden in ((16384, True), (1024, False)):
+        resident, hosted = (step_of(plan, tokens) for plan in plans)
+        assert (hosted <= 1.03 * resident) is hidden
+
+
+QWEN3_30B_A3B: dict[str, Any] = {
+    "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "max_position_embeddings": 40960,
+    "tie_word_embeddings": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+PRIME_RL = {8192: (3.39, 3.95), 16384: (6.23, 5.91)}
+"""Published seconds of a step by tokens of a GPU, resident and updated by the hosts of eight H100."""
+
+
+def test_published_steps_of_prime_rl(tmp_path: Path) -> None:
+    """How fast it computes is taken from one resident step. The other, and both with updates on hosts, follow."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(QWEN3_30B_A3B))
+
+    def step(tokens: int, on_host: bool, compute: float) -> float:
+        plan: dict[str, Any] = {"params": "8x1", "grads": "8x1", "optimizer": "8x1"}
+        plan |= {"residence": {"optimizer": "host-update"}} if on_host else {}
+        case = {"model": str(config), "gpu": "h100-80g", "gpus": 8, "seq": 2048, "micro_batch_tokens": tokens}
+        slowed = Slowed(compute=compute)
+        return answer(Case.parse({**case, "recompute": True, "plan": plan}), slowed=slowed).simulated.seconds
+
+    low, high = 1.0, 20.0
+    for _ in range(12):
+        middle = (low + high) / 2
+        low, high = (middle, high) if step(8192, False, middle) < PRIME_RL[8192][0] else (low, middle)
+    assert step(16384, False, low) == pytest.approx(PRIME_RL[16384][0], rel=0.05)
+    for tokens, (resident, hosted) in PRIME_RL.items():
+        share = step(tokens, False, low) / step(tokens, True, low)
+        assert share == pytest.approx(resident / hosted, rel=0.15)
 
 
 def test_a_short_step_takes_as_long_as_the_copies() -> None:

@@ -94,9 +94,10 @@ def moves(plan: Plan, operation: Operation, rates: Rates) -> list[PricedStage]:
         down = operation.lane is HostLane.DOWN
         return [PricedStage(Stage.DOWN if down else Stage.UP, None, rates.host_copy(operation.size, down=down))]
     if operation.kind is Kind.UPDATE:
-        on_host = plan.residence.optimizer == "host-update"
-        update = rates.host_update if on_host else rates.update
-        return [PricedStage(Stage.UPDATE, None, update(operation.size))]
+        if plan.residence.optimizer != "host-update":
+            return [PricedStage(Stage.UPDATE, None, rates.update(operation.size))]
+        stage = Stage.UPDATE if rates.on_processors else Stage.HOST_UPDATE
+        return [PricedStage(stage, None, rates.host_update(operation.size))]
     coded = coded_hops(plan, operation)
     if operation.stored is not None and not coded:  # the rank holds all of it
         work = Work(operation.stored, plan.compute_dtype, 0.0, float(operation.size))

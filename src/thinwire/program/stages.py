@@ -33,7 +33,9 @@ class Stage(StrEnum):
     DOWN = "down"
     """A copy from the device to the host."""
     UPDATE = "update"
-    """The optimizer's work."""
+    """The optimizer's work where the model computes."""
+    HOST_UPDATE = "host-update"
+    """The optimizer's work on the host's processor, beside an accelerator."""
     CALL = "call"
     """A whole collective that another engine makes as one library call. thinwire's own collectives have hops
     instead."""

@@ -33,6 +33,8 @@ class Resource(Enum):
     UP = "up"
     """The link from the host to the device, which carries the other direction at the same time."""
     DOWN = "down"
+    HOST = "host"
+    """The host's processor, beside an accelerator."""
 
     # The clock spends most of its time on hashing, and identity is a sufficient hash.
     __hash__ = object.__hash__

@@ -24,7 +24,7 @@ __all__ = ["ACTIVATIONS", "GATHERED", "GRADIENTS", "Flight", "Lanes", "Launch"]
 GATHERED, GRADIENTS, ACTIVATIONS = "gathered parameters", "gradients on their way", "activations"
 """Names of the memory levels."""
 
-_COPIES = {Stage.UP: Resource.UP, Stage.DOWN: Resource.DOWN}
+_OF_HOST = {Stage.UP: Resource.UP, Stage.DOWN: Resource.DOWN, Stage.HOST_UPDATE: Resource.HOST}
 
 Queue = tuple[AnyLane, Stage | None]
 """A stage of a lane; ``None`` if the operations of the lane run one after another as a whole."""
@@ -185,7 +185,7 @@ class Lanes:
     def _load(self, move: PricedStage) -> Burden:
         load = self._loads.get(id(move))  # stages live as long as the launches
         if load is None:
-            resource = _COPIES.get(move.stage) or Resource.of(move.scope)
+            resource = _OF_HOST.get(move.stage) or Resource.of(move.scope)
             load = self.clock.load(resource, move.beside, move.spine_load)
             self._loads[id(move)] = load
         return load
