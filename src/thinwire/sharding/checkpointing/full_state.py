@@ -14,6 +14,7 @@ from torch import nn
 from thinwire.agreement import NOTHING, Typed
 from thinwire.errors import CheckpointError
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.modules.quantized import is_wrapper, rebuilt
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.tensors.tensor import ShareTensor
@@ -65,9 +66,16 @@ def whole_value(value: Any, *, keep: bool) -> Any:
     if isinstance(value, ShareTensor):
         whole = value.full_tensor()
         return whole.cpu() if keep else None
+    if is_wrapper(value):
+        whole = rebuilt(value, _whole_inner)
+        return whole.cpu() if keep else None
     if not keep:
         return None
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _whole_inner(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, ShareTensor) else value.detach().clone()
 
 
 def save_whole(model: nn.Module) -> list[Callable[[], None]]:

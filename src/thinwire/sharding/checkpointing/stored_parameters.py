@@ -21,6 +21,7 @@ from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.memory.layout import Run, Slot
 from thinwire.sharding.memory.local import LocalPart, Slice
 from thinwire.sharding.modules.discover import is_ignored
+from thinwire.sharding.modules.quantized import inner_tensors
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.step.sharded_model import ShardedModel
@@ -184,7 +185,8 @@ class Vectors:
 def shapes_of(model: nn.Module) -> dict[str, Json]:
     """Shapes of the parameters and persistent buffers that a checkpoint of a model holds, by name."""
     parameters = [(name, parameter) for name, parameter in model.named_parameters() if not is_ignored(parameter)]
-    named = [*parameters, *persistent_buffers(model)]
+    plain = [inner for name, parameter in parameters for inner in inner_tensors(name, parameter)]
+    named = [*plain, *persistent_buffers(model)]
     return {name: list(tensor.shape) for name, tensor in named}
 
 

@@ -1,0 +1,110 @@
+"""Frozen parameters whose bits are the user's own representation: they are gathered as they are, in no other dtype.
+
+[Note: wrappers]
+
+Weights of torchao (NF4, int8) are *wrappers*: tensor subclasses without memory of their own around plain tensors
+(*inner* ones: codes, scales), by torch's protocol ``__tensor_flatten__`` and ``__tensor_unflatten__``. The inner tensors
+become frozen parameters of the unit, named ``weight.qdata``. The wrapper stays the module's parameter. It sees the
+gathered values, since its inner tensors are the objects that are re-pointed.
+
+``Params4bit`` of bitsandbytes is a parameter with memory of its own, packed codes, and a ``quant_state`` beside them,
+which every rank keeps whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from thinwire.errors import UsageError
+
+__all__ = ["inner_tensors", "is_packed", "is_wrapper", "keep_layouts", "keeps_bits", "open_wrapper", "rebuilt"]
+
+_INNER = "_thinwire_inner"
+"""Attribute of the plain tensors inside a wrapper that is sharded."""
+
+_REPACKS = "support_avx512bf16_for_cpu"
+"""Attribute of a layer of bitsandbytes: whether it packs its codes anew when it evaluates on a CPU."""
+
+
+def is_wrapper(tensor: object) -> bool:
+    """Whether a tensor is a wrapper around plain ones; tensors of tensor parallelism are none."""
+    return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor)
+
+
+def is_packed(parameter: torch.Tensor) -> bool:
+    """Whether a parameter holds codes of bitsandbytes, in whatever dtype."""
+    return hasattr(parameter, "quant_state")
+
+
+def keeps_bits(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is gathered in its own dtype, whatever units compute in."""
+    return hasattr(parameter, _INNER) or (is_packed(parameter) and not parameter.requires_grad)
+
+
+def inner_tensors(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The plain tensors inside a tensor, at any depth, by name; the tensor itself if it is plain."""
+    if not is_wrapper(tensor):
+        return [(name, tensor)]
+    attributes, _ = _flattened(tensor)
+    return [part for each in attributes for part in inner_tensors(f"{name}.{each}", getattr(tensor, each))]
+
+
+def open_wrapper(name: str, wrapper: torch.Tensor) -> None:
+    """Make the plain tensors inside a wrapper frozen parameters, which can be re-pointed.
+
+    Raises:
+        UsageError: The wrapper does not let its inner tensors be replaced.
+    """
+    attributes, _ = _flattened(wrapper)
+    for each in attributes:
+        inner = getattr(wrapper, each)
+        if is_wrapper(inner):
+            open_wrapper(f"{name}.{each}", inner)
+        elif not hasattr(inner, _INNER):
+            opened = nn.Parameter(inner.detach(), requires_grad=False)
+            object.__setattr__(opened, _INNER, True)
+            try:
+                setattr(wrapper, each, opened)
+            except AttributeError:
+                pass
+            if getattr(wrapper, each) is not opened:
+                raise UsageError(
+                    f"parameter {name} is a {type(wrapper).__name__}, whose {each} cannot be replaced by a sharded one: "
+                    "exclude it with thinwire.ignore(parameter), and every rank keeps it whole"
+                )
+
+
+def keep_layouts(model: nn.Module) -> None:
+    """Keep layers of bitsandbytes from packing their codes anew when they evaluate on a CPU: a gather would bring the
+    codes back, and not the scales."""
+    for module in model.modules():
+        if getattr(module, _REPACKS, False):
+            setattr(module, _REPACKS, False)
+
+
+def rebuilt(wrapper: torch.Tensor, replace: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """A wrapper like another one, around replaced inner tensors.
+
+    Args:
+        wrapper: The other one.
+        replace: Returns what replaces an inner tensor.
+    """
+    attributes, settings = _flattened(wrapper)
+    inner = {name: getattr(wrapper, name) for name in attributes}
+    replaced = {name: rebuilt(each, replace) if is_wrapper(each) else replace(each) for name, each in inner.items()}
+    unflatten: Callable[..., torch.Tensor] = type(wrapper).__tensor_unflatten__  # type: ignore[attr-defined]
+    made = unflatten(replaced, settings, wrapper.shape, wrapper.stride())
+    if getattr(wrapper, "_is_param", False):
+        made._is_param = True  # type: ignore[attr-defined]
+    return made
+
+
+def _flattened(wrapper: Any) -> tuple[list[str], Any]:
+    attributes, settings = wrapper.__tensor_flatten__()
+    return list(attributes), settings
