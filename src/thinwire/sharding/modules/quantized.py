@@ -13,6 +13,7 @@ which every rank keeps whole.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from thinwire.errors import UsageError
 
-__all__ = ["inner_tensors", "is_packed", "is_wrapper", "keep_layouts", "keeps_bits", "open_wrapper", "rebuilt"]
+__all__ = ["inner_tensors", "is_packed", "is_wrapper", "keep_layouts", "keeps_bits", "open_wrapper", "rebuilt", "with_codes"]
 
 _INNER = "_thinwire_inner"
 """Attribute of the plain tensors inside a wrapper that is sharded."""
@@ -86,6 +87,13 @@ def keep_layouts(model: nn.Module) -> None:
     for module in model.modules():
         if getattr(module, _REPACKS, False):
             setattr(module, _REPACKS, False)
+
+
+def with_codes(packed: nn.Parameter, codes: torch.Tensor) -> nn.Parameter:
+    """A packed parameter like another one, with other codes and the same scales."""
+    made = copy.copy(packed)
+    made.data = codes.detach()
+    return made
 
 
 def rebuilt(wrapper: torch.Tensor, replace: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

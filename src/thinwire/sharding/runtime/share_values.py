@@ -18,6 +18,7 @@ from thinwire.errors import UsageError
 from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.modules.discover import is_ignored
+from thinwire.sharding.modules.quantized import is_wrapper
 from thinwire.sharding.step.param_broadcast import Spreads
 from thinwire.sharding.step.passes import Passes
 from thinwire.sharding.step.pinned_units import Holds, recomputing
@@ -154,6 +155,8 @@ class Masters:
         computing = {id(p) for unit in self.sharded.units for buffer in unit.buffers for p in buffer.parameters}
         for name, parameter in model.named_parameters():
             managed = isinstance(parameter, ShardedParameter) or id(parameter) in computing or is_ignored(parameter)
+            if parameter.requires_grad and is_wrapper(parameter):
+                raise _has_no_master(name)
             if parameter.requires_grad and not managed:
                 raise UsageError(
                     f"{name} was added after thinwire.shard: ranks would not combine its gradients. Add it before, or "
