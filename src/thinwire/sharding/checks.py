@@ -196,15 +196,15 @@ def _check_kind(name: str, parameter: nn.Parameter, *, whole: bool) -> None:
     kind = type(local_tensor(parameter.data) if not whole else parameter.data)
     if kind is torch.Tensor:
         return
+    if is_wrapper(parameter) and parameter.requires_grad:
+        raise UsageError(
+            f"parameter {name} is a {kind.__name__} that is to be trained, and plain tensors are trained: freeze it "
+            "with requires_grad_(False) and train adapters beside it, or dequantize it"
+        )
     if not is_wrapper(parameter) or not whole:
         raise UsageError(
-            f"parameter {name} is a {kind.__name__}; thinwire.shard takes plain tensors and frozen wrappers around them "
-            "(__tensor_flatten__): make it plain, or exclude it with thinwire.ignore(parameter)"
-        )
-    if parameter.requires_grad:
-        raise UsageError(
-            f"parameter {name} is a {kind.__name__} that is to be trained, and its values are no fp32 masters: freeze "
-            "it with requires_grad_(False) and train adapters (peft), or make it plain"
+            f"parameter {name} is a {kind.__name__}; plain tensors are supported, and in thinwire.shard frozen wrappers "
+            "around them (__tensor_flatten__), as torchao's weights are: make it plain with as_subclass(torch.Tensor)"
         )
     open_wrapper(name, parameter)
 

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.support.training.hf import batches
+from tests.support.training.program import Model, freeze, hold
 from tests.support.training.quantized import KINDS, Coded, adapted, plain_tensors
 from torch import nn
 
 import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.sharding.api import runtime
+from thinwire.sharding.modules.quantized import inner_tensors
 from thinwire.spec import Plan
 from thinwire.testing import run_ranks
 
@@ -53,10 +56,23 @@ def same_tensors(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor])
     return mine.keys() == its.keys() and all(torch.equal(mine[name], its[name]) for name in its)
 
 
+class Sealed(Coded):
+    """A wrapper that keeps its codes."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "codes" and hasattr(self, "codes"):
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
 def check_training(kind: str) -> None:
     warnings.simplefilter("ignore")
     for name in ("zero3", "zero1", "hpz"):
-        reference, model = adapted(kind), tw.shard(adapted(kind), plan_of(name))
+        reference, model = adapted(kind), adapted(kind)
+        for module in model.modules():
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                module.support_avx512bf16_for_cpu = True  # as on a CPU that can
+        tw.shard(model, plan_of(name))
         optim, plain = tw.optimizer(model, torch.optim.AdamW, lr=1e-2), adamw(reference)
         for step in range(3):
             (ids,) = batches(step, 1)
@@ -73,6 +89,14 @@ def check_training(kind: str) -> None:
         with torch.no_grad(), model.disable_adapter(), reference.disable_adapter():  # GRPO's reference
             assert torch.equal(model(input_ids=ids).logits, reference(input_ids=ids).logits), name
         assert same_tensors(tw.full_state_dict(model), reference.state_dict()), name
+        for module in model.modules():
+            if kind.startswith("bnb") and hasattr(module, "support_avx512bf16_for_cpu"):
+                assert not module.support_avx512bf16_for_cpu  # it would pack anew what is gathered
+        with torch.no_grad():
+            assert torch.equal(model.eval()(input_ids=ids).logits, reference.eval()(input_ids=ids).logits), name
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            assert torch.equal(twin(input_ids=ids).logits, reference(input_ids=ids).logits), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -173,11 +197,73 @@ def test_resumes_bit_for_bit(kind: str, tmp_path: Path) -> None:
     run_ranks(4, check_resume, kind, str(tmp_path / "checkpoint"), timeout=200)
 
 
+def check_published(kind: str, folder: str) -> None:
+    model = tw.shard(adapted(kind), plan_of("zero3"))
+    if kind == "bnb":
+        with pytest.raises(UsageError, match=r"weight holds codes of bitsandbytes.*save the adapters"):
+            tw.publisher(model, folder)
+        return
+    publisher = tw.publisher(model, folder)
+    step_of(model, tw.optimizer(model, torch.optim.AdamW, lr=1e-2), 0)
+    publisher.step()
+    publisher.close()
+    want = tw.full_state_dict(model)
+    if dist.get_rank() == 0:
+        subscriber, receiver = tw.Subscriber(folder), adapted(kind)
+        with torch.no_grad():
+            for name, parameter in receiver.named_parameters():
+                for _, inner in inner_tensors(name, parameter):
+                    inner.zero_()
+        subscriber.update()
+        subscriber.load_into(receiver)
+        assert same_tensors(receiver.state_dict(), want)
+
+
+@pytest.mark.parametrize("kind", ["own", "int8", "nf4", "bnb"])
+def test_receivers_get_what_is_inside(kind: str, tmp_path: Path) -> None:
+    needs(kind)
+    run_ranks(4, check_published, kind, str(tmp_path / "store"))
+
+
+def check_program() -> None:
+    """A step does what its program says, also with buffers in dtypes of the user's."""
+    for name, changes in (("zero3", {}), ("zero3", {"gather_bytes": "1MiB"}), ("hpz", {}), ("zeropp", {})):
+        torch.default_generator.manual_seed(0)
+        model = freeze(Model())
+        for layer in model.layers:
+            layer.up.weight = nn.Parameter(Coded.of(layer.up.weight), requires_grad=False)
+            layer.up.bias = None
+        operations, sent = hold(model, Plan.preset(name, nodes=2, local=2).with_(**changes), 2)
+        assert operations > 0 < sent
+
+
+def test_steps_do_what_programs_say() -> None:
+    run_ranks(4, check_program, timeout=120)
+
+
 def check_refusals() -> None:
     trained = nn.Linear(8, 8, bias=False)
     trained.weight = nn.Parameter(Coded.of(trained.weight).requires_grad_())
     with pytest.raises(UsageError, match=r"weight is a Coded that is to be trained.*requires_grad_\(False\)"):
         tw.shard(trained, plan_of("zero3"))
+    trained.weight.requires_grad_(False)  # the remedy
+    model = tw.shard(nn.Sequential(nn.Linear(8, 8), trained), plan_of("zero3"))
+    model(torch.ones(1, 8)).sum().backward()
+    model[1].weight.requires_grad_(True)
+    optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
+    with pytest.raises(UsageError, match="1.weight was frozen when the model was sharded"):
+        optim.step()
+    other = nn.Linear(8, 8, bias=False).requires_grad_(False)
+    other.weight.SCB = torch.ones(8)  # as Int8Params of bitsandbytes has it
+    with pytest.raises(UsageError, match="weight is an Int8Params of bitsandbytes.*load_in_4bit=True"):
+        tw.shard(nn.Sequential(nn.Linear(8, 8), other), plan_of("zero3"))
+    hidden = nn.Linear(8, 8, bias=False)
+    hidden.weight = nn.Parameter(Sealed.of(hidden.weight), requires_grad=False)
+    with pytest.raises(UsageError, match=r"whose codes .*cannot be gathered: exclude .*thinwire.ignore"):
+        tw.shard(nn.Sequential(nn.Linear(8, 8), hidden), plan_of("zero3"))
+    tw.ignore(hidden.weight)  # the remedy
+    model = tw.shard(nn.Sequential(nn.Linear(8, 8), hidden), plan_of("zero3"))
+    model(torch.ones(1, 8)).sum().backward()
 
 
 def test_trained_wrappers_are_refused() -> None:

@@ -103,12 +103,17 @@ def save_whole(model: nn.Module) -> list[Callable[[], None]]:
         for value in (state := model.state_dict()).values():
             if id(value) not in wholes:
                 wholes[id(value)] = whole_value(value, keep=ranks.rank == 0)
-        kwargs["state_dict"] = {name: wholes[id(value)] for name, value in state.items()}
-        kwargs["is_main_process"] = True
+        whole = {name: wholes[id(value)] for name, value in state.items()}
+        kwargs["state_dict"], kwargs["is_main_process"] = whole, True
 
         def write() -> None:
             if ranks.rank == 0:
-                method(*args, **kwargs)
+                # transformers asks a model that it has quantized once more.
+                object.__setattr__(model, "state_dict", lambda *_, **__: dict(whole))
+                try:
+                    method(*args, **kwargs)
+                finally:
+                    object.__delattr__(model, "state_dict")
 
         ranks.agree(write, _not_saved, NOTHING)
 

@@ -13,6 +13,7 @@ which every rank keeps whole.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from thinwire.errors import UsageError
 
-__all__ = ["inner_tensors", "is_packed", "is_wrapper", "keep_layouts", "keeps_bits", "open_wrapper", "rebuilt", "with_codes"]
+__all__ = [
+    "inner_tensors",
+    "is_packed",
+    "is_wrapper",
+    "keep_layouts",
+    "keeps_bits",
+    "open_wrapper",
+    "rebuilt",
+    "with_codes",
+]
 
 _INNER = "_thinwire_inner"
 """Attribute of the plain tensors inside a wrapper that is sharded."""
@@ -70,14 +80,12 @@ def open_wrapper(name: str, wrapper: torch.Tensor) -> None:
         elif not hasattr(inner, _INNER):
             opened = nn.Parameter(inner.detach(), requires_grad=False)
             object.__setattr__(opened, _INNER, True)
-            try:
+            with contextlib.suppress(AttributeError):
                 setattr(wrapper, each, opened)
-            except AttributeError:
-                pass
-            if getattr(wrapper, each) is not opened:
+            if getattr(wrapper, each) is not opened or not _is_copied(inner.dtype):
                 raise UsageError(
-                    f"parameter {name} is a {type(wrapper).__name__}, whose {each} cannot be replaced by a sharded one: "
-                    "exclude it with thinwire.ignore(parameter), and every rank keeps it whole"
+                    f"parameter {name} is a {type(wrapper).__name__}, whose {each} ({inner.dtype}) cannot be gathered: "
+                    "exclude the parameter with thinwire.ignore(parameter), and every rank keeps it whole"
                 )
 
 
@@ -111,6 +119,15 @@ def rebuilt(wrapper: torch.Tensor, replace: Callable[[torch.Tensor], torch.Tenso
     if getattr(wrapper, "_is_param", False):
         made._is_param = True  # type: ignore[attr-defined]
     return made
+
+
+def _is_copied(dtype: torch.dtype) -> bool:
+    """Whether torch fills and copies tensors of a dtype; those of less than a byte are shells."""
+    try:
+        torch.empty(1, dtype=dtype).fill_(0).clone()
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _flattened(wrapper: Any) -> tuple[list[str], Any]:
