@@ -188,10 +188,10 @@ def _check_kind(name: str, parameter: nn.Parameter, *, whole: bool) -> None:
     Raises:
         UsageError: The parameter is a subclass that is to be trained, or that keeps its values elsewhere.
     """
-    if hasattr(parameter, "SCB"):
+    if getattr(parameter, "has_fp16_weights", None) is False:
         raise UsageError(
-            f"parameter {name} is an Int8Params of bitsandbytes, whose layer keeps the whole weight beside it: load the "
-            "model with load_in_4bit=True, or take torchao's int8 weights, which are sharded"
+            f"parameter {name} is an Int8Params of bitsandbytes, whose layer keeps the whole weight beside it: load "
+            "the model with load_in_4bit=True, or take torchao's int8 weights"
         )
     kind = type(local_tensor(parameter.data) if not whole else parameter.data)
     if kind is torch.Tensor:
@@ -203,8 +203,8 @@ def _check_kind(name: str, parameter: nn.Parameter, *, whole: bool) -> None:
         )
     if not is_wrapper(parameter) or not whole:
         raise UsageError(
-            f"parameter {name} is a {kind.__name__}; plain tensors are supported, and in thinwire.shard frozen wrappers "
-            "around them (__tensor_flatten__), as torchao's weights are: make it plain with as_subclass(torch.Tensor)"
+            f"parameter {name} is a {kind.__name__}; plain tensors are supported, and in thinwire.shard frozen "
+            "wrappers around them, as torchao's weights are: make it plain with as_subclass(torch.Tensor)"
         )
     open_wrapper(name, parameter)
 

@@ -43,7 +43,7 @@ class _Entry(NamedTuple):
 
     name: str
     unit: Unit
-    compute: torch.Tensor
+    compute: nn.Parameter
     share: torch.Tensor | None
 
 
@@ -205,7 +205,7 @@ def watch_reads(
     return undo
 
 
-def _of_wrapper(name: str, wrapper: torch.Tensor, entries: Mapping[int, _Entry]) -> _Entry:
+def _of_wrapper(name: str, wrapper: nn.Parameter, entries: Mapping[int, _Entry]) -> _Entry:
     """The entry of a wrapper, made of those of its inner tensors."""
     inner = [entries[id(each)] for _, each in inner_tensors(name, wrapper)]
     unit = inner[0].unit

@@ -3,9 +3,9 @@
 [Note: wrappers]
 
 Weights of torchao (NF4, int8) are *wrappers*: tensor subclasses without memory of their own around plain tensors
-(*inner* ones: codes, scales), by torch's protocol ``__tensor_flatten__`` and ``__tensor_unflatten__``. The inner tensors
-become frozen parameters of the unit, named ``weight.qdata``. The wrapper stays the module's parameter. It sees the
-gathered values, since its inner tensors are the objects that are re-pointed.
+(*inner* ones: codes, scales), by torch's protocol ``__tensor_flatten__`` and ``__tensor_unflatten__``. The inner
+tensors become frozen parameters of the unit, with names such as ``weight.qdata``. The wrapper stays the module's
+parameter, and computes with what is gathered, since its inner tensors are the objects that are re-pointed.
 
 ``Params4bit`` of bitsandbytes is a parameter with memory of its own, packed codes, and a ``quant_state`` beside them,
 which every rank keeps whole.
@@ -58,7 +58,7 @@ def keeps_bits(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, _INNER) or (is_packed(parameter) and not parameter.requires_grad)
 
 
-def inner_tensors(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+def inner_tensors(name: str, tensor: Any) -> list[tuple[str, Any]]:
     """The plain tensors inside a tensor, at any depth, by name; the tensor itself if it is plain."""
     if not is_wrapper(tensor):
         return [(name, tensor)]
@@ -104,7 +104,7 @@ def with_codes(packed: nn.Parameter, codes: torch.Tensor) -> nn.Parameter:
     return made
 
 
-def rebuilt(wrapper: torch.Tensor, replace: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def rebuilt(wrapper: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """A wrapper like another one, around replaced inner tensors.
 
     Args:
@@ -114,10 +114,9 @@ def rebuilt(wrapper: torch.Tensor, replace: Callable[[torch.Tensor], torch.Tenso
     attributes, settings = _flattened(wrapper)
     inner = {name: getattr(wrapper, name) for name in attributes}
     replaced = {name: rebuilt(each, replace) if is_wrapper(each) else replace(each) for name, each in inner.items()}
-    unflatten: Callable[..., torch.Tensor] = type(wrapper).__tensor_unflatten__  # type: ignore[attr-defined]
-    made = unflatten(replaced, settings, wrapper.shape, wrapper.stride())
+    made: torch.Tensor = type(wrapper).__tensor_unflatten__(replaced, settings, wrapper.shape, wrapper.stride())
     if getattr(wrapper, "_is_param", False):
-        made._is_param = True  # type: ignore[attr-defined]
+        made._is_param = True
     return made
 
 
