@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ __all__ = [
     "keep_layouts",
     "keeps_bits",
     "open_wrapper",
+    "packed_scales",
     "rebuilt",
     "with_codes",
 ]
@@ -95,6 +96,21 @@ def keep_layouts(model: nn.Module) -> None:
     for module in model.modules():
         if getattr(module, _REPACKS, False):
             setattr(module, _REPACKS, False)
+
+
+def packed_scales(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What every rank keeps whole beside the codes of packed parameters, by name."""
+    for name, parameter in model.named_parameters():
+        if is_packed(parameter):
+            yield from _tensors_of(name, parameter.quant_state)
+
+
+def _tensors_of(name: str, state: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for key, value in vars(state).items() if state is not None else ():
+        if isinstance(value, torch.Tensor):
+            yield f"{name}.{key}", value
+        elif key == "state2":  # scales of scales
+            yield from _tensors_of(f"{name}.{key}", value)
 
 
 def with_codes(packed: nn.Parameter, codes: torch.Tensor) -> nn.Parameter:
