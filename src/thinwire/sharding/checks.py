@@ -193,20 +193,18 @@ def _check_kind(name: str, parameter: nn.Parameter, *, whole: bool) -> None:
             f"parameter {name} is an Int8Params of bitsandbytes, whose layer keeps the whole weight beside it: load "
             "the model with load_in_4bit=True, or take torchao's int8 weights"
         )
-    kind = type(local_tensor(parameter.data) if not whole else parameter.data)
-    if kind is torch.Tensor:
+    if parameter.requires_grad and (is_wrapper(parameter) or is_packed(parameter)):
+        raise UsageError(
+            f"parameter {name} is a {type(parameter).__name__} that is to be trained, and plain tensors are trained: "
+            "freeze it with requires_grad_(False) and train adapters beside it, or dequantize it"
+        )
+    if is_wrapper(parameter) and whole:
+        open_wrapper(name, parameter)
         return
-    if is_wrapper(parameter) and parameter.requires_grad:
-        raise UsageError(
-            f"parameter {name} is a {kind.__name__} that is to be trained, and plain tensors are trained: freeze it "
-            "with requires_grad_(False) and train adapters beside it, or dequantize it"
-        )
-    if not is_wrapper(parameter) or not whole:
-        raise UsageError(
-            f"parameter {name} is a {kind.__name__}; plain tensors are supported, and in thinwire.shard frozen "
-            "wrappers around them, as torchao's weights are: make it plain with as_subclass(torch.Tensor)"
-        )
-    open_wrapper(name, parameter)
+    kind = type(local_tensor(parameter.data) if not whole else parameter.data)
+    if kind is not torch.Tensor:
+        remedy = "use thinwire.shard" if is_wrapper(parameter) else "make it plain with as_subclass(torch.Tensor)"
+        raise UsageError(f"parameter {name} is a {kind.__name__}; plain tensors are supported: {remedy}")
 
 
 def check_modules(model: nn.Module, plan: Plan) -> None:

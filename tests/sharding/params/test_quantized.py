@@ -24,6 +24,10 @@ from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
+every_kind = pytest.mark.parametrize(
+    "kind", [kind if kind == "own" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
+
 
 def needs(kind: str) -> None:
     pytest.importorskip("peft")
@@ -112,7 +116,7 @@ def check_training(kind: str) -> None:
             assert torch.equal(twin(input_ids=ids).logits, reference(input_ids=ids).logits), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 def test_adapters_train_as_in_one_process(kind: str) -> None:
     needs(kind)
     run_ranks(4, check_training, kind, timeout=200)
@@ -181,6 +185,7 @@ def check_parts() -> None:
         assert torch.equal(step_of(model, optim, step), step_of(reference, plain, step))
 
 
+@pytest.mark.slow
 def test_blocks_are_sharded_first() -> None:
     pytest.importorskip("peft")
     run_ranks(4, check_parts)
@@ -203,7 +208,7 @@ def check_resume(kind: str, folder: str) -> None:
         assert same_tensors(tw.full_state_dict(other), tw.full_state_dict(model)), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 def test_resumes_bit_for_bit(kind: str, tmp_path: Path) -> None:
     needs(kind)
     run_ranks(4, check_resume, kind, str(tmp_path / "checkpoint"), timeout=200)
@@ -228,6 +233,7 @@ def check_published(kind: str, folder: str) -> None:
         assert same_tensors(receiver.state_dict(), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["own", "int8", "nf4", "bnb"])
 def test_receivers_get_what_is_inside(kind: str, tmp_path: Path) -> None:
     needs(kind)

@@ -56,7 +56,7 @@ def is_packed(parameter: torch.Tensor) -> bool:
 
 def keeps_bits(parameter: torch.Tensor) -> bool:
     """Whether a parameter is gathered in its own dtype, whatever units compute in."""
-    return hasattr(parameter, _INNER) or (is_packed(parameter) and not parameter.requires_grad)
+    return hasattr(parameter, _INNER) or is_packed(parameter)
 
 
 def inner_tensors(name: str, tensor: Any) -> list[tuple[str, Any]]:
@@ -100,7 +100,8 @@ def keep_layouts(model: nn.Module) -> None:
 
 def packed_scales(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """What every rank keeps whole beside the codes of packed parameters, by name."""
-    for name, parameter in model.named_parameters():
+    named: Any = model.named_parameters()  # of a class that has more attributes
+    for name, parameter in named:
         if is_packed(parameter):
             yield from _tensors_of(name, parameter.quant_state)
 

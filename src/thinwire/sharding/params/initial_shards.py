@@ -102,4 +102,5 @@ class InitialShards:
 
 def _dtype(flat: Flat) -> torch.dtype:
     first = flat.parameters[0]
-    return torch.float32 if first.is_floating_point() and not keeps_bits(first) else first.dtype
+    has_values = first.is_floating_point() and not any(map(keeps_bits, flat.parameters))
+    return torch.float32 if has_values else flat.layout.dtype

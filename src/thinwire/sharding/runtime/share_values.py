@@ -155,9 +155,9 @@ class Masters:
         computing = {id(p) for unit in self.sharded.units for buffer in unit.buffers for p in buffer.parameters}
         for name, parameter in model.named_parameters():
             managed = isinstance(parameter, ShardedParameter) or id(parameter) in computing or is_ignored(parameter)
-            if parameter.requires_grad and is_wrapper(parameter):
-                raise _has_no_master(name)
             if parameter.requires_grad and not managed:
+                if is_wrapper(parameter):
+                    raise _has_no_master(name)
                 raise UsageError(
                     f"{name} was added after thinwire.shard: ranks would not combine its gradients. Add it before, or "
                     "freeze it, or exclude it with thinwire.ignore(parameter)"
