@@ -38,6 +38,7 @@ from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.memory.layout import shard_index
 from thinwire.sharding.memory.local import LocalPart, slice_of
 from thinwire.sharding.modules.discover import Selection, UnitModules, discover
+from thinwire.sharding.modules.quantized import packed_scales
 from thinwire.sharding.modules.recompute import recompute_activations
 from thinwire.sharding.optimizer.stock_optimizers import watch_optimizers
 from thinwire.sharding.params.arenas import Arenas, Flat, draw
@@ -149,7 +150,7 @@ def build(
     if device.type == "cpu":
         keep_freed_memory()
     if sync_initial:
-        for value in model.buffers():
+        for value in (*model.buffers(), *(scale for _, scale in packed_scales(model))):
             everyone.broadcast(value)
     steps = StepCounter()
     sharded = ShardedModel(

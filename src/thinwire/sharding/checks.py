@@ -21,6 +21,7 @@ from thinwire.sharding.memory.local import local_tensor
 from thinwire.sharding.modules.discover import UnitModules, is_ignored
 from thinwire.sharding.modules.graphs import refuse_cuda_graphs
 from thinwire.sharding.modules.linears import is_plain_linear
+from thinwire.sharding.modules.quantized import is_packed, is_wrapper, keep_layouts, open_wrapper
 from thinwire.sharding.params.plan_codecs import (
     codec_problems,
 )
@@ -100,6 +101,12 @@ def place_on(device: torch.device | None, model: nn.Module, values: InitialValue
         raise UsageError("values= without device=: give the device for the parameters, for example device='cuda:0'")
     if not is_on_meta(model):
         raise UsageError("values= are for models on the meta device, but this one's parameters have values already")
+    for name, parameter in model.named_parameters():
+        if is_wrapper(parameter) or is_packed(parameter):
+            raise UsageError(
+                f"parameter {name} is a {type(parameter).__name__} on the meta device, which values= cannot fill: load "
+                "the quantized model on every rank, and leave out values="
+            )
     source = values.open()
     place_model(model, device)
     return source
@@ -133,6 +140,8 @@ def refuse_shared_memory(model: nn.Module) -> None:
     be trained apart."""
     places = []
     for name, parameter in model.named_parameters():
+        if is_wrapper(parameter):
+            continue  # frozen
         memory = local_tensor(parameter.detach())
         if memory.numel() and memory.layout is torch.strided:
             begin = memory.data_ptr()
@@ -171,8 +180,7 @@ def check_parameters(model: nn.Module, *, whole: bool) -> None:
                 f"parameter {name} is sharded already, with another model that holds it too: models with a part in "
                 "common are one model to thinwire; shard a module that holds both"
             )
-        if type(local_tensor(parameter.data) if not whole else parameter.data) is not torch.Tensor:
-            raise UsageError(f"parameter {name} is a {type(parameter.data).__name__}; plain tensors are supported")
+        _check_kind(name, parameter, whole=whole)
         if parameter.grad is not None:
             raise UsageError(f"parameter {name} has a gradient already: call model.zero_grad() before thinwire.shard")
         devices.add(str(parameter.device))
@@ -180,10 +188,36 @@ def check_parameters(model: nn.Module, *, whole: bool) -> None:
         raise UsageError(f"parameters lie on {', '.join(sorted(devices))}: move the model to one device first")
 
 
+def _check_kind(name: str, parameter: nn.Parameter, *, whole: bool) -> None:
+    """Refuse tensor subclasses that cannot be sharded, and prepare wrappers that can.
+
+    Raises:
+        UsageError: The parameter is a subclass that is to be trained, or that keeps its values elsewhere.
+    """
+    if getattr(parameter, "has_fp16_weights", None) is False:
+        raise UsageError(
+            f"parameter {name} is an Int8Params of bitsandbytes, whose layer keeps the whole weight beside it: load "
+            "the model with load_in_4bit=True, or take torchao's int8 weights"
+        )
+    if parameter.requires_grad and (is_wrapper(parameter) or is_packed(parameter)):
+        raise UsageError(
+            f"parameter {name} is a {type(parameter).__name__} that is to be trained, and plain tensors are trained: "
+            "freeze it with requires_grad_(False) and train adapters beside it, or dequantize it"
+        )
+    if is_wrapper(parameter) and whole:
+        open_wrapper(name, parameter)
+        return
+    kind = type(local_tensor(parameter.data) if not whole else parameter.data)
+    if kind is not torch.Tensor:
+        remedy = "use thinwire.shard" if is_wrapper(parameter) else "make it plain with as_subclass(torch.Tensor)"
+        raise UsageError(f"parameter {name} is a {kind.__name__}; plain tensors are supported: {remedy}")
+
+
 def check_modules(model: nn.Module, plan: Plan) -> None:
     """Refuse CUDA graphs, and modules whose forward writes to gathered parameters, because the next gather would undo
     the write."""
     refuse_cuda_graphs(model)
+    keep_layouts(model)
     for name, module in model.named_modules():
         decodes = not plan.frozen.storage.is_none and not any(p.requires_grad for p in module.parameters(recurse=False))
         if (plan.gathers or decodes) and getattr(module, "max_norm", None) is not None:

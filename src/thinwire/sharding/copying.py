@@ -17,6 +17,7 @@ from thinwire.sharding.hooks.module_hooks import as_forward
 from thinwire.sharding.hooks.parameter_access import remove_table
 from thinwire.sharding.memory.initial import husk
 from thinwire.sharding.modules.discover import Selection, ignore, is_ignored
+from thinwire.sharding.modules.quantized import is_packed, is_wrapper, rebuilt, with_codes
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 
 __all__ = ["Additions", "allow_copies"]
@@ -116,8 +117,12 @@ def _without_values(runtime: Runtime, added: Additions, memo: dict[int, Any]) ->
     for unit in runtime.units:
         for buffer in unit.buffers:
             for compute in buffer.parameters:
-                memo[id(compute)] = husk(compute, device).requires_grad_(buffer.layout.trainable)
+                empty = husk(compute, device).requires_grad_(buffer.layout.trainable)
+                memo[id(compute)] = with_codes(compute, empty) if is_packed(compute) else empty
     with added.removed():
+        for wrapper in filter(is_wrapper, model.parameters()):
+            if not is_ignored(wrapper):
+                memo[id(wrapper)] = rebuilt(wrapper, lambda inner: memo[id(inner)])
         for name in runtime.methods:
             del vars(model)[name]
         twin = copy.deepcopy(model, memo)

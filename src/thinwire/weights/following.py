@@ -16,6 +16,7 @@ from torch import nn
 
 from thinwire.errors import UsageError, WireError
 from thinwire.sharding.checkpointing.names import stored
+from thinwire.sharding.modules.quantized import inner_tensors
 from thinwire.weights.kept import KeptVersion
 from thinwire.weights.parts import Kind, Name, Piece, complete, decode, split, take, wanted
 from thinwire.weights.stores import Store
@@ -275,7 +276,7 @@ class Subscriber:
 
 @torch.no_grad()
 def _copy(weights: Mapping[str, torch.Tensor], module: nn.Module) -> None:
-    own = {stored(name): tensor for name, tensor in module.state_dict().items()}
+    own = dict(inner for name, tensor in module.state_dict().items() for inner in inner_tensors(stored(name), tensor))
     # Tied tensors are published under one of their names.
     places = {tensor.data_ptr() for name, tensor in own.items() if name in weights}
     differing = [name for name, tensor in own.items() if name not in weights and tensor.data_ptr() not in places]

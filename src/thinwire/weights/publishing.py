@@ -18,6 +18,7 @@ from torch import nn
 from thinwire.agreement import Typed
 from thinwire.errors import UsageError
 from thinwire.parallel import ParallelModel
+from thinwire.sharding.modules.quantized import is_packed
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.weights.owned import snapshot
 from thinwire.weights.parts import Kind, Name, Piece, Values, encode, new_run, wanted
@@ -116,6 +117,7 @@ class Publisher:
     def __init__(self, runtimes: Sequence[Runtime], store: Store, rhythm: _Rhythm, prefix: str) -> None:
         if runtimes[0].plan.is_elastic:
             raise UsageError("publisher(): with islands.elastic, jobs have weights of their own: set it to false")
+        _refuse_packed(runtimes)
         self._runtimes, self._store, self._rhythm, self._prefix = runtimes, store, rhythm, prefix
         self._ranks = runtimes[0].control
         self.version = self.skipped = self.nbytes = 0
@@ -245,6 +247,17 @@ class Publisher:
         while len(self._anchors) > 1 and self._mine[0].version < self._anchors[-2]:
             self._store.remove(str(self._mine[0]))
             del self._mine[0]
+
+
+def _refuse_packed(runtimes: Sequence[Runtime]) -> None:
+    for unit in (unit for runtime in runtimes for unit in runtime.units):
+        for buffer in unit.buffers:
+            for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
+                if is_packed(parameter):
+                    raise UsageError(
+                        f"publisher(): {slot.name} holds codes of bitsandbytes, whose scales are no tensors of the "
+                        "model and would not be published: quantize with torchao, or save the adapters"
+                    )
 
 
 def _unreadable(problems: Mapping[int, str]) -> UsageError:

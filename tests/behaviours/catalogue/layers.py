@@ -9,6 +9,7 @@ import torch
 from tests.behaviours.catalog import behaviour
 from tests.behaviours.context import WIDTH, Context
 from tests.behaviours.models import VOCABULARY, Block, Stack
+from tests.support.training.quantized import Coded
 from torch import nn
 
 
@@ -338,7 +339,7 @@ def one_module_at_two_places(ctx: Context) -> Any:
 
 @behaviour("torch idiom: a subclass of nn.Parameter's tensor", refused="Marked.*plain tensors")
 def tensor_subclasses(ctx: Context) -> Any:
-    """Shard a parameter that is a tensor subclass, as quantized weights are."""
+    """Train a parameter that is a tensor subclass."""
 
     class Marked(torch.Tensor):
         pass
@@ -352,6 +353,31 @@ def tensor_subclasses(ctx: Context) -> Any:
             return (x @ self.weight).as_subclass(torch.Tensor)
 
     return ctx.fit(Outer)
+
+
+@behaviour(
+    "torchao, QLoRA idiom: frozen weights that are wrappers around codes and scales",
+    fsdp2="works for wrappers that define how they are split, as NF4 of torchao does",
+)
+def frozen_weights_that_are_quantized(ctx: Context) -> Any:
+    """Train norms between frozen layers with quantized weights: tensor subclasses around plain tensors."""
+
+    def quantized() -> Stack:
+        model = Stack().requires_grad_(False)
+        for block in model.blocks:
+            block.norm.requires_grad_(True)
+            for layer in (block.up, block.down):
+                layer.weight = nn.Parameter(Coded.of(layer.weight), requires_grad=False)
+                layer.bias = None
+        return model
+
+    model = ctx.shard(ctx.build(quantized))
+    optim = ctx.adamw(model)
+    for step in range(3):
+        model(ctx.x(step)).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+    return {name: ctx.full(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 @behaviour("Switch Transformer idiom: a list of experts, all of them used")

@@ -128,9 +128,14 @@ def freeze(model: Model) -> Model:
 def follow(plan_toml: str, num_micro_batches: int) -> tuple[int, int]:
     """Train four steps on this rank and hold the last against the program; operations and bytes of it. Most of the
     model is frozen where the plan keeps what is frozen encoded."""
-    torch.default_generator.manual_seed(0)
     plan = Plan.from_toml(plan_toml)
-    model = tw.shard(Model() if plan.frozen.storage.is_none else freeze(Model()), plan)
+    torch.default_generator.manual_seed(0)
+    return hold(Model() if plan.frozen.storage.is_none else freeze(Model()), plan, num_micro_batches)
+
+
+def hold(model: nn.Module, plan: Plan, num_micro_batches: int) -> tuple[int, int]:
+    """The same of any model that trains on tokens."""
+    model = tw.shard(model, plan)
     optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-3)
     engine = runtime(model)
     for _ in range(2):

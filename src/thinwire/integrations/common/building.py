@@ -13,6 +13,7 @@ import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.integrations.common.optimizers import is_sharded
 from thinwire.sharding.memory.recorded import RecordedValues, Recording, initialize_meta_modules
+from thinwire.sharding.modules.quantized import is_wrapper
 from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.spec import Plan
 
@@ -47,7 +48,8 @@ class Building:
             UsageError: The module is sharded, and has got further parameters since.
         """
         if is_sharded(module):
-            new = [name for name, item in module.named_parameters() if not isinstance(item, ShardedParameter)]
+            listed = [(name, item) for name, item in module.named_parameters() if not is_wrapper(item)]
+            new = [name for name, item in listed if not isinstance(item, ShardedParameter)]
             if new:
                 raise UsageError(
                     f"parameter {new[0]} is new in {type(module).__name__}, which is sharded: build layers once, and "

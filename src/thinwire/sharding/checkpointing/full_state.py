@@ -14,6 +14,7 @@ from torch import nn
 from thinwire.agreement import NOTHING, Typed
 from thinwire.errors import CheckpointError
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.modules.quantized import is_wrapper, rebuilt
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.tensors.tensor import ShareTensor
@@ -67,9 +68,16 @@ def whole_value(value: Any, *, keep: bool) -> Any:
     if isinstance(value, ShareTensor):
         whole = value.full_tensor()
         return whole.cpu() if keep else None
+    if is_wrapper(value):
+        whole = rebuilt(value, _whole_inner)
+        return whole.cpu() if keep else None
     if not keep:
         return None
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _whole_inner(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, ShareTensor) else value.detach().clone()
 
 
 def save_whole(model: nn.Module) -> list[Callable[[], None]]:
@@ -103,12 +111,17 @@ def _saving_whole(model: nn.Module, module: Any) -> Callable[..., None]:
         for value in (state := module.state_dict()).values():
             if id(value) not in wholes:
                 wholes[id(value)] = whole_value(value, keep=ranks.rank == 0)
-        kwargs["state_dict"] = {name: wholes[id(value)] for name, value in state.items()}
-        kwargs["is_main_process"] = True
+        whole = {name: wholes[id(value)] for name, value in state.items()}
+        kwargs["state_dict"], kwargs["is_main_process"] = whole, True
 
         def write() -> None:
             if ranks.rank == 0:
-                method(*args, **kwargs)
+                # transformers asks a model that it has quantized once more.
+                object.__setattr__(model, "state_dict", lambda *_, **__: dict(whole))
+                try:
+                    method(*args, **kwargs)
+                finally:
+                    object.__delattr__(model, "state_dict")
 
         ranks.agree(write, _not_saved, NOTHING)
 

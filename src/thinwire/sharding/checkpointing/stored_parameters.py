@@ -23,6 +23,7 @@ from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.memory.layout import Run, Slot
 from thinwire.sharding.memory.local import LocalPart, Slice
 from thinwire.sharding.modules.discover import is_ignored
+from thinwire.sharding.modules.quantized import inner_tensors, packed_scales
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.step.sharded_model import ShardedModel
 
@@ -189,7 +190,8 @@ class Vectors:
 def shapes_of(model: nn.Module) -> dict[str, Json]:
     """Shapes of the parameters and persistent buffers that a checkpoint of a model holds, by name."""
     parameters = [(name, parameter) for name, parameter in model.named_parameters() if not is_ignored(parameter)]
-    named = [*parameters, *persistent_buffers(model)]
+    plain = [inner for name, parameter in parameters for inner in inner_tensors(name, parameter)]
+    named = [*plain, *persistent_buffers(model)]
     return {name: list(tensor.shape) for name, tensor in named}
 
 
@@ -205,6 +207,8 @@ def frozen(sharded: ShardedModel) -> Iterator[tuple[FlatBuffer, Slot, int, Run]]
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors besides parameters that a checkpoint holds and every rank has: buffers, and scales of packed weights."""
+    yield from packed_scales(model)
     for prefix, module in model.named_modules():
         for name, value in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:

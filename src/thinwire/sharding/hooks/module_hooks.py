@@ -22,6 +22,7 @@ from thinwire.sharding.modules.graphs import refuse_cuda_graphs
 from thinwire.sharding.modules.inputs import cast_inputs, gradient_sources, tensors_in
 from thinwire.sharding.modules.linears import compute_weight_gradient_first
 from thinwire.sharding.modules.norms import compute_beside_statistics, keeps_statistics
+from thinwire.sharding.modules.quantized import is_wrapper, rebuilt
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.step.passes import Passes
@@ -399,11 +400,16 @@ def _copy_parameters(module: nn.Module, state_dict: dict[str, Any], prefix: str,
     whole on every rank become plain tensors, which any program can save and read."""
     for name in module._parameters:
         value = state_dict.get(prefix + name)
-        if isinstance(value, ShareTensor):
-            if value.spec.pieces == 1:
-                state_dict[prefix + name] = value.full_tensor()
-        elif isinstance(value, torch.Tensor):
-            state_dict[prefix + name] = value.detach().clone()
+        if isinstance(value, torch.Tensor):
+            state_dict[prefix + name] = _copied(value)
+
+
+def _copied(value: torch.Tensor) -> torch.Tensor:
+    if is_wrapper(value):
+        return rebuilt(value, _copied)
+    if isinstance(value, ShareTensor):
+        return value.full_tensor() if value.spec.pieces == 1 else value
+    return value.detach().clone()
 
 
 def _refuse_assign(_module: nn.Module, _state_dict: Any, _prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:

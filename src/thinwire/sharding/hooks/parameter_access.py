@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from thinwire.errors import UsageError
+from thinwire.sharding.modules.discover import is_ignored
+from thinwire.sharding.modules.quantized import inner_tensors, is_wrapper, rebuilt
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.params.unready import is_plain, set_ready
 from thinwire.sharding.step.passes import Passes
@@ -32,14 +34,17 @@ class _Entry(NamedTuple):
     """A parameter of a unit.
 
     Attributes:
+        name: Name of the parameter in the model.
         unit: Unit of the parameter.
         compute: Tensor that modules compute with.
-        share: Share that replaces the tensor outside of passes; ``None`` if the tensor is the same everywhere.
+        share: What replaces the tensor outside of passes: its share, or a wrapper around those of inner tensors;
+            ``None`` if the tensor is the same everywhere.
     """
 
+    name: str
     unit: Unit
     compute: nn.Parameter
-    share: ShardedParameter | None
+    share: torch.Tensor | None
 
 
 class _Table(dict[str, Any]):
@@ -103,9 +108,7 @@ class _Table(dict[str, Any]):
         refuse_copy()
 
     def _name(self, name: str) -> str:
-        """A parameter's name in the model if it is known, otherwise its name in the module."""
-        share = self._entries[name].share
-        return share.spec.name if share is not None else name
+        return self._entries[name].name
 
     def stored(self) -> dict[str, Any]:
         """A plain dict of the tensors that modules compute with."""
@@ -124,7 +127,7 @@ class _Closed(_Table):
         entry = self._entries.get(name)
         if entry is None:
             return stored
-        unit, compute, share = entry
+        _, unit, compute, share = entry
         if stored is not compute:
             return stored  # torch.func.functional_call has replaced the parameter
         if share is not None and not self._state.inside and not self._passes.is_inside():
@@ -177,7 +180,7 @@ def watch_reads(
     """
     undo: list[Callable[[], None]] = []
     entries = {
-        id(compute): _Entry(unit, compute, shares.get(slot.name))
+        id(compute): _Entry(slot.name, unit, compute, shares.get(slot.name))
         for unit in units
         for buffer in unit.buffers
         for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True)
@@ -186,6 +189,11 @@ def watch_reads(
         if is_plain(entry.compute):
             entry.compute.whole = partial(_whole, entry, passes)  # type: ignore[attr-defined]
             undo.append(partial(_own_again, entry.compute))
+    entries |= {
+        id(wrapper): _of_wrapper(name, wrapper, entries)
+        for name, wrapper in model.named_parameters()
+        if is_wrapper(wrapper) and not is_ignored(wrapper)
+    }
     of_units = {unit: _follow(unit) for unit in units}
     for module in model.modules():
         own = {name: entries[id(p)] for name, p in module._parameters.items() if id(p) in entries}
@@ -195,6 +203,21 @@ def watch_reads(
                 of_units[table.unit].append(table)
             undo.append(partial(remove_table, module))
     return undo
+
+
+def _of_wrapper(name: str, wrapper: nn.Parameter, entries: Mapping[int, _Entry]) -> _Entry:
+    """The entry of a wrapper, made of those of its inner tensors."""
+    inner = [entries[id(each)] for _, each in inner_tensors(name, wrapper)]
+    unit = inner[0].unit
+    if not unit.sharded or any(each.share is None for each in inner):
+        return _Entry(name, unit, wrapper, None)
+
+    def share_of(each: torch.Tensor) -> torch.Tensor:
+        share = entries[id(each)].share
+        assert share is not None
+        return share
+
+    return _Entry(name, unit, wrapper, rebuilt(wrapper, share_of))
 
 
 def _whole(entry: _Entry, passes: Passes) -> torch.Tensor:

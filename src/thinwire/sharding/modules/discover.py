@@ -11,6 +11,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from thinwire.errors import UsageError
 from thinwire.program.shares import LARGE_LEAF
+from thinwire.sharding.modules.quantized import inner_tensors
 
 __all__ = ["UnitModules", "discover", "ignore", "is_ignored"]
 
@@ -49,7 +50,8 @@ class UnitModules:
         block: Number of the block that the unit is or belongs to. A unit outside of blocks has a number of its own.
         list_element: Name of the block that the unit is or belongs to: an element of a module list, or a selected
             module. Empty outside of blocks. Activation recomputation covers whole blocks.
-        parameters: ``(name, parameter)`` pairs that the unit owns; names as in the model.
+        parameters: ``(name, parameter)`` pairs that the unit owns; names as in the model. Of a wrapper, its inner
+            tensors.
     """
 
     name: str
@@ -204,7 +206,7 @@ def _assign_parameters(model: nn.Module, units: Sequence[UnitModules]) -> None:
         common = paths[0]
         for other in paths[1:]:
             common = [a for a, b in zip(common, other, strict=False) if a is b]
-        common[-1].parameters.append((name, parameter))
+        common[-1].parameters += inner_tensors(name, parameter)
 
 
 def _owns_any(module: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from thinwire.program.wire import frozen_codec, rounds_parameters
 from thinwire.sharding.memory.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
 from thinwire.sharding.memory.local import local_tensor, slice_of
 from thinwire.sharding.modules.discover import UnitModules
+from thinwire.sharding.modules.quantized import keeps_bits
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.plan_codecs import is_excluded
 from thinwire.sharding.params.stored_shard import StoredShard, stored_bytes
@@ -42,11 +43,13 @@ def draw(modules: Sequence[UnitModules], plan: Plan, rank: int) -> list[Flat]:
         exact = plan.override(unit.name).codec is not None
         kinds: dict[tuple[bool, torch.dtype, bool, CodecSpec | None], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in unit.parameters:
-            dtype = compute if parameter.is_floating_point() else parameter.dtype
+            as_it_is = keeps_bits(parameter)
+            dtype = compute if parameter.is_floating_point() and not as_it_is else parameter.dtype
             is_whole = slice_of(name, parameter) is None
-            encoded = dtype.is_floating_point and not exact and not is_excluded(plan, name, is_whole=is_whole)
+            values = dtype.is_floating_point and not as_it_is
+            encoded = values and not exact and not is_excluded(plan, name, is_whole=is_whole)
             stored = None
-            if not parameter.requires_grad and dtype.is_floating_point:
+            if not parameter.requires_grad and values:
                 stored = frozen_codec(plan, unit.name, name, parameter.dim())
             kind = parameter.requires_grad, dtype, encoded and stored is None, stored
             kinds.setdefault(kind, []).append((name, parameter))

@@ -182,7 +182,9 @@ def _gather(
     def place_own() -> None:
         own_place(group, buffer).copy_(source, non_blocking=True)
 
-    return all_gather(group, buffer.full, codec=codec, seed=seed).after(place_own)
+    # As bytes without a codec: NCCL does not know every dtype of frozen weights.
+    whole = buffer.full if codec is not None else buffer.full.view(torch.uint8)
+    return all_gather(group, whole, codec=codec, seed=seed).after(place_own)
 
 
 def own_place(group: AxisGroup, buffer: FlatBuffer) -> torch.Tensor:

@@ -12,6 +12,7 @@ from thinwire.collectives.group import Control
 from thinwire.errors import MismatchError, ThinwireError
 from thinwire.sharding.memory.initial import InitialValues, read_shard
 from thinwire.sharding.memory.local import LocalPart, Slice, local_tensor
+from thinwire.sharding.modules.quantized import keeps_bits
 from thinwire.sharding.params.arenas import Flat
 
 __all__ = ["InitialShards"]
@@ -47,7 +48,8 @@ class InitialShards:
         self._wholes: deque[torch.Tensor] = deque()  # values of the next buffers
 
     def __call__(self, flat: Flat) -> torch.Tensor:
-        """Initial values, ``[flat.layout.shard_numel]``: fp32, or the buffer's dtype if it is not floating-point."""
+        """Initial values, ``[flat.layout.shard_numel]``: fp32, or the buffer's dtype if that holds no
+        floating-point values."""
         layout = flat.layout
         if self._values is None:
             begin = self._shard * layout.shard_numel
@@ -100,4 +102,5 @@ class InitialShards:
 
 def _dtype(flat: Flat) -> torch.dtype:
     first = flat.parameters[0]
-    return torch.float32 if first.is_floating_point() else first.dtype
+    has_values = first.is_floating_point() and not any(map(keeps_bits, flat.parameters))
+    return torch.float32 if has_values else flat.layout.dtype

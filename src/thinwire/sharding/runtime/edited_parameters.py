@@ -30,7 +30,8 @@ class Written:
 
     def __init__(self, sharded: ShardedModel, shares: Mapping[str, ShardedParameter]) -> None:
         self._sharded, self._shares = sharded, shares
-        self._versions = {id(p): p._version for p in sharded.model.parameters()}
+        computing = (p for unit in sharded.units for buffer in unit.buffers for p in buffer.parameters)
+        self._versions = {id(p): p._version for p in computing}
 
     def carry_over(self, *, keep: bool) -> None:
         """Carry changes into the masters.

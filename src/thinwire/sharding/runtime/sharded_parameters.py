@@ -14,6 +14,7 @@ import torch
 from thinwire.program import Axis, HostLane, Lane
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.unit_gradient import UnitGradient
+from thinwire.sharding.modules.quantized import is_packed
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.params.stored_shard import StoredPiece
@@ -145,6 +146,8 @@ class ShardedParameters:
                 torch.Tensor.register_post_accumulate_grad_hook(share, _accumulation_hook(live))
             self._gradients.norms.shares.append(share)
             self._gradients.hooks.append((share, live.hooks))
+        if is_packed(live.compute_tensor):  # a state dict has its scales beside its codes
+            vars(share).update(vars(live.compute_tensor))
         self.parameters[spec.name] = share
         object.__setattr__(live.compute_tensor, _MANAGED, share)
 

@@ -18,6 +18,7 @@ from thinwire.errors import UsageError
 from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.modules.discover import is_ignored
+from thinwire.sharding.modules.quantized import is_wrapper
 from thinwire.sharding.step.param_broadcast import Spreads
 from thinwire.sharding.step.passes import Passes
 from thinwire.sharding.step.pinned_units import Holds, recomputing
@@ -155,6 +156,8 @@ class Masters:
         for name, parameter in model.named_parameters():
             managed = isinstance(parameter, ShardedParameter) or id(parameter) in computing or is_ignored(parameter)
             if parameter.requires_grad and not managed:
+                if is_wrapper(parameter):
+                    raise _has_no_master(name)
                 raise UsageError(
                     f"{name} was added after thinwire.shard: ranks would not combine its gradients. Add it before, or "
                     "freeze it, or exclude it with thinwire.ignore(parameter)"

@@ -25,6 +25,9 @@ class NeedsWhole(UsageError):
             "thinwire.full_parameters(model)"
         )
 
+    def __reduce__(self) -> tuple[type[NeedsWhole], tuple[()]]:
+        return NeedsWhole, ()  # torch.distributed.checkpoint sends errors to other ranks
+
 
 class Holders(Protocol):
     """The ranks that hold the pieces of a tensor.
