@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from thinwire.testing import run_ranks
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
+from accelerate.local_sgd import LocalSGD  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from accelerate.utils import (  # noqa: E402
     DDPCommunicationHookType,
@@ -293,6 +295,40 @@ def deferred_and_compiled() -> None:
 @pytest.mark.slow
 def test_deferred_gradients_and_compiled_models() -> None:
     run_ranks(2, deferred_and_compiled, timeout=200)
+
+
+def accumulated_by_hand(plan: str | None) -> list[torch.Tensor]:
+    """Norms of a loop that calls the prepared model's own ``no_sync``, as over DDP's wrapper."""
+    with job():
+        accelerator = accelerate.Accelerator(cpu=True) if plan is None else ThinwireAccelerator(cpu=True, plan=plan)
+        loop, norms = Loop(accelerator), []
+        batches = iter(loop.training)
+        for _ in range(3):
+            for last in (False, True):
+                batch = next(batches)
+                with contextlib.nullcontext() if last else loop.model.no_sync():
+                    accelerator.backward(loop.model(input_ids=batch, labels=batch).loss)
+            norms.append(accelerator.clip_grad_norm_(loop.model.parameters(), 1.0))
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        if plan is not None:
+            with pytest.raises(UsageError, match="inside no_sync"), LocalSGD(accelerator, loop.model, 2) as local:
+                for batch in batches:
+                    with accelerator.accumulate(loop.model):
+                        accelerator.backward(loop.model(input_ids=batch, labels=batch).loss)
+                        loop.optimizer.step()
+                    local.step()
+        return norms
+
+
+def by_hand_equals_ddp() -> None:
+    want = accumulated_by_hand(None)
+    for plan in ("zero1", "zero3"):
+        torch.testing.assert_close(accumulated_by_hand(plan), want, rtol=1e-4, atol=0)
+
+
+def test_the_models_own_no_sync() -> None:
+    run_ranks(2, by_hand_equals_ddp)
 
 
 def adversaries(plan: str | None, folder: str) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ from thinwire.sharding.runtime.sharded_parameters import sharded_parameter_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
-__all__ = ["begin_micro_batch", "follow", "is_sharded", "names_of", "over_shares", "without_sync"]
+__all__ = ["begin_micro_batch", "combines", "follow", "is_sharded", "names_of", "over_shares", "without_sync"]
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -154,6 +154,11 @@ def begin_micro_batch(model: nn.Module, *, last: bool) -> None:
     """Begin a micro-batch of a sharded model; ranks combine gradients in the last one of a step."""
     runtime = runtime_of(model)
     runtime.begin_micro_batch(runtime.backwards, last=last)
+
+
+def combines(model: nn.Module) -> bool:
+    """Whether ranks combine gradients of a sharded model in its next backward."""
+    return runtime_of(model).schedule.last
 
 
 @contextmanager
