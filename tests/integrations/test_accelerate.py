@@ -297,6 +297,15 @@ def test_deferred_gradients_and_compiled_models() -> None:
     run_ranks(2, deferred_and_compiled, timeout=200)
 
 
+def train_apart(accelerator: Any, loop: Loop, batches: Iterator[torch.Tensor]) -> None:
+    with LocalSGD(accelerator, loop.model, 2) as local:
+        for batch in batches:
+            with accelerator.accumulate(loop.model):
+                accelerator.backward(loop.model(input_ids=batch, labels=batch).loss)
+                loop.optimizer.step()
+            local.step()
+
+
 def accumulated_by_hand(plan: str | None) -> list[torch.Tensor]:
     """Norms of a loop that calls the prepared model's own ``no_sync``, as over DDP's wrapper."""
     with job():
@@ -312,12 +321,9 @@ def accumulated_by_hand(plan: str | None) -> list[torch.Tensor]:
             loop.optimizer.step()
             loop.optimizer.zero_grad()
         if plan is not None:
-            with pytest.raises(UsageError, match="inside no_sync"), LocalSGD(accelerator, loop.model, 2) as local:
-                for batch in batches:
-                    with accelerator.accumulate(loop.model):
-                        accelerator.backward(loop.model(input_ids=batch, labels=batch).loss)
-                        loop.optimizer.step()
-                    local.step()
+            accelerator.gradient_accumulation_steps = 2
+            with pytest.raises(UsageError, match="inside no_sync"):
+                train_apart(accelerator, loop, batches)
         return norms
 
 
@@ -329,6 +335,66 @@ def by_hand_equals_ddp() -> None:
 
 def test_the_models_own_no_sync() -> None:
     run_ranks(2, by_hand_equals_ddp)
+
+
+class WithModes(torch.optim.SGD):
+    """Steps in ``train()``, and ``eval()`` swaps means into the parameters, as optimizers without a schedule do."""
+
+    training = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not self.training:
+            raise RuntimeError("the optimizer is not in train mode")
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            mean = self.state[parameter].setdefault("mean", parameter.detach().clone())
+            mean.lerp_(parameter.detach(), 0.5)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        for parameter in self.state:
+            kept = parameter.detach().clone()
+            parameter.copy_(self.state[parameter]["mean"])
+            self.state[parameter]["mean"].copy_(kept)
+
+    def train(self) -> None:
+        if not self.training:
+            self.swap()
+        self.training = True
+
+    def eval(self) -> None:
+        if self.training:
+            self.swap()
+        self.training = False
+
+
+def with_modes(plan: str | None) -> list[torch.Tensor]:
+    """Losses of validation sequences under the means."""
+    with job():
+        accelerator = accelerate.Accelerator(cpu=True) if plan is None else ThinwireAccelerator(cpu=True, plan=plan)
+        model = build()
+        loop = Loop(accelerator)
+        model, optimizer = accelerator.prepare(model, WithModes(model.parameters(), lr=0.5))
+        loop.model, found = model, []
+        for batch, _ in zip(loop.training, range(4), strict=False):
+            optimizer.train()
+            accelerator.backward(model(input_ids=batch, labels=batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.eval()
+            found.append(loop.evaluate())
+        return found
+
+
+def modes_equal_ddp() -> None:
+    want = with_modes(None)
+    assert not torch.equal(want[0], want[-1])
+    for plan in ("zero1", "zero3"):
+        torch.testing.assert_close(with_modes(plan), want, rtol=1e-5, atol=0)
+
+
+def test_optimizers_with_modes_equal_ddp() -> None:
+    run_ranks(2, modes_equal_ddp)
 
 
 def adversaries(plan: str | None, folder: str) -> list[torch.Tensor]:

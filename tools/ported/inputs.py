@@ -24,9 +24,26 @@ from transformers import (
 
 __all__ = ["make_backbone", "make_inputs"]
 
-_WORDS = "a slow network carries small numbers while every rank computes and waits for the next one".split()
+_WORDS = [
+    "a",
+    "slow",
+    "network",
+    "carries",
+    "small",
+    "numbers",
+    "while",
+    "every",
+    "rank",
+    "computes",
+    "and",
+    "waits",
+    "for",
+    "the",
+    "next",
+    "one",
+]
 
-_METRICS = '''
+_METRICS = """
 class _Metric:
     def __init__(self):
         self.pairs = []
@@ -43,7 +60,7 @@ class _Metric:
 
 def load(*names, **options):
     return _Metric()
-'''
+"""
 
 _REWARDS = """
 def variety(completions, **columns):
@@ -109,9 +126,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     made = Tokenizer(models.BPE(vocab={"<pad>": 0, "<eos>": 1, **letters}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", model_max_length=128  # noqa: S106
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", model_max_length=128)
 
 
 def _data() -> Iterator[tuple[str, dict[str, list[dict[str, str | int]]]]]:
@@ -157,7 +172,9 @@ def _digits(folder: Path) -> None:
     """Pictures in the files of Lightning's own copy of MNIST."""
     folder.mkdir(parents=True)
     for name, number in (("training.pt", 5160), ("test.pt", 32)):
-        torch.save((torch.randint(0, 256, (number, 28, 28), dtype=torch.uint8), torch.arange(number) % 10), folder / name)
+        torch.save(
+            (torch.randint(0, 256, (number, 28, 28), dtype=torch.uint8), torch.arange(number) % 10), folder / name
+        )
 
 
 def _cats_and_dogs(folder: Path) -> None:

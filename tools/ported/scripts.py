@@ -123,17 +123,20 @@ def section() -> list[str]:
     lines = [
         "## Example scripts of the frameworks",
         "",
-        "Each script ran twice on two CPU ranks, over DDP and with the changed lines over `zero3`, with the same seeds, a small",
-        f"random model and local data ({versions}; `{results['command']}`). The numbers say how far losses and final weights are",
-        "apart at most, relative to the largest value; 0 is bit for bit.",
+        "Each script ran twice on two CPU ranks, over DDP and, with the changed lines, over `zero3`: with the same",
+        f"seeds, a small random model and local data ({versions}).",
+        "The numbers say how far losses (relative to their value) and final weights are apart at most; 0 is bit for",
+        "bit.",
+        "For fine-tuning, DDP was told of the frozen parameters, which its own strategy in Lightning trains apart.",
+        f"`{results['command']}` repeats it; commits and blobs are those of git.",
         "",
     ]
-    scripts = [script for script in listed() if script.name in results["scripts"]]
-    for changes in dict.fromkeys(script.changes for script in scripts):
-        lines += ["```diff", *_diff(changes), "```", "", "| script | losses | apart | weights | apart |"]
-        lines += ["| --- | ---: | ---: | ---: | ---: |"]
-        lines += [_row(script, results["scripts"][script.name]) for script in scripts if script.changes == changes]
-        lines.append("")
+    blocks: dict[str, list[str]] = {}
+    for script in listed():
+        blocks.setdefault("\n".join(_diff(script.changes)), []).append(_row(script, results["scripts"][script.name]))
+    for diff, rows in blocks.items():
+        lines += ["```diff", diff, "```", "", "| script | losses | apart | weights | apart |"]
+        lines += ["| --- | ---: | ---: | ---: | ---: |", *rows, ""]
     return lines
 
 
@@ -147,10 +150,10 @@ def _diff(changes: tuple[Change, ...]) -> list[str]:
 def _row(script: Script, found: dict[str, Any]) -> str:
     where = f"`{script.path}` ({REPOSITORIES[script.framework]}, {script.version})"
     if "refused" in found:
-        return f"| {where} | refused: {found['refused']} | | | |"
-    return (
-        f"| {where} | {found['losses']} | {found['loss_apart']:.1g} | {found['weights']} | {found['weight_apart']:.1g} |"
-    )
+        return f"| {where}, refused: {found['refused']} | | | | |"
+    counts = found["losses"], found["weights"]
+    distances = f"{found['loss_apart']:.1g}", f"{found['weight_apart']:.1g}"
+    return f"| {where} | {counts[0]} | {distances[0]} | {counts[1]} | {distances[1]} |"
 
 
 def _change(change: dict[str, Any]) -> Change:

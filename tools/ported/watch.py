@@ -63,9 +63,10 @@ class Watch:
             self._models.append(model)
             return shard(model, *args, **kwargs)
 
-        def noted_destroy(*args: Any, **kwargs: Any) -> None:
-            self.write()
-            destroy(*args, **kwargs)
+        def noted_destroy(group: dist.ProcessGroup | None = None) -> None:
+            if group is None:
+                self.write()
+            destroy(group)
 
         changed: Any = torch.Tensor, DistributedDataParallel, tw, dist
         changed[0].backward, changed[1].__init__, changed[2].shard = noted_backward, noted_wrap, noted_shard

@@ -104,7 +104,8 @@ class _AcceleratedSteps:
                 if self.sync_gradients and not outside:
                     raise UsageError(
                         f"accumulate({type(model).__name__}): it ends a step inside no_sync, which LocalSGD enters as "
-                        "well, and ranks would train apart; leave it out, and choose codecs in the plan's wire to send less"
+                        "well, and ranks would train apart; leave it out, and choose codecs in the plan's wire to send "
+                        "less"
                     )
                 begin_micro_batch(model, last=self.sync_gradients)
             yield
