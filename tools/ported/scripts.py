@@ -16,11 +16,13 @@ __all__ = ["Change", "Script", "keep", "listed", "section"]
 LIST: Final = Path(__file__).with_name("scripts.toml")
 RESULTS: Final = Path(__file__).parents[2] / "docs/results/ported-scripts.json"
 REPOSITORIES: Final = {
-    "accelerate": "huggingface/accelerate",
-    "lightning": "Lightning-AI/pytorch-lightning",
-    "transformers": "huggingface/transformers",
-    "trl": "the package `trl`",
+    "accelerate": "huggingface/accelerate/",
+    "lightning": "Lightning-AI/pytorch-lightning/",
+    "transformers": "huggingface/transformers/",
+    "trl": "",
 }
+"""Repositories of scripts that no package has."""
+
 PACKAGES: Final = ("torch", *REPOSITORIES)
 
 
@@ -148,7 +150,7 @@ def _diff(changes: tuple[Change, ...]) -> list[str]:
 
 
 def _row(script: Script, found: dict[str, Any]) -> str:
-    where = f"`{script.path}` ({REPOSITORIES[script.framework]}, {script.version})"
+    where = f"`{REPOSITORIES[script.framework]}{script.path}` ({script.version})"
     if "refused" in found:
         return f"| {where}, refused: {found['refused']} | | | | |"
     counts = found["losses"], found["weights"]
