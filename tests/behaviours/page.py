@@ -16,6 +16,7 @@ from tests.behaviours.catalog import SUBJECTS, Behaviour, catalogue
 from tests.behaviours.not_yet import NOT_YET
 from tests.behaviours.runner import Outcome, run
 from tests.support.paths import ROOT
+from tools.ported.scripts import section
 
 __all__ = ["PAGE", "render"]
 
@@ -50,6 +51,7 @@ def render() -> str:
         parts += [f"## {heading}", "", "| you | thinwire | FSDP2 | DeepSpeed |", "| --- | --- | --- | --- |"]
         parts += [_row(one, measured) for one in entries if one.subject == subject]
         parts.append("")
+    parts += section()
     parts += ["## Where the behaviours come from", "", "| behaviour | origin |", "| --- | --- |"]
     parts += [f"| `{one.name}` | {_cell(one.origin)} |" for one in entries]
     return "\n".join(parts) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from thinwire.testing import run_ranks
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
+from accelerate.local_sgd import LocalSGD  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from accelerate.utils import (  # noqa: E402
     DDPCommunicationHookType,
@@ -293,6 +295,106 @@ def deferred_and_compiled() -> None:
 @pytest.mark.slow
 def test_deferred_gradients_and_compiled_models() -> None:
     run_ranks(2, deferred_and_compiled, timeout=200)
+
+
+def train_apart(accelerator: Any, loop: Loop, batches: Iterator[torch.Tensor]) -> None:
+    with LocalSGD(accelerator, loop.model, 2) as local:
+        for batch in batches:
+            with accelerator.accumulate(loop.model):
+                accelerator.backward(loop.model(input_ids=batch, labels=batch).loss)
+                loop.optimizer.step()
+            local.step()
+
+
+def accumulated_by_hand(plan: str | None) -> list[torch.Tensor]:
+    """Norms of a loop that calls the prepared model's own ``no_sync``, as over DDP's wrapper."""
+    with job():
+        accelerator = accelerate.Accelerator(cpu=True) if plan is None else ThinwireAccelerator(cpu=True, plan=plan)
+        loop, norms = Loop(accelerator), []
+        batches = iter(loop.training)
+        for _ in range(3):
+            for last in (False, True):
+                batch = next(batches)
+                with contextlib.nullcontext() if last else loop.model.no_sync():
+                    accelerator.backward(loop.model(input_ids=batch, labels=batch).loss)
+            norms.append(accelerator.clip_grad_norm_(loop.model.parameters(), 1.0))
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        if plan is not None:
+            accelerator.gradient_accumulation_steps = 2
+            with pytest.raises(UsageError, match="inside no_sync"):
+                train_apart(accelerator, loop, batches)
+        return norms
+
+
+def by_hand_equals_ddp() -> None:
+    want = accumulated_by_hand(None)
+    for plan in ("zero1", "zero3"):
+        torch.testing.assert_close(accumulated_by_hand(plan), want, rtol=1e-4, atol=0)
+
+
+def test_the_models_own_no_sync() -> None:
+    run_ranks(2, by_hand_equals_ddp)
+
+
+class WithModes(torch.optim.SGD):
+    """Steps in ``train()``, and ``eval()`` swaps means into the parameters, as optimizers without a schedule do."""
+
+    training = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not self.training:
+            raise RuntimeError("the optimizer is not in train mode")
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            mean = self.state[parameter].setdefault("mean", parameter.detach().clone())
+            mean.lerp_(parameter.detach(), 0.5)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        for parameter in self.state:
+            kept = parameter.detach().clone()
+            parameter.copy_(self.state[parameter]["mean"])
+            self.state[parameter]["mean"].copy_(kept)
+
+    def train(self) -> None:
+        if not self.training:
+            self.swap()
+        self.training = True
+
+    def eval(self) -> None:
+        if self.training:
+            self.swap()
+        self.training = False
+
+
+def with_modes(plan: str | None) -> list[torch.Tensor]:
+    """Losses of validation sequences under the means."""
+    with job():
+        accelerator = accelerate.Accelerator(cpu=True) if plan is None else ThinwireAccelerator(cpu=True, plan=plan)
+        model = build()
+        loop = Loop(accelerator)
+        model, optimizer = accelerator.prepare(model, WithModes(model.parameters(), lr=0.5))
+        loop.model, found = model, []
+        for batch, _ in zip(loop.training, range(4), strict=False):
+            optimizer.train()
+            accelerator.backward(model(input_ids=batch, labels=batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.eval()
+            found.append(loop.evaluate())
+        return found
+
+
+def modes_equal_ddp() -> None:
+    want = with_modes(None)
+    assert not torch.equal(want[0], want[-1])
+    for plan in ("zero1", "zero3"):
+        torch.testing.assert_close(with_modes(plan), want, rtol=1e-5, atol=0)
+
+
+def test_optimizers_with_modes_equal_ddp() -> None:
+    run_ranks(2, modes_equal_ddp)
 
 
 def adversaries(plan: str | None, folder: str) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import Any, Final
 
 import torch
@@ -25,6 +26,7 @@ import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.integrations.common.optimizers import (
     begin_micro_batch,
+    combines,
     follow,
     is_sharded,
     names_of,
@@ -96,10 +98,19 @@ class _AcceleratedSteps:
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """Run a micro-batch. Ranks combine gradients in the last one of a step."""
         inherited: Any = super()
+        sharded = [(model, combines(model)) for model in models if is_sharded(model)]
         with inherited.accumulate(*models):
-            for model in filter(is_sharded, models):
+            for model, outside in sharded:
+                if self.sync_gradients and not outside:
+                    raise UsageError(
+                        f"accumulate({type(model).__name__}): it ends a step inside no_sync, which LocalSGD enters as "
+                        "well, and ranks would train apart; leave it out, and choose codecs in the plan's wire to send "
+                        "less"
+                    )
                 begin_micro_batch(model, last=self.sync_gradients)
             yield
+            for model, outside in sharded:
+                begin_micro_batch(model, last=outside)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -356,6 +367,8 @@ class ThinwireAccelerator(_AcceleratedSteps, _AcceleratedStates, Accelerator):
                 model.to(self.device)
             mesh = launched_mesh(self.num_processes)
             tw.shard(model, chosen_plan(self._plan, mesh, _COMPUTE_DTYPES[self.mixed_precision]))
+            if not hasattr(model, "no_sync"):
+                model.no_sync = MethodType(without_sync, model)  # which loops call on the wrapper that DDP returns
             if self.state.dynamo_plugin.backend != DynamoBackend.NO:
                 model.compile(**self.state.dynamo_plugin.to_kwargs())
         if not any(model is known for known in self._trained):

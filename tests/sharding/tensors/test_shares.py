@@ -200,6 +200,17 @@ def through_data(model: nn.Module) -> None:
         parameter.data.clamp_(-0.05, 0.05)
 
 
+def sum_and_send(model: nn.Module) -> None:
+    """Collectives that a loop calls itself, as to average the weights of ranks."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.data)
+        work = dist.all_reduce(parameter, op=dist.ReduceOp.MAX, async_op=True)
+        assert work is not None
+        work.wait()
+        parameter.data /= 2
+        dist.broadcast(parameter.data, src=1)
+
+
 def initialise(model: nn.Module) -> None:
     for number, parameter in enumerate(model.parameters()):
         torch.default_generator.manual_seed(number)
@@ -228,7 +239,7 @@ def swap(model: nn.Module) -> None:
 def check_writes(plans: tuple[str, ...]) -> None:
     x = samples(0, 1, 4)[0, 0]
     for name in plans:
-        for write in (double, assign, through_data, initialise, from_a_vector, load, swap):
+        for write in (double, assign, through_data, sum_and_send, initialise, from_a_vector, load, swap):
             pair = Pair(name)
             named = [dict(model.named_parameters()) for model in (pair.model, pair.one)]
             # units list parameters in another order than the model does

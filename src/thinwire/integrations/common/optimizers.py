@@ -16,14 +16,14 @@ from torch import nn
 import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.sharding.optimizer.making import refuse_class
-from thinwire.sharding.optimizer.probes import states_are_alike
+from thinwire.sharding.optimizer.probes import has_modes, states_are_alike
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.runtime.sharded_parameters import sharded_parameter_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
-__all__ = ["begin_micro_batch", "follow", "is_sharded", "names_of", "over_shares", "without_sync"]
+__all__ = ["begin_micro_batch", "combines", "follow", "is_sharded", "names_of", "over_shares", "without_sync"]
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -111,6 +111,8 @@ def _hold_shares(
 def _updates_all(model: nn.Module, made: torch.optim.Optimizer) -> bool:
     given = {id(parameter) for group in made.param_groups for parameter in group["params"]}
     everything = list(model.parameters())
+    if has_modes(made):  # which it sets on the parameters themselves
+        return False
     if not {id(item) for item in everything if item.requires_grad} <= given <= {id(item) for item in everything}:
         return False
     try:
@@ -156,11 +158,17 @@ def begin_micro_batch(model: nn.Module, *, last: bool) -> None:
     runtime.begin_micro_batch(runtime.backwards, last=last)
 
 
+def combines(model: nn.Module) -> bool:
+    """Whether ranks combine gradients of a sharded model in its next backward."""
+    return runtime_of(model).schedule.last
+
+
 @contextmanager
 def without_sync(model: nn.Module) -> Iterator[None]:
     """Combine no gradients in the backward inside: more micro-batches of the step follow."""
+    outside = combines(model)
     begin_micro_batch(model, last=False)
     try:
         yield
     finally:
-        begin_micro_batch(model, last=True)
+        begin_micro_batch(model, last=outside)

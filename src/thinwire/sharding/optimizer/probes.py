@@ -15,6 +15,7 @@ from torch import nn
 from thinwire.errors import UsageError
 
 __all__ = [
+    "has_modes",
     "refuse_per_tensor",
     "refuse_unlike_ranks",
     "state_bytes",
@@ -67,6 +68,12 @@ def refuse_per_tensor(
             f"{optimizer_class.__name__} updates whole tensors, but the plan's partition = 'intra' (or sharded "
             "parameters, or tp) cuts them: use partition = 'inter' with params = 1x1 and tp = 1"
         )
+
+
+def has_modes(optimizer: Any) -> bool:
+    """Whether an optimizer steps in ``train()`` and swaps an average into the parameters in ``eval()``, as
+    schedule-free ones do."""
+    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
@@ -224,9 +231,9 @@ def _for_trial(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**tried, "lr": 1e-3} if "lr" in tried else tried
 
 
-def _try(
-    optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], grads: Sequence[Sequence[torch.Tensor | None]]
-) -> None:
+def _try(optimizer: Any, params: Sequence[nn.Parameter], grads: Sequence[Sequence[torch.Tensor | None]]) -> None:
+    if has_modes(optimizer):
+        optimizer.train()
     for step in grads:
         for parameter, grad in zip(params, step, strict=True):
             parameter.grad = None if grad is None else grad.clone()

@@ -44,6 +44,12 @@ __all__ = ["ShareTensor"]
 _WALKS: Final = frozenset((torch.autograd.grad, torch.autograd.backward))
 """Functions that walk along a graph."""
 
+_RECEIVING: Final = frozenset(
+    ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "broadcast", "recv", "reduce", "reduce_scatter",
+     "reduce_scatter_tensor", "scatter")
+)  # fmt: skip
+"""Names of functions of torch.distributed that write to their first argument."""
+
 
 class ShareTensor(torch.Tensor):
     """One rank's piece of a tensor of ``spec.shape``; see the note above.
@@ -219,21 +225,31 @@ class _Whole(torch.autograd.Function):
 
 
 def _written_shares(func: Callable[..., Any], args: Any, kwargs: Any) -> list[ShareTensor]:
-    """The share tensors that a torch function changes, judged by its name: ``x.add_``, ``x[i] = ...``, ``out=x``."""
+    """The share tensors that a torch function changes, judged by its name: ``x.add_``, ``x[i] = ...``, ``out=x``,
+    ``all_reduce(x)``."""
     name = getattr(func, "__name__", "")
-    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or _receives(func)
     written = [*(_tensors(args[0]) if in_place and args else ()), *_tensors(kwargs.get("out"))]
     return [tensor for tensor in written if isinstance(tensor, ShareTensor)]
 
 
+def _receives(func: Callable[..., Any]) -> bool:
+    """Whether a function of torch.distributed writes to its first argument."""
+    name, module = getattr(func, "__name__", ""), getattr(func, "__module__", None)
+    return name in _RECEIVING and module == "torch.distributed.distributed_c10d"
+
+
 def _write_whole(func: Callable[..., Any], written: Sequence[ShareTensor], args: Any, kwargs: Any) -> Any:
     """Call a function that changes whole tensors on gathered copies, and copy this rank's pieces back."""
-    if torch.is_grad_enabled() and any(share.requires_grad and share.is_leaf for share in written):
+    recorded = torch.is_grad_enabled() and not _receives(func)
+    if recorded and any(share.requires_grad and share.is_leaf for share in written):
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     with torch.no_grad():
         copies = {id(share): share.full_tensor() for share in written}
         wholes = _WholeArguments(args, kwargs, copies)
         result = func(*wholes.args, **wholes.kwargs)
+        if _receives(func) and result is not None:
+            result.wait()  # the work of async_op=True, which fills the copies
         for share in written:
             share.copy_(copies[id(share)])
     by_copy = {id(copies[id(share)]): share for share in written}
