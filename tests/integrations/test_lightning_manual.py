@@ -241,7 +241,10 @@ def unequal(folder: str, strategy: str) -> list[str]:
 @pytest.mark.parametrize(
     ("strategy", "in_another_order"),
     # Under sharded gradients, ranks combine each micro-batch's gradient before they add it.
-    [("thinwire_zero1", []), ("thinwire", ["one optimizer", "adversaries by closures"])],
+    [
+        ("thinwire_zero1", []),
+        pytest.param("thinwire", ["one optimizer", "adversaries by closures"], marks=pytest.mark.slow),
+    ],
 )
 def test_each_equals_ddp(strategy: str, in_another_order: list[str], tmp_path: Path) -> None:
     found = run_ranks(2, unequal, str(tmp_path), strategy)[0]  # other ranks have statistics of their own

@@ -104,6 +104,7 @@ def plant(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new), encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_time_runs_out_in_the_middle(machine: Path, lease: Path, tmp_path: Path) -> None:
     records = rent(machine, lease, tmp_path / "first", "--minutes", "0.5")
     assert records["environment"].status == PASSED

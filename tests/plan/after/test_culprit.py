@@ -139,6 +139,7 @@ def test_a_link_that_was_slow_in_the_middle_is_named_with_its_steps(recipe: Path
     assert " profile --out " in named.command
 
 
+@pytest.mark.slow
 def test_a_slow_codec_is_named_and_not_what_waits_for_it(recipe: Path) -> None:
     named, _ = found(recipe, "codec")
     assert (named.part, named.stretch) == ("codecs of reduce", None)

@@ -78,8 +78,8 @@ def toml_of(preset: str, world: int, **keys: Any) -> str:
     ("preset", "world", "keeps", "micro_batches", "inference"),
     [
         pytest.param("zero3", 2, [None, "whole", "nothing"], 1, False, marks=pytest.mark.slow),
-        ("zero3", 4, ["whole", "secondary", "nothing"], 2, True),
-        ("zeropp", 4, [None, "encoded", "secondary", "nothing"], 2, False),
+        pytest.param("zero3", 4, ["whole", "secondary", "nothing"], 2, True, marks=pytest.mark.slow),
+        ("zeropp", 4, [None, "whole", "encoded", "secondary", "nothing"], 2, False),
         pytest.param("hpz", 4, ["whole", "secondary"], 1, True, marks=pytest.mark.slow),
         ("zero1", 2, [None], 1, False),
     ],
