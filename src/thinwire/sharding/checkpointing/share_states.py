@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
 
 from thinwire.errors import UsageError
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
-from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state
+from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state, over_groups
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.optimizer.stock_optimizers import INNER
 from thinwire.sharding.runtime.runtime import runtime_of
@@ -23,6 +23,14 @@ __all__ = ["FragmentStates", "Optimizers", "ShareStates", "states_of"]
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 """What trains a model: an optimizer, or several that update different parameters; ``None`` leaves their states out."""
+
+
+_WITHOUT_HOOKS: Final = {
+    "_optimizer_step_pre_hooks": OrderedDict[int, Any](),
+    "_optimizer_step_post_hooks": OrderedDict[int, Any](),
+    INNER: True,
+}
+"""Attributes of an optimizer whose steps call no hooks."""
 
 
 class FragmentStates(Protocol):
@@ -134,7 +142,7 @@ class ShareStates:
                 {**group, "params": [new[id(share)].value for share in group["params"] if id(share) in new]}
                 for group in optimizer.param_groups
             ]
-            stand_in = _like(optimizer, groups)
+            stand_in = over_groups(optimizer, groups, state=defaultdict(dict), **_WITHOUT_HOOKS)
             make_state(InnerOptimizer(stand_in, missing, [group["params"] for group in groups]))
             self.state |= {owned.value: stand_in.state[owned.value] for owned in missing}
             made += missing
@@ -175,15 +183,6 @@ class ShareStates:
             f"{type(optimizer).__name__} keeps {key!r} for {share.spec.name}, which is neither a number nor of the "
             "parameter's shape, so that thinwire.save cannot cut it: save with torch.distributed.checkpoint"
         )
-
-
-def _like(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """An optimizer of the same class and options over other parameters, without state and without hooks."""
-    made = object.__new__(type(optimizer))
-    kept: Mapping[str, Any] = {key: value for key, value in vars(optimizer).items() if key != "step"}
-    blank: Mapping[str, Any] = {"_optimizer_step_pre_hooks": OrderedDict(), "_optimizer_step_post_hooks": OrderedDict()}
-    vars(made).update({**kept, **blank, "state": defaultdict(dict), "param_groups": groups, INNER: True})
-    return made
 
 
 def _over_share(share: ShardedParameter, owned: OwnedFragment, value: Any) -> Any:

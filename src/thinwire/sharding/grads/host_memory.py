@@ -65,7 +65,13 @@ class Ring:
 
 
 class UpdateSteps(Protocol):
-    """The steps of the update of a batch of units, in order. ``units`` are their numbers."""
+    """The steps of the update of a batch of units, in order. ``units`` are their numbers.
+
+    Attributes:
+        may_wait: Whether an update may end after the optimizer's step.
+    """
+
+    may_wait: bool
 
     def begin(self, units: Sequence[int]) -> None:
         """Invalidate what belongs to the old values."""

@@ -141,15 +141,13 @@ class HostStates:
         self._ring = Ring(SLOTS, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device))
         self._going_down = list[Ticket]()  # results of the last update
 
-    def update(self, batches: Sequence[Sequence[int]], steps: UpdateSteps, *, hidden: bool) -> None:
+    def update(self, batches: Sequence[Sequence[int]], steps: UpdateSteps) -> None:
         """Update units, batch by batch. On a device with streams, computation goes on meanwhile.
 
         Args:
             batches: Numbers of the units, in the order of the update.
             steps: The steps of their update.
-            hidden: Whether computation may go on; it may in any case.
         """
-        del hidden
         for ticket in self._going_down:
             ticket.wait()
         self._going_down.clear()

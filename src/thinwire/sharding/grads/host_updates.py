@@ -90,13 +90,12 @@ class HostUpdates:
         self._coming_up = list[Ticket]()  # masters of the last update
         self._batches = deque[_Batch]()  # those whose results have not been taken up, in order
 
-    def update(self, batches: Sequence[Sequence[int]], steps: UpdateSteps, *, hidden: bool) -> None:
-        """Update units, batch by batch.
+    def update(self, batches: Sequence[Sequence[int]], steps: UpdateSteps) -> None:
+        """Update units, batch by batch. If updates may not wait, all results are taken up before this returns.
 
         Args:
             batches: Numbers of the units, in the order of the update.
             steps: The steps of their update.
-            hidden: Whether computation goes on meanwhile; if not, all results are taken up before this returns.
         """
         self.settle()
         for ticket in self._coming_up:
@@ -112,7 +111,7 @@ class HostUpdates:
             steps.expect(batch.units, _Taken(self, batch), functools.partial(self.take, batch))
         for batch in list(self._batches)[: AHEAD + 1]:
             self._start(batch)
-        if not hidden:
+        if not steps.may_wait:
             self.settle()
 
     def awaits(self, batch: _Batch) -> bool:

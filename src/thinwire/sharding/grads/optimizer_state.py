@@ -13,7 +13,7 @@ from thinwire.sharding.grads.host_states import HostStates
 from thinwire.sharding.grads.host_updates import HostUpdates
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 
-__all__ = ["InnerOptimizer", "Unreadable", "make_state", "state_of"]
+__all__ = ["InnerOptimizer", "Unreadable", "make_state", "over_groups", "state_of"]
 
 
 class InnerOptimizer:
@@ -52,14 +52,12 @@ class InnerOptimizer:
     def at_present(self) -> torch.optim.Optimizer:
         """The optimizer, over the fragments and with the same state, and with the options that it has now, whatever
         becomes of them later."""
-        present: torch.optim.Optimizer = object.__new__(type(self.optimizer))
-        vars(present).update(vars(self.optimizer))
-        present.param_groups = [
+        groups = [
             {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
             | {"params": pieces}
             for group, pieces in zip(self.optimizer.param_groups, self._pieces, strict=True)
         ]
-        return present
+        return over_groups(self.optimizer, groups)
 
     def _hold(self, held: Sequence[list[Any]]) -> None:
         for group, params in zip(self.optimizer.param_groups, held, strict=True):
@@ -77,6 +75,22 @@ class Unreadable(list[Any]):
         )
 
     __iter__ = __len__ = __getitem__ = __contains__ = __bool__ = _refuse
+
+
+def over_groups(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], **changed: Any
+) -> torch.optim.Optimizer:
+    """An optimizer of the same class over other groups. What wraps the step of the first one does not wrap its own.
+
+    Args:
+        optimizer: The first one, with which it shares everything else.
+        groups: Its groups.
+        **changed: Attributes that it does not share.
+    """
+    made: torch.optim.Optimizer = object.__new__(type(optimizer))
+    shared = {key: value for key, value in vars(optimizer).items() if key != "step"}
+    vars(made).update({**shared, "param_groups": groups, **changed})
+    return made
 
 
 def state_of(inner: InnerOptimizer | None, owned: OwnedFragment) -> dict[str, Any]:

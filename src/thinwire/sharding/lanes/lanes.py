@@ -95,7 +95,7 @@ class Lanes:
             after: Tickets of copies to the host that must end first.
             load: Description of the data, for timelines.
         """
-        key = HostLane.UPDATE, Stage.UPDATE
+        key = HostLane.UPDATE, Stage.HOST_UPDATE
         worker = self._workers.get(key)
         if worker is None:
             worker = self._workers[key] = ThreadWorker(" ".join(key), self.recorder)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -164,34 +164,40 @@ def updates_in_parts(
 
 def state_bytes(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device) -> int:
     """Bytes per element of the tensors that an optimizer keeps of each parameter's size; 0 if it refuses the trial."""
-    parameter = nn.Parameter(torch.ones(8, 6, device=device))
-    try:
-        optimizer = optimizer_class([parameter], **_for_trial(options))
-        with torch.enable_grad():
-            _try(optimizer, [parameter], [[torch.ones_like(parameter)]])
-    except _REFUSALS:
-        return 0
-    kept = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
-    return sum(value.itemsize for value in kept if value.dim() and value.numel() == parameter.numel())
+    kept = _kept_of_one(optimizer_class, options, device) or ()
+    sized = [value for value in kept if isinstance(value, torch.Tensor) and value.numel() == _ONE.numel()]
+    return sum(value.itemsize for value in sized)
 
 
 def states_are_alike(
     optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device
 ) -> bool:
     """Whether everything that an optimizer keeps of a parameter is a number or has the parameter's shape."""
-    parameter = nn.Parameter(torch.ones(8, 6, device=device))
+    kept = _kept_of_one(optimizer_class, options, device)
+    return kept is not None and all(
+        value.dim() == 0 or value.shape == _ONE
+        if isinstance(value, torch.Tensor)
+        else isinstance(value, bool | int | float | None)
+        for value in kept
+    )
+
+
+_ONE: Final = torch.Size((8, 6))
+"""Shape of the parameter of a trial with one."""
+
+
+def _kept_of_one(
+    optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device
+) -> list[Any] | None:
+    """What an optimizer keeps of a parameter after a step; ``None`` if it refuses the trial."""
+    parameter = nn.Parameter(torch.ones(_ONE, device=device))
     try:
         optimizer = optimizer_class([parameter], **_for_trial(options))
         with torch.enable_grad():
             _try(optimizer, [parameter], [[torch.ones_like(parameter)]])
     except _REFUSALS:
-        return False
-    return all(
-        value.dim() == 0 or value.shape == parameter.shape
-        if isinstance(value, torch.Tensor)
-        else isinstance(value, bool | int | float | None)
-        for value in optimizer.state[parameter].values()
-    )
+        return None
+    return list(optimizer.state[parameter].values())
 
 
 def with_fused(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Mapping[str, Any]:

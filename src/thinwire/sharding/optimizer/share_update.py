@@ -9,8 +9,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import final
 
-import torch
-
 from thinwire.sharding.grads.host_states import HostStates
 from thinwire.sharding.grads.host_updates import HostUpdates
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
@@ -55,7 +53,7 @@ class ShareUpdate:
         self._by_unit, self._copies = by_unit, copies
         # Others may keep something in themselves, which a copy of their options would miss.
         of_torch = type(owned.optimizer).__module__.startswith("torch.optim.")
-        self._may_hide = by_unit and of_torch and programs.plan.overlap.spread
+        self._may_wait = by_unit and of_torch and programs.plan.overlap.spread
         self._fragments_of: dict[int, list[OwnedFragment]] = {}
         for fragment in self._fragments:
             self._fragments_of.setdefault(fragment.unit, []).append(fragment)
@@ -91,9 +89,9 @@ class ShareUpdate:
             See :meth:`perform`.
         """
         self._reducer.join()
-        batches, hidden = self._programs.updates(), spreads and self._may_hide
+        batches, may_wait = self._programs.updates(), spreads and self._may_wait
         if at_once or not self._by_unit:
-            batches, hidden = [tuple(unit for batch in batches for unit in batch)], False
+            batches, may_wait = [tuple(unit for batch in batches for unit in batch)], False
         steps = _Batches(
             self._owned,
             self._fragments_of,
@@ -101,9 +99,9 @@ class ShareUpdate:
             self._reducer,
             self._spreads,
             together=tuple(self._programs.spreads()) if spreads else None,
-            optimizer=self._owned.at_present() if hidden else None,
+            may_wait=may_wait,
         )
-        host.update(batches, steps, hidden=hidden)
+        host.update(batches, steps)
         return frozenset() if spreads else None
 
     def forget_gradients(self) -> None:
@@ -185,7 +183,7 @@ class _Batches:
     """The steps of one update in batches of units; see
     :class:`~thinwire.sharding.grads.host_memory.UpdateSteps`.
 
-    An update that is hidden ends later. What may change until then is therefore taken now: which parameters have
+    An update that may wait ends later. What may change until then is therefore taken now: which parameters have
     gradients, and the options of the optimizer.
 
     Args:
@@ -195,7 +193,7 @@ class _Batches:
         reducer: Reducer of the model's gradients.
         spreads: Takes the updated parameters.
         together: Units that travel together; ``None`` if nothing is spread now.
-        optimizer: The optimizer with the options that it has now; ``None`` to update by the optimizer itself.
+        may_wait: Whether an update may end after the optimizer's step.
     """
 
     def __init__(
@@ -207,10 +205,11 @@ class _Batches:
         spreads: Spreads,
         *,
         together: Sequence[tuple[int, ...]] | None,
-        optimizer: torch.optim.Optimizer | None,
+        may_wait: bool,
     ) -> None:
         self._owned, self._fragments, self._reducer, self._spreads = owned, fragments, reducer, spreads
-        self._together, self._optimizer = together, optimizer
+        self._together, self.may_wait = together, may_wait
+        self._optimizer = owned.at_present() if may_wait else None
         self._absent, self._only = frozenset[int](), None
         if not used.all_used:
             everything = itertools.chain.from_iterable(fragments.values())

@@ -110,7 +110,7 @@ class LapsBeside:
         meeting = {"MASTER_ADDR": self._address, "MASTER_PORT": str(port)}
         message = {"run": _written(self._run), "plan": plan.to_dict(), "left": left, "only": {**self._own, **meeting}}
         answer = self._asked(message, left)
-        answers = self._ranks.all_gather_typed(answer, Typed[_Answer](_Answer))
+        answers = self._ranks.all_gather_typed(answer, _ANSWER)
         return concluded(answers[0].seconds, [each.failure for each in answers], left)
 
     def _asked(self, message: Mapping[str, Any], left: float) -> _Answer:

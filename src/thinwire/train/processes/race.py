@@ -285,7 +285,7 @@ def _entered(run: ResolvedRun, plan: Plan, directory: Path) -> ResolvedRun:
     """The run under a plan, without what it does beside its steps."""
     named = run.with_plan(plan)
     steps = max(run.recipe.train.steps, _FAR)
-    quiet = {"steps": steps, "validate_every": 0, "check_replicas": 0, "trace_steps": None, "tensorboard": False}
+    quiet = {"steps": steps, "validate_every": 0, "check_replicas": 0}
     recipe = named.recipe.with_(train=quiet, checkpoint={"every": 0})
     return ResolvedRun(recipe, plan, RunDirectory(directory), named.node_ranks)
 
