@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.paths import ROOT
-from tests.support.small import write_text
+from tests.support.small import DATA, write_text
 
 import thinwire.plan as planner
 from thinwire.spec import Plan
@@ -23,19 +23,14 @@ pytestmark = pytest.mark.ranks
 
 PROFILE = ROOT / "docs" / "results" / "planner" / "profile-200mbit.json"
 
-RECIPE = """
-plan = { preset = "zero1", compute_dtype = "float32", bucket_bytes = "1MiB" }
+RECIPE = f"""
+plan = {{ preset = "zero1", compute_dtype = "float32", bucket_bytes = "1MiB" }}
 [model]
 layers = 4
 hidden = 32
 heads = 2
 ffn = 48
-[data]
-source = "text"
-paths = ["text.txt"]
-cache = "cache"
-vocab = 300
-[train]
+{DATA}[train]
 steps = 2
 seq = 32
 micro_batch = 2

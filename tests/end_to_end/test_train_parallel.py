@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from examples import parallel
-from tests.support.small import BATCH, write_text
+from tests.support.small import BATCH, DATA, write_text
 from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
@@ -44,12 +44,7 @@ layers = 4
 hidden = 32
 heads = 2
 ffn = 48
-[data]
-source = "text"
-paths = ["text.txt"]
-cache = "cache"
-vocab = 300
-[train]
+{DATA}[train]
 steps = {STEPS}
 {BATCH}validate_every = 2
 validation_samples = 6

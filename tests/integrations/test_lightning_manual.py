@@ -12,29 +12,14 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
 from tests.support.frameworks.lightning import WIDTH, Blocks, loader, trainer, weights
+from tools.ported.frozen import KnowsFrozen
 from torch import nn
 from torch.nn import functional
 
 from thinwire.errors import UsageError
 from thinwire.integrations.lightning import ThinwireStrategy
 from thinwire.testing import run_ranks
-
-
-class KnowsFrozen(DDPStrategy):
-    """DDP that also combines the gradients of parameters that are frozen at first; its own trains them apart."""
-
-    def __init__(self) -> None:
-        super().__init__(find_unused_parameters=True)
-
-    def configure_ddp(self) -> None:
-        frozen = [item for item in self.model.parameters() if not item.requires_grad]
-        for item in frozen:
-            item.requires_grad_(True)
-        super().configure_ddp()
-        for item in frozen:
-            item.requires_grad_(False)
 
 
 class Plain(Blocks):

@@ -14,6 +14,16 @@ tensorboard = false
 same step in a few milliseconds."""
 
 
+DATA = """\
+[data]
+source = "text"
+paths = ["text.txt"]
+cache = "cache"
+vocab = 300
+"""
+"""Table of a recipe: the text that :func:`write_text` writes beside it."""
+
+
 def write_text(path: Path, *, words: int = 300, lines: int = 3000) -> None:
     """Write lines of made-up words, always the same ones."""
     chance = random.Random(0)

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 from tests.support.paths import ROOT
-from tests.support.small import write_text
+from tests.support.small import DATA, write_text
 from typer.testing import CliRunner
 
 import thinwire.plan as planner
@@ -40,19 +40,14 @@ SLEEP = 0.3
 FIRST, LAST = 16, 30
 """Steps during which the link is slow."""
 
-RECIPE = """
-plan = { preset = "thinwire", compute_dtype = "float32" }
+RECIPE = f"""
+plan = {{ preset = "thinwire", compute_dtype = "float32" }}
 [model]
 layers = 2
 hidden = 32
 heads = 2
 ffn = 48
-[data]
-source = "text"
-paths = ["text.txt"]
-cache = "cache"
-vocab = 300
-[train]
+{DATA}[train]
 steps = 40
 seq = 32
 global_batch = 16

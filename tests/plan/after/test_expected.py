@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.support.paths import ROOT
 from tests.support.reports import write_run
-from tests.support.small import write_text
+from tests.support.small import DATA, write_text
 from typer.testing import CliRunner
 
 import thinwire.plan as planner
@@ -27,18 +27,13 @@ from thinwire.train.data.packing import prepare
 pytestmark = pytest.mark.ranks
 
 PROFILE = ROOT / "docs" / "results" / "planner" / "profile-200mbit.json"
-RECIPE = """
+RECIPE = f"""
 [model]
 layers = 2
 hidden = 32
 heads = 2
 ffn = 48
-[data]
-source = "text"
-paths = ["text.txt"]
-cache = "cache"
-vocab = 300
-[train]
+{DATA}[train]
 steps = 8
 seq = 32
 global_batch = 16

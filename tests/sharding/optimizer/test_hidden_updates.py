@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from tests.support.training.edge import build, samples
-from tests.support.training.models import Stack
+from tests.support.training.models import Skipping, Stack
 
 import thinwire as tw
 from thinwire.sharding.api import runtime
@@ -176,23 +176,10 @@ def test_clipping_after_a_step_is_too_late_for_it(ranks: RankPool) -> None:
     assert ranks.run(clipped_after_both) == [True] * WORLD
 
 
-class Parting(torch.nn.Module):
-    """Runs as many of its blocks as it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, count: int) -> torch.Tensor:
-        for block in self.blocks[:count]:
-            x = block(x)
-        return x
-
-
 def skipping(fields: dict[str, Any]) -> list[torch.Tensor]:
     """Parameters after steps in which the last block runs every other time: only the backward is about its update."""
     torch.manual_seed(0)
-    model = tw.shard(Parting(), tw.Plan.preset("zero1", nodes=2, local=2, compute_dtype="float32", **fields))
+    model = tw.shard(Skipping(), tw.Plan.preset("zero1", nodes=2, local=2, compute_dtype="float32", **fields))
     optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
     for step in range(5):
         x = samples(step, 1, WORLD)[0, torch.distributed.get_rank()][:, :8]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.support.training import grids
 from tests.support.training.edge import build, samples
-from tests.support.training.models import Stack
+from tests.support.training.models import Skipping, Stack
 
 import thinwire as tw
 from thinwire.errors import UsageError
@@ -413,19 +413,6 @@ def stepped(name: str, dtype: str, fused: bool, skip: bool, residence: str = "op
             optim.zero_grad()
         tw.full_state_dict(model)
     return [str(hazard) for hazard in check.hazards]
-
-
-class Skipping(torch.nn.Module):
-    """Runs as many of its blocks as it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, count: int) -> torch.Tensor:
-        for block in self.blocks[:count]:
-            x = block(x)
-        return x
 
 
 def skipped(name: str, residence: str = "optimizer") -> list[str]:

@@ -35,6 +35,27 @@ def batches(step: int, world: int) -> list[torch.Tensor]:
     return list(ids.chunk(world))
 
 
+def assert_adapters_train_alike(
+    model: Any, optim: torch.optim.Optimizer, reference: Any, plain: torch.optim.Optimizer, what: str
+) -> None:
+    """Train the adapters of a sharded model and those of one process beside each other, on the same data on every rank,
+    so that means over ranks are exact; losses, gradients and outputs without adapters are equal in every bit."""
+    for step in range(3):
+        (ids,) = batches(step, 1)
+        mine, its = (each(input_ids=ids, labels=ids).loss for each in (model, reference))
+        assert torch.equal(mine, its), what
+        mine.backward()
+        its.backward()
+        for (name, share), parameter in zip(model.named_parameters(), reference.parameters(), strict=True):
+            if parameter.requires_grad:
+                assert torch.equal(share.grad.full_tensor(), parameter.grad), (what, name)
+        for each in (optim, plain):
+            each.step()
+            each.zero_grad()
+    with torch.no_grad(), model.disable_adapter(), reference.disable_adapter():  # GRPO's reference
+        assert torch.equal(model(input_ids=ids).logits, reference(input_ids=ids).logits), what
+
+
 class Adapted(nn.Module):
     """A frozen layer plus a trainable product of two thin matrices."""
 

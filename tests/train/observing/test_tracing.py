@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.reports import Page
-from tests.support.small import BATCH, write_text
+from tests.support.small import BATCH, DATA, write_text
 
 from thinwire.program.timeline import Span
 from thinwire.record import read_run
@@ -35,12 +35,7 @@ plan = {{ preset = "zero3", compute_dtype = "float32", micro_batch = 2 }}
 layers = 2
 hidden = 32
 heads = 2
-[data]
-source = "text"
-paths = ["text.txt"]
-cache = "cache"
-vocab = 300
-[train]
+{DATA}[train]
 steps = 6
 trace_steps = "3:5"
 validate_every = 4

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.paths import ROOT
-from tests.support.small import write_text
+from tests.support.small import DATA, write_text
 
 from thinwire.collectives import group
 from thinwire.spec import Plan
@@ -29,19 +29,14 @@ from thinwire.train.processes.race import Lap, Race, lap_here, race, time_limit
 
 pytestmark = pytest.mark.ranks
 
-RECIPE = """
-plan = { preset = "zero1", compute_dtype = "float32" }
+RECIPE = f"""
+plan = {{ preset = "zero1", compute_dtype = "float32" }}
 [model]
 layers = 4
 hidden = 32
 heads = 2
 ffn = 48
-[data]
-source = "text"
-paths = ["text.txt"]
-cache = "cache"
-vocab = 300
-[train]
+{DATA}[train]
 steps = 30
 seq = 32
 global_batch = 16
