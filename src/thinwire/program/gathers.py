@@ -85,12 +85,12 @@ def check_live(plan: Plan, units: Sequence[UnitInfo]) -> None:
     others = [unit for index, unit in enumerate(units) if index not in always]
     largest = max(others or units, key=lambda unit: unit.nbytes)
     if base + largest.nbytes > plan.live_bytes and others:
+        cut = "" if plan.granularity == "module" else ', or cut units with granularity = "module"'
         raise SpecError(
             f"plan {plan.name or plan.fingerprint()}",
             [
                 f"live_bytes = {plan.live_bytes}: unit {largest.name} alone has {largest.nbytes} bytes, beside {base} "
-                f"that are always gathered; set live_bytes to at least {base + largest.nbytes}, or cut units with "
-                'granularity = "module"'
+                f"that are always gathered; set live_bytes to at least {base + largest.nbytes}{cut}"
             ],
         )
 
