@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.behaviours.plans import drawn_plan
 from torch import nn
 
 import thinwire as tw
 from thinwire.sharding.api import runtime
 
-__all__ = ["PRESETS", "ON_HOST", "ROWS", "WIDTH", "Alone", "Context", "OnFSDP2", "OnThinwire", "preset_plan"]
+__all__ = ["DRAWN", "PRESETS", "ON_HOST", "ROWS", "WIDTH", "Alone", "Context", "OnFSDP2", "OnThinwire", "preset_plan"]
 
 WIDTH = 8
 """Features of every activation."""
@@ -23,11 +24,15 @@ ROWS = 3
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "hpz")
 ON_HOST = " on the host"
 """Behind the name of a preset: states, gradients and parameters live on the host."""
+DRAWN = "drawn "
+"""Before the seed of a random plan, in the place of a preset."""
 
 
 def preset_plan(preset: str, world: int, **changes: Any) -> tw.Plan:
     """A preset for 2 ranks of one node, or for 4 ranks of two nodes; fp32 by default. Its states may be ``on the
-    host``."""
+    host``. Or a random plan."""
+    if preset.startswith(DRAWN):
+        return drawn_plan(int(preset.removeprefix(DRAWN)), world).with_(**changes)
     preset, on_host, _ = preset.partition(ON_HOST)
     if on_host:
         changes = {"residence": {"optimizer": "host-update", "gradients": "host", "params": "host"}, **changes}

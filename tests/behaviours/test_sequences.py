@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from tests.behaviours.context import ON_HOST, PRESETS
+from tests.behaviours.context import DRAWN, ON_HOST, PRESETS
 from tests.behaviours.sequences import ACTIONS, Action, batches, drawn, on_ranks, shrunk, valid
 
 from thinwire.testing import RankError, RankPool
@@ -52,6 +52,10 @@ KEPT: dict[str, tuple[str, list[Action]]] = {
         "zero1" + ON_HOST,
         [("", 500504303), ("forgets_a_forward", 872279703), ("trains", 57611781)],
     ),
+    "a rank may own nothing of a bucket": (
+        DRAWN + "12",
+        [("", 703121228), ("trains", 189070827)],
+    ),
 }  # fmt: skip
 """Sequences that failed once, shrunk, with their preset."""
 
@@ -59,17 +63,18 @@ KEPT: dict[str, tuple[str, list[Action]]] = {
 class Ranks:
     """Ranks that are started anew where a sequence has left them in no state to go on."""
 
-    def __init__(self) -> None:
-        self._pool = RankPool(WORLD)
+    def __init__(self, world: int = WORLD) -> None:
+        self.world = world
+        self._pool = RankPool(world)
 
     def outcomes(self, sequences: Sequence[Sequence[Action]], preset: str) -> list[str]:
         """What went wrong with each sequence, on any rank."""
-        cases = [valid(sequence, WORLD) for sequence in sequences]
+        cases = [valid(sequence, self.world) for sequence in sequences]
         try:
             by_rank = self._pool.run(on_ranks, cases, preset, timeout=SECONDS)
         except RankError as error:
             self.close()
-            self._pool = RankPool(WORLD)
+            self._pool = RankPool(self.world)
             if len(sequences) == 1:
                 return [f"died: {str(error)[:300]}"]
             return [self.outcomes([sequence], preset)[0] for sequence in sequences]
@@ -85,25 +90,25 @@ def _gravity(outcome: str) -> int:
     return 0 if not outcome else 1 if outcome.startswith("refused") else 2
 
 
-def find(preset: str, first: int, count: int) -> tuple[list[str], Counter[str]]:
+def find(ranks: Ranks, preset: str, first: int, count: int) -> tuple[list[str], Counter[str]]:
     """Failures among the sequences of some seeds, shrunk; and how often each refusal came."""
     failures, refusals = [], Counter[str]()
-    with contextlib.closing(Ranks()) as ranks:
-        for seeds in batches(first, count, BATCH):
-            sequences = [drawn(seed) for seed in seeds]
-            for seed, sequence, outcome in zip(seeds, sequences, ranks.outcomes(sequences, preset), strict=True):
-                if outcome.startswith("refused"):
-                    refusals[outcome[:120]] += 1
-                elif outcome:
-                    short = shrunk(valid(sequence, WORLD)[0], lambda s: _gravity(ranks.outcomes([s], preset)[0]) > 1)
-                    failures.append(f"{preset}, seed {seed}: {ranks.outcomes([short], preset)[0]}\n    {short}")
-                    if len(failures) >= 5:
-                        return failures, refusals
+    for seeds in batches(first, count, BATCH):
+        sequences = [drawn(seed) for seed in seeds]
+        for seed, sequence, outcome in zip(seeds, sequences, ranks.outcomes(sequences, preset), strict=True):
+            if outcome.startswith("refused"):
+                refusals[outcome[:120]] += 1
+            elif outcome:
+                short = shrunk(valid(sequence, ranks.world)[0], lambda s: _gravity(ranks.outcomes([s], preset)[0]) > 1)
+                failures.append(f"{preset}, seed {seed}: {ranks.outcomes([short], preset)[0]}\n    {short}")
+                if len(failures) >= 5:
+                    return failures, refusals
     return failures, refusals
 
 
 def assert_right(preset: str, first: int, count: int) -> None:
-    failures, refusals = find(preset, first, count)
+    with contextlib.closing(Ranks()) as ranks:
+        failures, refusals = find(ranks, preset, first, count)
     assert not failures, "\n".join(failures)
     assert refusals.total() < count / 4, refusals  # it has something to say
 
@@ -120,10 +125,27 @@ def test_many_sequences(preset: str) -> None:
     assert_right(preset, 1 << 20, COUNT)
 
 
+def assert_right_under_drawn_plans(world: int, plans: range, sequences: int) -> None:
+    with contextlib.closing(Ranks(world)) as ranks:
+        failures = [line for seed in plans for line in find(ranks, f"{DRAWN}{seed}", 100 * seed, sequences)[0]]
+    assert not failures, "\n".join(failures)
+
+
+def test_drawn_plans() -> None:
+    assert_right_under_drawn_plans(2, range(12), 5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("world", [2, 4])
+def test_many_drawn_plans(world: int) -> None:
+    assert_right_under_drawn_plans(world, range(1000, 1150), 6)
+
+
 @pytest.mark.parametrize("name", KEPT)
 def test_sequences_that_failed_once(name: str) -> None:
     preset, sequence = KEPT[name]
-    with contextlib.closing(Ranks()) as ranks:
+    with contextlib.closing(Ranks(4 if preset.startswith(DRAWN) else WORLD)) as ranks:
         (outcome,) = ranks.outcomes([sequence], preset)
     assert outcome == ""
 

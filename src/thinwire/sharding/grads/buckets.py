@@ -78,7 +78,7 @@ class BucketChunk:
         vector = allocate(sum(self.sizes) + pad, dtype, self.device)
 
         def fill() -> None:
-            if self.is_even:
+            if self.is_even and of_fragments:  # a rank may own nothing of a bucket
                 self._fill_rows(vector[: sum(self.sizes)], of_fragments)
             else:
                 self._fill_runs(vector, of_fragments)
