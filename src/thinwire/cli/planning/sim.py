@@ -80,7 +80,7 @@ class SimOptions:
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Another key of the step, such as internode_gbps=25 or wire=zhybrid; see docs/planner.md.",
+            help="Another key of the step, such as internode_gbps=25 or wire=zhybrid; see docs/cluster-reference.md.",
             show_default=False,
         ),
     ] = None
