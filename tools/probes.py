@@ -30,7 +30,8 @@ ROOT = Path(__file__).parents[1]
 
 KINDS = ("step", "save", "plan")
 WARM_UP = 3
-PLAN = ["--model", "llama-7b", "--cluster", "a100-40g:2x8", "--internode-gbps", "1", "--tokens-per-step", "512k"]
+PLAN = ["--model", "llama-7b", "--cluster", "a100-40g:2x8", "--set", "cluster.links.nic.bandwidth=1gbit"]
+PLAN += ["--tokens-per-step", "512k"]
 
 
 @dataclass

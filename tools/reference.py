@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from thinwire import units
 from thinwire.sim.cases import Case
+from thinwire.sim.disturbed import Disturbance
 from thinwire.spec.base import Spec, nested, rules
 from thinwire.spec.codec import NOTATION, CodecSpec
 from thinwire.spec.factor import Factor
@@ -195,6 +196,8 @@ def cluster_reference() -> str:
         "## A step to simulate",
         "`thinwire sim` takes these by its options, by `--set`, and [in a file](planner.md#simulate-any-step).",
         _fields(Case),
+        "Beside these, `--set` takes what slows some ranks down:",
+        _fields(Disturbance),
     ]
     return "\n\n".join(sections) + "\n"
 
