@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 _RUNS: Final = Path("runs/chaos")
 
-_PATIENCE: Final = 120.0
-"""Seconds that a start may take beside other work."""
-
 
 @dataclass(frozen=True)
 class ChaosOptions:
@@ -33,6 +30,7 @@ class ChaosOptions:
         str, typer.Option(metavar="all|NAME,...", help="Which runs: presets, codecs and schedules by name.")
     ] = "all"
     timeout: Annotated[float, typer.Option(min=1, help="Seconds until a collective gives up.")] = 20.0
+    patience: Annotated[float, typer.Option(min=1, help="Seconds that a start may take beside other work.")] = 120.0
     log: Annotated[Path, typer.Option(metavar="LOG.jsonl", help="Where verdicts go.")] = Path("runs/chaos.jsonl")
     read: Annotated[bool, typer.Option("--read", help="Train nothing: read the log.")] = False
     page: Page = None
@@ -81,7 +79,7 @@ def _conducted(options: ChaosOptions) -> list[TrialVerdict]:
     if not cables:
         progress("no link is cut: this user cannot make a lab (see thinwire doctor)")
     chosen = _chosen(options.runs)
-    settings = CampaignSettings(_RUNS.resolve(), options.timeout, _PATIENCE, mounts)
+    settings = CampaignSettings(_RUNS.resolve(), options.timeout, options.patience, mounts)
     options.log.parent.mkdir(parents=True, exist_ok=True)
     return campaign(
         lambda turn: make_trials(options.seed, mounts=mounts, cables=cables, chosen=chosen, turn=turn),
