@@ -184,11 +184,15 @@ def _cases_of(options: SimOptions) -> list[Case]:
         UsageError: an option lacks another one that it needs, or the values of the sweep cannot be read.
     """
     from thinwire.errors import UsageError
-    from thinwire.sim import read_cases
+    from thinwire.sim import Disturbance, read_cases
 
     if options.plot is not None and options.sweep is None:
         raise UsageError(f"--plot {options.plot} needs --sweep KEY=A,B,...: the values to draw")
     if options.cases is not None:
+        if of_steps := _split(options.settings or (), Disturbance.model_fields)[1]:
+            raise UsageError(
+                f"--set {of_steps[0]} has no use with --cases, whose steps have keys of their own: set it there"
+            )
         cases = read_cases(options.cases)
     elif options.model is None or options.cluster is None:
         raise UsageError("--model and --cluster are missing: thinwire sim --model llama-7b --cluster a800-80g:8x8")
