@@ -69,7 +69,10 @@ def lazy_group(
 
 
 class _Commands(UserDict[str, Any]):
-    """Commands by name. A value is a :class:`Command` inside and the built command of typer outside."""
+    """Commands by name. A value is a :class:`Command` inside and the built command of typer outside.
+
+    Hidden ones are found by their names, and no list has them.
+    """
 
     def __init__(self, commands: Mapping[str, Command], plugins: Callable[[], Mapping[str, Command]]) -> None:
         super().__init__(commands)
