@@ -30,7 +30,11 @@ ROOT = Path(__file__).parents[1]
 
 KINDS = ("step", "save", "plan")
 WARM_UP = 3
-PLAN = ["--model", "llama-7b", "--cluster", "a100-40g:2x8", "--internode-gbps", "1", "--tokens-per-step", "512k"]
+WRITTEN = ("Plan", "ClusterSpec", "ModelSpec")
+"""What people write beside recipes."""
+
+PLAN = ["--model", "llama-7b", "--cluster", "a100-40g:2x8", "--set", "cluster.links.nic.bandwidth=1gbit"]
+PLAN += ["--tokens-per-step", "512k"]
 
 
 @dataclass
@@ -139,6 +143,7 @@ def surfaced(source: Path, results: Any) -> None:
     """Report the keys of files, the commands, and their options and arguments.
 
     A key that several tables have from one declaration counts once; one that only stands for others does not count.
+    People write recipes, plans, models and clusters; commands write profiles, kernels and expectations.
     """
     use(source)
     import importlib
@@ -149,7 +154,8 @@ def surfaced(source: Path, results: Any) -> None:
 
     import thinwire.spec
     from thinwire.cli.main import app
-    from thinwire.spec.base import Spec
+    from thinwire.spec.base import Spec, nested
+    from thinwire.spec.recipe import Recipe
 
     for module in pkgutil.walk_packages(thinwire.spec.__path__, "thinwire.spec."):
         importlib.import_module(module.name)
@@ -157,7 +163,14 @@ def surfaced(source: Path, results: Any) -> None:
     while waiting:
         specs.add(spec := waiting.pop())
         waiting += spec.__subclasses__()
-    keys = sum(len(spec.model_fields.keys() - _inherited(spec) - {*getattr(spec, "shorthands", ())}) for spec in specs)
+    keys = {
+        spec: len(spec.model_fields.keys() - _inherited(spec) - {*getattr(spec, "shorthands", ())}) for spec in specs
+    }
+    people, roots = set[type[Spec]](), [Recipe, *(getattr(thinwire.spec, name) for name in WRITTEN)]
+    while roots:
+        people |= {spec := roots.pop(), *(base for base in spec.__mro__ if base in specs)}
+        inside = {nested(field.annotation) for field in spec.model_fields.values()}
+        roots += [spec for spec in inside if spec is not None and spec not in people]
     commands = parameters = 0
     root = typer.main.get_command(app)
     groups = [(root, Context(root))]
@@ -169,7 +182,8 @@ def surfaced(source: Path, results: Any) -> None:
         else:
             commands += 1
             parameters += len(command.params)
-    results.put({"keys": keys, "commands": commands, "parameters": parameters})
+    written = {"keys": sum(keys.values()), "keys that people write": sum(keys[spec] for spec in people)}
+    results.put(written | {"commands": commands, "parameters": parameters})
 
 
 def _inherited(spec: Any) -> set[str]:

@@ -18,6 +18,8 @@ from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
 from thinwire import units
+from thinwire.sim.cases import Case
+from thinwire.sim.disturbed import Disturbance
 from thinwire.spec.base import Spec, nested, rules
 from thinwire.spec.codec import NOTATION, CodecSpec
 from thinwire.spec.factor import Factor
@@ -191,6 +193,11 @@ def cluster_reference() -> str:
         "Use `--cluster NAME:NODESxGPUS`, for example `a800-80g:128x8`. The figures are published peaks. The share "
         "that software reaches is [assumed or measured](planner.md#what-the-figures-rest-on).",
         _accelerators(),
+        "## A step to simulate",
+        "`thinwire sim` takes these by its options, by `--set`, and [in a file](planner.md#simulate-any-step).",
+        _fields(Case),
+        "Beside these, `--set` takes what slows some ranks down:",
+        _fields(Disturbance),
     ]
     return "\n\n".join(sections) + "\n"
 

@@ -89,8 +89,19 @@ def test_megatron_is_told_of_sequence_parallelism() -> None:
 @pytest.mark.slow
 def test_the_command_writes_the_file_and_says_what_it_loses(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    words = ["plan", "--model", "llama-7b", "--cluster", "a100-80g:2x8", "--internode-gbps", "25", "--seq", "2048"]
-    words += ["--tokens-per-step", "128k", "--micro-batch", "1", "--recompute", "off", "--top", "1"]
+    words = ["plan", "--model", "llama-7b", "--cluster", "a100-80g:2x8", "--seq", "2048"]
+    words += [
+        "--set",
+        "cluster.links.nic.bandwidth=25gbit",
+        "--tokens-per-step",
+        "128k",
+        "--micro-batch",
+        "1",
+        "--recompute",
+        "off",
+        "--top",
+        "1",
+    ]
     outcome = CliRunner().invoke(app, [*words, "--emit", "deepspeed", "--emit-to", str(path), "--json"])
     assert outcome.exit_code == 0, outcome.output
     result = json.loads(outcome.stdout)

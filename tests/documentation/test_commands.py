@@ -46,7 +46,7 @@ ELSEWHERE = {
 """Commands that are parsed and not run: what they match, as ``page: $ command``, and why."""
 
 SHORT = {
-    r"--trace-steps 10:13": "--set train.steps=4 --set train.validation_samples=8 --trace-steps 2:3",
+    r"trace_steps=10:13": "--set train.steps=4 --set train.validation_samples=8 --set train.trace_steps=2:3",
     r"\$ \S*thinwire train .*--resume": "--set train.steps=6 --set train.validation_samples=8",
     r"thinwire(\.cli\.main)? train ": "--set train.steps=4 --set train.validation_samples=8 --set checkpoint.every=2",
     r"bench step": "--rounds 1 --steps 1 --bandwidth none --clip none",
@@ -72,7 +72,7 @@ BEFORE = {
 """Commands to run before those of a page."""
 
 QUICK = re.compile(
-    r"\$ \S*thinwire (doctor|convert |memory |sim (?!.*(\.toml|--jitter))|.*--help)|\$ python examples/what_if\.py"
+    r"\$ \S*thinwire (doctor|convert |memory |sim (?!.*(\.toml|jitter))|.*--help)|\$ python examples/what_if\.py"
 )
 """Commands of a second or two, which need nothing from the ones before them."""
 

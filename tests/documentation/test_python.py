@@ -67,9 +67,11 @@ def test_the_script_of_the_readme_runs_as_pasted(tmp_path: Path) -> None:
     assert max(losses) < 0.2, "of inputs with a variance of 1, halved"
 
 
-@pytest.mark.parametrize("page", ["docs/quickstart.md", "docs/float16.md"])
-def test_the_library_code_of_a_page_trains(page: str, tmp_path: Path) -> None:
-    [code] = blocks(page, "python")
+SEVERAL_MODELS, SEVERAL_OPTIMIZERS, FLOAT16, AVERAGE, GENERATE = blocks("docs/loops.md", "python")
+
+
+@pytest.mark.parametrize("code", [*blocks("docs/quickstart.md", "python"), FLOAT16], ids=["quickstart", "float16"])
+def test_the_library_code_of_a_page_trains(code: str, tmp_path: Path) -> None:
     [plan] = blocks("docs/quickstart.md", "toml")
     (tmp_path / "plan.toml").write_text(plan)
     weights = run_ranks(4, run_code, code, str(tmp_path))
@@ -95,15 +97,14 @@ def test_the_journey_names_every_stage_and_matches_its_page() -> None:
 
 
 def several_models(directory: str) -> list[bool]:
-    """Run the page on several models on this rank; whether each model has changed and is in its checkpoint."""
+    """Run the code for several models on this rank; whether each model has changed and is in its checkpoint."""
     os.chdir(directory)
     torch.manual_seed(0)
-    first, second = blocks("docs/several-models.md", "python")
     nets = {name: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for name in ("actor", "critic", "teacher")}
     nets["teacher"].requires_grad_(False)
     before = {name: net[0].weight.detach().clone() for name, net in nets.items()}
     names: dict[str, Any] = {"tw": tw, "torch": torch, "batches": [torch.randn(4, 6) for _ in range(3)], **nets}
-    exec(compile(first, "page", "exec"), names)
+    exec(compile(SEVERAL_MODELS, "page", "exec"), names)
     found = []
     for name in ("actor", "critic"):
         trained = tw.full_state_dict(names[name])
@@ -111,9 +112,37 @@ def several_models(directory: str) -> list[bool]:
         tw.load(names[name], names[f"of_{name}"], f"step-2/{name}")
         found.append(torch.equal(tw.full_state_dict(names[name])["0.weight"], trained["0.weight"]))
     names["model"] = tw.shard(Toy(), Plan.preset("zero3", nodes=1, local=2, compute_dtype="float32"))
-    exec(compile(second, "page", "exec"), names)
+    exec(compile(SEVERAL_OPTIMIZERS, "page", "exec"), names)
     return found
 
 
-def test_the_page_on_several_models_runs(tmp_path: Path) -> None:
+def test_the_code_for_several_models_runs(tmp_path: Path) -> None:
     assert run_ranks(2, several_models, str(tmp_path)) == [[True] * 4] * 2
+
+
+class Talker(Toy):
+    def generate(self, prompts: torch.Tensor, max_new_tokens: int) -> torch.Tensor:
+        for _ in range(max_new_tokens // 100):
+            prompts = self(prompts).logits
+        return prompts
+
+
+def averaged_and_generating(directory: str) -> tuple[list[float], bool]:
+    """Run the code for averages and generation on this rank; the averaged weights, and whether output is as usual."""
+    os.chdir(directory)
+    torch.manual_seed(0)
+    model = tw.shard(Talker(), Plan.preset("zero3", nodes=1, local=2, compute_dtype="float32"))
+    optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-3)
+    names: dict[str, Any] = {"tw": tw, "torch": torch, "model": model, "optim": optim}
+    names |= {"batches": list(torch.randn(3, 2, 6)), "validation": torch.randn(2, 6), "prompts": torch.randn(2, 6)}
+    exec(compile(AVERAGE.replace("...", "model(batch).loss.backward()"), "page", "exec"), names)
+    averaged = [float(value) for weight in names["weights"].values() for value in weight.flatten()]
+    exec(compile(GENERATE, "page", "exec"), names)
+    with torch.no_grad():
+        return averaged, torch.equal(names["tokens"], model.generate(names["prompts"], 200))
+
+
+def test_the_code_for_averages_and_generation_runs(tmp_path: Path) -> None:
+    (first, same), other = run_ranks(2, averaged_and_generating, str(tmp_path))
+    assert same
+    assert other == (first, True)

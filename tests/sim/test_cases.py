@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,9 @@ from typing import Any
 
 import pytest
 from tests.support.paths import ROOT
+from typer.testing import CliRunner
 
+from thinwire.cli.main import app
 from thinwire.cli.planning.sim import _plan_fields
 from thinwire.errors import SpecError
 from thinwire.sim import Case, Resource, answer, read_cases
@@ -150,7 +151,6 @@ def test_the_cases_of_the_docs_are_answered(tmp_path: Path) -> None:
     answers = [answer(one) for one in read_cases(path)]
     assert [one.case.id for one in answers] == ["a", "b"]
     assert not any(one.extrapolated for one in answers)
-    assert set(Case.model_fields) <= set(re.findall(r"`(\w+)`", page))
 
 
 def test_tokens_of_a_step_make_micro_batches_of_every_rank() -> None:
@@ -216,3 +216,41 @@ def test_the_command_names_what_is_wrong(arguments: list[str], complaint: str) -
     assert result.returncode == 1
     assert complaint in result.stderr
     assert "Traceback" not in result.stderr
+
+
+STEP = ("sim", "--model", "llama-7b", "--cluster", "a800-80g:2x8", "--plan", "preset:zero3")
+
+
+def test_settings_disturb_a_step_and_change_it() -> None:
+    runner = CliRunner()
+    plain = json.loads(runner.invoke(app, [*STEP, "--json"]).stdout)
+    slow = json.loads(runner.invoke(app, [*STEP, "--set", "straggler=1.5", "--json"]).stdout)
+    assert slow["step_seconds"] == plain["step_seconds"]
+    assert slow["disturbed"]["median"] > 1.3 * plain["step_seconds"]
+    assert slow["disturbed"]["samples"] == 1, "without jitter, all steps are equal"
+    settings = ("--set", "recompute=true", "--set", "micro_batches=2")
+    longer = json.loads(runner.invoke(app, [*STEP, *settings, "--json"]).stdout)
+    assert longer["step_seconds"] > 2 * plain["step_seconds"]
+    kept, recomputed = (
+        {row["plan"]: row["memory_bytes"]["activations"] for row in json.loads(result.stdout)["estimates"]}["zero3"]
+        for result in (
+            runner.invoke(app, [*STEP[:-1], "zero3", "--memory", *more, "--json"]) for more in ((), settings)
+        )
+    )
+    assert recomputed < kept
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([*STEP, "--set", "jitter=2"], "jitter = 2: it should be less than or equal to 1"),
+        ([*STEP, "--set", "straggler=0.5"], "straggler = 0.5: it should be greater than or equal to 1"),
+        ([*STEP, "--set", "stragler=2"], "stragler"),
+        (["sim", "--cases", "cases.json", "--set", "seq=8"], "--set seq=8 has no use with --cases"),
+        ([*STEP, "--memory", "--set", "seq=8"], "--set seq: only keys of the cluster can be set here"),
+    ],
+)
+def test_settings_without_sense_are_refused(arguments: list[str], complaint: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert complaint in " ".join(result.stderr.split())

@@ -19,23 +19,23 @@ def case(**changes: Any) -> Case:
 
 
 def test_a_straggler_holds_everyone_up() -> None:
-    result = disturbed(case(), Disturbance(straggler=1.5), samples=1)
+    result = disturbed(case(), Disturbance(straggler=1.5))
     assert 1.4 < result.median / result.undisturbed <= 1.51
     assert result.low == result.high == result.median
 
 
 def test_slow_cards_matter_where_the_network_binds() -> None:
-    thin, wide = (disturbed(case(internode_gbps=gbps), Disturbance(slow_link=2.0), samples=1) for gbps in (20, 1600))
+    thin, wide = (disturbed(case(internode_gbps=gbps), Disturbance(slow_link=2.0)) for gbps in (20, 1600))
     assert thin.median > 1.8 * thin.undisturbed
     assert wide.median < 1.1 * wide.undisturbed
 
 
 @pytest.mark.slow
 def test_jitter_costs_more_on_more_gpus_and_a_seed_repeats_it() -> None:
-    small, large = (disturbed(case(gpus=gpus), Disturbance(jitter=0.05), samples=30) for gpus in (8, 4096))
+    small, large = (disturbed(case(gpus=gpus), Disturbance(jitter=0.05, samples=30)) for gpus in (8, 4096))
     assert 1 < small.median / small.undisturbed < large.median / large.undisturbed
     assert large.low <= large.median <= large.high
-    assert disturbed(case(gpus=8), Disturbance(jitter=0.05), samples=30) == small
+    assert disturbed(case(gpus=8), Disturbance(jitter=0.05, samples=30)) == small
 
 
 @pytest.mark.parametrize("always", [1.0, 1.3])

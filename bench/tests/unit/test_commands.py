@@ -34,7 +34,7 @@ def test_the_help_lists_what_is_there() -> None:
 
 
 def test_the_pages_name_the_tag_and_its_commit() -> None:
-    for page in ("CONTRIBUTING.md", "docs/benchmarks.md"):
+    for page in ("CONTRIBUTING.md", "docs/results.md"):
         text = (ROOT / page).read_text(encoding="utf-8")
         assert f"`{TAG}` (commit {COMMIT})" in text
         assert f"git worktree add ../evidence {TAG}" in text

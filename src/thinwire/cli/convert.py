@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -41,10 +41,6 @@ class ConvertOptions:
             show_default=False,
         ),
     ] = None
-    kind: Annotated[
-        Literal["auto", "deepspeed", "accelerate"],
-        typer.Option("--from", help="Format of FILE; auto: accelerate if it has fsdp_config or distributed_type."),
-    ] = "auto"
     nodes: Annotated[int, typer.Option(min=1, help="Nodes that will train.")] = 1
     nproc: Annotated[int, typer.Option(min=1, help="Ranks per node.")] = 8
     plan: Annotated[
@@ -147,9 +143,7 @@ def _converted(options: ConvertOptions) -> Conversion:
         return from_fsdp2(changed(arguments, settings, drops), ranks)
     assert options.source is not None, "one of the two is given"
     table = changed(read_source(options.source), settings, drops)
-    is_accelerate = options.kind == "accelerate" or (
-        options.kind == "auto" and ("fsdp_config" in table or "distributed_type" in table)
-    )
+    is_accelerate = "fsdp_config" in table or "distributed_type" in table
     return (from_accelerate if is_accelerate else from_deepspeed)(table, ranks, str(options.source))
 
 

@@ -18,7 +18,9 @@ _COMMANDS: Final = {
     "lighthouse": Command("thinwire.cli.lighthouse:lighthouse"),
     "plan": Command("thinwire.cli.planning.plan:plan"),
     "sim": Command("thinwire.cli.planning.sim:sim"),
-    "profile": Command("thinwire.cli.measuring.profile:profile"),
+    "profile": Command(
+        "thinwire.cli.measuring.profile:profile", became={"--kernels": "kernels", "--topology": "topology"}
+    ),
     "kernels": Command("thinwire.cli.measuring.kernels:kernels"),
     "topology": Command("thinwire.cli.measuring.topology:topology"),
     "report": Command("thinwire.cli.report:report"),

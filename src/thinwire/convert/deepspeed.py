@@ -108,7 +108,7 @@ _LOGGERS: Final[Rules] = {
     "csv_monitor": _NO_OTHER_LOGGER,
     "wall_clock_breakdown": _IN_METRICS,
     "memory_breakdown": _IN_METRICS,
-    "flops_profiler": because("metrics.jsonl records TFLOP/s and MFU; thinwire train --trace-steps records operations"),
+    "flops_profiler": because("metrics.jsonl records TFLOP/s and MFU; train.trace_steps records operations"),
     "comms_logger": _IN_METRICS,
     "timers": _IN_METRICS,
     "steps_per_print": whole(_log_every),

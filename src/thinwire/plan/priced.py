@@ -85,7 +85,7 @@ class PricedPlan:
 
     def mfu(self, job: TrainingJob) -> float:
         """Model FLOPs utilisation (MFU); recomputation does not count. Of unlike nodes, the mean peak is 100 %."""
-        flops = job.model.flops_per_token(job.seq, causal=job.causal_flops)
+        flops = job.model.flops_per_token(job.seq)
         return self.tokens_per_gpu_second(job) * flops / mean_peak(job.cluster, job.compute_dtype)
 
     def cost_per_billion_tokens(self, job: TrainingJob) -> float | None:

@@ -81,7 +81,6 @@ class TrainingJob:
         clip: Whether gradients are clipped by their norm.
         rates: Seconds of computation, codecs and transfers.
         overhead: Bytes in use on a rank before it holds any model.
-        causal_flops: Whether MFU counts half of attention, as current Megatron-LM does.
         tp: Numbers of tensor-parallel ranks to choose from; ``None``: powers of two up to a node's ranks.
         pp: Numbers of pipeline stages to choose from; ``None``: powers of two up to the model's blocks.
 
@@ -101,7 +100,6 @@ class TrainingJob:
     clip: bool = True
     rates: Rates = field(kw_only=True)
     overhead: int = OVERHEAD
-    causal_flops: bool = False
     largest_micro_batch: int | None = None
     tp: tuple[int, ...] | None = (1,)
     pp: tuple[int, ...] | None = (1,)

@@ -284,7 +284,7 @@ def _notes(subject: Subject, numbers: Mapping[str, Any], trace: Path | None) -> 
     if subject.comparison is None:
         notes.append(f"No prediction: {subject.unpredicted}")
     if trace is None:
-        notes.append("No timeline: no step was traced; train with --trace-steps FIRST:LAST to have one.")
+        notes.append("No timeline: no step was traced; train with --set train.trace_steps=FIRST:LAST to have one.")
     else:
         notes.append(f"{trace.name}, next to this page, holds the whole trace; https://ui.perfetto.dev shows it.")
     return notes

@@ -47,7 +47,7 @@ def read_step(path: Path) -> TracedStep:
         chosen = steps[len(steps) // 2]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise DataError(
-            f"{path} cannot be read as the trace of a step ({error!r}); trace again with --trace-steps, or remove it"
+            f"{path} cannot be read as the trace of a step ({error!r}); trace again, or remove it"
         ) from error
     return TracedStep(
         chosen.name,

@@ -11,36 +11,44 @@ import math
 import random
 import statistics
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
+
+from pydantic import Field
 
 from thinwire.sim.cases import Case, Slowed, answer
+from thinwire.spec.base import Count, Share, Spec
 
 __all__ = ["Disturbance", "Disturbed", "disturbed"]
 
 _NORMAL: Final = statistics.NormalDist()
 
 
-@dataclass(frozen=True, slots=True)
-class Disturbance:
-    """Deviations of a cluster from its nominal speed.
+_Factor = Annotated[float, Field(strict=True, ge=1, allow_inf_nan=False)]
 
-    Attributes:
-        jitter: Standard deviation of the logarithm of every GPU's computation time, drawn anew in each step; 0.05 is
-            about 5 %.
-        link_jitter: The same for every node's network cards.
-        straggler: Factor by which one GPU always computes longer.
-        slow_link: Factor by which one node's cards always take longer.
-    """
 
-    jitter: float = 0.0
-    link_jitter: float = 0.0
-    straggler: float = 1.0
-    slow_link: float = 1.0
+class Disturbance(Spec):
+    """Deviations of a cluster from its nominal speed. With jitter, the answer has the median of several steps, and the
+    range of nine in ten."""
+
+    jitter: Share = Field(
+        default=0.0,
+        description="standard deviation of the logarithm of every GPU's computation time, drawn anew in each step; "
+        "0.05 is about 5 %",
+    )
+    link_jitter: Share = Field(default=0.0, description="the same of every node's network cards")
+    straggler: _Factor = Field(default=1.0, description="factor by which one GPU always computes longer")
+    slow_link: _Factor = Field(default=1.0, description="factor by which one node's cards always take longer")
+    samples: Count = Field(default=64, description="steps to simulate if there is jitter")
 
     @property
     def nothing(self) -> bool:
         """Whether there is no deviation."""
-        return self == Disturbance()
+        return not self.is_random and self.straggler == self.slow_link == 1
+
+    @property
+    def is_random(self) -> bool:
+        """Whether steps differ."""
+        return self.jitter > 0 or self.link_jitter > 0
 
     def draw(self, gpus: int, nodes: int, chance: random.Random) -> Slowed:
         """Draw the slowest GPU and the slowest node's cards of one step.
@@ -75,16 +83,15 @@ class Disturbed:
     samples: int
 
 
-def disturbed(case: Case, disturbance: Disturbance, *, samples: int = 64, seed: int = 0) -> Disturbed:
+def disturbed(case: Case, disturbance: Disturbance, *, seed: int = 0) -> Disturbed:
     """Sample disturbed steps.
 
     Args:
         case: The step to simulate.
         disturbance: Deviations from the nominal speed.
-        samples: Number of steps to sample, at least 1.
         seed: Seed of the random numbers; the same seed gives the same steps.
     """
-    undisturbed = answer(case)
+    undisturbed, samples = answer(case), disturbance.samples if disturbance.is_random else 1
     chance = random.Random(seed)
     cluster = undisturbed.cluster
     drawn = [disturbance.draw(cluster.gpus, cluster.nodes, chance) for _ in range(samples)]

@@ -132,7 +132,7 @@ _OWN: Mapping[str, Engine] = {"thinwire": ThinwireEngine()}
 
 
 def engines() -> dict[str, Engine]:
-    """Every engine by the name that ``--engine`` takes."""
+    """Every engine by the name that ``engine`` takes."""
     found = dict(_OWN)
     for added in _added():
         found |= added

@@ -129,7 +129,7 @@ def test_the_packaged_law_is_in_range() -> None:
 
 
 COMMAND = [
-    "plan", "--model", "llama-7b", "--cluster", "a100-80g:4x4", "--internode-gbps", "0.05",
+    "plan", "--model", "llama-7b", "--cluster", "a100-80g:4x4", "--set", "cluster.links.nic.bandwidth=0.05gbit",
     "--tokens-per-step", "64k", "--seq", "1024", "--micro-batch", "1",
 ]  # fmt: skip
 

@@ -245,8 +245,6 @@ def test_the_planner_takes_the_hosts_of_a_job_from_slurm_s_topology(
     [
         (["--topology", "hosts"], "thinwire topology with 1 nodes: any order of less than three nodes is the same"),
         (["--topology", "hosts"], "thinwire profile --topology hosts is now thinwire topology hosts"),
-        (["--topology", "hosts", "--out", "p.json"], "--out p.json and --topology hosts are two measurements"),
-        (["--topology", "hosts", "--resume"], "--resume and --model have no meaning with --topology"),
         ([], "--out PROFILE.json is missing: the file to write"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -15,6 +15,9 @@ from thinwire_bench.cli.shared import Page, insert_into, markdown, progress, sho
 
 if TYPE_CHECKING:
     from thinwire_bench.chaos.trial import TrialVerdict
+
+
+_RUNS: Final = Path("runs/chaos")
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,6 @@ class ChaosOptions:
     ] = "all"
     timeout: Annotated[float, typer.Option(min=1, help="Seconds until a collective gives up.")] = 20.0
     patience: Annotated[float, typer.Option(min=1, help="Seconds that a start may take beside other work.")] = 120.0
-    work: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the runs.")] = Path("runs/chaos")
     log: Annotated[Path, typer.Option(metavar="LOG.jsonl", help="Where verdicts go.")] = Path("runs/chaos.jsonl")
     read: Annotated[bool, typer.Option("--read", help="Train nothing: read the log.")] = False
     page: Page = None
@@ -77,7 +79,7 @@ def _conducted(options: ChaosOptions) -> list[TrialVerdict]:
     if not cables:
         progress("no link is cut: this user cannot make a lab (see thinwire doctor)")
     chosen = _chosen(options.runs)
-    settings = CampaignSettings(options.work.resolve(), options.timeout, options.patience, mounts)
+    settings = CampaignSettings(_RUNS.resolve(), options.timeout, options.patience, mounts)
     options.log.parent.mkdir(parents=True, exist_ok=True)
     return campaign(
         lambda turn: make_trials(options.seed, mounts=mounts, cables=cables, chosen=chosen, turn=turn),

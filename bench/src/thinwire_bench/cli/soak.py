@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -12,14 +12,17 @@ from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options
 from thinwire_bench.cli.shared import Page, insert_into, markdown, progress, show
 
+_RUN: Final = Path("runs/soak")
+
+_INTERVAL: Final = 10.0
+"""Seconds between two samples."""
+
 
 @dataclass(frozen=True)
 class SoakOptions:
     """The options of ``thinwire bench soak``."""
 
     hours: Annotated[float, typer.Option(min=0.001, help="How long to train.")] = 8.0
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two samples.")] = 10.0
-    work: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the run; a new one.")] = Path("runs/soak")
     log: Annotated[Path, typer.Option(metavar="LOG.jsonl", help="Where the samples go.")] = Path("runs/soak.jsonl")
     read: Annotated[bool, typer.Option("--read", help="Train nothing: read the log of an earlier soak.")] = False
     page: Page = None
@@ -41,10 +44,10 @@ def soak(options: SoakOptions) -> None:
         from thinwire_bench.chaos.soak import soak as train_long
 
         if not options.read:
-            if options.work.exists() and any(options.work.iterdir()):
-                raise UsageError(f"--work {options.work} is not empty; delete it, or choose another")
+            if _RUN.exists() and any(_RUN.iterdir()):
+                raise UsageError(f"{_RUN} is not empty; delete it, or start in another directory")
             options.log.parent.mkdir(parents=True, exist_ok=True)
-            train_long(options.hours, options.work.resolve(), options.log, interval=options.interval, report=progress)
+            train_long(options.hours, _RUN.resolve(), options.log, interval=_INTERVAL, report=progress)
         sheet = soak_sheet(read_samples(options.log))
         show([sheet])
         if options.page is not None:

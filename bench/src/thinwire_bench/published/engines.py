@@ -468,4 +468,4 @@ ENGINES: dict[str, PublishedEngine] = {
         efficiency=replace(_MVAPICH.efficiency, inside=0.93, nic=0.93),
     ),
 }
-"""Engines by the name that ``--engine`` takes."""
+"""Engines by the name that ``engine`` takes."""

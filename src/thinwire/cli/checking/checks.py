@@ -81,7 +81,7 @@ class Check:
 
 def torch_check() -> Check:
     """Whether torch can be imported and is new enough; the checks of devices need it."""
-    name, use, remedy = "torch", "everything", f'{_INSTALL} "torch>=2.11"; docs/install.md has the builds'
+    name, use, remedy = "torch", "everything", f'{_INSTALL} "torch>=2.11"; docs/quickstart.md has the builds'
     try:
         import torch
         from torch.torch_version import TorchVersion

@@ -12,7 +12,7 @@ import typer
 
 from thinwire.cli.terminal.console import wide_console
 from thinwire.cli.terminal.errors import explained
-from thinwire.cli.terminal.options import expand_options, hidden, say_moved
+from thinwire.cli.terminal.options import expand_options
 from thinwire.errors import UsageError
 from thinwire.report import Sheet, rich_table
 from thinwire.units import format_bytes, format_duration, parse_duration
@@ -69,8 +69,6 @@ class ProfileOptions:
         ),
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile to stdout.")] = False
-    topology: Annotated[Path | None, hidden()] = None
-    kernels: Annotated[Path | None, hidden()] = None
 
 
 @expand_options
@@ -89,14 +87,8 @@ def profile(options: ProfileOptions) -> None:
         from thinwire.cli.measuring.ranks import launched
         from thinwire.collectives import group
 
-        if options.kernels is not None:
-            _time_kernels(options, options.kernels)
-            return
         ranks = launched("profile")
         try:
-            if options.topology is not None:
-                _find_topology(options, options.topology, ranks)
-                return
             if options.out is None:
                 raise UsageError("--out PROFILE.json is missing: the file to write")
             measured = _measured(options, options.out, ranks)
@@ -104,40 +96,6 @@ def profile(options: ProfileOptions) -> None:
             group.shutdown()
         if ranks.rank == 0:
             _show(measured, options.out, options.plot, as_json=options.as_json)
-
-
-def _time_kernels(options: ProfileOptions, out: Path) -> None:
-    """What ``thinwire kernels`` does, for ``--kernels`` of an earlier release."""
-    from thinwire.cli.measuring.kernels import KernelOptions, time_kernels
-
-    others = {"--out": options.out, "--topology": options.topology, "--plot": options.plot}
-    if given := [name for name, value in others.items() if value is not None]:
-        raise UsageError(f"--kernels {out} and {given[0]} {others[given[0]]} are two measurements: make one at a time")
-    say_moved(f"thinwire profile --kernels {out}", f"thinwire kernels {out}")
-    time_kernels(
-        KernelOptions(
-            out, options.model, options.seq, options.micro_batch, options.dtype, options.device, options.budget
-        ),
-        as_json=options.as_json,
-    )
-
-
-def _find_topology(options: ProfileOptions, out: Path, ranks: Started) -> None:
-    """What ``thinwire topology`` does, for ``--topology`` of an earlier release."""
-    from thinwire.cli.measuring.ranks import mesh_of
-    from thinwire.cli.measuring.topology import find_topology
-    from thinwire.train.environment import rank_device
-
-    if options.out is not None:
-        raise UsageError(f"--out {options.out} and --topology {out} are two measurements: make one at a time")
-    if options.resume or options.model is not None:
-        raise UsageError(
-            "--resume and --model have no meaning with --topology, which measures links only: leave them out"
-        )
-    if ranks.rank == 0:
-        say_moved(f"thinwire profile --topology {out}", f"thinwire topology {out}")
-    device = rank_device(options.device, ranks.local_rank)
-    find_topology(ranks, mesh_of(ranks, options.nodes), device, out, options.plot, as_json=options.as_json)
 
 
 def _measured(options: ProfileOptions, out: Path, ranks: Started) -> Profile:

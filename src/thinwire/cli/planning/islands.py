@@ -51,7 +51,7 @@ def sentences(job: TrainingJob, plans: Sequence[IslandPlan], best: PricedPlan, l
     if plans[0].islands.elastic:
         made.append(
             "Each island is a job of its own. Steps and losses are those while all islands are there: the study has no "
-            "absent ones. Start `thinwire lighthouse`, and each island with --island and --lighthouse."
+            "absent ones. Start `thinwire lighthouse`, and each island with cluster.island and cluster.lighthouse."
         )
     if plans[0].islands.every == law.every[1]:
         made.append(f"The study ends at every = {law.every[1]}, so rarer exchanges are not tried.")

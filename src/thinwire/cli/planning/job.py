@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final
-
-from thinwire.cli.terminal.options import hidden, moved
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from thinwire.spec import ClusterSpec
@@ -14,44 +11,24 @@ if TYPE_CHECKING:
     from thinwire.spec.profile import Profile
 
 
-_OLD_SETTINGS: Final = {
-    "internode_gbps": "cluster.links.nic.bandwidth={}gbit",
-    "intranode_gbps": "cluster.links.inside.bandwidth={}gbit",
-    "spine_gbps": "cluster.links.spine.bandwidth={}gbit",
-    "nodes_per_leaf": "cluster.leaves={}",
-    "memory": "cluster.memory={}",
-    "price": "cluster.price_per_gpu_hour={}",
-    "kernels": "cluster.kernels={}",
-    "spot_discount": "cluster.spot.discount={}",
-    "spot_interruptions": "cluster.spot.interruptions_per_hour={}",
-    "mtbf": "cluster.failures.mtbf={}",
-    "restart": "cluster.failures.restart={}",
-    "checkpoint": "cluster.failures.checkpoint={}",
+FORMER_OPTIONS: Final = {
+    "--internode-gbps": "--set cluster.links.nic.bandwidth={}gbit",
+    "--intranode-gbps": "--set cluster.links.inside.bandwidth={}gbit",
+    "--spine-gbps": "--set cluster.links.spine.bandwidth={}gbit",
+    "--nodes-per-leaf": "--set cluster.leaves={}",
+    "--memory": "--set cluster.memory={}",
+    "--price": "--set cluster.price_per_gpu_hour={}",
+    "--kernels": "--set cluster.kernels={}",
+    "--spot-discount": "--set cluster.spot.discount={}",
+    "--spot-interruptions": "--set cluster.spot.interruptions_per_hour={}",
+    "--mtbf": "--set cluster.failures.mtbf={}",
+    "--restart": "--set cluster.failures.restart={}",
+    "--checkpoint": "--set cluster.failures.checkpoint={}",
 }
+"""What ``--set cluster.KEY=VALUE`` has replaced."""
 
 
-@dataclass(frozen=True)
-class OldClusterOptions:
-    """Options that ``--set cluster.KEY=VALUE`` has replaced."""
-
-    internode_gbps: Annotated[float | None, hidden()] = None
-    intranode_gbps: Annotated[float | None, hidden()] = None
-    spine_gbps: Annotated[float | None, hidden()] = None
-    nodes_per_leaf: Annotated[int | None, hidden()] = None
-    memory: Annotated[str | None, hidden()] = None
-    price: Annotated[float | None, hidden()] = None
-    kernels: Annotated[str | None, hidden()] = None
-    spot_discount: Annotated[float | None, hidden()] = None
-    spot_interruptions: Annotated[float | None, hidden()] = None
-    mtbf: Annotated[str | None, hidden()] = None
-    restart: Annotated[str | None, hidden()] = None
-    checkpoint: Annotated[str | None, hidden()] = None
-
-
-NO_OLD_CLUSTER_OPTIONS: Final = OldClusterOptions()
-
-
-def cluster_settings(settings: Sequence[str], old: OldClusterOptions) -> dict[str, Any]:
+def cluster_settings(settings: Sequence[str]) -> dict[str, Any]:
     """The keys of the cluster that ``--set cluster.KEY=VALUE`` names.
 
     Raises:
@@ -62,7 +39,7 @@ def cluster_settings(settings: Sequence[str], old: OldClusterOptions) -> dict[st
     from thinwire.spec import ClusterSpec
     from thinwire.spec.io import apply_settings
 
-    table = apply_settings({}, [*moved(old, _OLD_SETTINGS), *settings])
+    table = apply_settings({}, settings)
     changes = table.pop("cluster", {})
     if table or not isinstance(changes, dict):
         raise UsageError(

@@ -11,7 +11,8 @@ import typer
 
 from thinwire.cli.terminal.console import wide_console
 from thinwire.cli.terminal.errors import explained
-from thinwire.cli.terminal.options import Seq, expand_options, say_moved
+from thinwire.cli.terminal.former import say_moved
+from thinwire.cli.terminal.options import Seq, expand_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -14,13 +14,7 @@ from thinwire.cli.planning.amsp import least_sum, objectives_json, show_objectiv
 from thinwire.cli.planning.answer import Answer, File, give
 from thinwire.cli.planning.compare import compare_run
 from thinwire.cli.planning.emit import NOTHING_EMITTED, EmitOptions, emit
-from thinwire.cli.planning.job import (
-    NO_OLD_CLUSTER_OPTIONS,
-    OldClusterOptions,
-    cluster_of,
-    cluster_settings,
-    ways_of,
-)
+from thinwire.cli.planning.job import FORMER_OPTIONS, cluster_of, cluster_settings, ways_of
 from thinwire.cli.planning.rent import NO_RENT, RentOptions, counts_of, show_rentals, show_sweep
 from thinwire.cli.planning.tables import (
     basis_line,
@@ -34,7 +28,8 @@ from thinwire.cli.planning.tables import (
 )
 from thinwire.cli.terminal.console import wide_console
 from thinwire.cli.terminal.errors import explained
-from thinwire.cli.terminal.options import expand_options, hidden
+from thinwire.cli.terminal.former import formerly
+from thinwire.cli.terminal.options import expand_options
 
 if TYPE_CHECKING:
     from thinwire.plan import PricedPlan, Searched, TrainingJob
@@ -111,14 +106,14 @@ class PlanOptions:
     compare: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Compare a run with its prediction.", show_default=False)
     ] = None
+    refit: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --compare: fit the profile to it.", show_default=False)
+    ] = None
     explain: Annotated[bool, typer.Option("--explain", help="Explain the choice.", show_default=False)] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.", show_default=False)] = False
-    old: OldClusterOptions = NO_OLD_CLUSTER_OPTIONS
-    clip: Annotated[bool, hidden()] = True
-    causal_mfu: Annotated[bool, typer.Option("--causal-mfu", hidden=True)] = False
-    refit: Annotated[Path | None, hidden()] = None
 
 
+@formerly(FORMER_OPTIONS)
 @expand_options
 def plan(options: PlanOptions) -> None:
     """Choose how to shard and compress a model: estimate every plan, and simulate the best ones.
@@ -292,7 +287,7 @@ def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob
         raise UsageError(f"{missing} missing: thinwire plan --model llama-7b --tokens-per-step 4M --cluster ...")
     shape = ModelSpec.named(options.model, **({} if options.seq is None else {"seq": options.seq}))
     measured = None if options.profile is None else Profile.read(options.profile)
-    changes = cluster_settings(options.settings or (), options.old)
+    changes = cluster_settings(options.settings or ())
     if leaf_of is not None and "leaves" in changes:
         raise UsageError(
             f"--set cluster.leaves={changes['leaves']} and --hosts {options.hosts} both say it: leave one out"
@@ -310,8 +305,6 @@ def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob
         recompute={"auto": None, "on": True, "off": False}[options.recompute],
         residences=OFFLOADED if options.offload else (Residence(),),
         codecs=options.codecs or "standard",
-        clip=options.clip,
-        causal_flops=options.causal_mfu,
         tp=ways_of("--tp", options.tp),
         pp=ways_of("--pp", options.pp),
     )

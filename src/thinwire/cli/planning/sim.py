@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -13,7 +13,8 @@ import typer
 
 from thinwire.cli.terminal.console import wide_console
 from thinwire.cli.terminal.errors import explained
-from thinwire.cli.terminal.options import Seq, expand_options, hidden, moved
+from thinwire.cli.terminal.former import formerly
+from thinwire.cli.terminal.options import Seq, expand_options
 
 if TYPE_CHECKING:
     from thinwire.sim import Answer, Case, Disturbed
@@ -21,31 +22,14 @@ if TYPE_CHECKING:
 SWEPT = ("gpus", "gpus_per_node", "internode_gbps", "seq", "micro_batch_tokens", "micro_batches")
 
 
-_OLD_SETTINGS: Final = {
-    "internode_gbps": "internode_gbps={}",
-    "nodes_per_leaf": "nodes_per_leaf={}",
-    "spine_gbps": "spine_gbps={}",
-    "micro_batch_tokens": "micro_batch_tokens={}",
-    "overlap": "overlap={}",
-    "wire": "wire={}",
-    "dtype": "dtype={}",
-}
-
-
-@dataclass(frozen=True)
-class OldSimOptions:
-    """Options that ``--set KEY=VALUE`` has replaced."""
-
-    internode_gbps: Annotated[float | None, hidden()] = None
-    nodes_per_leaf: Annotated[int | None, hidden()] = None
-    spine_gbps: Annotated[float | None, hidden()] = None
-    micro_batch_tokens: Annotated[int | None, hidden()] = None
-    overlap: Annotated[str | None, hidden()] = None
-    wire: Annotated[str | None, hidden()] = None
-    dtype: Annotated[str | None, hidden()] = None
-
-
-NO_OLD_OPTIONS: Final = OldSimOptions()
+_FORMER_OPTIONS: Final = {
+    f"--{key.replace('_', '-')}": f"--set {key}={{}}"
+    for key in (
+        "internode_gbps", "nodes_per_leaf", "spine_gbps", "micro_batch_tokens", "micro_batches", "overlap", "wire",
+        "dtype", "engine", "jitter", "link_jitter", "straggler", "slow_link", "samples",
+    )
+} | {"--recompute": "--set recompute=true"}  # fmt: skip
+"""What ``--set KEY=VALUE`` has replaced."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +64,7 @@ class SimOptions:
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Another key of the step, such as internode_gbps=25 or wire=zhybrid; see docs/planner.md.",
+            help="Another key of the step, such as internode_gbps=25 or recompute=true; see docs/cluster-reference.md.",
             show_default=False,
         ),
     ] = None
@@ -90,10 +74,6 @@ class SimOptions:
             "--memory", help="Instead: the memory of a rank under every preset, or --plan, and in other systems."
         ),
     ] = False
-    micro_batches: Annotated[
-        int | None,
-        typer.Option(min=1, help="Micro-batches per step; by default the plan file's, or 1.", show_default=False),
-    ] = None
     tokens_per_step: Annotated[
         str | None,
         typer.Option(
@@ -102,10 +82,6 @@ class SimOptions:
             show_default=False,
         ),
     ] = None
-    recompute: Annotated[bool, typer.Option("--recompute", help="Recompute blocks in the backward pass.")] = False
-    engine: Annotated[str, typer.Option(help="System that performs the step: thinwire or a published one.")] = (
-        "thinwire"
-    )
     sweep: Annotated[
         str | None,
         typer.Option(
@@ -127,26 +103,10 @@ class SimOptions:
         Path | None,
         typer.Option(metavar="OUT.json", help="Write a trace of the step for Perfetto.", show_default=False),
     ] = None
-    jitter: Annotated[
-        float,
-        typer.Option(
-            min=0.0, max=1.0, help="Random variation of each GPU's computation in each step; 0.05 is about 5 %."
-        ),
-    ] = 0.0
-    link_jitter: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Random variation of each node's network cards in each step.")
-    ] = 0.0
-    straggler: Annotated[
-        float, typer.Option(min=1.0, help="Factor by which one GPU computes longer than the others.")
-    ] = 1.0
-    slow_link: Annotated[
-        float, typer.Option(min=1.0, help="Factor by which one node's network cards take longer than the others.")
-    ] = 1.0
-    samples: Annotated[int, typer.Option(min=1, help="Number of random steps to simulate if there is jitter.")] = 64
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False
-    old: OldSimOptions = NO_OLD_OPTIONS
 
 
+@formerly(_FORMER_OPTIONS)
 @expand_options
 def sim(options: SimOptions) -> None:
     """Simulate a training step: the program that the runtime performs, timed with a cluster's published figures.
@@ -161,7 +121,7 @@ def sim(options: SimOptions) -> None:
 
       thinwire sim --model llama-7b --cluster a800-80g:8x8 --plan preset:zero3 --trace step.json
 
-      thinwire sim --model llama-7b --cluster a800-80g:128x8 --plan preset:mics --jitter 0.05 --straggler 1.2
+      thinwire sim --model llama-7b --cluster a800-80g:128x8 --plan preset:mics --set jitter=0.05 --set straggler=1.2
 
       thinwire sim --model llama-7b --cluster a800-80g:4x8 --memory
 
@@ -179,7 +139,7 @@ def sim(options: SimOptions) -> None:
             _write_trace(options.trace, answers[0])
         if options.plot is not None and options.sweep is not None:
             _draw(options.plot, options.sweep.partition("=")[0], answers)
-        uneven = _disturbed(cases, options)
+        uneven = _disturbed(cases, options.settings or ())
         if options.as_json:
             is_list = options.cases is not None or options.sweep is not None
             _print_json(answers, uneven, is_list=is_list)
@@ -193,26 +153,28 @@ def _show_memory(options: SimOptions) -> None:
     """Show the memory of a rank instead of the time of a step.
 
     Raises:
-        UsageError: there is no model or no cluster, or a setting is not one of the cluster.
+        UsageError: there is no model or no cluster, or a setting is neither one of the cluster nor of the batch.
     """
-    from thinwire.cli.planning.job import NO_OLD_CLUSTER_OPTIONS, cluster_settings
+    from thinwire.cli.planning.job import cluster_settings
     from thinwire.cli.planning.memory import MemoryOptions, show_memory
     from thinwire.errors import UsageError
+    from thinwire.spec.io import apply_settings
 
     if options.model is None or options.cluster is None:
         raise UsageError(
             "--model and --cluster are missing: thinwire sim --memory --model llama-7b --cluster a800-80g:8x8"
         )
+    of_batch, others = _split(options.settings or (), ("micro_batches", "recompute"))
+    batch = apply_settings({"micro_batches": 1, "recompute": False}, of_batch)
     shown = MemoryOptions(
         options.model,
         options.cluster,
         plan=None if options.plan is None else options.plan.split(","),
         seq=options.seq,
-        micro_batches=options.micro_batches or 1,
-        recompute=options.recompute,
+        **batch,
         as_json=options.as_json,
     )
-    show_memory(shown, cluster_settings(options.settings or (), NO_OLD_CLUSTER_OPTIONS))
+    show_memory(shown, cluster_settings(others))
 
 
 def _cases_of(options: SimOptions) -> list[Case]:
@@ -222,11 +184,15 @@ def _cases_of(options: SimOptions) -> list[Case]:
         UsageError: an option lacks another one that it needs, or the values of the sweep cannot be read.
     """
     from thinwire.errors import UsageError
-    from thinwire.sim import read_cases
+    from thinwire.sim import Disturbance, read_cases
 
     if options.plot is not None and options.sweep is None:
         raise UsageError(f"--plot {options.plot} needs --sweep KEY=A,B,...: the values to draw")
     if options.cases is not None:
+        if of_steps := _split(options.settings or (), Disturbance.model_fields)[1]:
+            raise UsageError(
+                f"--set {of_steps[0]} has no use with --cases, whose steps have keys of their own: set it there"
+            )
         cases = read_cases(options.cases)
     elif options.model is None or options.cluster is None:
         raise UsageError("--model and --cluster are missing: thinwire sim --model llama-7b --cluster a800-80g:8x8")
@@ -239,21 +205,16 @@ def _cases_of(options: SimOptions) -> list[Case]:
 
 def _fields(options: SimOptions, model: str, cluster: str) -> dict[str, Any]:
     """The keys of one case: those of the plan, and over them the options that the user gave."""
+    from thinwire.sim import Disturbance
     from thinwire.spec.io import apply_settings
 
     plan = options.plan or "preset:thinwire"
     fields = _plan_fields(plan, model, options.seq) | _cluster_fields(cluster) | {"model": model}
-    given = {
-        "seq": options.seq,
-        "micro_batches": options.micro_batches,
-        "tokens_per_step": options.tokens_per_step,
-        "recompute": options.recompute or None,
-        "engine": options.engine,
-    }
+    given = {"seq": options.seq, "tokens_per_step": options.tokens_per_step}
     fields |= {key: value for key, value in given.items() if value is not None}
-    if options.tokens_per_step is not None and options.micro_batches is None:
+    if options.tokens_per_step is not None:
         fields.pop("micro_batches", None)  # the plan file's
-    fields = apply_settings(fields, [*moved(options.old, _OLD_SETTINGS), *(options.settings or ())])
+    fields = apply_settings(fields, _split(options.settings or (), Disturbance.model_fields)[1])
     if isinstance(words := fields.get("overlap"), str):
         names = [word.strip() for word in words.split(",")]
         fields["overlap"] = [] if names == ["none"] else names
@@ -328,15 +289,19 @@ def _doubling(values: str, number: type[float] | type[int]) -> list[float] | lis
     return [first * 2**power for power in range(int(math.log2(last / first)) + 1)]
 
 
-def _disturbed(cases: Sequence[Case], options: SimOptions) -> list[Disturbed]:
-    """The same steps under jitter, a straggler or a slow link; empty where no option asks for any of them."""
+def _disturbed(cases: Sequence[Case], settings: Sequence[str]) -> list[Disturbed]:
+    """The same steps under jitter, a straggler or a slow link; empty where no setting asks for any of them."""
     from thinwire.sim import Disturbance, disturbed
+    from thinwire.spec.io import apply_settings
 
-    disturbance = Disturbance(options.jitter, options.link_jitter, options.straggler, options.slow_link)
-    if disturbance.nothing:
-        return []
-    samples = options.samples if options.jitter or options.link_jitter else 1  # without jitter, all samples are equal
-    return [disturbed(case, disturbance, samples=samples) for case in cases]
+    disturbance = Disturbance.parse(apply_settings({}, _split(settings, Disturbance.model_fields)[0]), "--set")
+    return [] if disturbance.nothing else [disturbed(case, disturbance) for case in cases]
+
+
+def _split(settings: Sequence[str], keys: Container[str]) -> tuple[list[str], list[str]]:
+    """Settings of some keys, and the others."""
+    of_these = [setting for setting in settings if setting.partition("=")[0].strip() in keys]
+    return of_these, [setting for setting in settings if setting not in of_these]
 
 
 def _write_trace(path: Path, answer: Answer) -> None:

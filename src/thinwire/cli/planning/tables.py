@@ -53,7 +53,6 @@ def plan_sheet(job: TrainingJob, rows: Sequence[PricedPlan]) -> Sheet:
     """The table of plans."""
     from thinwire.report import Sheet
 
-    attention = "half of attention counted" if job.causal_flops else "attention counted in full"
     with_price = job.cluster.price_per_gpu_hour is not None
     with_cut = any(row.plan.ranks > row.plan.data_ranks for row in rows)
     columns = [
@@ -73,7 +72,7 @@ def plan_sheet(job: TrainingJob, rows: Sequence[PricedPlan]) -> Sheet:
     ]
     columns += ["per 10^9 tokens"] if with_price else []
     return Sheet(
-        f"Plans, best first (MFU: {attention})",
+        "Plans, best first (MFU: attention counted in full)",
         [*columns, ""],
         8 if with_cut else 7,
         [

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import typer
 from typer.core import TyperGroup
+
+from thinwire.cli.terminal.former import command_class, redirected
 
 __all__ = ["APP_SETTINGS", "Command", "lazy_group"]
 
@@ -29,12 +31,14 @@ class Command:
     Attributes:
         target: ``module:attribute``; the attribute is a function, or a :class:`typer.Typer` of several commands.
         context_settings: Settings of the command's context, as click names them.
-        hidden: Whether the help leaves it out, as a command of an earlier release.
+        hidden: Whether no list has it, as a command of an earlier release.
+        became: Options that are commands of their own by now; see :func:`~thinwire.cli.terminal.former.redirected`.
     """
 
     target: str
     context_settings: Mapping[str, Any] | None = None
     hidden: bool = False
+    became: Mapping[str, str] = field(default_factory=dict)
 
 
 def lazy_group(
@@ -57,11 +61,18 @@ def lazy_group(
             super().__init__(**attributes)
             self.commands = _Commands(commands, plugins)
 
+        def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+            declared = commands.get(args[0])
+            return super().resolve_command(ctx, redirected(args, declared.became) if declared else args)
+
     return LazyGroup
 
 
 class _Commands(UserDict[str, Any]):
-    """Commands by name. A value is a :class:`Command` inside and the built command of typer outside."""
+    """Commands by name. A value is a :class:`Command` inside and the built command of typer outside.
+
+    Hidden ones are found by their names, and no list has them.
+    """
 
     def __init__(self, commands: Mapping[str, Command], plugins: Callable[[], Mapping[str, Command]]) -> None:
         super().__init__(commands)
@@ -81,11 +92,10 @@ class _Commands(UserDict[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         self._add_plugins()
-        return iter(self.data)
+        return (name for name, command in self.data.items() if not command.hidden)
 
     def __len__(self) -> int:
-        self._add_plugins()
-        return len(self.data)
+        return sum(1 for _ in self)
 
     def _add_plugins(self) -> None:
         if self._plugins is not None:
@@ -106,7 +116,7 @@ def _build(name: str, command: Command) -> Any:
         parent.add_typer(function, name=name)
     else:
         settings = dict(command.context_settings) if command.context_settings else None
-        parent.command(name, context_settings=settings, hidden=command.hidden)(function)
+        parent.command(name, cls=command_class(function), context_settings=settings, hidden=command.hidden)(function)
     parent.callback()(lambda: None)  # makes a group of the parent even where it has one command
     return typer.main.get_group(parent).commands[name]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Final, TypeVar, get_type_hints
 
 import typer
 
-__all__ = ["Seq", "expand_options", "hidden", "moved", "say_moved"]
+__all__ = ["Seq", "expand_options"]
 
 Options = TypeVar("Options")
 
@@ -20,34 +20,6 @@ _REQUIRED: Final = inspect.Parameter.empty
 Seq = Annotated[
     int | None, typer.Option(min=1, help="Sequence length in tokens; by default the model's.", show_default=False)
 ]
-
-
-def hidden() -> Any:
-    """An option of an earlier release, which still works and which no help shows."""
-    return typer.Option(hidden=True, show_default=False)
-
-
-def moved(old: object, settings: Mapping[str, str]) -> list[str]:
-    """What the options of an earlier release are as values of ``--set``; stderr says so.
-
-    Args:
-        old: A dataclass of options, each ``None`` where it is not given.
-        settings: The setting for each of its fields, with ``{}`` for the value.
-    """
-    given = {name: getattr(old, name) for name in settings}
-    words = {
-        name: settings[name].format(f"{value:g}" if isinstance(value, float) else value)
-        for name, value in given.items()
-        if value is not None
-    }
-    for name, setting in words.items():
-        say_moved(f"--{name.replace('_', '-')}", f"--set {setting}")
-    return list(words.values())
-
-
-def say_moved(old: str, new: str) -> None:
-    """Say on stderr how an option or a command of an earlier release is spelled now."""
-    typer.echo(f"thinwire: {old} is now {new}; the old spelling works until release 0.4", err=True)
 
 
 def expand_options(command: Callable[[Options], None]) -> Callable[..., None]:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from thinwire.cli.terminal.console import command_line
 from thinwire.cli.terminal.errors import explained
+from thinwire.cli.terminal.former import formerly
 from thinwire.cli.terminal.options import expand_options
 from thinwire.cli.terminal.summary import shown
 from thinwire.cli.training.advice import advised
@@ -76,12 +77,6 @@ class TrainOptions:
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe or, as plan.KEY, of the plan."),
     ] = None
-    trace_steps: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FIRST:LAST", help="Trace these steps into traces/ of the run, with all ranks.", show_default=False
-        ),
-    ] = None
     out: Annotated[
         Path | None,
         typer.Option(
@@ -89,32 +84,19 @@ class TrainOptions:
         ),
     ] = None
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False
-    elastic: Annotated[
-        bool,
-        typer.Option(
-            "--elastic", help="Begin or continue with the ranks there are: same kind of plan, same global batch."
-        ),
-    ] = False
-    island: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            metavar="K",
-            help="With elastic islands: number of the island that this job is, from 0.",
-            show_default=False,
-        ),
-    ] = None
-    lighthouse: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT", help="With elastic islands: where thinwire lighthouse runs.", show_default=False
-        ),
-    ] = None
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON to stdout; progress goes to stderr.")
     ] = False
 
 
+@formerly(
+    {
+        "--elastic": "--set cluster.elastic=true",
+        "--island": "--set cluster.island={}",
+        "--lighthouse": "--set cluster.lighthouse={}",
+        "--trace-steps": "--set train.trace_steps={}",
+    }
+)
 @expand_options
 def train(options: TrainOptions) -> None:
     """Train a model on all ranks of this machine, or as one rank under torchrun or SLURM.
@@ -133,7 +115,7 @@ def train(options: TrainOptions) -> None:
 
       thinwire train recipes/quickstart.toml --out runs/quickstart --resume
 
-      thinwire train recipes/quickstart.toml --trace-steps 10:13
+      thinwire train recipes/quickstart.toml --set train.trace_steps=10:13
 
       thinwire train recipes/quickstart.toml --model ~/models/qwen3
 
@@ -168,12 +150,8 @@ def _recipe(options: TrainOptions) -> Recipe:
     from thinwire.spec.recipe import Recipe
 
     overrides = [*(options.settings or ())]
-    cluster = {"nodes": options.nodes, "nproc": options.nproc, "island": options.island}
+    cluster = {"nodes": options.nodes, "nproc": options.nproc}
     overrides += [f"cluster.{key}={value}" for key, value in cluster.items() if value is not None]
-    overrides += [] if options.lighthouse is None else [f"cluster.lighthouse={json.dumps(options.lighthouse)}"]
-    overrides += ["cluster.elastic=true"] if options.elastic else []
-    if options.trace_steps is not None:
-        overrides.append(f"train.trace_steps={json.dumps(options.trace_steps)}")
     plan = None if options.plan == "auto" else options.plan
     model = None if options.model is None else str(options.model)
     return Recipe.read(options.recipe, overrides, plan=plan, model=model)

@@ -103,8 +103,8 @@ def _check_island(recipe: Recipe, plan: Plan) -> None:
         raise SpecError(
             "cluster",
             [
-                f"{missing} is missing, with islands.elastic = true: start this job with --island K --lighthouse "
-                "HOST:PORT, as `thinwire lighthouse` prints it"
+                f"{missing} is missing, with islands.elastic = true: start this job with "
+                "--set cluster.island=K --set cluster.lighthouse=HOST:PORT, as `thinwire lighthouse` prints it"
             ],
         )
     useless = [f"{name} = {value!r}" for name, value in given.items() if value is not None]
