@@ -14,8 +14,6 @@ from thinwire.spec.expectation import Expectation
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 
-__all__ = ["WARM_UP", "Record", "RunRecord", "began", "read_run", "read_runs", "steady", "steps_of"]
-
 Record = Mapping[str, Any]
 
 WARM_UP: Final = 3

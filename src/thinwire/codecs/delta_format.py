@@ -7,8 +7,6 @@ from typing import Final
 
 import torch
 
-__all__ = ["BLOCK", "FORMATS", "HEAD", "INDEX", "MAGIC", "VERSION", "DeltaFormat"]
-
 BLOCK: Final = 1 << 17
 """Values of a block, unless another power of two is asked for."""
 

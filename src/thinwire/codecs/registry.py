@@ -11,8 +11,6 @@ from thinwire.codecs.codec import Codec
 from thinwire.errors import SpecError, UsageError
 from thinwire.spec import CodecPlugin, CodecSpec
 
-__all__ = ["BACKENDS", "default_backend", "get"]
-
 BACKENDS = ("reference", "cpp", "triton")
 """``reference``: plain torch, any device, slow. ``cpp``: CPU. ``triton``: GPU, or any device under its
 interpreter."""

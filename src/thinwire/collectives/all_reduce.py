@@ -16,8 +16,6 @@ from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Kind
 from thinwire.program.stages import Stage
 
-__all__ = ["Feedback", "all_reduce", "feedback_numels"]
-
 
 @dataclass(frozen=True, slots=True)
 class Feedback:

@@ -19,8 +19,6 @@ from thinwire.errors import WireError
 from thinwire.program import Kind, Stage, padded
 from thinwire.program.shares import ALIGNMENT_BYTES
 
-__all__ = ["Part", "StoredPart", "joint_gather", "stored_gather"]
-
 
 @dataclass(frozen=True)
 class Part:

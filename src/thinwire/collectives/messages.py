@@ -16,8 +16,6 @@ from thinwire.collectives.memory import allocate
 from thinwire.errors import WireError
 from thinwire.program import Kind
 
-__all__ = ["Messages", "Residual", "codec_of", "encode_shorter"]
-
 
 @dataclass(frozen=True, slots=True)
 class Residual:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from thinwire.program import Stage
 
-__all__ = ["Move", "Moves"]
-
 
 @dataclass(frozen=True, slots=True)
 class Move:

@@ -10,8 +10,6 @@ from thinwire.collectives.messages import Messages
 from thinwire.collectives.moves import Move, Moves
 from thinwire.program.stages import Stage
 
-__all__ = ["point_to_point"]
-
 
 def point_to_point(
     subgroup: Subgroup,

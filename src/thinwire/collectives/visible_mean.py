@@ -12,8 +12,6 @@ from thinwire.errors import WireError
 from thinwire.program import Kind
 from thinwire.program.stages import Stage
 
-__all__ = ["visible_mean"]
-
 
 def visible_mean(
     group: AxisGroup, start: torch.Tensor, change: torch.Tensor, out: torch.Tensor, lost: torch.Tensor

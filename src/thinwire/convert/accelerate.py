@@ -10,8 +10,6 @@ from thinwire.convert.outcome import Conversion, Judgement, ignored, mapped, ref
 from thinwire.convert.source import Rules, Source, because, flag, judge, off, text, whole
 from thinwire.spec import Factor
 
-__all__ = ["from_accelerate"]
-
 _ONE: Final = Factor()
 
 

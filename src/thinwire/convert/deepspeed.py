@@ -13,8 +13,6 @@ from thinwire.convert.outcome import Conversion, Judgement, ignored, mapped, ref
 from thinwire.convert.source import Rules, Source, because, flag, judge, number, off, text, whole
 from thinwire.spec import Factor
 
-__all__ = ["DEEPSPEED_RULES", "from_deepspeed"]
-
 
 def from_deepspeed(table: Mapping[str, Any], ranks: Factor, what: str = "ds_config.json") -> Conversion:
     """Convert a DeepSpeed configuration.

@@ -9,8 +9,6 @@ from thinwire.convert.deepspeed_zero import data_parallel_mesh
 from thinwire.convert.outcome import Judgement, mapped, refused
 from thinwire.convert.source import Rules, Source, whole
 
-__all__ = ["BATCH_RULES"]
-
 _TRAIN: Final = "train_batch_size"
 _MICRO: Final = "train_micro_batch_size_per_gpu"
 _STEPS: Final = "gradient_accumulation_steps"

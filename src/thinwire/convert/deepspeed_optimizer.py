@@ -7,8 +7,6 @@ from typing import Any, Final
 from thinwire.convert.outcome import Judgement, ignored, mapped, refused
 from thinwire.convert.source import Rule, Rules, Source, because, flag, number, off, whole
 
-__all__ = ["OPTIMIZER_RULES", "SCHEDULER_RULES"]
-
 _DEFAULTS: Final[dict[str, Any]] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 """Those of DeepSpeed's Adam."""
 

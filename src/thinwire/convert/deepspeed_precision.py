@@ -8,8 +8,6 @@ from typing import Any, Final
 from thinwire.convert.outcome import Judgement, ignored, mapped, refused
 from thinwire.convert.source import AUTO, Rule, Rules, Source, because, flag, number, off, text, whole
 
-__all__ = ["PRECISION_RULES", "compute_dtype", "wire_itemsize"]
-
 _DTYPES: Final = {
     "fp32": "float32",
     "float32": "float32",

@@ -13,8 +13,6 @@ from thinwire.convert.outcome import ON_HOST, PARAMS_ON_HOST, Judgement, ignored
 from thinwire.convert.source import Rule, Rules, Source, because, flag, off, whole
 from thinwire.spec import Factor
 
-__all__ = ["ZERO_RULES", "data_parallel_mesh", "factors", "stage_of"]
-
 QWZ: Final = "int8:256"
 QGZ: Final = "int4:256"
 _ONE: Final = Factor()

@@ -15,8 +15,6 @@ from thinwire.errors import SpecError
 from thinwire.spec import Factor, Plan
 from thinwire.spec.io import write_toml
 
-__all__ = ["FILES", "FRAMEWORKS", "Emitted", "deepspeed_table", "emitted_text", "fsdp2_call"]
-
 FRAMEWORKS: Final = ("fsdp2", "hsdp", "megatron-fsdp", "deepspeed", "torchtitan")
 """Frameworks whose configuration can be written."""
 

@@ -11,8 +11,6 @@ from thinwire.convert.source import Rules, Source, because, flag, judge, text
 from thinwire.errors import SpecError
 from thinwire.spec import Factor
 
-__all__ = ["from_fsdp2", "offloading", "parse_call", "resharding"]
-
 _DTYPES: Final = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 _CALLS: Final = (
     "MixedPrecisionPolicy",

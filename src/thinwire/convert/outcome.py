@@ -14,19 +14,6 @@ from thinwire.spec.io import write_toml
 from thinwire.spec.models.model import ModelSpec
 from thinwire.spec.recipe import Recipe, model_table
 
-__all__ = [
-    "ON_HOST",
-    "PARAMS_ON_HOST",
-    "Action",
-    "Conversion",
-    "RecipeNeeds",
-    "Row",
-    "Judgement",
-    "ignored",
-    "mapped",
-    "refused",
-]
-
 Action = Literal["mapped", "ignored", "refused"]
 
 

@@ -11,8 +11,6 @@ from typing import Any, Final
 
 from thinwire.errors import SpecError
 
-__all__ = ["read_yaml"]
-
 _LINE: Final = re.compile(r"(?P<indent> *)(?P<key>[\w.-]+):(?: +(?P<value>\S.*?))? *")
 _WORDS: Final[dict[str, Any]] = {"true": True, "false": False, "null": None, "~": None, "{}": {}, "[]": []}
 _INTEGER: Final = re.compile(r"[-+]?\d+")

@@ -16,22 +16,6 @@ from thinwire.errors import SpecError
 from thinwire.spec import Factor
 from thinwire.spec.io import apply_settings, read_toml_file
 
-__all__ = [
-    "AUTO",
-    "Rule",
-    "Rules",
-    "Source",
-    "because",
-    "changed",
-    "flag",
-    "judge",
-    "number",
-    "off",
-    "read_source",
-    "text",
-    "whole",
-]
-
 AUTO = "auto"
 """The value that Hugging Face's Trainer replaces with its own arguments."""
 

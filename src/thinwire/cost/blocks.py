@@ -15,8 +15,6 @@ from thinwire.program import ALIGNMENT_BYTES
 from thinwire.spec import ModelSpec
 from thinwire.spec.models.model import attention_width, block_matrices, latent_norms
 
-__all__ = ["ModelPart", "Routed", "Tensor", "block_modules", "norm_parameters", "tensors_of"]
-
 EXPERTS = "mlp.experts"
 """Name of a block's experts below the block."""
 

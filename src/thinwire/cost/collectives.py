@@ -18,8 +18,6 @@ from thinwire.program import Axis, Kind, Lane, Operation, Scope, UnitInfo, axis_
 from thinwire.program.stages import Stage
 from thinwire.spec import ClusterSpec, Fabric, Factor, Plan
 
-__all__ = ["CollectiveTimes", "HopCollectives", "LibraryCollectives", "library_moves"]
-
 
 class CollectiveTimes(ABC):
     """Seconds of collectives, every group of the cluster at once: AMSP's ``t(o, v, p0 x p1)``."""

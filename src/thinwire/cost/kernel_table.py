@@ -21,8 +21,6 @@ from thinwire.cost.kernels import Kernels
 from thinwire.errors import SpecError
 from thinwire.spec.machines.kernels import KernelRow, KernelTable
 
-__all__ = ["TabledKernels"]
-
 _NEAR: Final = math.log(2.0)
 """Natural logarithm of the factor within which each dimension of a measured shape counts as the same."""
 

@@ -21,8 +21,6 @@ from thinwire.program import Even, Kind, MessageSizes, Scope, hops
 from thinwire.spec import Factor, ModelSpec, Plan
 from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, OverlapRow, Profile, profiled_kind
 
-__all__ = ["MeasuredLibrary", "ProfiledCollectives", "ProfiledRates"]
-
 Quartile = Literal["seconds", "low", "high"]
 
 _Row = TypeVar("_Row", CollectiveRow, CodecRow)

@@ -21,21 +21,6 @@ from thinwire.spec.codec import typical_ratio
 from thinwire.spec.machines.kernels import KernelTable, this_host
 from thinwire.spec.profile import Handling
 
-__all__ = [
-    "ALONE",
-    "Basis",
-    "Beside",
-    "Efficiency",
-    "NominalRates",
-    "Rates",
-    "Work",
-    "declared_seconds",
-    "hop_route",
-    "largest_bytes_per_value",
-    "wire_bytes_per_value",
-]
-
-
 HOST_UPDATE_BYTES = 28
 """Bytes per element that AdamW moves on a processor: master, moments and gradient in, master and moments out."""
 

@@ -13,8 +13,6 @@ from thinwire.program.shares import LARGE_LEAF
 from thinwire.spec import ModelSpec
 from thinwire.spec.models.model import expert_layers, expert_parameters
 
-__all__ = ["alike", "parts"]
-
 
 def alike(parts: Iterable[ModelPart]) -> list[tuple[int, ModelPart]]:
     """Parts that compute differently, each with the number of parts that compute like it."""

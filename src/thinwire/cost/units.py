@@ -17,8 +17,6 @@ from thinwire.program import Axis, BufferInfo, Even, UnitInfo, axis_shape, deal,
 from thinwire.program.wire import ITEMSIZE, is_excluded
 from thinwire.spec import ModelSpec, Plan
 
-__all__ = ["largest_share", "units"]
-
 
 def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
     """The units of a model under a plan, as the program needs them.

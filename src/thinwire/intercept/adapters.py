@@ -19,8 +19,6 @@ from thinwire.intercept.mesh import compress_group
 from thinwire.intercept.scope import StepMarks, mark_steps
 from thinwire.spec import CodecSpec
 
-__all__ = ["CompressedAllGather", "CompressedReduceScatter", "compress_ddp", "compress_fsdp"]
-
 
 class _Groups:
     """The compressing group of each of FSDP's groups, made on first use."""

@@ -24,8 +24,6 @@ from thinwire.intercept.members import MemberGroup, part_of
 from thinwire.intercept.queued import QueuedWork, StreamQueue
 from thinwire.intercept.works import LateWork
 
-__all__ = ["Channels"]
-
 
 @dataclass
 class _Direction:

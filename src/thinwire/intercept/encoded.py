@@ -18,8 +18,6 @@ from thinwire.collectives.reduce_scatter import HopCodecs
 from thinwire.collectives.reduce_scatter import reduce_scatter as scattering
 from thinwire.intercept.members import MembersAxis
 
-__all__ = ["all_gather", "all_reduce", "decode", "deliver", "flat", "is_plain", "ready", "reduce_scatter"]
-
 
 def all_reduce(axis: MembersAxis, tensor: torch.Tensor, scale: float, codecs: HopCodecs, seed: int | None) -> None:
     """``tensor = scale * sum over members``, added in fp32 and bitwise equal on all members."""

@@ -14,8 +14,6 @@ from thinwire.collectives.group import Subgroup
 from thinwire.errors import WireError
 from thinwire.intercept import encoded
 
-__all__ = ["RankPieces", "across_nodes", "all_to_all", "numels"]
-
 
 @dataclass(frozen=True)
 class RankPieces:

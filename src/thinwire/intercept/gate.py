@@ -15,8 +15,6 @@ from thinwire.intercept.scope import in_step, is_exact
 from thinwire.spec import CodecSpec
 from thinwire.spec.codec import encodable_dtypes
 
-__all__ = ["DEVICES", "MIN_NUMEL", "AxisCodecs", "EncodingGate", "Operation", "scale_of"]
-
 MIN_NUMEL = 1024
 """Tensors with fewer values are sent unencoded: losses, norms, counters."""
 

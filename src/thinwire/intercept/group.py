@@ -33,8 +33,6 @@ from thinwire.intercept.queued import StreamQueue
 from thinwire.intercept.scope import in_backward, is_marked
 from thinwire.intercept.works import AllOf, Courier, Promise
 
-__all__ = ["CompressingGroup", "all_groups"]
-
 MESSAGE_TAG, LENGTH_TAG = 1 << 28, 1 << 29
 """Added to the user's tag, so that an encoded message is never taken for a plain one."""
 

@@ -23,8 +23,6 @@ from thinwire.errors import CollectiveError, UsageError
 from thinwire.program import Kind, Lane, Scope
 from thinwire.program.stages import TRANSFERS, Stage
 
-__all__ = ["MemberGroup", "MembersAxis", "check_nodes", "count_nodes", "part_of"]
-
 
 def part_of(membership: Membership, part: str, members: Sequence[int]) -> Membership:
     """Some of the members, who meet at a place of their own.

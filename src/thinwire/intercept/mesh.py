@@ -23,17 +23,6 @@ from thinwire.intercept.traffic import AxisTraffic
 from thinwire.spec import CodecSpec
 from thinwire.spec.plan_parts.policy import HybridPolicy
 
-__all__ = [
-    "BACKEND",
-    "ROLES",
-    "BackendOptions",
-    "axis_traffic",
-    "axis_backend",
-    "compress_axis",
-    "compress_group",
-    "compress_mesh",
-]
-
 BACKEND = "thinwire"
 """Name of the backend, for ``backend_override`` and ``init_process_group``."""
 

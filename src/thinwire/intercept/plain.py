@@ -16,9 +16,6 @@ from thinwire.collectives.links.streams import streams_of
 from thinwire.intercept.traffic import AxisTraffic, Ledger
 from thinwire.intercept.works import Stopwatch, Watched
 
-__all__ = ["PlainGroup"]
-
-
 _OLDER_NAMES: Final = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",

@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from thinwire.collectives.links.streams import Stream, StreamEvent, Streams
 
-__all__ = ["QueuedWork", "StreamQueue"]
-
 
 class QueuedWork(dist.Work):
     """A task on the stream of a queue.

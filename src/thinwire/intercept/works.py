@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from thinwire.collectives.links.streams import EventPairs, Streams
 
-__all__ = ["AllOf", "Courier", "LateWork", "Promise", "Stopwatch", "Watched", "done"]
-
 
 class Promise(dist.Work):
     """Work that completes or fails later, on another thread.

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Contrast", "Timed", "contrast", "grouped", "linked", "refined", "spread"]
-
 GROUP_COST = 6
 """Numbers that a group counts as in the criterion: it is chosen among all sets of nodes, so noise makes it look useful.
 With 1, four of 24 simulated networks of six hosts got a leaf too many; with 6, none."""

@@ -21,8 +21,6 @@ from thinwire.program import least_crossing
 from thinwire.spec import Plan
 from thinwire.spec.machines.topology import TOPOLOGY_SOURCES, SwitchTree
 
-__all__ = ["WITH_PLAN", "Ordered", "host_name", "order_ranks"]
-
 WITH_PLAN: Final[Typed[tuple[str, str, bytes]]] = Typed(tuple[str, str, bytes])
 """Fingerprint and description of a rank's plan, and a message of its own. Ranks with different plans may meet while one
 orders ranks and another shards, so that both begin alike."""

@@ -12,8 +12,6 @@ from thinwire.errors import UsageError
 from thinwire.spec.machines.slurm import is_slurm
 from thinwire.spec.machines.topology import SwitchTree
 
-__all__ = ["is_slurm_job", "slurm_topology"]
-
 _PATIENCE = 60.0
 """Seconds to wait for the controller's answer."""
 

@@ -13,8 +13,6 @@ from thinwire.profile.timing import in_turn, timed
 from thinwire.spec.codec import encodable_dtypes
 from thinwire.spec.profile import CodecRow
 
-__all__ = ["NUMELS", "measure_codec"]
-
 NUMELS = (1 << 16, 1 << 20, 1 << 22)
 """Values of a message."""
 

@@ -16,8 +16,6 @@ import torch
 
 from thinwire.collectives.group import Control
 
-__all__ = ["measure_crowding"]
-
 TURNS = 8
 """Number of turns. All of them count, because other work on the machine may slow down either part of a turn."""
 

@@ -19,8 +19,6 @@ from thinwire.program.stages import TRANSFERS, Stage
 from thinwire.spec import Factor, Plan
 from thinwire.spec.profile import CollectiveRow
 
-__all__ = ["KINDS", "SIZES", "Exchange", "Groups", "exchanges", "measure_exchange", "sent_bytes"]
-
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "send")
 """Collectives in the order of measurement; those that plans use most come first."""
 

@@ -21,8 +21,6 @@ from thinwire.profile.timing import FEWEST, MOST, Spread, finish, in_turn
 from thinwire.spec.machines.kernels import KernelRow, KernelTable, this_host
 from thinwire.spec.plan import Dtype
 
-__all__ = ["KernelShape", "measure_kernels"]
-
 _COLD: Final = 256 << 20
 """Bytes after which a kernel finds its data again: no cache holds them."""
 

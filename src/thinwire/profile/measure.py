@@ -30,8 +30,6 @@ from thinwire.spec.codec import profiled_codecs
 from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, Handling, OverlapRow, Profile
 from thinwire.units import format_bytes
 
-__all__ = ["Settings", "measure", "memory_in_use"]
-
 _EARLIER: Final[Typed[Profile | None]] = Typed(Profile | None)
 
 MEETING_SIZES = (1 << 16, 1 << 20, 1 << 14, 1 << 22)

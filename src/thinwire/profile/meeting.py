@@ -22,8 +22,6 @@ from thinwire.profile.timing import Deadline, finish
 from thinwire.program import Scope
 from thinwire.spec.profile import OverlapRow
 
-__all__ = ["Meeting", "line", "measure_meetings"]
-
 FEWEST_TURNS = 6
 """Minimum number of turns, even past the deadline: the result of fewer turns can be wrong by a factor of 5."""
 

@@ -14,8 +14,6 @@ import torch
 from thinwire.agreement import Typed
 from thinwire.collectives.group import Control
 
-__all__ = ["Deadline", "Spread", "finish", "in_turn", "timed"]
-
 SECONDS: Final[Typed[float]] = Typed(float)
 PAIR: Final[Typed[tuple[float, float]]] = Typed(tuple[float, float])
 PAIRS: Final[Typed[list[tuple[float, float]]]] = Typed(list[tuple[float, float]])

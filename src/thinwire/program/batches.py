@@ -8,8 +8,6 @@ from thinwire.program.step import BufferKey, UnitInfo
 from thinwire.program.wire import ITEMSIZE, spreads_difference
 from thinwire.spec import Plan
 
-__all__ = ["buckets", "gather_batches", "grouped", "reduction_batches", "spread_batches"]
-
 
 def gather_batches(
     units: Mapping[int, UnitInfo] | Sequence[UnitInfo],

@@ -12,8 +12,6 @@ from thinwire.program.step import AnyLane, BufferKey, Event, HostLane, Lane, Ope
 from thinwire.program.wire import axis_shape
 from thinwire.spec import CodecSpec, Plan
 
-__all__ = ["Call", "Draft"]
-
 
 @dataclass(frozen=True, slots=True)
 class Call:

@@ -12,8 +12,6 @@ from functools import partial
 
 from thinwire.program.step import Event, Lane, Operation, StepProgram, UnitInfo
 
-__all__ = ["beside"]
-
 
 def beside(rest: StepProgram, experts: StepProgram, units: Sequence[UnitInfo]) -> StepProgram:
     """Join two programs.

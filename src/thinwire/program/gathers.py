@@ -20,10 +20,6 @@ from thinwire.program.step import BufferKey, Event, HostLane, Lane, Phase, Trace
 from thinwire.program.wire import gather_sizes, used_codec
 from thinwire.spec import CodecSpec, Plan
 
-__all__ = [
-    "Gathers", "Lookahead", "Retention", "any_gathered", "check_live", "gathered_peak", "play_forward", "retention",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Retention:

@@ -13,8 +13,6 @@ from thinwire.program.step import Event, Lane, Operation, Phase, UnitInfo
 from thinwire.program.wire import change_sizes
 from thinwire.spec import Plan
 
-__all__ = ["ExchangePart", "add_exchange", "due_fragments", "exchange_parts", "exchanged_units", "exchange_operations"]
-
 ALIGNED = 4
 """Elements of fp32 in 16 bytes: pieces of an exchange begin at multiples of it."""
 

@@ -25,8 +25,6 @@ from thinwire.program.step import BufferInfo, Event, HostLane, Lane, Phase, Step
 from thinwire.program.wire import gather_sizes, reduction_sizes, used_codec
 from thinwire.spec import Plan
 
-__all__ = ["CONTROL_WORDS", "NORM_BYTES", "UNDER_WAY", "control_bytes", "default_trace", "lower"]
-
 CONTROL_WORDS = 3
 """Number of 64-bit words in the step's control exchange: order hash, unfinished gradients, step number."""
 

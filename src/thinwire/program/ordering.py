@@ -20,8 +20,6 @@ from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import Plan
 from thinwire.spec.machines.fabric import crossing_share
 
-__all__ = ["Traffic", "crossing_bytes", "host_orders", "leaf_by_leaf", "least_crossing", "traffic_across"]
-
 Host = TypeVar("Host", bound=Hashable)
 Leaf = TypeVar("Leaf", bound=Hashable)
 

@@ -14,11 +14,6 @@ from thinwire.program.step import BufferInfo, Event, HostLane, Phase, UnitInfo
 from thinwire.program.wire import ITEMSIZE, has_master
 from thinwire.spec import Plan
 
-__all__ = [
-    "AHEAD", "LEAVING", "MOMENT_BYTES", "SLOTS", "HostGradients", "add_return", "add_update", "gradient_bytes",
-    "host_bytes", "state_bytes",
-]  # fmt: skip
-
 AHEAD = 1
 """Batches whose states come up while those of another one are updated."""
 

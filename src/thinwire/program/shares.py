@@ -9,23 +9,6 @@ from typing import overload
 
 from thinwire.spec import Plan
 
-__all__ = [
-    "ALIGNMENT_BYTES",
-    "CHUNK_MULTIPLE",
-    "LARGE_LEAF",
-    "Even",
-    "Span",
-    "chunk_spans",
-    "compact",
-    "deal",
-    "flat_numel",
-    "padded",
-    "slot_offsets",
-    "summed",
-    "together",
-    "within",
-]
-
 ALIGNMENT_BYTES = 16
 
 CHUNK_MULTIPLE = 8192

@@ -17,21 +17,6 @@ from thinwire.program.mesh import Axis, Hop, Kind, Scope
 from thinwire.program.shares import compact
 from thinwire.spec import CodecSpec, Plan
 
-__all__ = [
-    "AnyLane",
-    "BufferInfo",
-    "BufferKey",
-    "Event",
-    "HostLane",
-    "Lane",
-    "Moment",
-    "Operation",
-    "Phase",
-    "StepProgram",
-    "Trace",
-    "UnitInfo",
-]
-
 
 class Lane(StrEnum):
     """An in-order queue of communication with process groups of its own."""

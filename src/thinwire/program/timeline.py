@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["COMPUTE", "STEP", "WAITING", "Level", "Span", "Timeline", "chrome_trace"]
-
 COMPUTE = "compute"
 """The track of computation."""
 WAITING = "waiting"

@@ -12,27 +12,6 @@ from thinwire.program.step import BufferInfo
 from thinwire.spec import CodecSpec, Plan
 from thinwire.spec.codec import encodable_dtypes
 
-__all__ = [
-    "ITEMSIZE",
-    "Encoding",
-    "ReductionEncodings",
-    "axis_shape",
-    "change_encodings",
-    "change_sizes",
-    "frozen_codec",
-    "gather_sizes",
-    "idle_codecs",
-    "is_excluded",
-    "reduction_codecs",
-    "reduction_encodings",
-    "reduction_sizes",
-    "shortening",
-    "spreads_difference",
-    "sums_dtype",
-    "used_codec",
-    "visible_bytes",
-]
-
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 _LENGTH_BYTES = 8
 """Bytes of the length that precedes a message of variable length."""

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from thinwire.program.timeline import Span
     from thinwire.report.traced import TracedStep
 
-__all__ = ["loss_chart", "run_charts", "timeline_chart"]
-
 _MOST_RANKS: Final = 8
 """Ranks that a timeline shows."""
 _MOST_BARS: Final = 3000

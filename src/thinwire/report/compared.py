@@ -25,8 +25,6 @@ from thinwire.report.figures import smoothed, thinned
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["compared_charts"]
-
 
 def compared_charts(runs: Sequence[RunRecord], numbers: Sequence[Mapping[str, Any]]) -> list[Chart]:
     """Pictures that show several runs together.

@@ -20,25 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "HUES",
-    "KIND_HUES",
-    "PALETTE",
-    "WIDE",
-    "Chart",
-    "add_legend",
-    "byte_scale",
-    "columns_of",
-    "dress",
-    "inline_svg",
-    "light",
-    "mark_restarts",
-    "new_figure",
-    "points_of",
-    "strength",
-    "write_png",
-]
-
 PALETTE: Final = {
     # Name in the style sheet: on white, on black.
     "ink": ("#24292f", "#d7dde4"),

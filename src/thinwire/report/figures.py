@@ -11,8 +11,6 @@ from thinwire.record import Record, RunRecord, steady
 if TYPE_CHECKING:
     from thinwire.plan import RunComparison
 
-__all__ = ["differences", "figures", "smoothed", "thinned"]
-
 _MOST_POINTS: Final = 600
 
 

@@ -22,8 +22,6 @@ from thinwire.units import format_bytes, format_duration
 if TYPE_CHECKING:
     from thinwire.plan import Culprit, RunComparison
 
-__all__ = ["Subject", "final_sheet", "slug", "write_page"]
-
 PAGE: Final = "index.html"
 _HERE: Final = Path(__file__).parent
 

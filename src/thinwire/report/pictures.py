@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from thinwire.spec.profile import CollectiveRow, Profile
 
-__all__ = ["draw_bandwidth", "draw_pairs", "draw_sweep"]
-
 _MOST_NAMES: Final = 64
 """Hosts up to which the axes name each of them."""
 

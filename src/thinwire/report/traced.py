@@ -11,8 +11,6 @@ from typing import Any
 from thinwire.errors import DataError
 from thinwire.program.timeline import STEP, Span
 
-__all__ = ["TracedStep", "read_step"]
-
 
 @dataclass(frozen=True)
 class TracedStep:

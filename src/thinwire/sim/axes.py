@@ -17,8 +17,6 @@ from thinwire.sim.workload import Workload, part_seconds
 from thinwire.spec import CodecSpec, Factor, ModelSpec, Plan
 from thinwire.spec.plan_parts.pipeline import STAGES_OF_A_RANK
 
-__all__ = ["AxisCosts", "exchanged_values", "pass_seconds", "sending_ranks"]
-
 SUMS = 2
 """Number of sums over tensor-parallel ranks in the forward of a block: after attention and after the feed-forward. The
 backward has as many (Megatron-LM, arXiv 1909.08053, section 3). Sequence parallelism cuts each all-reduce into its two

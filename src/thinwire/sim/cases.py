@@ -21,8 +21,6 @@ from thinwire.spec.base import Count, Flag, Positive, Spec
 from thinwire.spec.machines.accelerators import ACCELERATORS
 from thinwire.units import parse_count
 
-__all__ = ["OVERLAPS", "PLAN_KEYS", "Answer", "Case", "Slowed", "answer", "read_cases"]
-
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 OVERLAPS = ("gather", "reduce", "sync", "spread")

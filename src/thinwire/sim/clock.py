@@ -17,8 +17,6 @@ from typing import Any
 from thinwire.cost import ALONE, Beside
 from thinwire.program import Scope
 
-__all__ = ["FluidClock", "Burden", "Resource", "Task"]
-
 
 class Resource(Enum):
     """A resource that tasks run on."""

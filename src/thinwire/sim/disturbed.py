@@ -15,8 +15,6 @@ from typing import Final
 
 from thinwire.sim.cases import Case, Slowed, answer
 
-__all__ = ["Disturbance", "Disturbed", "disturbed"]
-
 _NORMAL: Final = statistics.NormalDist()
 
 

@@ -19,8 +19,6 @@ from thinwire.sim.step import Simulated, simulate
 from thinwire.sim.workload import Execution, Workload
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 
-__all__ = ["GROUP", "Engine", "ThinwireEngine", "engines", "step_with_axes"]
-
 GROUP = "thinwire.engines"
 """Entry points of mappings from names to engines."""
 

@@ -19,8 +19,6 @@ from thinwire.sim.clock import Burden, FluidClock, Resource
 from thinwire.sim.workload import Pricing
 from thinwire.spec import Plan
 
-__all__ = ["ACTIVATIONS", "GATHERED", "GRADIENTS", "Flight", "Lanes", "Launch"]
-
 GATHERED, GRADIENTS, ACTIVATIONS = "gathered parameters", "gradients on their way", "activations"
 """Names of the memory levels."""
 

@@ -17,8 +17,6 @@ from thinwire.sim.step import Simulated, simulate
 from thinwire.sim.workload import Execution, Workload
 from thinwire.spec import Plan
 
-__all__ = ["peer_step"]
-
 _OVERLAPPED: Final = ("gather", "reduce", "sync")
 """Transfers that all of these frameworks can overlap with computation on CUDA."""
 

@@ -27,8 +27,6 @@ from thinwire.sim.repetition import Repeated
 from thinwire.sim.workload import Execution, Workload, unit_seconds, update_seconds, update_shares
 from thinwire.spec import Plan
 
-__all__ = ["Activity", "Player"]
-
 _SAME = 1e-11
 """States are the same if no task's remaining seconds differ by more than this share of the time in between."""
 

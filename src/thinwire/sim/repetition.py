@@ -11,8 +11,6 @@ from thinwire.program.wire import ITEMSIZE, spreads_difference
 from thinwire.sim.workload import Workload, work_of
 from thinwire.spec import Plan
 
-__all__ = ["Repeated", "repeated"]
-
 
 @dataclass(frozen=True, slots=True)
 class Repeated:

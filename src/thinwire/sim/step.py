@@ -23,8 +23,6 @@ from thinwire.sim.repetition import repeated
 from thinwire.sim.workload import Execution, Workload
 from thinwire.spec import Plan
 
-__all__ = ["PLAYED", "LaneWork", "Played", "Simulated", "lane_work", "play", "simulate", "with_exchanges"]
-
 PLAYED = 3
 """Most micro-batches to play; further ones repeat the last of the middle ones."""
 

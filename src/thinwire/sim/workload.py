@@ -11,11 +11,6 @@ from thinwire.cost import ModelPart, PricedStage, Rates
 from thinwire.program import Even, Lane, Operation, StepProgram, UnitInfo, together
 from thinwire.spec import Plan
 
-__all__ = [
-    "Execution", "Pricing", "UnitSeconds", "Workload", "part_seconds", "unit_seconds", "update_seconds",
-    "update_shares", "work_of",
-]  # fmt: skip
-
 Pricing = Callable[[Plan, Operation, Sequence[UnitInfo]], list[PricedStage]]
 """Prices an operation of a program over these units; returns its stages."""
 

@@ -14,8 +14,6 @@ from importlib.metadata import EntryPoint, entry_points
 
 from thinwire.errors import SpecError
 
-__all__ = ["GROUP", "CodecPlugin", "clash_of", "forget_plugins", "installed_plugins", "plugin_of"]
-
 GROUP = "thinwire.codecs"
 """The entry point group. An entry's name is the codec's name in plans."""
 

@@ -15,8 +15,6 @@ from thinwire.spec.plan import Dtype, Plan
 from thinwire.spec.plan_parts.pipeline import keeps_busy
 from thinwire.spec.recipe import BATCH, Recipe
 
-__all__ = ["PlanTemplate"]
-
 
 @dataclass(frozen=True)
 class PlanTemplate:

@@ -7,8 +7,6 @@ from typing import Final
 
 from thinwire.spec.codec_plugin import CodecPlugin
 
-__all__ = ["CHUNK", "TOPK", "field_bytes", "kept"]
-
 CHUNK: Final = 4096
 """Values of a chunk: an index in it takes 12 bits."""
 

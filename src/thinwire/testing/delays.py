@@ -22,8 +22,6 @@ from thinwire.collectives.links.streams import CudaStreams, Streams, replace_str
 from thinwire.sharding.lanes.thread_workers import ThreadWorker
 from thinwire.sharding.lanes.worker import Body, Ticket
 
-__all__ = ["Delays", "Place", "delay_streams", "delay_threads", "sleep_on_device"]
-
 Place = Literal["lanes", "home"]
 """What is late: the bodies of lanes, or the computation that goes on after it has given a lane something to do."""
 

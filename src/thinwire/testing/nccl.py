@@ -32,8 +32,6 @@ from thinwire.collectives.links.gloo import GlooLinks
 from thinwire.collectives.links.nccl import Membership
 from thinwire.collectives.links.streams import Stream, StreamEvent, Streams
 
-__all__ = ["Issue", "NcclDouble", "compare_issues"]
-
 Perform = Callable[[str, Sequence[torch.Tensor], Sequence[torch.Tensor], Callable[[], None]], None]
 """Performs an operation on the current stream: (name, tensors read, tensors written, body)."""
 

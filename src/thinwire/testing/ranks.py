@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-__all__ = ["RankError", "RankPool", "free_port", "run_ranks"]
-
 _PARTING_SECONDS = 5.0
 """How long a rank that is through keeps its connections for others that are not."""
 

@@ -48,8 +48,6 @@ from thinwire.collectives.links.streams import replace_streams
 from thinwire.sharding.tensors.tensor import ShareTensor
 from thinwire.testing.nccl import Issue, NcclDouble
 
-__all__ = ["Answer", "Hazard", "StreamCheck", "check_streams"]
-
 Answer = Literal["never", "always", "random"]
 """What queries of events that need not have been reached answer."""
 

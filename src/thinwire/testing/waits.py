@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from thinwire.collectives.links.streams import CudaStreams, replace_streams
 
-__all__ = ["HostWait", "HostWaits", "check_host_waits"]
-
 _READS: Final = frozenset({
     "aten::_local_scalar_dense",  # item(), float(), bool(), if
     "aten::_unique2", "aten::equal", "aten::is_nonzero", "aten::masked_select", "aten::nonzero",

@@ -15,8 +15,6 @@ from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.measuring.room import explained_exhaustion, measure_room
 from thinwire.train.trainer import make_trainer
 
-__all__ = ["ENOUGH", "LEAST", "MOST", "WARM_UP", "timed_steps"]
-
 WARM_UP: Final = 2
 """Steps that do not count: connections are made, memory is taken, nothing of an earlier step is on its way."""
 LEAST: Final = 3

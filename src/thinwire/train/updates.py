@@ -17,8 +17,6 @@ from thinwire.sharding.lanes.late import Late
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.train.checkpoint import Position, checkpoints
 
-__all__ = ["MOST_SKIPPED", "QueuedUpdate", "Update", "Updates", "learning_rate_share"]
-
 MOST_SKIPPED: Final = 20
 """Give up after this many consecutive non-finite steps."""
 

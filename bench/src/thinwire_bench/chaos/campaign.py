@@ -19,8 +19,6 @@ from thinwire_bench.chaos.incidents import CABLED, INCIDENTS, MOUNTED
 from thinwire_bench.chaos.setups import make_corpus, setups
 from thinwire_bench.chaos.trial import CampaignSettings, Trial, TrialVerdict, conduct
 
-__all__ = ["campaign", "make_trials", "next_trial", "read_log"]
-
 _QUICK: Final = (
     "a rank is killed", "two ranks are killed", "a rank is paused", "all are paused",
 )  # fmt: skip

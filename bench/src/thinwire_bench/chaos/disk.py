@@ -16,8 +16,6 @@ from typing import Final
 from thinwire.checkpoint.durable import sync_directory
 from thinwire.errors import UsageError
 
-__all__ = ["Disk", "can_mount"]
-
 _BYTES: Final = 96 << 20
 _TRIES: Final = 200
 """Attempts at a copy of the device during which nothing was written to it."""

@@ -22,8 +22,6 @@ from thinwire_bench.chaos.disk import Disk
 from thinwire_bench.chaos.run import CommandEnd, DisturbedRun, send
 from thinwire_bench.chaos.setups import SAVE_EVERY
 
-__all__ = ["CABLED", "INCIDENTS", "MOUNTED", "Scene"]
-
 _TRACEBACK: Final = re.compile(r"Traceback \(most recent call last\)|\(traceback: ")
 
 _NO_ROOM: Final = re.compile(r"No space left on device|free bytes")

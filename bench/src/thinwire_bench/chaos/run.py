@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["CommandEnd", "DisturbedRun", "environment", "losses", "send", "train_command"]
-
 _POLL: Final = 0.01
 """Seconds between two looks at a run."""
 

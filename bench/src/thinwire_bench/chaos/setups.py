@@ -13,8 +13,6 @@ from thinwire.spec import Wire
 from thinwire.spec.codec import FAMILIES
 from thinwire.spec.plan_parts.presets import PRESETS
 
-__all__ = ["SAVE_EVERY", "SOURCES", "STEPS", "SmallRun", "make_corpus", "setups"]
-
 STEPS: Final = 72
 """Updates of a run."""
 

@@ -22,8 +22,6 @@ from thinwire.units import format_bytes
 from thinwire_bench.chaos.run import DisturbedRun, environment, send, train_command
 from thinwire_bench.chaos.setups import SmallRun, make_corpus
 
-__all__ = ["KINDS", "Trend", "read_samples", "soak", "soak_sheet", "trends"]
-
 SETUP: Final = SmallRun("soak", "preset", {"preset": "thinwire", "compute_dtype": "float32"}, "text")
 """What runs: four ranks on two logical nodes, codecs, checkpoints, validation."""
 

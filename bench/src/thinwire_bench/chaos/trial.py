@@ -19,8 +19,6 @@ from thinwire_bench.chaos.incidents import CABLED, INCIDENTS, Scene
 from thinwire_bench.chaos.run import DisturbedRun, environment, losses, train_command
 from thinwire_bench.chaos.setups import STEPS, SmallRun
 
-__all__ = ["Incident", "CampaignSettings", "Trial", "TrialVerdict", "conduct"]
-
 _LAST: Final = STEPS - 8
 """The last step at which something happens: the run must not end by itself before."""
 

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from thinwire.program.timeline import Span
 
-__all__ = ["draw_agreement", "draw_timelines"]
-
 _KINDS = ("compute", "gather", "reduce", "sync", "spread", "waiting")
 """Rows of a panel, from above: computation, lanes, and computation standing still."""
 

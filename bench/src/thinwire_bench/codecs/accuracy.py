@@ -12,8 +12,6 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire_bench.codecs.soundness import SEED
 
-__all__ = ["UNBLOCKED", "Accuracy", "Blocking", "blocking", "codec_accuracy", "signal_to_noise"]
-
 UNBLOCKED: Mapping[str, str] = {"int4:tensor": "int4:256", "int8:tensor": "int8:256"}
 """One scale for everything, and the codec that it is compared with."""
 

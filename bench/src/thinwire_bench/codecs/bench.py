@@ -25,8 +25,6 @@ from thinwire_bench.codecs.study import CodecStudy
 from thinwire_bench.codecs.targets import check_targets, native_target, target_speeds
 from thinwire_bench.environment import describe
 
-__all__ = ["CODECS", "Request", "run"]
-
 _CHOSEN: Final = (
     "int8:256", "int8:2048", "int4:256", "int4:2048", "int4:256,hadamard", "int4:256,stochastic", "int8:tensor",
     "int4:tensor", "int3:256", "bf16", "fp16", "zfp:8", "zfp:16", "zfp:24",

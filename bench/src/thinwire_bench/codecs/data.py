@@ -12,8 +12,6 @@ from thinwire.train.data.packing import prepare
 from thinwire.train.data.samples import Samples
 from thinwire.train.models.llama import Llama, LlamaConfig
 
-__all__ = ["DATA_SETS", "data_sets", "normal", "student"]
-
 DATA_SETS: Mapping[str, str] = {
     "normal": "N(0,1)",
     "student": "Student t with 3 degrees of freedom",

@@ -24,8 +24,6 @@ from thinwire.train.models.llama import Llama, LlamaConfig
 from thinwire_bench.codecs.soundness import same_bits
 from thinwire_bench.codecs.speeds import COPY, TimedCall, copy_job, interleave
 
-__all__ = ["OTHERS", "DeltaRow", "measure", "sheets"]
-
 RATES: Final = (1e-6, 3e-6, 1e-5)
 
 Words = npt.NDArray[np.uint16]

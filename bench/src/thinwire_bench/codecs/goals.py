@@ -10,8 +10,6 @@ from thinwire.units import format_bytes
 from thinwire_bench.codecs.accuracy import Accuracy
 from thinwire_bench.codecs.speeds import COPY, CodecSpeed
 
-__all__ = ["SNR_GOALS", "CodecGoal", "goals"]
-
 SNR_GOALS: Final[dict[str, dict[str, float]]] = {
     "int8:256": {"normal": 43.1, "student": 34.9, "gradients": 43.2, "weights": 43.4, "activations": 43.9},
     "int4:256": {"normal": 19.9, "student": 13.1, "gradients": 19.9, "weights": 20.1, "activations": 20.3},

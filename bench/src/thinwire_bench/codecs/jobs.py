@@ -12,8 +12,6 @@ from thinwire_bench.codecs.data import normal
 from thinwire_bench.codecs.soundness import SEED
 from thinwire_bench.codecs.speeds import TimedCall
 
-__all__ = ["DIRECTIONS", "FUSED", "FUSED_CODECS", "INPUTS", "Buffers", "codec_jobs"]
-
 DIRECTIONS = ("encode", "decode", "decode_add")
 FUSED = ("encode_slices", "decode_sum", "decode_sum_encode")
 FUSED_CODECS = ("int8:256", "int4:256")

@@ -22,8 +22,6 @@ from thinwire_bench.codecs.data import normal
 from thinwire_bench.codecs.soundness import same_bits
 from thinwire_bench.codecs.speeds import TimedCall
 
-__all__ = ["GROUPS", "CodecPeer", "PeerStatus", "accuracy_of", "choose", "jobs_of"]
-
 _BLOCK = 256
 _TRIAL = 1 << 14
 

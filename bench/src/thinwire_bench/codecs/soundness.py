@@ -13,8 +13,6 @@ from thinwire.codecs import Codec, get
 from thinwire.spec.codec import encodable_dtypes
 from thinwire_bench.codecs.data import student
 
-__all__ = ["SEED", "CodecGate", "check_sample", "check_timed", "same_bits"]
-
 SEED = 1
 """Seed of codecs with stochastic rounding."""
 

@@ -12,8 +12,6 @@ from thinwire_bench.codecs.study import CodecStudy
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw"]
-
 _COLOURS: Final = {"encode": "#1f5fa8", "decode": "#6fa3d8", "decode_add": "#c3d7ec"}
 _LINE: Final = "#c4442b"
 _LINES: Final = (0.8, 0.5)

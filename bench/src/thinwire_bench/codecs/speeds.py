@@ -14,8 +14,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["COPY", "TimedCall", "CodecSpeed", "copy_job", "interleave", "is_noisy", "speeds"]
-
 COPY: Final = "memcpy"
 """The subject of the job that all others are held against."""
 

@@ -12,8 +12,6 @@ from thinwire_bench.codecs.peers import PeerStatus
 from thinwire_bench.codecs.soundness import CodecGate
 from thinwire_bench.codecs.speeds import CodecSpeed
 
-__all__ = ["CodecStudy"]
-
 
 @dataclass(frozen=True)
 class CodecStudy:

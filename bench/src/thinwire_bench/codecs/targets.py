@@ -14,8 +14,6 @@ from thinwire_bench.codecs.jobs import Buffers, codec_jobs
 from thinwire_bench.codecs.soundness import CodecGate, check_sample
 from thinwire_bench.codecs.speeds import COPY, CodecSpeed, TimedCall, copy_job, interleave, is_noisy, speeds
 
-__all__ = ["TARGET_DIRECTIONS", "check_targets", "forced", "known_targets", "native_target", "target_speeds"]
-
 TARGET_DIRECTIONS = ("encode", "decode")
 """The directions that are timed with every instruction set."""
 

@@ -12,8 +12,6 @@ from thinwire.errors import SpecError, UsageError
 from thinwire.spec import Plan
 from thinwire_bench.peers.interface import SystemKind, SystemSpec
 
-__all__ = ["MODELS", "PEERS", "TINY", "named_plan", "peer_systems", "plan_system", "plan_systems"]
-
 REFERENCE: Final = "local"
 """The peer that does not communicate."""
 

@@ -20,8 +20,6 @@ from thinwire_bench.peers.interface import Place, System
 from thinwire_bench.peers.system import fused_adamw
 from thinwire_bench.peers.workload import batches, make_model
 
-__all__ = ["deepspeed"]
-
 
 @final
 class DeepSpeedSystem(System):

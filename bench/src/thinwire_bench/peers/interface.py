@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-__all__ = ["SystemKind", "Place", "System", "SystemSpec"]
-
 
 class SystemKind(StrEnum):
     """The role of a system in a comparison."""

@@ -15,8 +15,6 @@ from thinwire_bench.peers.interface import Place, System
 from thinwire_bench.peers.system import LEARNING_RATE, TorchSystem
 from thinwire_bench.peers.workload import batches, make_model
 
-__all__ = ["plan"]
-
 
 @final
 class PlanSystem(System):

@@ -10,11 +10,6 @@ from typing import Any
 from thinwire.sim import Answer, Case
 from thinwire_bench.published.calibration import PublishedRow
 
-__all__ = [
-    "baselines", "case", "is_ablation", "is_baseline", "is_ratio", "is_rough", "is_stated", "mean_mfu", "ratio",
-    "ratios", "rough", "traced",
-]  # fmt: skip
-
 _MODELS = {"LLaMA-7B": "llama-7b", "LLaMA-13B": "llama-13b", "LLaMA-30B": "llama-30b-amsp"}
 
 _KINDS = {"AG": "gather", "RS": "reduce", "AR": "sync", "BC": "spread"}

@@ -8,8 +8,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-__all__ = ["Fit", "LeftOutGroup", "PublishedRow", "fits", "rows"]
-
 
 @dataclass(frozen=True)
 class PublishedRow:

@@ -36,8 +36,6 @@ from thinwire_bench.published.engine_rates import NO_STALLS, SMALL_TENSOR, Engin
 from thinwire_bench.published.fetching import share_of_recomputation
 from thinwire_bench.published.headroom import Headroom
 
-__all__ = ["ENGINES", "PublishedEngine"]
-
 _ALL_LOGITS = 1 << 62
 """Systems other than thinwire compute the loss of all logits at once."""
 

@@ -18,8 +18,6 @@ from thinwire.spec import CodecSpec
 from thinwire_bench.published.calibration import PublishedRow
 from thinwire_bench.published.engines import ENGINES
 
-__all__ = ["cases", "figure", "is_generation"]
-
 _GBPS: Final = 800.0
 _KEPT: Final = CodecSpec.parse("int8:256")
 _PLANS: Final = {"ZeRO-3": "zero3", "ZeRO++": "hpz"}

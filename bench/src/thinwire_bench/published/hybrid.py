@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from thinwire.sim import Answer, Case
 from thinwire_bench.published.calibration import PublishedRow
 
-__all__ = ["cases", "gain", "is_gain"]
-
 
 def is_gain(row: PublishedRow) -> bool:
     """Gains in samples/s and in TFLOPS, which should be the same and are not: the simulator gives both one figure."""

@@ -13,8 +13,6 @@ from thinwire_bench.published import zeropp
 from thinwire_bench.published.calibration import PublishedRow
 from thinwire_bench.published.engines import ENGINES
 
-__all__ = ["cases", "figure", "is_memory"]
-
 _GIB = 1 << 30
 
 _METRICS = (

@@ -10,8 +10,6 @@ from thinwire.sim import Answer, Case, answer
 from thinwire_bench.published import amsp, efa, generation, hybrid, internevo, memory, zeropp
 from thinwire_bench.published.calibration import PublishedRow, rows
 
-__all__ = ["TABLES", "RowComparison", "Table", "mean_error", "reproduce"]
-
 
 @dataclass(frozen=True)
 class RowComparison:

@@ -13,11 +13,6 @@ from typing import Any
 from thinwire.sim import Answer, Case
 from thinwire_bench.published.calibration import PublishedRow
 
-__all__ = [
-    "cases", "counted_tflops", "is_chart", "is_stated", "is_technique", "is_tutorial", "milliseconds", "stated",
-    "technique_cases", "techniques",
-]  # fmt: skip
-
 RECOMPUTED = 4 / 3
 """FLOPs with recomputation over those of the model alone."""
 

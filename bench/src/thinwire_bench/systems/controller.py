@@ -31,8 +31,6 @@ from thinwire_bench.systems.protocol import (
     Warm,
 )
 
-__all__ = ["Controller", "Network", "TurnResult"]
-
 _FIRST_PORT = 20_000
 """First port of the jobs on host 0; below the ports that operating systems hand out."""
 

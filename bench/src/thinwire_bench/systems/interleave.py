@@ -10,8 +10,6 @@ from thinwire_bench.peers.interface import SystemSpec
 from thinwire_bench.systems.controller import TurnResult
 from thinwire_bench.systems.protocol import TurnRequest
 
-__all__ = ["Runner", "Sample", "Session", "Setting", "interleave", "lean_turns"]
-
 STARTUP_STEPS = 3
 """Steps of each system without cycles before the first round: buffers are allocated, orders recorded."""
 

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from thinwire_bench.systems.interleave import Sample
 
-__all__ = ["LOSS_STEPS", "LOSS_TOLERANCE", "early_losses", "refusals"]
-
 LOSS_STEPS = 20
 """Steps at the start of training that are compared; later, rounding alone drives the best apart."""
 

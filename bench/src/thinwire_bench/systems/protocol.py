@@ -9,10 +9,6 @@ from typing import Any
 from thinwire.errors import ThinwireError
 from thinwire_bench.peers.interface import SystemSpec
 
-__all__ = [
-    "BenchError", "Ended", "Failed", "Hello", "Launch", "Ready", "Settled", "Sleep", "TurnRequest", "Wake", "Warm",
-]  # fmt: skip
-
 
 class BenchError(ThinwireError, RuntimeError):
     """A rank of a benchmark failed, died or took too long; the message names system, rank and cause."""

@@ -24,8 +24,6 @@ from thinwire.sharding.memory.allocator import give_back_freed_memory
 from thinwire_bench.peers.interface import Place, System
 from thinwire_bench.systems.protocol import Failed, Hello, Launch, Ready, Settled, TurnRequest, Warm
 
-__all__ = ["serve"]
-
 _TRIM_SECONDS: Final = 5e-4
 """Seconds between two times that a lean process gives back what has been freed."""
 

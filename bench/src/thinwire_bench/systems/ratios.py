@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from thinwire_bench.peers.interface import SystemKind
 from thinwire_bench.systems.rows import SystemRow
 
-__all__ = ["PAIRS", "Ratio", "best_ratios", "compare", "goals", "pair_ratios"]
-
 PAIRS = (("tw:zero3", "fsdp2"), ("tw:zeropp", "fsdp2"))
 """A plan and the peer that shards as it does."""
 

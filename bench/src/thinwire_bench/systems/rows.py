@@ -11,8 +11,6 @@ from thinwire_bench.peers.interface import SystemKind, SystemSpec
 from thinwire_bench.systems.interleave import Sample, Setting
 from thinwire_bench.systems.loss_check import early_losses, refusals
 
-__all__ = ["SystemRow", "make_rows"]
-
 
 @dataclass(frozen=True)
 class SystemRow:

@@ -9,8 +9,6 @@ from thinwire_bench.peers.interface import SystemSpec
 from thinwire_bench.systems.controller import Controller
 from thinwire_bench.systems.interleave import Sample, Session, Setting, interleave, lean_turns
 
-__all__ = ["run"]
-
 
 def run(systems: Sequence[SystemSpec], settings: Sequence[Setting], session: Session) -> list[Sample]:
     """Start all systems on an emulated cluster and let them take turns.

@@ -18,8 +18,6 @@ from typing import Any, Final, NoReturn
 
 from thinwire_bench.systems.protocol import Ended, Hello, Launch, Sleep, Wake
 
-__all__ = ["main"]
-
 _SHARED: Final = ("torch", "torch._dynamo", "thinwire_bench.systems.rank", "thinwire.sharding.api")
 """What every rank needs; the first optimizer step of any rank would load dynamo."""
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-__all__ = ["draw"]
-
 _COLOURS: Final = {
     SystemKind.PLAN: "#1f5fa8",
     SystemKind.PEER: "#9db7d5",

@@ -11,8 +11,6 @@ from thinwire_bench.peers.interface import SystemKind
 from thinwire_bench.systems.ratios import Ratio
 from thinwire_bench.systems.rows import SystemRow
 
-__all__ = ["goals_table", "tables"]
-
 _NUMBERS = (
     "ms/step", "min", "max", "tokens/s", "exposed ms", "link/step", "predicted", "CPU s", "bound ms", "x bound",
     "peak RSS", "loss",

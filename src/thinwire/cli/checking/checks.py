@@ -24,8 +24,6 @@ from typing import Final, Literal
 from thinwire.errors import ThinwireError
 from thinwire.units import format_bytes
 
-__all__ = ["Check", "Verdict", "hardware_checks", "system_checks", "torch_check"]
-
 Verdict = Literal["ok", "none", "limits", "missing", "broken"]
 """``none``: absent, and nothing on this machine would use it. ``limits``: present, but not sufficient for every use."""
 

@@ -14,8 +14,6 @@ import psutil
 from thinwire.cli.checking.checks import Check
 from thinwire.units import format_bandwidth
 
-__all__ = ["Interface", "gloo_choice", "interfaces", "nccl_choice", "network_checks", "rdma_devices"]
-
 _INFINIBAND: Final = Path("/sys/class/infiniband")
 _VERBS: Final = Path("/dev/infiniband")
 _LAST: Final = ("docker", "lo", "virbr")

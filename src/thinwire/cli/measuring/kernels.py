@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from thinwire.spec import ModelSpec
     from thinwire.spec.machines.kernels import KernelTable
 
-__all__ = ["KernelOptions", "kernels", "shapes_of", "time_kernels"]
-
 _BATCHES: Final = (1, 2, 4)
 """Micro-batches, in units of the one that was asked for, whose shapes are timed."""
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from thinwire.spec import Factor
     from thinwire.train.environment import Started
 
-__all__ = ["find_topology", "topology"]
-
 
 @dataclass(frozen=True)
 class TopologyOptions:

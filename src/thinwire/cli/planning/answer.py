@@ -15,8 +15,6 @@ from thinwire.cli.terminal.errors import writing
 if TYPE_CHECKING:
     from thinwire.report import Sheet
 
-__all__ = ["Answer", "File", "give"]
-
 
 @dataclass(frozen=True)
 class File:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from thinwire.cli.planning.answer import Answer
     from thinwire.plan import Rental, SweptNodes, TrainingJob
 
-__all__ = ["NO_RENT", "RentOptions", "counts_of", "show_rentals", "show_sweep"]
-
 _MOST_COUNTS = 4096
 """Numbers of nodes that one sweep may have."""
 

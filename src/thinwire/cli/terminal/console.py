@@ -7,8 +7,6 @@ import sys
 
 from rich.console import Console
 
-__all__ = ["command_line", "wide_console"]
-
 _PIPED_WIDTH = 200
 """Columns of output to a file or a pipe, so that tables are not cut to 80 columns."""
 

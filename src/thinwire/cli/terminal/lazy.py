@@ -11,8 +11,6 @@ from typing import Any, Final
 import typer
 from typer.core import TyperGroup
 
-__all__ = ["APP_SETTINGS", "Command", "lazy_group"]
-
 APP_SETTINGS: Final[Mapping[str, Any]] = {
     "no_args_is_help": True,
     "add_completion": False,

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from thinwire.spec.recipe import Recipe
     from thinwire.train.launching.resolved import ResolvedRun
 
-__all__ = ["advised", "fitting"]
-
 _LESS: Final = 0.8
 """Most memory of another plan, as a fraction of the failed plan's, both by the planner's estimate. The estimate is not
 exact: if it says that the failed plan fits, it also says so of plans that hardly differ from it."""

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from thinwire.train.measuring.automatic import Here
     from thinwire.train.processes.race import Race
 
-__all__ = ["Choice", "choose_plan"]
-
 
 @dataclass(frozen=True)
 class Choice:

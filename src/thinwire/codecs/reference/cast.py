@@ -11,8 +11,6 @@ from thinwire.codecs.codec import Codec
 from thinwire.codecs.reference.bits import as_bytes, store
 from thinwire.spec import CodecSpec
 
-__all__ = ["CastCodec", "NoneCodec", "make"]
-
 
 @final
 class NoneCodec(Codec):

@@ -33,8 +33,6 @@ from thinwire.codecs.triton.tiles import (
 )
 from thinwire.spec import CodecSpec
 
-__all__ = ["Compensation", "Form", "Pieces", "Treatment", "Values", "largest_keys", "transcode"]
-
 THREADS = 128
 """Threads of a program, unless a block is so long that they would hold too many values."""
 VALUES = 16

@@ -15,8 +15,6 @@ from typing import Final
 
 from thinwire.errors import UsageError
 
-__all__ = ["MOST_RANKS", "addresses_in", "inside_of", "replace_addresses", "seen_from"]
-
 MOST_RANKS: Final = 1 << 15
 
 _MOST_LOCAL: Final = 250

@@ -12,8 +12,6 @@ from typing import Any, Final
 from thinwire.collectives.gateway.keys import Keys
 from thinwire.errors import CollectiveError, UsageError
 
-__all__ = ["Gateway", "GatewayRefusedError"]
-
 _PROGRAM: Final = Path(__file__).with_name("process.py")  # not imported: it brings asyncio
 
 

@@ -16,8 +16,6 @@ from typing import Final
 
 from thinwire.errors import UsageError
 
-__all__ = ["DAYS", "KEYS", "Keys", "make_keys"]
-
 KEYS: Final = "THINWIRE_KEYS"
 """Environment variable: directory of the job's keys, for programs that read no recipe."""
 

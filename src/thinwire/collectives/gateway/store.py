@@ -15,8 +15,6 @@ from thinwire.collectives.gateway.addresses import addresses_in, inside_of, repl
 from thinwire.collectives.gateway.client import Gateway
 from thinwire.errors import UsageError
 
-__all__ = ["BACKEND", "Door", "ShelteredStore"]
-
 BACKEND: Final = "gloo_tls"
 """Backend of sheltered groups: gloo on a rank's own loopback address."""
 

@@ -12,9 +12,6 @@ from thinwire.collectives.links.nccl import MakeBackend, Membership, NcclLinks, 
 from thinwire.program import Lane
 from thinwire.program.stages import Stage
 
-__all__ = ["abort_native", "connect", "forget_links", "links_of"]
-
-
 _LinksKey = tuple[tuple[int, ...], Lane, Stage, int, MakeBackend | None]
 _links: dict[_LinksKey, Connections] = {}
 _device: dist.ProcessGroupGloo.Device | None = None

@@ -21,16 +21,6 @@ from thinwire.collectives.job.torch_groups import named_group
 from thinwire.collectives.links.gloo import close_connections
 from thinwire.errors import CollectiveError, UsageError
 
-__all__ = [
-    "Control",
-    "control",
-    "control_beside",
-    "forget_controls",
-    "is_initialized",
-    "ranks_of",
-]
-
-
 T = TypeVar("T")
 
 _LONGEST_MESSAGE: Final = 1 << 30

@@ -13,8 +13,6 @@ from thinwire.collectives.job.current import job
 from thinwire.collectives.links.patience import STORE_PATIENCE, within_patience
 from thinwire.errors import CollectiveError, MismatchError
 
-__all__ = ["explained_transport", "failure_of"]
-
 
 def failure_of(
     error: RuntimeError, started: float, kind: str, lane: str, ranks: Sequence[int], nbytes: int | None = None

@@ -27,8 +27,6 @@ import torch.distributed as dist
 
 from thinwire.collectives.links.patience import within_patience
 
-__all__ = ["PATIENCE", "MeetingPlace", "RollCall"]
-
 log = logging.getLogger("thinwire")
 
 PATIENCE = 5.0

@@ -27,8 +27,6 @@ from thinwire.errors import UsageError
 from thinwire.program import Kind, Lane, Scope
 from thinwire.program.stages import Stage
 
-__all__ = ["Meter", "Record", "Subgroup", "leave_subgroups", "recording"]
-
 
 @dataclass(frozen=True, slots=True)
 class Record:

@@ -19,8 +19,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from thinwire.program import Kind
 
-__all__ = ["exchange_counts", "exchange_rows", "gather_along", "library_call", "named_group"]
-
 _made: Counter[str] = Counter()
 
 

@@ -24,8 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["GlooLinks", "close_connections", "make_device"]
-
 MAX_TAG = 1 << 31
 
 

@@ -19,8 +19,6 @@ from torch._C import _distributed_c10d as c10d
 
 from thinwire.collectives.links.replacement import Replacement
 
-__all__ = ["MakeBackend", "Membership", "NcclLinks", "backend_maker", "joined", "replace_nccl"]
-
 
 @dataclass(frozen=True)
 class Membership:

@@ -24,8 +24,6 @@ import torch.distributed as dist
 
 from thinwire.errors import UsageError
 
-__all__ = ["Rendezvous"]
-
 _BACKLOG = 4096
 """Number of connections that may wait to be accepted, since all ranks connect at the same time."""
 

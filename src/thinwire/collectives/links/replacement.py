@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["Replacement"]
-
 Maker = TypeVar("Maker")
 
 

@@ -11,8 +11,6 @@ import torch
 
 from thinwire.collectives.links.replacement import Replacement
 
-__all__ = ["EventPairs", "Stream", "StreamEvent", "Streams", "replace_streams", "streams_of"]
-
 
 class StreamEvent(Protocol):
     """A moment of a stream; see ``torch.cuda.Event``."""

@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from thinwire.errors import UsageError
 
-__all__ = ["agree_on_transport", "choose_transport", "forgo_flight_recorder", "gpu_of"]
-
 log = logging.getLogger("thinwire")
 
 GLOO, NCCL = "gloo", "cpu:gloo,cuda:nccl"

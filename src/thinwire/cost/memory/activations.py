@@ -14,11 +14,6 @@ from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import ModelSpec, Plan
 from thinwire.spec.models.model import expert_layers
 
-__all__ = [
-    "GPU_LOSS_CHUNK", "HOST_LOSS_CHUNK", "activation_bytes", "exchange_bytes", "kept_activations", "logit_bytes",
-    "working_memory",
-]  # fmt: skip
-
 GPU_LOSS_CHUNK = 1 << 24
 """Most logits of which the built-in models' loss has fp32 copies at once on a GPU, where launches cost more than
 caches: 64 MiB a copy."""

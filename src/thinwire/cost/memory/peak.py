@@ -27,8 +27,6 @@ from thinwire.cost.memory.workspace import Workspace
 from thinwire.program import UnitInfo
 from thinwire.spec import ModelSpec, Plan
 
-__all__ = ["OVERHEAD", "Memory", "largest_memory", "memory"]
-
 OVERHEAD = 1_500 << 20
 """Bytes of GPU memory that hold no tensors: contexts, communicators, libraries, fragmentation. A profile measures
 them."""

@@ -18,8 +18,6 @@ from thinwire.cost.shapes import parts
 from thinwire.errors import SpecError
 from thinwire.spec import ModelSpec, Plan
 
-__all__ = ["PEER_SYSTEMS", "ZeroSettings", "peer_memory"]
-
 PEER_SYSTEMS: Final = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 """Systems that :func:`peer_memory` knows."""
 

@@ -30,13 +30,6 @@ from thinwire.spec import Factor, Plan
 from thinwire.spec.plan import cut_alike
 from thinwire.spec.plan_parts.residence import Residence
 
-__all__ = [
-    "AMSP_STATES", "ModelStates", "States", "feedback_bytes", "frozen_bytes", "island_bytes", "largest_batch",
-    "largest_owned",
-    "visiting",
-]  # fmt: skip
-
-
 _STEP = Event(Phase.STEP, -1, 0)
 
 

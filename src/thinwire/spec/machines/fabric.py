@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from thinwire.spec.machines.cluster import ClusterSpec
 
-__all__ = ["Fabric", "Route", "crossing_share"]
-
 
 @dataclass(frozen=True, slots=True)
 class Route:

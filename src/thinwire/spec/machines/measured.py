@@ -11,8 +11,6 @@ from pydantic import Field
 from thinwire.errors import SpecError
 from thinwire.spec.base import Positive, Spec
 
-__all__ = ["JsonSpec", "Measured", "Timing"]
-
 
 class Timing(Spec):
     """A measured duration: the median and the quartiles around it."""

@@ -10,20 +10,6 @@ from pydantic import Field
 from thinwire.spec.base import Bandwidth, Bytes, Count, Positive, Problem, Seconds, Spec, rule
 from thinwire.spec.machines.accelerators import ACCELERATORS
 
-__all__ = [
-    "HOST_BANDWIDTH",
-    "HOST_LATENCY",
-    "INSIDE_LATENCY",
-    "NIC_LATENCY",
-    "Failures",
-    "Link",
-    "Machines",
-    "NodeGroup",
-    "Spot",
-    "machine_figures",
-    "weakest",
-]
-
 INSIDE_LATENCY: Final = 3e-6
 """Latency in seconds between two accelerators of a node: typical of NVLink under NCCL."""
 

@@ -10,8 +10,6 @@ from thinwire.errors import SpecError
 from thinwire.spec.base import Spec
 from thinwire.spec.machines.nodes import Link, NodeGroup, completed, machine_figures, weakest
 
-__all__ = ["expanded", "in_proportion"]
-
 _QUANTITIES: Final[Mapping[str, Callable[[Any], float]]] = {
     "memory": units.parse_bytes,
     "memory_bandwidth": units.parse_bandwidth,

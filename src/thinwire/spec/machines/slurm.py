@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from thinwire.errors import SpecError
 
-__all__ = ["expand_hosts", "is_slurm", "slurm_switches"]
-
 _START = re.compile(r"^\s*(?:SwitchName|BlockName|BlockSizes|AggregatedBlock)\s*=", re.IGNORECASE | re.MULTILINE)
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 

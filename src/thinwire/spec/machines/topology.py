@@ -10,8 +10,6 @@ from typing import Self
 from thinwire.errors import SpecError
 from thinwire.spec.machines.slurm import is_slurm, slurm_switches
 
-__all__ = ["TOPOLOGY_SOURCES", "SwitchTree", "host_lines"]
-
 TOPOLOGY_SOURCES = ("auto", "slurm", "timed")
 """Values of a plan's ``topology`` that name no file."""
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from thinwire.errors import SpecError
 
-__all__ = ["EXPERT_FAMILIES", "huggingface_shape"]
-
 # Names that configurations use for each of our keys, the most common name first.
 _KEYS = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),

@@ -12,11 +12,6 @@ from thinwire.errors import SpecError
 from thinwire.spec.base import Count, Depth, Flag, Problem, Spec, rule
 from thinwire.spec.models.huggingface import huggingface_shape
 
-__all__ = [
-    "Dimensions", "Latent", "Matrices", "ModelSpec", "attention_width", "block_matrices", "expert_layers",
-    "expert_parameters", "latent_norms",
-]  # fmt: skip
-
 Matrices = dict[str, tuple[int, int]]
 """Rows (width of the output) and columns (width of the input) of matrices, by name below the block."""
 

@@ -17,8 +17,6 @@ from typing import Self
 from thinwire.errors import SpecError
 from thinwire.spec.codec import CodecSpec
 
-__all__ = ["AXES", "POLICIES", "STUDIED", "HybridPolicy"]
-
 AXES = ("dp", "scatter", "gather", "spread", "tp", "pp", "ep", "cp")
 """The fields of :class:`HybridPolicy` that hold a codec."""
 

@@ -32,8 +32,6 @@ from thinwire.train.models.gpt import GPT
 from thinwire.train.models.llama import Llama
 from thinwire.train.models.loaded import INDEX, SINGLE
 
-__all__ = ["Exported", "export"]
-
 _ALIGNMENT: Final = 8
 
 

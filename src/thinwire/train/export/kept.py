@@ -14,8 +14,6 @@ from thinwire.train.data.packing import Dataset
 from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.directory import RunDirectory, copy_atomically, write_json, writing
 
-__all__ = ["TOKENIZER_FILES", "keep_sources", "kept_config", "write_tokenizer"]
-
 TOKENIZER_FILES: Final = (
     "tokenizer_config.json",
     "special_tokens_map.json",

@@ -21,8 +21,6 @@ from thinwire.train.models.huggingface import causal_on_meta
 from thinwire.train.models.llama import Llama, LlamaConfig
 from thinwire.train.models.stored import file_tensors
 
-__all__ = ["Layout", "OutTensor", "layout_of_huggingface", "layout_of_ours"]
-
 
 @final
 @dataclass(frozen=True)

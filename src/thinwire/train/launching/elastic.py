@@ -18,8 +18,6 @@ from thinwire.spec.template import PlanTemplate
 from thinwire.train.directory import RunDirectory
 from thinwire.train.environment import Hardware, Started, resolve_mesh
 
-__all__ = ["Continued", "continued", "global_batch"]
-
 
 @dataclass(frozen=True)
 class Continued:

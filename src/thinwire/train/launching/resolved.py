@@ -19,8 +19,6 @@ from thinwire.train.launching.elastic import continued
 from thinwire.train.observing.progress import Stream
 from thinwire.train.observing.trackers import check_trackers
 
-__all__ = ["ResolvedRun", "resolve_run"]
-
 
 @dataclass(frozen=True)
 class ResolvedRun:

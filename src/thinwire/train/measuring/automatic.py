@@ -20,8 +20,6 @@ from thinwire.spec.profile import Profile
 from thinwire.train.measuring.pieces import pieces, weightless
 from thinwire.train.measuring.room import rank_memory
 
-__all__ = ["BUDGET", "Here", "measure_and_choose"]
-
 BUDGET: Final = 20.0
 """Duration of the measurement in seconds."""
 

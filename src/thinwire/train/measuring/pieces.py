@@ -23,8 +23,6 @@ from thinwire.train.models.gpt import GPT
 from thinwire.train.models.llama import Llama
 from thinwire.units import format_bytes
 
-__all__ = ["pieces", "weightless"]
-
 _BLOCKS = 4
 """Number of blocks that are timed one after another, if the memory suffices."""
 

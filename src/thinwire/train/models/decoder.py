@@ -25,8 +25,6 @@ from torch.distributed.tensor.parallel import (
 
 from thinwire.train.models.common import CausalOutput, RotaryTable, cross_entropy
 
-__all__ = ["Decoder", "DecoderConfig", "Half", "ModuleNames"]
-
 
 @dataclass(frozen=True)
 class Half:

@@ -19,8 +19,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from thinwire.errors import UsageError
 
-__all__ = ["FAMILIES", "PREFIX", "STAGED", "DividedCausal"]
-
 PREFIX: Final = "model."
 """Of the names that a wrapped model's parameters have here."""
 

@@ -21,8 +21,6 @@ from thinwire.sharding.memory.initial import Region
 from thinwire.train.models.common import draws
 from thinwire.train.models.decoder import Decoder
 
-__all__ = ["DrawnValues", "InitializedValues"]
-
 
 @final
 class DrawnValues:

@@ -22,8 +22,6 @@ from thinwire.errors import DataError
 from thinwire.sharding.memory.initial import Region
 from thinwire.train.models.stored import FileTensor, file_tensors, persistent_buffers
 
-__all__ = ["INDEX", "SINGLE", "LoadedValues"]
-
 SINGLE: Final = "model.safetensors"
 """Name of the weights file of a model that is stored in one file."""
 

@@ -19,8 +19,6 @@ from torch.overrides import TorchFunctionMode
 from thinwire.errors import UsageError
 from thinwire.sharding.memory.initial import Region
 
-__all__ = ["FileTensor", "file_tensors"]
-
 
 @final
 @dataclass(frozen=True)

@@ -12,8 +12,6 @@ from typing import Any, Final
 
 from thinwire.units import format_bytes
 
-__all__ = ["FIGURES", "RETRIES", "AllocatorWatch", "figures"]
-
 FIGURES: Final = {
     "cuda": "allocated_bytes.all.peak",
     "reserved": "reserved_bytes.all.peak",

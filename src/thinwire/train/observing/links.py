@@ -28,8 +28,6 @@ from thinwire.agreement import Typed
 from thinwire.collectives.group import Control
 from thinwire.units import format_bandwidth
 
-__all__ = ["Connection", "LinkMeter", "LinkPace", "LinkWatch", "Places", "connections", "meet"]
-
 RECORDS: Final = 8
 """Records with traffic per judgement."""
 

@@ -15,8 +15,6 @@ from thinwire.errors import ReplicaError, UsageError
 from thinwire.parallel.model import ParallelModel, ParallelOptimizer, TokenBatch
 from thinwire.sharding.corruption_check import SUMS, Disagreement, Sums, compare, sums_of
 
-__all__ = ["ReplicaChecks"]
-
 _SENTENCES: Final[Typed[list[str]]] = Typed(list[str])
 _COUNTS: Final[Typed[tuple[int, bool]]] = Typed(tuple[int, bool])
 

@@ -31,8 +31,6 @@ from thinwire.program.timeline import COMPUTE, STEP, WAITING, Span, Timeline, ch
 from thinwire.sharding import api
 from thinwire.train.directory import write_atomically
 
-__all__ = ["MOST_OPERATIONS", "MOST_SPANS", "Clocks", "StepTracer", "longest"]
-
 _SPANS: Final[Typed[list[Span]]] = Typed(list[Span])
 _READINGS: Final[Typed[tuple[str, list[float]]]] = Typed(tuple[str, list[float]])
 

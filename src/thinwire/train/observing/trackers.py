@@ -25,8 +25,6 @@ from typing import Any, Final, Protocol, final
 from thinwire.errors import UsageError
 from thinwire.train.directory import RunDirectory, write_json
 
-__all__ = ["TrackedRun", "Tracker", "Trackers", "check_trackers", "open_trackers"]
-
 log = logging.getLogger("thinwire")
 
 GROUP: Final = "thinwire.trackers"
