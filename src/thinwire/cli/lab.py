@@ -174,13 +174,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def parse_share(text: str) -> float:
-    """A share from text such as ``"0.1%"`` or ``"0.001"``.
-
-    Args:
-        text: Text that the user wrote.
-
-    Returns:
-        The share, from 0 to 1.
+    """A share from 0 to 1 from text such as ``"0.1%"`` or ``"0.001"``.
 
     Raises:
         SpecError: the text is neither a percentage nor a number.

@@ -14,16 +14,7 @@ _ONE: Final = Factor()
 
 
 def from_accelerate(table: Mapping[str, Any], ranks: Factor, what: str = "accelerate.yaml") -> Conversion:
-    """Convert accelerate's configuration file.
-
-    Args:
-        table: The configuration as nested dictionaries.
-        ranks: Ranks of a node, and nodes.
-        what: Name of the configuration, for messages.
-
-    Returns:
-        The conversion, with one row for each key.
-    """
+    """Convert accelerate's configuration file, as nested dictionaries, with one row for each key."""
     source = Source(table, ranks)
     sharded = ranks if source.get("distributed_type") == "FSDP" or "fsdp_config" in table else _ONE
     factors = dict.fromkeys(("params", "grads", "optimizer"), sharded)

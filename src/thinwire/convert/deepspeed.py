@@ -15,16 +15,7 @@ from thinwire.spec import Factor
 
 
 def from_deepspeed(table: Mapping[str, Any], ranks: Factor, what: str = "ds_config.json") -> Conversion:
-    """Convert a DeepSpeed configuration.
-
-    Args:
-        table: The configuration as nested dictionaries.
-        ranks: Ranks of a node, and nodes.
-        what: Name of the configuration, for messages.
-
-    Returns:
-        The conversion, with one row for each key.
-    """
+    """Convert a DeepSpeed configuration, as nested dictionaries, with one row for each key."""
     source = Source(table, ranks)
     base = {**factors(source), "compute_dtype": compute_dtype(source)}
     return Conversion(what, ranks, base, judge(source, DEEPSPEED_RULES))

@@ -27,9 +27,6 @@ _BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 def compute_dtype(source: Source) -> str:
     """The dtype of parameters in forward and backward.
 
-    Args:
-        source: The configuration.
-
     Returns:
         The dtype that is enabled; the default of plans if one is ``"auto"`` and none is enabled; otherwise float32.
     """

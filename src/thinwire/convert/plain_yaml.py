@@ -21,13 +21,6 @@ _BARE: Final = re.compile(r"[\w./:,+<>=()-][\w ./:,+<>=()-]*")
 def read_yaml(content: str, what: str) -> dict[str, Any]:
     """Read tables of scalars.
 
-    Args:
-        content: Text of the file.
-        what: Name of the file, for messages.
-
-    Returns:
-        Nested dictionaries.
-
     Raises:
         SpecError: A line is not ``key: value``, is indented wrongly, or repeats a key.
     """

@@ -50,13 +50,7 @@ Rules: TypeAlias = Mapping[str, "Rule | Rules"]
 
 
 def read_source(path: str | Path) -> dict[str, Any]:
-    """Read a JSON, YAML or TOML file.
-
-    Args:
-        path: File; its suffix selects the format, and ``.json`` is the default.
-
-    Returns:
-        The nested dictionaries of the file.
+    """Read a JSON, YAML or TOML file; its suffix selects the format, and ``.json`` is the default.
 
     Raises:
         SpecError: The file cannot be read, is malformed, repeats a key, or holds no table.
@@ -76,12 +70,7 @@ def read_source(path: str | Path) -> dict[str, Any]:
 
 
 def changed(table: Mapping[str, Any], settings: Sequence[str], drops: Sequence[str]) -> dict[str, Any]:
-    """Apply ``--set`` and ``--drop`` to a configuration.
-
-    Args:
-        table: The configuration.
-        settings: Each ``dotted.key=value``.
-        drops: Dotted keys to leave out.
+    """Apply ``--set`` (each ``dotted.key=value``) and ``--drop`` (dotted keys to leave out) to a configuration.
 
     Raises:
         SpecError: A setting is malformed, or a key to leave out is absent.
@@ -103,15 +92,7 @@ def changed(table: Mapping[str, Any], settings: Sequence[str], drops: Sequence[s
 
 
 def judge(source: Source, rules: Rules) -> tuple[Row, ...]:
-    """Judge every key of a configuration.
-
-    Args:
-        source: The configuration.
-        rules: Rules for all valid keys.
-
-    Returns:
-        One row for each key that has a rule, and a refusal for each unknown one.
-    """
+    """Judge every key of a configuration: one row for each key that has a rule, and a refusal for each unknown one."""
     return tuple(_judged(source, source.table, rules, ""))
 
 

@@ -63,17 +63,8 @@ class Channels:
                     self._connect(low, high)
 
     def send(self, tensor: torch.Tensor, target: int, codec: Codec | None, seed: int | None) -> tuple[QueuedWork, int]:
-        """Send a tensor to a member.
-
-        Args:
-            tensor: Tensor of any shape; with a codec, a floating-point one.
-            target: Index of the member.
-            codec: Codec of the message; ``None`` sends the tensor's bytes.
-            seed: Seed for a codec that rounds at random.
-
-        Returns:
-            The work, and the bytes that it sends.
-        """
+        """Send a tensor to a member, as bytes where ``codec`` is ``None``; returns the work, and the bytes that it
+        sends."""
         direction = self._direction(self._index, target)
         pair, values = direction.pair, flat(tensor)
         before = pair.sent
@@ -90,13 +81,7 @@ class Channels:
         return work, pair.sent - before
 
     def receive(self, tensor: torch.Tensor, source: int, codec: Codec | None) -> QueuedWork | LateWork:
-        """Fill a tensor with that of a member.
-
-        Args:
-            tensor: Tensor of the shape and dtype that are sent.
-            source: Index of the member.
-            codec: Codec of the message; ``None`` for the tensor's bytes.
-        """
+        """Fill a tensor, of the shape and dtype that are sent, with that of a member."""
         direction = self._direction(source, self._index)
         pair, tensor = direction.pair, ready(tensor)
 

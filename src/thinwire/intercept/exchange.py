@@ -118,13 +118,7 @@ def _lengths(members: Subgroup, lengths: Sequence[int], received: RankPieces, de
 
 
 def across_nodes(counts: Sequence[int], index: int, nodes: int) -> int:
-    """The sum of what a rank sends to those of other nodes.
-
-    Args:
-        counts: What it sends to each rank.
-        index: Its own place among them.
-        nodes: Number of nodes, of equally many consecutive ranks.
-    """
+    """The sum of what a rank sends to those of other nodes, of equally many consecutive ranks each."""
     local = len(counts) // nodes
     node = index // local
     return sum(itertools.chain(counts[: node * local], counts[(node + 1) * local :]))

@@ -98,16 +98,7 @@ class EncodingGate:
     def choose(
         self, operation: Operation, tensor: torch.Tensor, numel: int, opts: Any = None
     ) -> tuple[Codec | None, str]:
-        """Choose the codec of a tensor.
-
-        Args:
-            operation: What is done with the tensor.
-            tensor: Tensor that is sent or received.
-            numel: Number of values in the operation.
-            opts: Options of a reduction.
-
-        Returns:
-            The codec and an empty string, or ``None`` and the reason.
+        """Choose the codec of a tensor: the codec and an empty string, or ``None`` and the reason.
 
         Raises:
             UsageError: The codec does not work on the tensor's device.

@@ -226,13 +226,8 @@ def _wrapped(
 
 
 def _take_over(group: dist.ProcessGroup, compressed: CompressingGroup, *, keep: bool) -> None:
-    """Replace ``group`` by ``compressed`` in torch's tables, under the same name.
-
-    Args:
-        group: Group to replace.
-        compressed: Its replacement.
-        keep: Whether the group itself stays in the tables, as the default group must.
-    """
+    """Replace ``group`` in torch's tables, under the same name; it stays there too if ``keep``, as the default group
+    must."""
     name = group.group_name
     c10d._unregister_process_group(name)
     _register(compressed, group, name)

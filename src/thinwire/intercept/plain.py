@@ -102,11 +102,7 @@ class PlainGroup(dist.ProcessGroup):
         return self._store
 
     def traffic(self, *, reset: bool = False) -> AxisTraffic:
-        """Count what this rank has sent.
-
-        Args:
-            reset: Start again from zero.
-        """
+        """Count what this rank has sent; ``reset`` starts again from zero."""
         with self._lock:
             if self._owns_inner and self._transport_count() != self._sequence:
                 self._note_bypass()

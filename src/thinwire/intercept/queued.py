@@ -43,11 +43,7 @@ class QueuedWork(dist.Work):
         self._future: Any = None
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Let the current stream wait for the task.
-
-        Args:
-            timeout: Has no effect, because the host does not wait.
-        """
+        """Let the current stream wait for the task. The timeout has no effect, because the host does not wait."""
         current = self._queue.streams.current()
         current.wait_event(self._event)
         if current == self._caller:
@@ -101,14 +97,8 @@ class StreamQueue:
     def perform(
         self, body: Callable[[], None], tensors: Sequence[torch.Tensor], held: Sequence[torch.Tensor], *, wait: bool
     ) -> QueuedWork:
-        """Queue ``body`` after all earlier tasks.
-
-        Args:
-            body: Queues the task's operations on the current stream.
-            tensors: Tensors that the task fills.
-            held: Tensors that it uses.
-            wait: Let the caller's stream wait for the task at once.
-        """
+        """Queue ``body``, which fills ``tensors`` and uses ``held``, after all earlier tasks, for the caller's stream
+        to ``wait`` for."""
         with self._lock:
             while self._flying and (not self._flying[0][1] or self._flying[0][0].query()):
                 self._flying.popleft()

@@ -41,10 +41,7 @@ class Promise(dist.Work):
             self._resolve(future)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Block until the work is complete.
-
-        Args:
-            timeout: Has no effect, because the transport has a timeout of its own.
+        """Block until the work is complete. The timeout has no effect, because the transport has one of its own.
 
         Raises:
             BaseException: The error of the work, if it failed.
@@ -144,11 +141,7 @@ class Stopwatch:
 
     @contextmanager
     def running(self, streams: Streams | None = None) -> Iterator[None]:
-        """Count the time inside this context.
-
-        Args:
-            streams: Streams of a device, whose current one waits; without them, the host waits.
-        """
+        """Count the time inside this context: that of the device's current stream, or of the host."""
         if streams is not None:
             current = streams.current()
             before, after = streams.event(timed=True), streams.event(timed=True)
@@ -299,13 +292,8 @@ class Courier:
         self._lock = threading.Lock()
 
     def perform(self, body: Callable[[], None], promise: Promise, *, wait: bool) -> None:
-        """Run ``body`` after all earlier tasks.
-
-        Args:
-            body: The task.
-            promise: Ended when the task is complete.
-            wait: Return only when the task is complete. If no task is pending, it runs on the caller's thread.
-        """
+        """Run ``body`` after all earlier tasks and end ``promise``. With ``wait``, return only then: if no task is
+        pending, it runs on the caller's thread."""
         with self._lock:
             idle = self._waiting == 0
             if not (wait and idle):

@@ -35,12 +35,6 @@ class Host:
 
         The process that it starts *becomes* ``argv``, so signals and exit statuses are ``argv``'s own. Working
         directory and environment are the caller's.
-
-        Args:
-            argv: Program and arguments.
-
-        Returns:
-            Program and arguments.
         """
         return [*self._prefix, *argv]
 
@@ -48,12 +42,6 @@ class Host:
         """Variables with which torchrun, gloo and NCCL find the cluster, whoever starts them in this host.
 
         A bare ``torchrun train.py`` takes its defaults from them. Ranks need :meth:`rank_environment`.
-
-        Args:
-            master_port: Port of rank 0's store.
-
-        Returns:
-            Variables to set in addition to the caller's own.
         """
         master = network.address(0)
         spec = self.spec
@@ -76,15 +64,7 @@ class Host:
         }
 
     def rank_environment(self, local_rank: int, master_port: int = MASTER_PORT) -> dict[str, str]:
-        """Variables of one rank of a job, as torchrun would set them.
-
-        Args:
-            local_rank: Index of the rank on this host.
-            master_port: Port of rank 0's store.
-
-        Returns:
-            Variables to set in addition to the caller's own.
-        """
+        """Variables of one rank of a job, as torchrun would set them."""
         spec = self.spec
         return self.environment(master_port) | {
             "RANK": str(self.index * spec.ranks + local_rank),
@@ -98,11 +78,6 @@ class Host:
 
 def share_cores(cores: Sequence[int], nodes: int) -> list[Sequence[int]]:
     """Cores of each host: as many of its own for every host, as on different machines; all of them if there are fewer
-    than hosts.
-
-    Args:
-        cores: Numbers of the cores that the lab may use.
-        nodes: Number of hosts.
-    """
+    than hosts."""
     each = len(cores) // nodes
     return [cores[node * each : (node + 1) * each] or cores for node in range(nodes)]

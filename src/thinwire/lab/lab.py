@@ -38,9 +38,6 @@ class Lab:
     def __enter__(self) -> Self:
         """Build the cluster.
 
-        Returns:
-            This lab.
-
         Raises:
             UsageError: the machine cannot hold it; says what is missing.
         """
@@ -132,10 +129,6 @@ class Lab:
     def link(self, node: int, *, up: bool) -> None:
         """Pull the cable of a host out of the switch, or put it back. The host's own ranks still reach each other.
 
-        Args:
-            node: Index of the host.
-            up: Whether the link should work.
-
         Raises:
             UsageError: there is no such host.
         """
@@ -144,11 +137,7 @@ class Lab:
         self.namespaces.perform([Step("ip", [line])])
 
     def traffic(self) -> tuple[LinkTraffic, ...]:
-        """The traffic of each host's link since the lab was built.
-
-        Returns:
-            One count for each host.
-        """
+        """The traffic of each host's link since the lab was built."""
         now = self._count()
         return tuple(difference(now[name], self._start[name]) for name in now)
 

@@ -80,34 +80,16 @@ class Namespaces:
         self._keeper.stdout.close()
 
     def network(self, host: int) -> str:
-        """The path of a host's network namespace.
-
-        Args:
-            host: Index of the host.
-
-        Returns:
-            A path that is valid for as long as the lab is.
-        """
+        """The path of a host's network namespace, valid for as long as the lab is."""
         return self._place(host)[0]
 
     def enter(self, host: int | None, cores: Iterable[int]) -> list[str]:
-        """The words to put before a command that is to run inside.
-
-        Args:
-            host: Index of the host; None for the namespace of the switches.
-            cores: Numbers of the cores that it may run on.
-
-        Returns:
-            The beginning of an argument list.
-        """
+        """The words to put before a command that is to run inside: in a host, or with ``None`` beside the switches."""
         network, name = self._place(host)
         return [*_KEEPER, "enter", ",".join(map(str, cores)), *self._shared(), name, network, "--"]
 
     def perform(self, steps: Sequence[Step]) -> None:
         """Have ``ip`` and ``tc`` perform commands, step by step.
-
-        Args:
-            steps: Steps, in order.
 
         Raises:
             UsageError: a command was refused; says which, and why. The steps after it are not performed.
@@ -130,15 +112,7 @@ class Namespaces:
             raise UsageError(_unsupported(steps[answer["failed"]], answer["error"]))
 
     def show(self, host: int | None, *arguments: str) -> Any:
-        """What ``ip -json`` reports.
-
-        Args:
-            host: Index of the host; None for the namespace of the switches.
-            *arguments: of ``ip``.
-
-        Returns:
-            Its JSON, decoded.
-        """
+        """What ``ip -json`` reports, decoded: in a host, or with ``None`` beside the switches."""
         command = [*self.enter(host, os.sched_getaffinity(0)), self._tools["ip"], "-json", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=True)
         return json.loads(done.stdout)

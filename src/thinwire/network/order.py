@@ -58,11 +58,6 @@ def order_ranks(plan: Plan, control: Control, device: torch.device) -> Ordered:
 
     Every rank calls this. Rank 0 alone reads the topology, so that a thousand ranks do not ask SLURM's controller.
 
-    Args:
-        plan: The plan; without a ``topology``, it is returned as it is.
-        control: Connects all ranks of the plan's mesh.
-        device: Device of this rank, where tensors are exchanged if pairs are timed.
-
     Raises:
         SpecError: On every rank: the topology cannot be read, lacks a host, or cannot be found by timing.
         MismatchError: On every rank: ranks have different plans.

@@ -24,14 +24,6 @@ def measure_codec(
 ) -> Iterator[CodecRow]:
     """Time both ways, and encoding with error feedback.
 
-    Args:
-        name: of the codec.
-        dtype: of the values.
-        numel: of a message.
-        control: joins all ranks.
-        device: where values live.
-        seconds: for all, about.
-
     Yields:
         A row for each, the same on every rank; none where the codec does not take the dtype.
     """

@@ -102,19 +102,7 @@ class Groups:
 def measure_exchange(
     what: Exchange, size: int, groups: Groups, control: Control, device: torch.device, seconds: float
 ) -> CollectiveRow:
-    """Time one collective of one size.
-
-    Args:
-        what: The collective and its shape of group.
-        size: Bytes of the whole vector.
-        groups: This rank's groups.
-        control: Connects all ranks.
-        device: Device of the vectors.
-        seconds: Approximate duration of the measurement.
-
-    Returns:
-        The row, the same on every rank.
-    """
+    """Time one collective on a vector of ``size`` bytes for about ``seconds``; the row is the same on every rank."""
     group = groups.of(what.local, what.nodes)
     body = in_turn(lambda: _body(what.kind, group, size, device), COPIES if size <= LARGE else 1)
     if what.groups == "one" and not groups.works_alone(what.nodes):

@@ -317,11 +317,7 @@ def _earlier(settings: Settings, control: Control, out: Path) -> _Rows:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes currently in use: by the process on CPU, on the device for CUDA.
-
-    Args:
-        device: Device of this rank.
-    """
+    """Bytes currently in use: by the process on CPU, on the device for CUDA."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free

@@ -81,12 +81,7 @@ class Deadline:
 
 
 def in_turn(make: Callable[[], Callable[[], None]], copies: int) -> Callable[[], None]:
-    """One call that cycles through several copies of a call. As in training, none finds its data in the cache.
-
-    Args:
-        make: Creates a call with its own data.
-        copies: Number of copies.
-    """
+    """One call that cycles through several copies of a call. As in training, none finds its data in the cache."""
     calls = itertools.cycle([make() for _ in range(copies)])
     return lambda: next(calls)()
 

@@ -14,16 +14,8 @@ from thinwire.program.step import Event, Lane, Operation, StepProgram, UnitInfo
 
 
 def beside(rest: StepProgram, experts: StepProgram, units: Sequence[UnitInfo]) -> StepProgram:
-    """Join two programs.
-
-    Args:
-        rest: Program of the units that are no experts, numbered among themselves.
-        experts: Program of the others, likewise.
-        units: All units, in the order of their forward.
-
-    Returns:
-        One program. Spreads start in the order of the forward.
-    """
+    """Join the programs of the units that are no experts and of those that are, each numbered among themselves. Spreads
+    start in the order of the forward."""
     places = [[number for number, unit in enumerate(units) if unit.experts is flag] for flag in (False, True)]
     first = len(rest.operations)
     joined = [_moved(op, places[0], 0) for op in rest.operations]

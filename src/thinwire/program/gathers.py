@@ -170,12 +170,7 @@ class Gathers:
         return frozenset(self._under_way)
 
     def in_forward(self, event: Event, position: int) -> None:
-        """Play an event of a forward.
-
-        Args:
-            event: The event.
-            position: Number of units that the forward has needed before.
-        """
+        """Play an event of a forward that has needed ``position`` units before."""
         self.copied = 0
         if event.phase is not Phase.PRE_FORWARD:
             self._finish_forward(event.unit, event)
@@ -293,14 +288,7 @@ class Gathers:
 def play_forward(
     gathers: Gathers, trace: Trace, micro_batch: int, note: Callable[[Gathers, Event], None] | None = None
 ) -> None:
-    """Play the forward of a micro-batch.
-
-    Args:
-        gathers: Gathers of the step.
-        trace: Order of the units.
-        micro_batch: Number of the micro-batch.
-        note: Called after each event.
-    """
+    """Play the forward of a micro-batch, and ``note`` the gathers after each event."""
     position = 0
     for phase, unit in trace.forward:
         event = Event(phase, unit, micro_batch)

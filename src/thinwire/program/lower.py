@@ -45,12 +45,8 @@ def control_bytes(units: Sequence[UnitInfo]) -> int:
 
 
 def default_trace(units: Sequence[UnitInfo], *, recompute: bool = False) -> Trace:
-    """The trace of units that run one after another. Unit 0 encloses all others if it is the root (unnamed).
-
-    Args:
-        units: The units, in the order of their forward.
-        recompute: Whether the backward runs the forward of every block again.
-    """
+    """The trace of units that run one after another, blocks once more in the backward if ``recompute``. Unit 0 encloses
+    all others if it is the root (unnamed)."""
     order = range(len(units))
     if units and units[0].name == "":
         inner = [(phase, u) for u in order[1:] for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
@@ -429,9 +425,6 @@ def _spread(
     for it.
 
     A reader of a unit that the forward does not need waits as well, at an event outside the program.
-
-    Returns:
-        Indices of the spreads.
     """
     started: list[int] = []
     event = Event(Phase.STEP, -1, 0)

@@ -44,18 +44,8 @@ def gradient_bytes(plan: Plan) -> int:
 
 
 def add_update(plan: Plan, units: Sequence[UnitInfo], draft: Draft, batch: Sequence[int], before: list[int]) -> int:
-    """Record the update of a batch of units, and the copies around it.
-
-    Args:
-        plan: The plan.
-        units: Units of the model.
-        draft: The program so far.
-        batch: Units that are updated together.
-        before: Copies down of earlier batches, oldest first; that of this one is added.
-
-    Returns:
-        Index of the update.
-    """
+    """Record the update of a batch of units, and the copies around it; its copy down joins those ``before``. Returns
+    its index."""
     together = tuple(batch)
     share = draft.places[Axis.SHARD]
     owned = [(buffer.shares[share], buffer) for unit in batch for buffer in units[unit].buffers if buffer.trainable]
@@ -91,14 +81,8 @@ def _add_host_update(
 
 
 def add_return(units: Sequence[UnitInfo], draft: Draft, batch: Sequence[int], after: tuple[int, ...]) -> None:
-    """Record the way of updated parameters to the host, where they live; their next gather waits for it.
-
-    Args:
-        units: Units of the model.
-        draft: The program so far.
-        batch: Units that were updated together.
-        after: Operations that give them their new values.
-    """
+    """Record the way of updated parameters to the host, where they live, ``after`` what gives them their new values;
+    their next gather waits for it."""
     for unit in batch:
         size = sum(b.itemsize * sum(b.shares) for b in units[unit].buffers if b.trainable)
         down = draft.add_own(Call(Kind.COPY, HostLane.DOWN, Axis.PARAMS, (unit,), size=size), _STEP, after)

@@ -100,12 +100,8 @@ class BufferInfo:
         return self.numel * self.itemsize
 
     def kept(self, pieces: int, of: int) -> int:
-        """Bytes that a rank keeps of the buffer.
-
-        Args:
-            pieces: Number of ranks that hold the buffer among them; a divisor of ``of``.
-            of: Number of ``P`` shards.
-        """
+        """Bytes that a rank keeps of the buffer if ``pieces`` ranks, a divisor of the ``of`` P shards, hold it among
+        them."""
         if self.stored is None:
             return self.nbytes // pieces
         return of // pieces * self.stored.slot_bytes(self.numel // of, "float32")  # whatever the dtype

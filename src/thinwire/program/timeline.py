@@ -72,10 +72,6 @@ def chrome_trace(
     """Convert spans to Chrome's trace-event format, which Perfetto and chrome://tracing display.
 
     Each rank becomes a process, each track a thread and each level a counter. Time starts at the first span.
-
-    Args:
-        by_rank: Spans, by rank.
-        levels: Memory levels of the same ranks.
     """
     spans_of = {rank: list(spans) for rank, spans in by_rank.items()}
     origin = min((span.start for spans in spans_of.values() for span in spans), default=0.0)

@@ -160,12 +160,6 @@ def frozen_codec(plan: Plan, unit: str, name: str, dims: int) -> CodecSpec | Non
     """The codec of whose messages ranks keep a frozen parameter; ``None`` if they keep its values.
 
     Biases and the weights of norms stay what they are: they are few, and a model feels their rounding.
-
-    Args:
-        plan: The plan.
-        unit: Name of the parameter's unit.
-        name: Name of the parameter, which holds floating-point values.
-        dims: Number of its dimensions.
     """
     codec, exact = plan.frozen.storage, plan.override(unit).codec is not None or _is_listed(plan, name)
     return None if codec.is_none or exact or dims < 2 else codec

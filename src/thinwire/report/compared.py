@@ -27,12 +27,7 @@ if TYPE_CHECKING:
 
 
 def compared_charts(runs: Sequence[RunRecord], numbers: Sequence[Mapping[str, Any]]) -> list[Chart]:
-    """Pictures that show several runs together.
-
-    Args:
-        runs: The runs; those without records are left out.
-        numbers: Their figures.
-    """
+    """Pictures that show several runs together; runs without records are left out."""
     pairs = [(run, of_run) for run, of_run in zip(runs, numbers, strict=True) if run.records]
     if not pairs:
         return []

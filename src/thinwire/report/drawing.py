@@ -106,23 +106,13 @@ def inline_svg(chart: Chart, prefix: str) -> str:
 
 
 def write_png(chart: Chart, path: Path) -> None:
-    """Write a picture on white. This fixes its layout: the SVG that follows reuses it.
-
-    Args:
-        chart: The picture.
-        path: The PNG file.
-    """
+    """Write a picture on white. This fixes its layout: the SVG that follows reuses it."""
     chart.figure.savefig(path, dpi=130, facecolor="white")
     chart.figure.set_layout_engine("none")  # the layout takes most of the time and would be the same
 
 
 def new_figure(width: float = 6.4, height: float = 3.0) -> Figure:
-    """An empty figure.
-
-    Args:
-        width: Inches.
-        height: Inches.
-    """
+    """An empty figure; width and height are inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")

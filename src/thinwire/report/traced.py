@@ -32,9 +32,6 @@ class TracedStep:
 def read_step(path: Path) -> TracedStep:
     """The step in the middle of a trace, which shows what those before it left behind.
 
-    Args:
-        path: A merged trace, as training writes it.
-
     Raises:
         DataError: it is none.
     """

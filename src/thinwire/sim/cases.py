@@ -189,12 +189,7 @@ def read_cases(path: Path) -> list[Case]:
 
 
 def answer(case: Case, *, trace: bool = False, slowed: Slowed = NOT_SLOWED) -> Answer:
-    """Simulate a case.
-
-    Args:
-        case: The case.
-        trace: Whether the simulated step keeps its spans and memory levels.
-        slowed: How much slower than nominal the simulated rank is.
+    """Simulate a case; with ``trace``, the simulated step keeps its spans and memory levels.
 
     Raises:
         SpecError: The fields of the case contradict each other.

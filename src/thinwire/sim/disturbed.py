@@ -41,13 +41,7 @@ class Disturbance:
         return self == Disturbance()
 
     def draw(self, gpus: int, nodes: int, chance: random.Random) -> Slowed:
-        """Draw the slowest GPU and the slowest node's cards of one step.
-
-        Args:
-            gpus: Number of GPUs of the cluster.
-            nodes: Number of nodes of the cluster.
-            chance: Source of randomness.
-        """
+        """Draw the slowest GPU and the slowest node's cards of one step."""
         return Slowed(
             _slowest(gpus, self.jitter, self.straggler, chance),
             _slowest(nodes, self.link_jitter, self.slow_link, chance),

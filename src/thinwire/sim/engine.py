@@ -52,15 +52,8 @@ class Engine(ABC):
         return plan
 
     def memory(self, model: ModelSpec, plan: Plan, units: Sequence[UnitInfo], *, seq: int, room: int) -> Memory:
-        """Bytes per rank.
-
-        Args:
-            model: The part of the model in the rank's stage.
-            plan: The plan.
-            units: Units of the stage.
-            seq: Tokens per sequence.
-            room: Bytes of the accelerator, for systems whose allocators keep what they could return.
-        """
+        """Bytes per rank of a stage; ``room`` is the accelerator's, for systems whose allocators keep what they could
+        return."""
         del room
         return memory(model, plan, units, seq=seq)
 

@@ -80,12 +80,6 @@ def with_exchanges(plan: Plan, units: Sequence[UnitInfo], rates: Rates, step: Si
 
     Computation waits for what an exchange takes longer than ``delay`` steps. If exchanges come faster than links carry
     them, it waits until they have. Exchanges and the collectives inside an island are taken not to slow each other.
-
-    Args:
-        plan: The plan.
-        units: Units of the model.
-        rates: Seconds of each part without slowdown.
-        step: The step without exchanges.
     """
     islands = plan.islands
     assert islands is not None
@@ -202,14 +196,7 @@ def _own(plan: Plan, rates: Rates) -> Execution:
 
 
 def lane_work(plan: Plan, workload: Workload, rates: Rates, *, micro_batches: int) -> dict[Lane, LaneWork]:
-    """Seconds of work that each lane has in a step, without slowdown by anything else.
-
-    Args:
-        plan: The plan.
-        workload: The model and its batch.
-        rates: Seconds of each part without slowdown.
-        micro_batches: Micro-batches per step.
-    """
+    """Seconds of work that each lane has in a step, without slowdown by anything else."""
     pricing, seconds = _own(plan, rates).pricing, dict.fromkeys(Lane, LaneWork())
     for operation in lower(plan, workload.units, micro_batches=micro_batches).operations:
         if not isinstance(operation.lane, Lane):

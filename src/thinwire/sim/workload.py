@@ -43,15 +43,7 @@ def work_of(unit: UnitInfo, part: ModelPart) -> object:
 
 
 def part_seconds(rates: Rates, part: ModelPart, plan: Plan, seq: int, exchange: float = 0.0) -> tuple[float, float]:
-    """Seconds of the forward and of the backward of this rank's tokens through a part, exchanges included.
-
-    Args:
-        rates: Seconds of a part.
-        part: The part.
-        plan: The plan; ranks may share sequences.
-        seq: Tokens per sequence.
-        exchange: Seconds that ranks which share the part exchange in one pass over it.
-    """
+    """Seconds of the forward and of the backward of this rank's tokens through a part, exchanges included."""
     forward, backward = rates.forward(part, plan, seq), rates.backward(part, plan, seq)
     return forward / plan.cp + exchange, backward / plan.cp + exchange
 

@@ -45,14 +45,8 @@ class Factor(Spec):
         return Factor(local=other.local // self.local, nodes=other.nodes // self.nodes)
 
     def group(self, ways: int) -> Factor | None:
-        """The factor of ``ways`` neighbouring ranks: a part of a node, or several whole nodes.
-
-        Args:
-            ways: number of ranks.
-
-        Returns:
-            The factor; ``None`` if this mesh does not consist of such groups.
-        """
+        """The factor of ``ways`` neighbouring ranks: a part of a node, or several whole nodes; ``None`` where the mesh
+        does not consist of such groups."""
         if self.local % ways == 0:
             return Factor(local=ways)
         nodes, rest = divmod(ways, self.local)
@@ -67,10 +61,6 @@ class Factor(Spec):
 
         Tensor-parallel ranks are neighbours in a node. Stages lie on different nodes where the nodes can be dealt out
         evenly, else every node has all ranks of several stages.
-
-        Args:
-            tp: tensor-parallel ranks.
-            pp: pipeline stages.
 
         Raises:
             SpecError: if the ranks cannot be shared out so.

@@ -32,12 +32,6 @@ class PlanTemplate:
     def read(cls, recipe: Recipe) -> Self:
         """Read the plan file of a recipe, if it names one.
 
-        Args:
-            recipe: The recipe.
-
-        Returns:
-            The template of the recipe's plan.
-
         Raises:
             SpecError: The file cannot be read or holds no valid plan, or the recipe names a preset as well.
         """
@@ -73,11 +67,7 @@ class PlanTemplate:
         return tp, pp
 
     def with_recipe(self, **changes: Any) -> Self:
-        """The template of the same plan in a changed recipe.
-
-        Args:
-            **changes: Keys of the recipe, except ``plan``; see :meth:`Recipe.with_`.
-        """
+        """The template of the same plan in a recipe with other keys than ``plan`` changed."""
         assert "plan" not in changes, "another plan needs another template"
         return replace(self, recipe=self.recipe.with_(**changes))
 
@@ -117,15 +107,8 @@ class PlanTemplate:
         return replace(self, recipe=self.recipe.with_(plan=plan, train={"global_batch": sequences}))
 
     def fitted(self, mesh: Factor) -> Self:
-        """The template for another mesh.
-
-        Args:
-            mesh: Data-parallel ranks per node, and nodes.
-
-        Returns:
-            This template if the plan is a preset, which scales with the mesh; otherwise a template with the result of
-            :meth:`Plan.fitted` as its recipe's plan.
-        """
+        """The template for another mesh: this one if the plan is a preset, which scales with the mesh; otherwise one
+        with the result of :meth:`Plan.fitted` as its recipe's plan."""
         named = self.mesh
         if named is None:
             return self
@@ -135,11 +118,7 @@ class PlanTemplate:
         return type(self)(self.recipe.with_(plan=table), file=None)
 
     def replaced(self, mesh: Factor) -> tuple[str, ...]:
-        """One sentence for each key of a plan file that the recipe's batch or recomputation replaces.
-
-        Args:
-            mesh: Data-parallel ranks per node, and nodes.
-        """
+        """One sentence for each key of a plan file that the recipe's batch or recomputation replaces."""
         if self.file is None:
             return ()
         plan = self._with_global_batch(self._without_global_batch(mesh, "bfloat16"))

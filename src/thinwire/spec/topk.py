@@ -24,12 +24,8 @@ def _canonical(parameters: str) -> str:
 
 
 def kept(parameters: str, numel: int) -> tuple[int, int]:
-    """How many values of each whole chunk travel, and how many of the rest behind them.
-
-    Args:
-        parameters: The codec's parameters, in their canonical spelling.
-        numel: Number of values.
-    """
+    """How many values of each whole chunk travel, and how many of the rest behind them, for parameters in their
+    canonical spelling."""
     of = int(parameters.partition(",")[0].partition("/")[2])
     return -(-CHUNK // of), -(-(numel % CHUNK) // of)
 

@@ -27,11 +27,7 @@ Place = Literal["lanes", "home"]
 
 
 def sleep_on_device(seconds: float) -> None:
-    """Queue a sleep on the current stream of CUDA.
-
-    Args:
-        seconds: Its length at 1 GHz; GPUs are up to twice as fast.
-    """
+    """Queue a sleep on the current stream of CUDA."""
     torch.cuda._sleep(int(seconds * 1e9))
 
 

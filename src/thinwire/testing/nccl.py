@@ -284,14 +284,8 @@ def _header(kind: str, piece: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def compare_issues(logs: Sequence[Sequence[Issue]]) -> list[str]:
-    """Compare the order in which ranks make calls and communicators, as NCCL would need it.
-
-    Args:
-        logs: What each rank has noted, by rank.
-
-    Returns:
-        For each pair of ranks that differ, a sentence on their first difference.
-    """
+    """Compare the order in which ranks make calls and communicators, as NCCL would need it: a sentence on the first
+    difference of each pair of ranks that differ."""
     differences = []
     for first, second in itertools.combinations(range(len(logs)), 2):
         ours, theirs = (

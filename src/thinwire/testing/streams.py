@@ -390,13 +390,7 @@ class StreamCheck(TorchDispatchMode):
             self._report("read before arrival", f"{name} by the host", "the copy to the host's memory")
 
     def touch(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
-        """Follow an operation of the current stream.
-
-        Args:
-            name: Name of the operation.
-            reads: Tensors that it reads.
-            writes: Tensors that it writes.
-        """
+        """Follow an operation of the current stream."""
         if not name.startswith(_QUEUE_NOTHING):
             self.launches[name] += 1
         stream = self.streams.current()
@@ -413,14 +407,7 @@ class StreamCheck(TorchDispatchMode):
     def perform(
         self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], body: Callable[[], None]
     ) -> None:
-        """Perform an operation of the current stream that is one launch, whatever its double does.
-
-        Args:
-            name: Name of the operation.
-            reads: Tensors that it reads.
-            writes: Tensors that it writes.
-            body: The work.
-        """
+        """Perform an operation of the current stream that is one launch, whatever its double does."""
         if self._is_inside:
             body()
             return

@@ -42,10 +42,6 @@ class Position:
     def of(cls, saved: object, path: Path) -> Self:
         """The progress that a checkpoint holds.
 
-        Args:
-            saved: What a save has written, or what else is there.
-            path: The checkpoint, for messages.
-
         Raises:
             CheckpointError: It is not the progress of a run.
         """
@@ -73,24 +69,12 @@ class Checkpoint(NamedTuple):
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
-    """Directory in which a step is saved.
-
-    Args:
-        directory: Directory of all checkpoints.
-        step: Number of updates made.
-    """
+    """Directory in which a step is saved."""
     return directory / f"step-{step:08d}"
 
 
 def checkpoints(directory: Path) -> list[Checkpoint]:
-    """List all checkpoints by their names, valid or not.
-
-    Args:
-        directory: Directory of all checkpoints; it need not exist.
-
-    Returns:
-        The checkpoints in ascending order of steps.
-    """
+    """All checkpoints of a directory, which need not exist, valid or not, in ascending order of steps."""
     if not directory.is_dir():
         return []
     matches = ((_NAME.fullmatch(path.name), path) for path in directory.iterdir())
@@ -163,10 +147,6 @@ def delete_old(directory: Path, keep: int) -> None:
     """Delete all but the newest checkpoints. One process calls this while none saves.
 
     Other ranks do not wait for this, so it raises nothing: the log names what cannot be deleted.
-
-    Args:
-        directory: Directory of all checkpoints.
-        keep: Number of checkpoints to keep.
     """
     for old in checkpoints(directory)[:-keep]:
         try:

@@ -139,9 +139,6 @@ class RunDirectory:
     def check(self, *, resume: bool) -> None:
         """Refuse to overwrite a run, or to resume a run that does not exist.
 
-        Args:
-            resume: Whether the directory should hold a run.
-
         Raises:
             UsageError: The directory holds files and should be empty, or holds no run and should.
         """
@@ -159,9 +156,6 @@ class RunDirectory:
 
         Loading a checkpoint compares the shapes of the parameters and the tokens of the data. This method compares the
         keys that show in neither.
-
-        Args:
-            recipe: The recipe to continue with.
 
         Raises:
             UsageError: The recipe changes the model's computation or the order of the samples.
@@ -269,10 +263,6 @@ class RunDirectory:
     def note_start(self, step: int, about: Mapping[str, Any]) -> None:
         """Append a line to the list of starts.
 
-        Args:
-            step: Number of updates made before this start.
-            about: Further keys of the line, values that JSON can hold.
-
         Raises:
             UsageError: The line cannot be written, for example because the disk is full.
         """
@@ -284,21 +274,12 @@ class RunDirectory:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object as :func:`write_atomically` does.
-
-    Args:
-        path: The file.
-        value: The object.
-    """
+    """Write a JSON object as :func:`write_atomically` does."""
     write_atomically(path, json.dumps(value, indent=2) + "\n")
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file so that a reader, even after a loss of power, sees either the old one or the new one.
-
-    Args:
-        path: The file.
-        text: Its content.
 
     Raises:
         UsageError: The file cannot be written; the old one is unchanged.
@@ -309,10 +290,6 @@ def write_atomically(path: Path, text: str) -> None:
 
 def copy_atomically(source: Path, path: Path) -> None:
     """Copy a file as :func:`write_atomically` writes one.
-
-    Args:
-        source: The file to copy.
-        path: The copy.
 
     Raises:
         UsageError: The copy cannot be written.
@@ -326,12 +303,6 @@ def copy_atomically(source: Path, path: Path) -> None:
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn an error of the operating system into a sentence about the file that cannot be written.
-
-    Args:
-        path: The file.
-
-    Yields:
-        Nothing.
 
     Raises:
         UsageError: In place of the operating system's error.

@@ -33,18 +33,8 @@ def timed_steps(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[float]:
-    """Make the first steps of a run. Collective; the ranks agree on the last one.
-
-    Args:
-        run: The run under a plan to try.
-        dataset: The run's tokens.
-        device: Device of this rank.
-        deadline: When the last step should be over, by ``clock``.
-        clock: Seconds.
-
-    Returns:
-        Seconds of the steps after the first :data:`WARM_UP`; empty if there was no time for any.
-    """
+    """Make the first steps of a run until a deadline of ``clock``. Collective; the ranks agree on the last one. Returns
+    the seconds of the steps after the first :data:`WARM_UP`; none if there was no time for any."""
     rank, room = control().rank, measure_room(device)
     with explained_exhaustion(rank, "building the model", room):
         trainer = make_trainer(run, dataset, device)

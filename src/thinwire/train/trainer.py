@@ -219,11 +219,7 @@ class Trainer:
         wait([self._ahead.prepare(self.position.samples)])
 
     def validate(self) -> float:
-        """Compute the loss on the fixed validation samples, over all ranks.
-
-        Returns:
-            Mean loss in nats per token.
-        """
+        """Mean loss in nats per token on the fixed validation samples, over all ranks."""
         total, num_labels = 0.0, 0
         batches = validation_batches(
             self.validation,
@@ -420,15 +416,8 @@ class Trainer:
 
 
 def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Trainer:
-    """Build the model, shard it, and attach optimizer and data. Every rank of the run calls it.
-
-    Args:
-        run: The run.
-        dataset: The run's tokens.
-        device: The device of this rank.
-
-    Returns:
-        A trainer at step 0.
+    """Build the model, shard it, and attach optimizer and data, for a trainer at step 0. Every rank of the run calls
+    it.
 
     Raises:
         MismatchError: On every rank, if ranks have different versions, recipes or tokens.
@@ -517,14 +506,7 @@ def _pace(plan: Plan, hosts: Sequence[str], device: torch.device) -> Pace | None
 
 
 def undecayed_names(model: nn.Module) -> list[str]:
-    """Names of the parameters without weight decay: vectors, biases among them, and all parameters of norms.
-
-    Args:
-        model: The model, not yet sharded.
-
-    Returns:
-        The names, in the order of ``named_parameters``.
-    """
+    """Names of the parameters without weight decay: vectors, biases among them, and all parameters of norms."""
     return [
         name
         for name, parameter in model.named_parameters()

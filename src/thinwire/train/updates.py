@@ -104,21 +104,13 @@ class Updates:
             self._end(self._queue[-1].read())
 
     def take(self, *, keep_newest: bool) -> list[Update]:
-        """Read updates that were not read before.
-
-        Args:
-            keep_newest: Whether to leave the newest, which the device may not have computed.
-        """
+        """Read updates that were not read before, except the newest if asked: the device may not have computed it."""
         due = self._queue[: len(self._queue) - keep_newest]
         del self._queue[: len(due)]
         return [update.read() for update in due]
 
     def refuse_skip(self, update: Update, num_skipped: int) -> None:
         """End the run because of a skipped update, unless the recipe or a scale that shrinks excuses it.
-
-        Args:
-            update: The update.
-            num_skipped: Number of updates skipped in a row, including this one.
 
         Raises:
             NonFiniteError: On all ranks.
@@ -135,15 +127,8 @@ class Updates:
     def exchange(
         self, updates: Sequence[Update], words: Sequence[float], ranks: Control | None = None
     ) -> tuple[list[float], list[float]]:
-        """Exchange losses and other numbers with the other ranks, and count the updates.
-
-        Args:
-            updates: The updates.
-            words: The other numbers.
-            ranks: The ranks that exchange; all by default.
-
-        Returns:
-            The mean loss of each update, and the means of the other numbers.
+        """Exchange losses and other numbers with some ranks, all by default, and count the updates. Returns the mean
+        loss of each update, and the means of the other numbers.
 
         Raises:
             NonFiniteError: On all ranks, if a loss or a gradient is not finite and the run does not skip such steps.

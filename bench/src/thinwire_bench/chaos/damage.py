@@ -53,12 +53,7 @@ def reseal(checkpoint: Path, chance: random.Random) -> str:
 
 
 def mutated(body: dict[str, Any], chance: random.Random) -> dict[str, Any]:
-    """Replace, remove, repeat or rename one to three parts of a JSON object.
-
-    Args:
-        body: Left as it is.
-        chance: Decides.
-    """
+    """Replace, remove, repeat or rename one to three parts of a JSON object."""
     body = copy.deepcopy(body)
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
         if not body:

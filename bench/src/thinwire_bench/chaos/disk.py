@@ -66,11 +66,7 @@ class Disk:
             self._image.unlink(missing_ok=True)
 
     def fill(self, leave: int) -> None:
-        """Fill the disk.
-
-        Args:
-            leave: Bytes that stay free, about.
-        """
+        """Fill the disk until about ``leave`` bytes stay free."""
         with (self.path / _FILLER).open("wb") as file:
             while (free := shutil.disk_usage(self.path).free) > leave:
                 try:

@@ -81,13 +81,7 @@ class SmallRun:
     experts: int | None = None
 
     def recipe(self, corpus: Path, *, timeout: float, steps: int = STEPS) -> str:
-        """The recipe as TOML.
-
-        Args:
-            corpus: Directory that :func:`make_corpus` has filled.
-            timeout: Seconds until a collective gives up.
-            steps: Updates of the run.
-        """
+        """The recipe as TOML, on text of :func:`make_corpus`; a collective gives up after ``timeout`` seconds."""
         keys = SOURCES[self.source].keys(corpus)
         return _RECIPE.format(
             plan=_inline({**self.plan, "micro_batch": 2}),
@@ -164,11 +158,7 @@ SOURCES: Final[Mapping[str, DataKind]] = {
 
 
 def make_corpus(directory: Path) -> None:
-    """Write made-up text, always the same, in every form, unless it is there.
-
-    Args:
-        directory: Created if missing.
-    """
+    """Write made-up text, always the same, in every form, unless it is there."""
     written = directory / "written"
     if written.exists():
         return

@@ -164,11 +164,7 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 
 
 def trends(samples: Sequence[Mapping[str, Any]]) -> list[Trend]:
-    """The trend of every process's memory, descriptors and threads, and of the time of a step.
-
-    Args:
-        samples: As :func:`read_samples` returns them.
-    """
+    """The trend of every process's memory, descriptors and threads, and of the time of a step."""
     last = samples[-1]["seconds"]
     steady = [sample for sample in samples if sample["seconds"] >= WARM_UP * last]
     made = []

@@ -130,15 +130,7 @@ class TrialVerdict:
 
 
 def conduct(trial: Trial, settings: CampaignSettings, report: Callable[[str], None]) -> TrialVerdict:
-    """Disturb a run, and compare it.
-
-    Args:
-        trial: The run and what happens to it.
-        settings: Of the campaign.
-        report: Called with a line for each incident.
-
-    Returns:
-        The verdict. The directory of the trial is deleted if nothing is wrong.
+    """Disturb a run, and compare it; the directory of the trial is deleted if nothing is wrong.
 
     Raises:
         UsageError: The undisturbed run fails.

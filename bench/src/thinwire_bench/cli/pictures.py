@@ -47,13 +47,7 @@ def draw_agreement(
 
 
 def draw_timelines(path: Path, title: str, steps: Mapping[str, Sequence[Span]]) -> None:
-    """One panel for each step, all over the same seconds.
-
-    Args:
-        path: The PNG file.
-        title: Title above the picture.
-        steps: Spans of each step, by its name.
-    """
+    """One panel for each step, all over the same seconds."""
     import matplotlib as mpl
     import matplotlib.pyplot as plt
 

@@ -105,12 +105,7 @@ def show(sheets: Iterable[Sheet]) -> None:
 
 
 def insert_into(page: Path, text: str, command: str) -> None:
-    """Replace the results in a page.
-
-    Args:
-        page: A Markdown file with the two marks between which the results stand.
-        text: The new results.
-        command: The command that its first mark names.
+    """Replace the results between the two marks of a Markdown page, the first of which names the command.
 
     Raises:
         UsageError: the page has no such marks.

@@ -72,12 +72,7 @@ class Request:
 
 
 def run(request: Request, report: Callable[[str], None] = lambda line: None) -> CodecStudy:
-    """Measure.
-
-    Args:
-        request: What to measure.
-        report: Called with a line of text whenever something begins.
-    """
+    """Measure."""
     device = request.device
     codecs = [get(name, backend=request.backend) for name in request.codecs]
     sets = data_sets(request.data, request.values, report)

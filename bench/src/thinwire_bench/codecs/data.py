@@ -31,13 +31,8 @@ _TEXT = 4 << 20
 def data_sets(
     names: Sequence[str], num_values: int, report: Callable[[str], None] = lambda line: None
 ) -> dict[str, Tensor]:
-    """Data sets by name, 1-D fp32 on CPU.
-
-    Args:
-        names: Keys of :data:`DATA_SETS`.
-        num_values: Values of each synthetic data set; those of the model have as many as the model.
-        report: Called with a line of text before anything that takes long.
-    """
+    """Data sets by name (keys of :data:`DATA_SETS`), 1-D fp32 on CPU. Synthetic ones have ``num_values``; those of the
+    model have as many as the model."""
     makers: dict[str, Callable[[int], Tensor]] = {"normal": normal, "student": student}
     tensors = {name: makers[name](num_values) for name in names if name in makers}
     if set(names) - set(tensors):

@@ -43,13 +43,7 @@ class CodecGoal:
 
 
 def goals(speeds: Sequence[CodecSpeed], accuracies: Sequence[Accuracy], *, on_cpu: bool) -> list[CodecGoal]:
-    """All goals that the run says something about.
-
-    Args:
-        speeds: Speeds of a run, without refused codecs.
-        accuracies: Errors of the same run.
-        on_cpu: Whether codecs ran on CPU, where the copy is libc's memcpy.
-    """
+    """All goals that a run says something about; on CPU, the copy is libc's memcpy."""
     shares = _host_shares(speeds) if on_cpu else _device_shares(speeds)
     return [*shares, *_zfpy(speeds), *_eager(speeds), *_snr(accuracies)]
 

@@ -48,16 +48,7 @@ class Buffers:
 
 
 def codec_jobs(codec: Codec, buffers: Buffers, *, fused: bool) -> tuple[list[TimedCall], float]:
-    """The directions of a codec.
-
-    Args:
-        codec: Codec of any backend.
-        buffers: Buffers of the benchmark.
-        fused: Whether to time the fused forms as well.
-
-    Returns:
-        The jobs, and the bits of a message for each value.
-    """
+    """The directions of a codec, the fused ones too if ``fused``, and the bits of a message for each value."""
     x, out, total = buffers.x, buffers.out, buffers.total
     numel, dtype, size = x.numel(), x.dtype, x.numel() * x.element_size()
     seed = SEED if codec.spec.needs_seed else None

@@ -79,10 +79,6 @@ class PeerStatus:
 def choose(groups: Sequence[str], device: torch.device) -> tuple[list[CodecPeer], list[PeerStatus]]:
     """The peers of some groups that work here, and how all of them fared.
 
-    Args:
-        groups: Keys of :data:`GROUPS`.
-        device: Device of the tensors.
-
     Raises:
         SpecError: there is no such group.
     """

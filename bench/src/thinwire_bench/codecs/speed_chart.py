@@ -19,12 +19,7 @@ _HEIGHT: Final = 0.27
 
 
 def draw(study: CodecStudy, path: Path) -> None:
-    """Draw a panel for every dtype and size, a bar for every codec and direction; peers have none.
-
-    Args:
-        study: The study to draw.
-        path: The PNG file.
-    """
+    """Draw a panel for every dtype and size, a bar for every codec and direction; peers have none."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

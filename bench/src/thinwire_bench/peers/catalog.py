@@ -88,10 +88,6 @@ PEERS: Final[Mapping[str, Peer]] = {
 def peer_systems(names: Sequence[str], workload: Mapping[str, Any]) -> list[SystemSpec]:
     """Peers by name.
 
-    Args:
-        names: Keys of ``PEERS``.
-        workload: Options of every builder.
-
     Raises:
         SpecError: a name is unknown.
         UsageError: a peer's package is not installed.
@@ -104,10 +100,7 @@ def peer_systems(names: Sequence[str], workload: Mapping[str, Any]) -> list[Syst
 
 
 def check_packages(names: Iterable[str]) -> None:
-    """Check that the packages of peers are installed.
-
-    Args:
-        names: Names of peers; others are passed over.
+    """Check that the packages of peers are installed; other names are passed over.
 
     Raises:
         UsageError: A package is not installed.

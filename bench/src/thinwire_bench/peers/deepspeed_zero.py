@@ -50,12 +50,7 @@ class DeepSpeedSystem(System):
 
 
 def deepspeed(place: Place, options: Mapping[str, Any]) -> System:
-    """Build DeepSpeed's ZeRO.
-
-    Args:
-        place: Place of this rank.
-        options: Options of the workload, and ``stage``, from 1 to 3.
-    """
+    """Build DeepSpeed's ZeRO of ``stage`` 1 to 3."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     # DeepSpeed looks for ninja, which is installed next to the interpreter, each time it loads its compiled module.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])

@@ -50,12 +50,7 @@ class PlanSystem(System):
 
 
 def plan(place: Place, options: Mapping[str, Any]) -> System:
-    """Build the system of a plan.
-
-    Args:
-        place: Place of this rank.
-        options: Options of the workload; ``plan`` as TOML.
-    """
+    """Build the system of a plan, which the options hold as TOML."""
     model = tw.shard(make_model(options), tw.Plan.from_toml(options["plan"]))
     optim = tw.optimizer(model, torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
     return PlanSystem(model, optim, batches(options, place.rank))

@@ -161,10 +161,6 @@ class Controller:
     def run(self, label: str, turn: TurnRequest) -> TurnResult:
         """Let one system train while all others sleep.
 
-        Args:
-            label: Label of a system that was started.
-            turn: Number of steps, and their options.
-
         Raises:
             BenchError: a rank failed, died or took too long.
         """

@@ -142,18 +142,7 @@ def lean_turns(
     setting: Setting,
     report: Callable[[Sample], None],
 ) -> list[Sample]:
-    """One lean turn of every system, which measures its memory; it comes after all that is timed.
-
-    Args:
-        runner: Lets a system train.
-        shape: Sets the bandwidth of all links, in bits per second.
-        systems: The systems.
-        setting: Bandwidth and bound on the gradient norm.
-        report: Called with every sample.
-
-    Returns:
-        A sample of each system.
-    """
+    """One lean turn of every system, which measures its memory; it comes after all that is timed."""
     shape(setting.rate)
     samples = []
     for system in systems:

@@ -29,13 +29,7 @@ _TRIM_SECONDS: Final = 5e-4
 
 
 def serve(address: str, launch: Launch, local_rank: int) -> None:
-    """Be one rank until the controller closes the connection.
-
-    Args:
-        address: Address of the controller's socket.
-        launch: What to start.
-        local_rank: Index of this rank on its host.
-    """
+    """Be one rank until the controller closes the connection."""
     place = Place(launch.host * launch.local + local_rank, launch.nodes, launch.local)
     _redirect_output(launch.log)
     pipe: Connection[Any, Any] = Client(address, family="AF_UNIX")

@@ -11,15 +11,7 @@ from thinwire_bench.systems.interleave import Sample, Session, Setting, interlea
 
 
 def run(systems: Sequence[SystemSpec], settings: Sequence[Setting], session: Session) -> list[Sample]:
-    """Start all systems on an emulated cluster and let them take turns.
-
-    Args:
-        systems: The systems; no two have the same label.
-        settings: Bandwidths and bounds on the gradient norm.
-        session: Hosts, rounds and steps.
-
-    Returns:
-        Samples in the order they were taken.
+    """Start all systems on an emulated cluster and let them take turns; samples are in the order they were taken.
 
     Raises:
         ThinwireError: hosts cannot be made on this machine, or a rank failed, died or took too long.

@@ -110,14 +110,7 @@ class Server:
 
 
 def main(arguments: list[str]) -> int:
-    """Serve.
-
-    Args:
-        arguments: the controller's address and the host's index.
-
-    Returns:
-        Exit status.
-    """
+    """Serve the controller at the address of the first argument as the host of the second; returns the exit status."""
     address, host = arguments
     # Ctrl-C reaches the whole terminal; the controller decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

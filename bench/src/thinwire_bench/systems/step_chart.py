@@ -30,12 +30,8 @@ _FLOOR: Final = "#c4442b"
 
 
 def draw(rows: Sequence[SystemRow], path: Path) -> None:
-    """Draw medians with whiskers from the fastest to the slowest round, and each system's own bound.
-
-    Args:
-        rows: Rows of a run; a refused row gets no bar.
-        path: The PNG file.
-    """
+    """Draw medians with whiskers from the fastest to the slowest round, and each system's own bound; refused rows get
+    no bar."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

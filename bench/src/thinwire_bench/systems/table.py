@@ -34,11 +34,7 @@ def tables(rows: Sequence[SystemRow]) -> list[Table]:
 
 
 def goals_table(ratios: Mapping[str, Sequence[Ratio]]) -> Table:
-    """Comparisons, one line for each setting.
-
-    Args:
-        ratios: Ratios by the name of their comparison.
-    """
+    """Comparisons, one line for each setting."""
     table = Table(title="ours / theirs, below 1 is faster", title_justify="left", box=None, pad_edge=False)
     for name in ("goal", "link", "clip", "plan", "peer"):
         table.add_column(name, no_wrap=True)

@@ -96,11 +96,7 @@ def torch_check() -> Check:
 
 
 def hardware_checks() -> Iterator[Check]:
-    """GPUs, NCCL and codecs; torch works.
-
-    Yields:
-        One check after the other.
-    """
+    """GPUs, NCCL and codecs; torch works."""
     import torch
 
     has_gpu = torch.cuda.is_available()
@@ -219,14 +215,7 @@ def _codecs(name: str, backend: str, device: str, use: str) -> Check:
 
 
 def system_checks(*, has_rdma: bool) -> Iterator[Check]:
-    """Python, compilers, optional packages, the lab, limits.
-
-    Args:
-        has_rdma: Whether there are network cards that pin memory.
-
-    Yields:
-        One check after the other.
-    """
+    """Python, compilers, optional packages, the lab, limits."""
     yield Check("Python", platform.python_version(), "everything", essential=True)
     yield _compiler()
     yield _headers()

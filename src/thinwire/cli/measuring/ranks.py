@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 
 def launched(command: str) -> Started:
-    """This rank among those that a launcher has started.
-
-    Args:
-        command: The command's name.
+    """This rank among those that a launcher has started for a command.
 
     Raises:
         UsageError: No launcher has started it.

@@ -58,13 +58,7 @@ class Answer:
 
 
 def give(answer: Answer, console: Console, *, as_json: bool) -> None:
-    """Print an answer and write its files.
-
-    Args:
-        answer: What was found.
-        console: Where tables and sentences go.
-        as_json: Whether to print JSON on stdout, too.
-    """
+    """Print an answer, on stdout as JSON too if ``as_json``, and write its files."""
     from thinwire.report import Sheet, rich_table
 
     for part in answer.shown:

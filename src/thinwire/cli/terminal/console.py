@@ -12,11 +12,7 @@ _PIPED_WIDTH = 200
 
 
 def wide_console(*, as_json: bool = False) -> Console:
-    """A console for tables and sentences.
-
-    Args:
-        as_json: Whether stdout is for JSON; tables then go to stderr.
-    """
+    """A console for tables and sentences, which go to stderr where stdout is for JSON."""
     plain = Console(stderr=as_json, highlight=False)
     return (
         plain if plain.is_terminal else Console(stderr=as_json, highlight=False, width=max(plain.width, _PIPED_WIDTH))

@@ -274,16 +274,8 @@ def _directory(options: TrainOptions, ranks: Started | None) -> RunDirectory:
 
 
 def default_directory(parent: Path, stem: str, *, resume: bool) -> Path:
-    """The directory of a run that has no ``--out``: ``parent/stem``, ``parent/stem-2`` and so on.
-
-    Args:
-        parent: Parent directory of all runs.
-        stem: Name of the recipe's file without its suffix.
-        resume: Take the newest directory that exists, not the first that does not.
-
-    Returns:
-        The directory.
-    """
+    """The directory of a run that has no ``--out``: ``parent/stem``, ``parent/stem-2`` and so on; to resume, the newest
+    that exists."""
     number = 1
     newest = path = parent / stem
     while path.exists() and any(path.iterdir()):

@@ -172,14 +172,7 @@ class Treatment:
 
 
 def transcode(source: Values, target: Values, numel: int, treatment: Treatment) -> None:
-    """Read values (several messages as their sum) and write them.
-
-    Args:
-        source: Source of the values.
-        target: Target of the values.
-        numel: Number of values in each message, or in the longest slice.
-        treatment: How values are processed.
-    """
+    """Read ``numel`` values of each message (several as their sum), or of the longest slice, and write them."""
     read, written, how = source.memory, target.memory, treatment
     slices = Slices("regular", read, 0, numel) if how.each else Slices.of(how.bounds, read)
     onto = target if how.onto is None else how.onto

@@ -66,11 +66,7 @@ class Keys:
 
 
 def make_keys(directory: Path, days: int = DAYS) -> Keys:
-    """Make the keys of a job in a directory, which only its owner can enter.
-
-    Args:
-        directory: The directory; it must not hold keys already.
-        days: For how many days they are valid.
+    """Make the keys of a job, valid for some days, in a directory which only its owner can enter.
 
     Raises:
         UsageError: The directory holds keys or cannot be written, or OpenSSL is missing.

@@ -87,12 +87,7 @@ class MeetingPlace:
         self.on_main = False  # whether the computing thread itself is in the exchange
 
     def doing(self, kind: str, *pieces: Sequence[torch.Tensor]) -> MeetingPlace:
-        """Describe the exchange that this thread is about to enter.
-
-        Args:
-            kind: Kind of the exchange.
-            pieces: Tensors sent to and received from each member, if known.
-        """
+        """Describe the exchange that this thread is about to enter."""
         self._kind, self._pieces = kind, cast(Pieces, pieces)
         return self
 
@@ -170,12 +165,7 @@ class RollCall:
     """
 
     def __init__(self, give_up: Callable[[], None], store: Callable[[], dist.Store]) -> None:
-        """Prepare a roll call. Its thread starts with the first exchange.
-
-        Args:
-            give_up: Aborts the pending exchanges.
-            store: Returns the job's store.
-        """
+        """Prepare a roll call, which can ``give_up`` pending exchanges. Its thread starts with the first exchange."""
         self._store = store
         self.verdict = ""
         self.describe: Callable[[], str] = str
@@ -288,16 +278,8 @@ def concerned_by(rank: int, reports: dict[int, Report]) -> list[int]:
 
 
 def judge(before: dict[int, Report], now: dict[int, Report], ranks: Sequence[int]) -> str:
-    """Judge from two rounds of reports whether ranks wait for each other forever.
-
-    Args:
-        before: Reports of the previous round, by rank.
-        now: Reports of this round, by rank.
-        ranks: Ranks that wait for each other; see :func:`concerned_by`.
-
-    Returns:
-        A sentence that says where each rank waits; empty if the ranks may still go on.
-    """
+    """Judge from two rounds of reports whether ranks wait for each other forever: a sentence that says where each rank
+    waits; empty if the ranks may still go on."""
     for rank in ranks:
         one, other = before.get(rank), now.get(rank)
         if one is None or other is None or not other.blocked:

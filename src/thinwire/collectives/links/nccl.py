@@ -71,11 +71,7 @@ def backend_maker(device: torch.device) -> MakeBackend | None:
 
 
 def replace_nccl(make: MakeBackend) -> contextlib.AbstractContextManager[None]:
-    """Use other communicators inside the context, for tensors of any device; see :mod:`thinwire.testing.nccl`.
-
-    Args:
-        make: Makes communicators.
-    """
+    """Use other communicators inside the context, for tensors of any device; see :mod:`thinwire.testing.nccl`."""
     return _replacement.use(make)
 
 

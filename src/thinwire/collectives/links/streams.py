@@ -151,9 +151,5 @@ def streams_of(device: torch.device) -> Streams | None:
 
 
 def replace_streams(make: Callable[[torch.device], Streams]) -> contextlib.AbstractContextManager[None]:
-    """Give every device other streams inside the context, also CPUs; see :mod:`thinwire.testing.streams`.
-
-    Args:
-        make: Makes the streams of a device.
-    """
+    """Give every device other streams inside the context, also CPUs; see :mod:`thinwire.testing.streams`."""
     return _replacement.use(make)

@@ -230,12 +230,7 @@ def mean_peak(cluster: ClusterSpec, dtype: str) -> float:
 
 
 def seen_by(cluster: ClusterSpec, number: int) -> ClusterSpec:
-    """A cluster of equal nodes, each like those of a group; the network between nodes is not part of it.
-
-    Args:
-        cluster: A cluster with groups of unlike nodes.
-        number: Number of the group.
-    """
+    """A cluster of equal nodes like those of a group, by its number, without the network between nodes."""
     group = cluster.groups[number]
     keys = ("memory", "peak_flops", "memory_bandwidth", "kernels")
     figures = {key: getattr(group, key) for key in keys if getattr(group, key) is not None}
@@ -247,10 +242,6 @@ def seen_by(cluster: ClusterSpec, number: int) -> ClusterSpec:
 
 def first_nodes(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
     """The same cluster with only its first nodes, or with more if all are equal.
-
-    Args:
-        cluster: The cluster.
-        nodes: Number of nodes, from 1.
 
     Raises:
         SpecError: Unlike nodes or named leaves are fewer.

@@ -55,11 +55,6 @@ def _with_groups(data: dict[str, Any], groups: Sequence[Any]) -> dict[str, Any]:
 def in_proportion(before: Mapping[str, Any], changes: Mapping[str, Any], merged: dict[str, Any]) -> dict[str, Any]:
     """Changes of a cluster's figures, which are those of its slowest group, for all groups in proportion.
 
-    Args:
-        before: All keys of the cluster before the changes.
-        changes: What changes, by key of the cluster.
-        merged: All keys after the changes.
-
     Raises:
         SpecError: ``nodes`` is no multiple of the nodes of the groups.
     """

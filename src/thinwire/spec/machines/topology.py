@@ -85,12 +85,7 @@ class SwitchTree:
 
 
 def host_lines(leaves: Mapping[str, Sequence[str]], *, comment: str) -> str:
-    """The text of a file that :meth:`SwitchTree.read` reads.
-
-    Args:
-        leaves: Hosts of each leaf.
-        comment: One line about them.
-    """
+    """The text of a file that :meth:`SwitchTree.read` reads."""
     lines = [f"{host} {leaf}\n" for leaf, hosts in leaves.items() for host in hosts]
     return f"# {comment}\n{''.join(lines)}"
 

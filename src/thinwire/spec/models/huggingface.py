@@ -89,11 +89,7 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 
 def _expert_problems(config: Mapping[str, Any]) -> list[str]:
-    """Why a mixture of experts cannot be described; empty for dense models and for those of :data:`EXPERT_FAMILIES`.
-
-    Args:
-        config: Content of a ``config.json``.
-    """
+    """Why a mixture of experts cannot be described; empty for dense models and for those of :data:`EXPERT_FAMILIES`."""
     name = _number_of_experts(config)
     if name is None:
         return []
@@ -120,11 +116,7 @@ def _expert_problems(config: Mapping[str, Any]) -> list[str]:
 
 
 def _expert_shape(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a ``ModelSpec`` that describe experts and latent attention; empty for other models.
-
-    Args:
-        config: Content of a ``config.json`` without :func:`_expert_problems`.
-    """
+    """The fields of a ``ModelSpec`` that describe experts and latent attention; empty for other models."""
     family, shape = str(config.get("model_type")), dict[str, Any]()
     if family in ("deepseek_v2", "deepseek_v3"):
         shape |= _latent(config)

@@ -308,13 +308,8 @@ def expert_parameters(model: ModelSpec) -> int:
 
 
 def block_matrices(model: ModelSpec, *, experts: bool) -> Matrices:
-    """The matrices of a block outside of its routed experts, by name.
-
-    Args:
-        model: The model.
-        experts: Whether the block has experts; then a router and what every token visits take the place of the
-            feed-forward.
-    """
+    """The matrices of a block outside of its routed experts, by name; with experts, a router and what every token
+    visits take the place of the feed-forward."""
     made = attention(model)
     if not experts:
         return made | feed_forward(model.kind, model.hidden, model.ffn)

@@ -64,9 +64,6 @@ class Corpus:
         A text file larger than a 64th of the corpus is cut at line ends into documents of that size, at least of
         4 KiB and at most of 1 MiB, so that one large file can still be split into training and validation text.
 
-        Yields:
-            A document.
-
         Raises:
             DataError: a file cannot be read or parsed, or has no text under `text_key`.
         """
@@ -247,9 +244,6 @@ _CODECS: Final = {".gz": "gzip", ".zst": "zstd"}
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
     """A file's bytes, decompressed as they are read.
-
-    Yields:
-        A stream.
 
     Raises:
         DataError: it cannot be read.

@@ -103,15 +103,7 @@ class Samples:
         return (len(self.tokens) - 1) // self.seq
 
     def indices(self, start: int, number: int) -> Ids:
-        """Which samples come at positions ``start, start + 1, ...``.
-
-        Args:
-            start: position: samples taken before.
-            number: how many.
-
-        Returns:
-            int64 in ``range(count)``, shape ``(number,)``.
-        """
+        """Which samples come at positions ``start, start + 1, ...``: int64 in ``range(count)``, shape ``(number,)``."""
         positions = np.arange(start, start + number, dtype=np.int64)
         epochs = positions // self.count
         result = np.empty_like(positions)
@@ -121,14 +113,7 @@ class Samples:
         return result
 
     def batch(self, indices: Ids) -> Batch:
-        """Read samples.
-
-        Args:
-            indices: which, shape ``(B,)``.
-
-        Returns:
-            The batch on CPU.
-        """
+        """Read the samples of indices, shape ``(B,)``, into a batch on CPU."""
         rows = torch.from_numpy(self.tokens.windows(indices * self.seq, self.seq + 1))
         return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
 

@@ -86,14 +86,7 @@ class TokenBin:
         return int(self.tokens.shape[0])
 
     def windows(self, starts: Sequence[int] | Ids, length: int) -> Ids:
-        """Copy windows of the stream.
-
-        Args:
-            starts: offsets of the first ids.
-            length: ids per window.
-
-        Returns:
-            int64, shape ``(len(starts), length)``.
+        """Copy windows of the stream that begin at offsets: int64, shape ``(len(starts), length)``.
 
         Raises:
             DataError: an id is not smaller than the vocabulary.
@@ -103,13 +96,7 @@ class TokenBin:
         return rows
 
     def counts(self, limit: int) -> Ids:
-        """Count how often each id occurs in the first `limit` tokens.
-
-        Args:
-            limit: tokens to read.
-
-        Returns:
-            int64, shape ``(vocab,)``.
+        """Count how often each id occurs in the first `limit` tokens: int64, shape ``(vocab,)``.
 
         Raises:
             DataError: an id is not smaller than the vocabulary.
@@ -156,11 +143,7 @@ class TokenWriter:
         return int(self._counts.sum())
 
     def append(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
-        """Append ids.
-
-        Args:
-            ids: token ids, each below the vocabulary.
-        """
+        """Append ids."""
         array = np.asarray(ids, dtype=_TYPES[self._dtype])
         self._counts += np.bincount(array, minlength=self._vocab)
         self._file.write(array.tobytes())
@@ -184,15 +167,9 @@ class TokenWriter:
 
 
 def entropy(counts: Ids) -> float:
-    """Entropy of the empirical distribution of single tokens.
+    """Entropy of the empirical distribution of single tokens, in nats per token.
 
     A model that knows how often each token occurs, and nothing else, reaches this loss.
-
-    Args:
-        counts: how often each id occurs.
-
-    Returns:
-        Nats per token.
     """
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log(share)).sum())

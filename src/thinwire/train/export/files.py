@@ -172,14 +172,7 @@ def _check_fits(layout: Layout, saved: SavedModel, checkpoint: Checkpoint) -> No
 
 
 def _config(layout: Layout, dtype: Dtype, end: int | None, *, own: bool) -> dict[str, Any]:
-    """The configuration with the end-of-text id. An id that it already has belongs to the model's original tokenizer.
-
-    Args:
-        layout: Layout of the model.
-        dtype: Dtype of the weights.
-        end: The end-of-text id, if it is known.
-        own: Whether the run has trained its own tokenizer.
-    """
+    """The configuration with the end-of-text id. An id that it already has is of the model's original tokenizer."""
     config = {key: value for key, value in layout.config.items() if key not in ("dtype", "torch_dtype")}
     ends = {} if end is None else {"bos_token_id": end, "eos_token_id": end}
     return {**ends, **config, **(ends if own else {}), "torch_dtype": dtype}

@@ -57,10 +57,6 @@ class Layout:
 def layout_of_huggingface(config: Mapping[str, Any], what: str) -> Layout:
     """The layout that ``save_pretrained`` would give a model.
 
-    Args:
-        config: Configuration with which it was trained.
-        what: Origin of the configuration, for messages.
-
     Raises:
         DataError: The configuration does not describe a causal language model.
         UsageError: The files of this architecture are not a partition of its parameters.
@@ -85,9 +81,6 @@ def layout_of_huggingface(config: Mapping[str, Any], what: str) -> Layout:
 
 def layout_of_ours(model: Llama | GPT) -> Layout:
     """The layout of one of thinwire's own models.
-
-    Args:
-        model: The model, on any device.
 
     Raises:
         UsageError: No architecture of ``transformers`` computes the same.

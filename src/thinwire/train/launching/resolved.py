@@ -54,17 +54,6 @@ def resolve_run(
 ) -> ResolvedRun:
     """Make all decisions that depend on the plan file, the machine and the past of an elastic run.
 
-    Args:
-        recipe: What to train, with the changes of the command line.
-        directory: Where the run keeps its files; it need not exist.
-        ranks: The ranks that a launcher has started; ``None`` if this process starts them.
-        found: The hardware of this host.
-        resume: Whether to continue from the newest valid checkpoint. An elastic run also does so unasked.
-        stream: Where rank 0 shows progress.
-
-    Returns:
-        The run, the same on every rank.
-
     Raises:
         SpecError: The plan file cannot be read, or the plan does not fit the ranks.
     """

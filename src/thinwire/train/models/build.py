@@ -40,11 +40,7 @@ class DraftedModel:
     config: Mapping[str, Any] | None = None
 
     def materialize(self) -> nn.Module:
-        """Read all initial values in this process.
-
-        Returns:
-            The same object, on CPU in float32.
-        """
+        """Read all initial values in this process, into the same object on CPU in float32."""
         self.values.open()
         place_model(self.model, torch.device("cpu"))
         for name, parameter in self.model.named_parameters():
@@ -87,12 +83,7 @@ def draft(recipe: ModelRecipe, *, vocab: int, seq: int, seed: int) -> DraftedMod
 
 
 def own_model(shape: ModelSpec, **details: Any) -> Llama | GPT:
-    """A model of thinwire's own with random initial values.
-
-    Args:
-        shape: Its dimensions.
-        **details: Fields of its configuration beside them, or instead.
-    """
+    """A model of thinwire's own with random initial values."""
     kind = LlamaConfig if shape.kind == "llama" else GPTConfig
     same = {field.name: getattr(shape, field.name) for field in fields(kind) if hasattr(shape, field.name)}
     config = kind(**{**same, "tied": shape.tied_embedding, **details})

@@ -95,10 +95,6 @@ class DividedCausal(nn.Module):
     def check_divisible(self, *, tp: int, pp: int) -> None:
         """Raise unless the model can be split like this.
 
-        Args:
-            tp: Number of tensor-parallel ranks.
-            pp: Number of pipeline stages.
-
         Raises:
             UsageError: The model's family, or its tied embedding, is not supported.
         """

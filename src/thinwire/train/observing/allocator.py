@@ -41,15 +41,8 @@ class AllocatorWatch:
         self._told: set[int] = set()
 
     def add(self, retries: Sequence[int], memory: Mapping[str, Sequence[int]]) -> str | None:
-        """Add the measurements of a record.
-
-        Args:
-            retries: How often each rank has retried since the start.
-            memory: The figures by name, of each rank; nothing of a GPU on others.
-
-        Returns:
-            A sentence if a rank has retried for the first time; else ``None``.
-        """
+        """Add the measurements of a record: how often each rank has retried since the start, and figures of GPUs.
+        Returns a sentence if a rank has retried for the first time."""
         new = [rank for rank, count in enumerate(retries) if count and rank not in self._told]
         if not new:
             return None

@@ -113,12 +113,7 @@ class Places:
 
 
 def meet(ranks: Control, hosts: Sequence[str]) -> Places:
-    """Find out which addresses are one host. All ranks call it, once they are connected.
-
-    Args:
-        ranks: All ranks.
-        hosts: Names of the ranks' hosts, by rank; several hosts may have the same.
-    """
+    """Find out which addresses are one host. All ranks call it, once they are connected."""
     mine = sorted({connection.local for connection in connections()})
     everyone = ranks.all_gather_typed(mine, _TEXTS)
     of: dict[str, int] = {}
@@ -205,15 +200,8 @@ class LinkPace:
         self._times = 0  # judgements in a row that have named it
 
     def add(self, words: Sequence[float], seconds: float) -> str | None:
-        """Add the measurements of a record.
-
-        Args:
-            words: Sums over all ranks of what :meth:`LinkMeter.take` returns.
-            seconds: Time since the record before.
-
-        Returns:
-            A sentence if a link has become slow, or is as fast as the others again; else ``None``.
-        """
+        """Add the sums over all ranks of what :meth:`LinkMeter.take` returns since the record before. Returns a
+        sentence if a link has become slow, or is as fast as the others again."""
         if not any(words):
             return None
         table = [words[_PER_HOST * place : _PER_HOST * (place + 1)] for place in range(len(self._names))]

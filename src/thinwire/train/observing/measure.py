@@ -53,19 +53,7 @@ class StepMeasurements:
 def pack(
     model: ParallelModel, rank: int, world: int, device: torch.device, node_ranks: int, seconds: float
 ) -> list[float]:
-    """This rank's numbers since the last call.
-
-    Args:
-        model: The model being trained.
-        rank: Number of this rank.
-        world: Number of ranks.
-        device: The device of this rank.
-        node_ranks: Number of ranks of a node.
-        seconds: Wall time of the steps since the last call, in seconds.
-
-    Returns:
-        The numbers, equally many on every rank.
-    """
+    """This rank's numbers since the last call, equally many on every rank; the steps took ``seconds`` of wall time."""
     totals: dict[str, tuple[float, ...]] = dict.fromkeys(KINDS, (0.0,) * _PER_KIND)
     for chunk in model.chunks:
         sent, waited, worked = api.traffic(chunk), api.exposed(chunk), api.worked(chunk)
@@ -95,15 +83,7 @@ def pack(
 
 
 def unpack(means: Sequence[float], world: int) -> StepMeasurements:
-    """Undo :func:`pack`.
-
-    Args:
-        means: Means over ranks of the packed numbers.
-        world: Number of ranks.
-
-    Returns:
-        The measurements.
-    """
+    """Undo :func:`pack` with means over ranks."""
     sent: dict[str, dict[str, int]] = {}
     waited: dict[str, float] = {}
     codec: dict[str, float] = {}
@@ -129,13 +109,7 @@ def unpack(means: Sequence[float], world: int) -> StepMeasurements:
 
 
 def share_across(grid: Grid, stages_here: int, node_ranks: int) -> float:
-    """Fraction of a rank's messages to other stages that leave its node; all messages have the same size.
-
-    Args:
-        grid: The rank's position among all ranks.
-        stages_here: Number of pipeline stages that it holds.
-        node_ranks: Number of ranks of a node.
-    """
+    """Fraction of a rank's messages to other stages that leave its node; all messages have the same size."""
     apart = grid.dp * grid.tp
     leave = []
     for stage in range(grid.stage, grid.pp * stages_here, grid.pp):
@@ -147,11 +121,7 @@ def share_across(grid: Grid, stages_here: int, node_ranks: int) -> float:
 
 
 def resident_bytes() -> int:
-    """Memory of this process.
-
-    Returns:
-        Resident bytes on Linux; 0 on other systems.
-    """
+    """Resident bytes of this process on Linux; 0 on other systems."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError, ValueError):

@@ -69,20 +69,12 @@ class ProgressReport:
             self._bar.stop()
 
     def note(self, text: str) -> None:
-        """Print a line of text above the bar.
-
-        Args:
-            text: Line of text, without markup.
-        """
+        """Print a line of text above the bar."""
         if not self._silent:
             self._console.print(text, markup=False, soft_wrap=True)
 
     def step(self, record: StepRecord) -> None:
-        """Show one step.
-
-        Args:
-            record: Record of the step.
-        """
+        """Show one step."""
         if self._silent:
             return
         now = record.tokens_per_second

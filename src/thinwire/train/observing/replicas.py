@@ -42,10 +42,6 @@ class ReplicaChecks:
     def compare(self, step: int, batches: Sequence[TokenBatch]) -> None:
         """Compare replicas after a step's backward and before its update. All ranks call it.
 
-        Args:
-            step: Number of the step.
-            batches: The step's micro-batches, for the case that it must be computed again.
-
         Raises:
             ReplicaError: On all ranks, if replicas differ; names the rank, the unit and the step.
             UsageError: On all ranks, if the plan has no replicas at all.

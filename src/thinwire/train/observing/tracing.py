@@ -106,11 +106,7 @@ class StepTracer:
         self._session: _Session | None = None
 
     def begin(self, step: int) -> None:
-        """Call this before a step.
-
-        Args:
-            step: Number of the step, from 1.
-        """
+        """Call this before a step."""
         if self._range is None or not self._range[0] <= step <= self._range[1]:
             return
         if self._session is None:
@@ -139,12 +135,7 @@ class StepTracer:
 
 
 def longest(spans: Iterable[Span], most: int) -> list[Span]:
-    """Keep the longest spans.
-
-    Args:
-        spans: Spans of a rank.
-        most: Most spans to keep.
-    """
+    """Keep the longest spans."""
     known = list(spans)
     return known if len(known) <= most else sorted(known, key=lambda span: span.start - span.end)[:most]
 

@@ -176,9 +176,6 @@ _OURS: Final[Mapping[str, tuple[Callable[[TrackedRun], Tracker], str, str]]] = {
 def check_trackers(names: Sequence[str]) -> None:
     """Check that trackers exist and that their clients are installed, without importing one.
 
-    Args:
-        names: ``train.trackers`` of a recipe.
-
     Raises:
         UsageError: One does not.
     """
