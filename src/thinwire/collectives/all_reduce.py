@@ -19,12 +19,8 @@ from thinwire.program.stages import Stage
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """Error feedback of an all-reduce, of :func:`feedback_numels` elements.
-
-    Attributes:
-        scatter: Residual of the last hop of the reduce-scatter.
-        gather: Residual of this rank's piece of the sums.
-    """
+    """Error feedback of an all-reduce, of :func:`feedback_numels` elements: of the last hop of the reduce-scatter, and
+    of this rank's piece of the sums."""
 
     scatter: Residual | None = None
     gather: Residual | None = None

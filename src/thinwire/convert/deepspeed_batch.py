@@ -16,14 +16,8 @@ _STEPS: Final = "gradient_accumulation_steps"
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The sizes of a batch, in sequences; ``None`` where the configuration leaves them out.
-
-    Attributes:
-        train: Sequences of one step over all ranks.
-        micro: Sequences of one micro-batch on one rank.
-        steps: Micro-batches of one step.
-        world: Data-parallel ranks.
-    """
+    """Sequences of a step over all ranks, of a micro-batch on one rank, and micro-batches of a step; ``None`` where the
+    configuration leaves them out."""
 
     train: int | None
     micro: int | None

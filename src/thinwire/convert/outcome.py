@@ -68,13 +68,7 @@ def refused(reason: str) -> Judgement:
 
 @dataclass(frozen=True)
 class Row:
-    """One key of the source.
-
-    Attributes:
-        key: Dotted key.
-        value: Its value.
-        judgement: What becomes of it.
-    """
+    """One key of the source, dotted, and what becomes of it."""
 
     key: str
     value: Any

@@ -22,12 +22,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Source:
-    """A configuration as nested dictionaries, and the ranks that it will run on.
-
-    Attributes:
-        table: The configuration.
-        ranks: Ranks of a node, and nodes.
-    """
+    """A configuration as nested dictionaries, and the ranks (of a node, and nodes) that it will run on."""
 
     table: Mapping[str, Any]
     ranks: Factor

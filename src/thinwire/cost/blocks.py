@@ -36,12 +36,7 @@ class Routed:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One parameter.
-
-    Attributes:
-        name: Name in ``named_parameters``.
-        numel: Number of elements.
-    """
+    """One parameter, by its name in ``named_parameters``."""
 
     name: str
     numel: int

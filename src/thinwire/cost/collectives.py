@@ -47,11 +47,7 @@ class CollectiveTimes(ABC):
 
 @final
 class HopCollectives(CollectiveTimes):
-    """Collectives inside a node, and between pairs of ranks, like the hops of a program.
-
-    Args:
-        rates: Seconds of hops, published or measured.
-    """
+    """Collectives inside a node, and between pairs of ranks, like the hops of a program."""
 
     def __init__(self, rates: Rates) -> None:
         self._rates = rates

@@ -77,13 +77,7 @@ def _straight(sizes: Sequence[float], seconds: Sequence[float], size: float) -> 
 
 
 class _Neighbour(NamedTuple):
-    """The measurement nearest to a collective.
-
-    Attributes:
-        line: Seconds against bytes.
-        key: Kind, ranks inside a node, and nodes of the measured group.
-        ranks: Ranks of the measured group.
-    """
+    """The measurement nearest to a collective, of a kind, ranks inside a node, and nodes."""
 
     line: _Measured
     key: _Key

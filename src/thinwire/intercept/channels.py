@@ -27,13 +27,8 @@ from thinwire.intercept.works import LateWork
 
 @dataclass
 class _Direction:
-    """One way between two members.
-
-    Attributes:
-        pair: The two, of which one sends.
-        queue: The messages in order.
-        late: The newest message that is received when somebody waits for it, or for one after it.
-    """
+    """One way between two members, and the newest message that is received when somebody waits for it or for a later
+    one."""
 
     pair: MemberGroup
     queue: StreamQueue
@@ -41,12 +36,7 @@ class _Direction:
 
 
 class Channels:
-    """The messages of this rank.
-
-    Args:
-        membership: All members of the group. Nothing else uses its store.
-        axis: Name of the axis, for error messages.
-    """
+    """The messages of this rank to the members of a group, whose store nothing else uses."""
 
     def __init__(self, membership: Membership, axis: str) -> None:
         self._membership, self._axis = membership, axis

@@ -17,13 +17,7 @@ from thinwire.intercept import encoded
 
 @dataclass(frozen=True)
 class RankPieces:
-    """The pieces that a rank sends to all ranks, or receives from them.
-
-    Attributes:
-        numels: Number of values of each piece, by rank.
-        codecs: Codec of each piece; ``None`` if it is not encoded.
-        dtype: Dtype of the values.
-    """
+    """The pieces that a rank sends to all ranks, or receives from them, each with a codec or none."""
 
     numels: tuple[int, ...]
     codecs: tuple[Codec | None, ...]

@@ -501,16 +501,7 @@ class CompressingGroup(PlainGroup):
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """An encoded operation.
-
-    Attributes:
-        operation: Its name in reports.
-        codec: Its codec.
-        body: Performs it, with the members and a seed.
-        results: Tensors that it fills, at least one.
-        inputs: Other tensors that it reads.
-        nbytes: Bytes of its tensor, for :meth:`PlainGroup._plain_bytes`.
-    """
+    """An encoded operation, which fills ``results`` and reads other ``inputs``; ``nbytes`` are those of its tensor."""
 
     operation: str
     codec: Codec

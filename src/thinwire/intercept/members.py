@@ -97,16 +97,7 @@ class MemberGroup(Subgroup):
 
 
 class MembersAxis(AxisGroup):
-    """Members of a process group as an axis.
-
-    Args:
-        inside: This rank's neighbours in its node.
-        across: This rank's peers on the other nodes.
-
-    Attributes:
-        inside: See above.
-        across: See above.
-    """
+    """Members of a process group as an axis: neighbours in this rank's node, and peers on the other nodes."""
 
     def __init__(self, inside: MemberGroup, across: MemberGroup) -> None:
         self.inside, self.across = inside, across

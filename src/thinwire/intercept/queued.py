@@ -19,15 +19,8 @@ from thinwire.collectives.links.streams import Stream, StreamEvent, Streams
 
 
 class QueuedWork(dist.Work):
-    """A task on the stream of a queue.
-
-    Args:
-        queue: The queue.
-        caller: Stream on which the task was called for.
-        event: End of the task.
-        tensors: Tensors that the task fills.
-        held: Memory that the task uses. The list is emptied once the caller's stream is ordered after the task.
-    """
+    """A task on the stream of a queue, which fills ``tensors``. ``held`` is what it uses; the list is emptied once the
+    caller's stream is ordered after the task."""
 
     def __init__(
         self,
@@ -78,15 +71,7 @@ class QueuedWork(dist.Work):
 
 
 class StreamQueue:
-    """Tasks of one device, in order, on a stream of their own.
-
-    Args:
-        streams: Streams of the device.
-        device: The device.
-
-    Attributes:
-        streams: See above.
-    """
+    """Tasks of one device, in order, on a stream of their own."""
 
     def __init__(self, streams: Streams, device: torch.device) -> None:
         self.streams, self._device = streams, device

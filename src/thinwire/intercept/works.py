@@ -17,11 +17,7 @@ from thinwire.collectives.links.streams import EventPairs, Streams
 
 
 class Promise(dist.Work):
-    """Work that completes or fails later, on another thread.
-
-    Args:
-        tensors: Tensors that the work fills. They are the value of its future.
-    """
+    """Work that completes or fails later, on another thread. The tensors that it fills are the value of its future."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -90,13 +86,8 @@ class Promise(dist.Work):
 
 
 class AllOf(Promise):
-    """Several works as one. The thread that waits for it waits for each of them in turn.
-
-    Args:
-        works: The works.
-        tensors: Tensors that they fill.
-        held: Memory that they read, kept alive until they are complete.
-    """
+    """Several works as one, which keeps the memory that they read. The thread that waits for it waits for each of them
+    in turn."""
 
     def __init__(
         self, works: Sequence[dist.Work], tensors: Sequence[torch.Tensor] = (), held: torch.Tensor | None = None
@@ -207,13 +198,7 @@ class Delegated(dist.Work):
 
 
 class Watched(Delegated):
-    """Work of a transport, with a stopwatch that runs while computation waits for it.
-
-    Args:
-        work: Work of the transport.
-        watch: Stopwatch of the axis.
-        streams: Streams of the tensors' device, if it has some.
-    """
+    """Work of a transport, with a stopwatch that runs while computation waits for it."""
 
     def __init__(self, work: dist.Work, watch: Stopwatch, streams: Streams | None = None) -> None:
         super().__init__()
@@ -235,12 +220,8 @@ class Watched(Delegated):
 
 
 class LateWork(Delegated):
-    """Work that begins when somebody asks for it.
-
-    Args:
-        begin: Begins it, and returns the work from then on. It is called once.
-        after: Work that has to begin before.
-    """
+    """Work that begins, after some other, when somebody asks for it: ``begin`` is called once and returns the work from
+    then on."""
 
     def __init__(self, begin: Callable[[], dist.Work], after: LateWork | None = None) -> None:
         super().__init__()
@@ -278,11 +259,7 @@ def done(tensors: Sequence[torch.Tensor]) -> Promise:
 
 
 class Courier:
-    """A thread that runs tasks in order. It starts with the first task.
-
-    Args:
-        name: Name of the thread.
-    """
+    """A thread that runs tasks in order. It starts with the first task."""
 
     def __init__(self, name: str) -> None:
         self._name = name

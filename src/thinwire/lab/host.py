@@ -15,14 +15,7 @@ MASTER_PORT: Final = 29_500
 
 @dataclass(frozen=True)
 class Host:
-    """One host of a lab.
-
-    Attributes:
-        index: Index of the host, from 0.
-        name: Name of the host, which every host can resolve.
-        address: Address of its link.
-        spec: Specification of the lab.
-    """
+    """One host of a lab, with a name that every host can resolve."""
 
     index: int
     name: str

@@ -23,9 +23,6 @@ class Lab:
 
     Hosts see each other and nothing else: there is no way from them to the machine's own network. Whatever ends this
     process, SIGKILL included, ends the lab and what runs in it.
-
-    Args:
-        spec: The cluster to build.
     """
 
     def __init__(self, spec: LabSpec) -> None:

@@ -27,13 +27,7 @@ _TIMEOUT: Final = 60.0
 
 @dataclass(frozen=True)
 class Step:
-    """Commands for ``ip`` or ``tc``.
-
-    Attributes:
-        tool: The program to call.
-        lines: Commands, one per line.
-        host: Index of the host in which to run them; None for the namespace of the switches.
-    """
+    """Lines for ``ip -batch`` or ``tc -batch``, in a host, or with None in the namespace of the switches."""
 
     tool: Literal["ip", "tc"]
     lines: Sequence[str]

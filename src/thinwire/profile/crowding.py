@@ -66,11 +66,7 @@ def _computing(compute: Callable[[], None], control: Control, calls: int) -> flo
 
 
 class _Spinner:
-    """A thread that only uses the processor, for as long as its context lasts.
-
-    Attributes:
-        seconds: Processor seconds that it used.
-    """
+    """A thread that only uses the processor, for as long as its context lasts, and counts the seconds of it."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -70,13 +70,7 @@ def exchanges(mesh: Factor) -> Iterator[Exchange]:
 
 
 class Groups:
-    """This rank's group of each shape, created once.
-
-    Args:
-        mesh: All ranks.
-        rank: Number of this rank.
-        device: Device of the vectors.
-    """
+    """This rank's group of each shape, created once."""
 
     def __init__(self, mesh: Factor, rank: int, device: torch.device) -> None:
         self._mesh, self._rank, self._device = mesh, rank, device

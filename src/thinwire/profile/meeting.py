@@ -55,14 +55,7 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Result of one turn.
-
-    Attributes:
-        meeting: The transfer that ran during computation.
-        alone: Seconds of one transfer alone.
-        beside: Seconds of one transfer during computation.
-        stolen: Delay of computation as a share of ``beside``.
-    """
+    """Seconds of a transfer alone and during computation, and the delay of computation as a share of the latter."""
 
     meeting: Meeting
     alone: float

@@ -33,14 +33,7 @@ and a shorter sample would have the core to itself."""
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Seconds of one call.
-
-    Attributes:
-        median: Median of the samples.
-        low: Lower quartile of the samples.
-        high: Upper quartile of the samples.
-        processor: Processor seconds per rank and call: the median of the samples, mean over ranks.
-    """
+    """Seconds of one call: median and quartiles of the samples, and processor seconds per rank."""
 
     median: float
     low: float

@@ -97,12 +97,7 @@ def any_gathered(plan: Plan, units: Sequence[UnitInfo]) -> bool:
 
 
 class Lookahead:
-    """Which units are gathered ahead.
-
-    Args:
-        plan: The plan.
-        units: The units.
-    """
+    """Which units are gathered ahead."""
 
     def __init__(self, plan: Plan, units: Sequence[UnitInfo]) -> None:
         self._plan, self._units = plan, units
@@ -384,14 +379,8 @@ class _Room:
 
 
 class _Played:
-    """What is gathered at every event.
-
-    Attributes:
-        live: Bytes of gathered units.
-        with_copies: The same, with copies of joint gathers that start there.
-        places: Numbers of the events; of repeated ones, the first.
-        gathered: By unit, the numbers of the events at which a gather of it starts.
-    """
+    """What is gathered at every event: bytes of units, and with copies of joint gathers that start there; numbers of
+    the events, of repeated ones the first; by unit, those at which a gather of it starts."""
 
     def __init__(self) -> None:
         self.live: list[int] = []

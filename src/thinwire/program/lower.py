@@ -120,13 +120,8 @@ def lower(
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A chunk of a bucket.
-
-    Attributes:
-        number: Number of the chunk, from 0.
-        span: Its elements in every piece of the bucket.
-        units: Units that have elements in it, in reduction order. It starts in the turn of the last.
-    """
+    """A chunk of a bucket: its span in every piece, and the units with elements in it. It starts in the turn of the
+    last."""
 
     number: int
     span: Span

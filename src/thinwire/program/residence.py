@@ -104,13 +104,7 @@ def host_bytes(plan: Plan, units: Sequence[UnitInfo]) -> int:
 
 
 class HostGradients:
-    """Records the copies of gradients that live on the host.
-
-    Args:
-        plan: The plan.
-        units: Units of the model.
-        draft: The program so far.
-    """
+    """Records the copies of gradients that live on the host."""
 
     def __init__(self, plan: Plan, units: Sequence[UnitInfo], draft: Draft) -> None:
         self._draft, self._units, self._share = draft, units, draft.places[Axis.SHARD]

@@ -17,14 +17,8 @@ STEP = "step"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval of activity on one track.
-
-    Attributes:
-        track: Computation, or a stage of a lane.
-        name: Name of the activity.
-        start: Seconds on the timeline's clock.
-        end: Seconds on the timeline's clock, at least ``start``.
-    """
+    """An interval of activity on one track, which is computation or a stage of a lane, in seconds of the timeline's
+    clock."""
 
     track: str
     name: str
@@ -34,13 +28,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """An amount of memory from a point in time on.
-
-    Attributes:
-        name: What the memory holds.
-        time: Seconds on the timeline's clock.
-        amount: Bytes.
-    """
+    """An amount of memory in bytes from a point in time on, in seconds of the timeline's clock."""
 
     name: str
     time: float

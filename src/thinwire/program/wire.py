@@ -51,12 +51,7 @@ def shortening(codec: CodecSpec, dtype: str, encoded: str | None = None) -> Code
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """The encoding of a hop's messages.
-
-    Attributes:
-        codec: The codec.
-        dtype: Data type of the values, ``"bfloat16"``, ``"float16"`` or ``"float32"``.
-    """
+    """The encoding of a hop's messages; the dtype is ``"bfloat16"``, ``"float16"`` or ``"float32"``."""
 
     codec: CodecSpec
     dtype: str

@@ -59,14 +59,7 @@ WIDE: Final = 11.0
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture with its title and caption.
-
-    Attributes:
-        name: Name of the PNG file, without ``.png``.
-        title: Title above the picture.
-        caption: Text below the picture: what it shows, in which units.
-        figure: The picture.
-    """
+    """A picture with its title above and its caption below, which says what it shows, in which units."""
 
     name: str
     title: str

@@ -79,11 +79,7 @@ def write_page(directory: Path, subjects: Sequence[Subject]) -> list[Path]:
 
 
 class _Pictures:
-    """The pictures of a page, and the other files in its directory.
-
-    Args:
-        directory: Directory of the page.
-    """
+    """The pictures of a page, and the other files in its directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

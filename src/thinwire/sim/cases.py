@@ -82,12 +82,7 @@ class Case(Spec):
 
 @dataclass(frozen=True, slots=True)
 class Slowed:
-    """The slowest rank, for which all others wait.
-
-    Attributes:
-        compute: Factor by which it computes longer than nominal.
-        links: Factor by which its node's network cards take longer than nominal.
-    """
+    """Factors by which the slowest rank, for which all others wait, computes and its node's network cards take longer."""
 
     compute: float = 1.0
     links: float = 1.0

@@ -50,15 +50,8 @@ class Disturbance:
 
 @dataclass(frozen=True, slots=True)
 class Disturbed:
-    """Step times in seconds under disturbances.
-
-    Attributes:
-        median: Median of the samples.
-        low: 5th percentile of the samples.
-        high: 95th percentile of the samples.
-        undisturbed: Step time without disturbances.
-        samples: Number of samples.
-    """
+    """Step times in seconds under disturbances: median, 5th and 95th percentile of the samples, and without
+    disturbances."""
 
     median: float
     low: float

@@ -52,16 +52,7 @@ Activity = Iterator[Flight | _Computing]
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """The state after a period, and what had been counted until then.
-
-    Attributes:
-        state: What is on its way, without times.
-        left: Remaining seconds of the tasks that run.
-        now: The time.
-        busy: Seconds of work by resource.
-        exposed: Seconds of waiting by lane.
-        finals: Number of operations that complete gradients.
-    """
+    """The state after a period (what is on its way, without times), and what had been counted until then."""
 
     state: tuple[object, ...]
     left: tuple[float, ...]

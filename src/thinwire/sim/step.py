@@ -98,12 +98,7 @@ def with_exchanges(plan: Plan, units: Sequence[UnitInfo], rates: Rates, step: Si
 
 @dataclass(frozen=True, slots=True)
 class LaneWork:
-    """Seconds of a lane's work.
-
-    Attributes:
-        transfer: Of its hops, with the copies before and after them.
-        codec: Of codecs.
-    """
+    """Seconds of a lane's hops, with the copies before and after them, and of its codecs."""
 
     transfer: float = 0.0
     codec: float = 0.0

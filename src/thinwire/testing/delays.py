@@ -33,16 +33,7 @@ def sleep_on_device(seconds: float) -> None:
 
 @final
 class Delays:
-    """Makes delays.
-
-    Args:
-        sleep: Makes one, given its seconds.
-        longest: Bound of their seconds.
-        seed: Seed of their lengths.
-
-    Attributes:
-        number: Delays made so far.
-    """
+    """Makes delays."""
 
     def __init__(self, sleep: Callable[[float], object], longest: float, seed: int) -> None:
         self._sleep, self._longest, self._random = sleep, longest, random.Random(seed)

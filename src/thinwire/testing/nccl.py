@@ -46,13 +46,7 @@ _KINDS: Final = ("all_gather", "all_to_all", "reduce_scatter", "send")
 
 @dataclass(frozen=True)
 class Issue:
-    """A call of this rank.
-
-    Attributes:
-        ranks: Members of the communicator, or the two ranks of a message.
-        communicator: Name of the communicator.
-        what: ``"create"`` or the kind of the call.
-    """
+    """A call of this rank, or a communicator that it made (``"create"``); of a message, the ranks are the two."""
 
     ranks: tuple[int, ...]
     communicator: str
@@ -64,13 +58,7 @@ class Issue:
 
 @dataclass(frozen=True)
 class _Message:
-    """Work of a message.
-
-    Attributes:
-        streams: Streams of the device.
-        event: Its end.
-        held: Memory that it uses, kept alive until the work is dropped.
-    """
+    """Work of a message, which keeps the memory that it uses alive until it is dropped."""
 
     streams: Streams
     event: StreamEvent

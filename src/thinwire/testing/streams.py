@@ -295,16 +295,7 @@ class SimulatedStreams:
 
 @dataclass
 class _Access:
-    """An access to a range of bytes.
-
-    Attributes:
-        begin: First byte.
-        end: Byte after the last one.
-        stream: Number of the stream.
-        position: Number of the operation on that stream.
-        writes: Whether it writes.
-        what: Name of the operation, with its stream.
-    """
+    """An access to the bytes from ``begin`` to before ``end``, by the operation at a position of a stream."""
 
     begin: int
     end: int
@@ -316,15 +307,8 @@ class _Access:
 
 @dataclass
 class _Memory:
-    """A storage that has been seen.
-
-    Attributes:
-        weak: Weak pointer to the storage.
-        stream: Stream that allocated it.
-        born: Position of that stream at the allocation.
-        accesses: Accesses that a later one may conflict with.
-        is_empty: Whether ``resize_(0)`` has freed its bytes.
-    """
+    """A storage that has been seen by a weak pointer, the stream and its position at the allocation, accesses that a
+    later one may conflict with, and whether ``resize_(0)`` has freed its bytes."""
 
     weak: Any
     stream: int
@@ -334,18 +318,9 @@ class _Memory:
 
 
 class StreamCheck(TorchDispatchMode):
-    """Follows the accesses of all operations on this thread; made by :func:`check_streams`.
-
-    Args:
-        answers: What queries of events answer if the host knows nothing.
-        seed: Seed of random answers.
-
-    Attributes:
-        streams: The streams of the simulated device.
-        hazards: The hazards found so far, at most one for each pair of operations.
-        launches: Number of operations by name, without those that queue nothing on a device.
-        issues: Calls of NCCL and new communicators, in order.
-    """
+    """Follows the accesses of all operations on this thread, made by :func:`check_streams`. It holds the hazards, at
+    most one for each pair of operations, the number of launches by name of the operation, and the calls of NCCL in
+    order."""
 
     def __init__(self, answers: Answer = "never", seed: int = 0) -> None:
         super().__init__()

@@ -32,12 +32,8 @@ _INDEXING: Final = "aten::index"
 
 @dataclass(frozen=True, slots=True)
 class HostWait:
-    """A call for which the host would wait.
-
-    Attributes:
-        operation: Name of torch's operator.
-        where: File and line of the innermost frame that is neither torch nor this module.
-    """
+    """A call of torch's operator for which the host would wait, in the innermost line that is neither torch nor this
+    module."""
 
     operation: str
     where: str

@@ -57,12 +57,7 @@ class Position:
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint on disk.
-
-    Attributes:
-        step: Number of updates made.
-        path: Directory of the checkpoint.
-    """
+    """A checkpoint on disk, of the model after ``step`` updates."""
 
     step: int
     path: Path

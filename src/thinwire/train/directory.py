@@ -32,11 +32,7 @@ _LEAST_FREE: Final = 1 << 20
 
 
 class _Within:
-    """A path below the run's directory, as an attribute of :class:`RunDirectory`.
-
-    Args:
-        name: The file's or directory's name.
-    """
+    """A path below the run's directory, as an attribute of :class:`RunDirectory`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -47,11 +43,7 @@ class _Within:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The paths of one run, and the rules for writing to them.
-
-    Attributes:
-        path: The run's directory.
-    """
+    """The paths of one run, and the rules for writing to them."""
 
     path: Path
 

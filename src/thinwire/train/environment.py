@@ -49,12 +49,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a run finds on this host.
-
-    Attributes:
-        num_gpus: Usable GPUs; 0 if the run computes on CPUs.
-        fast_dtype: What ``compute_dtype = "auto"`` is here.
-    """
+    """What a run finds on this host: usable GPUs, 0 if it computes on CPUs, and what ``compute_dtype = "auto"`` is."""
 
     num_gpus: int
     fast_dtype: Dtype

@@ -40,12 +40,7 @@ _TEXT: Final[Typed[str | None]] = Typed(str | None)
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended.
-
-    Attributes:
-        step: Number of updates made.
-        stopped: Why the run stopped early; ``None`` if it is complete.
-    """
+    """How a run ended after ``step`` updates, and why it stopped early, if it did."""
 
     step: int
     stopped: str | None

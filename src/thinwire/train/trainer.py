@@ -60,12 +60,7 @@ def _finite(value: float | None) -> float | None:
 
 @dataclass
 class StepTime:
-    """Time spent in steps, without validation and saving.
-
-    Attributes:
-        seconds: Wall time in seconds.
-        steps: Number of steps.
-    """
+    """Seconds spent in steps, without validation and saving."""
 
     seconds: float = 0.0
     steps: int = 0

@@ -61,12 +61,7 @@ def make_trials(
 
 
 class _Deck:
-    """Draws every kind once before one comes again.
-
-    Args:
-        kinds: The kinds.
-        chance: Decides the order.
-    """
+    """Draws every kind once before one comes again."""
 
     def __init__(self, kinds: Sequence[str], chance: random.Random) -> None:
         self._kinds, self._chance = kinds, chance

@@ -71,14 +71,7 @@ class CommandEnd:
 
 @dataclass
 class DisturbedRun:
-    """One run, started again and again in one directory.
-
-    Attributes:
-        command: Program and arguments, without ``--out`` and ``--resume``.
-        directory: The run's directory.
-        log: File that takes everything its commands print.
-        variables: Environment variables.
-    """
+    """One run, started again and again in one directory, by a command without ``--out`` and ``--resume``."""
 
     command: Sequence[str]
     directory: Path

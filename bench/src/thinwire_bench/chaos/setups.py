@@ -98,12 +98,7 @@ class SmallRun:
 
 @dataclass(frozen=True)
 class DataKind:
-    """A kind of training data.
-
-    Attributes:
-        keys: The recipe's ``[data]`` for a corpus.
-        make: Writes the file below a corpus from its lines.
-    """
+    """A kind of training data: the recipe's ``[data]`` for a corpus, and what writes the file below it from lines."""
 
     keys: Callable[[Path], dict[str, Any]]
     make: Callable[[Path, list[str]], None] = field(default=lambda _directory, _lines: None)

@@ -28,14 +28,8 @@ _CABLED_TIMEOUT: Final = 0.6
 
 @dataclass(frozen=True)
 class CampaignSettings:
-    """What holds for all trials of a campaign.
-
-    Attributes:
-        work: Directory of the campaign.
-        timeout: Seconds until a collective gives up.
-        patience: Seconds that a start may take.
-        mounts: Whether runs get a file system of their own.
-    """
+    """What holds for all trials of a campaign: its directory, seconds until a collective gives up, seconds that a start
+    may take, and whether runs get a file system of their own."""
 
     work: Path
     timeout: float

@@ -25,15 +25,7 @@ _ZFPY, _EAGER = 3.0, 20.0
 
 @dataclass(frozen=True)
 class CodecGoal:
-    """One figure that was aimed at.
-
-    Attributes:
-        goal: What is compared.
-        subject: Codec, direction, dtype and size.
-        measured: The measured value.
-        wanted: The smallest value that reaches the goal.
-        met: Whether the goal was reached.
-    """
+    """One figure that was aimed at; ``wanted`` is the smallest that reaches the goal."""
 
     goal: str
     subject: str

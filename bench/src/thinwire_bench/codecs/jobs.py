@@ -23,13 +23,8 @@ _TILE = 1 << 22
 
 @dataclass(frozen=True)
 class Buffers:
-    """Buffers that all timed calls share; every byte has been written once.
-
-    Attributes:
-        x: The tensor to encode: N(0,1), repeated every 4 million values.
-        out: Output of the same shape and dtype.
-        total: Accumulator in fp32.
-    """
+    """Buffers that all timed calls share: N(0,1), repeated every 4 million values, to encode; an output like it; an
+    accumulator in fp32. Every byte has been written once."""
 
     x: Tensor
     out: Tensor

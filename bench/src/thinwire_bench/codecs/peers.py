@@ -59,15 +59,7 @@ class CodecPeer:
 
 @dataclass(frozen=True)
 class PeerStatus:
-    """Whether a peer took part.
-
-    Attributes:
-        name: Name of the peer.
-        summary: Description of the peer.
-        package: Package that it needs, if any.
-        version: Version of that package, or of torch; None if it is not installed.
-        absent: Why the peer took no part, or None.
-    """
+    """Whether a peer took part: the version of its package (torch's if it needs none), or why it is absent."""
 
     name: str
     summary: str

@@ -34,16 +34,8 @@ EVERY: Final = 32
 
 @dataclass(frozen=True)
 class Peer:
-    """A system that is not ours.
-
-    Attributes:
-        builder: ``module:function`` that builds the system on a rank.
-        summary: Description of the system.
-        package: Package that it needs besides torch, if any.
-        options: Options of the builder.
-        kind: Its role in comparisons.
-        cycle: Steps after which its communication repeats.
-    """
+    """A system that is not ours, which ``module:function`` builds on a rank; its communication repeats after ``cycle``
+    steps."""
 
     builder: str
     summary: str

@@ -23,14 +23,7 @@ from thinwire_bench.peers.workload import batches, make_model
 
 @final
 class DeepSpeedSystem(System):
-    """A model in DeepSpeed's engine.
-
-    Args:
-        model: The whole model, on this rank.
-        config: DeepSpeed's.
-        place: Place of this rank.
-        options: Options of the workload.
-    """
+    """A model in DeepSpeed's engine."""
 
     def __init__(self, model: nn.Module, config: dict[str, Any], place: Place, options: Mapping[str, Any]) -> None:
         # Its import starts a thread, which a server that forks must not have.

@@ -44,13 +44,7 @@ class SystemSpec:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a rank in the cluster.
-
-    Attributes:
-        rank: Rank among all ranks.
-        nodes: Number of hosts.
-        local: Ranks on each host; a host holds consecutive ranks.
-    """
+    """The place of a rank in a cluster of ``nodes`` hosts, each of which holds ``local`` consecutive ranks."""
 
     rank: int
     nodes: int

@@ -13,13 +13,7 @@ from thinwire_bench.published.calibration import PublishedRow, rows
 
 @dataclass(frozen=True)
 class RowComparison:
-    """A published figure and the simulated one.
-
-    Attributes:
-        row: The published figure.
-        simulated: The same figure for the simulated step.
-        in_points: Whether figures are percentages, whose errors are in points.
-    """
+    """A published figure and the simulated one; where figures are percentages, errors are in points."""
 
     row: PublishedRow
     simulated: float

@@ -91,13 +91,8 @@ class TurnResult:
 
 
 class Controller:
-    """Systems on the hosts of a network; a context manager that ends all their processes.
-
-    Args:
-        network: An open lab.
-        ranks: Ranks of each host.
-        timeout: Seconds that a system may take to start, or for a turn.
-    """
+    """Systems on the hosts of an open lab; a context manager that ends all their processes. A system may take
+    ``timeout`` seconds to start, or for a turn."""
 
     def __init__(self, network: Network, ranks: int, *, timeout: float = 600.0) -> None:
         self._network, self._ranks, self._timeout = network, ranks, timeout

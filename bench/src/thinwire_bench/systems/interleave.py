@@ -72,13 +72,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Sample:
-    """One turn of one system.
-
-    Attributes:
-        round: Round, counted from 0; None for the start-up and the lean turn, which are not timed.
-        setting: Bandwidth and bound on the gradient norm.
-        result: The measurement.
-    """
+    """One turn of one system, in a round counted from 0; None for the start-up and the lean turn, which are not timed."""
 
     round: int | None
     setting: Setting

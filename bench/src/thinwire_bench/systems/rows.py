@@ -100,16 +100,7 @@ def make_rows(samples: Sequence[Sample], systems: Sequence[SystemSpec], *, token
 
 @dataclass(frozen=True)
 class _Common:
-    """What a row needs besides the samples of its system under its setting.
-
-    Attributes:
-        setting: Bandwidth and bound on the gradient norm.
-        alone: Median milliseconds per step of the system without communication; None where none ran.
-        tokens: Tokens of a step, of all ranks.
-        cores: Cores that all ranks share.
-        loss: Mean loss over the first steps, in nats per token.
-        refused: Why the row does not count, or None.
-    """
+    """What a row needs besides the samples of its system under its setting."""
 
     setting: Setting
     alone: float | None

@@ -25,12 +25,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class Server:
-    """The ranks of a host.
-
-    Args:
-        address: of the controller's socket.
-        host: index of this host.
-    """
+    """The ranks of a host."""
 
     def __init__(self, address: str, host: int) -> None:
         self._address = address

@@ -50,16 +50,7 @@ _CHECKPOINT_BYTES: Final = 12
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the table.
-
-    Attributes:
-        name: What was checked.
-        found: Description of the result.
-        needed_for: What depends on it.
-        verdict: Judgement; see :data:`Verdict`.
-        remedy: How to fix it, as a command if possible.
-        essential: Whether training is impossible without it.
-    """
+    """One line of the table, with a remedy as a command if possible; without an essential one, nothing trains."""
 
     name: str
     found: str

@@ -18,14 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class File:
-    """A file that an option asks for.
-
-    Attributes:
-        option: The option.
-        path: What it names.
-        write: Writes the file.
-        done: What is said once it is written, unless the answer says it.
-    """
+    """A file that an option asks for, and what is said once it is written, unless the answer says it."""
 
     option: str
     path: Path
@@ -35,13 +28,7 @@ class File:
 
 @dataclass
 class Answer:
-    """What a search has found.
-
-    Attributes:
-        shown: Sentences and tables.
-        facts: The same as JSON.
-        files: What is to be written.
-    """
+    """What a search has found: sentences and tables, the same as JSON, and files to be written."""
 
     shown: list[str | Sheet] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)

@@ -57,13 +57,7 @@ class MemoryOptions:
 
 @dataclass(frozen=True)
 class _Estimate:
-    """The memory of one rank under one plan or in one system.
-
-    Attributes:
-        system: ``thinwire``, or the name of the other system.
-        label: Name of the plan, or of the system's configuration.
-        memory: Bytes by content.
-    """
+    """The memory of one rank under one plan or in one system."""
 
     system: str
     label: str

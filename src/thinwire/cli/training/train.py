@@ -189,13 +189,7 @@ def _hardware(recipe: Recipe, ranks: Started | None) -> Hardware:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What the run's directory keeps beside its plan.
-
-    Attributes:
-        profile: The profile by which ``--plan auto`` predicted.
-        race: The race by which it chose.
-        expected: What the plan is expected to do.
-    """
+    """What the run's directory keeps beside its plan: what ``--plan auto`` chose it by, and what it is expected to do."""
 
     profile: Profile | None = None
     race: dict[str, Any] | None = None

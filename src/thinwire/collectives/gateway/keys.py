@@ -27,11 +27,7 @@ _REMEDY: Final = "make one with `thinwire keys DIR` and copy it to every host"
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys of a job.
-
-    Attributes:
-        directory: Where they are.
-    """
+    """Keys of a job, in a directory."""
 
     directory: Path
 

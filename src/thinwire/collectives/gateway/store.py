@@ -21,13 +21,7 @@ BACKEND: Final = "gloo_tls"
 
 @dataclass(frozen=True)
 class Door:
-    """Where a rank's gateway listens.
-
-    Attributes:
-        host: Identity of its host; ranks of one host need no gateway to reach each other.
-        address: Address.
-        port: Port.
-    """
+    """Where a rank's gateway listens. Ranks on one ``host`` (its identity) need no gateway to reach each other."""
 
     host: str
     address: str

@@ -56,18 +56,7 @@ def _displace_nothing(thread: int) -> None:
 
 
 class GlooLinks:
-    """Connections between some ranks, two for each pair.
-
-    Args:
-        store: Store for the rendezvous, used by nothing else.
-        index: Index of this rank among them.
-        size: Number of ranks.
-        device: Device that all links of the process share.
-        timeout: Timeout of every send and receive.
-
-    Attributes:
-        index: Index of this rank among them.
-    """
+    """Connections between some ranks, two for each pair, which meet at a store that nothing else uses."""
 
     is_native = False
 

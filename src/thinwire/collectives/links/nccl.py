@@ -76,12 +76,7 @@ def replace_nccl(make: MakeBackend) -> contextlib.AbstractContextManager[None]:
 
 
 class NcclLinks:
-    """One communicator.
-
-    Args:
-        backend: torch's backend of the communicator.
-        index: Index of this rank among the members.
-    """
+    """One communicator, over torch's backend of it."""
 
     is_native = True
 

@@ -10,11 +10,7 @@ Maker = TypeVar("Maker")
 
 
 class Replacement(Generic[Maker]):
-    """What stands in for a maker, inside a context.
-
-    Attributes:
-        maker: The maker in use instead of the usual one; ``None`` outside the context.
-    """
+    """What stands in for a maker, inside a context; ``maker`` is ``None`` outside of it."""
 
     def __init__(self) -> None:
         self.maker: Maker | None = None

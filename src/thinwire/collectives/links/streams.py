@@ -94,11 +94,7 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """CUDA's streams of one device.
-
-    Args:
-        device: The device.
-    """
+    """CUDA's streams of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -11,23 +11,14 @@ from thinwire.train.data.samples import Batch
 
 
 class Waits(NamedTuple):
-    """How often and how long training waited for its data.
-
-    Attributes:
-        steps: Number of steps that waited.
-        seconds: Time that they waited, in seconds.
-    """
+    """How often training waited for its data, in steps, and how long, in seconds."""
 
     steps: int = 0
     seconds: float = 0.0
 
 
 class BatchesAhead:
-    """Makes the micro-batches of a rank in a thread, one step ahead of training.
-
-    Args:
-        make: Makes the batches of the step that begins at a position; the thread calls it.
-    """
+    """Makes the micro-batches of a rank in a thread, one step ahead of training."""
 
     def __init__(self, make: Callable[[int], list[Batch]]) -> None:
         self._make = make

@@ -34,13 +34,7 @@ _LARGEST_VOCABULARY: Final = 1 << 24
 
 @dataclass(frozen=True)
 class TokenBin:
-    """An open bin.
-
-    Attributes:
-        path: the ``.bin`` file.
-        tokens: the ids, memory-mapped, shape ``(num_tokens,)``.
-        vocab: every id is smaller.
-    """
+    """An open bin: ids memory-mapped, shape ``(num_tokens,)``, each below the vocabulary."""
 
     path: Path
     tokens: npt.NDArray[Any]

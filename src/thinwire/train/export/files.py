@@ -184,14 +184,7 @@ def _config(layout: Layout, dtype: Dtype, end: int | None, *, own: bool) -> dict
 @final
 @dataclass(frozen=True)
 class _Written:
-    """A safetensors file.
-
-    Attributes:
-        name: Name of the file.
-        tensors: Names of its tensors.
-        elements: Total number of elements.
-        num_bytes: Size of the elements in bytes.
-    """
+    """A safetensors file with the names of its tensors and the size of their elements."""
 
     name: str
     tensors: tuple[str, ...]

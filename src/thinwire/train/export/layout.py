@@ -25,13 +25,7 @@ from thinwire.train.models.stored import file_tensors
 @final
 @dataclass(frozen=True)
 class OutTensor:
-    """A tensor of an exported file.
-
-    Attributes:
-        name: Name in the file.
-        source: Name of the parameter or buffer from which it is made.
-        make: Makes it from that parameter or buffer, on any device.
-    """
+    """A tensor of an exported file, and how it is made from a parameter or buffer, on any device."""
 
     name: str
     source: str
@@ -41,13 +35,8 @@ class OutTensor:
 @final
 @dataclass(frozen=True)
 class Layout:
-    """An exported model.
-
-    Attributes:
-        config: Content of its ``config.json``, without dtype and token ids.
-        tensors: The tensors of its files; those of one source are neighbours.
-        shapes: Shapes of all sources.
-    """
+    """An exported model: its ``config.json`` without dtype and token ids, its tensors, of which those of one source are
+    neighbours, and the shapes of all sources."""
 
     config: Mapping[str, Any]
     tensors: list[OutTensor]

@@ -21,13 +21,8 @@ from thinwire.train.environment import Hardware, Started, resolve_mesh
 
 @dataclass(frozen=True)
 class Continued:
-    """A run, adapted to the available ranks.
-
-    Attributes:
-        template: The recipe's plan, fitted to these ranks; its recipe has the global batch that the run should have.
-        plan: The plan for these ranks.
-        notes: What differs from the run so far, one sentence each.
-    """
+    """A run, adapted to the available ranks: its recipe has the global batch that the run should have, and notes say
+    what differs from the run so far."""
 
     template: PlanTemplate
     plan: Plan

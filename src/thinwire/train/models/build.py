@@ -27,13 +27,8 @@ _DETAILS: Final = {
 
 @dataclass(frozen=True)
 class DraftedModel:
-    """A model on the meta device, which uses no memory for parameters.
-
-    Attributes:
-        model: The module; its parameters are on the meta device.
-        values: Source of the parameters' initial values.
-        config: Content of a Hugging Face model's ``config.json``; ``None`` for thinwire's own models.
-    """
+    """A model on the meta device, which uses no memory for parameters, where their values come from, and the
+    ``config.json`` of a Hugging Face model."""
 
     model: nn.Module
     values: InitialValues

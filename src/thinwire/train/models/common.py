@@ -146,13 +146,7 @@ STACKED: Final = 3
 
 @dataclass(frozen=True)
 class Draw:
-    """A weight with random initial values.
-
-    Attributes:
-        name: Name of the parameter.
-        weight: The parameter.
-        std: Standard deviation of the normal distribution.
-    """
+    """A weight with random initial values from a normal distribution."""
 
     name: str
     weight: Tensor

@@ -43,16 +43,7 @@ class Half:
 
 @dataclass(frozen=True)
 class ModuleNames:
-    """Names of a decoder's modules.
-
-    Attributes:
-        embedding: The token embedding.
-        norm: The norm before the head.
-        head: The module that makes logits.
-        block_norms: The norms of a block.
-        halves: Attention and feed-forward of a block, by name.
-        positions: The learned position embedding, for kinds of models that may have one.
-    """
+    """Names of a decoder's modules; only some kinds of models have learned positions."""
 
     embedding: str
     norm: str

@@ -24,12 +24,7 @@ from thinwire.train.models.decoder import Decoder
 
 @final
 class DrawnValues:
-    """Initial values of one of thinwire's models, as :func:`~thinwire.train.models.common.init_weights` draws them.
-
-    Args:
-        model: The whole model, on the meta device.
-        seed: Seed of the stream.
-    """
+    """Initial values of one of thinwire's models, as :func:`~thinwire.train.models.common.init_weights` draws them."""
 
     def __init__(self, model: Decoder, seed: int) -> None:
         residual_outputs = tuple(half.rows for half in model.module_names.halves.values())

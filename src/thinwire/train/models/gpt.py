@@ -98,12 +98,7 @@ class GPTBlock(nn.Module):
 
 
 class GPT(Decoder):
-    """A GPT with its language-model head.
-
-    Args:
-        config: the shape.
-        seed: of the initial weights.
-    """
+    """A GPT with its language-model head."""
 
     module_names = ModuleNames(
         embedding="embed_in",

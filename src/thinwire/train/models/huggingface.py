@@ -36,9 +36,6 @@ class HuggingFaceCausal(DividedCausal):
     ``transformers`` shifts labels inside the model and makes a float32 copy of all logits; here labels are
     already the next tokens, as everywhere in thinwire, and the loss is
     :func:`~thinwire.train.models.common.cross_entropy`.
-
-    Args:
-        model: the ``transformers`` model.
     """
 
     def __init__(self, model: nn.Module) -> None:

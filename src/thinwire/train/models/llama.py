@@ -87,11 +87,7 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaExperts(nn.Module):
-    """The SwiGLU networks of all experts of a block, stacked.
-
-    Attributes:
-        num_experts: E, or with expert parallelism, this rank's part of them.
-    """
+    """The SwiGLU networks of a block's experts, stacked: all of them, or with expert parallelism this rank's part."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -165,12 +161,7 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(Decoder):
-    """A Llama with its language-model head.
-
-    Args:
-        config: the shape.
-        seed: of the initial weights.
-    """
+    """A Llama with its language-model head."""
 
     module_names = ModuleNames(
         embedding="embed_tokens",

@@ -30,11 +30,7 @@ def figures(stats: Mapping[str, Any]) -> list[float]:
 
 
 class AllocatorWatch:
-    """Says once for each rank that its allocator ran out of room.
-
-    Args:
-        hosts: Names of the ranks' hosts, by rank.
-    """
+    """Says once for each rank that its allocator ran out of room."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = hosts

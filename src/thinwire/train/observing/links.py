@@ -99,13 +99,7 @@ def _connection(copy: socket.socket) -> Connection | None:
 
 @dataclass(frozen=True)
 class Places:
-    """The hosts of a job, as their addresses tell them apart.
-
-    Attributes:
-        names: A name of each host.
-        here: Number of this rank's host.
-        of: Number of the host by address.
-    """
+    """The hosts of a job, as their addresses tell them apart; this rank is on host ``here``."""
 
     names: tuple[str, ...]
     here: int
@@ -128,12 +122,8 @@ def meet(ranks: Control, hosts: Sequence[str]) -> Places:
 
 
 class LinkWatch:
-    """The links of a job's hosts: a meter on every rank, and a judge on the one that keeps the records.
-
-    Args:
-        ranks: All ranks, which make this together, once they are connected.
-        hosts: Names of the ranks' hosts, by rank.
-    """
+    """The links of a job's hosts: a meter on every rank, and a judge on the one that keeps the records. All ranks make
+    this together, once they are connected."""
 
     def __init__(self, ranks: Control, hosts: Sequence[str]) -> None:
         places = meet(ranks, hosts)
@@ -141,11 +131,7 @@ class LinkWatch:
 
 
 class LinkMeter:
-    """This rank's part of the measurement.
-
-    Args:
-        places: The hosts.
-    """
+    """This rank's part of the measurement."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
@@ -185,11 +171,7 @@ class _Speeds(NamedTuple):
 
 
 class LinkPace:
-    """Compares the links of the hosts; only one rank has this object.
-
-    Args:
-        names: Names of the hosts.
-    """
+    """Compares the links of the hosts; only one rank has this object."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)

@@ -25,12 +25,7 @@ _LEAST: Final = 1e-3
 
 
 class Pace:
-    """Compares the ranks of a data-parallel job; only one rank has this object.
-
-    Args:
-        hosts: Names of the ranks' hosts, by rank.
-        islands: Number of islands that do not step together.
-    """
+    """Compares the ranks of a data-parallel job; only one rank has this object."""
 
     def __init__(self, hosts: Sequence[str], *, islands: int = 1) -> None:
         self._hosts, self._islands = tuple(hosts), islands

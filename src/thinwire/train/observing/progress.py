@@ -27,13 +27,7 @@ _SMOOTHING: Final = 0.9
 
 
 class ProgressReport:
-    """Shows loss, tokens per second and the remaining time.
-
-    Args:
-        steps: Number of steps in the whole run.
-        start: Number of steps made before this start.
-        stream: Stream to write to; ``none`` on ranks other than rank 0.
-    """
+    """Shows loss, tokens per second and the remaining time; on ranks other than rank 0, the stream is ``none``."""
 
     def __init__(self, steps: int, start: int, stream: Stream) -> None:
         self._steps = steps

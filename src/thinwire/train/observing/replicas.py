@@ -23,14 +23,7 @@ _MOST: Final = 3
 
 
 class ReplicaChecks:
-    """Compares replicas every few steps.
-
-    Args:
-        model: The model.
-        optim: Its optimizer.
-        hosts: Names of the ranks' hosts, by rank.
-        every: Steps from one comparison to the next; 0 compares nothing.
-    """
+    """Compares replicas every few steps."""
 
     def __init__(self, model: ParallelModel, optim: ParallelOptimizer, hosts: Sequence[str], *, every: int) -> None:
         self._model, self._optim, self._hosts, self._every = model, optim, tuple(hosts), every

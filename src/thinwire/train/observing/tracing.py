@@ -83,15 +83,7 @@ class Clocks:
 
 
 class StepTracer:
-    """Traces the steps that a recipe names. All ranks make the same calls.
-
-    Args:
-        steps: Numbers of the first and the last step to trace; ``None`` traces none.
-        directory: Directory of the traces.
-        model: Model of this rank.
-        ranks: All ranks.
-        device: Device of this rank.
-    """
+    """Traces the steps that a recipe names, if it does. All ranks make the same calls."""
 
     def __init__(
         self,

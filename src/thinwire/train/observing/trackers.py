@@ -224,11 +224,7 @@ def open_trackers(names: Sequence[str], directory: RunDirectory, config: Mapping
 
 @final
 class Trackers:
-    """The trackers of a run. One that fails is left out from then on, and the log says so: training goes on.
-
-    Args:
-        opened: Trackers by name.
-    """
+    """The trackers of a run. One that fails is left out from then on, and the log says so: training goes on."""
 
     def __init__(self, opened: Mapping[str, Tracker]) -> None:
         self._opened = dict(opened)
