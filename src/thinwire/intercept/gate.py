@@ -72,8 +72,6 @@ class EncodingGate:
         nodes: Number of nodes that a reduction or gather crosses in a hop of its own; 1 for a single hop.
 
     Attributes:
-        codecs: See above.
-        nodes: See above.
         missed_step: Whether a tensor was sent unencoded only because no training step was marked.
     """
 

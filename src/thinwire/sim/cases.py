@@ -82,7 +82,7 @@ class Case(Spec):
 
 @dataclass(frozen=True, slots=True)
 class Slowed:
-    """Factors by which the slowest rank, for which all others wait, computes and its node's network cards take longer."""
+    """Factors by which the slowest rank, for which all others wait, and its node's network cards take longer."""
 
     compute: float = 1.0
     links: float = 1.0

@@ -199,7 +199,6 @@ class SimulatedStreams:
         all: The streams by number; the first is that of computation.
         host: Operations that the host knows to have ended, by stream.
         events: Number of events made so far.
-        poll: See above.
     """
 
     def __init__(self, answers: Answer, seed: int, poll: Callable[[], None]) -> None:

@@ -72,7 +72,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Sample:
-    """One turn of one system, in a round counted from 0; None for the start-up and the lean turn, which are not timed."""
+    """One turn of one system, in a round from 0, or None for the start-up and the lean turn, which are not timed."""
 
     round: int | None
     setting: Setting

@@ -189,7 +189,7 @@ def _hardware(recipe: Recipe, ranks: Started | None) -> Hardware:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What the run's directory keeps beside its plan: what ``--plan auto`` chose it by, and what it is expected to do."""
+    """What the run's directory keeps beside its plan: what ``--plan auto`` chose it by, and what it should do."""
 
     profile: Profile | None = None
     race: dict[str, Any] | None = None
