@@ -67,7 +67,6 @@ class RunRecord:
 
     @property
     def status(self) -> Literal["complete", "failed", "unfinished"]:
-        """State of the run."""
         if self.summary is not None:
             return "complete"
         return "unfinished" if self.failure is None else "failed"

@@ -136,7 +136,6 @@ class Messages:
             self.encode(index, whole[start:stop], own_seed, lost)
 
     def decode(self, index: int, out: torch.Tensor) -> None:
-        """Decode a message into ``out``."""
         self._codec(index).decode(self.message(index), self._sizes[index], out.dtype, out=out)
 
     def decode_side_by_side(self, whole: torch.Tensor, *, add: bool = False) -> None:

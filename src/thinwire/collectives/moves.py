@@ -33,7 +33,6 @@ class Moves(tuple[Move, ...]):
     __slots__ = ()
 
     def perform(self) -> None:
-        """Perform all moves on the calling thread."""
         for move in self:
             move.body()
 

@@ -26,7 +26,6 @@ class _Sizes:
 
     @classmethod
     def of(cls, source: Source) -> _Sizes:
-        """The sizes in a configuration."""
         values = (source.get(key) for key in (_TRAIN, _MICRO, _STEPS))
         train, micro, steps = (value if isinstance(value, int) and value > 0 else None for value in values)
         return cls(train, micro, steps, data_parallel_mesh(source).ranks)

@@ -120,7 +120,6 @@ class Conversion:
 
     @property
     def refusals(self) -> tuple[Row, ...]:
-        """The rows of refused keys."""
         return tuple(row for row in self.rows if row.judgement.action == "refused")
 
     def check(self) -> None:

@@ -133,7 +133,6 @@ def _linear(rows: int, columns: int, *, bias: bool) -> tuple[tuple[str, int], ..
 
 
 def block_modules(model: ModelSpec, layer: int) -> list[ModelPart]:
-    """The modules of a block, in the order of their parameters."""
     experts = model.experts is not None and layer >= model.dense_layers
     linears = block_matrices(model, experts=experts)
     norms = ("input_layernorm", "post_attention_layernorm")

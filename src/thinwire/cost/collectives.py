@@ -194,7 +194,6 @@ def library_moves(
 
 
 def _shares(operation: Operation, units: Sequence[UnitInfo]) -> list[Sequence[int]]:
-    """Number of elements that each owner has, by buffer."""
     return [buffer.shares for unit in operation.units for buffer in units[unit].buffers]
 
 

@@ -80,7 +80,6 @@ class GroupShape(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Ranks of the whole group."""
         return self.local * self.nodes
 
 

@@ -101,7 +101,6 @@ def _whole_parts(model: ModelSpec, granularity: str, *, apart: bool = False) -> 
 
 
 def _joined(name: str, kind: str, block: int, joined: Sequence[ModelPart]) -> ModelPart:
-    """Several parts as one unit."""
     return ModelPart(
         name,
         kind,

@@ -117,7 +117,6 @@ _Kinds = Sequence[tuple[bool, tuple[Tensor, ...]]]
 
 
 def _flat_buffers(plan: Plan, cut: Iterable[tuple[ModelPart, _Kinds]]) -> list[_FlatBuffer]:
-    """The flat buffers of all parts, in order."""
     made = []
     for part, kinds in cut:
         itemsize = ITEMSIZE[plan.unit_dtype(part.name) if plan.units else plan.compute_dtype]

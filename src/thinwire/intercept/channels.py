@@ -97,7 +97,6 @@ class Channels:
         return direction.late
 
     def leave(self) -> None:
-        """Release the connections."""
         for direction in self._directions.values():
             direction.pair.leave()
         self._directions = {}

@@ -107,7 +107,6 @@ def _by_place(axis: MembersAxis, whole: torch.Tensor) -> torch.Tensor:
 
 
 def decode(codec: Codec, message: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Decode a message into a tensor."""
     target = ready(tensor).detach()
     result = target if target.is_contiguous() else torch.empty(target.numel(), dtype=target.dtype, device=target.device)
     codec.decode(message, target.numel(), target.dtype, out=result)

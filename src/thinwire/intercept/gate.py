@@ -90,7 +90,6 @@ class EncodingGate:
         self._known: dict[tuple[CodecSpec, torch.dtype, int, torch.device], tuple[Codec | None, str]] = {}
 
     def encodes(self, operation: Operation) -> bool:
-        """Whether an operation has a codec."""
         return not self._specs[operation].is_none
 
     def choose(

@@ -124,7 +124,6 @@ class MembersAxis(AxisGroup):
         return self.local > 1 and self.nodes > 1
 
     def leave(self) -> None:
-        """Release the connections."""
         self.inside.leave()
         self.across.leave()
 

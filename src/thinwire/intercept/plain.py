@@ -74,7 +74,6 @@ class PlainGroup(dist.ProcessGroup):
 
     @property
     def axis(self) -> str:
-        """Name of the axis."""
         if self._axis_name:
             return self._axis_name
         return str(self.group_desc).removeprefix("mesh_")  # what DeviceMesh calls the group of an axis
@@ -98,7 +97,6 @@ class PlainGroup(dist.ProcessGroup):
         self._watch = self._watch or Stopwatch()
 
     def get_group_store(self) -> dist.Store:
-        """The store of the inner group."""
         return self._store
 
     def traffic(self, *, reset: bool = False) -> AxisTraffic:
@@ -151,12 +149,10 @@ class PlainGroup(dist.ProcessGroup):
         return self._pass_on("barrier", [], self._inner.barrier, BarrierOptions() if opts is None else opts)
 
     def shutdown(self) -> None:
-        """Close the connections."""
         if self._owns_inner:
             self._inner.shutdown()
 
     def abort(self) -> None:
-        """Abort pending operations."""
         self._inner.abort()
 
     # ------------------------------------------------------------------------------------------------ forwarding
@@ -213,7 +209,6 @@ class PlainGroup(dist.ProcessGroup):
         return contextlib.nullcontext() if self._watch is None else self._watch.running(streams_of(device))
 
     def _count_plain(self, op: str, tensor: torch.Tensor, why: str) -> None:
-        """Count a tensor that is not encoded."""
         plain = self._plain_bytes(op, tensor.nbytes)
         with self._lock:
             self._ledger.add(op, "none", why, plain, plain)

@@ -62,7 +62,6 @@ class QueuedWork(dist.Work):
         return None
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that the task fills."""
         return self._tensors
 
     def synchronize(self) -> None:

@@ -91,7 +91,6 @@ class Ledger:
         self._rows: dict[tuple[str, str, str], list[int]] = {}
 
     def add(self, op: str, codec: str, why: str, plain: int, sent: int, across: int = 0) -> None:
-        """One tensor."""
         key = (op, codec, why)
         row = self._rows.get(key)
         if row is None:

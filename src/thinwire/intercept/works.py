@@ -71,7 +71,6 @@ class Promise(dist.Work):
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that the work fills."""
         return self._tensors
 
     def synchronize(self) -> None:
@@ -119,7 +118,6 @@ class AllOf(Promise):
         return future
 
     def is_completed(self) -> bool:
-        """Whether all works are complete."""
         return self._ended.is_set() or all(work.is_completed() for work in self._works)
 
 
@@ -165,7 +163,6 @@ class Delegated(dist.Work):
 
     @property
     def _work(self) -> dist.Work:
-        """The other work."""
         raise NotImplementedError
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
@@ -177,7 +174,6 @@ class Delegated(dist.Work):
         self._work.synchronize()
 
     def get_future(self) -> Any:
-        """The future of the work."""
         return self._work.get_future()
 
     def is_completed(self) -> bool:
@@ -193,7 +189,6 @@ class Delegated(dist.Work):
         return self._work.exception()
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that the work fills."""
         return self._work.result()
 
 

@@ -52,7 +52,6 @@ class Lab:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Tear the cluster down."""
         self.close()
 
     def close(self) -> None:

@@ -17,7 +17,6 @@ _PATIENCE = 60.0
 
 
 def is_slurm_job(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process belongs to a job of SLURM."""
     return "SLURM_JOB_ID" in environment
 
 

@@ -42,7 +42,6 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float], processor: float = 0.0) -> Spread:
-        """The median and the quartiles of samples."""
         if len(samples) == 1:
             return cls(samples[0], samples[0], samples[0], processor)
         low, median, high = statistics.quantiles(samples, n=4, method="inclusive")

@@ -135,7 +135,6 @@ class Draft:
         self._frees.setdefault(event, []).append(unit)
 
     def program(self, units: Sequence[UnitInfo], micro_batches: int) -> StepProgram:
-        """The finished program."""
         return StepProgram(
             units=tuple(units),
             micro_batches=micro_batches,

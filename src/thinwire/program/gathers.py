@@ -92,7 +92,6 @@ def check_live(plan: Plan, units: Sequence[UnitInfo]) -> None:
 
 
 def any_gathered(plan: Plan, units: Sequence[UnitInfo]) -> bool:
-    """Whether any unit is gathered before it is used."""
     return plan.gathers or any(unit.stored for unit in units)
 
 
@@ -390,7 +389,6 @@ class _Played:
         self._before: frozenset[int] = frozenset()
 
     def note(self, gathers: Gathers, event: Event) -> None:
-        """Note what is gathered at an event."""
         place, present = len(self.live), gathers.gathered
         self.live.append(gathers.live)
         self.with_copies.append(gathers.live + gathers.copied)

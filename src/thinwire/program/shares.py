@@ -91,7 +91,6 @@ def within(pieces: Sequence[int], span: Span) -> Sequence[int]:
 
 
 def padded(numel: int, multiple: int) -> int:
-    """``numel`` rounded up to a multiple."""
     return -(-numel // multiple) * multiple
 
 

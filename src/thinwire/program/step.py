@@ -96,7 +96,6 @@ class BufferInfo:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the gathered buffer."""
         return self.numel * self.itemsize
 
     def kept(self, pieces: int, of: int) -> int:

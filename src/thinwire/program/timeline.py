@@ -49,7 +49,6 @@ class Timeline:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The spans recorded so far."""
         with self._lock:
             return tuple(self._spans)
 

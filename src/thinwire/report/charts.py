@@ -92,7 +92,6 @@ def timeline_chart(step: TracedStep) -> Chart:
 
 
 def _draw_spans(axes: Axes, spans: Sequence[Span], row_of: Mapping[str, int]) -> None:
-    """Draw the spans of one rank, each in the row of its kind."""
     by_track: dict[str, list[tuple[float, float]]] = {}
     for span in spans:
         by_track.setdefault(span.track, []).append((1e3 * span.start, 1e3 * (span.end - span.start)))

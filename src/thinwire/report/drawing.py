@@ -125,7 +125,6 @@ def dress(axes: Axes, x_name: str, y_name: str) -> None:
 
 
 def add_legend(axes: Axes) -> None:
-    """Add a legend where anything has a label."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=8, labelcolor=light("ink"))
 

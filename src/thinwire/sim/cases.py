@@ -143,7 +143,6 @@ class Answer:
         return self.tflops * 1e12 / mean_peak(self.cluster, self.case.dtype)
 
     def to_dict(self) -> dict[str, Any]:
-        """The answer as JSON values."""
         return {
             "id": self.case.id,
             "step_seconds": self.simulated.seconds,

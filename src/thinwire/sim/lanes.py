@@ -106,7 +106,6 @@ class Lanes:
 
     @property
     def are_idle(self) -> bool:
-        """Whether no operation is on its way."""
         return not any(self.pending.values())
 
     def flight(self, index: int) -> Flight | None:

@@ -197,13 +197,11 @@ class Player:
         yield from _compute(self._rates.handling.step, "step")
 
     def forward(self, micro_batch: int) -> Activity:
-        """The forward of a micro-batch."""
         # In the first one, updated parameters are on their way to all blocks.
         more: dict[AnyLane, int] = {Lane.SPREAD: self._spreads} if micro_batch == 0 else {}
         return self._pass(self._trace.forward, self._forward_at, micro_batch, self._plan.prefetch, more)
 
     def backward(self, micro_batch: int) -> Activity:
-        """The backward of a micro-batch."""
         held: list[int] = []  # reductions that start once the next unit is gathered
         at = partial(self._backward_at, held=held)
         yield from self._pass(self._trace.backward, at, micro_batch, UNDER_WAY, {})
@@ -282,7 +280,6 @@ class Player:
                 yield flight
 
     def _keep(self, unit: int, sign: int) -> None:
-        """Keep the activations of a unit, or free them."""
         if self._whole.kept:
             self.lanes.hold(ACTIVATIONS, sign * self._whole.kept[unit])
 

@@ -364,7 +364,6 @@ class CodecSpec:
 
 
 def encodable_dtypes(codec: CodecSpec) -> tuple[str, ...]:
-    """Names of the dtypes that a codec encodes."""
     return _rules(codec).dtypes
 
 

@@ -41,7 +41,6 @@ class Delays:
         self.number = 0
 
     def make(self) -> None:
-        """Make a delay here."""
         with self._lock:
             self.number += 1
             seconds = self._random.uniform(0.0, self._longest)

@@ -213,11 +213,9 @@ class SimulatedStreams:
         self._stack = [self._make("compute")]
 
     def stream(self) -> SimulatedStream:
-        """Make a stream."""
         return self._make(f"stream {len(self.all)}")
 
     def event(self, *, timed: bool = False) -> SimulatedEvent:
-        """Make an event."""
         self.events += 1
         return SimulatedEvent(self, is_timed=timed)
 

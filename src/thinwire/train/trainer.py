@@ -66,7 +66,6 @@ class StepTime:
     steps: int = 0
 
     def add(self, seconds: float) -> None:
-        """Count one step."""
         self.seconds += seconds
         self.steps += 1
 

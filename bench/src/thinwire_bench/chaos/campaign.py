@@ -68,7 +68,6 @@ class _Deck:
         self._left: list[str] = []
 
     def draw(self) -> str:
-        """The next one."""
         self._left = self._left or self._chance.sample(self._kinds, len(self._kinds))
         return self._left.pop()
 

@@ -102,7 +102,6 @@ class Scene:
             self.ended({0}, about)
 
     def crash(self) -> None:
-        """Kill everything."""
         self.run.kill_all()
 
     def some_ranks(self, number: int) -> list[int]:

@@ -114,7 +114,6 @@ class DisturbedRun:
         return (self.directory / "recipe.toml").is_file()
 
     def checkpoints(self) -> list[Path]:
-        """Its checkpoints, oldest first."""
         with contextlib.suppress(OSError):
             return sorted((self.directory / "checkpoints").glob("step-*"))
         return []

@@ -206,7 +206,6 @@ def _trend(name: str, unit: str, points: Iterable[tuple[float, float]]) -> Trend
 
 
 def soak_sheet(samples: Sequence[Mapping[str, Any]]) -> Sheet:
-    """The trends as a table."""
     hours, steps = samples[-1]["seconds"] / 3600, samples[-1]["step"]
     return Sheet(
         title=f"{hours:.2f} hours, {steps:,} steps, {len(samples):,} samples",

@@ -116,7 +116,6 @@ class TrialVerdict:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> TrialVerdict:
-        """Undo :meth:`to_dict`."""
         incidents = [
             Incident(**{**one, "faults": [(kind, text) for kind, text in one["faults"]]}) for one in given["incidents"]
         ]

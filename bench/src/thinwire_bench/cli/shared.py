@@ -39,7 +39,6 @@ def progress(line: str) -> None:
 
 
 def words(text: str) -> list[str]:
-    """The words between commas."""
     return [word for part in text.split(",") if (word := part.strip())]
 
 
@@ -116,7 +115,6 @@ def insert_into(page: Path, text: str, command: str) -> None:
 
 
 def markdown(sheets: Iterable[Sheet]) -> str:
-    """Tables as Markdown."""
     from thinwire_bench.pages import markdown_table
 
     return "\n".join(line for sheet in sheets for line in markdown_table(sheet))

@@ -72,7 +72,6 @@ class Request:
 
 
 def run(request: Request, report: Callable[[str], None] = lambda line: None) -> CodecStudy:
-    """Measure."""
     device = request.device
     codecs = [get(name, backend=request.backend) for name in request.codecs]
     sets = data_sets(request.data, request.values, report)

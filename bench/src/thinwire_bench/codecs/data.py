@@ -41,7 +41,6 @@ def data_sets(
 
 
 def normal(num_values: int, seed: int = 0) -> Tensor:
-    """Standard normal values."""
     return torch.randn(num_values, generator=torch.Generator().manual_seed(seed))
 
 

@@ -89,7 +89,6 @@ class Fit:
 
 @cache
 def fits() -> dict[str, Fit]:
-    """The fits, by system."""
     text = (files("thinwire_bench.published") / "fits.json").read_text(encoding="utf-8")
     return {
         name: Fit(fit["date"], tuple(fit["constants"]), fit["left_out"], fit["by"], _groups(fit))

@@ -45,7 +45,6 @@ def cases(row: PublishedRow) -> list[Case]:
 
 
 def figure(row: PublishedRow, answers: Sequence[Answer]) -> float:
-    """The simulated figure, in the unit of the row."""
     first = answers[0]
     if row.metric == "OOM":
         return float(first.memory.total > first.cluster.memory)

@@ -57,7 +57,6 @@ class Table:
 
     @property
     def rows(self) -> list[PublishedRow]:
-        """The published figures of the table."""
         return [row for row in rows() if self.wanted(row)]
 
     def compare(self, row: PublishedRow, answered: Callable[[Case], Answer] = answer) -> RowComparison:

@@ -115,7 +115,6 @@ def _milliseconds(samples: Sequence[Sample], label: str) -> list[float]:
 
 
 def _row(samples: Sequence[Sample], system: SystemSpec, common: _Common) -> SystemRow:
-    """The row of one system under one setting, from its samples."""
     results = [sample.result for sample in samples]
     times = _milliseconds(samples, system.label)
     step_ms = statistics.median(times)

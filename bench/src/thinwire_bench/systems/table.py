@@ -55,7 +55,6 @@ def goals_table(ratios: Mapping[str, Sequence[Ratio]]) -> Table:
 
 
 def setting_name(bandwidth: str, clip: float | None) -> str:
-    """A setting as a title."""
     link = "links unshaped" if bandwidth == "none" else f"links of {bandwidth}"
     return f"{link}, {'no clipping' if clip is None else f'gradients clipped to {clip:g}'}"
 

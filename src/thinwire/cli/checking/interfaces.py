@@ -44,7 +44,6 @@ class Interface:
         )
 
     def plain(self) -> dict[str, Any]:
-        """The interface as plain values."""
         return {**asdict(self), "addresses": list(self.addresses)}
 
 

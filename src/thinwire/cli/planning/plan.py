@@ -273,7 +273,6 @@ def _leaves_of_hosts(source: Path) -> dict[str, str]:
 
 
 def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob:
-    """The job whose plans are compared."""
     from thinwire.errors import UsageError
     from thinwire.plan import OFFLOADED, TrainingJob, leaf_numbers
     from thinwire.spec import ModelSpec

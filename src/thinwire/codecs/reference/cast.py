@@ -59,5 +59,4 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def make(spec: CodecSpec) -> Codec:
-    """Make the codec of a spec."""
     return NoneCodec(spec) if spec.is_none else CastCodec(spec)

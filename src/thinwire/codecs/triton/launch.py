@@ -81,7 +81,6 @@ def aligned_rows(wires: Tensor, nbytes: int) -> Tensor:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """``a / b`` rounded up."""
     return -(-a // b)
 
 

@@ -52,12 +52,10 @@ class Keys:
 
     @property
     def certificate(self) -> Path:
-        """File of the certificate."""
         return self.directory / "certificate.pem"
 
     @property
     def key(self) -> Path:
-        """File of the private key."""
         return self.directory / "key.pem"
 
 

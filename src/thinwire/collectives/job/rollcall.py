@@ -132,12 +132,10 @@ class Report:
     exchanges: tuple[NotedExchange, ...]
 
     def to_json(self) -> str:
-        """Encode the report for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Decode a report from the store."""
         fields = json.loads(text)
         exchanges = tuple(
             NotedExchange(tuple(ranks), place, number, kind, tuple(sends), tuple(receives))
@@ -181,7 +179,6 @@ class RollCall:
         self._asking = False  # whether this rank is comparing reports at the moment
 
     def watch(self) -> None:
-        """Start the watching thread."""
         self.watching = True
         threading.Thread(target=self._watch, name="thinwire-rollcall", daemon=True).start()
 
@@ -199,7 +196,6 @@ class RollCall:
         return f" {_ranks(self._absent).capitalize()} in no exchange: dead, slow, or done. {REMEDY}."
 
     def close(self) -> None:
-        """Stop watching."""
         self._closed.set()
 
     # -- the watching thread -----------------------------------------------------------------------------------

@@ -64,7 +64,6 @@ class Meter:
         self._sent: dict[Lane, dict[Scope, int]] = {}
 
     def add(self, lane: Lane, scope: Scope, sent: int) -> None:
-        """Count bytes sent."""
         with self._lock:
             by_scope = self._sent.setdefault(lane, dict.fromkeys(Scope, 0))
             by_scope[scope] += sent

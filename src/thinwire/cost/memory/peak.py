@@ -66,7 +66,6 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Total bytes of the device."""
         return sum(self.by_part().values())
 
     def by_part(self) -> dict[str, int]:

@@ -345,13 +345,11 @@ def _kinds(model: ModelSpec) -> list[tuple[int, bool]]:
 
 
 def _expert(model: ModelSpec) -> int:
-    """Parameters of one expert."""
     matrices = feed_forward(model.kind, model.hidden, model.expert_ffn)
     return numel(matrices) + (sum(rows for rows, _ in matrices.values()) if model.biases else 0)
 
 
 def numel(matrices: Matrices) -> int:
-    """Elements of all matrices."""
     return sum(rows * columns for rows, columns in matrices.values())
 
 

@@ -197,7 +197,6 @@ def preset_fields(name: str, *, nodes: int, local: int, group: Factor | str | No
 
 
 def _islands(mesh: Factor, island: Factor, what: str) -> int:
-    """How many islands a mesh is cut into."""
     if not island.divides(mesh) or not island.fills_node(mesh):
         raise SpecError(
             what,

@@ -99,7 +99,6 @@ class Samples:
 
     @property
     def count(self) -> int:
-        """Samples of one epoch."""
         return (len(self.tokens) - 1) // self.seq
 
     def indices(self, start: int, number: int) -> Ids:

@@ -112,7 +112,6 @@ class Tokenizer:
         return str(self.backend.decode(list(ids), skip_special_tokens=False))
 
     def save(self, path: Path) -> None:
-        """Write ``tokenizer.json``."""
         self.backend.save(str(path))
 
     def fingerprint(self) -> str:

@@ -137,7 +137,6 @@ class TokenWriter:
         return int(self._counts.sum())
 
     def append(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
-        """Append ids."""
         array = np.asarray(ids, dtype=_TYPES[self._dtype])
         self._counts += np.bincount(array, minlength=self._vocab)
         self._file.write(array.tobytes())

@@ -139,7 +139,6 @@ class Decoder(nn.Module):
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of this stage."""
         return len(self.layers)
 
     @property

@@ -63,7 +63,6 @@ class DividedCausal(nn.Module):
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of this stage."""
         return len(self._base.layers)
 
     @property

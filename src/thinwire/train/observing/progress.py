@@ -68,7 +68,6 @@ class ProgressReport:
             self._console.print(text, markup=False, soft_wrap=True)
 
     def step(self, record: StepRecord) -> None:
-        """Show one step."""
         if self._silent:
             return
         now = record.tokens_per_second

@@ -127,7 +127,6 @@ class StepTracer:
 
 
 def longest(spans: Iterable[Span], most: int) -> list[Span]:
-    """Keep the longest spans."""
     known = list(spans)
     return known if len(known) <= most else sorted(known, key=lambda span: span.start - span.end)[:most]
 

@@ -49,7 +49,6 @@ class TrackedRun:
 
     @property
     def name(self) -> str:
-        """Name of the run."""
         return self.directory.name
 
 
@@ -234,7 +233,6 @@ class Trackers:
         self._each(f"step {step}", lambda tracker: tracker.log(step, metrics))
 
     def close(self) -> None:
-        """Close all of them."""
         with _quiet():
             self._each("the end of the run", lambda tracker: tracker.close())
         self._opened.clear()
