@@ -169,7 +169,7 @@ def _numbers(text: str) -> tuple[int, ...]:
         return tuple(int(word) for word in text.split(","))
     except ValueError as error:
         raise SpecError(
-            "places", [f"{text!r} should be numbers with commas between them, for example 0,2,1,3"]
+            "places", f"{text!r} should be numbers with commas between them, for example 0,2,1,3"
         ) from error
 
 
@@ -182,7 +182,7 @@ def parse_share(text: str) -> float:
     try:
         return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
-        raise SpecError("lab", [f'{text!r} is not a share: expected "0.1%" or 0.001']) from None
+        raise SpecError("lab", f'{text!r} is not a share: expected "0.1%" or 0.001') from None
 
 
 def _read(key: str, text: str, parse: Callable[[str], Value]) -> Value:

@@ -72,7 +72,7 @@ def emitted_text(emitted: Emitted) -> str:
     """
     writer = _WRITERS.get(emitted.framework)
     if writer is None:
-        raise SpecError("--emit", [f"there is no {emitted.framework!r}; valid are {', '.join(FRAMEWORKS)}"])
+        raise SpecError("--emit", f"there is no {emitted.framework!r}; valid are {', '.join(FRAMEWORKS)}")
     return writer(emitted)
 
 

@@ -58,11 +58,11 @@ def parse_call(call: str) -> dict[str, Any]:
     try:
         node = ast.parse(call.strip(), mode="eval").body
     except SyntaxError as error:
-        raise SpecError("--fsdp2", [f"{call!r} is not Python: {error.msg}; expected {_SHOWN}"]) from error
+        raise SpecError("--fsdp2", f"{call!r} is not Python: {error.msg}; expected {_SHOWN}") from error
     if not isinstance(node, ast.Call) or _name(node.func) != "fully_shard":
-        raise SpecError("--fsdp2", [f"{call!r} is no call of fully_shard; expected {_SHOWN}"])
+        raise SpecError("--fsdp2", f"{call!r} is no call of fully_shard; expected {_SHOWN}")
     if len(node.args) > 1 or any(keyword.arg is None for keyword in node.keywords):
-        raise SpecError("--fsdp2", ["fully_shard takes one positional argument, the module, and keywords"])
+        raise SpecError("--fsdp2", "fully_shard takes one positional argument, the module, and keywords")
     return {str(keyword.arg): _value(str(keyword.arg), keyword.value) for keyword in node.keywords}
 
 
@@ -101,7 +101,7 @@ def _value(key: str, node: ast.expr) -> Any:
     except ValueError:
         shown = ast.unparse(node)
         raise SpecError(
-            "--fsdp2", [f"{key} = {shown} is no constant; write its value, or leave it out: expected {_SHOWN}"]
+            "--fsdp2", f"{key} = {shown} is no constant; write its value, or leave it out: expected {_SHOWN}"
         ) from None
 
 
@@ -115,7 +115,7 @@ def _mesh_sizes(node: ast.Call) -> list[int]:
     except ValueError:
         value = None
     if not isinstance(value, tuple | list):
-        raise SpecError("--fsdp2", ['mesh: expected init_device_mesh("cuda", (2, 8)) with constant sizes'])
+        raise SpecError("--fsdp2", 'mesh: expected init_device_mesh("cuda", (2, 8)) with constant sizes')
     return list(value)
 
 

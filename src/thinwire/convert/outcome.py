@@ -198,7 +198,7 @@ def _model(name: str) -> dict[str, Any]:
     if not Path(name).expanduser().exists():
         raise SpecError(
             "--model",
-            [f"{name} is neither a path nor a published shape; the shapes are {', '.join(ModelSpec.preset_names())}"],
+            f"{name} is neither a path nor a published shape; the shapes are {', '.join(ModelSpec.preset_names())}",
         )
     return model_table(name)
 

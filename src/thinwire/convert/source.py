@@ -57,10 +57,10 @@ def read_source(path: str | Path) -> dict[str, Any]:
         content = place.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise SpecError(str(path), [f"cannot be read: {reason}"]) from error
+        raise SpecError(str(path), f"cannot be read: {reason}") from error
     table = read_yaml(content, str(path)) if place.suffix in {".yaml", ".yml"} else _json(content, str(path))
     if not isinstance(table, dict):
-        raise SpecError(str(path), [f"holds a {type(table).__name__}; expected a table of keys"])
+        raise SpecError(str(path), f"holds a {type(table).__name__}; expected a table of keys")
     return table
 
 
@@ -196,4 +196,4 @@ def _json(content: str, what: str) -> Any:
     try:
         return json.loads(content, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
-        raise SpecError(what, [f"not valid JSON: {error}"]) from error
+        raise SpecError(what, f"not valid JSON: {error}") from error

@@ -68,7 +68,7 @@ class TabledKernels(Kernels):
         if lacking:
             raise SpecError(
                 "kernels",
-                [f"the times of {table.device} lack {' and '.join(lacking)}: use thinwire kernels"],
+                f"the times of {table.device} lack {' and '.join(lacking)}: use thinwire kernels",
             )
         self._correction = cache(self._corrected)
 

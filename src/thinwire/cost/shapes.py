@@ -42,7 +42,7 @@ def parts(model: ModelSpec, granularity: str, tp: int = 1, ep: int = 1) -> tuple
     """
     if ep > 1:
         if (model.experts or 1) % ep:
-            raise SpecError("plan", [f"ep = {ep} should divide the model's experts = {model.experts or 'none'}"])
+            raise SpecError("plan", f"ep = {ep} should divide the model's experts = {model.experts or 'none'}")
         apart = _whole_parts(model, granularity, apart=True)
         return tuple(_shared(part, ep) if part.is_experts else part for part in apart)
     whole = _whole_parts(model, granularity)

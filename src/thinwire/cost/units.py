@@ -32,7 +32,7 @@ def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
     if any(unit.granularity not in (None, plan.granularity) for unit in plan.units):
         raise SpecError(
             f"plan {plan.name or plan.fingerprint()}",
-            ["units: granularity of single blocks is executed, but neither planned nor simulated; leave it unset here"],
+            "units: granularity of single blocks is executed, but neither planned nor simulated; leave it unset here",
         )
     own = parts(model, plan.granularity, plan.tp, plan.ep)
     if plan.ep == 1:

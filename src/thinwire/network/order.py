@@ -173,4 +173,4 @@ def _found_switches(plan: Plan, source: str, found: Found) -> list[tuple[str, ..
 
 
 def _unusable(plan: Plan, source: str, why: str) -> ThinwireError:
-    return SpecError(f"plan {plan.name or plan.fingerprint()}", [f"topology = {source!r}: {why}"])
+    return SpecError(f"plan {plan.name or plan.fingerprint()}", f"topology = {source!r}: {why}")

@@ -83,11 +83,9 @@ def check_live(plan: Plan, units: Sequence[UnitInfo]) -> None:
     if base + largest.nbytes > plan.live_bytes and others:
         raise SpecError(
             f"plan {plan.name or plan.fingerprint()}",
-            [
-                f"live_bytes = {plan.live_bytes}: unit {largest.name} alone has {largest.nbytes} bytes, beside {base} "
-                f"that are always gathered; set live_bytes to at least {base + largest.nbytes}, or cut units with "
-                'granularity = "module"'
-            ],
+            f"live_bytes = {plan.live_bytes}: unit {largest.name} alone has {largest.nbytes} bytes, beside {base} "
+            f"that are always gathered; set live_bytes to at least {base + largest.nbytes}, or cut units with "
+            'granularity = "module"',
         )
 
 

@@ -55,10 +55,8 @@ def exchanged_units(plan: Plan, units: Sequence[UnitInfo], fragment: int) -> tup
     if fragments > max(1, len(trained)):
         raise SpecError(
             f"plan {plan.name or plan.fingerprint()}",
-            [
-                f"islands.fragments = {fragments}: the model has {len(trained)} trained units to deal out; set it to "
-                f"at most {len(trained)}"
-            ],
+            f"islands.fragments = {fragments}: the model has {len(trained)} trained units to deal out; set it to "
+            f"at most {len(trained)}",
         )
     return tuple(trained[fragment::fragments])
 

@@ -41,7 +41,7 @@ class Factor(Spec):
             SpecError: if this factor does not divide ``other``.
         """
         if not self.divides(other):
-            raise SpecError("factor", [f"{self} does not divide {other}"])
+            raise SpecError("factor", f"{self} does not divide {other}")
         return Factor(local=other.local // self.local, nodes=other.nodes // self.nodes)
 
     def group(self, ways: int) -> Factor | None:
@@ -72,11 +72,9 @@ class Factor(Spec):
             return Factor(local=self.local // per_node)
         raise SpecError(
             "plan",
-            [
-                f"tp = {tp}, pp = {pp} do not fit nodes = {self.nodes}, nproc = {self.local}: tensor-parallel ranks "
-                "share a node, and every node has equally many ranks of a stage, or equally many whole stages; "
-                f"{self._remedy(tp, pp)}"
-            ],
+            f"tp = {tp}, pp = {pp} do not fit nodes = {self.nodes}, nproc = {self.local}: tensor-parallel ranks "
+            "share a node, and every node has equally many ranks of a stage, or equally many whole stages; "
+            f"{self._remedy(tp, pp)}",
         )
 
     def _remedy(self, tp: int, pp: int) -> str:

@@ -37,7 +37,7 @@ class PlanTemplate:
         """
         preset, file = recipe.plan.get("preset"), recipe.plan.get("file")
         if preset is not None and file is not None:
-            raise SpecError("plan", [f"preset = {preset!r} and file = {file!r} exclude each other; leave one out"])
+            raise SpecError("plan", f"preset = {preset!r} and file = {file!r} exclude each other; leave one out")
         return cls(recipe, None if file is None else Plan.load(file))
 
     @property
@@ -89,15 +89,13 @@ class PlanTemplate:
         seq = self.recipe.train.seq
         if seq % plan.cp:
             raise SpecError(
-                "train", [f"seq = {seq} should be a multiple of plan.cp = {plan.cp}, whose ranks share sequences"]
+                "train", f"seq = {seq} should be a multiple of plan.cp = {plan.cp}, whose ranks share sequences"
             )
         if plan.sequence_parallel and seq % plan.tp:
             raise SpecError(
                 "train",
-                [
-                    f"seq = {seq} should be a multiple of plan.tp = {plan.tp}, which cuts sequences, too, unless "
-                    "plan.sequence_parallel = false"
-                ],
+                f"seq = {seq} should be a multiple of plan.tp = {plan.tp}, which cuts sequences, too, unless "
+                "plan.sequence_parallel = false",
             )
         return plan
 
@@ -145,12 +143,10 @@ class PlanTemplate:
             of_islands = "" if plan.job_islands == 1 else f" on each of {plan.job_islands} islands"
             raise SpecError(
                 "plan",
-                [
-                    f"mesh = {plan.mesh} ({plan.world} ranks){of_islands} does not fit the {mesh.ranks} "
-                    f"{_rank_kind(plan)} of this run, {mesh.nodes} nodes of {mesh.local}; start it with --nodes "
-                    f"{plan.job_mesh.nodes * plan.pp} --nproc {plan.mesh.local * plan.tp}, or choose a preset, which "
-                    "fits itself to the mesh"
-                ],
+                f"mesh = {plan.mesh} ({plan.world} ranks){of_islands} does not fit the {mesh.ranks} "
+                f"{_rank_kind(plan)} of this run, {mesh.nodes} nodes of {mesh.local}; start it with --nodes "
+                f"{plan.job_mesh.nodes * plan.pp} --nproc {plan.mesh.local * plan.tp}, or choose a preset, which "
+                "fits itself to the mesh",
             )
         return plan
 
@@ -160,10 +156,8 @@ class PlanTemplate:
         if not keeps_busy(plan.pp, plan.pipeline_schedule, plan.micro_batches):
             raise SpecError(
                 "plan",
-                [
-                    f"micro_batches = {plan.micro_batches} leaves stages of the pipeline idle; set it to "
-                    f"{_busy_count(plan)} or another multiple of pp = {plan.pp}, or set train.global_batch instead"
-                ],
+                f"micro_batches = {plan.micro_batches} leaves stages of the pipeline idle; set it to "
+                f"{_busy_count(plan)} or another multiple of pp = {plan.pp}, or set train.global_batch instead",
             )
         return plan
 
@@ -174,10 +168,7 @@ def _with_global_batch(plan: Plan, global_batch: int) -> Plan:
     if rest:
         raise SpecError(
             "train",
-            [
-                f"global_batch = {global_batch} should be a multiple of the {plan.samplers} {_rank_kind(plan)} of "
-                "this run"
-            ],
+            f"global_batch = {global_batch} should be a multiple of the {plan.samplers} {_rank_kind(plan)} of this run",
         )
     sizes = [
         size
@@ -187,11 +178,9 @@ def _with_global_batch(plan: Plan, global_batch: int) -> Plan:
     if not sizes:
         raise SpecError(
             "train",
-            [
-                f"global_batch = {global_batch} gives each data-parallel rank {share} sequences, which make "
-                f"no micro-batches for plan.pp = {plan.pp} stages; set it to a multiple of "
-                f"{plan.data_ranks * plan.pp}, or lower plan.pp"
-            ],
+            f"global_batch = {global_batch} gives each data-parallel rank {share} sequences, which make "
+            f"no micro-batches for plan.pp = {plan.pp} stages; set it to a multiple of "
+            f"{plan.data_ranks * plan.pp}, or lower plan.pp",
         )
     largest = max(sizes)
     return plan.with_(micro_batch=largest, micro_batches=share // largest)

@@ -197,10 +197,8 @@ def resolve_ranks(template: PlanTemplate, ranks: Started | None, num_gpus: int) 
     if layout.ranks != ranks.world:
         raise SpecError(
             "cluster",
-            [
-                f"nodes = {layout.nodes} x nproc = {layout.local} is {layout.ranks} ranks, but {ranks.by} started "
-                f"{ranks.world}; start {layout.ranks}, or make the product of nodes and nproc {ranks.world}"
-            ],
+            f"nodes = {layout.nodes} x nproc = {layout.local} is {layout.ranks} ranks, but {ranks.by} started "
+            f"{ranks.world}; start {layout.ranks}, or make the product of nodes and nproc {ranks.world}",
         )
     return layout
 

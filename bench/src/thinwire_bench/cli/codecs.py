@@ -137,12 +137,12 @@ def _request(options: CodecsOptions) -> Request:
 
     device = options.device
     if device not in {"cpu", "cuda"}:
-        raise SpecError("--device", [f"{device!r} is not a device: valid are cpu and cuda"])
+        raise SpecError("--device", f"{device!r} is not a device: valid are cpu and cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: PyTorch finds no CUDA device on this machine")
     backend = options.backend or default_backend(device)
     if backend not in BACKENDS:
-        raise SpecError("--backend", [f"there is no backend {backend!r}; valid are {', '.join(BACKENDS)}"])
+        raise SpecError("--backend", f"there is no backend {backend!r}; valid are {', '.join(BACKENDS)}")
     names = CODECS if options.names is None else _codec_names(options.names)
     dtypes, sizes, data = words(options.dtypes), _sizes(options.sizes), _words_or_none(options.data)
     targets = _targets(options.targets)
@@ -215,7 +215,7 @@ def _dtype(name: str) -> torch.dtype:
 
     known = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     if name not in known:
-        raise SpecError("--dtypes", [f"{name!r} is not a dtype: valid are {', '.join(known)}"])
+        raise SpecError("--dtypes", f"{name!r} is not a dtype: valid are {', '.join(known)}")
     return known[name]
 
 

@@ -127,7 +127,7 @@ def settings_of(bandwidths: Sequence[str], clips: Sequence[str] = ("none",)) -> 
     from thinwire_bench.systems.interleave import Setting
 
     if not bandwidths or not clips:
-        raise SpecError("bench step", ["--bandwidth and --clip each need a value; none is one"])
+        raise SpecError("bench step", "--bandwidth and --clip each need a value; none is one")
     return [
         Setting(name, None if name == "none" else parse_bandwidth(name), None if norm == "none" else _norm(norm))
         for name in dict.fromkeys(bandwidths)
@@ -143,7 +143,7 @@ def _norm(text: str) -> float:
     except ValueError:
         norm = 0.0
     if not 0 < norm < float("inf"):
-        raise SpecError("--clip", [f"{text!r} is not a bound on the gradient norm: valid are none and numbers above 0"])
+        raise SpecError("--clip", f"{text!r} is not a bound on the gradient norm: valid are none and numbers above 0")
     return norm
 
 
@@ -157,5 +157,5 @@ def checked_model(name: str) -> str:
     from thinwire_bench.peers.catalog import MODELS
 
     if name not in MODELS:
-        raise SpecError("--model", [f"there is no model {name!r}; valid are {', '.join(MODELS)}"])
+        raise SpecError("--model", f"there is no model {name!r}; valid are {', '.join(MODELS)}")
     return name

@@ -119,7 +119,7 @@ def _systems(options: StepOptions) -> list[SystemSpec]:
     if twice:
         raise SpecError("bench step", [f"system {label} is named twice; name it once" for label in twice])
     if not systems:
-        raise SpecError("bench step", ["there is nothing to run; name systems with --plans or --peers"])
+        raise SpecError("bench step", "there is nothing to run; name systems with --plans or --peers")
     return systems
 
 

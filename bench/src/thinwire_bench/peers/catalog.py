@@ -144,7 +144,7 @@ def named_plan(name: str, nodes: int, ranks: int) -> Plan:
     if plan.ranks != whole or (plan.islands is None and (plan.mesh.nodes, plan.mesh.local) != (nodes, ranks)):
         islands = "" if plan.islands is None else f" with {plan.islands.count} islands"
         raise SpecError(
-            name, [f"mesh = {plan.mesh} (local x nodes){islands} is not that of --nodes {nodes} --ranks {ranks}"]
+            name, f"mesh = {plan.mesh} (local x nodes){islands} is not that of --nodes {nodes} --ranks {ranks}"
         )
     return plan
 

@@ -62,7 +62,7 @@ def in_proportion(before: Mapping[str, Any], changes: Mapping[str, Any], merged:
     times, rest = divmod(changes.get("nodes", nodes), nodes)
     if rest or not times:
         count = f"= {merged['nodes']}: the groups have {nodes} nodes"
-        raise SpecError("nodes", [f"{count}; change the groups instead"])
+        raise SpecError("nodes", f"{count}; change the groups instead")
     new_links = _table(merged["links"]) or {}
     groups = []
     for group in before["groups"]:

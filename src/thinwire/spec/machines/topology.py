@@ -43,7 +43,7 @@ class SwitchTree:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is no text"
-            raise SpecError(str(path), [f"cannot be read: {reason}"]) from error
+            raise SpecError(str(path), f"cannot be read: {reason}") from error
         return cls.parse(text, str(path))
 
     @classmethod
@@ -79,7 +79,7 @@ class SwitchTree:
             known = ", ".join([*self.switches][:4])
             raise SpecError(
                 self.source,
-                [f"has no line for {', '.join(missing)}; it names {len(self.switches)} hosts, such as {known}"],
+                f"has no line for {', '.join(missing)}; it names {len(self.switches)} hosts, such as {known}",
             )
         return [above for host in hosts if (above := found[host]) is not None]
 

@@ -78,9 +78,9 @@ def _read(file: Path) -> Mapping[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise SpecError(str(file), [f"cannot be read as a Hugging Face configuration: {error}"]) from error
+        raise SpecError(str(file), f"cannot be read as a Hugging Face configuration: {error}") from error
     if not isinstance(config, dict):
-        raise SpecError(str(file), ["should be a JSON object, as Hugging Face's config.json is"])
+        raise SpecError(str(file), "should be a JSON object, as Hugging Face's config.json is")
     return config
 
 

@@ -150,7 +150,7 @@ class ModelSpec(Dimensions):
             valid = ", ".join(_PRESETS)
             raise SpecError(
                 f"model {name!r}",
-                [f"there is no model preset {name!r}; valid are {valid}, a TOML file or a Hugging Face config.json"],
+                f"there is no model preset {name!r}; valid are {valid}, a TOML file or a Hugging Face config.json",
             )
         return cls.parse({"name": name, **_PRESETS[name], **overrides}, f"model {name!r}")
 

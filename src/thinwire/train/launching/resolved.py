@@ -89,13 +89,11 @@ def _check_island(recipe: Recipe, plan: Plan) -> None:
         missing = " and ".join(name for name, value in given.items() if value is None)
         raise SpecError(
             "cluster",
-            [
-                f"{missing} is missing, with islands.elastic = true: start this job with --island K --lighthouse "
-                "HOST:PORT, as `thinwire lighthouse` prints it"
-            ],
+            f"{missing} is missing, with islands.elastic = true: start this job with --island K --lighthouse "
+            "HOST:PORT, as `thinwire lighthouse` prints it",
         )
     useless = [f"{name} = {value!r}" for name, value in given.items() if value is not None]
     if not plan.is_elastic and useless:
         raise SpecError(
-            "cluster", [f"{' and '.join(useless)} has no use without islands.elastic = true in the plan; leave it out"]
+            "cluster", f"{' and '.join(useless)} has no use without islands.elastic = true in the plan; leave it out"
         )
