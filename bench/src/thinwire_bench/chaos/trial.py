@@ -7,10 +7,10 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from thinwire.checkpoint.manifest import MANIFEST_NAME
 from thinwire.errors import UsageError
@@ -109,17 +109,6 @@ class TrialVerdict:
     equal: bool
     about: str
     seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> TrialVerdict:
-        incidents = [
-            Incident(**{**one, "faults": [(kind, text) for kind, text in one["faults"]]}) for one in given["incidents"]
-        ]
-        return cls(**{**given, "incidents": incidents})
 
 
 def conduct(trial: Trial, settings: CampaignSettings, report: Callable[[str], None]) -> TrialVerdict:

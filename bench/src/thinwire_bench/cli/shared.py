@@ -56,25 +56,24 @@ def measured(
     Returns:
         A row for each system and setting; :func:`refuse` looks for those that do not count.
     """
-    from thinwire_bench.environment import num_cores
+    from thinwire.train.environment import num_cores
     from thinwire_bench.systems.rows import make_rows
     from thinwire_bench.systems.run import run
 
     return make_rows(run(systems, settings, session), systems, tokens=tokens, cores=num_cores())
 
 
-def refuse(rows: Sequence[SystemRow]) -> None:
-    """Fail where a system did not train as the others did.
+def refuse(kind: str, refused: Mapping[str, str], what: str) -> None:
+    """Fail where some of a kind did not do as the others, or as the reference.
 
     Raises:
-        BenchError: names every such system and why its rows do not count.
+        BenchError: names each of them and why what was measured of it does not count.
     """
     from thinwire_bench.systems.protocol import BenchError
 
-    refused = {row.system: row.refused for row in rows if row.refused is not None}
     if refused:
-        reasons = "; ".join(f"{system}: {reason}" for system, reason in refused.items())
-        raise BenchError(f"{len(refused)} of the systems refused, their rows do not count: {reasons}")
+        reasons = "; ".join(f"{subject}: {reason}" for subject, reason in refused.items())
+        raise BenchError(f"{len(refused)} of the {kind} refused, their {what} do not count: {reasons}")
 
 
 def write_results(path: Path, content: Mapping[str, Any], *, earlier: Mapping[str, Any] | None = None) -> None:

@@ -60,7 +60,7 @@ def _of_a_model(report: Callable[[str], None]) -> dict[str, Tensor]:
     model, samples = _trained_model(report)
     outputs: list[Tensor] = []
     handles = [layer.register_forward_hook(_keep(outputs)) for layer in model.layers]
-    _backward(model, samples, _STEPS)
+    backward(model, samples, _STEPS)
     for handle in handles:
         handle.remove()
     matrices = _matrices(model)
@@ -79,7 +79,7 @@ def _trained_model(report: Callable[[str], None]) -> tuple[Llama, Samples]:
     model = Llama(config, seed=0)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     for step in range(_STEPS):
-        _backward(model, samples, step)
+        backward(model, samples, step)
         optim.step()
         optim.zero_grad()
     return model, samples
@@ -90,7 +90,8 @@ def _matrices(model: Llama) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.dim() == 2]
 
 
-def _backward(model: Llama, samples: Samples, step: int) -> None:
+def backward(model: Llama, samples: Samples, step: int) -> None:
+    """Compute the gradients of a step, of eight samples."""
     batch = samples.batch(samples.indices(step * _BATCH, _BATCH))
     loss = model(batch.input_ids, labels=batch.labels).loss
     assert loss is not None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from thinwire_bench.peers.interface import SystemKind, SystemSpec
 from thinwire_bench.systems.interleave import Sample, Setting
@@ -64,10 +63,6 @@ class SystemRow:
     loss: float
     refused: str | None
     needed_rss: int | None = None
-
-    def plain(self) -> dict[str, Any]:
-        """The row as JSON has it."""
-        return asdict(self)
 
 
 def make_rows(samples: Sequence[Sample], systems: Sequence[SystemSpec], *, tokens: int, cores: int) -> list[SystemRow]:
