@@ -22,16 +22,14 @@ def from_accelerate(table: Mapping[str, Any], ranks: Factor, what: str = "accele
     return Conversion(what, ranks, base, judge(source, _RULES))
 
 
-def _distributed(value: Any, source: Source) -> Judgement:
-    del source
+def _distributed(value: Any, _source: Source) -> Judgement:
     if value in ("FSDP", "MULTI_GPU", "MULTI_CPU", "NO"):
         return mapped(note="fsdp_config sets the factors" if value == "FSDP" else "preset ddp")
     remedy = "convert its JSON instead" if value == "DEEPSPEED" else "use FSDP, MULTI_GPU or MULTI_CPU"
     return refused(f"this kind cannot be converted from accelerate's file; {remedy}")
 
 
-def _precision(value: str, source: Source) -> Judgement:
-    del source
+def _precision(value: str, _source: Source) -> Judgement:
     return mapped(plan={"compute_dtype": {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}[value.lower()]})
 
 
@@ -69,8 +67,7 @@ def _strategy(value: Any, source: Source) -> Judgement:
     return mapped(plan=dict(zip(("params", "grads", "optimizer"), sharding, strict=True)))
 
 
-def _recompute(value: bool, source: Source) -> Judgement:
-    del source
+def _recompute(value: bool, _source: Source) -> Judgement:
     return mapped(plan={"recompute": True}) if value else ignored("off")
 
 

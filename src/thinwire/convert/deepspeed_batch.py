@@ -31,13 +31,11 @@ class _Sizes:
         return cls(train, micro, steps, data_parallel_mesh(source).ranks)
 
 
-def _micro(value: int, source: Source) -> Judgement:
-    del source
+def _micro(value: int, _source: Source) -> Judgement:
     return mapped(plan={"micro_batch": value}) if value else refused("expected at least 1")
 
 
-def _accumulation(value: int, source: Source) -> Judgement:
-    del source
+def _accumulation(value: int, _source: Source) -> Judgement:
     return mapped(plan={"micro_batches": value}) if value else refused("expected at least 1")
 
 

@@ -119,8 +119,7 @@ def _bucket(value: int, source: Source) -> Judgement:
     return mapped(plan=plan, note="elements become bytes")
 
 
-def _overlap(value: bool, source: Source) -> Judgement:
-    del source
+def _overlap(value: bool, _source: Source) -> Judgement:
     if value:
         return ignored("overlap is the default")
     return mapped(plan={f"overlap.{lane}": False for lane in ("gather", "reduce", "sync", "spread")})
@@ -161,8 +160,7 @@ def _live(key: str) -> Rule:
 def _offload(plan: Mapping[str, Any], note: str = "") -> Rule:
     """A rule for what is offloaded; ``plan`` has the fields that keep it on the host."""
 
-    def rule(value: Any, source: Source) -> Judgement:
-        del source
+    def rule(value: Any, _source: Source) -> Judgement:
         device = value.get("device", "none") if isinstance(value, Mapping) else value
         if device in ("none", None, False):
             return ignored("off")

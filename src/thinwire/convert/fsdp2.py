@@ -160,19 +160,16 @@ def _reshard(value: Any, source: Source) -> Judgement:
     return resharding(value, _group(source) or source.ranks)
 
 
-def _compute(value: str, source: Source) -> Judgement:
-    del source
+def _compute(value: str, _source: Source) -> Judgement:
     return mapped(plan={"compute_dtype": _DTYPES[value.lower()]})
 
 
-def _reduce(value: str, source: Source) -> Judgement:
-    del source
+def _reduce(value: str, _source: Source) -> Judgement:
     return mapped(plan={"reduce_dtype": _DTYPES[value.lower()]})
 
 
-def offloading(value: Any, source: Source) -> Judgement:
+def offloading(value: Any, _source: Source) -> Judgement:
     """What becomes of offloaded states, or of none."""
-    del source
     if not value:
         return ignored("nothing is offloaded")
     everything = {"residence": {**ON_HOST["residence"], **PARAMS_ON_HOST["residence"]}}

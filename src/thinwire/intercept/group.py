@@ -131,7 +131,6 @@ class CompressingGroup(PlainGroup):
     # ------------------------------------------------------------------------------------------------ reductions
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        """See :func:`torch.distributed.all_reduce`."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         opts = _with_op(AllreduceOptions, opts, timeout)
         if len(tensors) != 1:
@@ -159,7 +158,6 @@ class CompressingGroup(PlainGroup):
         return _each(choices, encode, pass_on, tensors)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
-        """See :func:`torch.distributed.reduce_scatter_single`."""
         opts = _with_op(ReduceScatterOptions, opts)
         codec, why = self._choose("reduce", tensor, opts=opts)
         if codec is None:
@@ -185,7 +183,6 @@ class CompressingGroup(PlainGroup):
         return _each(choices, encode, pass_on, outputs)
 
     def reduce_scatter(self, outputs: Any, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        """See :func:`torch.distributed.reduce_scatter`."""
         if isinstance(outputs, torch.Tensor):
             outputs, tensors = [outputs], [tensors]
         opts = _with_op(ReduceScatterOptions, opts, timeout)
@@ -200,7 +197,6 @@ class CompressingGroup(PlainGroup):
     # ------------------------------------------------------------------------------------------------ gathers
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
-        """See :func:`torch.distributed.all_gather_single`."""
         opts = _options(AllgatherOptions, opts)
         codec, why = self._choose("gather", tensor)
         if codec is None:
@@ -227,7 +223,6 @@ class CompressingGroup(PlainGroup):
         return _each(choices, encode, pass_on, outputs)
 
     def allgather(self, outputs: Any, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:  # type: ignore[override]
-        """See :func:`torch.distributed.all_gather`."""
         if isinstance(tensors, torch.Tensor):
             outputs, tensors = [outputs], [tensors]
         opts = _options(AllgatherOptions, opts, timeout)

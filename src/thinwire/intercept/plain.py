@@ -113,27 +113,21 @@ class PlainGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------------------------------------ never encoded
 
     def broadcast(self, tensors: Any, *opts: Any) -> dist.Work:
-        """See :func:`torch.distributed.broadcast`."""
         return self._pass_on("broadcast", tensors, self._inner.broadcast, tensors, *opts)
 
     def reduce(self, tensors: Any, *opts: Any) -> dist.Work:
-        """See :func:`torch.distributed.reduce`."""
         return self._pass_on("reduce", tensors, self._inner.reduce, tensors, *opts)
 
     def gather(self, outputs: Any, tensors: Any, *opts: Any) -> dist.Work:
-        """See :func:`torch.distributed.gather`."""
         return self._pass_on("gather", tensors, self._inner.gather, outputs, tensors, *opts)
 
     def scatter(self, outputs: Any, tensors: Any, *opts: Any) -> dist.Work:
-        """See :func:`torch.distributed.scatter`."""
         return self._pass_on("scatter", tensors, self._inner.scatter, outputs, tensors, *opts)
 
     def alltoall(self, outputs: Any, tensors: Any, *opts: Any) -> dist.Work:
-        """See :func:`torch.distributed.all_to_all`."""
         return self._pass_on("all_to_all", tensors, self._inner.alltoall, outputs, tensors, *opts)
 
     def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> dist.Work:
-        """See :func:`torch.distributed.all_to_all_single`."""
         return self._pass_on("all_to_all", [tensor], self._inner_call("all_to_all_single"), output, tensor, *rest)
 
     def alltoall_base(self, *args: Any) -> dist.Work:
@@ -145,7 +139,6 @@ class PlainGroup(dist.ProcessGroup):
         return self._pass_on("all_gather", tensors, self._inner.allgather_coalesced, outputs, tensors, *opts)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """See :func:`torch.distributed.barrier`."""
         return self._pass_on("barrier", [], self._inner.barrier, BarrierOptions() if opts is None else opts)
 
     def shutdown(self) -> None:

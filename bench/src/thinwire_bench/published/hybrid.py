@@ -52,8 +52,7 @@ def _policy(scheme: str) -> str:
     return f"zhybrid:{match[1]}-{match[2]}"
 
 
-def gain(row: PublishedRow, answers: Sequence[Answer]) -> float:
+def gain(_row: PublishedRow, answers: Sequence[Answer]) -> float:
     """Percent of throughput."""
-    del row
     compressed, base = answers
     return 100 * (base.simulated.seconds / compressed.simulated.seconds - 1)

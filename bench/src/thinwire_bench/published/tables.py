@@ -64,13 +64,11 @@ class Table:
         return RowComparison(row, self.value(row, [answered(case) for case in self.cases(row)]), self.in_points)
 
 
-def _tgs(row: PublishedRow, answers: Sequence[Answer]) -> float:
-    del row
+def _tgs(_row: PublishedRow, answers: Sequence[Answer]) -> float:
     return answers[0].tgs
 
 
-def _mfu(row: PublishedRow, answers: Sequence[Answer]) -> float:
-    del row
+def _mfu(_row: PublishedRow, answers: Sequence[Answer]) -> float:
     return answers[0].mfu
 
 

@@ -96,15 +96,13 @@ def _case(row: PublishedRow, model: str, plan: str, tokens: int, wire: dict[str,
     return Case.parse(fields | ({"wire": wire} if wire else {}), row.where)
 
 
-def counted_tflops(row: PublishedRow, answers: Sequence[Answer]) -> float:
+def counted_tflops(_row: PublishedRow, answers: Sequence[Answer]) -> float:
     """With recomputation, of the slowest model."""
-    del row
     return min(answer.tflops * RECOMPUTED for answer in answers)
 
 
-def milliseconds(row: PublishedRow, answers: Sequence[Answer]) -> float:
+def milliseconds(_row: PublishedRow, answers: Sequence[Answer]) -> float:
     """Of a step."""
-    del row
     return 1000 * answers[0].simulated.seconds
 
 

@@ -71,39 +71,30 @@ class ShelteredStore(dist.Store):
         self._inner.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """See :class:`torch.distributed.Store`."""
         return replace_addresses(self._inner.get(key), self._place)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """See :class:`torch.distributed.Store`."""
         return [replace_addresses(value, self._place) for value in self._inner.multi_get(list(keys))]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
-        """See :class:`torch.distributed.Store`."""
         self._inner.multi_set(list(keys), list(values))
 
     def append(self, key: str, value: str | bytes) -> None:
-        """See :class:`torch.distributed.Store`."""
         self._inner.append(key, value)
 
     def add(self, key: str, amount: int) -> int:
-        """See :class:`torch.distributed.Store`."""
         return int(self._inner.add(key, amount))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """See :class:`torch.distributed.Store`."""
         return bytes(self._inner.compare_set(key, expected, desired))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """See :class:`torch.distributed.Store`."""
         return bool(self._inner.check(list(keys)))
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
-        """See :class:`torch.distributed.Store`."""
         self._inner.wait(list(keys), self._timeout if timeout is None else timeout)
 
     def has_extended_api(self) -> bool:
-        """See :class:`torch.distributed.Store`."""
         return True
 
     def _place(self, rank: int, port: int) -> tuple[str, int] | None:

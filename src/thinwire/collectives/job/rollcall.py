@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import cast
+from dataclasses import dataclass
+from typing import Final, cast
 
 import torch
 import torch.distributed as dist
 
+from thinwire.agreement import Typed
 from thinwire.collectives.links.patience import within_patience
 
 log = logging.getLogger("thinwire")
@@ -131,21 +131,12 @@ class Report:
     at: str
     exchanges: tuple[NotedExchange, ...]
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Report:
-        fields = json.loads(text)
-        exchanges = tuple(
-            NotedExchange(tuple(ranks), place, number, kind, tuple(sends), tuple(receives))
-            for ranks, place, number, kind, sends, receives in (e.values() for e in fields.pop("exchanges"))
-        )
-        return cls(exchanges=exchanges, **fields)
-
     def same_place(self, other: Report) -> bool:
         """Whether nothing has changed between two reports."""
         return self.exchanges == other.exchanges and self.blocked == other.blocked
+
+
+REPORT: Final[Typed[Report]] = Typed(Report)
 
 
 class RollCall:
@@ -218,7 +209,7 @@ class RollCall:
         started = time.monotonic()
         self._asking = True
         while self._is_stuck() and not self._closed.is_set():
-            store.set(_key(me), self._report(next(beats)).to_json())
+            store.set(_key(me), REPORT.encode(self._report(next(beats))).decode())
             reports = _reports(store)
             concerned = concerned_by(me, reports)
             verdict = judge(before, reports, concerned)
@@ -334,6 +325,6 @@ def _key(rank: int) -> str:
 def _reports(store: dist.Store) -> dict[int, Report]:
     reports = {}
     for rank in range(dist.get_world_size()):
-        if store.check([_key(rank)]) and (report := store.get(_key(rank)).decode()):
-            reports[rank] = Report.from_json(report)
+        if store.check([_key(rank)]) and (report := store.get(_key(rank))):
+            reports[rank] = REPORT.decode(report)
     return reports

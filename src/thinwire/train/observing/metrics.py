@@ -119,7 +119,7 @@ class StepRecord:
     def to_dict(self) -> dict[str, Any]:
         """The record as plain values for ``metrics.jsonl``. The key of `sent` is ``bytes``; numbers that are not finite
         are ``None``."""
-        table = {name: _finite(getattr(self, name)) for name in self.__dataclass_fields__}
+        table = {name: finite(getattr(self, name)) for name in self.__dataclass_fields__}
         table["bytes"] = table.pop("sent")
         return table
 
@@ -187,7 +187,8 @@ def truncate(path: Path, last_step: int) -> None:
         write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """A value, or ``None`` for a number that is not finite, which JSON cannot hold."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
