@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -197,13 +196,6 @@ def _rate(text: str) -> float | None:
     return None if text == "none" else parse_bandwidth(text)
 
 
-def _share(num_bytes: int, seconds: float, bandwidth: float | None) -> float | None:
-    from thinwire.lab.traffic import utilization
-
-    share = utilization(num_bytes, seconds, bandwidth)
-    return None if math.isnan(share) else share
-
-
 def _show(spec: LabSpec, outcome: Outcome, traffic: Sequence[LinkTraffic]) -> None:
     """Print the traffic of each link to stderr; stdout belongs to the command."""
     rates = spec.host_bandwidths or ((spec.bandwidth,) if spec.bandwidth is not None else ())
@@ -226,7 +218,9 @@ def _show(spec: LabSpec, outcome: Outcome, traffic: Sequence[LinkTraffic]) -> No
 
 
 def _rate_cell(count: int, seconds: float, bandwidth: float | None) -> str:
-    share = _share(count, seconds, bandwidth)
+    from thinwire.lab.traffic import utilization
+
+    share = utilization(count, seconds, bandwidth)
     rate = format_bandwidth(8 * count / max(seconds, 1e-9))
     return rate if share is None else f"{rate}, {share:.1%}"
 
@@ -234,11 +228,13 @@ def _rate_cell(count: int, seconds: float, bandwidth: float | None) -> str:
 def _summary(
     command: Sequence[str], per: Per, spec: LabSpec, outcome: Outcome, traffic: Sequence[LinkTraffic]
 ) -> dict[str, Any]:
+    from thinwire.lab.traffic import utilization
+
     links = [
         asdict(link)
         | {
-            "sent_share": _share(link.sent_bytes, outcome.seconds, spec.bandwidth_of(node)),
-            "received_share": _share(link.received_bytes, outcome.seconds, spec.bandwidth_of(node)),
+            "sent_share": utilization(link.sent_bytes, outcome.seconds, spec.bandwidth_of(node)),
+            "received_share": utilization(link.received_bytes, outcome.seconds, spec.bandwidth_of(node)),
         }
         for node, link in enumerate(traffic)
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -29,9 +28,9 @@ class LinkTraffic:
     received_packets: int
 
 
-def utilization(num_bytes: int, seconds: float, bandwidth: float | None) -> float:
-    """The share of a link's ``bandwidth`` (bits per second) that a transfer used; not a number without limit."""
-    return 8 * num_bytes / seconds / bandwidth if bandwidth and seconds > 0 else math.nan
+def utilization(num_bytes: int, seconds: float, bandwidth: float | None) -> float | None:
+    """The share of a link's ``bandwidth`` (bits per second) that a transfer used; ``None`` without limit."""
+    return 8 * num_bytes / seconds / bandwidth if bandwidth and seconds > 0 else None
 
 
 def counted(host: str, counts: Mapping[str, Mapping[str, int]]) -> LinkTraffic:

@@ -13,6 +13,7 @@ from typing import Final
 import torch
 
 from thinwire.errors import OutOfMemoryError, Room
+from thinwire.profile import process_memory
 from thinwire.train.environment import ranks_of_host, ranks_of_machine
 from thinwire.units import format_bytes
 
@@ -36,7 +37,7 @@ def measure_room(device: torch.device) -> Room:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return Room("GPU memory", limit, (total - free) * limit // total)
-    virtual, resident = _in_use()
+    virtual, resident = process_memory()
     address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
     # Far less of the address space is resident, so this limit is the tighter one only where it leaves less.
     if address_space != resource.RLIM_INFINITY and address_space - virtual < limit - resident:
@@ -84,15 +85,6 @@ def exhaustion(error: BaseException | None) -> str | None:
 def _readable(amount: str) -> str:
     number, unit = amount.split()
     return format_bytes(int(number)) if unit == "bytes" else amount
-
-
-def _in_use() -> tuple[int, int]:
-    """Bytes of this process's address space, and resident bytes."""
-    try:
-        pages = Path("/proc/self/statm").read_text().split()
-    except OSError:
-        return 0, 0
-    return int(pages[0]) * os.sysconf("SC_PAGE_SIZE"), int(pages[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _physical() -> int:

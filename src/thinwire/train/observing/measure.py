@@ -6,15 +6,14 @@ working time to its own position of the vector.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
 
 from thinwire.parallel import Grid, ParallelModel
+from thinwire.profile import process_memory
 from thinwire.program import HostLane
 from thinwire.sharding import api
 from thinwire.train.observing.allocator import FIGURES, figures
@@ -76,7 +75,7 @@ def pack(
         words += [count - across, across, seconds_of_axis]
     memory = [0.0] * ((len(_MEMORY) + 1) * world)
     stats = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
-    memory[rank::world] = [float(resident_bytes()), *figures(stats)]
+    memory[rank::world] = [float(process_memory()[1]), *figures(stats)]
     own = [0.0] * world
     own[rank] = max(0.0, seconds - stood_still)
     return words + memory + own
@@ -118,11 +117,3 @@ def share_across(grid: Grid, stages_here: int, node_ranks: int) -> float:
                 peer = grid.rank + (other % grid.pp - grid.stage) * apart
                 leave.append(peer // node_ranks != grid.rank // node_ranks)
     return sum(leave) / len(leave) if leave else 0.0
-
-
-def resident_bytes() -> int:
-    """Resident bytes of this process on Linux; 0 on other systems."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError, ValueError):
-        return 0
