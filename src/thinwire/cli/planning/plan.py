@@ -14,13 +14,7 @@ from thinwire.cli.planning.amsp import least_sum, objectives_json, show_objectiv
 from thinwire.cli.planning.answer import Answer, File, give
 from thinwire.cli.planning.compare import compare_run
 from thinwire.cli.planning.emit import NOTHING_EMITTED, EmitOptions, emit
-from thinwire.cli.planning.job import (
-    NO_OLD_CLUSTER_OPTIONS,
-    OldClusterOptions,
-    cluster_of,
-    cluster_settings,
-    ways_of,
-)
+from thinwire.cli.planning.job import NO_OLD_CLUSTER_OPTIONS, OldClusterOptions, cluster_of, cluster_settings, ways_of
 from thinwire.cli.planning.rent import NO_RENT, RentOptions, counts_of, show_rentals, show_sweep
 from thinwire.cli.planning.tables import (
     basis_line,

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thinwire.cost.memory.activations import (
-    GPU_LOSS_CHUNK,
-    exchange_bytes,
-    held_activations,
-    loss_bytes,
-    message_bytes,
-)
+from thinwire.cost.memory.activations import GPU_LOSS_CHUNK, exchange_bytes, held_activations, loss_bytes, message_bytes
 from thinwire.cost.memory.stages import PipelineShare, demanding_stages, held_units, stage_model, stages
 from thinwire.cost.memory.states import (
     ModelStates,

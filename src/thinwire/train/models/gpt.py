@@ -15,11 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.train.models.common import (
-    RotaryTable,
-    init_weights,
-    rotate,
-)
+from thinwire.train.models.common import RotaryTable, init_weights, rotate
 from thinwire.train.models.decoder import Decoder, DecoderConfig, Half, ModuleNames
 
 

@@ -16,11 +16,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import UsageError
 from thinwire.parallel.context import Context
-from thinwire.train.models.common import (
-    RotaryTable,
-    init_weights,
-    rotate,
-)
+from thinwire.train.models.common import RotaryTable, init_weights, rotate
 from thinwire.train.models.decoder import Decoder, DecoderConfig, Half, ModuleNames
 
 

@@ -8,14 +8,7 @@ from types import TracebackType
 from typing import Final, Literal, Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from thinwire.train.observing.metrics import StepRecord
 from thinwire.units import format_duration
