@@ -38,13 +38,8 @@ class RankPieces:
 
 
 def numels(tensor: torch.Tensor, rows: Sequence[int] | None, ranks: int) -> tuple[int, ...]:
-    """Number of values of each rank's piece of a tensor.
-
-    Args:
-        tensor: The tensor; pieces consist of rows, which lie along its first dimension.
-        rows: Rows of each piece; ``None`` or empty for equal pieces.
-        ranks: Number of ranks.
-    """
+    """Number of values of each rank's piece of a tensor: of its rows along the first dimension; without ``rows``,
+    pieces are equal."""
     if not rows:
         return (tensor.numel() // ranks,) * ranks
     of_a_row = math.prod(tensor.shape[1:])
@@ -59,18 +54,8 @@ def all_to_all(
     sent: RankPieces,
     seed: Callable[[Codec], int | None],
 ) -> list[int]:
-    """Send every rank its piece of a tensor, each encoded, and decode theirs. What a rank keeps is copied.
-
-    Args:
-        members: The ranks.
-        output: Tensor to fill.
-        tensor: Pieces to send, one after another.
-        received: Pieces of the output.
-        sent: Pieces of the tensor.
-        seed: A seed for a message of a codec.
-
-    Returns:
-        Bytes of the message to each rank.
+    """Send every rank its piece of a tensor, each encoded, and decode theirs into ``output``. What a rank keeps is
+    copied. Returns the bytes of the message to each rank.
 
     Raises:
         WireError: A message is damaged.

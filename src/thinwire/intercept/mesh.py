@@ -41,13 +41,7 @@ ROLES = {
 
 
 class BackendOptions(NativeBackend.Options):
-    """Options of the backend; made by :func:`axis_backend`.
-
-    Attributes:
-        codecs: Codecs of the axis.
-        min_numel: Tensors with fewer values are sent unencoded.
-        always: Encode outside training steps too.
-    """
+    """Options of the backend; made by :func:`axis_backend`."""
 
     def __init__(self, codecs: AxisCodecs, min_numel: int, *, always: bool) -> None:
         super().__init__(BACKEND, c10d._get_default_timeout(dist.Backend("gloo")))

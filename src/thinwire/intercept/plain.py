@@ -158,15 +158,8 @@ class PlainGroup(dist.ProcessGroup):
     def _pass_on(
         self, op: str, tensors: Any, call: Callable[..., dist.Work], *args: Any, why: Sequence[str] = ()
     ) -> dist.Work:
-        """Forward ``call(*args)`` to the inner group.
-
-        Args:
-            op: Name of the operation in reports.
-            tensors: Tensors that it sends; may contain lists of tensors.
-            call: Method of the inner group.
-            *args: Arguments of the method.
-            why: For each tensor, why it is not encoded although the axis has a codec.
-        """
+        """Forward ``call(*args)`` to the inner group, which sends ``tensors`` or lists of them; ``why``: for each, why
+        it is not encoded although the axis has a codec."""
         parts = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         for i, tensor in enumerate(parts):
             for part in _tensors([tensor]):
@@ -244,3 +237,21 @@ class PlainGroup(dist.ProcessGroup):
 def _tensors(parts: Any) -> list[torch.Tensor]:
     """The tensors of a list that may contain lists of tensors."""
     return [tensor for part in parts for tensor in (part if isinstance(part, list) else (part,))]
+
+
+def options(kind: Any, opts: Any, timeout: Any = None) -> Any:
+    """The options of a call, with defaults if the caller has given none."""
+    if isinstance(opts, kind):
+        return opts
+    made = kind()
+    if timeout is not None:
+        made.timeout = timeout
+    return made
+
+
+def reduction_options(kind: Any, opts: Any, timeout: Any = None) -> Any:
+    """The options of a reduction. Callers may pass the operation in their place."""
+    made = options(kind, opts, timeout)
+    if opts is not None and made is not opts:
+        made.reduceOp = opts
+    return made

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from thinwire.codecs import Codec
 from thinwire.collectives.links.streams import EventPairs, Streams
 
 
@@ -310,3 +311,17 @@ def _run(body: Callable[[], None], promise: Promise) -> None:
         promise.end(error)
     else:
         promise.end()
+
+
+def in_parts(
+    choices: Sequence[tuple[Codec | None, str]],
+    encode: Callable[[int, Codec], dist.Work],
+    pass_on: Callable[[Sequence[int], Sequence[str]], dist.Work],
+    results: Sequence[torch.Tensor],
+) -> dist.Work:
+    """Encode those tensors of a coalesced call that have a codec one by one, and forward the others together."""
+    plain = [i for i, (codec, _) in enumerate(choices) if codec is None]
+    works = [encode(i, codec) for i, (codec, _) in enumerate(choices) if codec is not None]
+    if plain or not choices:
+        works.append(pass_on(plain, [choices[i][1] for i in plain]))
+    return works[0] if len(works) == 1 else AllOf(works, results)

@@ -132,19 +132,8 @@ class Lookahead:
 
 
 class Gathers:
-    """Records the gathers and frees of a step.
-
-    Args:
-        plan: The plan.
-        units: The units.
-        trace: Order of the units.
-        draft: The program.
-        retention: Units that stay gathered.
-
-    Attributes:
-        live: Bytes of units that are gathered, or on their way.
-        copied: Bytes that the event's joint gathers copy.
-    """
+    """Records the gathers and frees of a step. ``live`` are the bytes of units that are gathered or on their way,
+    ``copied`` those that the event's joint gathers copy."""
 
     def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: Draft, retention: Retention) -> None:
         self._plan, self._units, self._draft = plan, units, draft

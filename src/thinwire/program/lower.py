@@ -15,13 +15,12 @@ from itertools import chain
 
 from thinwire.program.batches import buckets, reduction_batches, spread_batches
 from thinwire.program.draft import Call, Draft
-from thinwire.program.experts import beside
 from thinwire.program.gathers import Gathers, check_live, play_forward, retention
 from thinwire.program.islands import add_exchange
 from thinwire.program.mesh import Axis, Kind, MessageSizes
 from thinwire.program.residence import HostGradients, add_return, add_update
 from thinwire.program.shares import Even, Span, chunk_spans, padded, together, within
-from thinwire.program.step import BufferInfo, Event, HostLane, Lane, Phase, StepProgram, Trace, UnitInfo
+from thinwire.program.step import BufferInfo, Event, HostLane, Lane, Phase, StepProgram, Trace, UnitInfo, beside
 from thinwire.program.wire import gather_sizes, reduction_sizes, used_codec
 from thinwire.spec import Plan
 

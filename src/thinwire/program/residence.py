@@ -132,14 +132,8 @@ class HostGradients:
             self._draft.wait(event, self._up[unit])
 
     def finish(self, units: Sequence[int], event: Event, after: Sequence[int], *, last: bool) -> None:
-        """Let the gradients of units go down, which take part in no later reduction of the micro-batch.
-
-        Args:
-            units: Numbers of the units.
-            event: Event at which their last reductions start.
-            after: Reductions of the micro-batch so far.
-            last: Whether this is the step's last micro-batch.
-        """
+        """Let the gradients of units go down, which take part in no later reduction of the micro-batch than those that
+        start at ``event``; ``after`` are its reductions so far."""
         operations = self._draft.operations
         for unit in units if self._itemsize else ():
             size = self._size(unit, share=last or not self._apart)

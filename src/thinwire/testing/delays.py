@@ -75,18 +75,8 @@ def delay_streams(
     longest: float = 0.01,
     seed: int = 0,
 ) -> Iterator[Delays]:
-    """Delay the streams of models that are sharded inside the context.
-
-    Args:
-        place: What is late.
-        streams: Makes the streams of a device.
-        sleep: Queues a sleep of so many seconds on the current stream.
-        longest: Bound of the seconds of a delay.
-        seed: Seed of their lengths.
-
-    Yields:
-        The delays.
-    """
+    """Delay the streams of models that are sharded inside the context, by at most ``longest`` seconds; ``sleep`` queues
+    a sleep of so many on the current stream."""
     delays = Delays(sleep, longest, seed)
     with replace_streams(lambda device: _DelayedStreams(streams(device), delays, place)):
         yield delays
@@ -94,16 +84,7 @@ def delay_streams(
 
 @contextlib.contextmanager
 def delay_threads(place: Place, *, longest: float = 0.005, seed: int = 0) -> Iterator[Delays]:
-    """Delay the lanes of CPUs, which are threads, or the thread that computes.
-
-    Args:
-        place: What is late.
-        longest: Bound of the seconds of a delay.
-        seed: Seed of their lengths.
-
-    Yields:
-        The delays.
-    """
+    """Delay the lanes of CPUs, which are threads, or the thread that computes, by at most ``longest`` seconds."""
     delays, submit = Delays(time.sleep, longest, seed), ThreadWorker.submit
 
     def late(worker: ThreadWorker, body: Body, after: Sequence[Ticket], label: str) -> Ticket:

@@ -70,15 +70,7 @@ class _Message:
 
 
 class NcclDouble:
-    """One communicator; has the methods of ``torch.distributed.ProcessGroupNCCL`` that thinwire calls.
-
-    Args:
-        links: Connections between its members.
-        membership: Name and members of the communicator.
-        log: Notes the calls of this rank.
-        perform: Performs an operation on the current stream.
-        streams: Streams of the device; ``None`` for one without.
-    """
+    """One communicator; has the methods of ``torch.distributed.ProcessGroupNCCL`` that thinwire calls."""
 
     def __init__(
         self,

@@ -164,11 +164,8 @@ _pools: dict[int, RankPool] = {}
 
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Call ``function(*args)`` on ``world`` ranks of one job, and keep the processes for the next call.
-
-    Returns:
-        Results by rank.
-    """
+    """Call ``function(*args)`` on ``world`` ranks of one job, and keep the processes for the next call; returns results
+    by rank."""
     if world not in _pools:
         _pools[world] = RankPool(world)
         atexit.register(_pools[world].close)
