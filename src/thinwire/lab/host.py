@@ -56,10 +56,10 @@ class Host:
             "THINWIRE_LAB_HOSTS": str(spec.nodes),
         }
 
-    def rank_environment(self, local_rank: int, master_port: int = MASTER_PORT) -> dict[str, str]:
+    def rank_environment(self, local_rank: int) -> dict[str, str]:
         """Variables of one rank of a job, as torchrun would set them."""
         spec = self.spec
-        return self.environment(master_port) | {
+        return self.environment() | {
             "RANK": str(self.index * spec.ranks + local_rank),
             "LOCAL_RANK": str(local_rank),
             "GROUP_RANK": str(self.index),

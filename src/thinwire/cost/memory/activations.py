@@ -67,18 +67,9 @@ def _expert_values(model: ModelSpec) -> int:
     return model.active_experts * (2 * model.hidden + 4 * model.expert_ffn)
 
 
-def kept_activations(
-    model: ModelSpec, plan: Plan, parts: Sequence[ModelPart], *, seq: int, loss_chunk: int = GPU_LOSS_CHUNK
-) -> tuple[int, ...]:
-    """Bytes that each part of a model keeps from its forward to its backward.
-
-    Args:
-        model: Dimensions of the model.
-        plan: The plan; micro-batch, tensor parallelism and recomputation matter.
-        parts: Parts of the model.
-        seq: Tokens per sequence.
-        loss_chunk: Most logits of which the loss has fp32 copies at once.
-    """
+def kept_activations(model: ModelSpec, plan: Plan, parts: Sequence[ModelPart], *, seq: int) -> tuple[int, ...]:
+    """Bytes that each part of a model keeps from its forward to its backward on a GPU. Of the plan, micro-batch, tensor
+    parallelism and recomputation matter."""
     tokens, itemsize = _tokens(plan, seq)
     block = _input_bytes(model, plan, seq) if plan.recompute else _block_bytes(model, plan, seq)
     blocks = sum(part.kind == "block" for part in parts)
@@ -87,7 +78,7 @@ def kept_activations(
     heads = [part.kind in ("head", "rest") for part in parts]
     last = len(heads) - 1 - heads[::-1].index(True) if any(heads) else -1
     return tuple(
-        share if part.kind == "block" else logit_bytes(model, tokens, itemsize, loss_chunk) if index == last else 0
+        share if part.kind == "block" else logit_bytes(model, tokens, itemsize) if index == last else 0
         for index, part in enumerate(parts)
     )
 
