@@ -66,9 +66,6 @@ def all_reduce(
         codecs: Codecs of the hops.
         feedback: Error feedback, which the caller keeps from step to step.
         seed: Seed for codecs that round at random.
-
-    Returns:
-        The moves.
     """
     piece = vector.numel() // group.size
     own = slice(group.index * piece, (group.index + 1) * piece)

@@ -191,9 +191,5 @@ def mesh_group(ranks: Sequence[int], axis: str) -> dist.ProcessGroup:
     """Make a process group for an axis of torch's mesh, with the job's timeout. Only its members call this.
 
     A mesh would make groups by itself, but with a timeout of half an hour.
-
-    Args:
-        ranks: Global ranks, including this one.
-        axis: Name of the axis.
     """
     return named_group(f"thinwire/{job.number}/mesh-{axis}", ranks, job.timeout)

@@ -34,9 +34,6 @@ def point_to_point(
         target: Index of the receiving member, which must be another one.
         codec: Codec of the message; ``None`` sends values unencoded.
         seed: Seed for a codec that rounds at random.
-
-    Returns:
-        The moves.
     """
     me = subgroup.index
     if codec is None:

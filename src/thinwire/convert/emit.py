@@ -32,15 +32,7 @@ _SCHEDULES: Final = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
 
 @dataclass(frozen=True)
 class Emitted:
-    """What a configuration is written from.
-
-    Attributes:
-        framework: One of ``FRAMEWORKS``.
-        plan: The sharding as a plan, with batch, recomputation and cut.
-        seq: Tokens per sequence.
-        clip: Largest norm of gradients; ``None`` if they are not clipped.
-        what: The job in words, for a comment.
-    """
+    """What a configuration of one of ``FRAMEWORKS`` is written from; ``what`` is the job in words, for a comment."""
 
     framework: str
     plan: Plan

@@ -94,11 +94,7 @@ class Lab:
             self._reshape(replace(wanted, bandwidth=own), node)
 
     def shape_link(self, node: int, bandwidth: float | None) -> None:
-        """Change the bandwidth of one host's link, in both directions, while traffic flows.
-
-        Args:
-            node: Index of the host.
-            bandwidth: Bandwidth in bits per second; None sets no limit.
+        """Change the bandwidth of one host's link, in both directions, while traffic flows; ``None`` sets no limit.
 
         Raises:
             SpecError: the bandwidth is out of range.

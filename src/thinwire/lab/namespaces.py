@@ -37,10 +37,6 @@ class Step:
 class Namespaces:
     """A switch's network namespace and one for each host, until :meth:`close` or until this process ends.
 
-    Args:
-        hosts: Names of the hosts.
-        hosts_file: Text of their ``/etc/hosts``.
-
     Raises:
         UsageError: the machine does not allow it; says what is missing.
     """

@@ -12,13 +12,6 @@ class LinkTraffic:
 
     Packets that the kernel hands over as one have their headers counted once: up to 0.7 % less than on a real cable,
     and than what the shaping counts.
-
-    Attributes:
-        host: Name of the host.
-        sent_bytes: Bytes that the host sent.
-        received_bytes: Bytes that the host received.
-        sent_packets: Packets that the host sent, as the kernel hands them over, with up to 64 KiB each.
-        received_packets: Packets that the host received.
     """
 
     host: str

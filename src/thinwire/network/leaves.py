@@ -23,13 +23,8 @@ OUTLIER = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One exchange of a pair, during a round in which all pairs exchanged.
-
-    Attributes:
-        pair: The nodes, in ascending order.
-        seconds: Seconds of the exchange on the slower of them.
-        round: Number of the round: exchanges of one round ran at the same time.
-    """
+    """One exchange of a pair of nodes, in ascending order, during a round in which all pairs exchanged: its seconds on
+    the slower of them."""
 
     pair: tuple[int, int]
     seconds: float

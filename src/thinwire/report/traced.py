@@ -14,14 +14,8 @@ from thinwire.program.timeline import STEP, Span
 
 @dataclass(frozen=True)
 class TracedStep:
-    """What every rank did in one step.
-
-    Attributes:
-        name: Name of the step.
-        seconds: Seconds from its beginning to its end on rank 0.
-        by_rank: Spans of computation, waiting and lanes by rank; time 0 is the beginning of the step.
-        path: The file of the whole trace.
-    """
+    """What every rank did in one step: its seconds on rank 0, and spans of computation, waiting and lanes by rank, from
+    its beginning on."""
 
     name: str
     seconds: float

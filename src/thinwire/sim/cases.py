@@ -102,17 +102,8 @@ NOT_SLOWED = Slowed()
 
 @dataclass(frozen=True)
 class Answer:
-    """The simulated step of a case.
-
-    Attributes:
-        case: The case.
-        model: Dimensions of its model.
-        cluster: Its cluster.
-        plan: Its plan, with all defaults resolved.
-        simulated: The simulated step.
-        memory: Bytes per rank.
-        extrapolated: Whether the case lies outside the range to which the engine's constants were fitted.
-    """
+    """The simulated step of a case, its plan with all defaults resolved. ``extrapolated``: whether the case lies
+    outside the range to which the engine's constants were fitted."""
 
     case: Case
     model: ModelSpec

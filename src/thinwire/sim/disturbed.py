@@ -61,14 +61,7 @@ class Disturbed:
 
 
 def disturbed(case: Case, disturbance: Disturbance, *, samples: int = 64, seed: int = 0) -> Disturbed:
-    """Sample disturbed steps.
-
-    Args:
-        case: The step to simulate.
-        disturbance: Deviations from the nominal speed.
-        samples: Number of steps to sample, at least 1.
-        seed: Seed of the random numbers; the same seed gives the same steps.
-    """
+    """Sample disturbed steps; the same seed gives the same steps."""
     undisturbed = answer(case)
     chance = random.Random(seed)
     cluster = undisturbed.cluster

@@ -68,16 +68,8 @@ class Engine(ABC):
         group: int | None,
         trace: bool = False,
     ) -> Simulated:
-        """Play a step on a cluster with published rates.
-
-        Args:
-            plan: The plan.
-            workload: A rank's part of the model.
-            cluster: Links and peak FLOP/s.
-            model: Dimensions of the whole model.
-            group: Of a cluster of unlike nodes, the number of the group whose nodes see the step.
-            trace: Whether to keep the spans.
-        """
+        """Play a step on a cluster with published rates; ``group``: of a cluster of unlike nodes, the number of the
+        group whose nodes see the step."""
 
 
 @final
@@ -105,14 +97,7 @@ class ThinwireEngine(Engine):
 def step_with_axes(
     costs: AxisCosts, workload: Workload, *, trace: bool = False, execution: Execution | None = None
 ) -> Simulated:
-    """Play a step with what sharing the model takes; messages between full stages are taken to be hidden.
-
-    Args:
-        costs: The plan, and what its axes take.
-        workload: A rank's part of the model.
-        trace: Whether to keep the spans.
-        execution: How an engine other than thinwire performs it.
-    """
+    """Play a step with what sharing the model takes; messages between full stages are taken to be hidden."""
     plan, rates = costs.plan, costs.rates
     workload = replace(workload, exchanges=costs.exchanges(workload.parts))
     step = simulate(plan, workload, rates, micro_batches=plan.micro_batches, trace=trace, execution=execution)

@@ -68,22 +68,8 @@ class _Mark:
 
 
 class Player:
-    """Plays a step.
-
-    Args:
-        plan: The plan.
-        workload: Work of the whole model.
-        rates: Seconds of each part.
-        program: Program of the step, lowered for the blocks that ``fewer`` leaves.
-        execution: How the engine performs it.
-        trace: Whether to keep spans and levels.
-        fewer: The blocks that are repeated; ``None``: the program has all of them.
-
-    Attributes:
-        lanes: The lanes.
-        end: When the step ended.
-        exposed: Seconds that computation waited, by lane.
-    """
+    """Plays a step, by a program that is lowered for the blocks that ``fewer`` leaves. ``exposed`` are the seconds that
+    computation waited, by lane."""
 
     def __init__(
         self,
@@ -111,12 +97,8 @@ class Player:
         self._since = 0.0
 
     def play(self, computation: Activity, *, drain: bool = True) -> None:
-        """Play some computation, after what was played before.
-
-        Args:
-            computation: What :meth:`begin`, :meth:`forward`, :meth:`backward` and :meth:`finish` return.
-            drain: Whether operations that computation does not wait for go on to their end.
-        """
+        """Play what :meth:`begin`, :meth:`forward`, :meth:`backward` and :meth:`finish` return, after what was played
+        before. With ``drain``, operations that computation does not wait for go on to their end."""
         self._computation = computation
         self._go_on()
         while self._current is not None:

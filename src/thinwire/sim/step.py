@@ -60,16 +60,8 @@ def simulate(
     trace: bool = False,
     execution: Execution | None = None,
 ) -> Simulated:
-    """Play one step in steady state. Its exchanges with other islands count with their mean over many steps.
-
-    Args:
-        plan: The plan.
-        workload: The model and its batch.
-        rates: Seconds of each part without slowdown.
-        micro_batches: Micro-batches per step (``M``).
-        trace: Whether to keep spans and levels.
-        execution: How an engine other than thinwire performs it.
-    """
+    """Play one step in steady state, by rates without slowdown. Its exchanges with other islands count with their mean
+    over many steps."""
     played = play(plan, workload, rates, micro_batches=micro_batches, trace=trace, execution=execution)
     step = played.step(micro_batches)
     return step if plan.num_islands == 1 else with_exchanges(plan, workload.units, rates, step)

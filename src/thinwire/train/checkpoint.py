@@ -77,18 +77,12 @@ def checkpoints(directory: Path) -> list[Checkpoint]:
 
 
 def newest(directory: Path, *, checksums: bool = True) -> Checkpoint | None:
-    """Find the checkpoint to resume from. One process calls this while none saves.
+    """Find the newest checkpoint, to resume from it; ``None`` if there is none. One process calls this while none
+    saves. With ``checksums``, it is read whole; otherwise only the manifest and the presence and sizes of the files are
+    checked, which is fast.
 
     A damaged checkpoint is not skipped: the run would overwrite it, although it may soon be readable again, or have a
     copy elsewhere.
-
-    Args:
-        directory: Directory of all checkpoints.
-        checksums: Read the whole checkpoint. Otherwise, only the manifest and the presence and sizes of the files are
-            checked, which is fast.
-
-    Returns:
-        The newest checkpoint, which is complete and undamaged; ``None`` if there is none at all.
 
     Raises:
         CheckpointError: The newest checkpoint is damaged; the message names the file and the newest undamaged

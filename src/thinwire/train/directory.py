@@ -202,17 +202,9 @@ class RunDirectory:
         race: Mapping[str, Any] | None = None,
         expected: Expectation | None = None,
     ) -> None:
-        """Make the directory and write the description of the run, so that both survive a loss of power. One process of
-        the run calls it.
-
-        Args:
-            recipe: The recipe, with absolute paths.
-            plan: The plan.
-            versions: Versions of the software by package.
-            command: The command line, quoted for a shell.
-            profile: The profile that ``--plan auto`` used; ``None`` leaves the file of an earlier start alone.
-            race: The race that ``--plan auto`` ran, if it chose the plan.
-            expected: What the plan is expected to do; ``None`` leaves the file of an earlier start alone.
+        """Make the directory and write the description of the run, so that both survive a loss of power: the recipe
+        with absolute paths, the command quoted for a shell. Without a profile or an expectation, those of an earlier
+        start stay. One process of the run calls it.
 
         Raises:
             UsageError: A file cannot be written.

@@ -30,15 +30,7 @@ LAB_HOSTS: Final = "THINWIRE_LAB_HOSTS"
 
 @dataclass(frozen=True)
 class Started:
-    """Ranks that someone else has started.
-
-    Attributes:
-        by: ``torchrun`` or ``SLURM``.
-        rank: Number of this process.
-        world: Number of ranks.
-        local_rank: Number of this process on its host.
-        local_world: Number of ranks on this host.
-    """
+    """Ranks that someone else has started: ``torchrun`` or ``SLURM``. Local numbers are those on this host."""
 
     by: str
     rank: int

@@ -140,15 +140,10 @@ class Trainer:
         return step == self.run.recipe.train.steps or (every > 0 and step % every == 0)
 
     def step(self, wants_stop: bool) -> StepOutcome:
-        """Make one update, and exchange losses and measurements with the other ranks.
+        """Make one update, and exchange losses and measurements with the other ranks. ``wants_stop`` asks all of them
+        to stop after it.
 
         Islands hear of each other at logged steps only: a stop or a failure waits for the next of them.
-
-        Args:
-            wants_stop: Whether this rank wants to stop after the step.
-
-        Returns:
-            What the ranks know after the step.
 
         Raises:
             NonFiniteError: On all ranks, if the loss or the gradient is not finite and the recipe does not skip such
@@ -251,13 +246,8 @@ class Trainer:
         finish_save()
 
     def load(self, checkpoint: Checkpoint) -> str | None:
-        """Continue from a checkpoint.
-
-        Args:
-            checkpoint: The checkpoint to load.
-
-        Returns:
-            A sentence about the loss scale if only the checkpoint or only this run has one, otherwise ``None``.
+        """Continue from a checkpoint. Returns a sentence about the loss scale if only the checkpoint or only this run
+        has one.
 
         Raises:
             DataError: The checkpoint was trained on other tokens.

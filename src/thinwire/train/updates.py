@@ -182,17 +182,8 @@ class Updates:
 
 
 def learning_rate_share(step: int, *, warmup: int, steps: int, final: float) -> float:
-    """Linear warm-up, followed by half a period of a cosine.
-
-    Args:
-        step: Number of updates before this one.
-        warmup: Number of warm-up updates; the last of them has the peak rate.
-        steps: Number of updates in the whole run.
-        final: Learning rate of the last update, as a fraction of the peak.
-
-    Returns:
-        Learning rate as a fraction of the peak: above 0 for the first update, `final` for the last.
-    """
+    """Linear warm-up, followed by half a period of a cosine, as a fraction of the peak, for the update after ``step``
+    others. The first update's is above 0, that of the last warm-up update 1, and that of the last one ``final``."""
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup + 1) / max(1, steps - warmup)

@@ -125,13 +125,7 @@ _open_ends: set[End] = set()
 
 
 class Forwarder:
-    """What a gateway does.
-
-    Args:
-        certificate: File of the job's certificate, which is also the only one that is trusted.
-        key: File of its private key.
-        job: Name of the job, which all of its ranks know.
-    """
+    """What a gateway does. The job's certificate is also the only one that it trusts."""
 
     def __init__(self, certificate: str, key: str, job: str) -> None:
         self._job = hashlib.blake2b(job.encode(), digest_size=16).digest()

@@ -36,14 +36,6 @@ class ShelteredStore(dist.Store):
     host instead, at which its gateway listens.
 
     torch's C++ code calls these methods; it does not know of ``delete_key`` and ``num_keys`` of stores in Python.
-
-    Args:
-        inner: The job's store.
-        gateway: Gateway of this rank.
-        rank: Rank of this process.
-        world: Number of ranks.
-        local_rank: Number of this process on its host.
-        door: Where this rank's gateway listens.
     """
 
     def __init__(self, inner: Any, gateway: Gateway, rank: int, world: int, local_rank: int, door: Door) -> None:

@@ -25,14 +25,8 @@ _made: Counter[str] = Counter()
 def named_group(
     name: str, ranks: Sequence[int], timeout: datetime.timedelta, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """Make a process group. Only its members call this, and they make groups of one name in one order.
-
-    Args:
-        name: Name of the group among those of its ranks.
-        ranks: Global ranks, including this one; the group has them in ascending order.
-        timeout: Timeout of its collectives.
-        backend: Backend of the group; that of the job by default.
-    """
+    """Make a process group of global ranks, in ascending order, with the job's backend by default. Only its members
+    call this, and they make groups of one name in one order."""
     ranks = sorted(ranks)
     name = f"{name}/{'-'.join(map(str, ranks))}"
     _made[name] += 1

@@ -23,13 +23,7 @@ _TRAINING_BYTES: Final = 64 * 2**20
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to token ids and back.
-
-    Attributes:
-        backend: the `tokenizers` object.
-        vocab: number of ids; every id is smaller.
-        end: the id written after each document.
-    """
+    """Text to token ids below ``vocab`` and back; ``end`` is the id that is written after each document."""
 
     backend: Backend
     vocab: int
@@ -37,14 +31,8 @@ class Tokenizer:
 
     @classmethod
     def train(cls, documents: Iterable[str], vocab: int) -> Tokenizer:
-        """Train a byte-level BPE: no text is out of vocabulary, and equal documents give equal merges.
-
-        Args:
-            documents: training text; the first 64 MiB are used.
-            vocab: number of ids, at least 257 (256 bytes and the end-of-text token).
-
-        Returns:
-            The tokenizer; its vocabulary is smaller than asked for when the text has too few pairs to merge.
+        """Train a byte-level BPE on the first 64 MiB of documents: no text is out of vocabulary, and equal documents
+        give equal merges. A text with too few pairs to merge gives fewer ids than ``vocab``.
 
         Raises:
             DataError: `vocab` is too small.

@@ -42,15 +42,7 @@ class TokenBin:
 
     @classmethod
     def open(cls, path: str | Path, *, dtype: TokenType | None = None, vocab: int | None = None) -> TokenBin:
-        """Map a bin.
-
-        Args:
-            path: the ``.bin`` file.
-            dtype: type of the ids; needed only where there is no header.
-            vocab: size of the vocabulary; needed only where there is no header.
-
-        Returns:
-            The bin.
+        """Map a bin; ``dtype`` and ``vocab`` are needed only where there is no header.
 
         Raises:
             DataError: the file is missing, empty, shorter than its header says, or of unknown type.
@@ -112,12 +104,8 @@ class TokenBin:
 
 
 class TokenWriter:
-    """Writes a bin: appends ids, then the header on leaving the ``with`` block without an error.
-
-    Args:
-        path: the ``.bin`` file.
-        vocab: size of the vocabulary; decides between uint16 and uint32.
-    """
+    """Writes a bin, uint16 or uint32 as ``vocab`` needs: appends ids, then the header on leaving the ``with`` block
+    without an error."""
 
     def __init__(self, path: Path, vocab: int) -> None:
         self._path = path

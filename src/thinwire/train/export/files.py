@@ -38,17 +38,8 @@ _ALIGNMENT: Final = 8
 @final
 @dataclass(frozen=True)
 class Exported:
-    """An exported model.
-
-    Attributes:
-        step: Step of the checkpoint.
-        architecture: Class of ``transformers`` that loads the model.
-        parameters: Total number of elements.
-        files: Names of the safetensors files.
-        num_bytes: Total size of these files.
-        tokenizer: Whether the run had a tokenizer.
-        averaged: Whether its weights are the average that the run kept.
-    """
+    """An exported model, which the class ``architecture`` of ``transformers`` loads; ``averaged`` says whether its
+    weights are the average that the run kept."""
 
     step: int
     architecture: str
@@ -81,18 +72,9 @@ def export(
     max_shard_bytes: int = 5 * 10**9,
     force: bool = False,
 ) -> Exported:
-    """Write a run's model and tokenizer in the format of ``transformers``.
-
-    Args:
-        run: Directory of the run.
-        to: Directory to write.
-        step: Step of the checkpoint; the newest by default.
-        dtype: Dtype of the written weights.
-        max_shard_bytes: Largest size of a file, unless a single tensor is larger.
-        force: Write into a directory that is not empty, and replace a model in it.
-
-    Returns:
-        The exported model.
+    """Write a run's model, of its newest checkpoint or that of ``step``, and its tokenizer in the format of
+    ``transformers``. A file has at most ``max_shard_bytes``, unless a single tensor is larger. ``force`` replaces a
+    model in a directory that is not empty.
 
     Raises:
         UsageError: There is no such run, or the directory is not empty.

@@ -41,9 +41,6 @@ def continued(template: PlanTemplate, directory: RunDirectory, ranks: Started | 
         ranks: The ranks that a launcher has started; ``None`` if this process starts them.
         found: The hardware of this host.
 
-    Returns:
-        Recipe and plan for these ranks.
-
     Raises:
         SpecError: Tensor and pipeline parallelism of the plan do not divide these ranks.
     """

@@ -26,13 +26,8 @@ BUDGET: Final = 20.0
 
 @dataclass(frozen=True)
 class Here:
-    """The ranks of this job, which measure the cluster together.
-
-    Attributes:
-        mesh: All ranks.
-        device: Device of this rank.
-        status: Gives, while they measure, a function that says what they are at.
-    """
+    """The ranks of this job, which measure the cluster together. While they do, ``status`` gives a function that says
+    what they are at."""
 
     mesh: Factor
     device: torch.device

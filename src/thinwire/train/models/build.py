@@ -50,16 +50,8 @@ def build(recipe: ModelRecipe, *, vocab: int, seq: int, seed: int) -> nn.Module:
 
 
 def draft(recipe: ModelRecipe, *, vocab: int, seq: int, seed: int) -> DraftedModel:
-    """Build a model on the meta device.
-
-    Args:
-        recipe: Model table of the recipe.
-        vocab: Number of token ids.
-        seq: Tokens per training sequence.
-        seed: Seed of random weights; equal seeds give equal weights on every rank and device and under every plan.
-
-    Returns:
-        The model, ready to be sharded, and its initial values.
+    """Build a model on the meta device, ready to be sharded, and its initial values: equal seeds give equal weights on
+    every rank and device and under every plan.
 
     Raises:
         SpecError: The model's vocabulary or longest sequence is too small for the data.

@@ -55,19 +55,7 @@ class ModuleNames:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Shape of a decoder.
-
-    Attributes:
-        vocab: V.
-        hidden: D.
-        layers: number of blocks.
-        heads: H; divides `hidden`.
-        ffn: width of the feed-forward network.
-        seq: longest sequence.
-        tied: whether the head shares the embedding's weight.
-        rope_theta: base of the rotary frequencies.
-        norm_eps: of the norms.
-    """
+    """Shape of a decoder for sequences of at most ``seq`` tokens; ``tied``: the head shares the embedding's weight."""
 
     vocab: int
     hidden: int

@@ -190,13 +190,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_trackers(names: Sequence[str], directory: RunDirectory, config: Mapping[str, Any], last_step: int) -> Trackers:
-    """Open the records of a run, or those of its start before.
-
-    Args:
-        names: Names of the trackers, which :func:`check_trackers` has seen.
-        directory: The run's directory.
-        config: The recipe and the plan, nested by table.
-        last_step: See :class:`TrackedRun`.
+    """Open the records of a run, or those of its start before, by trackers whose names :func:`check_trackers` has seen.
 
     Raises:
         UsageError: A client refuses, for example because it is not logged in.
