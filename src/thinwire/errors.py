@@ -19,12 +19,13 @@ class SpecError(ThinwireError, ValueError):
 
     Args:
         what: Name of the specification, for example ``plan.toml``.
-        problems: One sentence per broken rule, which names the key, its value and the valid values.
+        problems: One sentence per broken rule, which names the key, its value and the valid values; a single one as
+            it is.
     """
 
-    def __init__(self, what: str, problems: Sequence[str]) -> None:
+    def __init__(self, what: str, problems: str | Sequence[str]) -> None:
         self.what = what
-        self.problems = tuple(problems)
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
         lines = "\n".join(f"  - {problem}" for problem in self.problems)
         count = len(self.problems)
         super().__init__(f"{what}: {count} problem{'s' if count != 1 else ''}\n{lines}")

@@ -14,8 +14,6 @@ from thinwire.spec.expectation import Expectation
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 
-__all__ = ["WARM_UP", "Record", "RunRecord", "began", "read_run", "read_runs", "steady", "steps_of"]
-
 Record = Mapping[str, Any]
 
 WARM_UP: Final = 3
@@ -69,7 +67,6 @@ class RunRecord:
 
     @property
     def status(self) -> Literal["complete", "failed", "unfinished"]:
-        """State of the run."""
         if self.summary is not None:
             return "complete"
         return "unfinished" if self.failure is None else "failed"
@@ -82,9 +79,6 @@ class RunRecord:
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     """Read several runs. Runs with equal names are distinguished by the parents of their directories.
-
-    Args:
-        paths: Directories of the runs.
 
     Raises:
         UsageError: A directory does not hold a run, or is named twice.
@@ -101,11 +95,7 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
 
 
 def read_run(path: Path, name: str | None = None) -> RunRecord:
-    """Read the directory of a run.
-
-    Args:
-        path: Directory of the run.
-        name: Name of the run; the directory's by default.
+    """Read the directory of a run, whose name is the directory's by default.
 
     Raises:
         UsageError: The directory does not hold a run.
@@ -140,11 +130,8 @@ def read_run(path: Path, name: str | None = None) -> RunRecord:
 
 
 def began(starts: Sequence[Record]) -> int:
-    """The step at which the current plan began: a run may be resumed under another plan, on other ranks.
-
-    Args:
-        starts: Starts of the run, oldest first.
-    """
+    """The step at which the current plan began, given starts from the oldest on: a run may be resumed under another
+    plan, on other ranks."""
     step = 0
     for start in reversed(starts):
         if start.get("plan") != starts[-1].get("plan"):
@@ -154,11 +141,7 @@ def began(starts: Sequence[Record]) -> int:
 
 
 def steps_of(run: RunRecord) -> list[int]:
-    """Number of steps that each record covers: those since the previous record, or since the run was resumed.
-
-    Args:
-        run: The run.
-    """
+    """Number of steps that each record covers: those since the previous record, or since the run was resumed."""
     begins = [int(start.get("step", 0)) for start in run.starts] or [0]
     counts, before = [], None
     for record in run.records:
@@ -176,9 +159,6 @@ def steady(run: RunRecord) -> list[tuple[Record, int]]:
 
     They belong to the current plan. The first few records, skipped steps, and records after a validation are left out.
     A record after a validation would include its traffic and its waiting time. A rule that leaves no record is ignored.
-
-    Args:
-        run: The run.
     """
     before: list[Record | None] = [None, *run.records]
     triples = [

@@ -39,7 +39,8 @@ from thinwire.errors import UsageError
 from thinwire.intercept import adapters, members, queued
 from thinwire.testing import run_ranks
 from thinwire.testing.nccl import Issue, NcclDouble, compare_issues
-from thinwire.testing.streams import Answer, SimulatedStream, StreamCheck, check_streams
+from thinwire.testing.simulated import Answer, SimulatedStream
+from thinwire.testing.streams import StreamCheck, check_streams
 
 pytestmark = pytest.mark.ranks
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import thinwire
-
-__all__ = ["describe", "memory_bytes", "num_cores"]
+from thinwire.train.environment import num_cores
 
 _PACKAGES = ("torch", "numpy", "deepspeed", "torchft")
 
 
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of those of these packages that are installed."""
+    versions = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 def memory_bytes() -> int:
@@ -28,18 +33,13 @@ def memory_bytes() -> int:
 
 def describe() -> dict[str, Any]:
     """The machine, the software and the time."""
-    versions = {"thinwire": thinwire.__version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    own = {"thinwire": thinwire.__version__, "python": platform.python_version()}
     return {
         "cpu": _cpu(),
         "cores": num_cores(),
         "memory_bytes": memory_bytes(),
         "kernel": platform.release(),
-        "versions": versions,
+        "versions": own | installed(_PACKAGES),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 

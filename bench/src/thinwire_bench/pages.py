@@ -15,28 +15,13 @@ _END: Final = "<!-- results: end -->"
 
 
 def markdown_table(sheet: Sheet) -> list[str]:
-    """A table for a Markdown page.
-
-    Args:
-        sheet: The table.
-
-    Returns:
-        Lines, an empty one last.
-    """
+    """The lines of a table for a Markdown page, an empty one last."""
     rule = ["---" if index < sheet.words else "---:" for index in range(len(sheet.columns))]
     return [f"**{sheet.title}**", "", *(_row(cells) for cells in (sheet.columns, rule, *sheet.rows)), ""]
 
 
 def insert(page: str, text: str, command: str) -> str:
-    """A page with its results replaced.
-
-    Args:
-        page: Text of the page, with the two marks between which the results stand.
-        text: Text to put between them.
-        command: The command that the first mark names.
-
-    Returns:
-        The new page.
+    """A page with the results replaced that stand between its two marks, the first of which names the command.
 
     Raises:
         UsageError: the page has no such place.

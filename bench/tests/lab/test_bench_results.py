@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,7 @@ def test_rows_hold_medians_spread_and_bound() -> None:
     assert ours.bound_ms == pytest.approx(200)  # 0.4 processor seconds on two cores
     assert ours.bound_ratio == pytest.approx(1.5)
     assert ours.refused is None
-    assert json.loads(json.dumps(ours.plain()))["kind"] == "plan"
+    assert json.loads(json.dumps(asdict(ours)))["kind"] == "plan"
 
 
 def test_a_slow_link_is_the_bound() -> None:

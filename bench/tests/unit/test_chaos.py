@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -226,7 +227,7 @@ def test_faults_are_counted_by_kind_and_run(tmp_path: Path) -> None:
     assert not faultless(verdicts)
     assert faultless(verdicts[:1])
     log = tmp_path / "log"
-    log.write_text("\n".join(json.dumps(line) for line in [{"seed": 5}, *(one.to_dict() for one in verdicts)]))
+    log.write_text("\n".join(json.dumps(line) for line in [{"seed": 5}, *map(asdict, verdicts)]))
     assert read_log(log, 5) == verdicts
     with pytest.raises(UsageError, match="belongs to seed 5, not 6"):
         read_log(log, 6)

@@ -51,7 +51,7 @@ def export(
 
         size = parse_bytes(max_shard_size)
         if size < 1:
-            raise SpecError("--max-shard-size", [f"{max_shard_size!r} holds nothing; expected for example 5GB"])
+            raise SpecError("--max-shard-size", f"{max_shard_size!r} holds nothing; expected for example 5GB")
         done = write(RunDirectory(run), to, step=step, dtype=dtype.value, max_shard_bytes=size, force=force)
         if as_json:
             print(json.dumps({**dataclasses.asdict(done), "directory": str(to)}))

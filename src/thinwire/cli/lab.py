@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -169,18 +168,12 @@ def _numbers(text: str) -> tuple[int, ...]:
         return tuple(int(word) for word in text.split(","))
     except ValueError as error:
         raise SpecError(
-            "places", [f"{text!r} should be numbers with commas between them, for example 0,2,1,3"]
+            "places", f"{text!r} should be numbers with commas between them, for example 0,2,1,3"
         ) from error
 
 
 def parse_share(text: str) -> float:
-    """A share from text such as ``"0.1%"`` or ``"0.001"``.
-
-    Args:
-        text: Text that the user wrote.
-
-    Returns:
-        The share, from 0 to 1.
+    """A share from 0 to 1 from text such as ``"0.1%"`` or ``"0.001"``.
 
     Raises:
         SpecError: the text is neither a percentage nor a number.
@@ -188,7 +181,7 @@ def parse_share(text: str) -> float:
     try:
         return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
-        raise SpecError("lab", [f'{text!r} is not a share: expected "0.1%" or 0.001']) from None
+        raise SpecError("lab", f'{text!r} is not a share: expected "0.1%" or 0.001') from None
 
 
 def _read(key: str, text: str, parse: Callable[[str], Value]) -> Value:
@@ -201,13 +194,6 @@ def _read(key: str, text: str, parse: Callable[[str], Value]) -> Value:
 
 def _rate(text: str) -> float | None:
     return None if text == "none" else parse_bandwidth(text)
-
-
-def _share(num_bytes: int, seconds: float, bandwidth: float | None) -> float | None:
-    from thinwire.lab.traffic import utilization
-
-    share = utilization(num_bytes, seconds, bandwidth)
-    return None if math.isnan(share) else share
 
 
 def _show(spec: LabSpec, outcome: Outcome, traffic: Sequence[LinkTraffic]) -> None:
@@ -232,7 +218,9 @@ def _show(spec: LabSpec, outcome: Outcome, traffic: Sequence[LinkTraffic]) -> No
 
 
 def _rate_cell(count: int, seconds: float, bandwidth: float | None) -> str:
-    share = _share(count, seconds, bandwidth)
+    from thinwire.lab.traffic import utilization
+
+    share = utilization(count, seconds, bandwidth)
     rate = format_bandwidth(8 * count / max(seconds, 1e-9))
     return rate if share is None else f"{rate}, {share:.1%}"
 
@@ -240,11 +228,13 @@ def _rate_cell(count: int, seconds: float, bandwidth: float | None) -> str:
 def _summary(
     command: Sequence[str], per: Per, spec: LabSpec, outcome: Outcome, traffic: Sequence[LinkTraffic]
 ) -> dict[str, Any]:
+    from thinwire.lab.traffic import utilization
+
     links = [
         asdict(link)
         | {
-            "sent_share": _share(link.sent_bytes, outcome.seconds, spec.bandwidth_of(node)),
-            "received_share": _share(link.received_bytes, outcome.seconds, spec.bandwidth_of(node)),
+            "sent_share": utilization(link.sent_bytes, outcome.seconds, spec.bandwidth_of(node)),
+            "received_share": utilization(link.received_bytes, outcome.seconds, spec.bandwidth_of(node)),
         }
         for node, link in enumerate(traffic)
     ]

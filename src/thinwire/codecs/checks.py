@@ -11,18 +11,6 @@ from thinwire.errors import UsageError, WireError
 from thinwire.spec import CodecSpec
 from thinwire.spec.codec import encodable_dtypes
 
-__all__ = [
-    "check_feedback",
-    "check_out",
-    "check_rows",
-    "check_sum",
-    "check_wire",
-    "checked_room",
-    "checked_seed",
-    "checked_values",
-    "encoded_dtype",
-]
-
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 

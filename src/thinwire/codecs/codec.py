@@ -30,8 +30,6 @@ from thinwire.codecs.checks import (
 from thinwire.codecs.coder import Coder, Sum
 from thinwire.errors import UsageError
 
-__all__ = ["Codec"]
-
 
 class Codec(Coder):
     """Encodes tensors as messages and decodes them. Made by :func:`thinwire.codecs.get`.

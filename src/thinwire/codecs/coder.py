@@ -13,8 +13,6 @@ from torch import Tensor
 from thinwire.codecs.seeds import slice_seed
 from thinwire.spec import CodecSpec
 
-__all__ = ["Coder", "Sum"]
-
 
 @dataclass(frozen=True, slots=True)
 class Sum:

@@ -17,8 +17,6 @@ from thinwire.codecs.checks import checked_room
 from thinwire.codecs.delta_format import BLOCK, FORMATS
 from thinwire.errors import UsageError, WireError
 
-__all__ = ["Delta"]
-
 _LEAST_BLOCK, _MOST_BLOCK = 1 << 6, 1 << 20
 
 

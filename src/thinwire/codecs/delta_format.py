@@ -7,8 +7,6 @@ from typing import Final
 
 import torch
 
-__all__ = ["BLOCK", "FORMATS", "HEAD", "INDEX", "MAGIC", "VERSION", "DeltaFormat"]
-
 BLOCK: Final = 1 << 17
 """Values of a block, unless another power of two is asked for."""
 
@@ -22,14 +20,7 @@ bytes, their checksum, and the checksum of the values that they make."""
 
 @dataclass(frozen=True, slots=True)
 class DeltaFormat:
-    """A dtype as words.
-
-    Attributes:
-        number: The dtype's number in messages.
-        nbytes: Bytes of a word.
-        shift: Place of the lowest bit of the exponent.
-        mask: The exponent's bits, once shifted there.
-    """
+    """A dtype as words of ``nbytes``: its number in messages, and where the bits of the exponent are."""
 
     number: int
     nbytes: int

@@ -14,8 +14,6 @@ from thinwire.codecs.codec import Codec
 from thinwire.codecs.registry import get
 from thinwire.spec import CodecSpec
 
-__all__ = ["decode", "decode_add", "encode"]
-
 
 @torch.library.custom_op("thinwire::encode", mutates_args=())
 def encode(x: Tensor, codec: str, backend: str = "", seed: int | None = None) -> Tensor:

@@ -11,8 +11,6 @@ from thinwire.codecs.codec import Codec
 from thinwire.errors import SpecError, UsageError
 from thinwire.spec import CodecPlugin, CodecSpec
 
-__all__ = ["BACKENDS", "default_backend", "get"]
-
 BACKENDS = ("reference", "cpp", "triton")
 """``reference``: plain torch, any device, slow. ``cpp``: CPU. ``triton``: GPU, or any device under its
 interpreter."""
@@ -56,8 +54,8 @@ def _of_plugin(spec: CodecSpec, plugin: CodecPlugin) -> Codec:
     try:
         made = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise SpecError("codec", [f"{spec}: {plugin.implementation} cannot be loaded: {error}"]) from error
+        raise SpecError("codec", f"{spec}: {plugin.implementation} cannot be loaded: {error}") from error
     if not (isinstance(made, type) and issubclass(made, Codec)):
-        raise SpecError("codec", [f"{spec}: {plugin.implementation} should be a subclass of thinwire.codecs.Codec"])
+        raise SpecError("codec", f"{spec}: {plugin.implementation} should be a subclass of thinwire.codecs.Codec")
     codec: Codec = made(spec)
     return codec

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["fold_seed", "slice_seed"]
-
 
 def fold_seed(seed: int) -> int:
     """Fold a seed of any size to 32 bits so that different seeds rarely collide."""

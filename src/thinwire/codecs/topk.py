@@ -13,8 +13,6 @@ from torch import Tensor
 from thinwire.codecs.codec import Codec
 from thinwire.spec.topk import CHUNK, field_bytes, kept
 
-__all__ = ["TopK"]
-
 
 @final
 class TopK(Codec):

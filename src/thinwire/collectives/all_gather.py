@@ -15,8 +15,6 @@ from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Kind
 from thinwire.program.stages import Stage
 
-__all__ = ["all_gather", "columns_of", "gather_hops"]
-
 
 def all_gather(
     group: AxisGroup,

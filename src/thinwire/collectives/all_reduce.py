@@ -16,17 +16,11 @@ from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Kind
 from thinwire.program.stages import Stage
 
-__all__ = ["Feedback", "all_reduce", "feedback_numels"]
-
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """Error feedback of an all-reduce, of :func:`feedback_numels` elements.
-
-    Attributes:
-        scatter: Residual of the last hop of the reduce-scatter.
-        gather: Residual of this rank's piece of the sums.
-    """
+    """Error feedback of an all-reduce, of :func:`feedback_numels` elements: of the last hop of the reduce-scatter, and
+    of this rank's piece of the sums."""
 
     scatter: Residual | None = None
     gather: Residual | None = None
@@ -72,9 +66,6 @@ def all_reduce(
         codecs: Codecs of the hops.
         feedback: Error feedback, which the caller keeps from step to step.
         seed: Seed for codecs that round at random.
-
-    Returns:
-        The moves.
     """
     piece = vector.numel() // group.size
     own = slice(group.index * piece, (group.index + 1) * piece)

@@ -18,14 +18,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from thinwire.collectives.gateway.keys import KEYS, Keys
 from thinwire.collectives.gateway.shelter import BACKEND, Shelter
 from thinwire.collectives.job.connecting import abort_native, connect, forget_links
-from thinwire.collectives.job.control import (
-    Control,
-    control,
-    control_beside,
-    forget_controls,
-    is_initialized,
-    ranks_of,
-)
+from thinwire.collectives.job.control import Control, control, control_beside, forget_controls, is_initialized, ranks_of
 from thinwire.collectives.job.current import DEFAULT_TIMEOUT, job
 from thinwire.collectives.job.failures import explained_transport
 from thinwire.collectives.job.rollcall import RollCall
@@ -198,9 +191,5 @@ def mesh_group(ranks: Sequence[int], axis: str) -> dist.ProcessGroup:
     """Make a process group for an axis of torch's mesh, with the job's timeout. Only its members call this.
 
     A mesh would make groups by itself, but with a timeout of half an hour.
-
-    Args:
-        ranks: Global ranks, including this one.
-        axis: Name of the axis.
     """
     return named_group(f"thinwire/{job.number}/mesh-{axis}", ranks, job.timeout)

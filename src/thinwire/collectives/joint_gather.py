@@ -19,8 +19,6 @@ from thinwire.errors import WireError
 from thinwire.program import Kind, Stage, padded
 from thinwire.program.shares import ALIGNMENT_BYTES
 
-__all__ = ["Part", "StoredPart", "joint_gather", "stored_gather"]
-
 
 @dataclass(frozen=True)
 class Part:
@@ -77,9 +75,6 @@ def joint_gather(group: AxisGroup, parts: Sequence[Part], *, codec: Codec | None
         group: The axis, of two or more members.
         parts: The vectors, the same on every member.
         codec: Codec of the pieces; ``None`` sends them unencoded.
-
-    Returns:
-        The moves.
     """
     if codec is None:
         return _exact(group, parts)

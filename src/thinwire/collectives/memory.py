@@ -11,8 +11,6 @@ import threading
 
 import torch
 
-__all__ = ["allocate", "release_memory"]
-
 SMALLEST = 64 << 10
 """Smallest size in bytes of a block that is kept; malloc is fast for smaller ones."""
 

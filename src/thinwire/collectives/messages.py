@@ -16,8 +16,6 @@ from thinwire.collectives.memory import allocate
 from thinwire.errors import WireError
 from thinwire.program import Kind
 
-__all__ = ["Messages", "Residual", "codec_of", "encode_shorter"]
-
 
 @dataclass(frozen=True, slots=True)
 class Residual:
@@ -138,16 +136,11 @@ class Messages:
             self.encode(index, whole[start:stop], own_seed, lost)
 
     def decode(self, index: int, out: torch.Tensor) -> None:
-        """Decode a message into ``out``."""
         self._codec(index).decode(self.message(index), self._sizes[index], out.dtype, out=out)
 
     def decode_side_by_side(self, whole: torch.Tensor, *, add: bool = False) -> None:
-        """Decode all messages into a vector, one after the other.
-
-        Args:
-            whole: Contiguous 1-D tensor of all pieces.
-            add: Whether to add decoded values to those of ``whole``, in fp32, rounded once.
-        """
+        """Decode all messages into a contiguous 1-D vector of all pieces, or add them to its values in fp32, rounded
+        once."""
         if self._has_rows and (add or whole.dtype == self._dtype or not self.codec.spec.is_lossless):
             out = whole.view(len(self._sizes), self._sizes[0])
             self.codec.decode_slices(self._rows(), out, encoded=self._dtype, add=add)

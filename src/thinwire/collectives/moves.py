@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from thinwire.program import Stage
 
-__all__ = ["Move", "Moves"]
-
 
 @dataclass(frozen=True, slots=True)
 class Move:
@@ -35,7 +33,6 @@ class Moves(tuple[Move, ...]):
     __slots__ = ()
 
     def perform(self) -> None:
-        """Perform all moves on the calling thread."""
         for move in self:
             move.body()
 

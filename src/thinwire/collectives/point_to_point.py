@@ -10,8 +10,6 @@ from thinwire.collectives.messages import Messages
 from thinwire.collectives.moves import Move, Moves
 from thinwire.program.stages import Stage
 
-__all__ = ["point_to_point"]
-
 
 def point_to_point(
     subgroup: Subgroup,
@@ -36,9 +34,6 @@ def point_to_point(
         target: Index of the receiving member, which must be another one.
         codec: Codec of the message; ``None`` sends values unencoded.
         seed: Seed for a codec that rounds at random.
-
-    Returns:
-        The moves.
     """
     me = subgroup.index
     if codec is None:

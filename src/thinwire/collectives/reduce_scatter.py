@@ -17,8 +17,6 @@ from thinwire.collectives.moves import Move, Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program.stages import Stage
 
-__all__ = ["EXACT", "HopCodecs", "reduce_scatter", "residual_numel"]
-
 
 @dataclass(frozen=True, slots=True)
 class HopCodecs:

@@ -12,8 +12,6 @@ from thinwire.program import Axis, Lane, axis_index, axis_members
 from thinwire.program.stages import TRANSFERS, Stage
 from thinwire.spec import Plan
 
-__all__ = ["AxisGroup", "DataRanks"]
-
 _STAGES = {
     Lane.GATHER: (Stage.GATHER_ACROSS, Stage.GATHER_INSIDE),
     Lane.REDUCE: (Stage.SCATTER_INSIDE, Stage.SCATTER_ACROSS),

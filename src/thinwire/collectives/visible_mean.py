@@ -12,8 +12,6 @@ from thinwire.errors import WireError
 from thinwire.program import Kind
 from thinwire.program.stages import Stage
 
-__all__ = ["visible_mean"]
-
 
 def visible_mean(
     group: AxisGroup, start: torch.Tensor, change: torch.Tensor, out: torch.Tensor, lost: torch.Tensor
@@ -35,9 +33,6 @@ def visible_mean(
         change: Contiguous fp32 of the same size; used as scratch.
         out: Contiguous fp32 of the same size.
         lost: What this member has not sent so far, fp32 of the same size, which the caller keeps.
-
-    Returns:
-        The moves.
     """
     delta, device = Delta(), start.device
     limit = delta.max_wire_bytes(start.numel(), torch.bfloat16)

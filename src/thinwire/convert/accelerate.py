@@ -10,22 +10,11 @@ from thinwire.convert.outcome import Conversion, Judgement, ignored, mapped, ref
 from thinwire.convert.source import Rules, Source, because, flag, judge, off, text, whole
 from thinwire.spec import Factor
 
-__all__ = ["from_accelerate"]
-
 _ONE: Final = Factor()
 
 
 def from_accelerate(table: Mapping[str, Any], ranks: Factor, what: str = "accelerate.yaml") -> Conversion:
-    """Convert accelerate's configuration file.
-
-    Args:
-        table: The configuration as nested dictionaries.
-        ranks: Ranks of a node, and nodes.
-        what: Name of the configuration, for messages.
-
-    Returns:
-        The conversion, with one row for each key.
-    """
+    """Convert accelerate's configuration file, as nested dictionaries, with one row for each key."""
     source = Source(table, ranks)
     sharded = ranks if source.get("distributed_type") == "FSDP" or "fsdp_config" in table else _ONE
     factors = dict.fromkeys(("params", "grads", "optimizer"), sharded)
@@ -33,16 +22,14 @@ def from_accelerate(table: Mapping[str, Any], ranks: Factor, what: str = "accele
     return Conversion(what, ranks, base, judge(source, _RULES))
 
 
-def _distributed(value: Any, source: Source) -> Judgement:
-    del source
+def _distributed(value: Any, _source: Source) -> Judgement:
     if value in ("FSDP", "MULTI_GPU", "MULTI_CPU", "NO"):
         return mapped(note="fsdp_config sets the factors" if value == "FSDP" else "preset ddp")
     remedy = "convert its JSON instead" if value == "DEEPSPEED" else "use FSDP, MULTI_GPU or MULTI_CPU"
     return refused(f"this kind cannot be converted from accelerate's file; {remedy}")
 
 
-def _precision(value: str, source: Source) -> Judgement:
-    del source
+def _precision(value: str, _source: Source) -> Judgement:
     return mapped(plan={"compute_dtype": {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}[value.lower()]})
 
 
@@ -80,8 +67,7 @@ def _strategy(value: Any, source: Source) -> Judgement:
     return mapped(plan=dict(zip(("params", "grads", "optimizer"), sharding, strict=True)))
 
 
-def _recompute(value: bool, source: Source) -> Judgement:
-    del source
+def _recompute(value: bool, _source: Source) -> Judgement:
     return mapped(plan={"recompute": True}) if value else ignored("off")
 
 

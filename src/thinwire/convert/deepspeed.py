@@ -13,47 +13,31 @@ from thinwire.convert.outcome import Conversion, Judgement, ignored, mapped, ref
 from thinwire.convert.source import Rules, Source, because, flag, judge, number, off, text, whole
 from thinwire.spec import Factor
 
-__all__ = ["DEEPSPEED_RULES", "from_deepspeed"]
-
 
 def from_deepspeed(table: Mapping[str, Any], ranks: Factor, what: str = "ds_config.json") -> Conversion:
-    """Convert a DeepSpeed configuration.
-
-    Args:
-        table: The configuration as nested dictionaries.
-        ranks: Ranks of a node, and nodes.
-        what: Name of the configuration, for messages.
-
-    Returns:
-        The conversion, with one row for each key.
-    """
+    """Convert a DeepSpeed configuration, as nested dictionaries, with one row for each key."""
     source = Source(table, ranks)
     base = {**factors(source), "compute_dtype": compute_dtype(source)}
     return Conversion(what, ranks, base, judge(source, DEEPSPEED_RULES))
 
 
-def _clip(value: float, source: Source) -> Judgement:
-    del source
+def _clip(value: float, _source: Source) -> Judgement:
     return mapped(recipe={"optimizer.clip": float(value)}) if value >= 0 else refused("expected 0 or more")
 
 
-def _reduction(value: str, source: Source) -> Judgement:
-    del source
+def _reduction(value: str, _source: Source) -> Judgement:
     return mapped(plan={"grad_reduce": value.lower()})
 
 
-def _log_every(value: int, source: Source) -> Judgement:
-    del source
+def _log_every(value: int, _source: Source) -> Judgement:
     return mapped(recipe={"train.log_every": value}) if value else refused("expected at least 1")
 
 
-def _tensorboard(value: bool, source: Source) -> Judgement:
-    del source
+def _tensorboard(value: bool, _source: Source) -> Judgement:
     return mapped(recipe={"train.tensorboard": value})
 
 
-def _wandb(value: bool, source: Source) -> Judgement:
-    del source
+def _wandb(value: bool, _source: Source) -> Judgement:
     return mapped(recipe={"train.trackers": ["wandb"]}) if value else ignored("off")
 
 
@@ -66,22 +50,19 @@ def _tensor_parallel(value: int, source: Source) -> Judgement:
     return mapped(plan={"tp": value, "sequence_parallel": False}, note="sequence_parallel = true takes less memory")
 
 
-def _stages(value: Any, source: Source) -> Judgement:
-    del source
+def _stages(value: Any, _source: Source) -> Judgement:
     if value in (1, None):
         return ignored("off")
     return refused("a PipelineModule has no counterpart; set pp in the plan, which cuts Llama, GPT and Hugging Face's")
 
 
-def _recompute(value: Any, source: Source) -> Judgement:
-    del source
+def _recompute(value: Any, _source: Source) -> Judgement:
     if value in (False, None, 0):
         return ignored("if the model calls deepspeed.checkpointing, set recompute = true in the plan")
     return mapped(plan={"recompute": True}, note="each block is recomputed from its input")
 
 
-def _elastic(value: bool, source: Source) -> Judgement:
-    del source
+def _elastic(value: bool, _source: Source) -> Judgement:
     return mapped(recipe={"cluster.elastic": value}, note="removed from DeepSpeed 0.19")
 
 

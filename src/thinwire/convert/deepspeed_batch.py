@@ -9,8 +9,6 @@ from thinwire.convert.deepspeed_zero import data_parallel_mesh
 from thinwire.convert.outcome import Judgement, mapped, refused
 from thinwire.convert.source import Rules, Source, whole
 
-__all__ = ["BATCH_RULES"]
-
 _TRAIN: Final = "train_batch_size"
 _MICRO: Final = "train_micro_batch_size_per_gpu"
 _STEPS: Final = "gradient_accumulation_steps"
@@ -18,14 +16,8 @@ _STEPS: Final = "gradient_accumulation_steps"
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The sizes of a batch, in sequences; ``None`` where the configuration leaves them out.
-
-    Attributes:
-        train: Sequences of one step over all ranks.
-        micro: Sequences of one micro-batch on one rank.
-        steps: Micro-batches of one step.
-        world: Data-parallel ranks.
-    """
+    """Sequences of a step over all ranks, of a micro-batch on one rank, and micro-batches of a step; ``None`` where the
+    configuration leaves them out."""
 
     train: int | None
     micro: int | None
@@ -34,19 +26,16 @@ class _Sizes:
 
     @classmethod
     def of(cls, source: Source) -> _Sizes:
-        """The sizes in a configuration."""
         values = (source.get(key) for key in (_TRAIN, _MICRO, _STEPS))
         train, micro, steps = (value if isinstance(value, int) and value > 0 else None for value in values)
         return cls(train, micro, steps, data_parallel_mesh(source).ranks)
 
 
-def _micro(value: int, source: Source) -> Judgement:
-    del source
+def _micro(value: int, _source: Source) -> Judgement:
     return mapped(plan={"micro_batch": value}) if value else refused("expected at least 1")
 
 
-def _accumulation(value: int, source: Source) -> Judgement:
-    del source
+def _accumulation(value: int, _source: Source) -> Judgement:
     return mapped(plan={"micro_batches": value}) if value else refused("expected at least 1")
 
 

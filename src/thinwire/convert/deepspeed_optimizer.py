@@ -7,8 +7,6 @@ from typing import Any, Final
 from thinwire.convert.outcome import Judgement, ignored, mapped, refused
 from thinwire.convert.source import Rule, Rules, Source, because, flag, number, off, whole
 
-__all__ = ["OPTIMIZER_RULES", "SCHEDULER_RULES"]
-
 _DEFAULTS: Final[dict[str, Any]] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 """Those of DeepSpeed's Adam."""
 
@@ -44,8 +42,7 @@ def _type(value: Any, source: Source) -> Judgement:
 def _copied(key: str, note: str = "") -> Rule:
     """A rule that copies a parameter of Adam to the recipe."""
 
-    def rule(value: Any, source: Source) -> Judgement:
-        del source
+    def rule(value: Any, _source: Source) -> Judgement:
         return mapped(recipe={f"optimizer.{key}": float(value)}, note=note)
 
     return rule
@@ -59,15 +56,13 @@ def _lr(value: float, source: Source) -> Judgement:
     return mapped(recipe={"optimizer.lr": float(value)})
 
 
-def _betas(value: Any, source: Source) -> Judgement:
-    del source
+def _betas(value: Any, _source: Source) -> Judgement:
     if not isinstance(value, list) or len(value) != 2:
         return refused("expected two numbers")
     return mapped(recipe={"optimizer.betas": value})
 
 
-def _bias_correction(value: bool, source: Source) -> Judgement:
-    del source
+def _bias_correction(value: bool, _source: Source) -> Judgement:
     return ignored("always on") if value else refused("AdamW corrects the bias of its moments; leave it out")
 
 
@@ -124,23 +119,19 @@ def _scheduler(value: Any, source: Source) -> Judgement:
     return mapped(recipe={"optimizer.final_lr_share": share, **warmup})
 
 
-def _warmup(value: int, source: Source) -> Judgement:
-    del source
+def _warmup(value: int, _source: Source) -> Judgement:
     return mapped(recipe={"optimizer.warmup": value}, note="DeepSpeed's first step has a learning rate of 0")
 
 
-def _from_zero(value: float, source: Source) -> Judgement:
-    del source
+def _from_zero(value: float, _source: Source) -> Judgement:
     return ignored("the warm-up starts near 0") if value == 0 else refused("a recipe warms up from 0; set it to 0")
 
 
-def _peak(value: float, source: Source) -> Judgement:
-    del source
+def _peak(value: float, _source: Source) -> Judgement:
     return mapped(recipe={"optimizer.lr": float(value)}) if value > 0 else refused("expected a number above 0")
 
 
-def _total(value: int, source: Source) -> Judgement:
-    del source
+def _total(value: int, _source: Source) -> Judgement:
     return mapped(recipe={"train.steps": value}) if value else refused("expected at least 1")
 
 

@@ -8,8 +8,6 @@ from typing import Any, Final
 from thinwire.convert.outcome import Judgement, ignored, mapped, refused
 from thinwire.convert.source import AUTO, Rule, Rules, Source, because, flag, number, off, text, whole
 
-__all__ = ["PRECISION_RULES", "compute_dtype", "wire_itemsize"]
-
 _DTYPES: Final = {
     "fp32": "float32",
     "float32": "float32",
@@ -28,9 +26,6 @@ _BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 def compute_dtype(source: Source) -> str:
     """The dtype of parameters in forward and backward.
-
-    Args:
-        source: The configuration.
 
     Returns:
         The dtype that is enabled; the default of plans if one is ``"auto"`` and none is enabled; otherwise float32.
@@ -90,8 +85,7 @@ def _dynamic(rule: Rule) -> Rule:
     return _with_fp16(checked)
 
 
-def _constant_scale(value: float, source: Source) -> Judgement:
-    del source
+def _constant_scale(value: float, _source: Source) -> Judgement:
     if value == 0:
         return ignored("0 is the dynamic loss scale, the default")
     if value < 0:
@@ -108,37 +102,31 @@ def _initial_scale(value: int, source: Source) -> Judgement:
     return mapped(recipe={"loss_scale.initial": 2.0**value})
 
 
-def _window(value: int, source: Source) -> Judgement:
-    del source
+def _window(value: int, _source: Source) -> Judgement:
     return mapped(recipe={"loss_scale.growth_interval": value}) if value else refused("expected at least 1")
 
 
-def _floor(value: float, source: Source) -> Judgement:
-    del source
+def _floor(value: float, _source: Source) -> Judgement:
     if value <= 0:
         return refused("expected a number above 0; loss_scale.floor is 1.0 by default")
     return mapped(recipe={"loss_scale.floor": float(value)})
 
 
-def _hysteresis(value: int, source: Source) -> Judgement:
-    del source
+def _hysteresis(value: int, _source: Source) -> Judgement:
     return ignored("every overflow lowers the scale" + ("" if value <= 1 else ", without tolerating the first ones"))
 
 
-def _overflow_check(value: bool, source: Source) -> Judgement:
-    del source
+def _overflow_check(value: bool, _source: Source) -> Judgement:
     if value:
         return mapped(recipe={"train.on_nonfinite": "skip"})
     return mapped(recipe={"train.on_nonfinite": "stop"}, note="a step that is not finite is never applied")
 
 
-def _reduce_dtype(value: str, source: Source) -> Judgement:
-    del source
+def _reduce_dtype(value: str, _source: Source) -> Judgement:
     return mapped(plan={"reduce_dtype": _DTYPES[value.lower()]})
 
 
-def _accumulate_dtype(value: str, source: Source) -> Judgement:
-    del source
+def _accumulate_dtype(value: str, _source: Source) -> Judgement:
     dtype = _DTYPES[value.lower()]
     if dtype == "float16":
         return refused("gradients accumulate in bf16 or fp32; use --set data_types.grad_accum_dtype=fp32")
@@ -152,8 +140,7 @@ def _param_dtype(value: str, source: Source) -> Judgement:
     return refused(f"parameters have the compute dtype, {compute_dtype(source)}; enable bf16 or fp16 to change it")
 
 
-def _fp32_modules(value: Any, source: Source) -> Judgement:
-    del source
+def _fp32_modules(value: Any, _source: Source) -> Judgement:
     if value == []:
         return ignored("off")
     return refused('write [[units]] with match = NAME and dtype = "float32" into the plan instead')

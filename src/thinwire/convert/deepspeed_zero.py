@@ -13,8 +13,6 @@ from thinwire.convert.outcome import ON_HOST, PARAMS_ON_HOST, Judgement, ignored
 from thinwire.convert.source import Rule, Rules, Source, because, flag, off, whole
 from thinwire.spec import Factor
 
-__all__ = ["ZERO_RULES", "data_parallel_mesh", "factors", "stage_of"]
-
 QWZ: Final = "int8:256"
 QGZ: Final = "int4:256"
 _ONE: Final = Factor()
@@ -121,8 +119,7 @@ def _bucket(value: int, source: Source) -> Judgement:
     return mapped(plan=plan, note="elements become bytes")
 
 
-def _overlap(value: bool, source: Source) -> Judgement:
-    del source
+def _overlap(value: bool, _source: Source) -> Judgement:
     if value:
         return ignored("overlap is the default")
     return mapped(plan={f"overlap.{lane}": False for lane in ("gather", "reduce", "sync", "spread")})
@@ -163,8 +160,7 @@ def _live(key: str) -> Rule:
 def _offload(plan: Mapping[str, Any], note: str = "") -> Rule:
     """A rule for what is offloaded; ``plan`` has the fields that keep it on the host."""
 
-    def rule(value: Any, source: Source) -> Judgement:
-        del source
+    def rule(value: Any, _source: Source) -> Judgement:
         device = value.get("device", "none") if isinstance(value, Mapping) else value
         if device in ("none", None, False):
             return ignored("off")

@@ -15,8 +15,6 @@ from thinwire.errors import SpecError
 from thinwire.spec import Factor, Plan
 from thinwire.spec.io import write_toml
 
-__all__ = ["FILES", "FRAMEWORKS", "Emitted", "deepspeed_table", "emitted_text", "fsdp2_call"]
-
 FRAMEWORKS: Final = ("fsdp2", "hsdp", "megatron-fsdp", "deepspeed", "torchtitan")
 """Frameworks whose configuration can be written."""
 
@@ -34,15 +32,7 @@ _SCHEDULES: Final = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
 
 @dataclass(frozen=True)
 class Emitted:
-    """What a configuration is written from.
-
-    Attributes:
-        framework: One of ``FRAMEWORKS``.
-        plan: The sharding as a plan, with batch, recomputation and cut.
-        seq: Tokens per sequence.
-        clip: Largest norm of gradients; ``None`` if they are not clipped.
-        what: The job in words, for a comment.
-    """
+    """What a configuration of one of ``FRAMEWORKS`` is written from; ``what`` is the job in words, for a comment."""
 
     framework: str
     plan: Plan
@@ -74,7 +64,7 @@ def emitted_text(emitted: Emitted) -> str:
     """
     writer = _WRITERS.get(emitted.framework)
     if writer is None:
-        raise SpecError("--emit", [f"there is no {emitted.framework!r}; valid are {', '.join(FRAMEWORKS)}"])
+        raise SpecError("--emit", f"there is no {emitted.framework!r}; valid are {', '.join(FRAMEWORKS)}")
     return writer(emitted)
 
 

@@ -11,8 +11,6 @@ from thinwire.convert.source import Rules, Source, because, flag, judge, text
 from thinwire.errors import SpecError
 from thinwire.spec import Factor
 
-__all__ = ["from_fsdp2", "offloading", "parse_call", "resharding"]
-
 _DTYPES: Final = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 _CALLS: Final = (
     "MixedPrecisionPolicy",
@@ -60,11 +58,11 @@ def parse_call(call: str) -> dict[str, Any]:
     try:
         node = ast.parse(call.strip(), mode="eval").body
     except SyntaxError as error:
-        raise SpecError("--fsdp2", [f"{call!r} is not Python: {error.msg}; expected {_SHOWN}"]) from error
+        raise SpecError("--fsdp2", f"{call!r} is not Python: {error.msg}; expected {_SHOWN}") from error
     if not isinstance(node, ast.Call) or _name(node.func) != "fully_shard":
-        raise SpecError("--fsdp2", [f"{call!r} is no call of fully_shard; expected {_SHOWN}"])
+        raise SpecError("--fsdp2", f"{call!r} is no call of fully_shard; expected {_SHOWN}")
     if len(node.args) > 1 or any(keyword.arg is None for keyword in node.keywords):
-        raise SpecError("--fsdp2", ["fully_shard takes one positional argument, the module, and keywords"])
+        raise SpecError("--fsdp2", "fully_shard takes one positional argument, the module, and keywords")
     return {str(keyword.arg): _value(str(keyword.arg), keyword.value) for keyword in node.keywords}
 
 
@@ -103,7 +101,7 @@ def _value(key: str, node: ast.expr) -> Any:
     except ValueError:
         shown = ast.unparse(node)
         raise SpecError(
-            "--fsdp2", [f"{key} = {shown} is no constant; write its value, or leave it out: expected {_SHOWN}"]
+            "--fsdp2", f"{key} = {shown} is no constant; write its value, or leave it out: expected {_SHOWN}"
         ) from None
 
 
@@ -117,7 +115,7 @@ def _mesh_sizes(node: ast.Call) -> list[int]:
     except ValueError:
         value = None
     if not isinstance(value, tuple | list):
-        raise SpecError("--fsdp2", ['mesh: expected init_device_mesh("cuda", (2, 8)) with constant sizes'])
+        raise SpecError("--fsdp2", 'mesh: expected init_device_mesh("cuda", (2, 8)) with constant sizes')
     return list(value)
 
 
@@ -162,19 +160,16 @@ def _reshard(value: Any, source: Source) -> Judgement:
     return resharding(value, _group(source) or source.ranks)
 
 
-def _compute(value: str, source: Source) -> Judgement:
-    del source
+def _compute(value: str, _source: Source) -> Judgement:
     return mapped(plan={"compute_dtype": _DTYPES[value.lower()]})
 
 
-def _reduce(value: str, source: Source) -> Judgement:
-    del source
+def _reduce(value: str, _source: Source) -> Judgement:
     return mapped(plan={"reduce_dtype": _DTYPES[value.lower()]})
 
 
-def offloading(value: Any, source: Source) -> Judgement:
+def offloading(value: Any, _source: Source) -> Judgement:
     """What becomes of offloaded states, or of none."""
-    del source
     if not value:
         return ignored("nothing is offloaded")
     everything = {"residence": {**ON_HOST["residence"], **PARAMS_ON_HOST["residence"]}}

@@ -14,19 +14,6 @@ from thinwire.spec.io import write_toml
 from thinwire.spec.models.model import ModelSpec
 from thinwire.spec.recipe import Recipe, model_table
 
-__all__ = [
-    "ON_HOST",
-    "PARAMS_ON_HOST",
-    "Action",
-    "Conversion",
-    "RecipeNeeds",
-    "Row",
-    "Judgement",
-    "ignored",
-    "mapped",
-    "refused",
-]
-
 Action = Literal["mapped", "ignored", "refused"]
 
 
@@ -81,13 +68,7 @@ def refused(reason: str) -> Judgement:
 
 @dataclass(frozen=True)
 class Row:
-    """One key of the source.
-
-    Attributes:
-        key: Dotted key.
-        value: Its value.
-        judgement: What becomes of it.
-    """
+    """One key of the source, dotted, and what becomes of it."""
 
     key: str
     value: Any
@@ -139,7 +120,6 @@ class Conversion:
 
     @property
     def refusals(self) -> tuple[Row, ...]:
-        """The rows of refused keys."""
         return tuple(row for row in self.rows if row.judgement.action == "refused")
 
     def check(self) -> None:
@@ -218,7 +198,7 @@ def _model(name: str) -> dict[str, Any]:
     if not Path(name).expanduser().exists():
         raise SpecError(
             "--model",
-            [f"{name} is neither a path nor a published shape; the shapes are {', '.join(ModelSpec.preset_names())}"],
+            f"{name} is neither a path nor a published shape; the shapes are {', '.join(ModelSpec.preset_names())}",
         )
     return model_table(name)
 

@@ -11,8 +11,6 @@ from typing import Any, Final
 
 from thinwire.errors import SpecError
 
-__all__ = ["read_yaml"]
-
 _LINE: Final = re.compile(r"(?P<indent> *)(?P<key>[\w.-]+):(?: +(?P<value>\S.*?))? *")
 _WORDS: Final[dict[str, Any]] = {"true": True, "false": False, "null": None, "~": None, "{}": {}, "[]": []}
 _INTEGER: Final = re.compile(r"[-+]?\d+")
@@ -22,13 +20,6 @@ _BARE: Final = re.compile(r"[\w./:,+<>=()-][\w ./:,+<>=()-]*")
 
 def read_yaml(content: str, what: str) -> dict[str, Any]:
     """Read tables of scalars.
-
-    Args:
-        content: Text of the file.
-        what: Name of the file, for messages.
-
-    Returns:
-        Nested dictionaries.
 
     Raises:
         SpecError: A line is not ``key: value``, is indented wrongly, or repeats a key.
@@ -42,13 +33,13 @@ def read_yaml(content: str, what: str) -> dict[str, Any]:
             continue
         match = _LINE.fullmatch(line)
         if match is None:
-            raise SpecError(what, [f"line {number}: {raw.strip()!r} is not key: value; convert the file to JSON"])
+            raise SpecError(what, f"line {number}: {raw.strip()!r} is not key: value; convert the file to JSON")
         table = _table_at(open_tables, len(match["indent"]))
         if table is None:
-            raise SpecError(what, [f"line {number}: {raw.strip()!r} is indented like no line above it"])
+            raise SpecError(what, f"line {number}: {raw.strip()!r} is indented like no line above it")
         key, value = match["key"], match["value"]
         if key in table:
-            raise SpecError(what, [f"{key} is given more than once"])
+            raise SpecError(what, f"{key} is given more than once")
         if value is None:
             table[key] = {}
             open_tables.append((None, table[key]))
@@ -83,4 +74,4 @@ def _scalar(text: str, where: str) -> Any:
         return text[1:-1].replace("''", "'") if text[0] == "'" else ast.literal_eval(text)
     if _BARE.fullmatch(text):
         return text
-    raise SpecError(where, [f"{text!r} is no plain value; convert the file to JSON"])
+    raise SpecError(where, f"{text!r} is no plain value; convert the file to JSON")

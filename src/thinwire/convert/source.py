@@ -16,34 +16,13 @@ from thinwire.errors import SpecError
 from thinwire.spec import Factor
 from thinwire.spec.io import apply_settings, read_toml_file
 
-__all__ = [
-    "AUTO",
-    "Rule",
-    "Rules",
-    "Source",
-    "because",
-    "changed",
-    "flag",
-    "judge",
-    "number",
-    "off",
-    "read_source",
-    "text",
-    "whole",
-]
-
 AUTO = "auto"
 """The value that Hugging Face's Trainer replaces with its own arguments."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A configuration as nested dictionaries, and the ranks that it will run on.
-
-    Attributes:
-        table: The configuration.
-        ranks: Ranks of a node, and nodes.
-    """
+    """A configuration as nested dictionaries, and the ranks (of a node, and nodes) that it will run on."""
 
     table: Mapping[str, Any]
     ranks: Factor
@@ -66,13 +45,7 @@ Rules: TypeAlias = Mapping[str, "Rule | Rules"]
 
 
 def read_source(path: str | Path) -> dict[str, Any]:
-    """Read a JSON, YAML or TOML file.
-
-    Args:
-        path: File; its suffix selects the format, and ``.json`` is the default.
-
-    Returns:
-        The nested dictionaries of the file.
+    """Read a JSON, YAML or TOML file; its suffix selects the format, and ``.json`` is the default.
 
     Raises:
         SpecError: The file cannot be read, is malformed, repeats a key, or holds no table.
@@ -84,20 +57,15 @@ def read_source(path: str | Path) -> dict[str, Any]:
         content = place.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise SpecError(str(path), [f"cannot be read: {reason}"]) from error
+        raise SpecError(str(path), f"cannot be read: {reason}") from error
     table = read_yaml(content, str(path)) if place.suffix in {".yaml", ".yml"} else _json(content, str(path))
     if not isinstance(table, dict):
-        raise SpecError(str(path), [f"holds a {type(table).__name__}; expected a table of keys"])
+        raise SpecError(str(path), f"holds a {type(table).__name__}; expected a table of keys")
     return table
 
 
 def changed(table: Mapping[str, Any], settings: Sequence[str], drops: Sequence[str]) -> dict[str, Any]:
-    """Apply ``--set`` and ``--drop`` to a configuration.
-
-    Args:
-        table: The configuration.
-        settings: Each ``dotted.key=value``.
-        drops: Dotted keys to leave out.
+    """Apply ``--set`` (each ``dotted.key=value``) and ``--drop`` (dotted keys to leave out) to a configuration.
 
     Raises:
         SpecError: A setting is malformed, or a key to leave out is absent.
@@ -119,15 +87,7 @@ def changed(table: Mapping[str, Any], settings: Sequence[str], drops: Sequence[s
 
 
 def judge(source: Source, rules: Rules) -> tuple[Row, ...]:
-    """Judge every key of a configuration.
-
-    Args:
-        source: The configuration.
-        rules: Rules for all valid keys.
-
-    Returns:
-        One row for each key that has a rule, and a refusal for each unknown one.
-    """
+    """Judge every key of a configuration: one row for each key that has a rule, and a refusal for each unknown one."""
     return tuple(_judged(source, source.table, rules, ""))
 
 
@@ -236,4 +196,4 @@ def _json(content: str, what: str) -> Any:
     try:
         return json.loads(content, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
-        raise SpecError(what, [f"not valid JSON: {error}"]) from error
+        raise SpecError(what, f"not valid JSON: {error}") from error

@@ -16,15 +16,7 @@ from thinwire.cost.memory.peak import OVERHEAD, Memory, largest_memory, memory
 from thinwire.cost.memory.peers import PEER_SYSTEMS, ZeroSettings, peer_memory
 from thinwire.cost.memory.states import AMSP_STATES, States
 from thinwire.cost.operations import PricedStage, moves
-from thinwire.cost.rates import (
-    ALONE,
-    Basis,
-    Beside,
-    Efficiency,
-    NominalRates,
-    Rates,
-    Work,
-)
+from thinwire.cost.rates import ALONE, Basis, Beside, Efficiency, NominalRates, Rates, Work
 from thinwire.cost.shapes import alike, parts
 from thinwire.cost.units import largest_share, units
 

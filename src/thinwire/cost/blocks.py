@@ -15,8 +15,6 @@ from thinwire.program import ALIGNMENT_BYTES
 from thinwire.spec import ModelSpec
 from thinwire.spec.models.model import attention_width, block_matrices, latent_norms
 
-__all__ = ["ModelPart", "Routed", "Tensor", "block_modules", "norm_parameters", "tensors_of"]
-
 EXPERTS = "mlp.experts"
 """Name of a block's experts below the block."""
 
@@ -38,12 +36,7 @@ class Routed:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One parameter.
-
-    Attributes:
-        name: Name in ``named_parameters``.
-        numel: Number of elements.
-    """
+    """One parameter, by its name in ``named_parameters``."""
 
     name: str
     numel: int
@@ -140,7 +133,6 @@ def _linear(rows: int, columns: int, *, bias: bool) -> tuple[tuple[str, int], ..
 
 
 def block_modules(model: ModelSpec, layer: int) -> list[ModelPart]:
-    """The modules of a block, in the order of their parameters."""
     experts = model.experts is not None and layer >= model.dense_layers
     linears = block_matrices(model, experts=experts)
     norms = ("input_layernorm", "post_attention_layernorm")

@@ -18,8 +18,6 @@ from thinwire.program import Axis, Kind, Lane, Operation, Scope, UnitInfo, axis_
 from thinwire.program.stages import Stage
 from thinwire.spec import ClusterSpec, Fabric, Factor, Plan
 
-__all__ = ["CollectiveTimes", "HopCollectives", "LibraryCollectives", "library_moves"]
-
 
 class CollectiveTimes(ABC):
     """Seconds of collectives, every group of the cluster at once: AMSP's ``t(o, v, p0 x p1)``."""
@@ -49,11 +47,7 @@ class CollectiveTimes(ABC):
 
 @final
 class HopCollectives(CollectiveTimes):
-    """Collectives inside a node, and between pairs of ranks, like the hops of a program.
-
-    Args:
-        rates: Seconds of hops, published or measured.
-    """
+    """Collectives inside a node, and between pairs of ranks, like the hops of a program."""
 
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
@@ -200,7 +194,6 @@ def library_moves(
 
 
 def _shares(operation: Operation, units: Sequence[UnitInfo]) -> list[Sequence[int]]:
-    """Number of elements that each owner has, by buffer."""
     return [buffer.shares for unit in operation.units for buffer in units[unit].buffers]
 
 

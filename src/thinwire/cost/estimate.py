@@ -19,8 +19,6 @@ from thinwire.program.wire import Encoding, ReductionEncodings, shortening
 from thinwire.spec import CodecSpec, Factor
 from thinwire.spec.plan import cut_alike
 
-__all__ = ["Busy", "GroupShape", "Pricer", "ProcessGroups"]
-
 _NONE = CodecSpec()
 
 
@@ -82,7 +80,6 @@ class GroupShape(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Ranks of the whole group."""
         return self.local * self.nodes
 
 

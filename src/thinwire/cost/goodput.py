@@ -13,8 +13,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["Goodput", "best_interval", "goodput", "useful_share"]
-
 _LARGEST_COST = 30.0
 """Above it, the best interval is the mean time between failures to the last digit."""
 

@@ -21,8 +21,6 @@ from thinwire.cost.kernels import Kernels
 from thinwire.errors import SpecError
 from thinwire.spec.machines.kernels import KernelRow, KernelTable
 
-__all__ = ["TabledKernels"]
-
 _NEAR: Final = math.log(2.0)
 """Natural logarithm of the factor within which each dimension of a measured shape counts as the same."""
 
@@ -70,7 +68,7 @@ class TabledKernels(Kernels):
         if lacking:
             raise SpecError(
                 "kernels",
-                [f"the times of {table.device} lack {' and '.join(lacking)}: use thinwire kernels"],
+                f"the times of {table.device} lack {' and '.join(lacking)}: use thinwire kernels",
             )
         self._correction = cache(self._corrected)
 

@@ -10,8 +10,6 @@ from functools import cache
 
 from thinwire.cost.blocks import ModelPart, Routed
 
-__all__ = ["Kernels"]
-
 _VALUE = 2
 """Bytes of a value; matrices are multiplied in 16 bits."""
 

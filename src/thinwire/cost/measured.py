@@ -21,8 +21,6 @@ from thinwire.program import Even, Kind, MessageSizes, Scope, hops
 from thinwire.spec import Factor, ModelSpec, Plan
 from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, OverlapRow, Profile, profiled_kind
 
-__all__ = ["MeasuredLibrary", "ProfiledCollectives", "ProfiledRates"]
-
 Quartile = Literal["seconds", "low", "high"]
 
 _Row = TypeVar("_Row", CollectiveRow, CodecRow)
@@ -79,13 +77,7 @@ def _straight(sizes: Sequence[float], seconds: Sequence[float], size: float) -> 
 
 
 class _Neighbour(NamedTuple):
-    """The measurement nearest to a collective.
-
-    Attributes:
-        line: Seconds against bytes.
-        key: Kind, ranks inside a node, and nodes of the measured group.
-        ranks: Ranks of the measured group.
-    """
+    """The measurement nearest to a collective, of a kind, ranks inside a node, and nodes."""
 
     line: _Measured
     key: _Key
@@ -167,7 +159,7 @@ class ProfiledRates(Rates):
             if not family:
                 raise SpecError(
                     "profile",
-                    [f"it has no codec, and the plan uses {work.codec}; measure again with a larger --budget"],
+                    f"it has no codec, and the plan uses {work.codec}; measure again with a larger --budget",
                 )
             return max(line.seconds(values) for line in family)
         self.transfers_extrapolated |= values > 4 * line.sizes[-1]
@@ -404,7 +396,7 @@ class _CollectiveRows:
                 return _Neighbour(self._lines[key], key, nearest)
         raise SpecError(
             "profile",
-            [f"it has no collective {scope} nodes, which this plan needs; measure again with a larger --budget"],
+            f"it has no collective {scope} nodes, which this plan needs; measure again with a larger --budget",
         )
 
 
@@ -471,7 +463,7 @@ def _nearest(profile: Profile, part: str, model: ModelSpec, dtype: str) -> Compu
     rows = [row for row in profile.compute if row.part == part]
     if not rows:
         raise SpecError(
-            "profile", [f"it has no measurement of a model's {part}; measure again with --model {model.name or 'NAME'}"]
+            "profile", f"it has no measurement of a model's {part}; measure again with --model {model.name or 'NAME'}"
         )
     return min(
         rows, key=lambda row: (row.dtype != dtype, abs(math.log(row.hidden / model.hidden)), row.vocab != model.vocab)

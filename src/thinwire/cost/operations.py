@@ -12,8 +12,6 @@ from thinwire.program.stages import Stage
 from thinwire.program.wire import Encoding, change_encodings, reduction_encodings, spreads_difference, used_codec
 from thinwire.spec import CodecSpec, Plan
 
-__all__ = ["CodedHop", "PricedStage", "codec_seconds", "coded_hops", "moves", "moves_of"]
-
 _NONE = CodecSpec()
 _VISIBLE_BYTES: Final = 0.14
 """Bytes of a message for each value of which only what bf16 shows is sent, after 32 steps at a rate of fine-tuning, as

@@ -21,21 +21,6 @@ from thinwire.spec.codec import typical_ratio
 from thinwire.spec.machines.kernels import KernelTable, this_host
 from thinwire.spec.profile import Handling
 
-__all__ = [
-    "ALONE",
-    "Basis",
-    "Beside",
-    "Efficiency",
-    "NominalRates",
-    "Rates",
-    "Work",
-    "declared_seconds",
-    "hop_route",
-    "largest_bytes_per_value",
-    "wire_bytes_per_value",
-]
-
-
 HOST_UPDATE_BYTES = 28
 """Bytes per element that AdamW moves on a processor: master, moments and gradient in, master and moments out."""
 
@@ -239,7 +224,7 @@ class NominalRates(Rates):
         if peak is None:
             raise SpecError(
                 f"cluster {cluster.name or ''}".strip(),
-                [f"peak_flops has no figure for {plan_dtype}; it has {', '.join(peaks)}"],
+                f"peak_flops has no figure for {plan_dtype}; it has {', '.join(peaks)}",
             )
         self._memory = cluster.memory_bandwidth / 8 * self._efficiency.memory
         share = self._efficiency
@@ -359,11 +344,9 @@ def declared_seconds(codec: CodecSpec, dtype: str, values: float) -> float:
     if speed is None:
         raise SpecError(
             "codec",
-            [
-                f"{codec} has no price: it declares no bytes_per_second and the profile has no measurement of it; "
-                f"run `thinwire profile`, which measures {', '.join(codec.plugin.examples)}, and plan with its file, "
-                "or declare the speed"
-            ],
+            f"{codec} has no price: it declares no bytes_per_second and the profile has no measurement of it; "
+            f"run `thinwire profile`, which measures {', '.join(codec.plugin.examples)}, and plan with its file, "
+            "or declare the speed",
         )
     return values * ITEMSIZE[dtype] / speed
 

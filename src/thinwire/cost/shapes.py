@@ -13,8 +13,6 @@ from thinwire.program.shares import LARGE_LEAF
 from thinwire.spec import ModelSpec
 from thinwire.spec.models.model import expert_layers, expert_parameters
 
-__all__ = ["alike", "parts"]
-
 
 def alike(parts: Iterable[ModelPart]) -> list[tuple[int, ModelPart]]:
     """Parts that compute differently, each with the number of parts that compute like it."""
@@ -44,7 +42,7 @@ def parts(model: ModelSpec, granularity: str, tp: int = 1, ep: int = 1) -> tuple
     """
     if ep > 1:
         if (model.experts or 1) % ep:
-            raise SpecError("plan", [f"ep = {ep} should divide the model's experts = {model.experts or 'none'}"])
+            raise SpecError("plan", f"ep = {ep} should divide the model's experts = {model.experts or 'none'}")
         apart = _whole_parts(model, granularity, apart=True)
         return tuple(_shared(part, ep) if part.is_experts else part for part in apart)
     whole = _whole_parts(model, granularity)
@@ -103,7 +101,6 @@ def _whole_parts(model: ModelSpec, granularity: str, *, apart: bool = False) -> 
 
 
 def _joined(name: str, kind: str, block: int, joined: Sequence[ModelPart]) -> ModelPart:
-    """Several parts as one unit."""
     return ModelPart(
         name,
         kind,

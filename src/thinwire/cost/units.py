@@ -17,8 +17,6 @@ from thinwire.program import Axis, BufferInfo, Even, UnitInfo, axis_shape, deal,
 from thinwire.program.wire import ITEMSIZE, is_excluded
 from thinwire.spec import ModelSpec, Plan
 
-__all__ = ["largest_share", "units"]
-
 
 def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
     """The units of a model under a plan, as the program needs them.
@@ -34,7 +32,7 @@ def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
     if any(unit.granularity not in (None, plan.granularity) for unit in plan.units):
         raise SpecError(
             f"plan {plan.name or plan.fingerprint()}",
-            ["units: granularity of single blocks is executed, but neither planned nor simulated; leave it unset here"],
+            "units: granularity of single blocks is executed, but neither planned nor simulated; leave it unset here",
         )
     own = parts(model, plan.granularity, plan.tp, plan.ep)
     if plan.ep == 1:
@@ -119,7 +117,6 @@ _Kinds = Sequence[tuple[bool, tuple[Tensor, ...]]]
 
 
 def _flat_buffers(plan: Plan, cut: Iterable[tuple[ModelPart, _Kinds]]) -> list[_FlatBuffer]:
-    """The flat buffers of all parts, in order."""
     made = []
     for part, kinds in cut:
         itemsize = ITEMSIZE[plan.unit_dtype(part.name) if plan.units else plan.compute_dtype]

@@ -19,8 +19,6 @@ from thinwire.intercept.mesh import compress_group
 from thinwire.intercept.scope import StepMarks, mark_steps
 from thinwire.spec import CodecSpec
 
-__all__ = ["CompressedAllGather", "CompressedReduceScatter", "compress_ddp", "compress_fsdp"]
-
 
 class _Groups:
     """The compressing group of each of FSDP's groups, made on first use."""
@@ -47,7 +45,6 @@ class _Collective:
         self._groups = groups
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """An uninitialised buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -61,7 +58,6 @@ class CompressedAllGather(_Collective, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Gather parameters."""
         opts = AllgatherOptions()
         opts.asyncOp = async_op
         return _finished(self._groups.of(group).all_gather_single(output_tensor, input_tensor, opts), async_op)
@@ -78,7 +74,6 @@ class CompressedReduceScatter(_Collective, ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce gradients."""
         opts = ReduceScatterOptions()
         opts.reduceOp = op  # type: ignore[assignment]  # torch also accepts RedOpType
         opts.asyncOp = async_op

@@ -24,18 +24,11 @@ from thinwire.intercept.members import MemberGroup, part_of
 from thinwire.intercept.queued import QueuedWork, StreamQueue
 from thinwire.intercept.works import LateWork
 
-__all__ = ["Channels"]
-
 
 @dataclass
 class _Direction:
-    """One way between two members.
-
-    Attributes:
-        pair: The two, of which one sends.
-        queue: The messages in order.
-        late: The newest message that is received when somebody waits for it, or for one after it.
-    """
+    """One way between two members, and the newest message that is received when somebody waits for it or for a later
+    one."""
 
     pair: MemberGroup
     queue: StreamQueue
@@ -43,12 +36,7 @@ class _Direction:
 
 
 class Channels:
-    """The messages of this rank.
-
-    Args:
-        membership: All members of the group. Nothing else uses its store.
-        axis: Name of the axis, for error messages.
-    """
+    """The messages of this rank to the members of a group, whose store nothing else uses."""
 
     def __init__(self, membership: Membership, axis: str) -> None:
         self._membership, self._axis = membership, axis
@@ -65,17 +53,8 @@ class Channels:
                     self._connect(low, high)
 
     def send(self, tensor: torch.Tensor, target: int, codec: Codec | None, seed: int | None) -> tuple[QueuedWork, int]:
-        """Send a tensor to a member.
-
-        Args:
-            tensor: Tensor of any shape; with a codec, a floating-point one.
-            target: Index of the member.
-            codec: Codec of the message; ``None`` sends the tensor's bytes.
-            seed: Seed for a codec that rounds at random.
-
-        Returns:
-            The work, and the bytes that it sends.
-        """
+        """Send a tensor to a member, as bytes where ``codec`` is ``None``; returns the work, and the bytes that it
+        sends."""
         direction = self._direction(self._index, target)
         pair, values = direction.pair, flat(tensor)
         before = pair.sent
@@ -92,13 +71,7 @@ class Channels:
         return work, pair.sent - before
 
     def receive(self, tensor: torch.Tensor, source: int, codec: Codec | None) -> QueuedWork | LateWork:
-        """Fill a tensor with that of a member.
-
-        Args:
-            tensor: Tensor of the shape and dtype that are sent.
-            source: Index of the member.
-            codec: Codec of the message; ``None`` for the tensor's bytes.
-        """
+        """Fill a tensor, of the shape and dtype that are sent, with that of a member."""
         direction = self._direction(source, self._index)
         pair, tensor = direction.pair, ready(tensor)
 
@@ -124,7 +97,6 @@ class Channels:
         return direction.late
 
     def leave(self) -> None:
-        """Release the connections."""
         for direction in self._directions.values():
             direction.pair.leave()
         self._directions = {}

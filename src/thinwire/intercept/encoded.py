@@ -13,12 +13,11 @@ import torch
 from thinwire.codecs import Codec
 from thinwire.collectives import all_gather as gathering
 from thinwire.collectives import all_reduce as reducing
+from thinwire.collectives.links.streams import streams_of
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.reduce_scatter import HopCodecs
 from thinwire.collectives.reduce_scatter import reduce_scatter as scattering
 from thinwire.intercept.members import MembersAxis
-
-__all__ = ["all_gather", "all_reduce", "decode", "deliver", "flat", "is_plain", "ready", "reduce_scatter"]
 
 
 def all_reduce(axis: MembersAxis, tensor: torch.Tensor, scale: float, codecs: HopCodecs, seed: int | None) -> None:
@@ -43,15 +42,8 @@ def all_reduce(axis: MembersAxis, tensor: torch.Tensor, scale: float, codecs: Ho
 def all_gather(
     axis: MembersAxis, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, codec: Codec, seed: int | None
 ) -> None:
-    """Fill ``outputs`` with the members' tensors. This rank's own is decoded too, as the other ranks see it.
-
-    Args:
-        axis: The members.
-        outputs: One tensor of ``size`` times as many values, or ``size`` tensors.
-        tensor: This rank's tensor.
-        codec: Codec of the messages.
-        seed: Seed for codecs that round at random.
-    """
+    """Fill ``outputs``, one tensor of ``size`` times as many values or ``size`` tensors, with the members' tensors.
+    This rank's own is decoded too, as the other ranks see it."""
     mine = flat(tensor)
     numel = mine.numel()
     in_place = len(outputs) == 1 and outputs[0].is_contiguous()
@@ -78,16 +70,8 @@ def reduce_scatter(
     codecs: HopCodecs,
     seed: int | None,
 ) -> None:
-    """``output = scale * sum over members of their input for this rank``, added in fp32 and rounded once.
-
-    Args:
-        axis: The members.
-        output: This rank's result.
-        inputs: One tensor of ``size`` times as many values, or ``size`` tensors.
-        scale: Factor on the sum.
-        codecs: Codecs of the hops.
-        seed: Seed for codecs that round at random.
-    """
+    """``output = scale * sum over members of their input for this rank``, added in fp32 and rounded once; ``inputs``
+    are one tensor of ``size`` times as many values, or ``size`` tensors."""
     whole = flat(inputs[0]) if len(inputs) == 1 else torch.cat([flat(tensor) for tensor in inputs])
     result = flat(output) if output.is_contiguous() else allocate(output.numel(), output.dtype, output.device)
     if axis.has_two_hops:
@@ -109,7 +93,6 @@ def _by_place(axis: MembersAxis, whole: torch.Tensor) -> torch.Tensor:
 
 
 def decode(codec: Codec, message: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Decode a message into a tensor."""
     target = ready(tensor).detach()
     result = target if target.is_contiguous() else torch.empty(target.numel(), dtype=target.dtype, device=target.device)
     codec.decode(message, target.numel(), target.dtype, out=result)
@@ -142,3 +125,11 @@ def deliver(result: torch.Tensor, tensor: torch.Tensor) -> None:
     target = ready(tensor).detach()
     if not target.is_contiguous() or result.data_ptr() != target.data_ptr():
         target.copy_(result.view(target.shape))
+
+
+def arrived(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Tensors of a device with streams, once the caller's stream is ordered after functional collectives that fill
+    them. Others are waited for on the thread that uses them."""
+    if streams_of(tensors[0].device) is None:
+        return tensors
+    return [ready(tensor) for tensor in tensors]

@@ -14,18 +14,10 @@ from thinwire.collectives.group import Subgroup
 from thinwire.errors import WireError
 from thinwire.intercept import encoded
 
-__all__ = ["RankPieces", "across_nodes", "all_to_all", "numels"]
-
 
 @dataclass(frozen=True)
 class RankPieces:
-    """The pieces that a rank sends to all ranks, or receives from them.
-
-    Attributes:
-        numels: Number of values of each piece, by rank.
-        codecs: Codec of each piece; ``None`` if it is not encoded.
-        dtype: Dtype of the values.
-    """
+    """The pieces that a rank sends to all ranks, or receives from them, each with a codec or none."""
 
     numels: tuple[int, ...]
     codecs: tuple[Codec | None, ...]
@@ -46,13 +38,8 @@ class RankPieces:
 
 
 def numels(tensor: torch.Tensor, rows: Sequence[int] | None, ranks: int) -> tuple[int, ...]:
-    """Number of values of each rank's piece of a tensor.
-
-    Args:
-        tensor: The tensor; pieces consist of rows, which lie along its first dimension.
-        rows: Rows of each piece; ``None`` or empty for equal pieces.
-        ranks: Number of ranks.
-    """
+    """Number of values of each rank's piece of a tensor: of its rows along the first dimension; without ``rows``,
+    pieces are equal."""
     if not rows:
         return (tensor.numel() // ranks,) * ranks
     of_a_row = math.prod(tensor.shape[1:])
@@ -67,18 +54,8 @@ def all_to_all(
     sent: RankPieces,
     seed: Callable[[Codec], int | None],
 ) -> list[int]:
-    """Send every rank its piece of a tensor, each encoded, and decode theirs. What a rank keeps is copied.
-
-    Args:
-        members: The ranks.
-        output: Tensor to fill.
-        tensor: Pieces to send, one after another.
-        received: Pieces of the output.
-        sent: Pieces of the tensor.
-        seed: A seed for a message of a codec.
-
-    Returns:
-        Bytes of the message to each rank.
+    """Send every rank its piece of a tensor, each encoded, and decode theirs into ``output``. What a rank keeps is
+    copied. Returns the bytes of the message to each rank.
 
     Raises:
         WireError: A message is damaged.
@@ -120,13 +97,7 @@ def _lengths(members: Subgroup, lengths: Sequence[int], received: RankPieces, de
 
 
 def across_nodes(counts: Sequence[int], index: int, nodes: int) -> int:
-    """The sum of what a rank sends to those of other nodes.
-
-    Args:
-        counts: What it sends to each rank.
-        index: Its own place among them.
-        nodes: Number of nodes, of equally many consecutive ranks.
-    """
+    """The sum of what a rank sends to those of other nodes, of equally many consecutive ranks each."""
     local = len(counts) // nodes
     node = index // local
     return sum(itertools.chain(counts[: node * local], counts[(node + 1) * local :]))

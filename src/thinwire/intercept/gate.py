@@ -15,8 +15,6 @@ from thinwire.intercept.scope import in_step, is_exact
 from thinwire.spec import CodecSpec
 from thinwire.spec.codec import encodable_dtypes
 
-__all__ = ["DEVICES", "MIN_NUMEL", "AxisCodecs", "EncodingGate", "Operation", "scale_of"]
-
 MIN_NUMEL = 1024
 """Tensors with fewer values are sent unencoded: losses, norms, counters."""
 
@@ -74,8 +72,6 @@ class EncodingGate:
         nodes: Number of nodes that a reduction or gather crosses in a hop of its own; 1 for a single hop.
 
     Attributes:
-        codecs: See above.
-        nodes: See above.
         missed_step: Whether a tensor was sent unencoded only because no training step was marked.
     """
 
@@ -94,22 +90,12 @@ class EncodingGate:
         self._known: dict[tuple[CodecSpec, torch.dtype, int, torch.device], tuple[Codec | None, str]] = {}
 
     def encodes(self, operation: Operation) -> bool:
-        """Whether an operation has a codec."""
         return not self._specs[operation].is_none
 
     def choose(
         self, operation: Operation, tensor: torch.Tensor, numel: int, opts: Any = None
     ) -> tuple[Codec | None, str]:
-        """Choose the codec of a tensor.
-
-        Args:
-            operation: What is done with the tensor.
-            tensor: Tensor that is sent or received.
-            numel: Number of values in the operation.
-            opts: Options of a reduction.
-
-        Returns:
-            The codec and an empty string, or ``None`` and the reason.
+        """Choose the codec of a tensor: the codec and an empty string, or ``None`` and the reason.
 
         Raises:
             UsageError: The codec does not work on the tensor's device.

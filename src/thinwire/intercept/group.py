@@ -7,7 +7,6 @@ import datetime
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,12 +27,10 @@ from thinwire.intercept import encoded, exchange
 from thinwire.intercept.channels import Channels
 from thinwire.intercept.gate import MIN_NUMEL, AxisCodecs, EncodingGate, Operation, scale_of
 from thinwire.intercept.members import MembersAxis, check_nodes, count_nodes
-from thinwire.intercept.plain import PlainGroup
+from thinwire.intercept.plain import PlainGroup, options, reduction_options
 from thinwire.intercept.queued import StreamQueue
 from thinwire.intercept.scope import in_backward, is_marked
-from thinwire.intercept.works import AllOf, Courier, Promise
-
-__all__ = ["CompressingGroup", "all_groups"]
+from thinwire.intercept.works import AllOf, Courier, Promise, in_parts
 
 MESSAGE_TAG, LENGTH_TAG = 1 << 28, 1 << 29
 """Added to the user's tag, so that an encoded message is never taken for a plain one."""
@@ -133,9 +130,8 @@ class CompressingGroup(PlainGroup):
     # ------------------------------------------------------------------------------------------------ reductions
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        """See :func:`torch.distributed.all_reduce`."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        opts = _with_op(AllreduceOptions, opts, timeout)
+        opts = reduction_options(AllreduceOptions, opts, timeout)
         if len(tensors) != 1:
             return self._all_reduce_many(tensors, opts, self._inner.allreduce)
         codec, why = self._choose("reduce", tensors[0], opts=opts)
@@ -145,9 +141,8 @@ class CompressingGroup(PlainGroup):
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Several all-reduces in one call."""
-        return self._all_reduce_many(
-            tensors, _with_op(AllreduceCoalescedOptions, opts), self._inner.allreduce_coalesced
-        )
+        opts = reduction_options(AllreduceCoalescedOptions, opts)
+        return self._all_reduce_many(tensors, opts, self._inner.allreduce_coalesced)
 
     def _all_reduce_many(self, tensors: Sequence[torch.Tensor], opts: Any, call: Callable[..., dist.Work]) -> dist.Work:
         def encode(i: int, codec: Codec) -> dist.Work:
@@ -158,11 +153,10 @@ class CompressingGroup(PlainGroup):
             return self._pass_on("all_reduce", rest, call, rest, opts, why=why)
 
         choices = [self._choose("reduce", tensor, opts=opts) for tensor in tensors]
-        return _each(choices, encode, pass_on, tensors)
+        return in_parts(choices, encode, pass_on, tensors)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
-        """See :func:`torch.distributed.reduce_scatter_single`."""
-        opts = _with_op(ReduceScatterOptions, opts)
+        opts = reduction_options(ReduceScatterOptions, opts)
         codec, why = self._choose("reduce", tensor, opts=opts)
         if codec is None:
             call = self._inner_call("reduce_scatter_single")
@@ -173,37 +167,29 @@ class CompressingGroup(PlainGroup):
         self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
         """Several such operations in one call."""
-        opts = _with_op(ReduceScatterOptions, opts)
+        opts = reduction_options(ReduceScatterOptions, opts)
 
         def encode(i: int, codec: Codec) -> dist.Work:
             return self._encoded_scatter(outputs[i], [tensors[i]], codec, opts)
 
-        def pass_on(chosen: Sequence[int], why: Sequence[str]) -> dist.Work:
-            outs, ins = [outputs[i] for i in chosen], [tensors[i] for i in chosen]
-            call = self._inner_call("reduce_scatter_single_coalesced")
-            return self._pass_on("reduce_scatter", ins, call, outs, ins, opts, why=why)
-
         choices = [self._choose("reduce", tensor, opts=opts) for tensor in tensors]
-        return _each(choices, encode, pass_on, outputs)
+        return self._each(choices, encode, "reduce_scatter", outputs, tensors, opts)
 
     def reduce_scatter(self, outputs: Any, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        """See :func:`torch.distributed.reduce_scatter`."""
         if isinstance(outputs, torch.Tensor):
             outputs, tensors = [outputs], [tensors]
-        opts = _with_op(ReduceScatterOptions, opts, timeout)
+        opts = reduction_options(ReduceScatterOptions, opts, timeout)
         even = all(tensor.numel() == outputs[0].numel() for tensor in tensors[0])
         codec, why = self._choose("reduce", outputs[0], len(self._ranks), opts=opts)
         if codec is None or len(outputs) != 1 or not even:
-            return self._pass_on(
-                "reduce_scatter", tensors, self._inner.reduce_scatter, outputs, tensors, opts, why=[why]
-            )
+            call = self._inner.reduce_scatter
+            return self._pass_on("reduce_scatter", tensors, call, outputs, tensors, opts, why=[why])
         return self._encoded_scatter(outputs[0], tensors[0], codec, opts)
 
     # ------------------------------------------------------------------------------------------------ gathers
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
-        """See :func:`torch.distributed.all_gather_single`."""
-        opts = _options(AllgatherOptions, opts)
+        opts = options(AllgatherOptions, opts)
         codec, why = self._choose("gather", tensor)
         if codec is None:
             call = self._inner_call("all_gather_single")
@@ -214,25 +200,18 @@ class CompressingGroup(PlainGroup):
         self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
         """Several such operations in one call."""
-        opts = _options(AllgatherOptions, opts)
+        opts = options(AllgatherOptions, opts)
 
         def encode(i: int, codec: Codec) -> dist.Work:
             return self._encoded_gather([outputs[i]], tensors[i], codec, opts)
 
-        def pass_on(chosen: Sequence[int], why: Sequence[str]) -> dist.Work:
-            outs, ins = [outputs[i] for i in chosen], [tensors[i] for i in chosen]
-            return self._pass_on(
-                "all_gather", ins, self._inner_call("all_gather_single_coalesced"), outs, ins, opts, why=why
-            )
-
         choices = [self._choose("gather", tensor) for tensor in tensors]
-        return _each(choices, encode, pass_on, outputs)
+        return self._each(choices, encode, "all_gather", outputs, tensors, opts)
 
     def allgather(self, outputs: Any, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:  # type: ignore[override]
-        """See :func:`torch.distributed.all_gather`."""
         if isinstance(tensors, torch.Tensor):
             outputs, tensors = [outputs], [tensors]
-        opts = _options(AllgatherOptions, opts, timeout)
+        opts = options(AllgatherOptions, opts, timeout)
         even = all(output.numel() == tensors[0].numel() for output in outputs[0])
         codec, why = self._choose("gather", tensors[0])
         if codec is None or len(tensors) != 1 or not even:
@@ -240,20 +219,10 @@ class CompressingGroup(PlainGroup):
         return self._encoded_gather(outputs[0], tensors[0], codec, opts)
 
     # Older names: without them, torch would bypass this class.
-
-    def _allgather_base(self, *args: Any) -> dist.Work:
-        return self.all_gather_single(*args)
-
-    def _reduce_scatter_base(self, *args: Any) -> dist.Work:
-        return self.reduce_scatter_single(*args)
-
-    def allgather_into_tensor_coalesced(self, *args: Any) -> dist.Work:
-        """An older name of :meth:`all_gather_single_coalesced`."""
-        return self.all_gather_single_coalesced(*args)
-
-    def reduce_scatter_tensor_coalesced(self, *args: Any) -> dist.Work:
-        """An older name of :meth:`reduce_scatter_single_coalesced`."""
-        return self.reduce_scatter_single_coalesced(*args)
+    _allgather_base: Any = all_gather_single
+    allgather_into_tensor_coalesced: Any = all_gather_single_coalesced
+    _reduce_scatter_base: Any = reduce_scatter_single
+    reduce_scatter_tensor_coalesced: Any = reduce_scatter_single_coalesced
 
     # -------------------------------------------------------------------------------------------- all-to-alls
 
@@ -281,7 +250,7 @@ class CompressingGroup(PlainGroup):
             lengths = exchange.all_to_all(members, output, tensor, from_ranks, to_ranks, self._seed)
             self._report_exchange(str(chosen.spec), plain, lengths)
 
-        (output,), (tensor,) = _arrived([output]), _arrived([tensor])
+        (output,), (tensor,) = encoded.arrived([output]), encoded.arrived([tensor])
         return self._run(body, [output], [tensor], waits=not getattr(rest[0] if rest else None, "asyncOp", True))
 
     def _pieces(self, tensor: torch.Tensor, rows: Sequence[int] | None, chosen: Codec | None) -> exchange.RankPieces:
@@ -406,14 +375,31 @@ class CompressingGroup(PlainGroup):
             )
         return choice
 
+    def _each(
+        self,
+        choices: Sequence[tuple[Codec | None, str]],
+        encode: Callable[[int, Codec], dist.Work],
+        name: str,
+        outputs: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        opts: Any,
+    ) -> dist.Work:
+        """Perform the coalesced form of a gather or a reduce-scatter."""
+
+        def pass_on(chosen: Sequence[int], why: Sequence[str]) -> dist.Work:
+            outs, ins = [outputs[i] for i in chosen], [tensors[i] for i in chosen]
+            return self._pass_on(name, ins, self._inner_call(f"{name}_single_coalesced"), outs, ins, opts, why=why)
+
+        return in_parts(choices, encode, pass_on, outputs)
+
     def _encoded_reduce(self, tensor: torch.Tensor, codec: Codec, opts: Any) -> dist.Work:
         scale, codecs = self._scale(opts), self._gate.hops(codec, tensor, tensor.numel())
 
         def body(axis: MembersAxis, seed: int | None) -> None:
             encoded.all_reduce(axis, tensor, scale, codecs, seed)
 
-        (tensor,) = _arrived([tensor])
-        return self._perform(_Task("all_reduce", codec, body, [tensor], [], tensor.nbytes), opts)
+        (tensor,) = encoded.arrived([tensor])
+        return self._perform("all_reduce", codec, body, [tensor], [], tensor.nbytes, opts)
 
     def _encoded_gather(
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, codec: Codec, opts: Any
@@ -421,8 +407,8 @@ class CompressingGroup(PlainGroup):
         def body(axis: MembersAxis, seed: int | None) -> None:
             encoded.all_gather(axis, outputs, tensor, codec, seed)
 
-        outputs, (tensor,) = _arrived(outputs), _arrived([tensor])
-        return self._perform(_Task("all_gather", codec, body, outputs, [tensor], tensor.nbytes), opts)
+        outputs, (tensor,) = encoded.arrived(outputs), encoded.arrived([tensor])
+        return self._perform("all_gather", codec, body, outputs, [tensor], tensor.nbytes, opts)
 
     def _encoded_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], codec: Codec, opts: Any
@@ -433,24 +419,32 @@ class CompressingGroup(PlainGroup):
         def body(axis: MembersAxis, seed: int | None) -> None:
             encoded.reduce_scatter(axis, output, inputs, scale, codecs, seed)
 
-        (output,), inputs = _arrived([output]), _arrived(inputs)
-        return self._perform(_Task("reduce_scatter", codec, body, [output], inputs, nbytes), opts)
+        (output,), inputs = encoded.arrived([output]), encoded.arrived(inputs)
+        return self._perform("reduce_scatter", codec, body, [output], inputs, nbytes, opts)
 
-    def _perform(self, task: _Task, opts: Any) -> dist.Work:
-        """Perform an encoded operation: on a stream of the group; or without streams on its thread, or on this one if
-        the caller waits for it anyway."""
-        seed, device = self._seed(task.codec), task.results[0].device
-        nodes = self._gate.nodes
+    def _perform(
+        self,
+        operation: str,
+        codec: Codec,
+        call: Callable[[MembersAxis, int | None], None],
+        results: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        nbytes: int,
+        opts: Any,
+    ) -> dist.Work:
+        """Perform an encoded operation, of a tensor of ``nbytes``: on a stream of the group; or without streams on its
+        thread, or on this one if the caller waits for it anyway."""
+        seed, device, nodes = self._seed(codec), results[0].device, self._gate.nodes
 
         def body() -> None:
             axis = self._joined_members(device, nodes)
             inside, across = axis.inside.sent, axis.across.sent
-            task.body(axis, seed)
+            call(axis, seed)
             inside, across = axis.inside.sent - inside, axis.across.sent - across
-            plain = self._plain_bytes(task.operation, task.nbytes)
-            self._report(task.operation, str(task.codec.spec), plain, inside + across, across=across)
+            plain = self._plain_bytes(operation, nbytes)
+            self._report(operation, str(codec.spec), plain, inside + across, across=across)
 
-        return self._run(body, task.results, task.inputs, waits=not opts.asyncOp)
+        return self._run(body, results, inputs, waits=not opts.asyncOp)
 
     def _run(
         self, body: Callable[[], None], results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, waits: bool
@@ -458,19 +452,14 @@ class CompressingGroup(PlainGroup):
         """Run the body of an operation; ``waits``: whether the caller waits for it anyway."""
         device = results[0].device
         streams = streams_of(device)
-        if streams is not None:
-            if device not in self._queues:
-                self._queues[device] = StreamQueue(streams, device)
-            with self._waiting(device) if waits else contextlib.nullcontext():
-                work = self._queues[device].perform(body, results, inputs, wait=waits)
-            return self._noted(work, device)
-        promise = Promise(results)
-        if waits:
-            with self._waiting(device):
-                self._courier.perform(body, promise, wait=True)
-        else:
-            self._courier.perform(body, promise, wait=False)
-        return self._noted(promise, device)
+        if streams is not None and device not in self._queues:
+            self._queues[device] = StreamQueue(streams, device)
+        with self._waiting(device) if waits else contextlib.nullcontext():
+            if streams is not None:
+                return self._noted(self._queues[device].perform(body, results, inputs, wait=waits), device)
+            promise = Promise(results)
+            self._courier.perform(body, promise, wait=waits)
+            return self._noted(promise, device)
 
     def _joined_members(self, device: torch.device, nodes: int) -> MembersAxis:
         if (device, nodes) not in self._members:
@@ -501,69 +490,8 @@ class CompressingGroup(PlainGroup):
         return next(self._seeds) if codec.spec.needs_seed else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """An encoded operation.
-
-    Attributes:
-        operation: Its name in reports.
-        codec: Its codec.
-        body: Performs it, with the members and a seed.
-        results: Tensors that it fills, at least one.
-        inputs: Other tensors that it reads.
-        nbytes: Bytes of its tensor, for :meth:`PlainGroup._plain_bytes`.
-    """
-
-    operation: str
-    codec: Codec
-    body: Callable[[MembersAxis, int | None], None]
-    results: Sequence[torch.Tensor]
-    inputs: Sequence[torch.Tensor]
-    nbytes: int
-
-
-def _arrived(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Tensors of a device with streams, once the caller's stream is ordered after functional collectives that fill
-    them. Others are waited for on the thread that uses them."""
-    if streams_of(tensors[0].device) is None:
-        return tensors
-    return [encoded.ready(tensor) for tensor in tensors]
-
-
 def _name(codec: Codec | None) -> str:
     return "none" if codec is None else str(codec.spec)
-
-
-def _each(
-    choices: Sequence[tuple[Codec | None, str]],
-    encode: Callable[[int, Codec], dist.Work],
-    pass_on: Callable[[Sequence[int], Sequence[str]], dist.Work],
-    results: Sequence[torch.Tensor],
-) -> dist.Work:
-    """Encode those tensors of a coalesced call that have a codec one by one, and forward the others together."""
-    plain = [i for i, (codec, _) in enumerate(choices) if codec is None]
-    works = [encode(i, codec) for i, (codec, _) in enumerate(choices) if codec is not None]
-    if plain or not choices:
-        works.append(pass_on(plain, [choices[i][1] for i in plain]))
-    return works[0] if len(works) == 1 else AllOf(works, results)
-
-
-def _options(kind: Any, opts: Any, timeout: Any = None) -> Any:
-    """The options of a call, with defaults if the caller has given none."""
-    if isinstance(opts, kind):
-        return opts
-    made = kind()
-    if timeout is not None:
-        made.timeout = timeout
-    return made
-
-
-def _with_op(kind: Any, opts: Any, timeout: Any = None) -> Any:
-    """The options of a reduction. Callers may pass the operation in their place."""
-    made = _options(kind, opts, timeout)
-    if opts is not None and made is not opts:
-        made.reduceOp = opts
-    return made
 
 
 def _shut_down(reference: weakref.ref[CompressingGroup]) -> None:

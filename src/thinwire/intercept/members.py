@@ -23,17 +23,9 @@ from thinwire.errors import CollectiveError, UsageError
 from thinwire.program import Kind, Lane, Scope
 from thinwire.program.stages import TRANSFERS, Stage
 
-__all__ = ["MemberGroup", "MembersAxis", "check_nodes", "count_nodes", "part_of"]
-
 
 def part_of(membership: Membership, part: str, members: Sequence[int]) -> Membership:
-    """Some of the members, who meet at a place of their own.
-
-    Args:
-        membership: All members.
-        part: Name of the part, the same for all of its members.
-        members: Indices of the part's members, including this rank's.
-    """
+    """Some of the members, by index and this rank included, who meet at a place of their own."""
     return Membership(
         f"{membership.name}/{part}",
         tuple(membership.ranks[i] for i in members),
@@ -105,16 +97,7 @@ class MemberGroup(Subgroup):
 
 
 class MembersAxis(AxisGroup):
-    """Members of a process group as an axis.
-
-    Args:
-        inside: This rank's neighbours in its node.
-        across: This rank's peers on the other nodes.
-
-    Attributes:
-        inside: See above.
-        across: See above.
-    """
+    """Members of a process group as an axis: neighbours in this rank's node, and peers on the other nodes."""
 
     def __init__(self, inside: MemberGroup, across: MemberGroup) -> None:
         self.inside, self.across = inside, across
@@ -125,13 +108,7 @@ class MembersAxis(AxisGroup):
 
     @classmethod
     def join(cls, membership: Membership, axis: str, nodes: int) -> MembersAxis:
-        """Connect all members; each of them calls this.
-
-        Args:
-            membership: The members, those of one node next to each other.
-            axis: Name of the axis, for error messages.
-            nodes: Number of nodes.
-        """
+        """Connect all members, those of one node next to each other; each of them calls this."""
         size = len(membership.ranks)
         local = size // nodes
         node, place = divmod(membership.index, local)
@@ -147,7 +124,6 @@ class MembersAxis(AxisGroup):
         return self.local > 1 and self.nodes > 1
 
     def leave(self) -> None:
-        """Release the connections."""
         self.inside.leave()
         self.across.leave()
 
@@ -183,12 +159,7 @@ def count_nodes(ranks: Sequence[int], nodes: int | None, axis: str) -> int:
 
 
 def check_nodes(store: dist.Store, nodes: int, axis: str) -> None:
-    """Compare the number of nodes with that of the member that came first.
-
-    Args:
-        store: Part of the store that only the members of one axis use.
-        nodes: What this rank has counted.
-        axis: Name of the axis, for messages.
+    """Compare the number of nodes with that of the member that came first, in a store of one axis only.
 
     Raises:
         UsageError: The first member has counted another number.

@@ -23,17 +23,6 @@ from thinwire.intercept.traffic import AxisTraffic
 from thinwire.spec import CodecSpec
 from thinwire.spec.plan_parts.policy import HybridPolicy
 
-__all__ = [
-    "BACKEND",
-    "ROLES",
-    "BackendOptions",
-    "axis_traffic",
-    "axis_backend",
-    "compress_axis",
-    "compress_group",
-    "compress_mesh",
-]
-
 BACKEND = "thinwire"
 """Name of the backend, for ``backend_override`` and ``init_process_group``."""
 
@@ -52,13 +41,7 @@ ROLES = {
 
 
 class BackendOptions(NativeBackend.Options):
-    """Options of the backend; made by :func:`axis_backend`.
-
-    Attributes:
-        codecs: Codecs of the axis.
-        min_numel: Tensors with fewer values are sent unencoded.
-        always: Encode outside training steps too.
-    """
+    """Options of the backend; made by :func:`axis_backend`."""
 
     def __init__(self, codecs: AxisCodecs, min_numel: int, *, always: bool) -> None:
         super().__init__(BACKEND, c10d._get_default_timeout(dist.Backend("gloo")))
@@ -237,13 +220,8 @@ def _wrapped(
 
 
 def _take_over(group: dist.ProcessGroup, compressed: CompressingGroup, *, keep: bool) -> None:
-    """Replace ``group`` by ``compressed`` in torch's tables, under the same name.
-
-    Args:
-        group: Group to replace.
-        compressed: Its replacement.
-        keep: Whether the group itself stays in the tables, as the default group must.
-    """
+    """Replace ``group`` in torch's tables, under the same name; it stays there too if ``keep``, as the default group
+    must."""
     name = group.group_name
     c10d._unregister_process_group(name)
     _register(compressed, group, name)

@@ -16,9 +16,6 @@ from thinwire.collectives.links.streams import streams_of
 from thinwire.intercept.traffic import AxisTraffic, Ledger
 from thinwire.intercept.works import Stopwatch, Watched
 
-__all__ = ["PlainGroup"]
-
-
 _OLDER_NAMES: Final = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -77,7 +74,6 @@ class PlainGroup(dist.ProcessGroup):
 
     @property
     def axis(self) -> str:
-        """Name of the axis."""
         if self._axis_name:
             return self._axis_name
         return str(self.group_desc).removeprefix("mesh_")  # what DeviceMesh calls the group of an axis
@@ -101,15 +97,10 @@ class PlainGroup(dist.ProcessGroup):
         self._watch = self._watch or Stopwatch()
 
     def get_group_store(self) -> dist.Store:
-        """The store of the inner group."""
         return self._store
 
     def traffic(self, *, reset: bool = False) -> AxisTraffic:
-        """Count what this rank has sent.
-
-        Args:
-            reset: Start again from zero.
-        """
+        """Count what this rank has sent; ``reset`` starts again from zero."""
         with self._lock:
             if self._owns_inner and self._transport_count() != self._sequence:
                 self._note_bypass()
@@ -122,27 +113,21 @@ class PlainGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------------------------------------ never encoded
 
     def broadcast(self, tensors: Any, *opts: Any) -> dist.Work:
-        """See :func:`torch.distributed.broadcast`."""
         return self._pass_on("broadcast", tensors, self._inner.broadcast, tensors, *opts)
 
     def reduce(self, tensors: Any, *opts: Any) -> dist.Work:
-        """See :func:`torch.distributed.reduce`."""
         return self._pass_on("reduce", tensors, self._inner.reduce, tensors, *opts)
 
     def gather(self, outputs: Any, tensors: Any, *opts: Any) -> dist.Work:
-        """See :func:`torch.distributed.gather`."""
         return self._pass_on("gather", tensors, self._inner.gather, outputs, tensors, *opts)
 
     def scatter(self, outputs: Any, tensors: Any, *opts: Any) -> dist.Work:
-        """See :func:`torch.distributed.scatter`."""
         return self._pass_on("scatter", tensors, self._inner.scatter, outputs, tensors, *opts)
 
     def alltoall(self, outputs: Any, tensors: Any, *opts: Any) -> dist.Work:
-        """See :func:`torch.distributed.all_to_all`."""
         return self._pass_on("all_to_all", tensors, self._inner.alltoall, outputs, tensors, *opts)
 
     def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> dist.Work:
-        """See :func:`torch.distributed.all_to_all_single`."""
         return self._pass_on("all_to_all", [tensor], self._inner_call("all_to_all_single"), output, tensor, *rest)
 
     def alltoall_base(self, *args: Any) -> dist.Work:
@@ -154,16 +139,13 @@ class PlainGroup(dist.ProcessGroup):
         return self._pass_on("all_gather", tensors, self._inner.allgather_coalesced, outputs, tensors, *opts)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """See :func:`torch.distributed.barrier`."""
         return self._pass_on("barrier", [], self._inner.barrier, BarrierOptions() if opts is None else opts)
 
     def shutdown(self) -> None:
-        """Close the connections."""
         if self._owns_inner:
             self._inner.shutdown()
 
     def abort(self) -> None:
-        """Abort pending operations."""
         self._inner.abort()
 
     # ------------------------------------------------------------------------------------------------ forwarding
@@ -176,15 +158,8 @@ class PlainGroup(dist.ProcessGroup):
     def _pass_on(
         self, op: str, tensors: Any, call: Callable[..., dist.Work], *args: Any, why: Sequence[str] = ()
     ) -> dist.Work:
-        """Forward ``call(*args)`` to the inner group.
-
-        Args:
-            op: Name of the operation in reports.
-            tensors: Tensors that it sends; may contain lists of tensors.
-            call: Method of the inner group.
-            *args: Arguments of the method.
-            why: For each tensor, why it is not encoded although the axis has a codec.
-        """
+        """Forward ``call(*args)`` to the inner group, which sends ``tensors`` or lists of them; ``why``: for each, why
+        it is not encoded although the axis has a codec."""
         parts = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         for i, tensor in enumerate(parts):
             for part in _tensors([tensor]):
@@ -220,7 +195,6 @@ class PlainGroup(dist.ProcessGroup):
         return contextlib.nullcontext() if self._watch is None else self._watch.running(streams_of(device))
 
     def _count_plain(self, op: str, tensor: torch.Tensor, why: str) -> None:
-        """Count a tensor that is not encoded."""
         plain = self._plain_bytes(op, tensor.nbytes)
         with self._lock:
             self._ledger.add(op, "none", why, plain, plain)
@@ -263,3 +237,21 @@ class PlainGroup(dist.ProcessGroup):
 def _tensors(parts: Any) -> list[torch.Tensor]:
     """The tensors of a list that may contain lists of tensors."""
     return [tensor for part in parts for tensor in (part if isinstance(part, list) else (part,))]
+
+
+def options(kind: Any, opts: Any, timeout: Any = None) -> Any:
+    """The options of a call, with defaults if the caller has given none."""
+    if isinstance(opts, kind):
+        return opts
+    made = kind()
+    if timeout is not None:
+        made.timeout = timeout
+    return made
+
+
+def reduction_options(kind: Any, opts: Any, timeout: Any = None) -> Any:
+    """The options of a reduction. Callers may pass the operation in their place."""
+    made = options(kind, opts, timeout)
+    if opts is not None and made is not opts:
+        made.reduceOp = opts
+    return made

@@ -17,19 +17,10 @@ import torch.distributed as dist
 
 from thinwire.collectives.links.streams import Stream, StreamEvent, Streams
 
-__all__ = ["QueuedWork", "StreamQueue"]
-
 
 class QueuedWork(dist.Work):
-    """A task on the stream of a queue.
-
-    Args:
-        queue: The queue.
-        caller: Stream on which the task was called for.
-        event: End of the task.
-        tensors: Tensors that the task fills.
-        held: Memory that the task uses. The list is emptied once the caller's stream is ordered after the task.
-    """
+    """A task on the stream of a queue, which fills ``tensors``. ``held`` is what it uses; the list is emptied once the
+    caller's stream is ordered after the task."""
 
     def __init__(
         self,
@@ -45,11 +36,7 @@ class QueuedWork(dist.Work):
         self._future: Any = None
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Let the current stream wait for the task.
-
-        Args:
-            timeout: Has no effect, because the host does not wait.
-        """
+        """Let the current stream wait for the task. The timeout has no effect, because the host does not wait."""
         current = self._queue.streams.current()
         current.wait_event(self._event)
         if current == self._caller:
@@ -75,7 +62,6 @@ class QueuedWork(dist.Work):
         return None
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that the task fills."""
         return self._tensors
 
     def synchronize(self) -> None:
@@ -84,15 +70,7 @@ class QueuedWork(dist.Work):
 
 
 class StreamQueue:
-    """Tasks of one device, in order, on a stream of their own.
-
-    Args:
-        streams: Streams of the device.
-        device: The device.
-
-    Attributes:
-        streams: See above.
-    """
+    """Tasks of one device, in order, on a stream of their own."""
 
     def __init__(self, streams: Streams, device: torch.device) -> None:
         self.streams, self._device = streams, device
@@ -103,14 +81,8 @@ class StreamQueue:
     def perform(
         self, body: Callable[[], None], tensors: Sequence[torch.Tensor], held: Sequence[torch.Tensor], *, wait: bool
     ) -> QueuedWork:
-        """Queue ``body`` after all earlier tasks.
-
-        Args:
-            body: Queues the task's operations on the current stream.
-            tensors: Tensors that the task fills.
-            held: Tensors that it uses.
-            wait: Let the caller's stream wait for the task at once.
-        """
+        """Queue ``body``, which fills ``tensors`` and uses ``held``, after all earlier tasks, for the caller's stream
+        to ``wait`` for."""
         with self._lock:
             while self._flying and (not self._flying[0][1] or self._flying[0][0].query()):
                 self._flying.popleft()

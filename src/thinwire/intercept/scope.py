@@ -21,18 +21,6 @@ from torch import nn
 
 from thinwire.errors import UsageError
 
-__all__ = [
-    "StepMarks",
-    "exact_scope",
-    "in_backward",
-    "in_step",
-    "is_exact",
-    "is_marked",
-    "mark_steps",
-    "on_entry",
-    "step_scope",
-]
-
 
 class _State:
     """State of the process, not of a thread, because backward passes run on threads of their own."""

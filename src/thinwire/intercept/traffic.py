@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["AxisTraffic", "Ledger", "TrafficRow"]
-
 
 @dataclass(frozen=True, slots=True)
 class TrafficRow:
@@ -93,7 +91,6 @@ class Ledger:
         self._rows: dict[tuple[str, str, str], list[int]] = {}
 
     def add(self, op: str, codec: str, why: str, plain: int, sent: int, across: int = 0) -> None:
-        """One tensor."""
         key = (op, codec, why)
         row = self._rows.get(key)
         if row is None:

@@ -13,17 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from thinwire.codecs import Codec
 from thinwire.collectives.links.streams import EventPairs, Streams
-
-__all__ = ["AllOf", "Courier", "LateWork", "Promise", "Stopwatch", "Watched", "done"]
 
 
 class Promise(dist.Work):
-    """Work that completes or fails later, on another thread.
-
-    Args:
-        tensors: Tensors that the work fills. They are the value of its future.
-    """
+    """Work that completes or fails later, on another thread. The tensors that it fills are the value of its future."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -43,10 +38,7 @@ class Promise(dist.Work):
             self._resolve(future)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Block until the work is complete.
-
-        Args:
-            timeout: Has no effect, because the transport has a timeout of its own.
+        """Block until the work is complete. The timeout has no effect, because the transport has one of its own.
 
         Raises:
             BaseException: The error of the work, if it failed.
@@ -80,7 +72,6 @@ class Promise(dist.Work):
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that the work fills."""
         return self._tensors
 
     def synchronize(self) -> None:
@@ -95,13 +86,8 @@ class Promise(dist.Work):
 
 
 class AllOf(Promise):
-    """Several works as one. The thread that waits for it waits for each of them in turn.
-
-    Args:
-        works: The works.
-        tensors: Tensors that they fill.
-        held: Memory that they read, kept alive until they are complete.
-    """
+    """Several works as one, which keeps the memory that they read. The thread that waits for it waits for each of them
+    in turn."""
 
     def __init__(
         self, works: Sequence[dist.Work], tensors: Sequence[torch.Tensor] = (), held: torch.Tensor | None = None
@@ -133,7 +119,6 @@ class AllOf(Promise):
         return future
 
     def is_completed(self) -> bool:
-        """Whether all works are complete."""
         return self._ended.is_set() or all(work.is_completed() for work in self._works)
 
 
@@ -146,11 +131,7 @@ class Stopwatch:
 
     @contextmanager
     def running(self, streams: Streams | None = None) -> Iterator[None]:
-        """Count the time inside this context.
-
-        Args:
-            streams: Streams of a device, whose current one waits; without them, the host waits.
-        """
+        """Count the time inside this context: that of the device's current stream, or of the host."""
         if streams is not None:
             current = streams.current()
             before, after = streams.event(timed=True), streams.event(timed=True)
@@ -183,7 +164,6 @@ class Delegated(dist.Work):
 
     @property
     def _work(self) -> dist.Work:
-        """The other work."""
         raise NotImplementedError
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
@@ -195,7 +175,6 @@ class Delegated(dist.Work):
         self._work.synchronize()
 
     def get_future(self) -> Any:
-        """The future of the work."""
         return self._work.get_future()
 
     def is_completed(self) -> bool:
@@ -211,18 +190,11 @@ class Delegated(dist.Work):
         return self._work.exception()
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that the work fills."""
         return self._work.result()
 
 
 class Watched(Delegated):
-    """Work of a transport, with a stopwatch that runs while computation waits for it.
-
-    Args:
-        work: Work of the transport.
-        watch: Stopwatch of the axis.
-        streams: Streams of the tensors' device, if it has some.
-    """
+    """Work of a transport, with a stopwatch that runs while computation waits for it."""
 
     def __init__(self, work: dist.Work, watch: Stopwatch, streams: Streams | None = None) -> None:
         super().__init__()
@@ -244,12 +216,8 @@ class Watched(Delegated):
 
 
 class LateWork(Delegated):
-    """Work that begins when somebody asks for it.
-
-    Args:
-        begin: Begins it, and returns the work from then on. It is called once.
-        after: Work that has to begin before.
-    """
+    """Work that begins, after some other, when somebody asks for it: ``begin`` is called once and returns the work from
+    then on."""
 
     def __init__(self, begin: Callable[[], dist.Work], after: LateWork | None = None) -> None:
         super().__init__()
@@ -287,11 +255,7 @@ def done(tensors: Sequence[torch.Tensor]) -> Promise:
 
 
 class Courier:
-    """A thread that runs tasks in order. It starts with the first task.
-
-    Args:
-        name: Name of the thread.
-    """
+    """A thread that runs tasks in order. It starts with the first task."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -301,13 +265,8 @@ class Courier:
         self._lock = threading.Lock()
 
     def perform(self, body: Callable[[], None], promise: Promise, *, wait: bool) -> None:
-        """Run ``body`` after all earlier tasks.
-
-        Args:
-            body: The task.
-            promise: Ended when the task is complete.
-            wait: Return only when the task is complete. If no task is pending, it runs on the caller's thread.
-        """
+        """Run ``body`` after all earlier tasks and end ``promise``. With ``wait``, return only then: if no task is
+        pending, it runs on the caller's thread."""
         with self._lock:
             idle = self._waiting == 0
             if not (wait and idle):
@@ -352,3 +311,17 @@ def _run(body: Callable[[], None], promise: Promise) -> None:
         promise.end(error)
     else:
         promise.end()
+
+
+def in_parts(
+    choices: Sequence[tuple[Codec | None, str]],
+    encode: Callable[[int, Codec], dist.Work],
+    pass_on: Callable[[Sequence[int], Sequence[str]], dist.Work],
+    results: Sequence[torch.Tensor],
+) -> dist.Work:
+    """Encode those tensors of a coalesced call that have a codec one by one, and forward the others together."""
+    plain = [i for i, (codec, _) in enumerate(choices) if codec is None]
+    works = [encode(i, codec) for i, (codec, _) in enumerate(choices) if codec is not None]
+    if plain or not choices:
+        works.append(pass_on(plain, [choices[i][1] for i in plain]))
+    return works[0] if len(works) == 1 else AllOf(works, results)

@@ -15,14 +15,7 @@ MASTER_PORT: Final = 29_500
 
 @dataclass(frozen=True)
 class Host:
-    """One host of a lab.
-
-    Attributes:
-        index: Index of the host, from 0.
-        name: Name of the host, which every host can resolve.
-        address: Address of its link.
-        spec: Specification of the lab.
-    """
+    """One host of a lab, with a name that every host can resolve."""
 
     index: int
     name: str
@@ -35,12 +28,6 @@ class Host:
 
         The process that it starts *becomes* ``argv``, so signals and exit statuses are ``argv``'s own. Working
         directory and environment are the caller's.
-
-        Args:
-            argv: Program and arguments.
-
-        Returns:
-            Program and arguments.
         """
         return [*self._prefix, *argv]
 
@@ -48,12 +35,6 @@ class Host:
         """Variables with which torchrun, gloo and NCCL find the cluster, whoever starts them in this host.
 
         A bare ``torchrun train.py`` takes its defaults from them. Ranks need :meth:`rank_environment`.
-
-        Args:
-            master_port: Port of rank 0's store.
-
-        Returns:
-            Variables to set in addition to the caller's own.
         """
         master = network.address(0)
         spec = self.spec
@@ -75,18 +56,10 @@ class Host:
             "THINWIRE_LAB_HOSTS": str(spec.nodes),
         }
 
-    def rank_environment(self, local_rank: int, master_port: int = MASTER_PORT) -> dict[str, str]:
-        """Variables of one rank of a job, as torchrun would set them.
-
-        Args:
-            local_rank: Index of the rank on this host.
-            master_port: Port of rank 0's store.
-
-        Returns:
-            Variables to set in addition to the caller's own.
-        """
+    def rank_environment(self, local_rank: int) -> dict[str, str]:
+        """Variables of one rank of a job, as torchrun would set them."""
         spec = self.spec
-        return self.environment(master_port) | {
+        return self.environment() | {
             "RANK": str(self.index * spec.ranks + local_rank),
             "LOCAL_RANK": str(local_rank),
             "GROUP_RANK": str(self.index),
@@ -98,11 +71,6 @@ class Host:
 
 def share_cores(cores: Sequence[int], nodes: int) -> list[Sequence[int]]:
     """Cores of each host: as many of its own for every host, as on different machines; all of them if there are fewer
-    than hosts.
-
-    Args:
-        cores: Numbers of the cores that the lab may use.
-        nodes: Number of hosts.
-    """
+    than hosts."""
     each = len(cores) // nodes
     return [cores[node * each : (node + 1) * each] or cores for node in range(nodes)]

@@ -53,29 +53,15 @@ class Outcome:
 
 
 def starts_ranks(command: Sequence[str]) -> bool:
-    """Whether a command is a launcher, which is started once per host and starts the ranks itself.
-
-    Args:
-        command: Program and arguments.
-
-    Returns:
-        True for ``torchrun ...`` and ``python -m torch.distributed.run ...``.
-    """
+    """Whether a command is a launcher (``torchrun ...`` or ``python -m torch.distributed.run ...``), which is started
+    once per host and starts the ranks itself."""
     if Path(command[0]).name == "torchrun":
         return True
     return any(flag == "-m" and module in _LAUNCHERS for flag, module in itertools.pairwise(command))
 
 
 def default_environment(num_ranks: int, now: Mapping[str, str]) -> dict[str, str]:
-    """Variables that a user may set and that a job gets if not.
-
-    Args:
-        num_ranks: Ranks of the whole job, which share this machine's cores.
-        now: The user's environment variables.
-
-    Returns:
-        Variables to add.
-    """
+    """Variables that a user may set and that a job gets if not."""
     cores = len(os.sched_getaffinity(0))
     wanted = {
         "OMP_NUM_THREADS": str(max(1, cores // num_ranks)),
@@ -113,9 +99,6 @@ class Job:
 
     def run(self) -> Outcome:
         """Start the command everywhere and wait for its end.
-
-        Returns:
-            How it ended.
 
         Raises:
             UsageError: the directory for the output cannot be made.

@@ -95,11 +95,7 @@ def keep(request: dict[str, Any]) -> None:
 
 
 def _own_namespaces() -> bool:
-    """Leave the machine's mount namespace; through a user namespace where that takes a right we lack.
-
-    Returns:
-        Whether a user namespace was made.
-    """
+    """Leave the machine's mount namespace; true if that took a user namespace, because we lack the right."""
     try:
         _unshare(CLONE_NEWNS | CLONE_NEWNET, "network namespace")
         in_user_namespace = False
@@ -129,11 +125,8 @@ def _replace(path: str, text: str) -> None:
 
 
 def _network_namespace(name: str | None) -> tuple[int, int]:
-    """Make a network namespace with the settings of a lab, and with a host name where one is given.
-
-    Returns:
-        Descriptors of the network and of the name namespace.
-    """
+    """Make a network namespace with the settings of a lab, and with a host name where one is given. Returns the
+    descriptors of the network and of the name namespace."""
     _unshare(CLONE_NEWNET | CLONE_NEWUTS, "network namespace")
     if name is not None:
         socket.sethostname(name)
@@ -183,13 +176,7 @@ def _enter(namespaces: list[str]) -> None:
 
 
 def enter(cores: list[int], namespaces: list[str], command: list[str]) -> None:
-    """Become ``command`` inside namespaces and on some cores, in the working directory of the caller.
-
-    Args:
-        cores: Numbers of the cores.
-        namespaces: Paths of the namespaces, the user namespace first.
-        command: Program and arguments.
-    """
+    """Become ``command`` inside namespaces and on some cores, in the working directory of the caller."""
     os.sched_setaffinity(0, cores)
     directory = str(Path.cwd())
     _enter(namespaces)
@@ -205,9 +192,6 @@ def each(namespaces: list[str]) -> None:
     """Run what standard input asks for, until one step fails; say in one line of JSON which did, and why.
 
     Standard input is a JSON list of steps: path of a network namespace, program and arguments, text for it to read.
-
-    Args:
-        namespaces: Paths of the namespaces that all steps share.
     """
     steps = json.load(sys.stdin)
     _enter(namespaces)
@@ -221,11 +205,7 @@ def each(namespaces: list[str]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run ``keep REQUEST``, ``each PATH ...`` or ``enter CORE,... PATH ... -- COMMAND``.
-
-    Args:
-        arguments: Arguments of the command line.
-    """
+    """Run ``keep REQUEST``, ``each PATH ...`` or ``enter CORE,... PATH ... -- COMMAND``."""
     if arguments[0] == "keep":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         keep(json.loads(arguments[1]))

@@ -23,9 +23,6 @@ class Lab:
 
     Hosts see each other and nothing else: there is no way from them to the machine's own network. Whatever ends this
     process, SIGKILL included, ends the lab and what runs in it.
-
-    Args:
-        spec: The cluster to build.
     """
 
     def __init__(self, spec: LabSpec) -> None:
@@ -37,9 +34,6 @@ class Lab:
 
     def __enter__(self) -> Self:
         """Build the cluster.
-
-        Returns:
-            This lab.
 
         Raises:
             UsageError: the machine cannot hold it; says what is missing.
@@ -58,7 +52,6 @@ class Lab:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Tear the cluster down."""
         self.close()
 
     def close(self) -> None:
@@ -101,11 +94,7 @@ class Lab:
             self._reshape(replace(wanted, bandwidth=own), node)
 
     def shape_link(self, node: int, bandwidth: float | None) -> None:
-        """Change the bandwidth of one host's link, in both directions, while traffic flows.
-
-        Args:
-            node: Index of the host.
-            bandwidth: Bandwidth in bits per second; None sets no limit.
+        """Change the bandwidth of one host's link, in both directions, while traffic flows; ``None`` sets no limit.
 
         Raises:
             SpecError: the bandwidth is out of range.
@@ -132,10 +121,6 @@ class Lab:
     def link(self, node: int, *, up: bool) -> None:
         """Pull the cable of a host out of the switch, or put it back. The host's own ranks still reach each other.
 
-        Args:
-            node: Index of the host.
-            up: Whether the link should work.
-
         Raises:
             UsageError: there is no such host.
         """
@@ -144,11 +129,7 @@ class Lab:
         self.namespaces.perform([Step("ip", [line])])
 
     def traffic(self) -> tuple[LinkTraffic, ...]:
-        """The traffic of each host's link since the lab was built.
-
-        Returns:
-            One count for each host.
-        """
+        """The traffic of each host's link since the lab was built."""
         now = self._count()
         return tuple(difference(now[name], self._start[name]) for name in now)
 

@@ -27,13 +27,7 @@ _TIMEOUT: Final = 60.0
 
 @dataclass(frozen=True)
 class Step:
-    """Commands for ``ip`` or ``tc``.
-
-    Attributes:
-        tool: The program to call.
-        lines: Commands, one per line.
-        host: Index of the host in which to run them; None for the namespace of the switches.
-    """
+    """Lines for ``ip -batch`` or ``tc -batch``, in a host, or with None in the namespace of the switches."""
 
     tool: Literal["ip", "tc"]
     lines: Sequence[str]
@@ -42,10 +36,6 @@ class Step:
 
 class Namespaces:
     """A switch's network namespace and one for each host, until :meth:`close` or until this process ends.
-
-    Args:
-        hosts: Names of the hosts.
-        hosts_file: Text of their ``/etc/hosts``.
 
     Raises:
         UsageError: the machine does not allow it; says what is missing.
@@ -80,34 +70,16 @@ class Namespaces:
         self._keeper.stdout.close()
 
     def network(self, host: int) -> str:
-        """The path of a host's network namespace.
-
-        Args:
-            host: Index of the host.
-
-        Returns:
-            A path that is valid for as long as the lab is.
-        """
+        """The path of a host's network namespace, valid for as long as the lab is."""
         return self._place(host)[0]
 
     def enter(self, host: int | None, cores: Iterable[int]) -> list[str]:
-        """The words to put before a command that is to run inside.
-
-        Args:
-            host: Index of the host; None for the namespace of the switches.
-            cores: Numbers of the cores that it may run on.
-
-        Returns:
-            The beginning of an argument list.
-        """
+        """The words to put before a command that is to run inside: in a host, or with ``None`` beside the switches."""
         network, name = self._place(host)
         return [*_KEEPER, "enter", ",".join(map(str, cores)), *self._shared(), name, network, "--"]
 
     def perform(self, steps: Sequence[Step]) -> None:
         """Have ``ip`` and ``tc`` perform commands, step by step.
-
-        Args:
-            steps: Steps, in order.
 
         Raises:
             UsageError: a command was refused; says which, and why. The steps after it are not performed.
@@ -130,15 +102,7 @@ class Namespaces:
             raise UsageError(_unsupported(steps[answer["failed"]], answer["error"]))
 
     def show(self, host: int | None, *arguments: str) -> Any:
-        """What ``ip -json`` reports.
-
-        Args:
-            host: Index of the host; None for the namespace of the switches.
-            *arguments: of ``ip``.
-
-        Returns:
-            Its JSON, decoded.
-        """
+        """What ``ip -json`` reports, decoded: in a host, or with ``None`` beside the switches."""
         command = [*self.enter(host, os.sched_getaffinity(0)), self._tools["ip"], "-json", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=True)
         return json.loads(done.stdout)

@@ -16,38 +16,17 @@ _BRIDGE: Final = "type bridge stp_state 0 forward_delay 0 mcast_snooping 0"
 
 
 def host_name(node: int) -> str:
-    """The name that a host answers to.
-
-    Args:
-        node: Index of the host.
-
-    Returns:
-        The name; the switch's end of its link has the same.
-    """
+    """The name that a host answers to; the switch's end of its link has the same."""
     return f"host{node}"
 
 
 def address(node: int) -> str:
-    """A host's address. All are in 10.77.0.0/24, which exists inside of the lab alone.
-
-    Args:
-        node: Index of the host.
-
-    Returns:
-        In dotted notation.
-    """
+    """A host's address. All are in 10.77.0.0/24, which exists inside of the lab alone."""
     return f"10.77.0.{node + 1}"
 
 
 def hosts_file(spec: LabSpec) -> str:
-    """The ``/etc/hosts`` of all hosts: every name and every address resolves at once and without a name server.
-
-    Args:
-        spec: Specification of the lab.
-
-    Returns:
-        Text of the file.
-    """
+    """The ``/etc/hosts`` of all hosts: every name and every address resolves at once and without a name server."""
     lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost"]
     for node in range(spec.nodes):
         # The second is how sockets that speak IPv6 as well show the first.
@@ -56,39 +35,17 @@ def hosts_file(spec: LabSpec) -> str:
 
 
 def switch_name(leaf: int) -> str:
-    """The bridge of a leaf.
-
-    Args:
-        leaf: Index of the leaf.
-
-    Returns:
-        Name of the device.
-    """
+    """The bridge of a leaf."""
     return f"leaf{leaf}"
 
 
 def spine_ends(leaf: int) -> tuple[str, str]:
-    """The link between a leaf and the spine.
-
-    Args:
-        leaf: Index of the leaf.
-
-    Returns:
-        Names of the leaf's end and of the spine's end.
-    """
+    """The names of the two ends of the link between a leaf and the spine, the leaf's first."""
     return f"up{leaf}", f"down{leaf}"
 
 
 def switch_lines(spec: LabSpec, namespaces: list[str]) -> list[str]:
-    """The lines for ``ip -batch`` in the namespace of the switches.
-
-    Args:
-        spec: Specification of the lab.
-        namespaces: Paths of the hosts' network namespaces.
-
-    Returns:
-        One command per line.
-    """
+    """The lines for ``ip -batch`` in the namespace of the switches."""
     lines = ["link set lo up"]
     for leaf in range(spec.num_leaves):
         lines += [f"link add name {switch_name(leaf)} {_BRIDGE}", f"link set {switch_name(leaf)} up"]
@@ -111,12 +68,5 @@ def switch_lines(spec: LabSpec, namespaces: list[str]) -> list[str]:
 
 
 def host_lines(node: int) -> list[str]:
-    """The lines for ``ip -batch`` in a host.
-
-    Args:
-        node: Index of the host.
-
-    Returns:
-        One command per line.
-    """
+    """The lines for ``ip -batch`` in a host."""
     return ["link set lo up", f"addr add {address(node)}/24 dev {DEVICE}", f"link set {DEVICE} up"]

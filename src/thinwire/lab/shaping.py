@@ -33,43 +33,20 @@ _OK, _SHOT = 0, 2
 
 
 def max_packet(shape: LinkShape) -> int:
-    """The largest packet that a host hands to its link: what crosses it in a millisecond, so that slow links carry
-    small messages as smoothly as fast ones.
-
-    Args:
-        shape: Shape of the link.
-
-    Returns:
-        Bytes.
-    """
+    """The largest packet in bytes that a host hands to its link: what crosses it in a millisecond, so that slow links
+    carry small messages as smoothly as fast ones."""
     if shape.bandwidth is None:
         return MAX_PACKET
     return int(min(MAX_PACKET, max(FRAME, shape.bandwidth / 8 * 1e-3)))
 
 
 def burst(bandwidth: float) -> int:
-    """The size of the token bucket. The largest packet must fit, or the kernel takes it apart.
-
-    Args:
-        bandwidth: Bandwidth in bits per second.
-
-    Returns:
-        Bytes.
-    """
+    """Bytes of the token bucket. The largest packet must fit, or the kernel takes it apart."""
     return int(max(max_packet(LinkShape(bandwidth)) + FRAME, bandwidth / 8 * BURST_SECONDS))
 
 
 def shape_lines(device: str, shape: LinkShape, *, replaces: LinkShape | None = None) -> list[str]:
-    """The lines for ``tc -batch`` that shape one end of a link.
-
-    Args:
-        device: Name of the device at this end of the link.
-        shape: The new shape.
-        replaces: The shape that the device has now, if any.
-
-    Returns:
-        One command per line.
-    """
+    """The lines for ``tc -batch`` that shape one end of a link, which may have a shape that this one ``replaces``."""
     lines = []
     if replaces is not None and (replaces.bandwidth is not None or replaces.latency):
         lines.append(f"qdisc del dev {device} root")
@@ -85,16 +62,8 @@ def shape_lines(device: str, shape: LinkShape, *, replaces: LinkShape | None = N
 
 
 def loss_lines(device: str, loss: float, *, replaces: float = 0.0) -> list[str]:
-    """The lines for ``tc -batch`` that drop a share of the packets that arrive at a device.
-
-    Args:
-        device: Name of the device at which the packets arrive.
-        loss: Share of packets to drop.
-        replaces: Share of packets that the device drops now.
-
-    Returns:
-        One command per line.
-    """
+    """The lines for ``tc -batch`` that drop a share of the packets that arrive at a device, which drops ``replaces``
+    now."""
     lines = []
     if replaces:
         lines.append(f"qdisc del dev {device} clsact")

@@ -119,11 +119,7 @@ class LabSpec:
         return LinkShape(self.bandwidth, self.latency, self.loss)
 
     def bandwidth_of(self, node: int) -> float | None:
-        """Bits per second of a host's link; None sets no limit.
-
-        Args:
-            node: Index of the host.
-        """
+        """Bits per second of a host's link; None sets no limit."""
         return self.bandwidth if self.host_bandwidths is None else self.host_bandwidths[node]
 
     @property
@@ -132,28 +128,13 @@ class LabSpec:
         return 1 if self.leaf is None else math.ceil(self.nodes / self.leaf)
 
     def leaf_of(self, node: int) -> int:
-        """The switch of a host.
-
-        Args:
-            node: Index of the host.
-
-        Returns:
-            Index of its leaf switch, 0 where there is one switch only.
-        """
+        """Index of the leaf switch of a host, 0 where there is one switch only."""
         if self.leaf is None:
             return 0
         return (self.places[node] if self.places else node) // self.leaf
 
 
 def bandwidth_problems(key: str, value: float) -> Iterator[str]:
-    """The problem with a bandwidth, if there is one.
-
-    Args:
-        key: Name of the key.
-        value: Bandwidth in bits per second.
-
-    Yields:
-        At most one sentence.
-    """
+    """The problem with a bandwidth, if there is one."""
     if not MIN_BANDWIDTH <= value <= MAX_BANDWIDTH:
         yield f"{key} = {value!r} bits per second: valid are 10kbit to 400gbit, or none for no limit"

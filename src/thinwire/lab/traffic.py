@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,13 +12,6 @@ class LinkTraffic:
 
     Packets that the kernel hands over as one have their headers counted once: up to 0.7 % less than on a real cable,
     and than what the shaping counts.
-
-    Attributes:
-        host: Name of the host.
-        sent_bytes: Bytes that the host sent.
-        received_bytes: Bytes that the host received.
-        sent_packets: Packets that the host sent, as the kernel hands them over, with up to 64 KiB each.
-        received_packets: Packets that the host received.
     """
 
     host: str
@@ -29,44 +21,19 @@ class LinkTraffic:
     received_packets: int
 
 
-def utilization(num_bytes: int, seconds: float, bandwidth: float | None) -> float:
-    """The share of a link's bandwidth that a transfer used.
-
-    Args:
-        num_bytes: Bytes that crossed the link in one direction.
-        seconds: Duration of the transfer.
-        bandwidth: Bandwidth of the link in bits per second; None for no limit.
-
-    Returns:
-        Share of the bandwidth; not a number for a link without limit.
-    """
-    return 8 * num_bytes / seconds / bandwidth if bandwidth and seconds > 0 else math.nan
+def utilization(num_bytes: int, seconds: float, bandwidth: float | None) -> float | None:
+    """The share of a link's ``bandwidth`` (bits per second) that a transfer used; ``None`` without limit."""
+    return 8 * num_bytes / seconds / bandwidth if bandwidth and seconds > 0 else None
 
 
 def counted(host: str, counts: Mapping[str, Mapping[str, int]]) -> LinkTraffic:
-    """The traffic of a host from the counts of the switch's end of its cable.
-
-    Args:
-        host: Name of the host.
-        counts: ``stats64`` of ``ip -json`` at the switch's end; the switch receives what the host sends.
-
-    Returns:
-        The traffic, from the host's side.
-    """
+    """The traffic of a host, seen from its side, from ``stats64`` of ``ip -json`` at the switch's end of its cable."""
     sent, received = counts["rx"], counts["tx"]
     return LinkTraffic(host, sent["bytes"], received["bytes"], sent["packets"], received["packets"])
 
 
 def difference(now: LinkTraffic, start: LinkTraffic) -> LinkTraffic:
-    """The traffic of a link between two counts.
-
-    Args:
-        now: The later count.
-        start: The earlier count.
-
-    Returns:
-        The traffic between them.
-    """
+    """The traffic of a link between two counts."""
     return LinkTraffic(
         now.host,
         now.sent_bytes - start.sent_bytes,

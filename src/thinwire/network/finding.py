@@ -28,8 +28,6 @@ from thinwire.program import Lane
 from thinwire.program.stages import Stage
 from thinwire.spec import Factor
 
-__all__ = ["FEWEST_NODES", "Found", "find_leaves"]
-
 _SECONDS: Final[Typed[list[float]]] = Typed(list[float])
 
 FEWEST_NODES = 3

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Contrast", "Timed", "contrast", "grouped", "linked", "refined", "spread"]
-
 GROUP_COST = 6
 """Numbers that a group counts as in the criterion: it is chosen among all sets of nodes, so noise makes it look useful.
 With 1, four of 24 simulated networks of six hosts got a leaf too many; with 6, none."""
@@ -25,13 +23,8 @@ OUTLIER = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One exchange of a pair, during a round in which all pairs exchanged.
-
-    Attributes:
-        pair: The nodes, in ascending order.
-        seconds: Seconds of the exchange on the slower of them.
-        round: Number of the round: exchanges of one round ran at the same time.
-    """
+    """One exchange of a pair of nodes, in ascending order, during a round in which all pairs exchanged: its seconds on
+    the slower of them."""
 
     pair: tuple[int, int]
     seconds: float

@@ -21,8 +21,6 @@ from thinwire.program import least_crossing
 from thinwire.spec import Plan
 from thinwire.spec.machines.topology import TOPOLOGY_SOURCES, SwitchTree
 
-__all__ = ["WITH_PLAN", "Ordered", "host_name", "order_ranks"]
-
 WITH_PLAN: Final[Typed[tuple[str, str, bytes]]] = Typed(tuple[str, str, bytes])
 """Fingerprint and description of a rank's plan, and a message of its own. Ranks with different plans may meet while one
 orders ranks and another shards, so that both begin alike."""
@@ -59,11 +57,6 @@ def order_ranks(plan: Plan, control: Control, device: torch.device) -> Ordered:
     """Order the ranks by the plan's ``topology``, so that as few bytes as possible cross leaf switches.
 
     Every rank calls this. Rank 0 alone reads the topology, so that a thousand ranks do not ask SLURM's controller.
-
-    Args:
-        plan: The plan; without a ``topology``, it is returned as it is.
-        control: Connects all ranks of the plan's mesh.
-        device: Device of this rank, where tensors are exchanged if pairs are timed.
 
     Raises:
         SpecError: On every rank: the topology cannot be read, lacks a host, or cannot be found by timing.
@@ -180,4 +173,4 @@ def _found_switches(plan: Plan, source: str, found: Found) -> list[tuple[str, ..
 
 
 def _unusable(plan: Plan, source: str, why: str) -> ThinwireError:
-    return SpecError(f"plan {plan.name or plan.fingerprint()}", [f"topology = {source!r}: {why}"])
+    return SpecError(f"plan {plan.name or plan.fingerprint()}", f"topology = {source!r}: {why}")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-__all__ = ["Pairs", "across", "inside", "num_rounds", "tournament"]
-
 Pairs = tuple[tuple[int, int], ...]
 """Disjoint pairs of nodes."""
 

@@ -12,14 +12,11 @@ from thinwire.errors import UsageError
 from thinwire.spec.machines.slurm import is_slurm
 from thinwire.spec.machines.topology import SwitchTree
 
-__all__ = ["is_slurm_job", "slurm_topology"]
-
 _PATIENCE = 60.0
 """Seconds to wait for the controller's answer."""
 
 
 def is_slurm_job(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process belongs to a job of SLURM."""
     return "SLURM_JOB_ID" in environment
 
 

@@ -2,6 +2,6 @@
 
 from thinwire.profile.computing import ModelPiece
 from thinwire.profile.handling import Weightless
-from thinwire.profile.measure import Settings, measure, memory_in_use
+from thinwire.profile.measure import Settings, measure, memory_in_use, process_memory
 
-__all__ = ["ModelPiece", "Weightless", "Settings", "measure", "memory_in_use"]
+__all__ = ["ModelPiece", "Weightless", "Settings", "measure", "memory_in_use", "process_memory"]

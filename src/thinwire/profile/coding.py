@@ -13,8 +13,6 @@ from thinwire.profile.timing import in_turn, timed
 from thinwire.spec.codec import encodable_dtypes
 from thinwire.spec.profile import CodecRow
 
-__all__ = ["NUMELS", "measure_codec"]
-
 NUMELS = (1 << 16, 1 << 20, 1 << 22)
 """Values of a message."""
 
@@ -25,14 +23,6 @@ def measure_codec(
     name: str, dtype: str, numel: int, control: Control, device: torch.device, seconds: float
 ) -> Iterator[CodecRow]:
     """Time both ways, and encoding with error feedback.
-
-    Args:
-        name: of the codec.
-        dtype: of the values.
-        numel: of a message.
-        control: joins all ranks.
-        device: where values live.
-        seconds: for all, about.
 
     Yields:
         A row for each, the same on every rank; none where the codec does not take the dtype.

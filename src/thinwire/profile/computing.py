@@ -16,8 +16,6 @@ from thinwire.spec import ModelSpec
 from thinwire.spec.plan import Dtype
 from thinwire.spec.profile import ComputeRow
 
-__all__ = ["ModelPiece", "measure_host_copies", "measure_model", "measure_touch", "measure_update"]
-
 
 @dataclass(frozen=True)
 class ModelPiece:

@@ -16,8 +16,6 @@ import torch
 
 from thinwire.collectives.group import Control
 
-__all__ = ["measure_crowding"]
-
 TURNS = 8
 """Number of turns. All of them count, because other work on the machine may slow down either part of a turn."""
 
@@ -68,11 +66,7 @@ def _computing(compute: Callable[[], None], control: Control, calls: int) -> flo
 
 
 class _Spinner:
-    """A thread that only uses the processor, for as long as its context lasts.
-
-    Attributes:
-        seconds: Processor seconds that it used.
-    """
+    """A thread that only uses the processor, for as long as its context lasts, and counts the seconds of it."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

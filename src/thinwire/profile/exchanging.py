@@ -19,8 +19,6 @@ from thinwire.program.stages import TRANSFERS, Stage
 from thinwire.spec import Factor, Plan
 from thinwire.spec.profile import CollectiveRow
 
-__all__ = ["KINDS", "SIZES", "Exchange", "Groups", "exchanges", "measure_exchange", "sent_bytes"]
-
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "send")
 """Collectives in the order of measurement; those that plans use most come first."""
 
@@ -72,13 +70,7 @@ def exchanges(mesh: Factor) -> Iterator[Exchange]:
 
 
 class Groups:
-    """This rank's group of each shape, created once.
-
-    Args:
-        mesh: All ranks.
-        rank: Number of this rank.
-        device: Device of the vectors.
-    """
+    """This rank's group of each shape, created once."""
 
     def __init__(self, mesh: Factor, rank: int, device: torch.device) -> None:
         self._mesh, self._rank, self._device = mesh, rank, device
@@ -104,19 +96,7 @@ class Groups:
 def measure_exchange(
     what: Exchange, size: int, groups: Groups, control: Control, device: torch.device, seconds: float
 ) -> CollectiveRow:
-    """Time one collective of one size.
-
-    Args:
-        what: The collective and its shape of group.
-        size: Bytes of the whole vector.
-        groups: This rank's groups.
-        control: Connects all ranks.
-        device: Device of the vectors.
-        seconds: Approximate duration of the measurement.
-
-    Returns:
-        The row, the same on every rank.
-    """
+    """Time one collective on a vector of ``size`` bytes for about ``seconds``; the row is the same on every rank."""
     group = groups.of(what.local, what.nodes)
     body = in_turn(lambda: _body(what.kind, group, size, device), COPIES if size <= LARGE else 1)
     if what.groups == "one" and not groups.works_alone(what.nodes):

@@ -21,8 +21,6 @@ from thinwire.spec import Factor, Plan
 from thinwire.spec.plan import lone_ranks
 from thinwire.spec.profile import CollectiveRow, Handling, profiled_kind
 
-__all__ = ["Weightless", "measure_handling"]
-
 _TURNS, _MICRO_BATCHES = 3, 5
 """Turns of each plan, and micro-batches or steps of a turn."""
 

@@ -21,8 +21,6 @@ from thinwire.profile.timing import FEWEST, MOST, Spread, finish, in_turn
 from thinwire.spec.machines.kernels import KernelRow, KernelTable, this_host
 from thinwire.spec.plan import Dtype
 
-__all__ = ["KernelShape", "measure_kernels"]
-
 _COLD: Final = 256 << 20
 """Bytes after which a kernel finds its data again: no cache holds them."""
 
@@ -54,14 +52,7 @@ class KernelShape:
 
 
 def measure_kernels(shapes: Sequence[KernelShape], device: torch.device, dtype: Dtype, seconds: float) -> KernelTable:
-    """Time kernels one after another.
-
-    Args:
-        shapes: What to time.
-        device: Device that computes.
-        dtype: Dtype of the values.
-        seconds: Approximate duration of all.
-    """
+    """Time kernels one after another, for about ``seconds`` in all."""
     each = seconds / max(1, len(shapes))
     rows = [_row(shape, _spread(*_body(shape, device, getattr(torch, dtype)), device, each)) for shape in shapes]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()

@@ -17,8 +17,6 @@ from thinwire.program import Kind
 from thinwire.spec import Factor
 from thinwire.spec.profile import CollectiveRow
 
-__all__ = ["LIBRARY_SIZES", "library_groups", "measure_library"]
-
 LIBRARY_SIZES: Final = (1 << 20, 1 << 16, 1 << 22, 1 << 24, 1 << 12)
 """Bytes of the whole vector, the most useful first."""
 

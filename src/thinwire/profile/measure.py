@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,8 +30,6 @@ from thinwire.spec import Factor, ModelSpec, Plan
 from thinwire.spec.codec import profiled_codecs
 from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, Handling, OverlapRow, Profile
 from thinwire.units import format_bytes
-
-__all__ = ["Settings", "measure", "memory_in_use"]
 
 _EARLIER: Final[Typed[Profile | None]] = Typed(Profile | None)
 
@@ -319,17 +318,20 @@ def _earlier(settings: Settings, control: Control, out: Path) -> _Rows:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes currently in use: by the process on CPU, on the device for CUDA.
-
-    Args:
-        device: Device of this rank.
-    """
+    """Bytes currently in use: by the process on CPU, on the device for CUDA."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free
-    with Path("/proc/self/status").open(encoding="ascii") as status:
-        line = next(line for line in status if line.startswith("VmRSS:"))
-    return int(line.split()[1]) * 1024
+    return process_memory()[1]
+
+
+def process_memory() -> tuple[int, int]:
+    """Bytes of this process's address space, and resident bytes; 0 on systems other than Linux."""
+    try:
+        size, resident, *_ = map(int, Path("/proc/self/statm").read_text(encoding="ascii").split())
+    except OSError:
+        return 0, 0
+    return size * os.sysconf("SC_PAGE_SIZE"), resident * os.sysconf("SC_PAGE_SIZE")
 
 
 def _device_name(device: torch.device) -> str:

@@ -22,8 +22,6 @@ from thinwire.profile.timing import Deadline, finish
 from thinwire.program import Scope
 from thinwire.spec.profile import OverlapRow
 
-__all__ = ["Meeting", "line", "measure_meetings"]
-
 FEWEST_TURNS = 6
 """Minimum number of turns, even past the deadline: the result of fewer turns can be wrong by a factor of 5."""
 
@@ -57,14 +55,7 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Result of one turn.
-
-    Attributes:
-        meeting: The transfer that ran during computation.
-        alone: Seconds of one transfer alone.
-        beside: Seconds of one transfer during computation.
-        stolen: Delay of computation as a share of ``beside``.
-    """
+    """Seconds of a transfer alone and during computation, and the delay of computation as a share of the latter."""
 
     meeting: Meeting
     alone: float

@@ -14,8 +14,6 @@ import torch
 from thinwire.agreement import Typed
 from thinwire.collectives.group import Control
 
-__all__ = ["Deadline", "Spread", "finish", "in_turn", "timed"]
-
 SECONDS: Final[Typed[float]] = Typed(float)
 PAIR: Final[Typed[tuple[float, float]]] = Typed(tuple[float, float])
 PAIRS: Final[Typed[list[tuple[float, float]]]] = Typed(list[tuple[float, float]])
@@ -35,14 +33,7 @@ and a shorter sample would have the core to itself."""
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Seconds of one call.
-
-    Attributes:
-        median: Median of the samples.
-        low: Lower quartile of the samples.
-        high: Upper quartile of the samples.
-        processor: Processor seconds per rank and call: the median of the samples, mean over ranks.
-    """
+    """Seconds of one call: median and quartiles of the samples, and processor seconds per rank."""
 
     median: float
     low: float
@@ -51,7 +42,6 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float], processor: float = 0.0) -> Spread:
-        """The median and the quartiles of samples."""
         if len(samples) == 1:
             return cls(samples[0], samples[0], samples[0], processor)
         low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
@@ -83,12 +73,7 @@ class Deadline:
 
 
 def in_turn(make: Callable[[], Callable[[], None]], copies: int) -> Callable[[], None]:
-    """One call that cycles through several copies of a call. As in training, none finds its data in the cache.
-
-    Args:
-        make: Creates a call with its own data.
-        copies: Number of copies.
-    """
+    """One call that cycles through several copies of a call. As in training, none finds its data in the cache."""
     calls = itertools.cycle([make() for _ in range(copies)])
     return lambda: next(calls)()
 

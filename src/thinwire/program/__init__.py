@@ -2,13 +2,7 @@
 
 from thinwire.program.batches import buckets, gather_batches, reduction_batches
 from thinwire.program.gathers import Lookahead, any_gathered, check_live, gathered_peak
-from thinwire.program.islands import (
-    ExchangePart,
-    due_fragments,
-    exchange_operations,
-    exchange_parts,
-    exchanged_units,
-)
+from thinwire.program.islands import ExchangePart, due_fragments, exchange_operations, exchange_parts, exchanged_units
 from thinwire.program.lower import NORM_BYTES, UNDER_WAY, control_bytes, default_trace, lower
 from thinwire.program.mesh import (
     Axis,
@@ -24,14 +18,7 @@ from thinwire.program.mesh import (
     hops,
     node_order,
 )
-from thinwire.program.ordering import (
-    Traffic,
-    crossing_bytes,
-    host_orders,
-    leaf_by_leaf,
-    least_crossing,
-    traffic_across,
-)
+from thinwire.program.ordering import Traffic, crossing_bytes, host_orders, leaf_by_leaf, least_crossing, traffic_across
 from thinwire.program.residence import AHEAD, LEAVING, SLOTS, gradient_bytes, host_bytes, state_bytes
 from thinwire.program.shares import (
     ALIGNMENT_BYTES,

@@ -8,8 +8,6 @@ from thinwire.program.step import BufferKey, UnitInfo
 from thinwire.program.wire import ITEMSIZE, spreads_difference
 from thinwire.spec import Plan
 
-__all__ = ["buckets", "gather_batches", "grouped", "reduction_batches", "spread_batches"]
-
 
 def gather_batches(
     units: Mapping[int, UnitInfo] | Sequence[UnitInfo],
@@ -70,13 +68,7 @@ def spread_batches(
     plan: Plan, units: Sequence[UnitInfo], clusters: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, ...], ...]:
     """Group trainable units into spreads of at least ``plan.spread_bytes`` of a P shard; the remainder as in
-    :func:`buckets`. Shares of unequal sizes, and differences, travel unit by unit.
-
-    Args:
-        plan: The plan.
-        units: All units.
-        clusters: Units in the order in which they are spread. Those of a cluster travel together if any do.
-    """
+    :func:`buckets`. Shares of unequal sizes, and differences, travel unit by unit."""
     of_clusters = [tuple(unit for unit in cluster if units[unit].trainable) for cluster in clusters]
     if plan.spread_bytes == 0 or plan.partition == "inter" or spreads_difference(plan):
         return tuple((unit,) for cluster in of_clusters for unit in cluster)

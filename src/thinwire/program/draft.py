@@ -12,8 +12,6 @@ from thinwire.program.step import AnyLane, BufferKey, Event, HostLane, Lane, Ope
 from thinwire.program.wire import axis_shape
 from thinwire.spec import CodecSpec, Plan
 
-__all__ = ["Call", "Draft"]
-
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -54,11 +52,7 @@ class Draft:
     def add(
         self, call: Call, pieces: Sequence[int], sizes: MessageSizes, start: Event, after: tuple[int, ...] = ()
     ) -> int:
-        """Add an operation on a vector that is cut into ``pieces``, one for each member of the axis.
-
-        Returns:
-            Its index.
-        """
+        """Add an operation on a vector that is cut into ``pieces``, one for each member; returns its index."""
         return self._record(call, self._hops(call, pieces, sizes), start, after)
 
     def add_even(self, call: Call, numel: int, sizes: MessageSizes, start: Event, after: tuple[int, ...] = ()) -> int:
@@ -72,14 +66,8 @@ class Draft:
     def add_joint(
         self, call: Call, parts: Sequence[tuple[int, MessageSizes]], start: Event, after: tuple[int, ...] = ()
     ) -> int:
-        """Add an operation on several vectors, each cut evenly, whose messages travel as one.
-
-        Args:
-            call: The operation.
-            parts: Number of elements of each vector, and the sizes of its messages.
-            start: Event that starts the operation.
-            after: Operations that must end first.
-        """
+        """Add an operation on several vectors (number of elements, sizes of messages), each cut evenly, whose messages
+        travel as one."""
         of_parts = [self._hops(call, self._cut(call.axis, numel), sizes) for numel, sizes in parts]
         joint = of_parts[0]
         if len(of_parts) > 1:
@@ -147,7 +135,6 @@ class Draft:
         self._frees.setdefault(event, []).append(unit)
 
     def program(self, units: Sequence[UnitInfo], micro_batches: int) -> StepProgram:
-        """The finished program."""
         return StepProgram(
             units=tuple(units),
             micro_batches=micro_batches,

@@ -20,10 +20,6 @@ from thinwire.program.step import BufferKey, Event, HostLane, Lane, Phase, Trace
 from thinwire.program.wire import gather_sizes, used_codec
 from thinwire.spec import CodecSpec, Plan
 
-__all__ = [
-    "Gathers", "Lookahead", "Retention", "any_gathered", "check_live", "gathered_peak", "play_forward", "retention",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Retention:
@@ -88,25 +84,17 @@ def check_live(plan: Plan, units: Sequence[UnitInfo]) -> None:
         cut = "" if plan.granularity == "module" else ', or cut units with granularity = "module"'
         raise SpecError(
             f"plan {plan.name or plan.fingerprint()}",
-            [
-                f"live_bytes = {plan.live_bytes}: unit {largest.name} alone has {largest.nbytes} bytes, beside {base} "
-                f"that are always gathered; set live_bytes to at least {base + largest.nbytes}{cut}"
-            ],
+            f"live_bytes = {plan.live_bytes}: unit {largest.name} alone has {largest.nbytes} bytes, beside {base} "
+            f"that are always gathered; set live_bytes to at least {base + largest.nbytes}{cut}",
         )
 
 
 def any_gathered(plan: Plan, units: Sequence[UnitInfo]) -> bool:
-    """Whether any unit is gathered before it is used."""
     return plan.gathers or any(unit.stored for unit in units)
 
 
 class Lookahead:
-    """Which units are gathered ahead.
-
-    Args:
-        plan: The plan.
-        units: The units.
-    """
+    """Which units are gathered ahead."""
 
     def __init__(self, plan: Plan, units: Sequence[UnitInfo]) -> None:
         self._plan, self._units = plan, units
@@ -144,19 +132,8 @@ class Lookahead:
 
 
 class Gathers:
-    """Records the gathers and frees of a step.
-
-    Args:
-        plan: The plan.
-        units: The units.
-        trace: Order of the units.
-        draft: The program.
-        retention: Units that stay gathered.
-
-    Attributes:
-        live: Bytes of units that are gathered, or on their way.
-        copied: Bytes that the event's joint gathers copy.
-    """
+    """Records the gathers and frees of a step. ``live`` are the bytes of units that are gathered or on their way,
+    ``copied`` those that the event's joint gathers copy."""
 
     def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: Draft, retention: Retention) -> None:
         self._plan, self._units, self._draft = plan, units, draft
@@ -174,12 +151,7 @@ class Gathers:
         return frozenset(self._under_way)
 
     def in_forward(self, event: Event, position: int) -> None:
-        """Play an event of a forward.
-
-        Args:
-            event: The event.
-            position: Number of units that the forward has needed before.
-        """
+        """Play an event of a forward that has needed ``position`` units before."""
         self.copied = 0
         if event.phase is not Phase.PRE_FORWARD:
             self._finish_forward(event.unit, event)
@@ -297,14 +269,7 @@ class Gathers:
 def play_forward(
     gathers: Gathers, trace: Trace, micro_batch: int, note: Callable[[Gathers, Event], None] | None = None
 ) -> None:
-    """Play the forward of a micro-batch.
-
-    Args:
-        gathers: Gathers of the step.
-        trace: Order of the units.
-        micro_batch: Number of the micro-batch.
-        note: Called after each event.
-    """
+    """Play the forward of a micro-batch, and ``note`` the gathers after each event."""
     position = 0
     for phase, unit in trace.forward:
         event = Event(phase, unit, micro_batch)
@@ -400,14 +365,8 @@ class _Room:
 
 
 class _Played:
-    """What is gathered at every event.
-
-    Attributes:
-        live: Bytes of gathered units.
-        with_copies: The same, with copies of joint gathers that start there.
-        places: Numbers of the events; of repeated ones, the first.
-        gathered: By unit, the numbers of the events at which a gather of it starts.
-    """
+    """What is gathered at every event: bytes of units, and with copies of joint gathers that start there; numbers of
+    the events, of repeated ones the first; by unit, those at which a gather of it starts."""
 
     def __init__(self) -> None:
         self.live: list[int] = []
@@ -417,7 +376,6 @@ class _Played:
         self._before: frozenset[int] = frozenset()
 
     def note(self, gathers: Gathers, event: Event) -> None:
-        """Note what is gathered at an event."""
         place, present = len(self.live), gathers.gathered
         self.live.append(gathers.live)
         self.with_copies.append(gathers.live + gathers.copied)

@@ -13,8 +13,6 @@ from thinwire.program.step import Event, Lane, Operation, Phase, UnitInfo
 from thinwire.program.wire import change_sizes
 from thinwire.spec import Plan
 
-__all__ = ["ExchangePart", "add_exchange", "due_fragments", "exchange_parts", "exchanged_units", "exchange_operations"]
-
 ALIGNED = 4
 """Elements of fp32 in 16 bytes: pieces of an exchange begin at multiples of it."""
 
@@ -36,13 +34,8 @@ class ExchangePart(NamedTuple):
 
 
 def due_fragments(plan: Plan, step: int, share: float = 0.0) -> tuple[int, ...]:
-    """Fragments whose exchange starts after a step. They take turns within ``every`` steps, the last at its end.
-
-    Args:
-        plan: The plan.
-        step: Number of updates made, including that of the step.
-        share: Share of training that was done before the step.
-    """
+    """Fragments whose exchange starts after a step, as a number of updates with its own, before which ``share`` of
+    training was done. They take turns within ``every`` steps, the last at its end."""
     islands = plan.islands
     if islands is None or (islands.count == 1 and not islands.elastic):
         return ()
@@ -62,23 +55,15 @@ def exchanged_units(plan: Plan, units: Sequence[UnitInfo], fragment: int) -> tup
     if fragments > max(1, len(trained)):
         raise SpecError(
             f"plan {plan.name or plan.fingerprint()}",
-            [
-                f"islands.fragments = {fragments}: the model has {len(trained)} trained units to deal out; set it to "
-                f"at most {len(trained)}"
-            ],
+            f"islands.fragments = {fragments}: the model has {len(trained)} trained units to deal out; set it to "
+            f"at most {len(trained)}",
         )
     return tuple(trained[fragment::fragments])
 
 
 def exchange_parts(plan: Plan, units: Sequence[UnitInfo], fragment: int, share: int = 0) -> tuple[ExchangePart, ...]:
-    """The vectors of a fragment: the shares that a rank owns of its units, those with a codec and the others.
-
-    Args:
-        plan: The plan.
-        units: All units.
-        fragment: Number of the fragment.
-        share: Index of this rank on the shard axis.
-    """
+    """The vectors of a fragment: the shares that a rank, by its index on the shard axis, owns of its units, those with
+    a codec and the others."""
     parts = []
     replicas = plan.world // plan.optimizer.ranks
     for encoded in (True, False):

@@ -15,17 +15,14 @@ from itertools import chain
 
 from thinwire.program.batches import buckets, reduction_batches, spread_batches
 from thinwire.program.draft import Call, Draft
-from thinwire.program.experts import beside
 from thinwire.program.gathers import Gathers, check_live, play_forward, retention
 from thinwire.program.islands import add_exchange
 from thinwire.program.mesh import Axis, Kind, MessageSizes
 from thinwire.program.residence import HostGradients, add_return, add_update
 from thinwire.program.shares import Even, Span, chunk_spans, padded, together, within
-from thinwire.program.step import BufferInfo, Event, HostLane, Lane, Phase, StepProgram, Trace, UnitInfo
+from thinwire.program.step import BufferInfo, Event, HostLane, Lane, Phase, StepProgram, Trace, UnitInfo, beside
 from thinwire.program.wire import gather_sizes, reduction_sizes, used_codec
 from thinwire.spec import Plan
-
-__all__ = ["CONTROL_WORDS", "NORM_BYTES", "UNDER_WAY", "control_bytes", "default_trace", "lower"]
 
 CONTROL_WORDS = 3
 """Number of 64-bit words in the step's control exchange: order hash, unfinished gradients, step number."""
@@ -47,12 +44,8 @@ def control_bytes(units: Sequence[UnitInfo]) -> int:
 
 
 def default_trace(units: Sequence[UnitInfo], *, recompute: bool = False) -> Trace:
-    """The trace of units that run one after another. Unit 0 encloses all others if it is the root (unnamed).
-
-    Args:
-        units: The units, in the order of their forward.
-        recompute: Whether the backward runs the forward of every block again.
-    """
+    """The trace of units that run one after another, blocks once more in the backward if ``recompute``. Unit 0 encloses
+    all others if it is the root (unnamed)."""
     order = range(len(units))
     if units and units[0].name == "":
         inner = [(phase, u) for u in order[1:] for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
@@ -126,13 +119,8 @@ def lower(
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A chunk of a bucket.
-
-    Attributes:
-        number: Number of the chunk, from 0.
-        span: Its elements in every piece of the bucket.
-        units: Units that have elements in it, in reduction order. It starts in the turn of the last.
-    """
+    """A chunk of a bucket: its span in every piece, and the units with elements in it. It starts in the turn of the
+    last."""
 
     number: int
     span: Span
@@ -431,9 +419,6 @@ def _spread(
     for it.
 
     A reader of a unit that the forward does not need waits as well, at an event outside the program.
-
-    Returns:
-        Indices of the spreads.
     """
     started: list[int] = []
     event = Event(Phase.STEP, -1, 0)

@@ -18,22 +18,6 @@ from thinwire.errors import SpecError
 from thinwire.program.shares import Even, summed
 from thinwire.spec import Factor, Plan
 
-__all__ = [
-    "Axis",
-    "Hop",
-    "Kind",
-    "Members",
-    "MessageSizes",
-    "Scope",
-    "axis_extent",
-    "axis_index",
-    "axis_members",
-    "axis_stride",
-    "hops",
-    "node_order",
-]
-
-
 _ONE = Factor()
 
 

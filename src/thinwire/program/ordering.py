@@ -20,8 +20,6 @@ from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import Plan
 from thinwire.spec.machines.fabric import crossing_share
 
-__all__ = ["Traffic", "crossing_bytes", "host_orders", "leaf_by_leaf", "least_crossing", "traffic_across"]
-
 Host = TypeVar("Host", bound=Hashable)
 Leaf = TypeVar("Leaf", bound=Hashable)
 
@@ -45,12 +43,7 @@ def traffic_across(program: StepProgram) -> Traffic:
 
 
 def crossing_bytes(traffic: Traffic, leaves: Sequence[int]) -> float:
-    """Bytes per rank and step that cross leaves.
-
-    Args:
-        traffic: Of the plan.
-        leaves: Number of the leaf above each node, in the order of the mesh.
-    """
+    """Bytes per rank and step that cross leaves, given the leaf above each node in the order of the mesh."""
     return sum(
         sent * crossing_share(leaves, ranks, stride, exchange=kind is Kind.REDUCE_SCATTER)
         for (kind, ranks, stride), sent in traffic.items()
@@ -105,12 +98,7 @@ def _share(plan: Plan) -> int:
 
 def host_orders(plan: Plan, leaf_of: Mapping[Host, Leaf]) -> Iterable[tuple[Host, ...]]:
     """The orders to try: the given one, and hosts packed for all factors or for some, because packing for one factor
-    may split the groups of another. Also leaf by leaf, for groups that hold one node of every block.
-
-    Args:
-        plan: The plan.
-        leaf_of: Leaf of every host, in the given order, which breaks ties.
-    """
+    may split the groups of another. Also leaf by leaf, for groups that hold one node of every block."""
     blocks, names = _blocks(plan), list(leaf_of)
     chosen = (some for count in range(len(blocks) + 1) for some in itertools.combinations(blocks, count))
     packed = [tuple(_ordered(names, leaf_of, some)) for some in chosen]

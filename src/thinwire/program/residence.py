@@ -14,11 +14,6 @@ from thinwire.program.step import BufferInfo, Event, HostLane, Phase, UnitInfo
 from thinwire.program.wire import ITEMSIZE, has_master
 from thinwire.spec import Plan
 
-__all__ = [
-    "AHEAD", "LEAVING", "MOMENT_BYTES", "SLOTS", "HostGradients", "add_return", "add_update", "gradient_bytes",
-    "host_bytes", "state_bytes",
-]  # fmt: skip
-
 AHEAD = 1
 """Batches whose states come up while those of another one are updated."""
 
@@ -49,18 +44,8 @@ def gradient_bytes(plan: Plan) -> int:
 
 
 def add_update(plan: Plan, units: Sequence[UnitInfo], draft: Draft, batch: Sequence[int], before: list[int]) -> int:
-    """Record the update of a batch of units, and the copies around it.
-
-    Args:
-        plan: The plan.
-        units: Units of the model.
-        draft: The program so far.
-        batch: Units that are updated together.
-        before: Copies down of earlier batches, oldest first; that of this one is added.
-
-    Returns:
-        Index of the update.
-    """
+    """Record the update of a batch of units, and the copies around it; its copy down joins those ``before``. Returns
+    its index."""
     together = tuple(batch)
     share = draft.places[Axis.SHARD]
     owned = [(buffer.shares[share], buffer) for unit in batch for buffer in units[unit].buffers if buffer.trainable]
@@ -96,14 +81,8 @@ def _add_host_update(
 
 
 def add_return(units: Sequence[UnitInfo], draft: Draft, batch: Sequence[int], after: tuple[int, ...]) -> None:
-    """Record the way of updated parameters to the host, where they live; their next gather waits for it.
-
-    Args:
-        units: Units of the model.
-        draft: The program so far.
-        batch: Units that were updated together.
-        after: Operations that give them their new values.
-    """
+    """Record the way of updated parameters to the host, where they live, ``after`` what gives them their new values;
+    their next gather waits for it."""
     for unit in batch:
         size = sum(b.itemsize * sum(b.shares) for b in units[unit].buffers if b.trainable)
         down = draft.add_own(Call(Kind.COPY, HostLane.DOWN, Axis.PARAMS, (unit,), size=size), _STEP, after)
@@ -125,13 +104,7 @@ def host_bytes(plan: Plan, units: Sequence[UnitInfo]) -> int:
 
 
 class HostGradients:
-    """Records the copies of gradients that live on the host.
-
-    Args:
-        plan: The plan.
-        units: Units of the model.
-        draft: The program so far.
-    """
+    """Records the copies of gradients that live on the host."""
 
     def __init__(self, plan: Plan, units: Sequence[UnitInfo], draft: Draft) -> None:
         self._draft, self._units, self._share = draft, units, draft.places[Axis.SHARD]
@@ -159,14 +132,8 @@ class HostGradients:
             self._draft.wait(event, self._up[unit])
 
     def finish(self, units: Sequence[int], event: Event, after: Sequence[int], *, last: bool) -> None:
-        """Let the gradients of units go down, which take part in no later reduction of the micro-batch.
-
-        Args:
-            units: Numbers of the units.
-            event: Event at which their last reductions start.
-            after: Reductions of the micro-batch so far.
-            last: Whether this is the step's last micro-batch.
-        """
+        """Let the gradients of units go down, which take part in no later reduction of the micro-batch than those that
+        start at ``event``; ``after`` are its reductions so far."""
         operations = self._draft.operations
         for unit in units if self._itemsize else ():
             size = self._size(unit, share=last or not self._apart)

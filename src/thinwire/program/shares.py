@@ -9,23 +9,6 @@ from typing import overload
 
 from thinwire.spec import Plan
 
-__all__ = [
-    "ALIGNMENT_BYTES",
-    "CHUNK_MULTIPLE",
-    "LARGE_LEAF",
-    "Even",
-    "Span",
-    "chunk_spans",
-    "compact",
-    "deal",
-    "flat_numel",
-    "padded",
-    "slot_offsets",
-    "summed",
-    "together",
-    "within",
-]
-
 ALIGNMENT_BYTES = 16
 
 CHUNK_MULTIPLE = 8192
@@ -108,7 +91,6 @@ def within(pieces: Sequence[int], span: Span) -> Sequence[int]:
 
 
 def padded(numel: int, multiple: int) -> int:
-    """``numel`` rounded up to a multiple."""
     return -(-numel // multiple) * multiple
 
 
@@ -139,15 +121,8 @@ def slot_offsets(numels: Iterable[int], itemsize: int, block: int | None = None)
 
 
 def deal(lengths: Sequence[int], owners: int) -> list[int]:
-    """Assign pieces greedily, largest first, to the owner that holds the fewest elements so far.
-
-    Args:
-        lengths: Number of elements in each piece; ties are assigned in this order.
-        owners: Number of owners.
-
-    Returns:
-        The owner of each piece.
-    """
+    """Assign pieces greedily, largest first and equals in this order, to the owner that holds the fewest elements so
+    far."""
     heap = [(0, owner) for owner in range(min(owners, len(lengths)))]  # further owners get nothing
     owner_of = [0] * len(lengths)
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):

@@ -9,8 +9,6 @@ from enum import StrEnum
 
 from thinwire.program.mesh import Scope
 
-__all__ = ["TRANSFERS", "Stage"]
-
 
 class Stage(StrEnum):
     """One hop of a collective, inside a node or across nodes, or a codec's work before or after a hop.

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["COMPUTE", "STEP", "WAITING", "Level", "Span", "Timeline", "chrome_trace"]
-
 COMPUTE = "compute"
 """The track of computation."""
 WAITING = "waiting"
@@ -19,14 +17,8 @@ STEP = "step"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval of activity on one track.
-
-    Attributes:
-        track: Computation, or a stage of a lane.
-        name: Name of the activity.
-        start: Seconds on the timeline's clock.
-        end: Seconds on the timeline's clock, at least ``start``.
-    """
+    """An interval of activity on one track, which is computation or a stage of a lane, in seconds of the timeline's
+    clock."""
 
     track: str
     name: str
@@ -36,13 +28,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """An amount of memory from a point in time on.
-
-    Attributes:
-        name: What the memory holds.
-        time: Seconds on the timeline's clock.
-        amount: Bytes.
-    """
+    """An amount of memory in bytes from a point in time on, in seconds of the timeline's clock."""
 
     name: str
     time: float
@@ -63,7 +49,6 @@ class Timeline:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The spans recorded so far."""
         with self._lock:
             return tuple(self._spans)
 
@@ -74,10 +59,6 @@ def chrome_trace(
     """Convert spans to Chrome's trace-event format, which Perfetto and chrome://tracing display.
 
     Each rank becomes a process, each track a thread and each level a counter. Time starts at the first span.
-
-    Args:
-        by_rank: Spans, by rank.
-        levels: Memory levels of the same ranks.
     """
     spans_of = {rank: list(spans) for rank, spans in by_rank.items()}
     origin = min((span.start for spans in spans_of.values() for span in spans), default=0.0)

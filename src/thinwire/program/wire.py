@@ -12,27 +12,6 @@ from thinwire.program.step import BufferInfo
 from thinwire.spec import CodecSpec, Plan
 from thinwire.spec.codec import encodable_dtypes
 
-__all__ = [
-    "ITEMSIZE",
-    "Encoding",
-    "ReductionEncodings",
-    "axis_shape",
-    "change_encodings",
-    "change_sizes",
-    "frozen_codec",
-    "gather_sizes",
-    "idle_codecs",
-    "is_excluded",
-    "reduction_codecs",
-    "reduction_encodings",
-    "reduction_sizes",
-    "shortening",
-    "spreads_difference",
-    "sums_dtype",
-    "used_codec",
-    "visible_bytes",
-]
-
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 _LENGTH_BYTES = 8
 """Bytes of the length that precedes a message of variable length."""
@@ -72,12 +51,7 @@ def shortening(codec: CodecSpec, dtype: str, encoded: str | None = None) -> Code
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """The encoding of a hop's messages.
-
-    Attributes:
-        codec: The codec.
-        dtype: Data type of the values, ``"bfloat16"``, ``"float16"`` or ``"float32"``.
-    """
+    """The encoding of a hop's messages; the dtype is ``"bfloat16"``, ``"float16"`` or ``"float32"``."""
 
     codec: CodecSpec
     dtype: str
@@ -181,12 +155,6 @@ def frozen_codec(plan: Plan, unit: str, name: str, dims: int) -> CodecSpec | Non
     """The codec of whose messages ranks keep a frozen parameter; ``None`` if they keep its values.
 
     Biases and the weights of norms stay what they are: they are few, and a model feels their rounding.
-
-    Args:
-        plan: The plan.
-        unit: Name of the parameter's unit.
-        name: Name of the parameter, which holds floating-point values.
-        dims: Number of its dimensions.
     """
     codec, exact = plan.frozen.storage, plan.override(unit).codec is not None or _is_listed(plan, name)
     return None if codec.is_none or exact or dims < 2 else codec

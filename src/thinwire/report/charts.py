@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from thinwire.program.timeline import Span
     from thinwire.report.traced import TracedStep
 
-__all__ = ["loss_chart", "run_charts", "timeline_chart"]
-
 _MOST_RANKS: Final = 8
 """Ranks that a timeline shows."""
 _MOST_BARS: Final = 3000
@@ -48,16 +46,7 @@ _MEMORY: Final = {
 
 
 def run_charts(run: RunRecord, numbers: Mapping[str, Any], comparison: RunComparison | None) -> list[Chart]:
-    """The pictures of one run.
-
-    Args:
-        run: The run.
-        numbers: Its figures.
-        comparison: The run compared with its prediction, if there is one.
-
-    Returns:
-        The pictures that the run has data for.
-    """
+    """The pictures of one run that it has data for."""
     if not run.records:
         return []
     charts = [
@@ -72,11 +61,7 @@ def run_charts(run: RunRecord, numbers: Mapping[str, Any], comparison: RunCompar
 
 
 def timeline_chart(step: TracedStep) -> Chart:
-    """What every rank did in a step.
-
-    Args:
-        step: A step of a merged trace.
-    """
+    """What every rank did in a step."""
     ranks = list(step.by_rank)[:_MOST_RANKS]
     traced = {span.track.split()[0] for rank in ranks for span in step.by_rank[rank]}
     kinds = [kind for kind in KIND_HUES if kind in traced]
@@ -107,7 +92,6 @@ def timeline_chart(step: TracedStep) -> Chart:
 
 
 def _draw_spans(axes: Axes, spans: Sequence[Span], row_of: Mapping[str, int]) -> None:
-    """Draw the spans of one rank, each in the row of its kind."""
     by_track: dict[str, list[tuple[float, float]]] = {}
     for span in spans:
         by_track.setdefault(span.track, []).append((1e3 * span.start, 1e3 * (span.end - span.start)))
@@ -117,14 +101,7 @@ def _draw_spans(axes: Axes, spans: Sequence[Span], row_of: Mapping[str, int]) ->
 
 
 def loss_chart(run: RunRecord) -> Chart | None:
-    """Training and validation loss over steps, with the unigram entropy for comparison.
-
-    Args:
-        run: The run.
-
-    Returns:
-        The picture; ``None`` if no step was logged.
-    """
+    """Training and validation loss, with the unigram entropy for comparison; ``None`` if no step was logged."""
     trained = points_of(run, "loss")
     if not trained:
         return None
@@ -247,11 +224,8 @@ def _anatomy(run: RunRecord, numbers: Mapping[str, Any]) -> Chart | None:
 
 
 def _step_parts(run: RunRecord, kinds: Sequence[str]) -> list[list[tuple[float, float]]] | None:
-    """Milliseconds of every measured step: computation and the rest first, then waiting for each kind.
-
-    Returns:
-        One series of steps and milliseconds for each part; None where no step was measured.
-    """
+    """Milliseconds of every measured step: computation and the rest first, then waiting for each kind; None without
+    steps."""
     rows = [(record, count) for record, count in steady(run) if record.get("step_seconds") is not None]
     if not rows:
         return None

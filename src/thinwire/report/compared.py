@@ -25,16 +25,9 @@ from thinwire.report.figures import smoothed, thinned
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["compared_charts"]
-
 
 def compared_charts(runs: Sequence[RunRecord], numbers: Sequence[Mapping[str, Any]]) -> list[Chart]:
-    """Pictures that show several runs together.
-
-    Args:
-        runs: The runs; those without records are left out.
-        numbers: Their figures.
-    """
+    """Pictures that show several runs together; runs without records are left out."""
     pairs = [(run, of_run) for run, of_run in zip(runs, numbers, strict=True) if run.records]
     if not pairs:
         return []

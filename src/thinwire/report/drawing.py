@@ -20,25 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "HUES",
-    "KIND_HUES",
-    "PALETTE",
-    "WIDE",
-    "Chart",
-    "add_legend",
-    "byte_scale",
-    "columns_of",
-    "dress",
-    "inline_svg",
-    "light",
-    "mark_restarts",
-    "new_figure",
-    "points_of",
-    "strength",
-    "write_png",
-]
-
 PALETTE: Final = {
     # Name in the style sheet: on white, on black.
     "ink": ("#24292f", "#d7dde4"),
@@ -78,14 +59,7 @@ WIDE: Final = 11.0
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture with its title and caption.
-
-    Attributes:
-        name: Name of the PNG file, without ``.png``.
-        title: Title above the picture.
-        caption: Text below the picture: what it shows, in which units.
-        figure: The picture.
-    """
+    """A picture with its title above and its caption below, which says what it shows, in which units."""
 
     name: str
     title: str
@@ -125,23 +99,13 @@ def inline_svg(chart: Chart, prefix: str) -> str:
 
 
 def write_png(chart: Chart, path: Path) -> None:
-    """Write a picture on white. This fixes its layout: the SVG that follows reuses it.
-
-    Args:
-        chart: The picture.
-        path: The PNG file.
-    """
+    """Write a picture on white. This fixes its layout: the SVG that follows reuses it."""
     chart.figure.savefig(path, dpi=130, facecolor="white")
     chart.figure.set_layout_engine("none")  # the layout takes most of the time and would be the same
 
 
 def new_figure(width: float = 6.4, height: float = 3.0) -> Figure:
-    """An empty figure.
-
-    Args:
-        width: Inches.
-        height: Inches.
-    """
+    """An empty figure; width and height are inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -161,7 +125,6 @@ def dress(axes: Axes, x_name: str, y_name: str) -> None:
 
 
 def add_legend(axes: Axes) -> None:
-    """Add a legend where anything has a label."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=8, labelcolor=light("ink"))
 

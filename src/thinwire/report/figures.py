@@ -11,21 +11,11 @@ from thinwire.record import Record, RunRecord, steady
 if TYPE_CHECKING:
     from thinwire.plan import RunComparison
 
-__all__ = ["differences", "figures", "smoothed", "thinned"]
-
 _MOST_POINTS: Final = 600
 
 
 def figures(run: RunRecord, comparison: RunComparison | None = None) -> dict[str, Any]:
-    """The figures of a report, in seconds, bytes and nats per token.
-
-    Args:
-        run: The run.
-        comparison: The run compared with its prediction, if there is one.
-
-    Returns:
-        Plain values; ``None`` for what the run has not measured.
-    """
+    """The figures of a report, in seconds, bytes and nats per token; ``None`` for what the run has not measured."""
     pairs = steady(run)
     num_steps = sum(count for _, count in pairs)
     step_seconds = _median(record.get("step_seconds") for record, _ in pairs)
@@ -73,14 +63,7 @@ def figures(run: RunRecord, comparison: RunComparison | None = None) -> dict[str
 
 
 def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Keys of plans, recipes and software in which runs differ.
-
-    Args:
-        runs: At least one run.
-
-    Returns:
-        Keys with each run's value, as text.
-    """
+    """Keys of plans, recipes and software in which runs differ, with each run's value as text."""
     tables = [_settings(run) for run in runs]
     keys = dict.fromkeys(key for table in tables for key in table)
     rows = [(key, [table.get(key, "-") for table in tables]) for key in keys]
@@ -88,12 +71,7 @@ def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> list[tuple[float, float]]:
-    """Points for a picture, means of neighbours where there are too many.
-
-    Args:
-        points: Points in order of their first coordinate.
-        most: Largest number of points to keep.
-    """
+    """Points for a picture, means of neighbours where there are too many."""
     width = -(-len(points) // most)
     if width <= 1:
         return list(points)
@@ -102,12 +80,7 @@ def thinned(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> 
 
 
 def smoothed(values: Sequence[float], keep: float = 0.9) -> list[float]:
-    """Exponential mean, corrected for its start.
-
-    Args:
-        values: Values to smooth.
-        keep: Weight of the running mean; the new value has the rest.
-    """
+    """Exponential mean, corrected for its start."""
     result, total, weight = [], 0.0, 0.0
     for value in values:
         total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)

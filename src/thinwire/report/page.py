@@ -22,8 +22,6 @@ from thinwire.units import format_bytes, format_duration
 if TYPE_CHECKING:
     from thinwire.plan import Culprit, RunComparison
 
-__all__ = ["Subject", "final_sheet", "slug", "write_page"]
-
 PAGE: Final = "index.html"
 _HERE: Final = Path(__file__).parent
 
@@ -46,14 +44,7 @@ class Subject:
 
 
 def write_page(directory: Path, subjects: Sequence[Subject]) -> list[Path]:
-    """Write ``index.html``, a PNG for every picture, and merged traces for Perfetto.
-
-    Args:
-        directory: Directory of the page; made if need be.
-        subjects: At least one run.
-
-    Returns:
-        The files that were written, the page first.
+    """Write ``index.html``, a PNG for every picture, and merged traces for Perfetto; returns the files, the page first.
 
     Raises:
         DataError: a trace of a run cannot be read.
@@ -88,11 +79,7 @@ def write_page(directory: Path, subjects: Sequence[Subject]) -> list[Path]:
 
 
 class _Pictures:
-    """The pictures of a page, and the other files in its directory.
-
-    Args:
-        directory: Directory of the page.
-    """
+    """The pictures of a page, and the other files in its directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -100,15 +87,7 @@ class _Pictures:
         self.written: list[Path] = []
 
     def add(self, chart: Chart, owner: str) -> dict[str, Any]:
-        """Write a picture as PNG.
-
-        Args:
-            chart: The picture.
-            owner: Prefix of the file's name.
-
-        Returns:
-            What the template of the page shows.
-        """
+        """Write a picture as PNG; returns what the template of the page shows."""
         self._drawn += 1
         path = self._directory / f"{owner}{chart.name}.png"
         write_png(chart, path)
@@ -148,20 +127,12 @@ def _section(subject: Subject, numbers: Mapping[str, Any], pictures: _Pictures, 
 
 
 def slug(name: str) -> str:
-    """A run's name as it stands in names of files and in ids.
-
-    Args:
-        name: Name of the run.
-    """
+    """A run's name as it stands in names of files and in ids."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "run"
 
 
 def final_sheet(numbers: Sequence[Mapping[str, Any]]) -> Sheet:
-    """Final figures, a row for each run.
-
-    Args:
-        numbers: The figures of each run.
-    """
+    """Final figures, a row for each run."""
     columns = ["run", "status", "steps", "val loss", "train loss", "tokens/s", "step", "MFU", "exposed", "across nodes"]
     rows = [
         [

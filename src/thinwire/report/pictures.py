@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from thinwire.spec.profile import CollectiveRow, Profile
 
-__all__ = ["draw_bandwidth", "draw_pairs", "draw_sweep"]
-
 _MOST_NAMES: Final = 64
 """Hosts up to which the axes name each of them."""
 
@@ -22,12 +20,7 @@ _Shape = tuple[int, int, str]
 
 def draw_bandwidth(profile: Profile, path: Path) -> None:
     """Draw what every collective makes of the links, against the size of its messages: one panel for each shape of
-    group, one line for each collective, quartiles shaded.
-
-    Args:
-        profile: A profile with measured collectives.
-        path: The PNG file.
-    """
+    group, one line for each collective, quartiles shaded."""
     shapes = _by_shape(profile)
     columns = min(3, max(1, len(shapes)))
     lines = -(-len(shapes) // columns) or 1
@@ -51,13 +44,8 @@ def draw_bandwidth(profile: Profile, path: Path) -> None:
 
 
 def draw_pairs(leaves: Mapping[str, Sequence[str]], gbps: Mapping[tuple[str, str], float], path: Path) -> None:
-    """Draw the bandwidth between hosts: a square for each pair, with lines between leaves.
-
-    Args:
-        leaves: Hosts of each leaf.
-        gbps: Gbit/s of pairs of hosts, in either order; pairs that were not measured are missing.
-        path: The PNG file.
-    """
+    """Draw the bandwidth between hosts, Gbit/s of each measured pair: a square for each pair, with lines between
+    leaves."""
     hosts = [host for names in leaves.values() for host in names]
     rates = [[gbps.get((one, other), gbps.get((other, one), math.nan)) for other in hosts] for one in hosts]
     side = max(4.0, min(12.0, 0.3 * len(hosts) + 2.5))
@@ -78,15 +66,7 @@ def draw_pairs(leaves: Mapping[str, Sequence[str]], gbps: Mapping[tuple[str, str
 
 
 def draw_sweep(path: Path, x_name: str, x: Sequence[float], lines: Mapping[str, Sequence[float]], title: str) -> None:
-    """Draw how figures change with another: one panel for each line, all over the same axis.
-
-    Args:
-        path: The PNG file.
-        x_name: Name of the quantity that changes.
-        x: Its values.
-        lines: A figure for each value, by the name of the line.
-        title: Title above the picture.
-    """
+    """Draw how figures change with another: one panel for each line, all over the same axis."""
     figure = _figure(4.6 * len(lines), 3.6)
     wide = min(x) > 0 and max(x) >= 8 * min(x)
     for panel, (name, values) in zip(figure.subplots(1, len(lines), squeeze=False).flat, lines.items(), strict=True):

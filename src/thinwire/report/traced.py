@@ -11,19 +11,11 @@ from typing import Any
 from thinwire.errors import DataError
 from thinwire.program.timeline import STEP, Span
 
-__all__ = ["TracedStep", "read_step"]
-
 
 @dataclass(frozen=True)
 class TracedStep:
-    """What every rank did in one step.
-
-    Attributes:
-        name: Name of the step.
-        seconds: Seconds from its beginning to its end on rank 0.
-        by_rank: Spans of computation, waiting and lanes by rank; time 0 is the beginning of the step.
-        path: The file of the whole trace.
-    """
+    """What every rank did in one step: its seconds on rank 0, and spans of computation, waiting and lanes by rank, from
+    its beginning on."""
 
     name: str
     seconds: float
@@ -33,9 +25,6 @@ class TracedStep:
 
 def read_step(path: Path) -> TracedStep:
     """The step in the middle of a trace, which shows what those before it left behind.
-
-    Args:
-        path: A merged trace, as training writes it.
 
     Raises:
         DataError: it is none.

@@ -17,8 +17,6 @@ from thinwire.sim.workload import Workload, part_seconds
 from thinwire.spec import CodecSpec, Factor, ModelSpec, Plan
 from thinwire.spec.plan_parts.pipeline import STAGES_OF_A_RANK
 
-__all__ = ["AxisCosts", "exchanged_values", "pass_seconds", "sending_ranks"]
-
 SUMS = 2
 """Number of sums over tensor-parallel ranks in the forward of a block: after attention and after the feed-forward. The
 backward has as many (Megatron-LM, arXiv 1909.08053, section 3). Sequence parallelism cuts each all-reduce into its two
@@ -118,10 +116,6 @@ class AxisCosts:
 
         This is the time of ``pp - 1`` micro-batches under 1F1B. Under the interleaved schedule, each of them passes
         through only one of a rank's chunks (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
-
-        Args:
-            forward: Seconds of a forward through all parts; see :func:`pass_seconds`.
-            backward: Seconds of a backward.
         """
         plan = self.plan
         if plan.pp == 1:
@@ -161,14 +155,7 @@ def sending_ranks(plan: Plan) -> int:
 
 
 def exchanged_values(part: ModelPart, plan: Plan, seq: int, hidden: int) -> float:
-    """Values that a rank sends to others in one exchange of the experts of a part, if tokens choose all equally often.
-
-    Args:
-        part: The part.
-        plan: The plan.
-        seq: Tokens per sequence.
-        hidden: Width of the residual stream.
-    """
+    """Values that a rank sends to others in one exchange of a part's experts, if tokens choose all equally often."""
     if part.routed is None or plan.ep == 1:
         return 0.0
     rows = plan.micro_batch * seq / plan.cp * part.routed.active

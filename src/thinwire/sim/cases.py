@@ -21,8 +21,6 @@ from thinwire.spec.base import Count, Flag, Positive, Spec
 from thinwire.spec.machines.accelerators import ACCELERATORS
 from thinwire.units import parse_count
 
-__all__ = ["OVERLAPS", "PLAN_KEYS", "Answer", "Case", "Slowed", "answer", "read_cases"]
-
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 OVERLAPS = ("gather", "reduce", "sync", "spread")
@@ -84,12 +82,7 @@ class Case(Spec):
 
 @dataclass(frozen=True, slots=True)
 class Slowed:
-    """The slowest rank, for which all others wait.
-
-    Attributes:
-        compute: Factor by which it computes longer than nominal.
-        links: Factor by which its node's network cards take longer than nominal.
-    """
+    """Factors by which the slowest rank, for which all others wait, and its node's network cards take longer."""
 
     compute: float = 1.0
     links: float = 1.0
@@ -109,17 +102,8 @@ NOT_SLOWED = Slowed()
 
 @dataclass(frozen=True)
 class Answer:
-    """The simulated step of a case.
-
-    Attributes:
-        case: The case.
-        model: Dimensions of its model.
-        cluster: Its cluster.
-        plan: Its plan, with all defaults resolved.
-        simulated: The simulated step.
-        memory: Bytes per rank.
-        extrapolated: Whether the case lies outside the range to which the engine's constants were fitted.
-    """
+    """The simulated step of a case, its plan with all defaults resolved. ``extrapolated``: whether the case lies
+    outside the range to which the engine's constants were fitted."""
 
     case: Case
     model: ModelSpec
@@ -150,7 +134,6 @@ class Answer:
         return self.tflops * 1e12 / mean_peak(self.cluster, self.case.dtype)
 
     def to_dict(self) -> dict[str, Any]:
-        """The answer as JSON values."""
         return {
             "id": self.case.id,
             "step_seconds": self.simulated.seconds,
@@ -176,9 +159,9 @@ def read_cases(path: Path) -> list[Case]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise SpecError(str(path), [f"cannot be read as cases: {error}"]) from error
+        raise SpecError(str(path), f"cannot be read as cases: {error}") from error
     if not isinstance(rows, Sequence) or isinstance(rows, str) or not all(isinstance(row, Mapping) for row in rows):
-        raise SpecError(str(path), ["it should be a JSON list of objects, one for each case"])
+        raise SpecError(str(path), "it should be a JSON list of objects, one for each case")
     cases, problems = [], []
     for number, row in enumerate(rows):
         try:
@@ -191,12 +174,7 @@ def read_cases(path: Path) -> list[Case]:
 
 
 def answer(case: Case, *, trace: bool = False, slowed: Slowed = NOT_SLOWED) -> Answer:
-    """Simulate a case.
-
-    Args:
-        case: The case.
-        trace: Whether the simulated step keeps its spans and memory levels.
-        slowed: How much slower than nominal the simulated rank is.
+    """Simulate a case; with ``trace``, the simulated step keeps its spans and memory levels.
 
     Raises:
         SpecError: The fields of the case contradict each other.
@@ -227,7 +205,7 @@ def _engine(case: Case) -> Engine:
     known = engines()
     if case.engine not in known:
         more = "" if len(known) > 1 else "; the systems of publications come with thinwire-bench"
-        raise SpecError(_what(case), [f"engine = {case.engine!r} is unknown; valid are {', '.join(known)}{more}"])
+        raise SpecError(_what(case), f"engine = {case.engine!r} is unknown; valid are {', '.join(known)}{more}")
     return known[case.engine]
 
 
@@ -245,12 +223,12 @@ def _cluster(case: Case) -> ClusterSpec:
         return _loaded(case, case.cluster)
     kind = ACCELERATORS.get(case.gpu)
     if kind is None:
-        raise SpecError(_what(case), [f"gpu = {case.gpu!r} is unknown; valid are {', '.join(ACCELERATORS)}"])
+        raise SpecError(_what(case), f"gpu = {case.gpu!r} is unknown; valid are {', '.join(ACCELERATORS)}")
     if "gpus" not in case.model_fields_set:
-        raise SpecError(_what(case), ["gpus is missing: accelerators of the whole cluster"])
+        raise SpecError(_what(case), "gpus is missing: accelerators of the whole cluster")
     local = min(case.gpus, case.gpus_per_node or kind.gpus_per_node)
     if case.gpus % local:
-        raise SpecError(_what(case), [f"gpus = {case.gpus} is not a multiple of gpus_per_node = {local}"])
+        raise SpecError(_what(case), f"gpus = {case.gpus} is not a multiple of gpus_per_node = {local}")
     given = {"nic": case.internode_gbps, "spine": case.spine_gbps}
     links = {name: {"bandwidth": gbps * 1e9} for name, gbps in given.items() if gbps is not None}
     changes: dict[str, Any] = {} if case.nodes_per_leaf is None else {"leaves": case.nodes_per_leaf}
@@ -264,7 +242,7 @@ def _loaded(case: Case, path: str) -> ClusterSpec:
     if given:
         raise SpecError(
             _what(case),
-            [f"cluster = {path!r} and {', '.join(given)} describe the same; change the file"],
+            f"cluster = {path!r} and {', '.join(given)} describe the same; change the file",
         )
     return ClusterSpec.load(path)
 
@@ -275,10 +253,10 @@ def _model(case: Case) -> ModelSpec:
     tokens = case.micro_batch_tokens or model.seq
     if tokens < model.seq:
         if case.seq is not None:
-            raise SpecError(_what(case), [f"micro_batch_tokens = {tokens} is less than seq = {case.seq}"])
+            raise SpecError(_what(case), f"micro_batch_tokens = {tokens} is less than seq = {case.seq}")
         return model.with_(seq=tokens)
     if tokens % model.seq:
-        raise SpecError(_what(case), [f"micro_batch_tokens = {tokens} is not a multiple of seq = {model.seq}"])
+        raise SpecError(_what(case), f"micro_batch_tokens = {tokens} is not a multiple of seq = {model.seq}")
     return model
 
 
@@ -287,27 +265,25 @@ def _micro_batches(case: Case, mesh: Factor, model: ModelSpec) -> int:
     if case.tokens_per_step is None:
         return case.micro_batches
     if "micro_batches" in case.model_fields_set:
-        raise SpecError(_what(case), ["micro_batches and tokens_per_step say the same: leave one of them out"])
+        raise SpecError(_what(case), "micro_batches and tokens_per_step say the same: leave one of them out")
     together = mesh.ranks * (case.micro_batch_tokens or model.seq)
     if case.tokens_per_step % together:
         raise SpecError(
             _what(case),
-            [
-                f"tokens_per_step = {case.tokens_per_step} is not a multiple of {together}, the tokens of one "
-                f"micro-batch on all {mesh.ranks} data-parallel ranks: change it, micro_batch_tokens or gpus"
-            ],
+            f"tokens_per_step = {case.tokens_per_step} is not a multiple of {together}, the tokens of one "
+            f"micro-batch on all {mesh.ranks} data-parallel ranks: change it, micro_batch_tokens or gpus",
         )
     return case.tokens_per_step // together
 
 
 def _plan(case: Case, engine: Engine, cluster: ClusterSpec, model: ModelSpec) -> Plan:
     if cluster.gpus_per_node % case.tp:
-        raise SpecError(_what(case), [f"tp = {case.tp} does not divide the {cluster.gpus_per_node} GPUs of a node"])
+        raise SpecError(_what(case), f"tp = {case.tp} does not divide the {cluster.gpus_per_node} GPUs of a node")
     stages_inside = case.pp if cluster.nodes == 1 else 1
     local, nodes = cluster.gpus_per_node // case.tp, cluster.nodes * stages_inside // case.pp
     if local % stages_inside or cluster.nodes * stages_inside % case.pp:
         raise SpecError(
-            _what(case), [f"pp = {case.pp} does not divide the {cluster.nodes} nodes (of one node, its GPUs)"]
+            _what(case), f"pp = {case.pp} does not divide the {cluster.nodes} nodes (of one node, its GPUs)"
         )
     mesh = Factor(local=local // stages_inside, nodes=nodes)
     fields: dict[str, Any] = {

@@ -17,8 +17,6 @@ from typing import Any
 from thinwire.cost import ALONE, Beside
 from thinwire.program import Scope
 
-__all__ = ["FluidClock", "Burden", "Resource", "Task"]
-
 
 class Resource(Enum):
     """A resource that tasks run on."""
@@ -108,13 +106,8 @@ class FluidClock:
         self._late = False
 
     def load(self, resource: Resource, beside: Beside = ALONE, spine_load: float = 0.0) -> Burden:
-        """The load of a kind of task, the same object for the same kind.
-
-        Args:
-            resource: Resource that the task runs on.
-            beside: For a transfer, the slowdown between it and computation.
-            spine_load: Busy time of the spine over busy time of the resource.
-        """
+        """The load of a kind of task, the same object for the same kind; the spine is ``spine_load`` times as busy as
+        the resource."""
         key = resource, beside, spine_load
         known = self._loads.get(key)
         if known is None:
@@ -202,12 +195,8 @@ class FluidClock:
 
     @staticmethod
     def _slowness(working: Sequence[Burden], active: Sequence[Burden]) -> tuple[float, ...]:
-        """Seconds that one second of each task's work currently takes.
-
-        Args:
-            working: Loads of the tasks that do not wait for their turn.
-            active: Loads of all tasks.
-        """
+        """Seconds that one second of each task's work currently takes, among tasks that are active, some of which wait
+        for their turn."""
         wanted = dict.fromkeys(Resource, 0.0)
         # Transfers over the same links take turns, so the one that disturbs computation most stands for them.
         disturbing = {Resource.INSIDE: 1.0, Resource.ACROSS: 1.0}

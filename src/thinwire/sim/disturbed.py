@@ -18,8 +18,6 @@ from pydantic import Field
 from thinwire.sim.cases import Case, Slowed, answer
 from thinwire.spec.base import Count, Share, Spec
 
-__all__ = ["Disturbance", "Disturbed", "disturbed"]
-
 _NORMAL: Final = statistics.NormalDist()
 
 
@@ -51,13 +49,7 @@ class Disturbance(Spec):
         return self.jitter > 0 or self.link_jitter > 0
 
     def draw(self, gpus: int, nodes: int, chance: random.Random) -> Slowed:
-        """Draw the slowest GPU and the slowest node's cards of one step.
-
-        Args:
-            gpus: Number of GPUs of the cluster.
-            nodes: Number of nodes of the cluster.
-            chance: Source of randomness.
-        """
+        """Draw the slowest GPU and the slowest node's cards of one step."""
         return Slowed(
             _slowest(gpus, self.jitter, self.straggler, chance),
             _slowest(nodes, self.link_jitter, self.slow_link, chance),
@@ -66,15 +58,8 @@ class Disturbance(Spec):
 
 @dataclass(frozen=True, slots=True)
 class Disturbed:
-    """Step times in seconds under disturbances.
-
-    Attributes:
-        median: Median of the samples.
-        low: 5th percentile of the samples.
-        high: 95th percentile of the samples.
-        undisturbed: Step time without disturbances.
-        samples: Number of samples.
-    """
+    """Step times in seconds under disturbances: median, 5th and 95th percentile of the samples, and without
+    disturbances."""
 
     median: float
     low: float
@@ -84,13 +69,7 @@ class Disturbed:
 
 
 def disturbed(case: Case, disturbance: Disturbance, *, seed: int = 0) -> Disturbed:
-    """Sample disturbed steps.
-
-    Args:
-        case: The step to simulate.
-        disturbance: Deviations from the nominal speed.
-        seed: Seed of the random numbers; the same seed gives the same steps.
-    """
+    """Sample disturbed steps; the same seed gives the same steps."""
     undisturbed, samples = answer(case), disturbance.samples if disturbance.is_random else 1
     chance = random.Random(seed)
     cluster = undisturbed.cluster

@@ -19,8 +19,6 @@ from thinwire.sim.step import Simulated, simulate
 from thinwire.sim.workload import Execution, Workload
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 
-__all__ = ["GROUP", "Engine", "ThinwireEngine", "engines", "step_with_axes"]
-
 GROUP = "thinwire.engines"
 """Entry points of mappings from names to engines."""
 
@@ -54,15 +52,8 @@ class Engine(ABC):
         return plan
 
     def memory(self, model: ModelSpec, plan: Plan, units: Sequence[UnitInfo], *, seq: int, room: int) -> Memory:
-        """Bytes per rank.
-
-        Args:
-            model: The part of the model in the rank's stage.
-            plan: The plan.
-            units: Units of the stage.
-            seq: Tokens per sequence.
-            room: Bytes of the accelerator, for systems whose allocators keep what they could return.
-        """
+        """Bytes per rank of a stage; ``room`` is the accelerator's, for systems whose allocators keep what they could
+        return."""
         del room
         return memory(model, plan, units, seq=seq)
 
@@ -77,16 +68,8 @@ class Engine(ABC):
         group: int | None,
         trace: bool = False,
     ) -> Simulated:
-        """Play a step on a cluster with published rates.
-
-        Args:
-            plan: The plan.
-            workload: A rank's part of the model.
-            cluster: Links and peak FLOP/s.
-            model: Dimensions of the whole model.
-            group: Of a cluster of unlike nodes, the number of the group whose nodes see the step.
-            trace: Whether to keep the spans.
-        """
+        """Play a step on a cluster with published rates; ``group``: of a cluster of unlike nodes, the number of the
+        group whose nodes see the step."""
 
 
 @final
@@ -114,14 +97,7 @@ class ThinwireEngine(Engine):
 def step_with_axes(
     costs: AxisCosts, workload: Workload, *, trace: bool = False, execution: Execution | None = None
 ) -> Simulated:
-    """Play a step with what sharing the model takes; messages between full stages are taken to be hidden.
-
-    Args:
-        costs: The plan, and what its axes take.
-        workload: A rank's part of the model.
-        trace: Whether to keep the spans.
-        execution: How an engine other than thinwire performs it.
-    """
+    """Play a step with what sharing the model takes; messages between full stages are taken to be hidden."""
     plan, rates = costs.plan, costs.rates
     workload = replace(workload, exchanges=costs.exchanges(workload.parts))
     step = simulate(plan, workload, rates, micro_batches=plan.micro_batches, trace=trace, execution=execution)

@@ -19,8 +19,6 @@ from thinwire.sim.clock import Burden, FluidClock, Resource
 from thinwire.sim.workload import Pricing
 from thinwire.spec import Plan
 
-__all__ = ["ACTIVATIONS", "GATHERED", "GRADIENTS", "Flight", "Lanes", "Launch"]
-
 GATHERED, GRADIENTS, ACTIVATIONS = "gathered parameters", "gradients on their way", "activations"
 """Names of the memory levels."""
 
@@ -32,14 +30,7 @@ Queue = tuple[AnyLane, Stage | None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
-    """An operation of the program, ready to start.
-
-    Attributes:
-        operation: The operation.
-        number: Its place in its lane, from 0.
-        moves: Its stages, in order; the same object for operations of the same price.
-        queues: Queues of its lane that it passes.
-    """
+    """An operation of the program, ready to start; operations of one price have the same ``moves`` object."""
 
     operation: Operation
     number: int
@@ -76,18 +67,8 @@ class Flight:
 
 
 class Lanes:
-    """Lanes that perform operations on a clock, and what is recorded of them.
-
-    Args:
-        plan: The plan.
-        program: The program whose operations are performed.
-        pricing: Prices the operations.
-        trace: Whether to keep spans and levels.
-
-    Attributes:
-        spans: Spans of the step; ``None`` without tracing.
-        levels: Memory levels of the step.
-    """
+    """Lanes that perform operations on a clock, and what is recorded of them: spans, ``None`` without tracing, and
+    levels of memory."""
 
     def __init__(self, plan: Plan, program: StepProgram, pricing: Pricing, *, trace: bool = False) -> None:
         self.plan, self.program = plan, program
@@ -108,7 +89,6 @@ class Lanes:
 
     @property
     def are_idle(self) -> bool:
-        """Whether no operation is on its way."""
         return not any(self.pending.values())
 
     def flight(self, index: int) -> Flight | None:

@@ -17,8 +17,6 @@ from thinwire.sim.step import Simulated, simulate
 from thinwire.sim.workload import Execution, Workload
 from thinwire.spec import Plan
 
-__all__ = ["peer_step"]
-
 _OVERLAPPED: Final = ("gather", "reduce", "sync")
 """Transfers that all of these frameworks can overlap with computation on CUDA."""
 
@@ -33,15 +31,7 @@ _LARGE: Final = 1 << 16
 
 
 def peer_step(framework: str, plan: Plan, workload: Workload, rates: Rates, calls: CollectiveTimes) -> Simulated:
-    """Play a step of another framework.
-
-    Args:
-        framework: Name of the framework, as ``--emit`` takes it.
-        plan: What it shards, as a plan.
-        workload: A rank's part of the model.
-        rates: Seconds of computation, copies and transfers.
-        calls: Seconds of library calls.
-    """
+    """Play a step of another framework, by its name as ``--emit`` takes it."""
     able = (*_OVERLAPPED, "spread") if framework in _OVERLAPS_SPREAD else _OVERLAPPED
     names = () if rates.on_processors else able
     plan = plan.with_(overlap={name: name in names for name in (*_OVERLAPPED, "spread")})

@@ -27,8 +27,6 @@ from thinwire.sim.repetition import Repeated
 from thinwire.sim.workload import Execution, Workload, unit_seconds, update_seconds, update_shares
 from thinwire.spec import Plan
 
-__all__ = ["Activity", "Player"]
-
 _SAME = 1e-11
 """States are the same if no task's remaining seconds differ by more than this share of the time in between."""
 
@@ -54,16 +52,7 @@ Activity = Iterator[Flight | _Computing]
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """The state after a period, and what had been counted until then.
-
-    Attributes:
-        state: What is on its way, without times.
-        left: Remaining seconds of the tasks that run.
-        now: The time.
-        busy: Seconds of work by resource.
-        exposed: Seconds of waiting by lane.
-        finals: Number of operations that complete gradients.
-    """
+    """The state after a period (what is on its way, without times), and what had been counted until then."""
 
     state: tuple[object, ...]
     left: tuple[float, ...]
@@ -79,22 +68,8 @@ class _Mark:
 
 
 class Player:
-    """Plays a step.
-
-    Args:
-        plan: The plan.
-        workload: Work of the whole model.
-        rates: Seconds of each part.
-        program: Program of the step, lowered for the blocks that ``fewer`` leaves.
-        execution: How the engine performs it.
-        trace: Whether to keep spans and levels.
-        fewer: The blocks that are repeated; ``None``: the program has all of them.
-
-    Attributes:
-        lanes: The lanes.
-        end: When the step ended.
-        exposed: Seconds that computation waited, by lane.
-    """
+    """Plays a step, by a program that is lowered for the blocks that ``fewer`` leaves. ``exposed`` are the seconds that
+    computation waited, by lane."""
 
     def __init__(
         self,
@@ -122,12 +97,8 @@ class Player:
         self._since = 0.0
 
     def play(self, computation: Activity, *, drain: bool = True) -> None:
-        """Play some computation, after what was played before.
-
-        Args:
-            computation: What :meth:`begin`, :meth:`forward`, :meth:`backward` and :meth:`finish` return.
-            drain: Whether operations that computation does not wait for go on to their end.
-        """
+        """Play what :meth:`begin`, :meth:`forward`, :meth:`backward` and :meth:`finish` return, after what was played
+        before. With ``drain``, operations that computation does not wait for go on to their end."""
         self._computation = computation
         self._go_on()
         while self._current is not None:
@@ -208,13 +179,11 @@ class Player:
         yield from _compute(self._rates.handling.step, "step")
 
     def forward(self, micro_batch: int) -> Activity:
-        """The forward of a micro-batch."""
         # In the first one, updated parameters are on their way to all blocks.
         more: dict[AnyLane, int] = {Lane.SPREAD: self._spreads} if micro_batch == 0 else {}
         return self._pass(self._trace.forward, self._forward_at, micro_batch, self._plan.prefetch, more)
 
     def backward(self, micro_batch: int) -> Activity:
-        """The backward of a micro-batch."""
         held: list[int] = []  # reductions that start once the next unit is gathered
         at = partial(self._backward_at, held=held)
         yield from self._pass(self._trace.backward, at, micro_batch, UNDER_WAY, {})
@@ -293,7 +262,6 @@ class Player:
                 yield flight
 
     def _keep(self, unit: int, sign: int) -> None:
-        """Keep the activations of a unit, or free them."""
         if self._whole.kept:
             self.lanes.hold(ACTIVATIONS, sign * self._whole.kept[unit])
 

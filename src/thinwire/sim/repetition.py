@@ -11,19 +11,10 @@ from thinwire.program.wire import ITEMSIZE, spreads_difference
 from thinwire.sim.workload import Workload, work_of
 from thinwire.spec import Plan
 
-__all__ = ["Repeated", "repeated"]
-
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """A model with fewer equal blocks, of which a period is repeated.
-
-    Attributes:
-        workload: Work of the model with fewer blocks.
-        blocks: Numbers of its equal blocks.
-        period: Blocks after which the program repeats itself.
-        times: How many periods are missing.
-    """
+    """A model with fewer equal blocks, of which a period is missing some times: the program repeats itself after it."""
 
     workload: Workload
     blocks: frozenset[int]

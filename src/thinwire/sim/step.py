@@ -23,8 +23,6 @@ from thinwire.sim.repetition import repeated
 from thinwire.sim.workload import Execution, Workload
 from thinwire.spec import Plan
 
-__all__ = ["PLAYED", "LaneWork", "Played", "Simulated", "lane_work", "play", "simulate", "with_exchanges"]
-
 PLAYED = 3
 """Most micro-batches to play; further ones repeat the last of the middle ones."""
 
@@ -62,16 +60,8 @@ def simulate(
     trace: bool = False,
     execution: Execution | None = None,
 ) -> Simulated:
-    """Play one step in steady state. Its exchanges with other islands count with their mean over many steps.
-
-    Args:
-        plan: The plan.
-        workload: The model and its batch.
-        rates: Seconds of each part without slowdown.
-        micro_batches: Micro-batches per step (``M``).
-        trace: Whether to keep spans and levels.
-        execution: How an engine other than thinwire performs it.
-    """
+    """Play one step in steady state, by rates without slowdown. Its exchanges with other islands count with their mean
+    over many steps."""
     played = play(plan, workload, rates, micro_batches=micro_batches, trace=trace, execution=execution)
     step = played.step(micro_batches)
     return step if plan.num_islands == 1 else with_exchanges(plan, workload.units, rates, step)
@@ -82,12 +72,6 @@ def with_exchanges(plan: Plan, units: Sequence[UnitInfo], rates: Rates, step: Si
 
     Computation waits for what an exchange takes longer than ``delay`` steps. If exchanges come faster than links carry
     them, it waits until they have. Exchanges and the collectives inside an island are taken not to slow each other.
-
-    Args:
-        plan: The plan.
-        units: Units of the model.
-        rates: Seconds of each part without slowdown.
-        step: The step without exchanges.
     """
     islands = plan.islands
     assert islands is not None
@@ -106,12 +90,7 @@ def with_exchanges(plan: Plan, units: Sequence[UnitInfo], rates: Rates, step: Si
 
 @dataclass(frozen=True, slots=True)
 class LaneWork:
-    """Seconds of a lane's work.
-
-    Attributes:
-        transfer: Of its hops, with the copies before and after them.
-        codec: Of codecs.
-    """
+    """Seconds of a lane's hops, with the copies before and after them, and of its codecs."""
 
     transfer: float = 0.0
     codec: float = 0.0
@@ -204,14 +183,7 @@ def _own(plan: Plan, rates: Rates) -> Execution:
 
 
 def lane_work(plan: Plan, workload: Workload, rates: Rates, *, micro_batches: int) -> dict[Lane, LaneWork]:
-    """Seconds of work that each lane has in a step, without slowdown by anything else.
-
-    Args:
-        plan: The plan.
-        workload: The model and its batch.
-        rates: Seconds of each part without slowdown.
-        micro_batches: Micro-batches per step.
-    """
+    """Seconds of work that each lane has in a step, without slowdown by anything else."""
     pricing, seconds = _own(plan, rates).pricing, dict.fromkeys(Lane, LaneWork())
     for operation in lower(plan, workload.units, micro_batches=micro_batches).operations:
         if not isinstance(operation.lane, Lane):

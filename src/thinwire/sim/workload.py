@@ -11,11 +11,6 @@ from thinwire.cost import ModelPart, PricedStage, Rates
 from thinwire.program import Even, Lane, Operation, StepProgram, UnitInfo, together
 from thinwire.spec import Plan
 
-__all__ = [
-    "Execution", "Pricing", "UnitSeconds", "Workload", "part_seconds", "unit_seconds", "update_seconds",
-    "update_shares", "work_of",
-]  # fmt: skip
-
 Pricing = Callable[[Plan, Operation, Sequence[UnitInfo]], list[PricedStage]]
 """Prices an operation of a program over these units; returns its stages."""
 
@@ -48,15 +43,7 @@ def work_of(unit: UnitInfo, part: ModelPart) -> object:
 
 
 def part_seconds(rates: Rates, part: ModelPart, plan: Plan, seq: int, exchange: float = 0.0) -> tuple[float, float]:
-    """Seconds of the forward and of the backward of this rank's tokens through a part, exchanges included.
-
-    Args:
-        rates: Seconds of a part.
-        part: The part.
-        plan: The plan; ranks may share sequences.
-        seq: Tokens per sequence.
-        exchange: Seconds that ranks which share the part exchange in one pass over it.
-    """
+    """Seconds of the forward and of the backward of this rank's tokens through a part, exchanges included."""
     forward, backward = rates.forward(part, plan, seq), rates.backward(part, plan, seq)
     return forward / plan.cp + exchange, backward / plan.cp + exchange
 

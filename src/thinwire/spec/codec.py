@@ -273,7 +273,7 @@ class CodecSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
-            raise SpecError("codec", [f"{self.text!r} is not a codec: expected text, one of {VALID}"])
+            raise SpecError("codec", f"{self.text!r} is not a codec: expected text, one of {VALID}")
         for name, value in _parse(self.text.strip()).items():
             object.__setattr__(self, name, value)
 
@@ -294,7 +294,7 @@ class CodecSpec:
         """
         itemsize = _item_bytes(self, dtype)
         if numel < 0:
-            raise SpecError("codec", [f"a message of {numel} values: expected 0 or more"])
+            raise SpecError("codec", f"a message of {numel} values: expected 0 or more")
         if self.plugin is not None:
             return self.plugin.wire_bytes(self.parameters, numel, itemsize)
         return FAMILIES[self.family].wire_bytes(self, numel, itemsize)
@@ -364,7 +364,6 @@ class CodecSpec:
 
 
 def encodable_dtypes(codec: CodecSpec) -> tuple[str, ...]:
-    """Names of the dtypes that a codec encodes."""
     return _rules(codec).dtypes
 
 
@@ -389,7 +388,7 @@ def _item_bytes(codec: CodecSpec, dtype: object) -> int:
     name = str(dtype).removeprefix("torch.")
     valid = _rules(codec).dtypes
     if name not in valid:
-        raise SpecError("codec", [f"{codec.text} cannot encode {name}, valid are {', '.join(valid)}"])
+        raise SpecError("codec", f"{codec.text} cannot encode {name}, valid are {', '.join(valid)}")
     return _ITEM_BYTES[name]
 
 
@@ -440,4 +439,4 @@ def _parse_plugin(text: str) -> dict[str, Any]:
 
 
 def _bad(text: str, why: str) -> SpecError:
-    return SpecError("codec", [f"{text!r} is not a codec: {why}"])
+    return SpecError("codec", f"{text!r} is not a codec: {why}")

@@ -14,8 +14,6 @@ from importlib.metadata import EntryPoint, entry_points
 
 from thinwire.errors import SpecError
 
-__all__ = ["GROUP", "CodecPlugin", "clash_of", "forget_plugins", "installed_plugins", "plugin_of"]
-
 GROUP = "thinwire.codecs"
 """The entry point group. An entry's name is the codec's name in plans."""
 
@@ -128,16 +126,16 @@ def _loaded(name: str) -> CodecPlugin:
     entry, *others = _entries()[name]
     if others:
         raise SpecError(
-            "codec", [f"{name!r} is registered by {installed_plugins()[name]}: uninstall all but one of these packages"]
+            "codec", f"{name!r} is registered by {installed_plugins()[name]}: uninstall all but one of these packages"
         )
     had_torch = "torch" in sys.modules
     try:
         plugin = entry.load()
     except (ImportError, AttributeError) as error:
-        raise SpecError("codec", [f"{name!r} of {_package(entry)}: {entry.value} cannot be loaded: {error}"]) from error
+        raise SpecError("codec", f"{name!r} of {_package(entry)}: {entry.value} cannot be loaded: {error}") from error
     if not isinstance(plugin, CodecPlugin):
         made = type(plugin).__name__
-        raise SpecError("codec", [f"{name!r} of {_package(entry)}: {entry.value} is {made}, expected a CodecPlugin"])
+        raise SpecError("codec", f"{name!r} of {_package(entry)}: {entry.value} is {made}, expected a CodecPlugin")
     problems = plugin.problems()
     if plugin.name != name:
         problems.append(f"its entry point is named {name!r} and the codec {plugin.name!r}: use one name")

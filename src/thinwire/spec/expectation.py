@@ -10,8 +10,6 @@ from pydantic import Field
 from thinwire.spec.base import Count, Spec
 from thinwire.spec.machines.measured import JsonSpec
 
-__all__ = ["Expectation", "Figure"]
-
 Amount = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 

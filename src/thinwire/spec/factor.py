@@ -41,18 +41,12 @@ class Factor(Spec):
             SpecError: if this factor does not divide ``other``.
         """
         if not self.divides(other):
-            raise SpecError("factor", [f"{self} does not divide {other}"])
+            raise SpecError("factor", f"{self} does not divide {other}")
         return Factor(local=other.local // self.local, nodes=other.nodes // self.nodes)
 
     def group(self, ways: int) -> Factor | None:
-        """The factor of ``ways`` neighbouring ranks: a part of a node, or several whole nodes.
-
-        Args:
-            ways: number of ranks.
-
-        Returns:
-            The factor; ``None`` if this mesh does not consist of such groups.
-        """
+        """The factor of ``ways`` neighbouring ranks: a part of a node, or several whole nodes; ``None`` where the mesh
+        does not consist of such groups."""
         if self.local % ways == 0:
             return Factor(local=ways)
         nodes, rest = divmod(ways, self.local)
@@ -68,10 +62,6 @@ class Factor(Spec):
         Tensor-parallel ranks are neighbours in a node. Stages lie on different nodes where the nodes can be dealt out
         evenly, else every node has all ranks of several stages.
 
-        Args:
-            tp: tensor-parallel ranks.
-            pp: pipeline stages.
-
         Raises:
             SpecError: if the ranks cannot be shared out so.
         """
@@ -82,11 +72,9 @@ class Factor(Spec):
             return Factor(local=self.local // per_node)
         raise SpecError(
             "plan",
-            [
-                f"tp = {tp}, pp = {pp} do not fit nodes = {self.nodes}, nproc = {self.local}: tensor-parallel ranks "
-                "share a node, and every node has equally many ranks of a stage, or equally many whole stages; "
-                f"{self._remedy(tp, pp)}"
-            ],
+            f"tp = {tp}, pp = {pp} do not fit nodes = {self.nodes}, nproc = {self.local}: tensor-parallel ranks "
+            "share a node, and every node has equally many ranks of a stage, or equally many whole stages; "
+            f"{self._remedy(tp, pp)}",
         )
 
     def _remedy(self, tp: int, pp: int) -> str:

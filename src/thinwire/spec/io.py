@@ -27,7 +27,7 @@ def read_toml(text: str, what: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise SpecError(what, [f"not valid TOML: {error}"]) from error
+        raise SpecError(what, f"not valid TOML: {error}") from error
 
 
 def read_toml_file(path: str | Path) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def read_toml_file(path: str | Path) -> dict[str, Any]:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise SpecError(str(path), [f"cannot be read: {reason}"]) from error
+        raise SpecError(str(path), f"cannot be read: {reason}") from error
     return read_toml(text, str(path))
 
 

@@ -319,10 +319,8 @@ class Plan(Spec):
             if mesh.ranks % self.world:
                 raise SpecError(
                     "plan",
-                    [
-                        f"mesh = {self.mesh} of one island, with {self.world} ranks: {mesh.ranks} ranks are no number "
-                        f"of whole islands; start a multiple of {self.world}"
-                    ],
+                    f"mesh = {self.mesh} of one island, with {self.world} ranks: {mesh.ranks} ranks are no number "
+                    f"of whole islands; start a multiple of {self.world}",
                 )
             return self.with_(islands={"count": mesh.ranks // self.world})
         names = ("params", "grads", "optimizer", "secondary")

@@ -11,8 +11,6 @@ from thinwire.spec.base import Bytes, Count, Depth, Positive, Spec
 from thinwire.spec.machines.measured import Measured, Timing
 from thinwire.spec.plan import Dtype
 
-__all__ = ["CodecRow", "CollectiveRow", "ComputeRow", "Handling", "OverlapRow", "Profile", "StepRow", "profiled_kind"]
-
 NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 

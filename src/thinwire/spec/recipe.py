@@ -38,7 +38,7 @@ def _step_range(value: Any) -> Any:
         return value
     match = re.fullmatch(r"(\d+)(?::(\d+))?", str(value))
     if match is None:
-        raise SpecError("steps", [f'{value!r} is no range of steps: expected "10:13", or a single step'])
+        raise SpecError("steps", f'{value!r} is no range of steps: expected "10:13", or a single step')
     return int(match[1]), int(match[2] or match[1])
 
 
@@ -324,7 +324,7 @@ def model_table(source: str) -> dict[str, Any]:
     place = Path(source).expanduser()
     if not (place / "config.json" if place.is_dir() else place).is_file():
         raise SpecError(
-            "--model", [f"{source} is no directory with a config.json, and no such file (nothing is downloaded)"]
+            "--model", f"{source} is no directory with a config.json, and no such file (nothing is downloaded)"
         )
     # Pickled weights count as weights: a user who has them expects training to start from them, so loading refuses
     # them rather than starting at random.

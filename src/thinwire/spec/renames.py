@@ -44,12 +44,7 @@ def without_residence(plan: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def to_fields(table: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
     """A table of a file with its keys as the fields are named. Where a table has both spellings, the new one counts:
-    it is that of a setting or of a change in Python, over a file's.
-
-    Args:
-        table: As the file has it.
-        keys: Spelling in files by name of the field.
-    """
+    it is that of a setting or of a change in Python, over a file's."""
     fields = dict(table)
     for group in {spelled.partition(".")[0] for spelled in keys.values() if "." in spelled}:
         if isinstance(inside := fields.get(group), Mapping):
@@ -69,12 +64,7 @@ def to_file(fields: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any
 
 
 def hint(what: str, found: Mapping[str, str]) -> None:
-    """Say once for a whole file which of its keys have new names.
-
-    Args:
-        what: The file.
-        found: New spellings by old one.
-    """
+    """Say once for a whole file which of its keys have new names, by the old ones."""
     if found:
         renamed = ", ".join(f"{old} is now {new}" for old, new in found.items())
         _LOG.warning("%s: %s; the old spelling is read until release 0.4", what, renamed)

@@ -15,8 +15,6 @@ from thinwire.spec.plan import Dtype, Plan
 from thinwire.spec.plan_parts.pipeline import keeps_busy
 from thinwire.spec.recipe import BATCH, Recipe
 
-__all__ = ["PlanTemplate"]
-
 
 @dataclass(frozen=True)
 class PlanTemplate:
@@ -34,18 +32,12 @@ class PlanTemplate:
     def read(cls, recipe: Recipe) -> Self:
         """Read the plan file of a recipe, if it names one.
 
-        Args:
-            recipe: The recipe.
-
-        Returns:
-            The template of the recipe's plan.
-
         Raises:
             SpecError: The file cannot be read or holds no valid plan, or the recipe names a preset as well.
         """
         preset, file = recipe.plan.get("preset"), recipe.plan.get("file")
         if preset is not None and file is not None:
-            raise SpecError("plan", [f"preset = {preset!r} and file = {file!r} exclude each other; leave one out"])
+            raise SpecError("plan", f"preset = {preset!r} and file = {file!r} exclude each other; leave one out")
         return cls(recipe, None if file is None else Plan.load(file))
 
     @property
@@ -75,11 +67,7 @@ class PlanTemplate:
         return tp, pp
 
     def with_recipe(self, **changes: Any) -> Self:
-        """The template of the same plan in a changed recipe.
-
-        Args:
-            **changes: Keys of the recipe, except ``plan``; see :meth:`Recipe.with_`.
-        """
+        """The template of the same plan in a recipe with other keys than ``plan`` changed."""
         assert "plan" not in changes, "another plan needs another template"
         return replace(self, recipe=self.recipe.with_(**changes))
 
@@ -101,15 +89,13 @@ class PlanTemplate:
         seq = self.recipe.train.seq
         if seq % plan.cp:
             raise SpecError(
-                "train", [f"seq = {seq} should be a multiple of plan.cp = {plan.cp}, whose ranks share sequences"]
+                "train", f"seq = {seq} should be a multiple of plan.cp = {plan.cp}, whose ranks share sequences"
             )
         if plan.sequence_parallel and seq % plan.tp:
             raise SpecError(
                 "train",
-                [
-                    f"seq = {seq} should be a multiple of plan.tp = {plan.tp}, which cuts sequences, too, unless "
-                    "plan.sequence_parallel = false"
-                ],
+                f"seq = {seq} should be a multiple of plan.tp = {plan.tp}, which cuts sequences, too, unless "
+                "plan.sequence_parallel = false",
             )
         return plan
 
@@ -119,15 +105,8 @@ class PlanTemplate:
         return replace(self, recipe=self.recipe.with_(plan=plan, train={"global_batch": sequences}))
 
     def fitted(self, mesh: Factor) -> Self:
-        """The template for another mesh.
-
-        Args:
-            mesh: Data-parallel ranks per node, and nodes.
-
-        Returns:
-            This template if the plan is a preset, which scales with the mesh; otherwise a template with the result of
-            :meth:`Plan.fitted` as its recipe's plan.
-        """
+        """The template for another mesh: this one if the plan is a preset, which scales with the mesh; otherwise one
+        with the result of :meth:`Plan.fitted` as its recipe's plan."""
         named = self.mesh
         if named is None:
             return self
@@ -137,11 +116,7 @@ class PlanTemplate:
         return type(self)(self.recipe.with_(plan=table), file=None)
 
     def replaced(self, mesh: Factor) -> tuple[str, ...]:
-        """One sentence for each key of a plan file that the recipe's batch or recomputation replaces.
-
-        Args:
-            mesh: Data-parallel ranks per node, and nodes.
-        """
+        """One sentence for each key of a plan file that the recipe's batch or recomputation replaces."""
         if self.file is None:
             return ()
         plan = self._with_global_batch(self._without_global_batch(mesh, "bfloat16"))
@@ -168,12 +143,10 @@ class PlanTemplate:
             of_islands = "" if plan.job_islands == 1 else f" on each of {plan.job_islands} islands"
             raise SpecError(
                 "plan",
-                [
-                    f"mesh = {plan.mesh} ({plan.world} ranks){of_islands} does not fit the {mesh.ranks} "
-                    f"{_rank_kind(plan)} of this run, {mesh.nodes} nodes of {mesh.local}; start it with --nodes "
-                    f"{plan.job_mesh.nodes * plan.pp} --nproc {plan.mesh.local * plan.tp}, or choose a preset, which "
-                    "fits itself to the mesh"
-                ],
+                f"mesh = {plan.mesh} ({plan.world} ranks){of_islands} does not fit the {mesh.ranks} "
+                f"{_rank_kind(plan)} of this run, {mesh.nodes} nodes of {mesh.local}; start it with --nodes "
+                f"{plan.job_mesh.nodes * plan.pp} --nproc {plan.mesh.local * plan.tp}, or choose a preset, which "
+                "fits itself to the mesh",
             )
         return plan
 
@@ -183,10 +156,8 @@ class PlanTemplate:
         if not keeps_busy(plan.pp, plan.pipeline_schedule, plan.micro_batches):
             raise SpecError(
                 "plan",
-                [
-                    f"micro_batches = {plan.micro_batches} leaves stages of the pipeline idle; set it to "
-                    f"{_busy_count(plan)} or another multiple of pp = {plan.pp}, or set train.global_batch instead"
-                ],
+                f"micro_batches = {plan.micro_batches} leaves stages of the pipeline idle; set it to "
+                f"{_busy_count(plan)} or another multiple of pp = {plan.pp}, or set train.global_batch instead",
             )
         return plan
 
@@ -197,10 +168,7 @@ def _with_global_batch(plan: Plan, global_batch: int) -> Plan:
     if rest:
         raise SpecError(
             "train",
-            [
-                f"global_batch = {global_batch} should be a multiple of the {plan.samplers} {_rank_kind(plan)} of "
-                "this run"
-            ],
+            f"global_batch = {global_batch} should be a multiple of the {plan.samplers} {_rank_kind(plan)} of this run",
         )
     sizes = [
         size
@@ -210,11 +178,9 @@ def _with_global_batch(plan: Plan, global_batch: int) -> Plan:
     if not sizes:
         raise SpecError(
             "train",
-            [
-                f"global_batch = {global_batch} gives each data-parallel rank {share} sequences, which make "
-                f"no micro-batches for plan.pp = {plan.pp} stages; set it to a multiple of "
-                f"{plan.data_ranks * plan.pp}, or lower plan.pp"
-            ],
+            f"global_batch = {global_batch} gives each data-parallel rank {share} sequences, which make "
+            f"no micro-batches for plan.pp = {plan.pp} stages; set it to a multiple of "
+            f"{plan.data_ranks * plan.pp}, or lower plan.pp",
         )
     largest = max(sizes)
     return plan.with_(micro_batch=largest, micro_batches=share // largest)

@@ -7,8 +7,6 @@ from typing import Final
 
 from thinwire.spec.codec_plugin import CodecPlugin
 
-__all__ = ["CHUNK", "TOPK", "field_bytes", "kept"]
-
 CHUNK: Final = 4096
 """Values of a chunk: an index in it takes 12 bits."""
 
@@ -26,12 +24,8 @@ def _canonical(parameters: str) -> str:
 
 
 def kept(parameters: str, numel: int) -> tuple[int, int]:
-    """How many values of each whole chunk travel, and how many of the rest behind them.
-
-    Args:
-        parameters: The codec's parameters, in their canonical spelling.
-        numel: Number of values.
-    """
+    """How many values of each whole chunk travel, and how many of the rest behind them, for parameters in their
+    canonical spelling."""
     of = int(parameters.partition(",")[0].partition("/")[2])
     return -(-CHUNK // of), -(-(numel % CHUNK) // of)
 

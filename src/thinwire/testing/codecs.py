@@ -16,8 +16,6 @@ from thinwire.errors import WireError
 from thinwire.spec import CodecSpec
 from thinwire.spec.codec import encodable_dtypes
 
-__all__ = ["check_codec"]
-
 _NUMELS = (0, 1, 7, 64, 255, 257, 1000, 3001)
 _SEED, _OTHER_SEED = 1234567890123, 5
 _POISON = 0xA5

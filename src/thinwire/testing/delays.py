@@ -22,33 +22,18 @@ from thinwire.collectives.links.streams import CudaStreams, Streams, replace_str
 from thinwire.sharding.lanes.thread_workers import ThreadWorker
 from thinwire.sharding.lanes.worker import Body, Ticket
 
-__all__ = ["Delays", "Place", "delay_streams", "delay_threads", "sleep_on_device"]
-
 Place = Literal["lanes", "home"]
 """What is late: the bodies of lanes, or the computation that goes on after it has given a lane something to do."""
 
 
 def sleep_on_device(seconds: float) -> None:
-    """Queue a sleep on the current stream of CUDA.
-
-    Args:
-        seconds: Its length at 1 GHz; GPUs are up to twice as fast.
-    """
+    """Queue a sleep on the current stream of CUDA."""
     torch.cuda._sleep(int(seconds * 1e9))
 
 
 @final
 class Delays:
-    """Makes delays.
-
-    Args:
-        sleep: Makes one, given its seconds.
-        longest: Bound of their seconds.
-        seed: Seed of their lengths.
-
-    Attributes:
-        number: Delays made so far.
-    """
+    """Makes delays."""
 
     def __init__(self, sleep: Callable[[float], object], longest: float, seed: int) -> None:
         self._sleep, self._longest, self._random = sleep, longest, random.Random(seed)
@@ -56,7 +41,6 @@ class Delays:
         self.number = 0
 
     def make(self) -> None:
-        """Make a delay here."""
         with self._lock:
             self.number += 1
             seconds = self._random.uniform(0.0, self._longest)
@@ -91,18 +75,8 @@ def delay_streams(
     longest: float = 0.01,
     seed: int = 0,
 ) -> Iterator[Delays]:
-    """Delay the streams of models that are sharded inside the context.
-
-    Args:
-        place: What is late.
-        streams: Makes the streams of a device.
-        sleep: Queues a sleep of so many seconds on the current stream.
-        longest: Bound of the seconds of a delay.
-        seed: Seed of their lengths.
-
-    Yields:
-        The delays.
-    """
+    """Delay the streams of models that are sharded inside the context, by at most ``longest`` seconds; ``sleep`` queues
+    a sleep of so many on the current stream."""
     delays = Delays(sleep, longest, seed)
     with replace_streams(lambda device: _DelayedStreams(streams(device), delays, place)):
         yield delays
@@ -110,16 +84,7 @@ def delay_streams(
 
 @contextlib.contextmanager
 def delay_threads(place: Place, *, longest: float = 0.005, seed: int = 0) -> Iterator[Delays]:
-    """Delay the lanes of CPUs, which are threads, or the thread that computes.
-
-    Args:
-        place: What is late.
-        longest: Bound of the seconds of a delay.
-        seed: Seed of their lengths.
-
-    Yields:
-        The delays.
-    """
+    """Delay the lanes of CPUs, which are threads, or the thread that computes, by at most ``longest`` seconds."""
     delays, submit = Delays(time.sleep, longest, seed), ThreadWorker.submit
 
     def late(worker: ThreadWorker, body: Body, after: Sequence[Ticket], label: str) -> Ticket:

@@ -32,8 +32,6 @@ from thinwire.collectives.links.gloo import GlooLinks
 from thinwire.collectives.links.nccl import Membership
 from thinwire.collectives.links.streams import Stream, StreamEvent, Streams
 
-__all__ = ["Issue", "NcclDouble", "compare_issues"]
-
 Perform = Callable[[str, Sequence[torch.Tensor], Sequence[torch.Tensor], Callable[[], None]], None]
 """Performs an operation on the current stream: (name, tensors read, tensors written, body)."""
 
@@ -48,13 +46,7 @@ _KINDS: Final = ("all_gather", "all_to_all", "reduce_scatter", "send")
 
 @dataclass(frozen=True)
 class Issue:
-    """A call of this rank.
-
-    Attributes:
-        ranks: Members of the communicator, or the two ranks of a message.
-        communicator: Name of the communicator.
-        what: ``"create"`` or the kind of the call.
-    """
+    """A call of this rank, or a communicator that it made (``"create"``); of a message, the ranks are the two."""
 
     ranks: tuple[int, ...]
     communicator: str
@@ -66,13 +58,7 @@ class Issue:
 
 @dataclass(frozen=True)
 class _Message:
-    """Work of a message.
-
-    Attributes:
-        streams: Streams of the device.
-        event: Its end.
-        held: Memory that it uses, kept alive until the work is dropped.
-    """
+    """Work of a message, which keeps the memory that it uses alive until it is dropped."""
 
     streams: Streams
     event: StreamEvent
@@ -84,15 +70,7 @@ class _Message:
 
 
 class NcclDouble:
-    """One communicator; has the methods of ``torch.distributed.ProcessGroupNCCL`` that thinwire calls.
-
-    Args:
-        links: Connections between its members.
-        membership: Name and members of the communicator.
-        log: Notes the calls of this rank.
-        perform: Performs an operation on the current stream.
-        streams: Streams of the device; ``None`` for one without.
-    """
+    """One communicator; has the methods of ``torch.distributed.ProcessGroupNCCL`` that thinwire calls."""
 
     def __init__(
         self,
@@ -286,14 +264,8 @@ def _header(kind: str, piece: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def compare_issues(logs: Sequence[Sequence[Issue]]) -> list[str]:
-    """Compare the order in which ranks make calls and communicators, as NCCL would need it.
-
-    Args:
-        logs: What each rank has noted, by rank.
-
-    Returns:
-        For each pair of ranks that differ, a sentence on their first difference.
-    """
+    """Compare the order in which ranks make calls and communicators, as NCCL would need it: a sentence on the first
+    difference of each pair of ranks that differ."""
     differences = []
     for first, second in itertools.combinations(range(len(logs)), 2):
         ours, theirs = (

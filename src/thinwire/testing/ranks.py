@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-__all__ = ["RankError", "RankPool", "free_port", "run_ranks"]
-
 _PARTING_SECONDS = 5.0
 """How long a rank that is through keeps its connections for others that are not."""
 
@@ -166,11 +164,8 @@ _pools: dict[int, RankPool] = {}
 
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Call ``function(*args)`` on ``world`` ranks of one job, and keep the processes for the next call.
-
-    Returns:
-        Results by rank.
-    """
+    """Call ``function(*args)`` on ``world`` ranks of one job, and keep the processes for the next call; returns results
+    by rank."""
     if world not in _pools:
         _pools[world] = RankPool(world)
         atexit.register(_pools[world].close)

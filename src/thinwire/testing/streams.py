@@ -16,29 +16,26 @@ operation is reported in four cases:
 - The host reads a number that was sent to its own memory, and has not waited for it. What was sent arrives when the
   host has waited; until then, its memory holds bytes of no use.
 
-The host knows what it has waited for. What :meth:`SimulatedEvent.query` answers is free on a real device, so a check
+The host knows what it has waited for. What :meth:`.SimulatedEvent.query` answers is free on a real device, so a check
 chooses: never (the device is slow), always (it is fast), or at random.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import random
 import sys
 import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, final
+from typing import Any, Final
 from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
-from torch.utils.weak import WeakIdKeyDictionary
 
 from thinwire.codecs.cpp.fixed import FixedCodec
 from thinwire.collectives import memory
@@ -46,17 +43,12 @@ from thinwire.collectives.links import gloo
 from thinwire.collectives.links.nccl import Membership, replace_nccl
 from thinwire.collectives.links.streams import replace_streams
 from thinwire.sharding.tensors.tensor import ShareTensor
+from thinwire.testing import simulated
 from thinwire.testing.nccl import Issue, NcclDouble
-
-__all__ = ["Answer", "Hazard", "StreamCheck", "check_streams"]
-
-Answer = Literal["never", "always", "random"]
-"""What queries of events that need not have been reached answer."""
+from thinwire.testing.simulated import Answer, Clock, SimulatedStreams, merge
 
 _FRAMES: Final = 6
-_POISON: Final = 0xFF
-"""Byte of memory that nothing has arrived in: NaN in every floating-point type."""
-
+_OURS: Final = (__file__, simulated.__file__)
 _SYNCHRONIZING: Final = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"}
 """Operations whose result the host reads: it waits for the current stream."""
 
@@ -65,14 +57,6 @@ _SAME_MEMORY: Final = {"aten::set_", "aten::resize_", "aten::detach", "aten::ali
 
 _QUEUE_NOTHING: Final = ("aten::empty", "aten::new_empty", "profiler::")
 """Beginnings of the names of operations that only allocate memory or mark a range for a profiler."""
-
-Clock = dict[int, int]
-
-
-def _merge(clock: Clock, other: Clock) -> None:
-    for stream, position in other.items():
-        if position > clock.get(stream, 0):
-            clock[stream] = position
 
 
 @dataclass(frozen=True)
@@ -95,218 +79,9 @@ class Hazard:
         return f"{self.kind}: {self.what} and {self.other} are not ordered\n{self.where}"
 
 
-@final
-class SimulatedStream:
-    """A stream of a check; has the methods of ``torch.cuda.Stream`` that lanes use."""
-
-    def __init__(self, streams: SimulatedStreams, number: int, name: str) -> None:
-        self._streams, self.number, self.name = streams, number, name
-        self.clock: Clock = {}
-
-    def wait_stream(self, stream: SimulatedStream) -> None:
-        """Run later work after everything that another stream has queued so far."""
-        self._streams.poll()
-        _merge(self.clock, stream.clock)
-
-    def wait_event(self, event: SimulatedEvent) -> None:
-        """Run later work after an event."""
-        self._streams.poll()
-        _merge(self.clock, event.clock)
-
-    def synchronize(self) -> None:
-        """Let the host wait for the stream."""
-        self._streams.poll()
-        self._streams.reach(self.clock)
-
-
-@final
-class SimulatedEvent:
-    """An event of a check; has the methods of ``torch.cuda.Event`` that lanes use."""
-
-    def __init__(self, streams: SimulatedStreams, *, is_timed: bool) -> None:
-        self._streams, self._is_timed = streams, is_timed
-        self.clock: Clock = {}
-        self._is_recorded = self._is_reached = False
-
-    def record(self, stream: SimulatedStream) -> None:
-        """Mark the current end of a stream."""
-        self._streams.poll()
-        self.clock = dict(stream.clock)
-        self._is_recorded, self._is_reached = True, False
-
-    def query(self) -> bool:
-        """Whether the device has reached the event: certain if the host knows, else the choice of the check."""
-        self._streams.poll()
-        known = all(self._streams.host.get(stream, 0) >= position for stream, position in self.clock.items())
-        if known or self._is_reached or self._streams.guesses():
-            self._is_reached = True
-            self._streams.reach(self.clock)
-            return True
-        return False
-
-    def synchronize(self) -> None:
-        """Let the host wait for the event."""
-        self._streams.poll()
-        self._streams.reach(self.clock)
-
-    def elapsed_time(self, end: SimulatedEvent) -> float:
-        """Always zero milliseconds; as on CUDA, both events must take the time, and have been recorded and reached.
-
-        Raises:
-            RuntimeError: They do not, or have not.
-        """
-        if not (self._is_timed and end._is_timed):
-            raise RuntimeError("both events must be made with timed=True")
-        if not (self._is_recorded and end._is_recorded):
-            raise RuntimeError("both events must have been recorded")
-        if not (self.query() and end.query()):
-            raise RuntimeError("both events must have been reached")
-        return 0.0
-
-
-@dataclass
-class _Sent:
-    """A copy to memory of the host, on its way.
-
-    Attributes:
-        stream: Number of the stream that copies.
-        position: Number of the operation on that stream.
-        address: Where the copy goes.
-        content: What will be there.
-        is_there: Whether it is there, because the device reads it afterwards. The host has still to wait for it.
-    """
-
-    stream: int
-    position: int
-    address: int
-    content: bytes
-    is_there: bool = False
-
-    def land(self) -> None:
-        """Put the content in its place, once."""
-        if not self.is_there:
-            ctypes.memmove(self.address, self.content, len(self.content))
-            self.is_there = True
-
-
-class SimulatedStreams:
-    """The streams of a simulated device, as lanes use them.
-
-    Args:
-        answers: What queries of events answer if the host knows nothing.
-        seed: Seed of random answers.
-        poll: Called before anything that orders streams.
-
-    Attributes:
-        all: The streams by number; the first is that of computation.
-        host: Operations that the host knows to have ended, by stream.
-        events: Number of events made so far.
-        poll: See above.
-    """
-
-    def __init__(self, answers: Answer, seed: int, poll: Callable[[], None]) -> None:
-        self._answers, self._random = answers, random.Random(seed)
-        self.poll = poll
-        self.host: Clock = {}
-        self.events = 0
-        self._sent: list[_Sent] = []
-        self._lock = threading.RLock()  # of what is sent, for which other threads wait as well
-        self._on_host = WeakIdKeyDictionary()
-        self.all: list[SimulatedStream] = []
-        self._stack = [self._make("compute")]
-
-    def stream(self) -> SimulatedStream:
-        """Make a stream."""
-        return self._make(f"stream {len(self.all)}")
-
-    def event(self, *, timed: bool = False) -> SimulatedEvent:
-        """Make an event."""
-        self.events += 1
-        return SimulatedEvent(self, is_timed=timed)
-
-    def current(self) -> SimulatedStream:
-        """The stream that operations of this thread are queued on."""
-        return self._stack[-1]
-
-    @contextlib.contextmanager
-    def use(self, stream: SimulatedStream) -> Iterator[None]:
-        """Queue operations on a stream inside the context."""
-        self.poll()
-        self._stack.append(stream)
-        try:
-            yield
-        finally:
-            self.poll()
-            self._stack.pop()
-
-    def synchronize(self) -> None:
-        """Let the host wait for all streams."""
-        self.poll()
-        for stream in self.all:
-            self.reach(stream.clock)
-
-    def reach(self, clock: Clock) -> None:
-        """The host learns that the device has come so far; copies to its memory arrive."""
-        with self._lock:
-            _merge(self.host, clock)
-            arrived = [copy for copy in self._sent if self.host.get(copy.stream, 0) >= copy.position]
-            self._sent = [copy for copy in self._sent if copy not in arrived]
-            for copy in arrived:
-                copy.land()
-
-    def land(self, clock: Clock) -> None:
-        """Put copies to the host's memory in their places that a stream of the device is ordered after."""
-        with self._lock:
-            for copy in self._sent:
-                if clock.get(copy.stream, 0) >= copy.position:
-                    copy.land()
-
-    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Queue a copy to memory of the host, which holds nothing of use until the host has waited."""
-        with self._lock:
-            target.copy_(source)
-            stream, address = self.current(), target.data_ptr()
-            content = ctypes.string_at(address, target.nbytes)
-            ctypes.memset(address, _POISON, target.nbytes)
-            self._sent = [copy for copy in self._sent if copy.address != address or not copy.is_there]
-            self._sent.append(_Sent(stream.number, stream.clock.get(stream.number, 0), address, content))
-            self._on_host[target] = None
-
-    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
-        """Lock memory of the host in its place, which the simulated device does not need."""
-        del memory
-        return lambda: None
-
-    def is_on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is memory of the host that something was sent to."""
-        return tensor in self._on_host
-
-    def is_awaited(self, tensor: torch.Tensor) -> bool:
-        """Whether what was sent to a tensor may not have arrived."""
-        return any(copy.address == tensor.data_ptr() for copy in self._sent)
-
-    def guesses(self) -> bool:
-        """Whether an event that the host knows nothing of counts as reached."""
-        return self._answers == "always" or (self._answers == "random" and self._random.random() < 0.5)
-
-    def _make(self, name: str) -> SimulatedStream:
-        made = SimulatedStream(self, len(self.all), name)
-        self.all.append(made)
-        return made
-
-
 @dataclass
 class _Access:
-    """An access to a range of bytes.
-
-    Attributes:
-        begin: First byte.
-        end: Byte after the last one.
-        stream: Number of the stream.
-        position: Number of the operation on that stream.
-        writes: Whether it writes.
-        what: Name of the operation, with its stream.
-    """
+    """An access to the bytes from ``begin`` to before ``end``, by the operation at a position of a stream."""
 
     begin: int
     end: int
@@ -318,15 +93,8 @@ class _Access:
 
 @dataclass
 class _Memory:
-    """A storage that has been seen.
-
-    Attributes:
-        weak: Weak pointer to the storage.
-        stream: Stream that allocated it.
-        born: Position of that stream at the allocation.
-        accesses: Accesses that a later one may conflict with.
-        is_empty: Whether ``resize_(0)`` has freed its bytes.
-    """
+    """A storage that has been seen by a weak pointer, the stream and its position at the allocation, accesses that a
+    later one may conflict with, and whether ``resize_(0)`` has freed its bytes."""
 
     weak: Any
     stream: int
@@ -336,18 +104,9 @@ class _Memory:
 
 
 class StreamCheck(TorchDispatchMode):
-    """Follows the accesses of all operations on this thread; made by :func:`check_streams`.
-
-    Args:
-        answers: What queries of events answer if the host knows nothing.
-        seed: Seed of random answers.
-
-    Attributes:
-        streams: The streams of the simulated device.
-        hazards: The hazards found so far, at most one for each pair of operations.
-        launches: Number of operations by name, without those that queue nothing on a device.
-        issues: Calls of NCCL and new communicators, in order.
-    """
+    """Follows the accesses of all operations on this thread, made by :func:`check_streams`. It holds the hazards, at
+    most one for each pair of operations, the number of launches by name of the operation, and the calls of NCCL in
+    order."""
 
     def __init__(self, answers: Answer = "never", seed: int = 0) -> None:
         super().__init__()
@@ -392,17 +151,11 @@ class StreamCheck(TorchDispatchMode):
             self._report("read before arrival", f"{name} by the host", "the copy to the host's memory")
 
     def touch(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
-        """Follow an operation of the current stream.
-
-        Args:
-            name: Name of the operation.
-            reads: Tensors that it reads.
-            writes: Tensors that it writes.
-        """
+        """Follow an operation of the current stream."""
         if not name.startswith(_QUEUE_NOTHING):
             self.launches[name] += 1
         stream = self.streams.current()
-        _merge(stream.clock, self.streams.host)  # the host queues the operation after what it has waited for
+        merge(stream.clock, self.streams.host)  # the host queues the operation after what it has waited for
         position = stream.clock[stream.number] = stream.clock.get(stream.number, 0) + 1
         what = f"{name} on {stream.name}"
         for tensors, is_write in ((reads, False), (writes, True)):
@@ -415,14 +168,7 @@ class StreamCheck(TorchDispatchMode):
     def perform(
         self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], body: Callable[[], None]
     ) -> None:
-        """Perform an operation of the current stream that is one launch, whatever its double does.
-
-        Args:
-            name: Name of the operation.
-            reads: Tensors that it reads.
-            writes: Tensors that it writes.
-            body: The work.
-        """
+        """Perform an operation of the current stream that is one launch, whatever its double does."""
         if self._is_inside:
             body()
             return
@@ -488,7 +234,7 @@ class StreamCheck(TorchDispatchMode):
 
     def _free(self, known: _Memory, how: str) -> None:
         clock = dict(self.streams.all[known.stream].clock)
-        _merge(clock, self.streams.host)
+        merge(clock, self.streams.host)
         for access in known.accesses:
             if access.stream != known.stream and clock.get(access.stream, 0) < access.position:
                 self._report("freed in use", f"{how}, memory of stream {known.stream}", access.what)
@@ -498,7 +244,7 @@ class StreamCheck(TorchDispatchMode):
         key = (kind, what, other)
         if key not in self._seen:
             self._seen.add(key)
-            frames = [f for f in traceback.extract_stack() if f.filename != __file__ and "/torch/" not in f.filename]
+            frames = [f for f in traceback.extract_stack() if f.filename not in _OURS and "/torch/" not in f.filename]
             self.hazards.append(Hazard(kind, what, other, "".join(traceback.format_list(frames[-_FRAMES:]))))
 
 

@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from thinwire.collectives.links.streams import CudaStreams, replace_streams
 
-__all__ = ["HostWait", "HostWaits", "check_host_waits"]
-
 _READS: Final = frozenset({
     "aten::_local_scalar_dense",  # item(), float(), bool(), if
     "aten::_unique2", "aten::equal", "aten::is_nonzero", "aten::masked_select", "aten::nonzero",
@@ -34,12 +32,8 @@ _INDEXING: Final = "aten::index"
 
 @dataclass(frozen=True, slots=True)
 class HostWait:
-    """A call for which the host would wait.
-
-    Attributes:
-        operation: Name of torch's operator.
-        where: File and line of the innermost frame that is neither torch nor this module.
-    """
+    """A call of torch's operator for which the host would wait, in the innermost line that is neither torch nor this
+    module."""
 
     operation: str
     where: str

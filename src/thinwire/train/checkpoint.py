@@ -42,10 +42,6 @@ class Position:
     def of(cls, saved: object, path: Path) -> Self:
         """The progress that a checkpoint holds.
 
-        Args:
-            saved: What a save has written, or what else is there.
-            path: The checkpoint, for messages.
-
         Raises:
             CheckpointError: It is not the progress of a run.
         """
@@ -61,36 +57,19 @@ class Position:
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint on disk.
-
-    Attributes:
-        step: Number of updates made.
-        path: Directory of the checkpoint.
-    """
+    """A checkpoint on disk, of the model after ``step`` updates."""
 
     step: int
     path: Path
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
-    """Directory in which a step is saved.
-
-    Args:
-        directory: Directory of all checkpoints.
-        step: Number of updates made.
-    """
+    """Directory in which a step is saved."""
     return directory / f"step-{step:08d}"
 
 
 def checkpoints(directory: Path) -> list[Checkpoint]:
-    """List all checkpoints by their names, valid or not.
-
-    Args:
-        directory: Directory of all checkpoints; it need not exist.
-
-    Returns:
-        The checkpoints in ascending order of steps.
-    """
+    """All checkpoints of a directory, which need not exist, valid or not, in ascending order of steps."""
     if not directory.is_dir():
         return []
     matches = ((_NAME.fullmatch(path.name), path) for path in directory.iterdir())
@@ -98,18 +77,12 @@ def checkpoints(directory: Path) -> list[Checkpoint]:
 
 
 def newest(directory: Path, *, checksums: bool = True) -> Checkpoint | None:
-    """Find the checkpoint to resume from. One process calls this while none saves.
+    """Find the newest checkpoint, to resume from it; ``None`` if there is none. One process calls this while none
+    saves. With ``checksums``, it is read whole; otherwise only the manifest and the presence and sizes of the files are
+    checked, which is fast.
 
     A damaged checkpoint is not skipped: the run would overwrite it, although it may soon be readable again, or have a
     copy elsewhere.
-
-    Args:
-        directory: Directory of all checkpoints.
-        checksums: Read the whole checkpoint. Otherwise, only the manifest and the presence and sizes of the files are
-            checked, which is fast.
-
-    Returns:
-        The newest checkpoint, which is complete and undamaged; ``None`` if there is none at all.
 
     Raises:
         CheckpointError: The newest checkpoint is damaged; the message names the file and the newest undamaged
@@ -163,10 +136,6 @@ def delete_old(directory: Path, keep: int) -> None:
     """Delete all but the newest checkpoints. One process calls this while none saves.
 
     Other ranks do not wait for this, so it raises nothing: the log names what cannot be deleted.
-
-    Args:
-        directory: Directory of all checkpoints.
-        keep: Number of checkpoints to keep.
     """
     for old in checkpoints(directory)[:-keep]:
         try:

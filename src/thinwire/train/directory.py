@@ -32,11 +32,7 @@ _LEAST_FREE: Final = 1 << 20
 
 
 class _Within:
-    """A path below the run's directory, as an attribute of :class:`RunDirectory`.
-
-    Args:
-        name: The file's or directory's name.
-    """
+    """A path below the run's directory, as an attribute of :class:`RunDirectory`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -47,11 +43,7 @@ class _Within:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The paths of one run, and the rules for writing to them.
-
-    Attributes:
-        path: The run's directory.
-    """
+    """The paths of one run, and the rules for writing to them."""
 
     path: Path
 
@@ -139,9 +131,6 @@ class RunDirectory:
     def check(self, *, resume: bool) -> None:
         """Refuse to overwrite a run, or to resume a run that does not exist.
 
-        Args:
-            resume: Whether the directory should hold a run.
-
         Raises:
             UsageError: The directory holds files and should be empty, or holds no run and should.
         """
@@ -159,9 +148,6 @@ class RunDirectory:
 
         Loading a checkpoint compares the shapes of the parameters and the tokens of the data. This method compares the
         keys that show in neither.
-
-        Args:
-            recipe: The recipe to continue with.
 
         Raises:
             UsageError: The recipe changes the model's computation or the order of the samples.
@@ -216,17 +202,9 @@ class RunDirectory:
         race: Mapping[str, Any] | None = None,
         expected: Expectation | None = None,
     ) -> None:
-        """Make the directory and write the description of the run, so that both survive a loss of power. One process of
-        the run calls it.
-
-        Args:
-            recipe: The recipe, with absolute paths.
-            plan: The plan.
-            versions: Versions of the software by package.
-            command: The command line, quoted for a shell.
-            profile: The profile that ``--plan auto`` used; ``None`` leaves the file of an earlier start alone.
-            race: The race that ``--plan auto`` ran, if it chose the plan.
-            expected: What the plan is expected to do; ``None`` leaves the file of an earlier start alone.
+        """Make the directory and write the description of the run, so that both survive a loss of power: the recipe
+        with absolute paths, the command quoted for a shell. Without a profile or an expectation, those of an earlier
+        start stay. One process of the run calls it.
 
         Raises:
             UsageError: A file cannot be written.
@@ -269,10 +247,6 @@ class RunDirectory:
     def note_start(self, step: int, about: Mapping[str, Any]) -> None:
         """Append a line to the list of starts.
 
-        Args:
-            step: Number of updates made before this start.
-            about: Further keys of the line, values that JSON can hold.
-
         Raises:
             UsageError: The line cannot be written, for example because the disk is full.
         """
@@ -284,21 +258,12 @@ class RunDirectory:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object as :func:`write_atomically` does.
-
-    Args:
-        path: The file.
-        value: The object.
-    """
+    """Write a JSON object as :func:`write_atomically` does."""
     write_atomically(path, json.dumps(value, indent=2) + "\n")
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file so that a reader, even after a loss of power, sees either the old one or the new one.
-
-    Args:
-        path: The file.
-        text: Its content.
 
     Raises:
         UsageError: The file cannot be written; the old one is unchanged.
@@ -309,10 +274,6 @@ def write_atomically(path: Path, text: str) -> None:
 
 def copy_atomically(source: Path, path: Path) -> None:
     """Copy a file as :func:`write_atomically` writes one.
-
-    Args:
-        source: The file to copy.
-        path: The copy.
 
     Raises:
         UsageError: The copy cannot be written.
@@ -326,12 +287,6 @@ def copy_atomically(source: Path, path: Path) -> None:
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn an error of the operating system into a sentence about the file that cannot be written.
-
-    Args:
-        path: The file.
-
-    Yields:
-        Nothing.
 
     Raises:
         UsageError: In place of the operating system's error.

@@ -30,15 +30,7 @@ LAB_HOSTS: Final = "THINWIRE_LAB_HOSTS"
 
 @dataclass(frozen=True)
 class Started:
-    """Ranks that someone else has started.
-
-    Attributes:
-        by: ``torchrun`` or ``SLURM``.
-        rank: Number of this process.
-        world: Number of ranks.
-        local_rank: Number of this process on its host.
-        local_world: Number of ranks on this host.
-    """
+    """Ranks that someone else has started: ``torchrun`` or ``SLURM``. Local numbers are those on this host."""
 
     by: str
     rank: int
@@ -49,12 +41,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a run finds on this host.
-
-    Attributes:
-        num_gpus: Usable GPUs; 0 if the run computes on CPUs.
-        fast_dtype: What ``compute_dtype = "auto"`` is here.
-    """
+    """What a run finds on this host: usable GPUs, 0 if it computes on CPUs, and what ``compute_dtype = "auto"`` is."""
 
     num_gpus: int
     fast_dtype: Dtype
@@ -64,12 +51,6 @@ def started(environment: MutableMapping[str, str] = os.environ) -> Started | Non
     """Find out whether this process is one of several ranks already.
 
     Under SLURM the variables that torch reads are filled in from SLURM's.
-
-    Args:
-        environment: Environment variables of the process.
-
-    Returns:
-        The ranks that the environment describes; ``None`` for a process that a person started.
 
     Raises:
         UsageError: The variables contradict each other.
@@ -113,13 +94,7 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def device_kind(demand: Demand) -> DeviceKind:
-    """The kind of device that holds models.
-
-    Args:
-        demand: The user's choice.
-
-    Returns:
-        ``cuda`` or ``cpu``.
+    """The kind of device that holds models, ``cuda`` or ``cpu``.
 
     Raises:
         UsageError: The user chose CUDA, and torch finds no CUDA device.
@@ -140,10 +115,6 @@ def device_kind(demand: Demand) -> DeviceKind:
 def rank_device(demand: Demand, local_rank: int) -> torch.device:
     """The device of a rank. If there are more ranks than GPUs, they share GPUs in turn.
 
-    Args:
-        demand: The user's choice.
-        local_rank: Number of the rank on this host.
-
     Raises:
         UsageError: The user chose CUDA, and torch finds no CUDA device.
     """
@@ -155,11 +126,7 @@ def rank_device(demand: Demand, local_rank: int) -> torch.device:
 
 
 def threads_per_rank() -> int:
-    """Cores of this host per rank on it, unless the user has chosen.
-
-    Returns:
-        At least 1.
-    """
+    """Cores of this host per rank on it, unless the user has chosen."""
     chosen = os.environ.get("OMP_NUM_THREADS")
     if chosen is not None and chosen.isdecimal():
         return max(1, int(chosen))
@@ -177,35 +144,19 @@ def ranks_of_machine() -> int:
 
 
 def num_cores() -> int:
-    """Cores that this process may use.
-
-    Returns:
-        The number, at least 1.
-    """
+    """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return max(1, len(os.sched_getaffinity(0)))
     return os.cpu_count() or 1
 
 
 def shares_cores(device: torch.device) -> bool:
-    """Whether ranks that compute on this host's processor are more than its cores.
-
-    Args:
-        device: The device of this rank.
-    """
+    """Whether ranks that compute on this host's processor are more than its cores."""
     return device.type == "cpu" and ranks_of_machine() > num_cores()
 
 
 def resolve_mesh(template: PlanTemplate, ranks: Started | None, num_gpus: int) -> Factor:
     """The data-parallel mesh of a run: its ranks divided by tensor and pipeline parallelism.
-
-    Args:
-        template: The plan of the run's recipe.
-        ranks: The ranks that a launcher has started; ``None`` if this process starts them.
-        num_gpus: Number of usable GPUs of this host.
-
-    Returns:
-        Data-parallel ranks of a node, and nodes.
 
     Raises:
         SpecError: Tensor and pipeline parallelism do not divide the ranks, or the started ranks do not form the nodes
@@ -219,14 +170,6 @@ def resolve_ranks(template: PlanTemplate, ranks: Started | None, num_gpus: int) 
 
     The recipe's (or the command line's) ``cluster.nodes`` and ``nproc`` come first, then what has been started already,
     then the mesh of a plan that names one, then one rank per GPU, then ``cluster.without_gpu``.
-
-    Args:
-        template: The plan of the run's recipe.
-        ranks: The ranks that a launcher has started; ``None`` if this process starts them.
-        num_gpus: Number of usable GPUs of this host.
-
-    Returns:
-        Ranks of a node, and nodes.
 
     Raises:
         SpecError: The started ranks do not form the nodes that the recipe asks for.
@@ -246,19 +189,14 @@ def resolve_ranks(template: PlanTemplate, ranks: Started | None, num_gpus: int) 
     if layout.ranks != ranks.world:
         raise SpecError(
             "cluster",
-            [
-                f"nodes = {layout.nodes} x nproc = {layout.local} is {layout.ranks} ranks, but {ranks.by} started "
-                f"{ranks.world}; start {layout.ranks}, or make the product of nodes and nproc {ranks.world}"
-            ],
+            f"nodes = {layout.nodes} x nproc = {layout.local} is {layout.ranks} ranks, but {ranks.by} started "
+            f"{ranks.world}; start {layout.ranks}, or make the product of nodes and nproc {ranks.world}",
         )
     return layout
 
 
 def hardware(demand: Demand) -> Hardware:
     """Ask torch what it finds on this host.
-
-    Args:
-        demand: The user's choice of a device.
 
     Raises:
         UsageError: The user chose CUDA, and torch finds no CUDA device.
@@ -270,14 +208,7 @@ def hardware(demand: Demand) -> Hardware:
 
 
 def fast_dtype(num_gpus: int) -> Dtype:
-    """Resolve ``compute_dtype = "auto"``.
-
-    Args:
-        num_gpus: Number of usable GPUs of this host.
-
-    Returns:
-        bfloat16 if the hardware multiplies it natively, else float32.
-    """
+    """What ``compute_dtype = "auto"`` is: bfloat16 if the hardware multiplies it natively, else float32."""
     import torch
 
     if num_gpus:

@@ -40,29 +40,14 @@ _TEXT: Final[Typed[str | None]] = Typed(str | None)
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended.
-
-    Attributes:
-        step: Number of updates made.
-        stopped: Why the run stopped early; ``None`` if it is complete.
-    """
+    """How a run ended after ``step`` updates, and why it stopped early, if it did."""
 
     step: int
     stopped: str | None
 
 
 def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: StopRequest) -> Result:
-    """Train as one rank. Every rank of the run calls it.
-
-    Args:
-        run: The run.
-        dataset: The run's tokens.
-        device: The device of this rank.
-        stop: Notices requests to stop.
-
-    Returns:
-        How the run ended, the same on all ranks.
-    """
+    """Train as one rank. Every rank of the run calls it and gets the same result."""
     import torch._dynamo  # noqa: F401 - the first update would load it: it is there without a model
 
     rank, room, base = control().rank, measure_room(device), memory_in_use(device)
@@ -100,14 +85,8 @@ def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: S
 
 
 def resume(trainer: Trainer) -> list[str]:
-    """Load the newest checkpoint, if there is one. All ranks call it.
-
-    Args:
-        trainer: A trainer at step 0.
-
-    Returns:
-        Lines that tell the user where the run continues.
-    """
+    """Load the newest checkpoint, if there is one, into a trainer at step 0. All ranks call it. Returns lines that tell
+    the user where the run continues."""
     directory = trainer.run.directory.checkpoints
     ranks = trainer.ranks
 

@@ -31,7 +31,6 @@ from thinwire.sharding.lanes.late import read_later
 from thinwire.sharding.runtime.averaging import Average
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec.plan import Plan
-from thinwire.spec.recipe import LossScaleRecipe
 from thinwire.train.checkpoint import Checkpoint, Position, checkpoint_path, delete_old
 from thinwire.train.data.ahead import BatchesAhead, Waits
 from thinwire.train.data.packing import Dataset
@@ -47,31 +46,20 @@ from thinwire.train.observing.allocator import AllocatorWatch
 from thinwire.train.observing.islands import IslandWatch
 from thinwire.train.observing.links import LinkWatch
 from thinwire.train.observing.measure import pack, unpack
-from thinwire.train.observing.metrics import StepRecord, known_peak_tflops
+from thinwire.train.observing.metrics import StepRecord, finite, known_peak_tflops
 from thinwire.train.observing.pace import Pace, summarized
 from thinwire.train.observing.replicas import ReplicaChecks
 from thinwire.train.updates import QueuedUpdate, Update, Updates, learning_rate_share
 
 
-def _finite(value: float | None) -> float | None:
-    """The value, or ``None`` for NaN and infinity: a validation may end in NaN, and a checkpoint cannot hold it."""
-    return value if value is None or math.isfinite(value) else None
-
-
 @dataclass
 class StepTime:
-    """Time spent in steps, without validation and saving.
-
-    Attributes:
-        seconds: Wall time in seconds.
-        steps: Number of steps.
-    """
+    """Seconds spent in steps, without validation and saving."""
 
     seconds: float = 0.0
     steps: int = 0
 
     def add(self, seconds: float) -> None:
-        """Count one step."""
         self.seconds += seconds
         self.steps += 1
 
@@ -94,32 +82,11 @@ class StepOutcome(NamedTuple):
 class Trainer:
     """One rank's model, optimizer, data and position.
 
-    Attributes:
-        run: The run that this rank is a part of.
-        dataset: The run's tokens.
-        device: The device of this rank.
-        model: This rank's parts of the model, sharded.
-        config: Content of a Hugging Face model's ``config.json``; ``None`` for thinwire's own models.
-        optimizer: The optimizer of this rank's shards.
-        average: The average of the weights, which validations use; ``None`` without one.
-        train: The training samples.
-        validation: The validation samples.
-        ranks: The control group of all ranks.
-        island: The control group of this rank's island.
-        updates: The updates of the run.
-        position: The progress of the run.
-        pace: Compares the speed of the ranks; ``None`` if they cannot be compared.
-        links: Compares the links of the hosts.
-        allocators: Watches the allocators of all ranks.
-        checks: Compares what the ranks hold in common.
-        watch: Follows the exchanges of elastic islands.
-        ordered: The plan with its ranks in order, and the hosts in that order.
-        num_parameters: Parameters of the whole model; tied ones count once.
-        token_flops: FLOP per token, forward and backward.
-        peak_flops: Peak FLOP/s of one device; ``None`` if unknown.
-        recent: Steps since the last record, and their time.
-        total: Steps since this process started, and their time.
-        waits: How often and how long all ranks together waited for their data, up to the last record.
+    ``config`` is the ``config.json`` of a Hugging Face model, and validations use ``average``. ``ranks`` and ``island``
+    are the control groups of all ranks and of this rank's island. ``pace`` is ``None`` where the speeds of ranks cannot
+    be compared. ``num_parameters`` counts tied ones once, ``token_flops`` forward and backward, and ``peak_flops`` is
+    that of one device. ``recent`` steps are those since the last record; ``waits`` are those of all ranks for their
+    data, up to then.
     """
 
     run: ResolvedRun
@@ -173,15 +140,10 @@ class Trainer:
         return step == self.run.recipe.train.steps or (every > 0 and step % every == 0)
 
     def step(self, wants_stop: bool) -> StepOutcome:
-        """Make one update, and exchange losses and measurements with the other ranks.
+        """Make one update, and exchange losses and measurements with the other ranks. ``wants_stop`` asks all of them
+        to stop after it.
 
         Islands hear of each other at logged steps only: a stop or a failure waits for the next of them.
-
-        Args:
-            wants_stop: Whether this rank wants to stop after the step.
-
-        Returns:
-            What the ranks know after the step.
 
         Raises:
             NonFiniteError: On all ranks, if the loss or the gradient is not finite and the recipe does not skip such
@@ -219,11 +181,7 @@ class Trainer:
         wait([self._ahead.prepare(self.position.samples)])
 
     def validate(self) -> float:
-        """Compute the loss on the fixed validation samples, over all ranks.
-
-        Returns:
-            Mean loss in nats per token.
-        """
+        """Mean loss in nats per token on the fixed validation samples, over all ranks."""
         total, num_labels = 0.0, 0
         batches = validation_batches(
             self.validation,
@@ -263,7 +221,8 @@ class Trainer:
         _, (skipped, scaled) = self.updates.exchange(self.updates.take(keep_newest=False), counted)
         directory = self.run.directory.checkpoints
         path = checkpoint_path(directory, self.position.step)
-        position = {name: _finite(getattr(self.position, name)) for name in Position.__dataclass_fields__}
+        # A validation may end in NaN, and a checkpoint cannot hold it.
+        position = {name: finite(getattr(self.position, name)) for name in Position.__dataclass_fields__}
         position["skipped"] = round(skipped)
         extra: dict[str, Any] = {"position": position, "dataset": self.dataset.fingerprint, "versions": versions()}
         if scale is not None:
@@ -287,13 +246,8 @@ class Trainer:
         finish_save()
 
     def load(self, checkpoint: Checkpoint) -> str | None:
-        """Continue from a checkpoint.
-
-        Args:
-            checkpoint: The checkpoint to load.
-
-        Returns:
-            A sentence about the loss scale if only the checkpoint or only this run has one, otherwise ``None``.
+        """Continue from a checkpoint. Returns a sentence about the loss scale if only the checkpoint or only this run
+        has one.
 
         Raises:
             DataError: The checkpoint was trained on other tokens.
@@ -420,15 +374,8 @@ class Trainer:
 
 
 def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Trainer:
-    """Build the model, shard it, and attach optimizer and data. Every rank of the run calls it.
-
-    Args:
-        run: The run.
-        dataset: The run's tokens.
-        device: The device of this rank.
-
-    Returns:
-        A trainer at step 0.
+    """Build the model, shard it, and attach optimizer and data, for a trainer at step 0. Every rank of the run calls
+    it.
 
     Raises:
         MismatchError: On every rank, if ranks have different versions, recipes or tokens.
@@ -454,7 +401,7 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         fused=True,
         param_groups=[{"params": undecayed, "weight_decay": 0.0}],
         skip_nonfinite=parallel.decides_on_device,
-        loss_scale=_loss_scale(recipe.loss_scale) if plan.scales_loss else None,
+        loss_scale=LossScale(**recipe.loss_scale.to_dict()) if plan.scales_loss else None,
     )
     position = Position()
     return Trainer(
@@ -495,16 +442,6 @@ def _updates(run: ResolvedRun, model: ParallelModel, optimizer: ParallelOptimize
     )
 
 
-def _loss_scale(settings: LossScaleRecipe) -> LossScale:
-    return LossScale(
-        settings.initial,
-        growth=settings.growth,
-        backoff=settings.backoff,
-        growth_interval=settings.growth_interval,
-        floor=settings.floor,
-    )
-
-
 def _pace(plan: Plan, hosts: Sequence[str], device: torch.device) -> Pace | None:
     """What compares the ranks; ``None`` where one that takes longer than the others need not be slow.
 
@@ -517,14 +454,7 @@ def _pace(plan: Plan, hosts: Sequence[str], device: torch.device) -> Pace | None
 
 
 def undecayed_names(model: nn.Module) -> list[str]:
-    """Names of the parameters without weight decay: vectors, biases among them, and all parameters of norms.
-
-    Args:
-        model: The model, not yet sharded.
-
-    Returns:
-        The names, in the order of ``named_parameters``.
-    """
+    """Names of the parameters without weight decay: vectors, biases among them, and all parameters of norms."""
     return [
         name
         for name, parameter in model.named_parameters()

@@ -17,8 +17,6 @@ from thinwire.sharding.lanes.late import Late
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.train.checkpoint import Position, checkpoints
 
-__all__ = ["MOST_SKIPPED", "QueuedUpdate", "Update", "Updates", "learning_rate_share"]
-
 MOST_SKIPPED: Final = 20
 """Give up after this many consecutive non-finite steps."""
 
@@ -106,21 +104,13 @@ class Updates:
             self._end(self._queue[-1].read())
 
     def take(self, *, keep_newest: bool) -> list[Update]:
-        """Read updates that were not read before.
-
-        Args:
-            keep_newest: Whether to leave the newest, which the device may not have computed.
-        """
+        """Read updates that were not read before, except the newest if asked: the device may not have computed it."""
         due = self._queue[: len(self._queue) - keep_newest]
         del self._queue[: len(due)]
         return [update.read() for update in due]
 
     def refuse_skip(self, update: Update, num_skipped: int) -> None:
         """End the run because of a skipped update, unless the recipe or a scale that shrinks excuses it.
-
-        Args:
-            update: The update.
-            num_skipped: Number of updates skipped in a row, including this one.
 
         Raises:
             NonFiniteError: On all ranks.
@@ -137,15 +127,8 @@ class Updates:
     def exchange(
         self, updates: Sequence[Update], words: Sequence[float], ranks: Control | None = None
     ) -> tuple[list[float], list[float]]:
-        """Exchange losses and other numbers with the other ranks, and count the updates.
-
-        Args:
-            updates: The updates.
-            words: The other numbers.
-            ranks: The ranks that exchange; all by default.
-
-        Returns:
-            The mean loss of each update, and the means of the other numbers.
+        """Exchange losses and other numbers with some ranks, all by default, and count the updates. Returns the mean
+        loss of each update, and the means of the other numbers.
 
         Raises:
             NonFiniteError: On all ranks, if a loss or a gradient is not finite and the run does not skip such steps.
@@ -199,17 +182,8 @@ class Updates:
 
 
 def learning_rate_share(step: int, *, warmup: int, steps: int, final: float) -> float:
-    """Linear warm-up, followed by half a period of a cosine.
-
-    Args:
-        step: Number of updates before this one.
-        warmup: Number of warm-up updates; the last of them has the peak rate.
-        steps: Number of updates in the whole run.
-        final: Learning rate of the last update, as a fraction of the peak.
-
-    Returns:
-        Learning rate as a fraction of the peak: above 0 for the first update, `final` for the last.
-    """
+    """Linear warm-up, followed by half a period of a cosine, as a fraction of the peak, for the update after ``step``
+    others. The first update's is above 0, that of the last warm-up update 1, and that of the last one ``final``."""
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup + 1) / max(1, steps - warmup)

@@ -19,7 +19,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.collectives.job import rollcall
-from thinwire.collectives.job.rollcall import MeetingPlace, NotedExchange, Report, RollCall, judge
+from thinwire.collectives.job.rollcall import REPORT, MeetingPlace, NotedExchange, Report, RollCall, judge
 from thinwire.errors import MismatchError
 from thinwire.testing import RankPool
 
@@ -188,4 +188,4 @@ def test_only_ranks_that_cannot_go_on_are_judged() -> None:
     assert not judge(before, {0: report(1, gather(2)), 1: report(1, gather(1))}, (0, 1))  # one has moved
     assert not judge({0: report(0, gather(1))}, {0: report(1, gather(1))}, (0, 1))  # the other one is not waiting
     one = report(7, gather(3, (0, 8), (0, 8)))
-    assert Report.from_json(one.to_json()) == one
+    assert REPORT.decode(REPORT.encode(one)) == one

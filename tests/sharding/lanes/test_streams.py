@@ -27,7 +27,8 @@ from thinwire.sharding.lanes import stream_workers
 from thinwire.sharding.lanes.recorder import Recorder
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.testing import run_ranks
-from thinwire.testing.streams import Answer, SimulatedStream, SimulatedStreams, StreamCheck, check_streams
+from thinwire.testing.simulated import Answer, SimulatedStream, SimulatedStreams
+from thinwire.testing.streams import StreamCheck, check_streams
 from thinwire.train.models.common import cross_entropy
 
 pytestmark = pytest.mark.ranks

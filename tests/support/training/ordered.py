@@ -12,7 +12,8 @@ from tests.support.training.parity import STEPS, Case, Gap, alone, gap, sharded
 import thinwire as tw
 from thinwire.program import shares
 from thinwire.testing.nccl import Issue, compare_issues
-from thinwire.testing.streams import Answer, StreamCheck, check_streams
+from thinwire.testing.simulated import Answer
+from thinwire.testing.streams import StreamCheck, check_streams
 
 
 def preset(name: str, **fields: object) -> tw.Plan:

@@ -11,15 +11,16 @@ import json
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final
+
+from pydantic import TypeAdapter
 
 from thinwire.errors import UsageError
 from thinwire_bench.chaos.incidents import CABLED, INCIDENTS, MOUNTED
 from thinwire_bench.chaos.setups import make_corpus, setups
 from thinwire_bench.chaos.trial import CampaignSettings, Trial, TrialVerdict, conduct
-
-__all__ = ["campaign", "make_trials", "next_trial", "read_log"]
 
 _QUICK: Final = (
     "a rank is killed", "two ranks are killed", "a rank is paused", "all are paused",
@@ -63,19 +64,13 @@ def make_trials(
 
 
 class _Deck:
-    """Draws every kind once before one comes again.
-
-    Args:
-        kinds: The kinds.
-        chance: Decides the order.
-    """
+    """Draws every kind once before one comes again."""
 
     def __init__(self, kinds: Sequence[str], chance: random.Random) -> None:
         self._kinds, self._chance = kinds, chance
         self._left: list[str] = []
 
     def draw(self) -> str:
-        """The next one."""
         self._left = self._left or self._chance.sample(self._kinds, len(self._kinds))
         return self._left.pop()
 
@@ -149,7 +144,7 @@ def _append(log: Path, verdict: TrialVerdict, seed: int) -> None:
     if not log.exists():
         log.write_text(json.dumps({"seed": seed}) + "\n", encoding="utf-8")
     with log.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(verdict.to_dict()) + "\n")
+        file.write(json.dumps(asdict(verdict)) + "\n")
 
 
 def read_log(log: Path, seed: int | None = None) -> list[TrialVerdict]:
@@ -161,9 +156,10 @@ def read_log(log: Path, seed: int | None = None) -> list[TrialVerdict]:
     if not log.is_file():
         return []
     try:
-        head, *lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-        if seed is not None and head["seed"] != seed:
-            raise UsageError(f"{log} belongs to seed {head['seed']}, not {seed}; choose another --log")
-        return [TrialVerdict.from_dict(line) for line in lines]
+        head, *lines = log.read_text(encoding="utf-8").splitlines()
+        known = json.loads(head)["seed"]
+        if seed is not None and known != seed:
+            raise UsageError(f"{log} belongs to seed {known}, not {seed}; choose another --log")
+        return [TypeAdapter(TrialVerdict).validate_json(line) for line in lines]
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{log} is no log of a campaign: {error}; choose another --log") from error

@@ -11,8 +11,6 @@ from typing import Any, Final
 
 from thinwire.checkpoint.manifest import MANIFEST_NAME, seal
 
-__all__ = ["cut_short", "flip", "mutated", "reseal"]
-
 _JUNK: Final[tuple[Any, ...]] = (
     None, True, False, 0, 1, -1, 7, 2**40, 2**63, 10**30, 0.5, -0.0, 1e308, "", "x", "0", "a\nb", [], [[]], [0],
     [1, 2], ["x"], {}, {"": 0}, {"x": []},
@@ -55,12 +53,7 @@ def reseal(checkpoint: Path, chance: random.Random) -> str:
 
 
 def mutated(body: dict[str, Any], chance: random.Random) -> dict[str, Any]:
-    """Replace, remove, repeat or rename one to three parts of a JSON object.
-
-    Args:
-        body: Left as it is.
-        chance: Decides.
-    """
+    """Replace, remove, repeat or rename one to three parts of a JSON object."""
     body = copy.deepcopy(body)
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
         if not body:

@@ -16,8 +16,6 @@ from typing import Final
 from thinwire.checkpoint.durable import sync_directory
 from thinwire.errors import UsageError
 
-__all__ = ["Disk", "can_mount"]
-
 _BYTES: Final = 96 << 20
 _TRIES: Final = 200
 """Attempts at a copy of the device during which nothing was written to it."""
@@ -68,11 +66,7 @@ class Disk:
             self._image.unlink(missing_ok=True)
 
     def fill(self, leave: int) -> None:
-        """Fill the disk.
-
-        Args:
-            leave: Bytes that stay free, about.
-        """
+        """Fill the disk until about ``leave`` bytes stay free."""
         with (self.path / _FILLER).open("wb") as file:
             while (free := shutil.disk_usage(self.path).free) > leave:
                 try:

@@ -22,8 +22,6 @@ from thinwire_bench.chaos.disk import Disk
 from thinwire_bench.chaos.run import CommandEnd, DisturbedRun, send
 from thinwire_bench.chaos.setups import SAVE_EVERY
 
-__all__ = ["CABLED", "INCIDENTS", "MOUNTED", "Scene"]
-
 _TRACEBACK: Final = re.compile(r"Traceback \(most recent call last\)|\(traceback: ")
 
 _NO_ROOM: Final = re.compile(r"No space left on device|free bytes")
@@ -104,7 +102,6 @@ class Scene:
             self.ended({0}, about)
 
     def crash(self) -> None:
-        """Kill everything."""
         self.run.kill_all()
 
     def some_ranks(self, number: int) -> list[int]:
@@ -130,10 +127,6 @@ def _kill_launcher(scene: Scene) -> None:
         scene.faults.append(("hang", "processes outlive their launcher"))
 
 
-def _kill_all(scene: Scene) -> None:
-    scene.crash()
-
-
 def _kill_in_save(scene: Scene) -> None:
     checkpoints = scene.run.directory / "checkpoints"
     if not scene.run.wait_for(lambda: any(checkpoints.glob(".tmp-*")), scene.longest):
@@ -150,14 +143,6 @@ def _kill_at_start(scene: Scene) -> None:
     scene.detail = f"{delay:.2f} s after the start"
     time.sleep(delay)
     scene.crash()
-
-
-def _pause_rank(scene: Scene) -> None:
-    _pause(scene, scene.some_ranks(1))
-
-
-def _pause_all(scene: Scene) -> None:
-    _pause(scene, list(scene.run.processes()))
 
 
 def _pause(scene: Scene, processes: list[int]) -> None:
@@ -201,9 +186,7 @@ def _full_disk(scene: Scene) -> None:
     later = scene.run.step + 3 * SAVE_EVERY
     scene.run.wait_for(lambda: scene.run.step >= later, scene.longest)
     if not scene.run.running:
-        ended = scene.ended({0, 1}, "on a full disk")
-        if ended.status == 1 and not _NO_ROOM.search(ended.sentence):
-            scene.faults.append(("end", f"on a full disk: {ended.sentence}"))
+        _check_room(scene, {0, 1}, "on a full disk")
     scene.disk.free()
 
 
@@ -215,14 +198,15 @@ def _full_at_start(scene: Scene) -> None:
     starts = scene.run.starts
     scene.run.start()
     if not scene.trains_again(starts, "on a full disk") and not scene.run.running:
-        ended = scene.ended({1}, "started on a full disk")
-        if ended.status == 1 and not _NO_ROOM.search(ended.sentence):
-            scene.faults.append(("end", f"started on a full disk: {ended.sentence}"))
+        _check_room(scene, {1}, "started on a full disk")
     scene.disk.free()
 
 
-def _power_loss(scene: Scene) -> None:
-    _cut_power(scene)
+def _check_room(scene: Scene, statuses: set[int], about: str) -> None:
+    """A command that fails must say that there is no room."""
+    ended = scene.ended(statuses, about)
+    if ended.status == 1 and not _NO_ROOM.search(ended.sentence):
+        scene.faults.append(("end", f"{about}: {ended.sentence}"))
 
 
 def _power_loss_at_start(scene: Scene) -> None:
@@ -300,17 +284,17 @@ INCIDENTS: Final[Mapping[str, Callable[[Scene], None]]] = {
     "a rank is killed": _kill_ranks(1),
     "two ranks are killed": _kill_ranks(2),
     "the launcher is killed": _kill_launcher,
-    "all processes are killed": _kill_all,
+    "all processes are killed": Scene.crash,
     "killed in a save": _kill_in_save,
     "killed at the start": _kill_at_start,
-    "a rank is paused": _pause_rank,
-    "all are paused": _pause_all,
+    "a rank is paused": lambda scene: _pause(scene, scene.some_ranks(1)),
+    "all are paused": lambda scene: _pause(scene, list(scene.run.processes())),
     "a rank hangs": _hang,
     "the terminal hangs up": _hang_up,
     "Ctrl-C or SIGTERM": _interrupt,
     "the disk fills up": _full_disk,
     "the disk is full at the start": _full_at_start,
-    "power is lost": _power_loss,
+    "power is lost": _cut_power,
     "power is lost at the start": _power_loss_at_start,
     "a bit of a checkpoint flips": _damage(damage.flip),
     "a checkpoint is cut short": _damage(damage.cut_short),

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["CommandEnd", "DisturbedRun", "environment", "losses", "send", "train_command"]
-
 _POLL: Final = 0.01
 """Seconds between two looks at a run."""
 
@@ -37,11 +35,7 @@ _CLEARED: Final = 30.0
 
 
 def environment(cache: Path) -> dict[str, str]:
-    """Environment variables of every run, which trains on the processor.
-
-    Args:
-        cache: Directory for tokenized text.
-    """
+    """Environment variables of every run, which trains on the processor."""
     kept = {name: value for name, value in os.environ.items() if name not in _HIDDEN}
     return kept | {"THINWIRE_CACHE": str(cache), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
@@ -77,14 +71,7 @@ class CommandEnd:
 
 @dataclass
 class DisturbedRun:
-    """One run, started again and again in one directory.
-
-    Attributes:
-        command: Program and arguments, without ``--out`` and ``--resume``.
-        directory: The run's directory.
-        log: File that takes everything its commands print.
-        variables: Environment variables.
-    """
+    """One run, started again and again in one directory, by a command without ``--out`` and ``--resume``."""
 
     command: Sequence[str]
     directory: Path
@@ -127,17 +114,12 @@ class DisturbedRun:
         return (self.directory / "recipe.toml").is_file()
 
     def checkpoints(self) -> list[Path]:
-        """Its checkpoints, oldest first."""
         with contextlib.suppress(OSError):
             return sorted((self.directory / "checkpoints").glob("step-*"))
         return []
 
     def start(self, *more: str) -> None:
-        """Start it, or continue it if there is something to continue.
-
-        Args:
-            *more: Further arguments.
-        """
+        """Start it, or continue it if there is something to continue."""
         arguments = ["--out", str(self.directory), *(["--resume"] if self.resumable else []), *more]
         _let_go(self._process)
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -156,11 +138,7 @@ class DisturbedRun:
         self._process.stdin.flush()
 
     def wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait until something holds, the run has ended, or time is over.
-
-        Returns:
-            Whether it holds.
-        """
+        """Wait until something holds, the run has ended, or time is over; returns whether it holds."""
         for _ in _moments(seconds):
             if condition():
                 return True
@@ -169,11 +147,7 @@ class DisturbedRun:
         return False
 
     def ended(self, seconds: float) -> CommandEnd:
-        """Wait for its end; a run that has not ended by itself in time is killed and has hung.
-
-        Args:
-            seconds: Most seconds to wait.
-        """
+        """Wait for its end; a run that has not ended by itself in time is killed and has hung."""
         assert self._process is not None
         status = None
         for _ in _moments(seconds):
@@ -213,11 +187,7 @@ class DisturbedRun:
         self.cleared(doomed)
 
     def cleared(self, processes: Sequence[int]) -> bool:
-        """Wait until processes are gone.
-
-        Returns:
-            Whether they are, in time; those that are not are killed.
-        """
+        """Wait until processes are gone; returns whether they are, in time. Those that are not are killed."""
         for _ in _moments(_CLEARED):
             left = [process for process in processes if _lives(process)]
             if self._process is not None and not left:

@@ -13,8 +13,6 @@ from thinwire.spec import Wire
 from thinwire.spec.codec import FAMILIES
 from thinwire.spec.plan_parts.presets import PRESETS
 
-__all__ = ["SAVE_EVERY", "SOURCES", "STEPS", "SmallRun", "make_corpus", "setups"]
-
 STEPS: Final = 72
 """Updates of a run."""
 
@@ -83,13 +81,7 @@ class SmallRun:
     experts: int | None = None
 
     def recipe(self, corpus: Path, *, timeout: float, steps: int = STEPS) -> str:
-        """The recipe as TOML.
-
-        Args:
-            corpus: Directory that :func:`make_corpus` has filled.
-            timeout: Seconds until a collective gives up.
-            steps: Updates of the run.
-        """
+        """The recipe as TOML, on text of :func:`make_corpus`; a collective gives up after ``timeout`` seconds."""
         keys = SOURCES[self.source].keys(corpus)
         return _RECIPE.format(
             plan=_inline({**self.plan, "micro_batch": 2}),
@@ -106,12 +98,7 @@ class SmallRun:
 
 @dataclass(frozen=True)
 class DataKind:
-    """A kind of training data.
-
-    Attributes:
-        keys: The recipe's ``[data]`` for a corpus.
-        make: Writes the file below a corpus from its lines.
-    """
+    """A kind of training data: the recipe's ``[data]`` for a corpus, and what writes the file below it from lines."""
 
     keys: Callable[[Path], dict[str, Any]]
     make: Callable[[Path, list[str]], None] = field(default=lambda _directory, _lines: None)
@@ -166,11 +153,7 @@ SOURCES: Final[Mapping[str, DataKind]] = {
 
 
 def make_corpus(directory: Path) -> None:
-    """Write made-up text, always the same, in every form, unless it is there.
-
-    Args:
-        directory: Created if missing.
-    """
+    """Write made-up text, always the same, in every form, unless it is there."""
     written = directory / "written"
     if written.exists():
         return

@@ -10,8 +10,6 @@ from thinwire_bench.chaos.incidents import INCIDENTS
 from thinwire_bench.chaos.setups import SOURCES
 from thinwire_bench.chaos.trial import Incident, TrialVerdict
 
-__all__ = ["FAULTS", "campaign_sheets", "faultless"]
-
 FAULTS: Final = ("lost", "unequal", "traceback", "hang", "end")
 """What must not happen: a complete checkpoint is gone, a number differs, a traceback shows, nothing goes on beyond the
 timeout, a command ends although it should not or without its sentence."""

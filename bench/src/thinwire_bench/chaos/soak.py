@@ -22,8 +22,6 @@ from thinwire.units import format_bytes
 from thinwire_bench.chaos.run import DisturbedRun, environment, send, train_command
 from thinwire_bench.chaos.setups import SmallRun, make_corpus
 
-__all__ = ["KINDS", "Trend", "read_samples", "soak", "soak_sheet", "trends"]
-
 SETUP: Final = SmallRun("soak", "preset", {"preset": "thinwire", "compute_dtype": "float32"}, "text")
 """What runs: four ranks on two logical nodes, codecs, checkpoints, validation."""
 
@@ -166,11 +164,7 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 
 
 def trends(samples: Sequence[Mapping[str, Any]]) -> list[Trend]:
-    """The trend of every process's memory, descriptors and threads, and of the time of a step.
-
-    Args:
-        samples: As :func:`read_samples` returns them.
-    """
+    """The trend of every process's memory, descriptors and threads, and of the time of a step."""
     last = samples[-1]["seconds"]
     steady = [sample for sample in samples if sample["seconds"] >= WARM_UP * last]
     made = []
@@ -212,7 +206,6 @@ def _trend(name: str, unit: str, points: Iterable[tuple[float, float]]) -> Trend
 
 
 def soak_sheet(samples: Sequence[Mapping[str, Any]]) -> Sheet:
-    """The trends as a table."""
     hours, steps = samples[-1]["seconds"] / 3600, samples[-1]["step"]
     return Sheet(
         title=f"{hours:.2f} hours, {steps:,} steps, {len(samples):,} samples",

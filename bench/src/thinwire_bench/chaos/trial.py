@@ -7,10 +7,10 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from thinwire.checkpoint.manifest import MANIFEST_NAME
 from thinwire.errors import UsageError
@@ -18,8 +18,6 @@ from thinwire_bench.chaos.disk import Disk
 from thinwire_bench.chaos.incidents import CABLED, INCIDENTS, Scene
 from thinwire_bench.chaos.run import DisturbedRun, environment, losses, train_command
 from thinwire_bench.chaos.setups import STEPS, SmallRun
-
-__all__ = ["Incident", "CampaignSettings", "Trial", "TrialVerdict", "conduct"]
 
 _LAST: Final = STEPS - 8
 """The last step at which something happens: the run must not end by itself before."""
@@ -30,14 +28,8 @@ _CABLED_TIMEOUT: Final = 0.6
 
 @dataclass(frozen=True)
 class CampaignSettings:
-    """What holds for all trials of a campaign.
-
-    Attributes:
-        work: Directory of the campaign.
-        timeout: Seconds until a collective gives up.
-        patience: Seconds that a start may take.
-        mounts: Whether runs get a file system of their own.
-    """
+    """What holds for all trials of a campaign: its directory, seconds until a collective gives up, seconds that a start
+    may take, and whether runs get a file system of their own."""
 
     work: Path
     timeout: float
@@ -118,29 +110,9 @@ class TrialVerdict:
     about: str
     seconds: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> TrialVerdict:
-        """Undo :meth:`to_dict`."""
-        incidents = [
-            Incident(**{**one, "faults": [(kind, text) for kind, text in one["faults"]]}) for one in given["incidents"]
-        ]
-        return cls(**{**given, "incidents": incidents})
-
 
 def conduct(trial: Trial, settings: CampaignSettings, report: Callable[[str], None]) -> TrialVerdict:
-    """Disturb a run, and compare it.
-
-    Args:
-        trial: The run and what happens to it.
-        settings: Of the campaign.
-        report: Called with a line for each incident.
-
-    Returns:
-        The verdict. The directory of the trial is deleted if nothing is wrong.
+    """Disturb a run, and compare it; the directory of the trial is deleted if nothing is wrong.
 
     Raises:
         UsageError: The undisturbed run fails.

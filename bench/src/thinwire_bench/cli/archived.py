@@ -10,8 +10,6 @@ from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.lazy import Command
 from thinwire.errors import UsageError
 
-__all__ = ["ARCHIVED", "COMMIT", "TAG", "archived"]
-
 TAG: Final = "evidence-0.2"
 COMMIT: Final = "25a50cb"
 """The commit of the tag: the last one that has these commands."""

@@ -105,7 +105,7 @@ def _chosen(names: str) -> list[str] | None:
     if wanted == ["all"]:
         return None
     if not wanted or any(name not in known for name in wanted):
-        raise SpecError("--runs", [f"{names!r}: valid are all, or some of {', '.join(known)}"])
+        raise SpecError("--runs", f"{names!r}: valid are all, or some of {', '.join(known)}")
     return wanted
 
 

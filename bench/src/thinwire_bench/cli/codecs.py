@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +13,7 @@ import typer
 from thinwire.cli.terminal.console import command_line, wide_console
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options
-from thinwire_bench.cli.shared import JsonPath, Page, insert_into, progress, show, words
+from thinwire_bench.cli.shared import JsonPath, Page, insert_into, progress, refuse, show, words
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +98,7 @@ def codecs(options: CodecsOptions) -> None:
         study = _read_or_measure(options)
         _show(study)
         if options.json_path is not None:
-            options.json_path.write_text(json.dumps(study.plain(), indent=1) + "\n", encoding="utf-8")
+            options.json_path.write_text(json.dumps(asdict(study), indent=1) + "\n", encoding="utf-8")
         if options.plot is not None:
             from thinwire_bench.codecs.speed_chart import draw
 
@@ -107,15 +107,17 @@ def codecs(options: CodecsOptions) -> None:
             from thinwire_bench.codecs.sheets import markdown
 
             insert_into(options.page, markdown(study), "thinwire bench codecs --page")
-        _refuse(study)
+        refuse("codecs", study.refused, "figures")
 
 
 def _read_or_measure(options: CodecsOptions) -> CodecStudy:
     """An earlier run, or a new one."""
+    from pydantic import TypeAdapter
+
     from thinwire_bench.codecs.study import CodecStudy
 
     if options.read is not None:
-        return CodecStudy.from_plain(json.loads(options.read.read_text(encoding="utf-8")))
+        return TypeAdapter(CodecStudy).validate_json(options.read.read_bytes())
     from thinwire_bench.codecs.bench import run
 
     return run(_request(options), progress)
@@ -137,12 +139,12 @@ def _request(options: CodecsOptions) -> Request:
 
     device = options.device
     if device not in {"cpu", "cuda"}:
-        raise SpecError("--device", [f"{device!r} is not a device: valid are cpu and cuda"])
+        raise SpecError("--device", f"{device!r} is not a device: valid are cpu and cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: PyTorch finds no CUDA device on this machine")
     backend = options.backend or default_backend(device)
     if backend not in BACKENDS:
-        raise SpecError("--backend", [f"there is no backend {backend!r}; valid are {', '.join(BACKENDS)}"])
+        raise SpecError("--backend", f"there is no backend {backend!r}; valid are {', '.join(BACKENDS)}")
     names = CODECS if options.names is None else _codec_names(options.names)
     dtypes, sizes, data = words(options.dtypes), _sizes(options.sizes), _words_or_none(options.data)
     targets = _targets(options.targets)
@@ -215,7 +217,7 @@ def _dtype(name: str) -> torch.dtype:
 
     known = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     if name not in known:
-        raise SpecError("--dtypes", [f"{name!r} is not a dtype: valid are {', '.join(known)}"])
+        raise SpecError("--dtypes", f"{name!r} is not a dtype: valid are {', '.join(known)}")
     return known[name]
 
 
@@ -245,16 +247,3 @@ def _show(study: CodecStudy) -> None:
     console = wide_console()
     for note in study.notes:
         console.print(f"note: {note}", style="yellow")
-
-
-def _refuse(study: CodecStudy) -> None:
-    """Fail where a codec's bytes are not the reference's.
-
-    Raises:
-        BenchError: names every such codec and why its figures do not count.
-    """
-    from thinwire_bench.systems.protocol import BenchError
-
-    if study.refused:
-        reasons = "; ".join(f"{subject}: {problem}" for subject, problem in study.refused.items())
-        raise BenchError(f"{len(study.refused)} of the codecs refused, their figures do not count: {reasons}")

@@ -12,8 +12,6 @@ from thinwire.cli.terminal.lazy import APP_SETTINGS, Command, lazy_group
 from thinwire.extras import require
 from thinwire_bench.cli.archived import ARCHIVED
 
-__all__ = ["bench"]
-
 _COMMANDS: Final = {
     "step": Command("thinwire_bench.cli.step:step"),
     "codecs": Command("thinwire_bench.cli.codecs:codecs"),

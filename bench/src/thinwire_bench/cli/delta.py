@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
 
-from thinwire.cli.terminal.console import command_line
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options
-from thinwire_bench.cli.shared import JsonPath, Page, insert_into, markdown, progress, show
+from thinwire_bench.cli.shared import JsonPath, Page, insert_into, markdown, progress, show, write_results
 
 
 @dataclass(frozen=True)
@@ -37,12 +35,10 @@ def delta(options: DeltaOptions) -> None:
     """
     with explained():
         from thinwire_bench.codecs.deltas import measure, sheets
-        from thinwire_bench.environment import describe
 
         rows = measure(options.values, options.steps, options.rounds, progress)
         show(sheets(rows))
         if options.json_path is not None:
-            study = {"rows": [row.plain() for row in rows], "environment": describe(), "command": command_line()}
-            options.json_path.write_text(json.dumps(study, indent=1) + "\n", encoding="utf-8")
+            write_results(options.json_path, {"rows": [asdict(row) for row in rows]})
         if options.page is not None:
             insert_into(options.page, markdown(sheets(rows)), "thinwire bench delta --page")

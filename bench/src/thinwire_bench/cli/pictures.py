@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from thinwire.program.timeline import Span
 
-__all__ = ["draw_agreement", "draw_timelines"]
-
 _KINDS = ("compute", "gather", "reduce", "sync", "spread", "waiting")
 """Rows of a panel, from above: computation, lanes, and computation standing still."""
 
@@ -49,13 +47,7 @@ def draw_agreement(
 
 
 def draw_timelines(path: Path, title: str, steps: Mapping[str, Sequence[Span]]) -> None:
-    """One panel for each step, all over the same seconds.
-
-    Args:
-        path: The PNG file.
-        title: Title above the picture.
-        steps: Spans of each step, by its name.
-    """
+    """One panel for each step, all over the same seconds."""
     import matplotlib as mpl
     import matplotlib.pyplot as plt
 

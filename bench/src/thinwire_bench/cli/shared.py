@@ -39,7 +39,6 @@ def progress(line: str) -> None:
 
 
 def words(text: str) -> list[str]:
-    """The words between commas."""
     return [word for part in text.split(",") if (word := part.strip())]
 
 
@@ -57,25 +56,24 @@ def measured(
     Returns:
         A row for each system and setting; :func:`refuse` looks for those that do not count.
     """
-    from thinwire_bench.environment import num_cores
+    from thinwire.train.environment import num_cores
     from thinwire_bench.systems.rows import make_rows
     from thinwire_bench.systems.run import run
 
     return make_rows(run(systems, settings, session), systems, tokens=tokens, cores=num_cores())
 
 
-def refuse(rows: Sequence[SystemRow]) -> None:
-    """Fail where a system did not train as the others did.
+def refuse(kind: str, refused: Mapping[str, str], what: str) -> None:
+    """Fail where some of a kind did not do as the others, or as the reference.
 
     Raises:
-        BenchError: names every such system and why its rows do not count.
+        BenchError: names each of them and why what was measured of it does not count.
     """
     from thinwire_bench.systems.protocol import BenchError
 
-    refused = {row.system: row.refused for row in rows if row.refused is not None}
     if refused:
-        reasons = "; ".join(f"{system}: {reason}" for system, reason in refused.items())
-        raise BenchError(f"{len(refused)} of the systems refused, their rows do not count: {reasons}")
+        reasons = "; ".join(f"{subject}: {reason}" for subject, reason in refused.items())
+        raise BenchError(f"{len(refused)} of the {kind} refused, their {what} do not count: {reasons}")
 
 
 def write_results(path: Path, content: Mapping[str, Any], *, earlier: Mapping[str, Any] | None = None) -> None:
@@ -105,12 +103,7 @@ def show(sheets: Iterable[Sheet]) -> None:
 
 
 def insert_into(page: Path, text: str, command: str) -> None:
-    """Replace the results in a page.
-
-    Args:
-        page: A Markdown file with the two marks between which the results stand.
-        text: The new results.
-        command: The command that its first mark names.
+    """Replace the results between the two marks of a Markdown page, the first of which names the command.
 
     Raises:
         UsageError: the page has no such marks.
@@ -121,7 +114,6 @@ def insert_into(page: Path, text: str, command: str) -> None:
 
 
 def markdown(sheets: Iterable[Sheet]) -> str:
-    """Tables as Markdown."""
     from thinwire_bench.pages import markdown_table
 
     return "\n".join(line for sheet in sheets for line in markdown_table(sheet))
@@ -134,7 +126,7 @@ def settings_of(bandwidths: Sequence[str], clips: Sequence[str] = ("none",)) -> 
     from thinwire_bench.systems.interleave import Setting
 
     if not bandwidths or not clips:
-        raise SpecError("bench step", ["--bandwidth and --clip each need a value; none is one"])
+        raise SpecError("bench step", "--bandwidth and --clip each need a value; none is one")
     return [
         Setting(name, None if name == "none" else parse_bandwidth(name), None if norm == "none" else _norm(norm))
         for name in dict.fromkeys(bandwidths)
@@ -150,7 +142,7 @@ def _norm(text: str) -> float:
     except ValueError:
         norm = 0.0
     if not 0 < norm < float("inf"):
-        raise SpecError("--clip", [f"{text!r} is not a bound on the gradient norm: valid are none and numbers above 0"])
+        raise SpecError("--clip", f"{text!r} is not a bound on the gradient norm: valid are none and numbers above 0")
     return norm
 
 
@@ -164,5 +156,5 @@ def checked_model(name: str) -> str:
     from thinwire_bench.peers.catalog import MODELS
 
     if name not in MODELS:
-        raise SpecError("--model", [f"there is no model {name!r}; valid are {', '.join(MODELS)}"])
+        raise SpecError("--model", f"there is no model {name!r}; valid are {', '.join(MODELS)}")
     return name

@@ -98,7 +98,7 @@ def step(options: StepOptions) -> None:
             from thinwire_bench.systems.step_chart import draw
 
             draw(rows, options.png_path)
-        refuse(rows)
+        refuse("systems", {row.system: row.refused for row in rows if row.refused is not None}, "rows")
 
 
 def _systems(options: StepOptions) -> list[SystemSpec]:
@@ -119,14 +119,14 @@ def _systems(options: StepOptions) -> list[SystemSpec]:
     if twice:
         raise SpecError("bench step", [f"system {label} is named twice; name it once" for label in twice])
     if not systems:
-        raise SpecError("bench step", ["there is nothing to run; name systems with --plans or --peers"])
+        raise SpecError("bench step", "there is nothing to run; name systems with --plans or --peers")
     return systems
 
 
 def _content(rows: Sequence[SystemRow], ratios: Mapping[str, Sequence[Ratio]], options: StepOptions) -> dict[str, Any]:
     """The figures that ``--json`` writes."""
     return {
-        "rows": [row.plain() for row in rows],
+        "rows": [asdict(row) for row in rows],
         "ratios": {name: [asdict(ratio) for ratio in of_goal] for name, of_goal in ratios.items()},
         "workload": {
             "model": options.model,

@@ -12,8 +12,6 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire_bench.codecs.soundness import SEED
 
-__all__ = ["UNBLOCKED", "Accuracy", "Blocking", "blocking", "codec_accuracy", "signal_to_noise"]
-
 UNBLOCKED: Mapping[str, str] = {"int4:tensor": "int4:256", "int8:tensor": "int8:256"}
 """One scale for everything, and the codec that it is compared with."""
 
@@ -43,15 +41,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Blocking:
-    """The factor by which the error grows without blocks.
-
-    Attributes:
-        unblocked: Codec with a single scale.
-        blocked: Codec of the same width with a scale per block.
-        dtype: Dtype of the values.
-        data: Name of the data set.
-        ratio: Root mean square error of the unblocked codec over that of the blocked one.
-    """
+    """The factor by which the root mean square error grows without blocks."""
 
     unblocked: str
     blocked: str

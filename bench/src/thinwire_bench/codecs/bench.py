@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -23,9 +22,7 @@ from thinwire_bench.codecs.soundness import SEED, CodecGate, check_sample, check
 from thinwire_bench.codecs.speeds import COPY, CodecSpeed, copy_job, interleave, is_noisy, speeds
 from thinwire_bench.codecs.study import CodecStudy
 from thinwire_bench.codecs.targets import check_targets, native_target, target_speeds
-from thinwire_bench.environment import describe
-
-__all__ = ["CODECS", "Request", "run"]
+from thinwire_bench.environment import describe, installed
 
 _CHOSEN: Final = (
     "int8:256", "int8:2048", "int4:256", "int4:2048", "int4:256,hadamard", "int4:256,stochastic", "int8:tensor",
@@ -74,12 +71,6 @@ class Request:
 
 
 def run(request: Request, report: Callable[[str], None] = lambda line: None) -> CodecStudy:
-    """Measure.
-
-    Args:
-        request: What to measure.
-        report: Called with a line of text whenever something begins.
-    """
     device = request.device
     codecs = [get(name, backend=request.backend) for name in request.codecs]
     sets = data_sets(request.data, request.values, report)
@@ -109,7 +100,9 @@ def run(request: Request, report: Callable[[str], None] = lambda line: None) -> 
     by_target = [speed for speed in by_target if (speed.subject, speed.dtype) not in red]
     accuracies = [each for each in accuracies if (each.subject, each.dtype) not in red]
     environment = describe()
-    environment["versions"] |= _versions()
+    environment["versions"] |= installed(("triton", "zfpy", "torchao", "bitsandbytes", "zipnn"))
+    if torch.version.cuda:
+        environment["versions"]["cuda"] = torch.version.cuda
     if request.backend == "cpp":
         environment["target"] = native_target()
     return CodecStudy(
@@ -227,15 +220,3 @@ def _takes(codec: Codec, dtype: torch.dtype) -> bool:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _versions() -> dict[str, Any]:
-    versions: dict[str, Any] = {}
-    for package in ("triton", "zfpy", "torchao", "bitsandbytes", "zipnn"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    if torch.version.cuda:
-        versions["cuda"] = torch.version.cuda
-    return versions

@@ -12,8 +12,6 @@ from thinwire.train.data.packing import prepare
 from thinwire.train.data.samples import Samples
 from thinwire.train.models.llama import Llama, LlamaConfig
 
-__all__ = ["DATA_SETS", "data_sets", "normal", "student"]
-
 DATA_SETS: Mapping[str, str] = {
     "normal": "N(0,1)",
     "student": "Student t with 3 degrees of freedom",
@@ -33,13 +31,8 @@ _TEXT = 4 << 20
 def data_sets(
     names: Sequence[str], num_values: int, report: Callable[[str], None] = lambda line: None
 ) -> dict[str, Tensor]:
-    """Data sets by name, 1-D fp32 on CPU.
-
-    Args:
-        names: Keys of :data:`DATA_SETS`.
-        num_values: Values of each synthetic data set; those of the model have as many as the model.
-        report: Called with a line of text before anything that takes long.
-    """
+    """Data sets by name (keys of :data:`DATA_SETS`), 1-D fp32 on CPU. Synthetic ones have ``num_values``; those of the
+    model have as many as the model."""
     makers: dict[str, Callable[[int], Tensor]] = {"normal": normal, "student": student}
     tensors = {name: makers[name](num_values) for name in names if name in makers}
     if set(names) - set(tensors):
@@ -48,7 +41,6 @@ def data_sets(
 
 
 def normal(num_values: int, seed: int = 0) -> Tensor:
-    """Standard normal values."""
     return torch.randn(num_values, generator=torch.Generator().manual_seed(seed))
 
 
@@ -68,7 +60,7 @@ def _of_a_model(report: Callable[[str], None]) -> dict[str, Tensor]:
     model, samples = _trained_model(report)
     outputs: list[Tensor] = []
     handles = [layer.register_forward_hook(_keep(outputs)) for layer in model.layers]
-    _backward(model, samples, _STEPS)
+    backward(model, samples, _STEPS)
     for handle in handles:
         handle.remove()
     matrices = _matrices(model)
@@ -87,7 +79,7 @@ def _trained_model(report: Callable[[str], None]) -> tuple[Llama, Samples]:
     model = Llama(config, seed=0)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     for step in range(_STEPS):
-        _backward(model, samples, step)
+        backward(model, samples, step)
         optim.step()
         optim.zero_grad()
     return model, samples
@@ -98,7 +90,8 @@ def _matrices(model: Llama) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.dim() == 2]
 
 
-def _backward(model: Llama, samples: Samples, step: int) -> None:
+def backward(model: Llama, samples: Samples, step: int) -> None:
+    """Compute the gradients of a step, of eight samples."""
     batch = samples.batch(samples.indices(step * _BATCH, _BATCH))
     loss = model(batch.input_ids, labels=batch.labels).loss
     assert loss is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -21,10 +21,9 @@ from thinwire.spec.recipe import DataRecipe
 from thinwire.train.data.packing import prepare
 from thinwire.train.data.samples import Samples
 from thinwire.train.models.llama import Llama, LlamaConfig
+from thinwire_bench.codecs.data import backward
 from thinwire_bench.codecs.soundness import same_bits
 from thinwire_bench.codecs.speeds import COPY, TimedCall, copy_job, interleave
-
-__all__ = ["OTHERS", "DeltaRow", "measure", "sheets"]
 
 RATES: Final = (1e-6, 3e-6, 1e-5)
 
@@ -59,9 +58,6 @@ class DeltaRow:
     others: Mapping[str, float]
     gb_per_s: Mapping[str, float]
     seconds: Mapping[str, Sequence[float]]
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def measure(
@@ -135,10 +131,7 @@ def _of_a_model(steps: int) -> Iterator[tuple[float, Step]]:
     optim = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
 
     def step(index: int) -> None:
-        batch = samples.batch(samples.indices(8 * index, 8))
-        loss = model(batch.input_ids, labels=batch.labels).loss
-        assert loss is not None
-        loss.backward()
+        backward(model, samples, index)
         optim.step()
         optim.zero_grad()
 

@@ -10,8 +10,6 @@ from thinwire.units import format_bytes
 from thinwire_bench.codecs.accuracy import Accuracy
 from thinwire_bench.codecs.speeds import COPY, CodecSpeed
 
-__all__ = ["SNR_GOALS", "CodecGoal", "goals"]
-
 SNR_GOALS: Final[dict[str, dict[str, float]]] = {
     "int8:256": {"normal": 43.1, "student": 34.9, "gradients": 43.2, "weights": 43.4, "activations": 43.9},
     "int4:256": {"normal": 19.9, "student": 13.1, "gradients": 19.9, "weights": 20.1, "activations": 20.3},
@@ -27,15 +25,7 @@ _ZFPY, _EAGER = 3.0, 20.0
 
 @dataclass(frozen=True)
 class CodecGoal:
-    """One figure that was aimed at.
-
-    Attributes:
-        goal: What is compared.
-        subject: Codec, direction, dtype and size.
-        measured: The measured value.
-        wanted: The smallest value that reaches the goal.
-        met: Whether the goal was reached.
-    """
+    """One figure that was aimed at; ``wanted`` is the smallest that reaches the goal."""
 
     goal: str
     subject: str
@@ -45,13 +35,7 @@ class CodecGoal:
 
 
 def goals(speeds: Sequence[CodecSpeed], accuracies: Sequence[Accuracy], *, on_cpu: bool) -> list[CodecGoal]:
-    """All goals that the run says something about.
-
-    Args:
-        speeds: Speeds of a run, without refused codecs.
-        accuracies: Errors of the same run.
-        on_cpu: Whether codecs ran on CPU, where the copy is libc's memcpy.
-    """
+    """All goals that a run says something about; on CPU, the copy is libc's memcpy."""
     shares = _host_shares(speeds) if on_cpu else _device_shares(speeds)
     return [*shares, *_zfpy(speeds), *_eager(speeds), *_snr(accuracies)]
 

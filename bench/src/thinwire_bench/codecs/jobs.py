@@ -12,8 +12,6 @@ from thinwire_bench.codecs.data import normal
 from thinwire_bench.codecs.soundness import SEED
 from thinwire_bench.codecs.speeds import TimedCall
 
-__all__ = ["DIRECTIONS", "FUSED", "FUSED_CODECS", "INPUTS", "Buffers", "codec_jobs"]
-
 DIRECTIONS = ("encode", "decode", "decode_add")
 FUSED = ("encode_slices", "decode_sum", "decode_sum_encode")
 FUSED_CODECS = ("int8:256", "int4:256")
@@ -25,13 +23,8 @@ _TILE = 1 << 22
 
 @dataclass(frozen=True)
 class Buffers:
-    """Buffers that all timed calls share; every byte has been written once.
-
-    Attributes:
-        x: The tensor to encode: N(0,1), repeated every 4 million values.
-        out: Output of the same shape and dtype.
-        total: Accumulator in fp32.
-    """
+    """Buffers that all timed calls share: N(0,1), repeated every 4 million values, to encode; an output like it; an
+    accumulator in fp32. Every byte has been written once."""
 
     x: Tensor
     out: Tensor
@@ -50,16 +43,7 @@ class Buffers:
 
 
 def codec_jobs(codec: Codec, buffers: Buffers, *, fused: bool) -> tuple[list[TimedCall], float]:
-    """The directions of a codec.
-
-    Args:
-        codec: Codec of any backend.
-        buffers: Buffers of the benchmark.
-        fused: Whether to time the fused forms as well.
-
-    Returns:
-        The jobs, and the bits of a message for each value.
-    """
+    """The directions of a codec, the fused ones too if ``fused``, and the bits of a message for each value."""
     x, out, total = buffers.x, buffers.out, buffers.total
     numel, dtype, size = x.numel(), x.dtype, x.numel() * x.element_size()
     seed = SEED if codec.spec.needs_seed else None

@@ -7,7 +7,6 @@ zfpy's rate mode without a header, ZipNN with its bf16 byte layout and one threa
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,8 +20,7 @@ from thinwire_bench.codecs.accuracy import Accuracy, signal_to_noise
 from thinwire_bench.codecs.data import normal
 from thinwire_bench.codecs.soundness import same_bits
 from thinwire_bench.codecs.speeds import TimedCall
-
-__all__ = ["GROUPS", "CodecPeer", "PeerStatus", "accuracy_of", "choose", "jobs_of"]
+from thinwire_bench.environment import installed
 
 _BLOCK = 256
 _TRIAL = 1 << 14
@@ -61,15 +59,7 @@ class CodecPeer:
 
 @dataclass(frozen=True)
 class PeerStatus:
-    """Whether a peer took part.
-
-    Attributes:
-        name: Name of the peer.
-        summary: Description of the peer.
-        package: Package that it needs, if any.
-        version: Version of that package, or of torch; None if it is not installed.
-        absent: Why the peer took no part, or None.
-    """
+    """Whether a peer took part: the version of its package (torch's if it needs none), or why it is absent."""
 
     name: str
     summary: str
@@ -81,10 +71,6 @@ class PeerStatus:
 def choose(groups: Sequence[str], device: torch.device) -> tuple[list[CodecPeer], list[PeerStatus]]:
     """The peers of some groups that work here, and how all of them fared.
 
-    Args:
-        groups: Keys of :data:`GROUPS`.
-        device: Device of the tensors.
-
     Raises:
         SpecError: there is no such group.
     """
@@ -95,7 +81,8 @@ def choose(groups: Sequence[str], device: torch.device) -> tuple[list[CodecPeer]
     for group in groups:
         for peer in GROUPS[group]():
             absent = _absent(peer, device)
-            version = _version(peer.package or "torch")
+            package = peer.package or "torch"
+            version = installed([package]).get(package)
             statuses.append(PeerStatus(peer.name, peer.summary, peer.package, version, absent))
             if absent is None:
                 working.append(peer)
@@ -142,13 +129,6 @@ def _absent(peer: CodecPeer, device: torch.device) -> str | None:
         if snr is not None and not snr > 0:
             return f"failed: its error on {dtype} is as large as the values"
     return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _tensor_bytes(kept: Iterable[Any]) -> int:

@@ -12,8 +12,6 @@ from thinwire_bench.codecs.speeds import COPY, CodecSpeed
 from thinwire_bench.codecs.study import CodecStudy
 from thinwire_bench.pages import markdown_table
 
-__all__ = ["markdown", "sheets"]
-
 
 def sheets(study: CodecStudy) -> list[Sheet]:
     """The tables of a run, in the order in which one reads them; without any row a table is left out."""

@@ -13,8 +13,6 @@ from thinwire.codecs import Codec, get
 from thinwire.spec.codec import encodable_dtypes
 from thinwire_bench.codecs.data import student
 
-__all__ = ["SEED", "CodecGate", "check_sample", "check_timed", "same_bits"]
-
 SEED = 1
 """Seed of codecs with stochastic rounding."""
 
@@ -46,16 +44,8 @@ class CodecGate:
 
 
 def check_sample(codec: Codec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Compare a codec with the reference on a sample with heavy tails, zeros, denormals and a NaN.
-
-    Args:
-        codec: Codec of any backend.
-        dtype: Dtype of the sample.
-        device: Device of the sample.
-
-    Returns:
-        The difference in words; None if there is none.
-    """
+    """The difference in words between a codec and the reference on a sample with heavy tails, zeros, denormals and a
+    NaN; None if there is none."""
     x = _sample(dtype)
     reference = get(codec.spec, backend="reference")
     for what, ours, theirs in _comparisons(codec, reference, x.to(device), x):
@@ -69,16 +59,8 @@ def check_sample(codec: Codec, dtype: torch.dtype, device: torch.device) -> str 
 
 
 def check_timed(codec: Codec, x: Tensor, decoded: Tensor) -> str | None:
-    """What is wrong with a tensor that was encoded and decoded for timing, as far as its two ends tell.
-
-    Args:
-        codec: The codec that encoded and decoded.
-        x: The original tensor, many normal values.
-        decoded: The decoded tensor, of the same dtype.
-
-    Returns:
-        The problem in words; None if there is none.
-    """
+    """What is wrong with a tensor that was encoded and decoded for timing, as far as its two ends tell; None if nothing
+    is."""
     if codec.spec.is_lossless:
         return None if same_bits(x, decoded) else "it is not lossless"
     largest = float(x.abs().max())

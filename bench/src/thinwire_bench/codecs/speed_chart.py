@@ -12,8 +12,6 @@ from thinwire_bench.codecs.study import CodecStudy
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw"]
-
 _COLOURS: Final = {"encode": "#1f5fa8", "decode": "#6fa3d8", "decode_add": "#c3d7ec"}
 _LINE: Final = "#c4442b"
 _LINES: Final = (0.8, 0.5)
@@ -21,12 +19,7 @@ _HEIGHT: Final = 0.27
 
 
 def draw(study: CodecStudy, path: Path) -> None:
-    """Draw a panel for every dtype and size, a bar for every codec and direction; peers have none.
-
-    Args:
-        study: The study to draw.
-        path: The PNG file.
-    """
+    """Draw a panel for every dtype and size, a bar for every codec and direction; peers have none."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

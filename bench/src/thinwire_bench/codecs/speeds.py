@@ -14,8 +14,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["COPY", "TimedCall", "CodecSpeed", "copy_job", "interleave", "is_noisy", "speeds"]
-
 COPY: Final = "memcpy"
 """The subject of the job that all others are held against."""
 
@@ -132,15 +130,8 @@ def speeds(
     size: int,
     wire_bits: Mapping[str, float],
 ) -> list[CodecSpeed]:
-    """Figures of a bench.
-
-    Args:
-        jobs: The timed calls, one of them memcpy.
-        seconds: What :func:`interleave` returned.
-        dtype: Dtype of the tensor.
-        size: Size of the tensor in bytes.
-        wire_bits: Bits of the message per value, by subject.
-    """
+    """Figures of a bench, from the calls, one of them memcpy, and what :func:`interleave` returned. ``size`` is bytes
+    of the tensor, and ``wire_bits`` bits of the message per value."""
     (copy,) = [index for index, job in enumerate(jobs) if job.subject == COPY]
     copied = [jobs[copy].num_bytes / taken for taken in seconds[copy]]
     copied_median = jobs[copy].num_bytes / statistics.median(seconds[copy])

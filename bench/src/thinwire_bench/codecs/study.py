@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from thinwire_bench.codecs.accuracy import Accuracy, Blocking
@@ -11,8 +11,6 @@ from thinwire_bench.codecs.goals import CodecGoal
 from thinwire_bench.codecs.peers import PeerStatus
 from thinwire_bench.codecs.soundness import CodecGate
 from thinwire_bench.codecs.speeds import CodecSpeed
-
-__all__ = ["CodecStudy"]
 
 
 @dataclass(frozen=True)
@@ -61,23 +59,3 @@ class CodecStudy:
             for gate in self.gates
             if gate.problem is not None
         }
-
-    def plain(self) -> dict[str, Any]:
-        """The study as JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_plain(cls, content: Mapping[str, Any]) -> CodecStudy:
-        """The inverse of :meth:`plain`; runs of thinwire 0.2 and before have no instruction sets."""
-        content = {"target_speeds": (), **content}
-        rows = {
-            "speeds": CodecSpeed,
-            "target_speeds": CodecSpeed,
-            "accuracies": Accuracy,
-            "blockings": Blocking,
-            "peers": PeerStatus,
-            "gates": CodecGate,
-            "goals": CodecGoal,
-        }
-        made: dict[str, Any] = {name: [kind(**row) for row in content[name]] for name, kind in rows.items()}
-        return cls(**{**content, **made})

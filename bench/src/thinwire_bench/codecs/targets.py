@@ -14,8 +14,6 @@ from thinwire_bench.codecs.jobs import Buffers, codec_jobs
 from thinwire_bench.codecs.soundness import CodecGate, check_sample
 from thinwire_bench.codecs.speeds import COPY, CodecSpeed, TimedCall, copy_job, interleave, is_noisy, speeds
 
-__all__ = ["TARGET_DIRECTIONS", "check_targets", "forced", "known_targets", "native_target", "target_speeds"]
-
 TARGET_DIRECTIONS = ("encode", "decode")
 """The directions that are timed with every instruction set."""
 
@@ -42,13 +40,7 @@ def forced(target: str) -> Iterator[None]:
 
 
 def check_targets(codecs: Sequence[Codec], targets: Sequence[str], dtype: torch.dtype) -> list[CodecGate]:
-    """Compare codecs with the reference, with every instruction set.
-
-    Args:
-        codecs: Codecs of the backend ``cpp`` that encode the dtype.
-        targets: Names of instruction sets.
-        dtype: Dtype of the sample.
-    """
+    """Compare codecs of the backend ``cpp`` that encode the dtype with the reference, with every instruction set."""
     gates = []
     for target in targets:
         with forced(target):
@@ -61,18 +53,9 @@ def check_targets(codecs: Sequence[Codec], targets: Sequence[str], dtype: torch.
 def target_speeds(
     codecs: Sequence[Codec], targets: Sequence[str], *, dtype: torch.dtype, size: int, rounds: int
 ) -> tuple[list[CodecSpeed], bool]:
-    """Time codecs with every instruction set, all in turns with each other and with memcpy.
-
-    Args:
-        codecs: Codecs of the backend ``cpp`` that encode the dtype.
-        targets: Names of instruction sets.
-        dtype: Dtype of the tensor.
-        size: Size of the tensor in bytes.
-        rounds: Rounds that count.
-
-    Returns:
-        The speeds, memcpy's among them, and whether memcpy's were unsteady.
-    """
+    """Time codecs of the backend ``cpp`` that encode the dtype with every instruction set, on tensors of ``size``
+    bytes, all in turns with each other and with memcpy. Returns the speeds, memcpy's among them, and whether memcpy's
+    were unsteady."""
     device = torch.device("cpu")
     buffers = Buffers.make(size, dtype, device)
     jobs = [copy_job(buffers.x, buffers.out)]

@@ -12,8 +12,6 @@ from thinwire.errors import SpecError, UsageError
 from thinwire.spec import Plan
 from thinwire_bench.peers.interface import SystemKind, SystemSpec
 
-__all__ = ["MODELS", "PEERS", "TINY", "named_plan", "peer_systems", "plan_system", "plan_systems"]
-
 REFERENCE: Final = "local"
 """The peer that does not communicate."""
 
@@ -36,16 +34,8 @@ EVERY: Final = 32
 
 @dataclass(frozen=True)
 class Peer:
-    """A system that is not ours.
-
-    Attributes:
-        builder: ``module:function`` that builds the system on a rank.
-        summary: Description of the system.
-        package: Package that it needs besides torch, if any.
-        options: Options of the builder.
-        kind: Its role in comparisons.
-        cycle: Steps after which its communication repeats.
-    """
+    """A system that is not ours, which ``module:function`` builds on a rank; its communication repeats after ``cycle``
+    steps."""
 
     builder: str
     summary: str
@@ -90,10 +80,6 @@ PEERS: Final[Mapping[str, Peer]] = {
 def peer_systems(names: Sequence[str], workload: Mapping[str, Any]) -> list[SystemSpec]:
     """Peers by name.
 
-    Args:
-        names: Keys of ``PEERS``.
-        workload: Options of every builder.
-
     Raises:
         SpecError: a name is unknown.
         UsageError: a peer's package is not installed.
@@ -106,10 +92,7 @@ def peer_systems(names: Sequence[str], workload: Mapping[str, Any]) -> list[Syst
 
 
 def check_packages(names: Iterable[str]) -> None:
-    """Check that the packages of peers are installed.
-
-    Args:
-        names: Names of peers; others are passed over.
+    """Check that the packages of peers are installed; other names are passed over.
 
     Raises:
         UsageError: A package is not installed.
@@ -161,7 +144,7 @@ def named_plan(name: str, nodes: int, ranks: int) -> Plan:
     if plan.ranks != whole or (plan.islands is None and (plan.mesh.nodes, plan.mesh.local) != (nodes, ranks)):
         islands = "" if plan.islands is None else f" with {plan.islands.count} islands"
         raise SpecError(
-            name, [f"mesh = {plan.mesh} (local x nodes){islands} is not that of --nodes {nodes} --ranks {ranks}"]
+            name, f"mesh = {plan.mesh} (local x nodes){islands} is not that of --nodes {nodes} --ranks {ranks}"
         )
     return plan
 

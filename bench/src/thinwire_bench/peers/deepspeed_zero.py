@@ -20,19 +20,10 @@ from thinwire_bench.peers.interface import Place, System
 from thinwire_bench.peers.system import fused_adamw
 from thinwire_bench.peers.workload import batches, make_model
 
-__all__ = ["deepspeed"]
-
 
 @final
 class DeepSpeedSystem(System):
-    """A model in DeepSpeed's engine.
-
-    Args:
-        model: The whole model, on this rank.
-        config: DeepSpeed's.
-        place: Place of this rank.
-        options: Options of the workload.
-    """
+    """A model in DeepSpeed's engine."""
 
     def __init__(self, model: nn.Module, config: dict[str, Any], place: Place, options: Mapping[str, Any]) -> None:
         # Its import starts a thread, which a server that forks must not have.
@@ -52,12 +43,7 @@ class DeepSpeedSystem(System):
 
 
 def deepspeed(place: Place, options: Mapping[str, Any]) -> System:
-    """Build DeepSpeed's ZeRO.
-
-    Args:
-        place: Place of this rank.
-        options: Options of the workload, and ``stage``, from 1 to 3.
-    """
+    """Build DeepSpeed's ZeRO of ``stage`` 1 to 3."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     # DeepSpeed looks for ninja, which is installed next to the interpreter, each time it loads its compiled module.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-__all__ = ["SystemKind", "Place", "System", "SystemSpec"]
-
 
 class SystemKind(StrEnum):
     """The role of a system in a comparison."""
@@ -46,13 +44,7 @@ class SystemSpec:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a rank in the cluster.
-
-    Attributes:
-        rank: Rank among all ranks.
-        nodes: Number of hosts.
-        local: Ranks on each host; a host holds consecutive ranks.
-    """
+    """The place of a rank in a cluster of ``nodes`` hosts, each of which holds ``local`` consecutive ranks."""
 
     rank: int
     nodes: int

@@ -15,8 +15,6 @@ from thinwire_bench.peers.interface import Place, System
 from thinwire_bench.peers.system import LEARNING_RATE, TorchSystem
 from thinwire_bench.peers.workload import batches, make_model
 
-__all__ = ["plan"]
-
 
 @final
 class PlanSystem(System):
@@ -52,12 +50,7 @@ class PlanSystem(System):
 
 
 def plan(place: Place, options: Mapping[str, Any]) -> System:
-    """Build the system of a plan.
-
-    Args:
-        place: Place of this rank.
-        options: Options of the workload; ``plan`` as TOML.
-    """
+    """Build the system of a plan, which the options hold as TOML."""
     model = tw.shard(make_model(options), tw.Plan.from_toml(options["plan"]))
     optim = tw.optimizer(model, torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
     return PlanSystem(model, optim, batches(options, place.rank))

@@ -24,8 +24,6 @@ from thinwire_bench.peers.interface import Place, System
 from thinwire_bench.peers.system import LEARNING_RATE, TorchSystem, fused_adamw
 from thinwire_bench.peers.workload import batches, make_model
 
-__all__ = ["Autocast", "ddp", "ddp_bf16_hook", "ddp_powersgd", "fsdp2", "hpz", "hsdp", "local", "zero1"]
-
 _BUCKET_MIB = 5
 """Of DDP: its default, 25, starts so late on this model that a link of 1 Gbit/s makes a step a fifth longer."""
 

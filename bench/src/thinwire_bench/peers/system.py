@@ -10,8 +10,6 @@ from torch import nn
 
 from thinwire_bench.peers.interface import System
 
-__all__ = ["LEARNING_RATE", "TorchSystem", "fused_adamw"]
-
 LEARNING_RATE = 1e-3
 
 

@@ -23,8 +23,6 @@ from thinwire_bench.peers.pytorch import Autocast
 from thinwire_bench.peers.system import TorchSystem, fused_adamw
 from thinwire_bench.peers.workload import batches, make_model
 
-__all__ = ["diloco", "local_sgd"]
-
 _ADDRESS: Final[Typed[str | None]] = Typed(str | None)
 
 _PATIENCE = datetime.timedelta(hours=1)

@@ -10,11 +10,6 @@ from typing import Any
 from thinwire.sim import Answer, Case
 from thinwire_bench.published.calibration import PublishedRow
 
-__all__ = [
-    "baselines", "case", "is_ablation", "is_baseline", "is_ratio", "is_rough", "is_stated", "mean_mfu", "ratio",
-    "ratios", "rough", "traced",
-]  # fmt: skip
-
 _MODELS = {"LLaMA-7B": "llama-7b", "LLaMA-13B": "llama-13b", "LLaMA-30B": "llama-30b-amsp"}
 
 _KINDS = {"AG": "gather", "RS": "reduce", "AR": "sync", "BC": "spread"}
@@ -80,9 +75,8 @@ def traced() -> dict[str, Case]:
     return {name: Case.parse({**fields, **step}, name) for name, step in steps.items()}
 
 
-def ratio(row: PublishedRow, answers: Sequence[Answer]) -> float:
+def ratio(_row: PublishedRow, answers: Sequence[Answer]) -> float:
     """First over second."""
-    del row
     first, second = answers
     return first.tgs / second.tgs
 
@@ -100,9 +94,8 @@ def rough(row: PublishedRow) -> list[Case]:
     return [best, *(_case(row, "deepspeed", plan, None, recompute=True) for plan in (_group("8x2"), "zero3"))]
 
 
-def mean_mfu(row: PublishedRow, answers: Sequence[Answer]) -> float:
+def mean_mfu(_row: PublishedRow, answers: Sequence[Answer]) -> float:
     """Over the systems, which the paper does not tell apart."""
-    del row
     return statistics.fmean(answer.mfu for answer in answers)
 
 

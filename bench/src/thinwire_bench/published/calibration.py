@@ -8,8 +8,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-__all__ = ["Fit", "LeftOutGroup", "PublishedRow", "fits", "rows"]
-
 
 @dataclass(frozen=True)
 class PublishedRow:
@@ -91,7 +89,6 @@ class Fit:
 
 @cache
 def fits() -> dict[str, Fit]:
-    """The fits, by system."""
     text = (files("thinwire_bench.published") / "fits.json").read_text(encoding="utf-8")
     return {
         name: Fit(fit["date"], tuple(fit["constants"]), fit["left_out"], fit["by"], _groups(fit))

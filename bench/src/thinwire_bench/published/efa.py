@@ -12,8 +12,6 @@ from thinwire.sim import Answer, Case
 from thinwire_bench.published.calibration import PublishedRow
 from thinwire_bench.published.zeropp import RECOMPUTED
 
-__all__ = ["cases", "is_throughput", "tflops"]
-
 _TOKENS = 8192
 """Tokens per GPU in the runs of the blog, according to the pull request."""
 

@@ -14,8 +14,6 @@ from thinwire.cost import Efficiency, NominalRates, Work
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import ClusterSpec
 
-__all__ = ["NO_STALLS", "SMALL_TENSOR", "EngineRates", "HostOverhead"]
-
 
 class EngineRates(NominalRates):
     """Nominal rates with the speeds of an engine's codecs.

@@ -36,8 +36,6 @@ from thinwire_bench.published.engine_rates import NO_STALLS, SMALL_TENSOR, Engin
 from thinwire_bench.published.fetching import share_of_recomputation
 from thinwire_bench.published.headroom import Headroom
 
-__all__ = ["ENGINES", "PublishedEngine"]
-
 _ALL_LOGITS = 1 << 62
 """Systems other than thinwire compute the loss of all logits at once."""
 
@@ -119,15 +117,7 @@ class PublishedEngine(Engine):
 
     def memory(self, model: ModelSpec, plan: Plan, units: Sequence[UnitInfo], *, seq: int, room: int) -> Memory:
         """Bytes per rank that its allocator takes: all that a step ever uses at once or after another, as far as there
-        is room, because blocks that are freed do not fit what comes next and stay; at least what is used at once.
-
-        Args:
-            model: The part of the model in the rank's stage.
-            plan: The plan.
-            units: Units of the stage.
-            seq: Tokens per sequence.
-            room: Bytes of the accelerator.
-        """
+        is room, because blocks that are freed do not fit what comes next and stay; at least what is used at once."""
         dtype = "float16" if self.messages else plan.compute_dtype
         needed = memory(model, plan, units, seq=seq, states=self.states, overhead=self.overhead, loss_chunk=_ALL_LOGITS)
         keeps = self.keeps_gathered and plan.secondary is not None and plan.micro_batches > 1

@@ -8,8 +8,6 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["share_of_recomputation"]
-
 PREFETCH = 50_000_000
 """Elements that a hook asks for ahead (``stage3_prefetch_bucket_size``), the last tensor in whole."""
 

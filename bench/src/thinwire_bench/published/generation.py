@@ -18,8 +18,6 @@ from thinwire.spec import CodecSpec
 from thinwire_bench.published.calibration import PublishedRow
 from thinwire_bench.published.engines import ENGINES
 
-__all__ = ["cases", "figure", "is_generation"]
-
 _GBPS: Final = 800.0
 _KEPT: Final = CodecSpec.parse("int8:256")
 _PLANS: Final = {"ZeRO-3": "zero3", "ZeRO++": "hpz"}
@@ -38,9 +36,8 @@ def cases(row: PublishedRow) -> list[Case]:
     return [Case.parse({**common, "plan": _PLANS[system]}, row.where) for system in row.system.split(" vs ")]
 
 
-def figure(row: PublishedRow, answers: Sequence[Answer]) -> float:
+def figure(_row: PublishedRow, answers: Sequence[Answer]) -> float:
     """Tokens per second and GPU, or the gain."""
-    del row
     rates = [1 / _forward_seconds(answer) for answer in answers]
     return rates[0] if len(rates) == 1 else rates[0] / rates[1]
 

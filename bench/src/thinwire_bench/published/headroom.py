@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 
 from thinwire.program import Axis, Event, Lane, Operation, Phase, StepProgram
 
-__all__ = ["Headroom"]
-
 
 @dataclass(frozen=True, slots=True)
 class Headroom:

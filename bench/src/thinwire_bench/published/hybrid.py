@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from thinwire.sim import Answer, Case
 from thinwire_bench.published.calibration import PublishedRow
 
-__all__ = ["cases", "gain", "is_gain"]
-
 
 def is_gain(row: PublishedRow) -> bool:
     """Gains in samples/s and in TFLOPS, which should be the same and are not: the simulator gives both one figure."""
@@ -54,8 +52,7 @@ def _policy(scheme: str) -> str:
     return f"zhybrid:{match[1]}-{match[2]}"
 
 
-def gain(row: PublishedRow, answers: Sequence[Answer]) -> float:
+def gain(_row: PublishedRow, answers: Sequence[Answer]) -> float:
     """Percent of throughput."""
-    del row
     compressed, base = answers
     return 100 * (base.simulated.seconds / compressed.simulated.seconds - 1)

@@ -7,8 +7,6 @@ import re
 from thinwire.sim import Case
 from thinwire_bench.published.calibration import PublishedRow
 
-__all__ = ["case", "is_throughput"]
-
 
 def is_throughput(row: PublishedRow) -> bool:
     """Whether a row gives tokens per second; the TFLOPS of the source follow from them."""

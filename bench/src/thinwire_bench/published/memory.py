@@ -13,8 +13,6 @@ from thinwire_bench.published import zeropp
 from thinwire_bench.published.calibration import PublishedRow
 from thinwire_bench.published.engines import ENGINES
 
-__all__ = ["cases", "figure", "is_memory"]
-
 _GIB = 1 << 30
 
 _METRICS = (
@@ -47,7 +45,6 @@ def cases(row: PublishedRow) -> list[Case]:
 
 
 def figure(row: PublishedRow, answers: Sequence[Answer]) -> float:
-    """The simulated figure, in the unit of the row."""
     first = answers[0]
     if row.metric == "OOM":
         return float(first.memory.total > first.cluster.memory)

@@ -10,18 +10,10 @@ from thinwire.sim import Answer, Case, answer
 from thinwire_bench.published import amsp, efa, generation, hybrid, internevo, memory, zeropp
 from thinwire_bench.published.calibration import PublishedRow, rows
 
-__all__ = ["TABLES", "RowComparison", "Table", "mean_error", "reproduce"]
-
 
 @dataclass(frozen=True)
 class RowComparison:
-    """A published figure and the simulated one.
-
-    Attributes:
-        row: The published figure.
-        simulated: The same figure for the simulated step.
-        in_points: Whether figures are percentages, whose errors are in points.
-    """
+    """A published figure and the simulated one; where figures are percentages, errors are in points."""
 
     row: PublishedRow
     simulated: float
@@ -65,7 +57,6 @@ class Table:
 
     @property
     def rows(self) -> list[PublishedRow]:
-        """The published figures of the table."""
         return [row for row in rows() if self.wanted(row)]
 
     def compare(self, row: PublishedRow, answered: Callable[[Case], Answer] = answer) -> RowComparison:
@@ -73,13 +64,11 @@ class Table:
         return RowComparison(row, self.value(row, [answered(case) for case in self.cases(row)]), self.in_points)
 
 
-def _tgs(row: PublishedRow, answers: Sequence[Answer]) -> float:
-    del row
+def _tgs(_row: PublishedRow, answers: Sequence[Answer]) -> float:
     return answers[0].tgs
 
 
-def _mfu(row: PublishedRow, answers: Sequence[Answer]) -> float:
-    del row
+def _mfu(_row: PublishedRow, answers: Sequence[Answer]) -> float:
     return answers[0].mfu
 
 

@@ -13,11 +13,6 @@ from typing import Any
 from thinwire.sim import Answer, Case
 from thinwire_bench.published.calibration import PublishedRow
 
-__all__ = [
-    "cases", "counted_tflops", "is_chart", "is_stated", "is_technique", "is_tutorial", "milliseconds", "stated",
-    "technique_cases", "techniques",
-]  # fmt: skip
-
 RECOMPUTED = 4 / 3
 """FLOPs with recomputation over those of the model alone."""
 
@@ -101,15 +96,13 @@ def _case(row: PublishedRow, model: str, plan: str, tokens: int, wire: dict[str,
     return Case.parse(fields | ({"wire": wire} if wire else {}), row.where)
 
 
-def counted_tflops(row: PublishedRow, answers: Sequence[Answer]) -> float:
+def counted_tflops(_row: PublishedRow, answers: Sequence[Answer]) -> float:
     """With recomputation, of the slowest model."""
-    del row
     return min(answer.tflops * RECOMPUTED for answer in answers)
 
 
-def milliseconds(row: PublishedRow, answers: Sequence[Answer]) -> float:
+def milliseconds(_row: PublishedRow, answers: Sequence[Answer]) -> float:
     """Of a step."""
-    del row
     return 1000 * answers[0].simulated.seconds
 
 

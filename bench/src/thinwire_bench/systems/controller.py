@@ -31,8 +31,6 @@ from thinwire_bench.systems.protocol import (
     Warm,
 )
 
-__all__ = ["Controller", "Network", "TurnResult"]
-
 _FIRST_PORT = 20_000
 """First port of the jobs on host 0; below the ports that operating systems hand out."""
 
@@ -93,13 +91,8 @@ class TurnResult:
 
 
 class Controller:
-    """Systems on the hosts of a network; a context manager that ends all their processes.
-
-    Args:
-        network: An open lab.
-        ranks: Ranks of each host.
-        timeout: Seconds that a system may take to start, or for a turn.
-    """
+    """Systems on the hosts of an open lab; a context manager that ends all their processes. A system may take
+    ``timeout`` seconds to start, or for a turn."""
 
     def __init__(self, network: Network, ranks: int, *, timeout: float = 600.0) -> None:
         self._network, self._ranks, self._timeout = network, ranks, timeout
@@ -162,10 +155,6 @@ class Controller:
 
     def run(self, label: str, turn: TurnRequest) -> TurnResult:
         """Let one system train while all others sleep.
-
-        Args:
-            label: Label of a system that was started.
-            turn: Number of steps, and their options.
 
         Raises:
             BenchError: a rank failed, died or took too long.

@@ -10,8 +10,6 @@ from thinwire_bench.peers.interface import SystemSpec
 from thinwire_bench.systems.controller import TurnResult
 from thinwire_bench.systems.protocol import TurnRequest
 
-__all__ = ["Runner", "Sample", "Session", "Setting", "interleave", "lean_turns"]
-
 STARTUP_STEPS = 3
 """Steps of each system without cycles before the first round: buffers are allocated, orders recorded."""
 
@@ -74,13 +72,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Sample:
-    """One turn of one system.
-
-    Attributes:
-        round: Round, counted from 0; None for the start-up and the lean turn, which are not timed.
-        setting: Bandwidth and bound on the gradient norm.
-        result: The measurement.
-    """
+    """One turn of one system, in a round from 0, or None for the start-up and the lean turn, which are not timed."""
 
     round: int | None
     setting: Setting
@@ -144,18 +136,7 @@ def lean_turns(
     setting: Setting,
     report: Callable[[Sample], None],
 ) -> list[Sample]:
-    """One lean turn of every system, which measures its memory; it comes after all that is timed.
-
-    Args:
-        runner: Lets a system train.
-        shape: Sets the bandwidth of all links, in bits per second.
-        systems: The systems.
-        setting: Bandwidth and bound on the gradient norm.
-        report: Called with every sample.
-
-    Returns:
-        A sample of each system.
-    """
+    """One lean turn of every system, which measures its memory; it comes after all that is timed."""
     shape(setting.rate)
     samples = []
     for system in systems:

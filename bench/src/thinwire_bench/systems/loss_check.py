@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from thinwire_bench.systems.interleave import Sample
 
-__all__ = ["LOSS_STEPS", "LOSS_TOLERANCE", "early_losses", "refusals"]
-
 LOSS_STEPS = 20
 """Steps at the start of training that are compared; later, rounding alone drives the best apart."""
 
@@ -26,15 +24,8 @@ def early_losses(samples: Sequence[Sample]) -> dict[str, tuple[float, ...]]:
 
 
 def refusals(losses: Mapping[str, Sequence[float]], exempt: frozenset[str] = frozenset()) -> dict[str, str]:
-    """Systems that did not train as the others did.
-
-    Args:
-        losses: Losses of every step by label, the same number for each system.
-        exempt: Systems that train differently on purpose; they are not compared with the others.
-
-    Returns:
-        Why, by label of the refused.
-    """
+    """Systems that did not train as the others did, and why, by label. Those of ``exempt`` train differently on
+    purpose."""
     judged = {label: values for label, values in losses.items() if label not in exempt}
     # A system that went astray must not pull the reference along: it is the median of those with finite losses.
     finite = [values for values in judged.values() if all(map(math.isfinite, values))]

@@ -9,10 +9,6 @@ from typing import Any
 from thinwire.errors import ThinwireError
 from thinwire_bench.peers.interface import SystemSpec
 
-__all__ = [
-    "BenchError", "Ended", "Failed", "Hello", "Launch", "Ready", "Settled", "Sleep", "TurnRequest", "Wake", "Warm",
-]  # fmt: skip
-
 
 class BenchError(ThinwireError, RuntimeError):
     """A rank of a benchmark failed, died or took too long; the message names system, rank and cause."""
@@ -20,17 +16,8 @@ class BenchError(ThinwireError, RuntimeError):
 
 @dataclass(frozen=True)
 class Launch:
-    """To a server: start this host's ranks of a system.
-
-    Attributes:
-        system: The system to start.
-        nodes: Hosts of the run.
-        local: Ranks of each host.
-        host: Index of this host.
-        environment: Environment variables of the job, the same for all ranks.
-        log: Path of the file for the output of the ranks.
-        timeout: Seconds until a collective fails.
-    """
+    """To a server: start this host's ranks of a system, with their output in a file, and ``timeout`` seconds until a
+    collective fails."""
 
     system: SystemSpec
     nodes: int
@@ -43,22 +30,14 @@ class Launch:
 
 @dataclass(frozen=True)
 class Sleep:
-    """To a server: stop this host's ranks of a system, threads that poll included.
-
-    Attributes:
-        label: Label of the system.
-    """
+    """To a server: stop this host's ranks of a system, threads that poll included."""
 
     label: str
 
 
 @dataclass(frozen=True)
 class Wake:
-    """To a server: let this host's ranks of a system go on.
-
-    Attributes:
-        label: Label of the system.
-    """
+    """To a server: let this host's ranks of a system go on."""
 
     label: str
 
@@ -83,13 +62,7 @@ class TurnRequest:
 
 @dataclass(frozen=True)
 class Hello:
-    """The first message of a process.
-
-    Attributes:
-        host: Index of its host.
-        label: Label of its system, for a rank.
-        rank: Its rank in the system, for a rank.
-    """
+    """The first message of a process: a server's, or with label and rank that of a rank of a system."""
 
     host: int
     label: str | None = None
@@ -129,24 +102,14 @@ class Settled:
 
 @dataclass(frozen=True)
 class Failed:
-    """From a rank: an exception ended it.
-
-    Attributes:
-        sentence: The exception as one line.
-    """
+    """From a rank: an exception, here as one line, ended it."""
 
     sentence: str
 
 
 @dataclass(frozen=True)
 class Ended:
-    """From a server: a rank's process is no more.
-
-    Attributes:
-        label: Label of its system.
-        rank: Its rank.
-        how: How it ended, for example ``was killed by SIGKILL``.
-    """
+    """From a server: a rank's process is no more, for example because it ``was killed by SIGKILL``."""
 
     label: str
     rank: int

@@ -24,20 +24,12 @@ from thinwire.sharding.memory.allocator import give_back_freed_memory
 from thinwire_bench.peers.interface import Place, System
 from thinwire_bench.systems.protocol import Failed, Hello, Launch, Ready, Settled, TurnRequest, Warm
 
-__all__ = ["serve"]
-
 _TRIM_SECONDS: Final = 5e-4
 """Seconds between two times that a lean process gives back what has been freed."""
 
 
 def serve(address: str, launch: Launch, local_rank: int) -> None:
-    """Be one rank until the controller closes the connection.
-
-    Args:
-        address: Address of the controller's socket.
-        launch: What to start.
-        local_rank: Index of this rank on its host.
-    """
+    """Be one rank until the controller closes the connection."""
     place = Place(launch.host * launch.local + local_rank, launch.nodes, launch.local)
     _redirect_output(launch.log)
     pipe: Connection[Any, Any] = Client(address, family="AF_UNIX")

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from thinwire_bench.peers.interface import SystemKind
 from thinwire_bench.systems.rows import SystemRow
 
-__all__ = ["PAIRS", "Ratio", "best_ratios", "compare", "goals", "pair_ratios"]
-
 PAIRS = (("tw:zero3", "fsdp2"), ("tw:zeropp", "fsdp2"))
 """A plan and the peer that shards as it does."""
 
@@ -58,13 +56,7 @@ def best_ratios(rows: Sequence[SystemRow]) -> list[Ratio]:
 
 
 def pair_ratios(rows: Sequence[SystemRow], plan: str, peer: str) -> list[Ratio]:
-    """One plan against one peer under each setting in which neither is missing or refused.
-
-    Args:
-        rows: Rows of a run.
-        plan: Label of thinwire's plan.
-        peer: Label of the other system.
-    """
+    """One plan against one peer, by their labels, under each setting in which neither is missing or refused."""
     comparisons = []
     for alike in _by_setting(rows):
         by_label = {row.system: row for row in alike}

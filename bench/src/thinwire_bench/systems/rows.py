@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from thinwire_bench.peers.interface import SystemKind, SystemSpec
 from thinwire_bench.systems.interleave import Sample, Setting
 from thinwire_bench.systems.loss_check import early_losses, refusals
-
-__all__ = ["SystemRow", "make_rows"]
 
 
 @dataclass(frozen=True)
@@ -67,10 +64,6 @@ class SystemRow:
     refused: str | None
     needed_rss: int | None = None
 
-    def plain(self) -> dict[str, Any]:
-        """The row as JSON has it."""
-        return asdict(self)
-
 
 def make_rows(samples: Sequence[Sample], systems: Sequence[SystemSpec], *, tokens: int, cores: int) -> list[SystemRow]:
     """A row for every system and setting, settings in the order they were visited, systems in the given one.
@@ -102,16 +95,7 @@ def make_rows(samples: Sequence[Sample], systems: Sequence[SystemSpec], *, token
 
 @dataclass(frozen=True)
 class _Common:
-    """What a row needs besides the samples of its system under its setting.
-
-    Attributes:
-        setting: Bandwidth and bound on the gradient norm.
-        alone: Median milliseconds per step of the system without communication; None where none ran.
-        tokens: Tokens of a step, of all ranks.
-        cores: Cores that all ranks share.
-        loss: Mean loss over the first steps, in nats per token.
-        refused: Why the row does not count, or None.
-    """
+    """What a row needs besides the samples of its system under its setting."""
 
     setting: Setting
     alone: float | None
@@ -126,7 +110,6 @@ def _milliseconds(samples: Sequence[Sample], label: str) -> list[float]:
 
 
 def _row(samples: Sequence[Sample], system: SystemSpec, common: _Common) -> SystemRow:
-    """The row of one system under one setting, from its samples."""
     results = [sample.result for sample in samples]
     times = _milliseconds(samples, system.label)
     step_ms = statistics.median(times)

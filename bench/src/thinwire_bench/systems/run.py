@@ -9,19 +9,9 @@ from thinwire_bench.peers.interface import SystemSpec
 from thinwire_bench.systems.controller import Controller
 from thinwire_bench.systems.interleave import Sample, Session, Setting, interleave, lean_turns
 
-__all__ = ["run"]
-
 
 def run(systems: Sequence[SystemSpec], settings: Sequence[Setting], session: Session) -> list[Sample]:
-    """Start all systems on an emulated cluster and let them take turns.
-
-    Args:
-        systems: The systems; no two have the same label.
-        settings: Bandwidths and bounds on the gradient norm.
-        session: Hosts, rounds and steps.
-
-    Returns:
-        Samples in the order they were taken.
+    """Start all systems on an emulated cluster and let them take turns; samples are in the order they were taken.
 
     Raises:
         ThinwireError: hosts cannot be made on this machine, or a rank failed, died or took too long.

@@ -18,8 +18,6 @@ from typing import Any, Final, NoReturn
 
 from thinwire_bench.systems.protocol import Ended, Hello, Launch, Sleep, Wake
 
-__all__ = ["main"]
-
 _SHARED: Final = ("torch", "torch._dynamo", "thinwire_bench.systems.rank", "thinwire.sharding.api")
 """What every rank needs; the first optimizer step of any rank would load dynamo."""
 
@@ -27,12 +25,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class Server:
-    """The ranks of a host.
-
-    Args:
-        address: of the controller's socket.
-        host: index of this host.
-    """
+    """The ranks of a host."""
 
     def __init__(self, address: str, host: int) -> None:
         self._address = address
@@ -112,14 +105,7 @@ class Server:
 
 
 def main(arguments: list[str]) -> int:
-    """Serve.
-
-    Args:
-        arguments: the controller's address and the host's index.
-
-    Returns:
-        Exit status.
-    """
+    """Serve the controller at the address of the first argument as the host of the second; returns the exit status."""
     address, host = arguments
     # Ctrl-C reaches the whole terminal; the controller decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

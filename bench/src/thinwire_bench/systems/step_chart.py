@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-__all__ = ["draw"]
-
 _COLOURS: Final = {
     SystemKind.PLAN: "#1f5fa8",
     SystemKind.PEER: "#9db7d5",
@@ -32,12 +30,8 @@ _FLOOR: Final = "#c4442b"
 
 
 def draw(rows: Sequence[SystemRow], path: Path) -> None:
-    """Draw medians with whiskers from the fastest to the slowest round, and each system's own bound.
-
-    Args:
-        rows: Rows of a run; a refused row gets no bar.
-        path: The PNG file.
-    """
+    """Draw medians with whiskers from the fastest to the slowest round, and each system's own bound; refused rows get
+    no bar."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

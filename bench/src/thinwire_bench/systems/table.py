@@ -11,8 +11,6 @@ from thinwire_bench.peers.interface import SystemKind
 from thinwire_bench.systems.ratios import Ratio
 from thinwire_bench.systems.rows import SystemRow
 
-__all__ = ["goals_table", "tables"]
-
 _NUMBERS = (
     "ms/step", "min", "max", "tokens/s", "exposed ms", "link/step", "predicted", "CPU s", "bound ms", "x bound",
     "peak RSS", "loss",
@@ -36,11 +34,7 @@ def tables(rows: Sequence[SystemRow]) -> list[Table]:
 
 
 def goals_table(ratios: Mapping[str, Sequence[Ratio]]) -> Table:
-    """Comparisons, one line for each setting.
-
-    Args:
-        ratios: Ratios by the name of their comparison.
-    """
+    """Comparisons, one line for each setting."""
     table = Table(title="ours / theirs, below 1 is faster", title_justify="left", box=None, pad_edge=False)
     for name in ("goal", "link", "clip", "plan", "peer"):
         table.add_column(name, no_wrap=True)
@@ -61,7 +55,6 @@ def goals_table(ratios: Mapping[str, Sequence[Ratio]]) -> Table:
 
 
 def setting_name(bandwidth: str, clip: float | None) -> str:
-    """A setting as a title."""
     link = "links unshaped" if bandwidth == "none" else f"links of {bandwidth}"
     return f"{link}, {'no clipping' if clip is None else f'gradients clipped to {clip:g}'}"
 

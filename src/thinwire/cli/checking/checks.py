@@ -24,8 +24,6 @@ from typing import Final, Literal
 from thinwire.errors import ThinwireError
 from thinwire.units import format_bytes
 
-__all__ = ["Check", "Verdict", "hardware_checks", "system_checks", "torch_check"]
-
 Verdict = Literal["ok", "none", "limits", "missing", "broken"]
 """``none``: absent, and nothing on this machine would use it. ``limits``: present, but not sufficient for every use."""
 
@@ -52,16 +50,7 @@ _CHECKPOINT_BYTES: Final = 12
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the table.
-
-    Attributes:
-        name: What was checked.
-        found: Description of the result.
-        needed_for: What depends on it.
-        verdict: Judgement; see :data:`Verdict`.
-        remedy: How to fix it, as a command if possible.
-        essential: Whether training is impossible without it.
-    """
+    """One line of the table, with a remedy as a command if possible; without an essential one, nothing trains."""
 
     name: str
     found: str
@@ -98,11 +87,7 @@ def torch_check() -> Check:
 
 
 def hardware_checks() -> Iterator[Check]:
-    """GPUs, NCCL and codecs; torch works.
-
-    Yields:
-        One check after the other.
-    """
+    """GPUs, NCCL and codecs; torch works."""
     import torch
 
     has_gpu = torch.cuda.is_available()
@@ -221,14 +206,7 @@ def _codecs(name: str, backend: str, device: str, use: str) -> Check:
 
 
 def system_checks(*, has_rdma: bool) -> Iterator[Check]:
-    """Python, compilers, optional packages, the lab, limits.
-
-    Args:
-        has_rdma: Whether there are network cards that pin memory.
-
-    Yields:
-        One check after the other.
-    """
+    """Python, compilers, optional packages, the lab, limits."""
     yield Check("Python", platform.python_version(), "everything", essential=True)
     yield _compiler()
     yield _headers()

@@ -65,11 +65,7 @@ def doctor(
 
 
 def examine() -> dict[str, Any]:
-    """Examine the machine.
-
-    Returns:
-        Findings by name, as plain values.
-    """
+    """Findings about the machine by name, as plain values."""
     import torch
     import torch.distributed as dist
 

@@ -14,8 +14,6 @@ import psutil
 from thinwire.cli.checking.checks import Check
 from thinwire.units import format_bandwidth
 
-__all__ = ["Interface", "gloo_choice", "interfaces", "nccl_choice", "network_checks", "rdma_devices"]
-
 _INFINIBAND: Final = Path("/sys/class/infiniband")
 _VERBS: Final = Path("/dev/infiniband")
 _LAST: Final = ("docker", "lo", "virbr")
@@ -46,7 +44,6 @@ class Interface:
         )
 
     def plain(self) -> dict[str, Any]:
-        """The interface as plain values."""
         return {**asdict(self), "addresses": list(self.addresses)}
 
 
@@ -71,14 +68,8 @@ def interfaces() -> list[Interface]:
 
 
 def gloo_choice(all_interfaces: Sequence[Interface]) -> tuple[list[str], str]:
-    """The interfaces that gloo takes: those of ``GLOO_SOCKET_IFNAME``, or the one whose address this host's name has.
-
-    Args:
-        all_interfaces: All interfaces that are up.
-
-    Returns:
-        Their names, and why these.
-    """
+    """The interfaces that gloo takes, and why these: those of ``GLOO_SOCKET_IFNAME``, or the one whose address this
+    host's name has."""
     named = os.environ.get("GLOO_SOCKET_IFNAME")
     if named:
         return [name.strip() for name in named.split(",")], "GLOO_SOCKET_IFNAME"
@@ -108,14 +99,7 @@ def _own_addresses(host: str) -> Iterator[str]:
 
 
 def nccl_choice(all_interfaces: Sequence[Interface]) -> tuple[list[str], str]:
-    """The interfaces that NCCL's sockets take.
-
-    Args:
-        all_interfaces: All interfaces that are up.
-
-    Returns:
-        Their names, and why these.
-    """
+    """The interfaces that NCCL's sockets take, and why these."""
     names = [interface.name for interface in all_interfaces if interface.addresses]
     named = os.environ.get("NCCL_SOCKET_IFNAME")
     if named:
@@ -153,14 +137,7 @@ class RdmaDevice:
 
 
 def rdma_devices(root: Path = _INFINIBAND) -> list[RdmaDevice]:
-    """The devices that the kernel lists.
-
-    Args:
-        root: Directory of the kernel's list.
-
-    Returns:
-        The devices, by name.
-    """
+    """The devices that the kernel lists."""
     if not root.is_dir():
         return []
     return [_rdma_device(path) for path in sorted(root.iterdir())]
@@ -186,16 +163,7 @@ def _rdma_device(path: Path) -> RdmaDevice:
 def network_checks(
     all_interfaces: Sequence[Interface], devices: Sequence[RdmaDevice], *, has_gpu: bool
 ) -> Iterator[Check]:
-    """The network as ranks will see it.
-
-    Args:
-        all_interfaces: All interfaces that are up.
-        devices: Devices with RDMA.
-        has_gpu: Whether NCCL will be used.
-
-    Yields:
-        One check after the other.
-    """
+    """The network as ranks will see it."""
     for interface in all_interfaces:
         if not interface.is_loopback:
             yield _interface(interface)

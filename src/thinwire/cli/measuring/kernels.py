@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from thinwire.spec import ModelSpec
     from thinwire.spec.machines.kernels import KernelTable
 
-__all__ = ["KernelOptions", "kernels", "shapes_of", "time_kernels"]
-
 _BATCHES: Final = (1, 2, 4)
 """Micro-batches, in units of the one that was asked for, whose shapes are timed."""
 
@@ -67,12 +65,7 @@ def kernels(options: _Options) -> None:
 
 
 def time_kernels(options: KernelOptions, *, as_json: bool) -> None:
-    """Time the kernels of a model on this process's device, write the table, and show it.
-
-    Args:
-        options: What to time, and where to write it.
-        as_json: Whether to print the table as JSON.
-    """
+    """Time the kernels of a model on this process's device, write the table, and show it."""
     from thinwire.cli.measuring.ranks import small_model
     from thinwire.profile.kernels import measure_kernels
     from thinwire.spec import ModelSpec

@@ -15,14 +15,9 @@ if TYPE_CHECKING:
     from thinwire.spec import Factor, ModelSpec
     from thinwire.train.environment import Started
 
-__all__ = ["join", "launched", "mesh_of", "small_model", "status"]
-
 
 def launched(command: str) -> Started:
-    """This rank among those that a launcher has started.
-
-    Args:
-        command: The command's name.
+    """This rank among those that a launcher has started for a command.
 
     Raises:
         UsageError: No launcher has started it.

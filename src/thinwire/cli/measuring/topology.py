@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from thinwire.spec import Factor
     from thinwire.train.environment import Started
 
-__all__ = ["find_topology", "topology"]
-
 
 @dataclass(frozen=True)
 class TopologyOptions:
@@ -110,14 +108,6 @@ def find_topology(
     ranks: Started, mesh: Factor, device: torch.device, out: Path, plot: Path | None, *, as_json: bool
 ) -> None:
     """Find the leaves and write them; every rank calls this, and rank 0 writes.
-
-    Args:
-        ranks: This rank among all.
-        mesh: Ranks of a node, and nodes.
-        device: Device of this rank.
-        out: File with a line per host, its name and its leaf.
-        plot: Picture of all pairs to draw.
-        as_json: Whether to print JSON on stdout.
 
     Raises:
         UsageError: On every rank: there are less than three nodes, or timing cannot tell the leaves.

@@ -93,7 +93,6 @@ def show_objectives(both: BothObjectives, answer: Answer) -> None:
 
 
 def objectives_json(job: TrainingJob, both: BothObjectives | None) -> dict[str, Any] | None:
-    """Both plans under both objectives as JSON."""
     if both is None:
         return None
     plans = {

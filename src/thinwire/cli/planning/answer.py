@@ -15,19 +15,10 @@ from thinwire.cli.terminal.errors import writing
 if TYPE_CHECKING:
     from thinwire.report import Sheet
 
-__all__ = ["Answer", "File", "give"]
-
 
 @dataclass(frozen=True)
 class File:
-    """A file that an option asks for.
-
-    Attributes:
-        option: The option.
-        path: What it names.
-        write: Writes the file.
-        done: What is said once it is written, unless the answer says it.
-    """
+    """A file that an option asks for, and what is said once it is written, unless the answer says it."""
 
     option: str
     path: Path
@@ -37,13 +28,7 @@ class File:
 
 @dataclass
 class Answer:
-    """What a search has found.
-
-    Attributes:
-        shown: Sentences and tables.
-        facts: The same as JSON.
-        files: What is to be written.
-    """
+    """What a search has found: sentences and tables, the same as JSON, and files to be written."""
 
     shown: list[str | Sheet] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -60,13 +45,7 @@ class Answer:
 
 
 def give(answer: Answer, console: Console, *, as_json: bool) -> None:
-    """Print an answer and write its files.
-
-    Args:
-        answer: What was found.
-        console: Where tables and sentences go.
-        as_json: Whether to print JSON on stdout, too.
-    """
+    """Print an answer, on stdout as JSON too if ``as_json``, and write its files."""
     from thinwire.report import Sheet, rich_table
 
     for part in answer.shown:

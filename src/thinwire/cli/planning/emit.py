@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from thinwire.cli.planning.answer import Answer
     from thinwire.plan import PricedPlan, TrainingJob
 
-__all__ = ["NOTHING_EMITTED", "EmitOptions", "emit"]
-
 
 @dataclass(frozen=True)
 class EmitOptions:

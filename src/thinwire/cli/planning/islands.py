@@ -61,7 +61,6 @@ def sentences(job: TrainingJob, plans: Sequence[IslandPlan], best: PricedPlan, l
 def islands_json(
     job: TrainingJob, plans: Sequence[IslandPlan], best: PricedPlan, law: LossLaw, budget: float
 ) -> dict[str, Any]:
-    """Plans with islands as JSON."""
     chosen = faster(job, plans, best)
     rows = [
         {**row_json(job, number, plan.candidate), "way": plan.way.name, "loss_percent": plan.percent}

@@ -58,13 +58,7 @@ class MemoryOptions:
 
 @dataclass(frozen=True)
 class _Estimate:
-    """The memory of one rank under one plan or in one system.
-
-    Attributes:
-        system: ``thinwire``, or the name of the other system.
-        label: Name of the plan, or of the system's configuration.
-        memory: Bytes by content.
-    """
+    """The memory of one rank under one plan or in one system."""
 
     system: str
     label: str
@@ -80,12 +74,7 @@ def memory(options: MemoryOptions) -> None:
 
 
 def show_memory(options: MemoryOptions, changes: Mapping[str, Any]) -> None:
-    """Show the memory of a rank: for plans, and for DDP, FSDP2 and ZeRO 1 to 3 with the same model.
-
-    Args:
-        options: Of the command.
-        changes: Keys of the cluster, with other values.
-    """
+    """Show the memory of a rank: for plans, and for DDP, FSDP2 and ZeRO 1 to 3 with the same model."""
     from thinwire.cli.planning.job import changed_cluster
     from thinwire.report import rich_table
     from thinwire.spec import ClusterSpec

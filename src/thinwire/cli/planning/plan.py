@@ -268,12 +268,6 @@ def _leaves_of_hosts(source: Path) -> dict[str, str]:
 
 
 def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob:
-    """The job whose plans are compared.
-
-    Args:
-        options: Of the command.
-        leaf_of: The leaf switch of each host, in the order of ``--hosts``.
-    """
     from thinwire.errors import UsageError
     from thinwire.plan import OFFLOADED, TrainingJob, leaf_numbers
     from thinwire.spec import ModelSpec

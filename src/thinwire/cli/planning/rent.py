@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from thinwire.cli.planning.answer import Answer
     from thinwire.plan import Rental, SweptNodes, TrainingJob
 
-__all__ = ["NO_RENT", "RentOptions", "counts_of", "show_rentals", "show_sweep"]
-
 _MOST_COUNTS = 4096
 """Numbers of nodes that one sweep may have."""
 
@@ -70,15 +68,7 @@ def counts_of(text: str) -> list[int]:
 def show_sweep(
     job: TrainingJob, rows: Sequence[SweptNodes], options: RentOptions, answer: Answer, *, by_cost: bool
 ) -> dict[str, Any]:
-    """Add the best plan for every number of nodes or selection of groups, and return it as ``--json`` prints it.
-
-    Args:
-        job: The job.
-        rows: What was found.
-        options: Of the command.
-        answer: What the table is added to.
-        by_cost: Whether the cheapest row is the answer, rather than the fastest.
-    """
+    """Add the best plan for every number of nodes or selection of groups, and return it as ``--json`` prints it."""
     from thinwire.report import Sheet
 
     best = _best(rows, by_cost=by_cost)

@@ -241,10 +241,10 @@ def _plan_fields(plan: str, model: str, seq: int | None) -> dict[str, Any]:
     loaded = Plan.load(plan)
     for axis, ways in (("ep", loaded.ep), ("cp", loaded.cp)):
         if ways > 1:
-            raise SpecError(plan, [f"{axis} = {ways}: thinwire sim plays plans without it; use {axis} = 1"])
+            raise SpecError(plan, f"{axis} = {ways}: thinwire sim plays plans without it; use {axis} = 1")
     if loaded.islands is not None:
         raise SpecError(
-            plan, ["islands: thinwire sim plays files without them; leave them out, or take a preset: preset:islands"]
+            plan, "islands: thinwire sim plays files without them; leave them out, or take a preset: preset:islands"
         )
     table = loaded.to_dict()
     return {

@@ -50,7 +50,6 @@ def _active(model: ModelSpec) -> str:
 
 
 def plan_sheet(job: TrainingJob, rows: Sequence[PricedPlan]) -> Sheet:
-    """The table of plans."""
     from thinwire.report import Sheet
 
     with_price = job.cluster.price_per_gpu_hour is not None
@@ -157,7 +156,6 @@ def show_explanation(explanation: Explanation, chosen: PricedPlan, answer: Answe
 
 
 def row_json(job: TrainingJob, number: int, row: PricedPlan) -> dict[str, Any]:
-    """A row of the table as JSON."""
     from thinwire.plan import provenance
 
     basis = provenance(job, row)
@@ -186,7 +184,6 @@ def row_json(job: TrainingJob, number: int, row: PricedPlan) -> dict[str, Any]:
 
 
 def explanation_json(explanation: Explanation) -> dict[str, Any]:
-    """An explanation as JSON."""
     return {
         "binding": explanation.binding,
         "critical_path": explanation.path,

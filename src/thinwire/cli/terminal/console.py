@@ -7,18 +7,12 @@ import sys
 
 from rich.console import Console
 
-__all__ = ["command_line", "wide_console"]
-
 _PIPED_WIDTH = 200
 """Columns of output to a file or a pipe, so that tables are not cut to 80 columns."""
 
 
 def wide_console(*, as_json: bool = False) -> Console:
-    """A console for tables and sentences.
-
-    Args:
-        as_json: Whether stdout is for JSON; tables then go to stderr.
-    """
+    """A console for tables and sentences, which go to stderr where stdout is for JSON."""
     plain = Console(stderr=as_json, highlight=False)
     return (
         plain if plain.is_terminal else Console(stderr=as_json, highlight=False, width=max(plain.width, _PIPED_WIDTH))

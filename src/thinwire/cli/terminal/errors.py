@@ -23,9 +23,6 @@ def explained(*, as_json: bool = False) -> Iterator[None]:
     Args:
         as_json: Print ``{"error": message}`` to stdout as well.
 
-    Yields:
-        Nothing.
-
     Raises:
         Exit: with status 1 after an error, 130 after Ctrl-C.
     """
@@ -48,13 +45,6 @@ def explained(*, as_json: bool = False) -> Iterator[None]:
 @contextlib.contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
     """Turn the failure to write what an option names into one sentence.
-
-    Args:
-        option: The option.
-        path: Its value.
-
-    Yields:
-        Nothing.
 
     Raises:
         UsageError: The operating system refuses.

@@ -13,8 +13,6 @@ from typer.core import TyperGroup
 
 from thinwire.cli.terminal.former import command_class, redirected
 
-__all__ = ["APP_SETTINGS", "Command", "lazy_group"]
-
 APP_SETTINGS: Final[Mapping[str, Any]] = {
     "no_args_is_help": True,
     "add_completion": False,

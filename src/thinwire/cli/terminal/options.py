@@ -10,8 +10,6 @@ from typing import Annotated, Any, Final, TypeVar, get_type_hints
 
 import typer
 
-__all__ = ["Seq", "expand_options"]
-
 Options = TypeVar("Options")
 
 _REQUIRED: Final = inspect.Parameter.empty

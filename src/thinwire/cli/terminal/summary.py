@@ -16,15 +16,7 @@ if TYPE_CHECKING:  # these load pydantic, which `thinwire --help` does not need
 
 
 def summary_table(run: RunRecord, directory: RunDirectory) -> Table:
-    """Build the table of a run's results, its communication and the location of its files.
-
-    Args:
-        run: A complete run.
-        directory: Its directory.
-
-    Returns:
-        A table of two columns.
-    """
+    """Build the table of a run's results, its communication and the location of its files."""
     from thinwire.report.figures import figures
 
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -59,14 +51,7 @@ def summary_table(run: RunRecord, directory: RunDirectory) -> Table:
 
 
 def shown(path: Path) -> str:
-    """The shortest form of a path.
-
-    Args:
-        path: Absolute path.
-
-    Returns:
-        The path relative to the working directory if it is below it, otherwise the absolute path.
-    """
+    """The shortest form of an absolute path: relative to the working directory if it is below it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 

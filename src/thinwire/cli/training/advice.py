@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from thinwire.spec.recipe import Recipe
     from thinwire.train.launching.resolved import ResolvedRun
 
-__all__ = ["advised", "fitting"]
-
 _LESS: Final = 0.8
 """Most memory of another plan, as a fraction of the failed plan's, both by the planner's estimate. The estimate is not
 exact: if it says that the failed plan fits, it also says so of plans that hardly differ from it."""
@@ -27,14 +25,8 @@ exact: if it says that the failed plan fits, it also says so of plans that hardl
 
 @contextlib.contextmanager
 def advised(path: Path, run: ResolvedRun) -> Iterator[None]:
-    """Add to the error of a rank that ran out of memory which plan would fit.
-
-    Args:
-        path: The recipe's file, as the user named it.
-        run: The run; a plan that fits is written to its directory.
-
-    Yields:
-        Nothing.
+    """Add to the error of a rank that ran out of memory which plan would fit, and write that plan to the run's
+    directory.
 
     Raises:
         OutOfMemoryError: The rank's error, with the advice.
@@ -51,16 +43,8 @@ def advised(path: Path, run: ResolvedRun) -> Iterator[None]:
 
 
 def fitting(recipe: Recipe, plan: Plan, vocab: int, room: Room) -> tuple[TrainingJob, PricedPlan | None, int]:
-    """Search for a plan that fits into the memory of a rank.
-
-    Args:
-        recipe: The recipe of the run.
-        plan: The plan that did not fit.
-        vocab: Tokens of the vocabulary.
-        room: Memory of the rank that ran out of it.
-
-    Returns:
-        The planner's job; its best candidate, if anything fits; and the bytes that it predicts for ``plan``.
+    """Search for a plan that fits into the memory of a rank in which ``plan`` did not. Returns the planner's job, its
+    best candidate, if anything fits, and the bytes that it predicts for ``plan``.
 
     Raises:
         SpecError: The planner cannot model the model's shape.

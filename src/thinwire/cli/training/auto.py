@@ -27,19 +27,11 @@ if TYPE_CHECKING:
     from thinwire.train.measuring.automatic import Here
     from thinwire.train.processes.race import Race
 
-__all__ = ["Choice", "choose_plan"]
-
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan of a run, and what it rests on.
-
-    Attributes:
-        plan: The plan.
-        profile: The profile by which plans were predicted, with the steps that the race has measured.
-        race: The race; ``None`` if the run is too short for one.
-        expected: What the plan is expected to do.
-    """
+    """The plan of a run, and what it rests on: the profile with the steps that the race has measured, the race
+    (``None`` if the run is too short for one), and what the plan is expected to do."""
 
     plan: Plan
     profile: Profile

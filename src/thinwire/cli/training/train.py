@@ -167,13 +167,7 @@ def _hardware(recipe: Recipe, ranks: Started | None) -> Hardware:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What the run's directory keeps beside its plan.
-
-    Attributes:
-        profile: The profile by which ``--plan auto`` predicted.
-        race: The race by which it chose.
-        expected: What the plan is expected to do.
-    """
+    """What the run's directory keeps beside its plan: what ``--plan auto`` chose it by, and what it should do."""
 
     profile: Profile | None = None
     race: dict[str, Any] | None = None
@@ -252,16 +246,8 @@ def _directory(options: TrainOptions, ranks: Started | None) -> RunDirectory:
 
 
 def default_directory(parent: Path, stem: str, *, resume: bool) -> Path:
-    """The directory of a run that has no ``--out``: ``parent/stem``, ``parent/stem-2`` and so on.
-
-    Args:
-        parent: Parent directory of all runs.
-        stem: Name of the recipe's file without its suffix.
-        resume: Take the newest directory that exists, not the first that does not.
-
-    Returns:
-        The directory.
-    """
+    """The directory of a run that has no ``--out``: ``parent/stem``, ``parent/stem-2`` and so on; to resume, the newest
+    that exists."""
     number = 1
     newest = path = parent / stem
     while path.exists() and any(path.iterdir()):

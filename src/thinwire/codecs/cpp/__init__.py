@@ -11,5 +11,4 @@ __all__ = ["make"]
 
 
 def make(spec: CodecSpec) -> Codec:
-    """Make the codec of a spec."""
     return LosslessCodec(spec) if spec.is_variable_length else FixedCodec(spec)

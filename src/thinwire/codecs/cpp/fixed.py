@@ -16,8 +16,6 @@ from thinwire.errors import UsageError
 from thinwire.spec import CodecSpec
 from thinwire.spec.codec import DTYPES, FAMILIES
 
-__all__ = ["FixedCodec"]
-
 _NUMBER = {getattr(torch, name): number for number, name in enumerate(DTYPES)}
 
 

@@ -13,8 +13,6 @@ from thinwire.errors import UsageError, WireError
 from thinwire.spec import CodecSpec
 from thinwire.spec.codec import DTYPES, FAMILIES
 
-__all__ = ["LosslessCodec"]
-
 _NUMBER = {getattr(torch, name): number for number, name in enumerate(DTYPES)}
 
 

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from thinwire.errors import WireError
 
-__all__ = ["as_bytes", "pack_bits", "read_header", "store", "unpack_bits", "words_of"]
-
 
 def as_bytes(x: Tensor) -> Tensor:
     """The memory of a contiguous tensor as 1-D uint8."""

@@ -14,8 +14,6 @@ from torch import Tensor
 from thinwire.codecs.codec import Codec
 from thinwire.codecs.reference.bits import as_bytes, store
 
-__all__ = ["BlockCodec", "make"]
-
 SMALLEST_MAX = 2.0**-112
 """Blocks with a smaller maximum are quantised as if this were their maximum, so that no reciprocal overflows."""
 

@@ -11,8 +11,6 @@ from thinwire.codecs.codec import Codec
 from thinwire.codecs.reference.bits import as_bytes, store
 from thinwire.spec import CodecSpec
 
-__all__ = ["CastCodec", "NoneCodec", "make"]
-
 
 @final
 class NoneCodec(Codec):
@@ -61,5 +59,4 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def make(spec: CodecSpec) -> Codec:
-    """Make the codec of a spec."""
     return NoneCodec(spec) if spec.is_none else CastCodec(spec)

@@ -18,8 +18,6 @@ from torch import Tensor
 from thinwire.codecs.delta_format import BLOCK, FORMATS, HEAD, INDEX, MAGIC, VERSION, DeltaFormat
 from thinwire.errors import WireError
 
-__all__ = ["apply", "checksum", "encode"]
-
 Words = npt.NDArray[Any]
 
 _UNARY: Final = 20

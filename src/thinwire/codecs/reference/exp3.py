@@ -11,8 +11,6 @@ from thinwire.codecs.codec import Codec
 from thinwire.codecs.reference.bits import as_bytes, pack_bits, read_header, store, unpack_bits
 from thinwire.errors import WireError
 
-__all__ = ["ReferenceExp3", "make"]
-
 CODED, RAW = 0x33505845, 0x30505845
 BLOCK = 512
 ESCAPE = 7

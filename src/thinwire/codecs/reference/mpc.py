@@ -15,8 +15,6 @@ from thinwire.codecs.codec import Codec
 from thinwire.codecs.reference.bits import as_bytes, pack_bits, read_header, store, unpack_bits, words_of
 from thinwire.errors import WireError
 
-__all__ = ["ReferenceMpc", "make"]
-
 MAGIC = 0x3043504D
 """What messages begin with, less the stride in the highest byte."""
 CHUNK = 1024

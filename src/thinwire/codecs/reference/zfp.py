@@ -13,8 +13,6 @@ from torch import Tensor
 from thinwire.codecs.codec import Codec
 from thinwire.codecs.reference.bits import pack_bits, store, unpack_bits
 
-__all__ = ["ReferenceZfp", "make"]
-
 NEGABINARY = 0xAAAAAAAA
 HEADER = 9
 BIAS = 127

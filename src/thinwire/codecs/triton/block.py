@@ -14,8 +14,6 @@ from thinwire.codecs.coder import Coder, Sum
 from thinwire.codecs.triton.launch import aligned_rows, check_device, room_for
 from thinwire.codecs.triton.transcode import Compensation, Form, Pieces, Treatment, Values, largest_keys, transcode
 
-__all__ = ["ValueCodec", "make"]
-
 
 @final
 class ValueCodec(Codec):

@@ -4,7 +4,5 @@ from __future__ import annotations
 
 from thinwire.codecs.triton.block import ValueCodec
 
-__all__ = ["make"]
-
 make = ValueCodec
 """Make the codec of a spec."""

@@ -23,8 +23,6 @@ from thinwire.codecs.triton.launch import aligned, ceil_div, check_device, launc
 from thinwire.codecs.triton.message import TOO_MANY, VariableCodec, header_of, num_ones, offsets_of, words_of
 from thinwire.errors import WireError
 
-__all__ = ["TritonExp3", "make"]
-
 CODED, RAW = 0x33505845, 0x30505845
 BLOCK = 512
 BLOCKS = 8

@@ -13,11 +13,6 @@ from torch import Tensor
 
 from thinwire.errors import UsageError
 
-__all__ = [
-    "INTERPRETED", "aligned", "aligned_rows", "ceil_div", "check_device", "generation", "launch", "power_of_two",
-    "room_for",
-]  # fmt: skip
-
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether TRITON_INTERPRET was set when this backend was imported, which decides how kernels run."""
 
@@ -86,7 +81,6 @@ def aligned_rows(wires: Tensor, nbytes: int) -> Tensor:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """``a / b`` rounded up."""
     return -(-a // b)
 
 

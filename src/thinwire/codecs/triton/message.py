@@ -16,8 +16,6 @@ from thinwire.codecs.codec import Codec
 from thinwire.codecs.triton.launch import ceil_div, check_device, room_for
 from thinwire.errors import WireError
 
-__all__ = ["TOO_MANY", "VariableCodec", "header_of", "num_ones", "offsets_of", "words_of"]
-
 TOO_MANY = 1 << 40
 """Added by kernels to a count of parts that contradicts the rest of the message. No message has so many parts, and sums
 of such counts stay below 2^63."""

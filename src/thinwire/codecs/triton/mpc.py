@@ -18,8 +18,6 @@ from thinwire.codecs.triton.launch import aligned, ceil_div, check_device, launc
 from thinwire.codecs.triton.message import TOO_MANY, VariableCodec, header_of, num_ones, offsets_of, words_of
 from thinwire.errors import WireError
 
-__all__ = ["TritonMpc", "make"]
-
 MAGIC = 0x3043504D
 """What messages begin with, less the stride in the highest byte."""
 CHUNK = 1024

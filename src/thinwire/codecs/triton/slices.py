@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["Slices", "slice_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Slices:

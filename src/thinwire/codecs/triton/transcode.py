@@ -33,8 +33,6 @@ from thinwire.codecs.triton.tiles import (
 )
 from thinwire.spec import CodecSpec
 
-__all__ = ["Compensation", "Form", "Pieces", "Treatment", "Values", "largest_keys", "transcode"]
-
 THREADS = 128
 """Threads of a program, unless a block is so long that they would hold too many values."""
 VALUES = 16
@@ -174,14 +172,7 @@ class Treatment:
 
 
 def transcode(source: Values, target: Values, numel: int, treatment: Treatment) -> None:
-    """Read values (several messages as their sum) and write them.
-
-    Args:
-        source: Source of the values.
-        target: Target of the values.
-        numel: Number of values in each message, or in the longest slice.
-        treatment: How values are processed.
-    """
+    """Read ``numel`` values of each message (several as their sum), or of the longest slice, and write them."""
     read, written, how = source.memory, target.memory, treatment
     slices = Slices("regular", read, 0, numel) if how.each else Slices.of(how.bounds, read)
     onto = target if how.onto is None else how.onto

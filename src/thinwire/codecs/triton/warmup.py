@@ -10,8 +10,6 @@ from thinwire.codecs.codec import Codec
 from thinwire.codecs.coder import Sum
 from thinwire.spec.codec import encodable_dtypes
 
-__all__ = ["warm_up"]
-
 NUMEL = 4096
 """Values of a message: a multiple of 16, as in the compiled kernels whose accesses are wide."""
 

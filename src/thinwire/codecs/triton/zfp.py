@@ -24,8 +24,6 @@ from thinwire.codecs.triton.slices import Slices, slice_of
 from thinwire.codecs.triton.tiles import narrow, widen
 from thinwire.codecs.triton.transcode import Form
 
-__all__ = ["TritonZfp", "make"]
-
 BLOCKS = 512
 """Blocks of a program. Their bits fill whole words at any rate, so that programs share no words."""
 HEADER = tl.constexpr(9)

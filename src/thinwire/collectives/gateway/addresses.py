@@ -15,8 +15,6 @@ from typing import Final
 
 from thinwire.errors import UsageError
 
-__all__ = ["MOST_RANKS", "addresses_in", "inside_of", "replace_addresses", "seen_from"]
-
 MOST_RANKS: Final = 1 << 15
 
 _MOST_LOCAL: Final = 250
@@ -37,27 +35,14 @@ def inside_of(rank: int) -> str:
 
 
 def seen_from(rank: int, local_rank: int) -> str:
-    """The address of a rank for a process on another host.
-
-    Args:
-        rank: The rank.
-        local_rank: Number of the process on its host.
-    """
+    """The address of a rank for a process on another host."""
     if local_rank >= _MOST_LOCAL:
         raise UsageError(f"cluster.keys serves at most {_MOST_LOCAL} ranks of a host; this host has more")
     return f"{inside_of(rank).removesuffix('.1')}.{local_rank + 2}"
 
 
 def replace_addresses(value: bytes, place: Callable[[int, int], tuple[str, int] | None]) -> bytes:
-    """Replace the addresses of ranks in what gloo has published.
-
-    Args:
-        value: What is in the store.
-        place: Returns where to reach a rank's port; ``None`` if where it says.
-
-    Returns:
-        The same bytes with other addresses.
-    """
+    """Replace the addresses of ranks in what gloo has published, by those that ``place`` knows for a rank's port."""
 
     def replaced(match: re.Match[bytes]) -> bytes:
         (port,), (first, high, low, last) = struct.unpack(">H", match["port"]), match["address"]

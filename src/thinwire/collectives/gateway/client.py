@@ -12,8 +12,6 @@ from typing import Any, Final
 from thinwire.collectives.gateway.keys import Keys
 from thinwire.errors import CollectiveError, UsageError
 
-__all__ = ["Gateway", "GatewayRefusedError"]
-
 _PROGRAM: Final = Path(__file__).with_name("process.py")  # not imported: it brings asyncio
 
 
@@ -23,10 +21,6 @@ class GatewayRefusedError(UsageError):
 
 class Gateway:
     """The gateway of this rank, a process that ends with it.
-
-    Args:
-        keys: Keys of the job.
-        job: Name of the job, which all of its ranks know.
 
     Raises:
         UsageError: The keys cannot be used.
@@ -50,16 +44,9 @@ class Gateway:
             )
 
     def open(self, address: str, port: int, *, inside: str, store: int = 0) -> int:
-        """Listen for the gateways of other ranks.
-
-        Args:
-            address: Address to listen at.
-            port: Port; 0 for any.
-            inside: Loopback address of this rank, whose ports may be asked for.
-            store: Port of the job's store on 127.0.0.1; 0 if another rank hosts it.
-
-        Returns:
-            The port.
+        """Listen at an address for the gateways of other ranks; returns the port. ``port`` 0 is any. ``inside`` is this
+        rank's loopback address, whose ports may be asked for, and ``store`` the port of the job's store on 127.0.0.1, 0
+        if another rank hosts it.
 
         Raises:
             OSError: It cannot listen there.
@@ -70,15 +57,8 @@ class Gateway:
         return int(answer["port"])
 
     def reach(self, host: str, port: int, patience: float) -> str:
-        """Wait until another rank's gateway answers.
-
-        Args:
-            host: Name or address of its host.
-            port: Its port.
-            patience: Seconds to wait.
-
-        Returns:
-            The address by which this host reaches it.
+        """Wait for at most ``patience`` seconds until another rank's gateway answers; returns the address by which this
+        host reaches it.
 
         Raises:
             GatewayRefusedError: It has other keys, or belongs to another job.
@@ -92,16 +72,8 @@ class Gateway:
         return str(answer["address"])
 
     def listen(self, at: str, host: str, port: int, target: int) -> int:
-        """Forward this rank's connections to a port of another rank.
-
-        Args:
-            at: Loopback address to listen at.
-            host: Address of the other rank's gateway.
-            port: Its port.
-            target: Port of the other rank; 0 for the job's store.
-
-        Returns:
-            The port to connect to.
+        """Forward connections to the loopback address ``at`` to a port of another rank, 0 for the job's store, by the
+        gateway at ``host`` and ``port``; returns the port to connect to.
 
         Raises:
             CollectiveError: The gateway cannot listen.

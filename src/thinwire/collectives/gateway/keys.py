@@ -16,8 +16,6 @@ from typing import Final
 
 from thinwire.errors import UsageError
 
-__all__ = ["DAYS", "KEYS", "Keys", "make_keys"]
-
 KEYS: Final = "THINWIRE_KEYS"
 """Environment variable: directory of the job's keys, for programs that read no recipe."""
 
@@ -29,11 +27,7 @@ _REMEDY: Final = "make one with `thinwire keys DIR` and copy it to every host"
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys of a job.
-
-    Attributes:
-        directory: Where they are.
-    """
+    """Keys of a job, in a directory."""
 
     directory: Path
 
@@ -58,21 +52,15 @@ class Keys:
 
     @property
     def certificate(self) -> Path:
-        """File of the certificate."""
         return self.directory / "certificate.pem"
 
     @property
     def key(self) -> Path:
-        """File of the private key."""
         return self.directory / "key.pem"
 
 
 def make_keys(directory: Path, days: int = DAYS) -> Keys:
-    """Make the keys of a job in a directory, which only its owner can enter.
-
-    Args:
-        directory: The directory; it must not hold keys already.
-        days: For how many days they are valid.
+    """Make the keys of a job, valid for some days, in a directory which only its owner can enter.
 
     Raises:
         UsageError: The directory holds keys or cannot be written, or OpenSSL is missing.

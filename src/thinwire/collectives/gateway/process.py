@@ -61,13 +61,11 @@ class End(asyncio.Protocol):
         self.transport: Any = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See :class:`asyncio.Protocol`."""
         self.transport = transport
         self.transport.set_write_buffer_limits(high=_HIGH_WATER)
         _open_ends.add(self)
 
     def data_received(self, data: bytes) -> None:
-        """See :class:`asyncio.Protocol`."""
         if self._peer is not None:
             self._peer.transport.write(data)
             return
@@ -77,17 +75,14 @@ class End(asyncio.Protocol):
             self.transport.pause_reading()
 
     def pause_writing(self) -> None:
-        """See :class:`asyncio.Protocol`."""
         if self._peer is not None:
             self._peer.transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """See :class:`asyncio.Protocol`."""
         if self._peer is not None:
             self._peer.transport.resume_reading()
 
     def connection_lost(self, error: BaseException | None) -> None:
-        """See :class:`asyncio.Protocol`."""
         self._lost = error or ConnectionResetError()
         self._arrived.set()
         _open_ends.discard(self)
@@ -130,13 +125,7 @@ _open_ends: set[End] = set()
 
 
 class Forwarder:
-    """What a gateway does.
-
-    Args:
-        certificate: File of the job's certificate, which is also the only one that is trusted.
-        key: File of its private key.
-        job: Name of the job, which all of its ranks know.
-    """
+    """What a gateway does. The job's certificate is also the only one that it trusts."""
 
     def __init__(self, certificate: str, key: str, job: str) -> None:
         self._job = hashlib.blake2b(job.encode(), digest_size=16).digest()

@@ -15,21 +15,13 @@ from thinwire.collectives.gateway.addresses import addresses_in, inside_of, repl
 from thinwire.collectives.gateway.client import Gateway
 from thinwire.errors import UsageError
 
-__all__ = ["BACKEND", "Door", "ShelteredStore"]
-
 BACKEND: Final = "gloo_tls"
 """Backend of sheltered groups: gloo on a rank's own loopback address."""
 
 
 @dataclass(frozen=True)
 class Door:
-    """Where a rank's gateway listens.
-
-    Attributes:
-        host: Identity of its host; ranks of one host need no gateway to reach each other.
-        address: Address.
-        port: Port.
-    """
+    """Where a rank's gateway listens. Ranks on one ``host`` (its identity) need no gateway to reach each other."""
 
     host: str
     address: str
@@ -44,14 +36,6 @@ class ShelteredStore(dist.Store):
     host instead, at which its gateway listens.
 
     torch's C++ code calls these methods; it does not know of ``delete_key`` and ``num_keys`` of stores in Python.
-
-    Args:
-        inner: The job's store.
-        gateway: Gateway of this rank.
-        rank: Rank of this process.
-        world: Number of ranks.
-        local_rank: Number of this process on its host.
-        door: Where this rank's gateway listens.
     """
 
     def __init__(self, inner: Any, gateway: Gateway, rank: int, world: int, local_rank: int, door: Door) -> None:
@@ -79,39 +63,30 @@ class ShelteredStore(dist.Store):
         self._inner.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """See :class:`torch.distributed.Store`."""
         return replace_addresses(self._inner.get(key), self._place)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """See :class:`torch.distributed.Store`."""
         return [replace_addresses(value, self._place) for value in self._inner.multi_get(list(keys))]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
-        """See :class:`torch.distributed.Store`."""
         self._inner.multi_set(list(keys), list(values))
 
     def append(self, key: str, value: str | bytes) -> None:
-        """See :class:`torch.distributed.Store`."""
         self._inner.append(key, value)
 
     def add(self, key: str, amount: int) -> int:
-        """See :class:`torch.distributed.Store`."""
         return int(self._inner.add(key, amount))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """See :class:`torch.distributed.Store`."""
         return bytes(self._inner.compare_set(key, expected, desired))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """See :class:`torch.distributed.Store`."""
         return bool(self._inner.check(list(keys)))
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
-        """See :class:`torch.distributed.Store`."""
         self._inner.wait(list(keys), self._timeout if timeout is None else timeout)
 
     def has_extended_api(self) -> bool:
-        """See :class:`torch.distributed.Store`."""
         return True
 
     def _place(self, rank: int, port: int) -> tuple[str, int] | None:

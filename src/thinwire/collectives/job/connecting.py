@@ -12,9 +12,6 @@ from thinwire.collectives.links.nccl import MakeBackend, Membership, NcclLinks, 
 from thinwire.program import Lane
 from thinwire.program.stages import Stage
 
-__all__ = ["abort_native", "connect", "forget_links", "links_of"]
-
-
 _LinksKey = tuple[tuple[int, ...], Lane, Stage, int, MakeBackend | None]
 _links: dict[_LinksKey, Connections] = {}
 _device: dist.ProcessGroupGloo.Device | None = None
@@ -38,13 +35,7 @@ def links_of(
 
 
 def connect(membership: Membership, make: MakeBackend | None) -> Connections:
-    """Connect the members of a group; all of them call this.
-
-    Args:
-        membership: The members. Nothing else uses its store.
-        make: Makes the communicator; ``None`` for connections over gloo. See
-            :func:`~thinwire.collectives.links.nccl.backend_maker`.
-    """
+    """Connect the members of a group; all of them call this."""
     global _device
     if make is not None:
         return NcclLinks(make(membership), membership.index)
@@ -73,11 +64,7 @@ job.aborts.append(_abort_links)
 
 
 def forget_links(*, close: bool) -> None:
-    """Forget all connections when the job is left.
-
-    Args:
-        close: Whether to close them, which waits for exchanges that are under way.
-    """
+    """Forget all connections when the job is left. To close them waits for exchanges that are under way."""
     global _device
     if close:
         for links in _links.values():

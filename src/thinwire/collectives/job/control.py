@@ -21,16 +21,6 @@ from thinwire.collectives.job.torch_groups import named_group
 from thinwire.collectives.links.gloo import close_connections
 from thinwire.errors import CollectiveError, UsageError
 
-__all__ = [
-    "Control",
-    "control",
-    "control_beside",
-    "forget_controls",
-    "is_initialized",
-    "ranks_of",
-]
-
-
 T = TypeVar("T")
 
 _LONGEST_MESSAGE: Final = 1 << 30
@@ -157,11 +147,7 @@ def _timeout_of_job() -> datetime.timedelta:
 
 
 def control(ranks: Sequence[int] | None = None) -> Control:
-    """The control group of some ranks. All of them make it together on first use.
-
-    Args:
-        ranks: Global ranks in any order; all ranks of the job by default.
-    """
+    """The control group of some ranks, all by default, in any order. All of them make it together on first use."""
     if not is_initialized():
         raise UsageError("torch.distributed is not initialised: call thinwire.collectives.group.init() first")
     members = tuple(range(dist.get_world_size()) if ranks is None else sorted(ranks))
@@ -182,10 +168,6 @@ def control_beside(purpose: str, ranks: Sequence[int] | None = None) -> Control:
     Its ranks make it together on first use, on the computing thread.
 
     The roll call does not watch it, and ranks that wait for each other elsewhere do not abort it.
-
-    Args:
-        purpose: What the thread is for.
-        ranks: Global ranks in any order; all ranks of the job by default.
     """
     key = purpose, control(ranks).ranks
     if key not in _beside:

@@ -12,13 +12,6 @@ import torch.distributed as dist
 from thinwire.collectives.gateway.shelter import Shelter
 from thinwire.collectives.job.rollcall import RollCall
 
-__all__ = [
-    "CurrentJob",
-    "DEFAULT_TIMEOUT",
-    "job",
-]
-
-
 DEFAULT_TIMEOUT: Final = datetime.timedelta(seconds=300)
 
 

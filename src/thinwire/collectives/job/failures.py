@@ -13,22 +13,12 @@ from thinwire.collectives.job.current import job
 from thinwire.collectives.links.patience import STORE_PATIENCE, within_patience
 from thinwire.errors import CollectiveError, MismatchError
 
-__all__ = ["explained_transport", "failure_of"]
-
 
 def failure_of(
     error: RuntimeError, started: float, kind: str, lane: str, ranks: Sequence[int], nbytes: int | None = None
 ) -> CollectiveError | MismatchError:
-    """Turn an error of the transport, which names neither operation nor culprit, into a sentence that names both.
-
-    Args:
-        error: The error.
-        started: Moment of ``time.monotonic()`` at which the exchange began.
-        kind: Kind of the exchange.
-        lane: Lane that it ran on.
-        ranks: Its ranks.
-        nbytes: Bytes that this rank sent, if that matters.
-    """
+    """Turn an error of the transport, which names neither operation nor culprit, into a sentence that names both. The
+    exchange began at ``started`` of ``time.monotonic()``."""
     job.has_failed = True
     abort_native()
     if verdict := job.rollcall.find_verdict():
@@ -45,11 +35,8 @@ def failure_of(
 
 @contextlib.contextmanager
 def explained_transport(doing: str, ranks: Sequence[int]) -> Iterator[None]:
-    """Explain errors of the transport in communication of other code. Other errors pass unchanged.
-
-    Args:
-        doing: What this rank is doing, for the message.
-        ranks: Ranks that it communicates with.
+    """Explain errors of the transport in communication of other code, which is ``doing`` something. Other errors pass
+    unchanged.
 
     Raises:
         CollectiveError: In place of an error of the transport.

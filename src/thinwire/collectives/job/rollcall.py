@@ -14,20 +14,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import cast
+from dataclasses import dataclass
+from typing import Final, cast
 
 import torch
 import torch.distributed as dist
 
+from thinwire.agreement import Typed
 from thinwire.collectives.links.patience import within_patience
-
-__all__ = ["PATIENCE", "MeetingPlace", "RollCall"]
 
 log = logging.getLogger("thinwire")
 
@@ -89,12 +87,7 @@ class MeetingPlace:
         self.on_main = False  # whether the computing thread itself is in the exchange
 
     def doing(self, kind: str, *pieces: Sequence[torch.Tensor]) -> MeetingPlace:
-        """Describe the exchange that this thread is about to enter.
-
-        Args:
-            kind: Kind of the exchange.
-            pieces: Tensors sent to and received from each member, if known.
-        """
+        """Describe the exchange that this thread is about to enter."""
         self._kind, self._pieces = kind, cast(Pieces, pieces)
         return self
 
@@ -138,23 +131,12 @@ class Report:
     at: str
     exchanges: tuple[NotedExchange, ...]
 
-    def to_json(self) -> str:
-        """Encode the report for the store."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Report:
-        """Decode a report from the store."""
-        fields = json.loads(text)
-        exchanges = tuple(
-            NotedExchange(tuple(ranks), place, number, kind, tuple(sends), tuple(receives))
-            for ranks, place, number, kind, sends, receives in (e.values() for e in fields.pop("exchanges"))
-        )
-        return cls(exchanges=exchanges, **fields)
-
     def same_place(self, other: Report) -> bool:
         """Whether nothing has changed between two reports."""
         return self.exchanges == other.exchanges and self.blocked == other.blocked
+
+
+REPORT: Final[Typed[Report]] = Typed(Report)
 
 
 class RollCall:
@@ -172,12 +154,7 @@ class RollCall:
     """
 
     def __init__(self, give_up: Callable[[], None], store: Callable[[], dist.Store]) -> None:
-        """Prepare a roll call. Its thread starts with the first exchange.
-
-        Args:
-            give_up: Aborts the pending exchanges.
-            store: Returns the job's store.
-        """
+        """Prepare a roll call, which can ``give_up`` pending exchanges. Its thread starts with the first exchange."""
         self._store = store
         self.verdict = ""
         self.describe: Callable[[], str] = str
@@ -193,7 +170,6 @@ class RollCall:
         self._asking = False  # whether this rank is comparing reports at the moment
 
     def watch(self) -> None:
-        """Start the watching thread."""
         self.watching = True
         threading.Thread(target=self._watch, name="thinwire-rollcall", daemon=True).start()
 
@@ -211,7 +187,6 @@ class RollCall:
         return f" {_ranks(self._absent).capitalize()} in no exchange: dead, slow, or done. {REMEDY}."
 
     def close(self) -> None:
-        """Stop watching."""
         self._closed.set()
 
     # -- the watching thread -----------------------------------------------------------------------------------
@@ -234,7 +209,7 @@ class RollCall:
         started = time.monotonic()
         self._asking = True
         while self._is_stuck() and not self._closed.is_set():
-            store.set(_key(me), self._report(next(beats)).to_json())
+            store.set(_key(me), REPORT.encode(self._report(next(beats))).decode())
             reports = _reports(store)
             concerned = concerned_by(me, reports)
             verdict = judge(before, reports, concerned)
@@ -290,16 +265,8 @@ def concerned_by(rank: int, reports: dict[int, Report]) -> list[int]:
 
 
 def judge(before: dict[int, Report], now: dict[int, Report], ranks: Sequence[int]) -> str:
-    """Judge from two rounds of reports whether ranks wait for each other forever.
-
-    Args:
-        before: Reports of the previous round, by rank.
-        now: Reports of this round, by rank.
-        ranks: Ranks that wait for each other; see :func:`concerned_by`.
-
-    Returns:
-        A sentence that says where each rank waits; empty if the ranks may still go on.
-    """
+    """Judge from two rounds of reports whether ranks wait for each other forever: a sentence that says where each rank
+    waits; empty if the ranks may still go on."""
     for rank in ranks:
         one, other = before.get(rank), now.get(rank)
         if one is None or other is None or not other.blocked:
@@ -358,6 +325,6 @@ def _key(rank: int) -> str:
 def _reports(store: dist.Store) -> dict[int, Report]:
     reports = {}
     for rank in range(dist.get_world_size()):
-        if store.check([_key(rank)]) and (report := store.get(_key(rank)).decode()):
-            reports[rank] = Report.from_json(report)
+        if store.check([_key(rank)]) and (report := store.get(_key(rank))):
+            reports[rank] = REPORT.decode(report)
     return reports

@@ -27,8 +27,6 @@ from thinwire.errors import UsageError
 from thinwire.program import Kind, Lane, Scope
 from thinwire.program.stages import Stage
 
-__all__ = ["Meter", "Record", "Subgroup", "leave_subgroups", "recording"]
-
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -66,7 +64,6 @@ class Meter:
         self._sent: dict[Lane, dict[Scope, int]] = {}
 
     def add(self, lane: Lane, scope: Scope, sent: int) -> None:
-        """Count bytes sent."""
         with self._lock:
             by_scope = self._sent.setdefault(lane, dict.fromkeys(Scope, 0))
             by_scope[scope] += sent

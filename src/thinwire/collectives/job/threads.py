@@ -8,8 +8,6 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["threads_of_updates"]
-
 
 @contextlib.contextmanager
 def threads_of_updates(ranks: int | None) -> Iterator[None]:

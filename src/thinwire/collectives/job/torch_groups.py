@@ -19,22 +19,14 @@ from torch.distributed import distributed_c10d as c10d
 
 from thinwire.program import Kind
 
-__all__ = ["exchange_counts", "exchange_rows", "gather_along", "library_call", "named_group"]
-
 _made: Counter[str] = Counter()
 
 
 def named_group(
     name: str, ranks: Sequence[int], timeout: datetime.timedelta, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """Make a process group. Only its members call this, and they make groups of one name in one order.
-
-    Args:
-        name: Name of the group among those of its ranks.
-        ranks: Global ranks, including this one; the group has them in ascending order.
-        timeout: Timeout of its collectives.
-        backend: Backend of the group; that of the job by default.
-    """
+    """Make a process group of global ranks, in ascending order, with the job's backend by default. Only its members
+    call this, and they make groups of one name in one order."""
     ranks = sorted(ranks)
     name = f"{name}/{'-'.join(map(str, ranks))}"
     _made[name] += 1
@@ -56,15 +48,7 @@ def named_group(
 
 
 def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Tell every rank how many rows it gets.
-
-    Args:
-        counts: One row of counts for each rank of the group, int64, ``(ranks, N)``.
-        group: The group.
-
-    Returns:
-        What each rank has counted for this one, ``(ranks, N)``.
-    """
+    """Tell every rank of the group how many rows it gets: int64 ``(ranks, N)``, one row for each rank, in and out."""
     result: torch.Tensor = functional.all_to_all_single(counts, None, None, group)
     return result.wait() if hasattr(result, "wait") else result
 
@@ -86,16 +70,7 @@ def exchange_rows(rows: torch.Tensor, received: list[int], sent: list[int], grou
 
 
 def gather_along(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """torch's all-gather, whose backward is a reduce-scatter.
-
-    Args:
-        tensor: This rank's part.
-        dim: Dimension along which the parts lie.
-        group: The ranks, in the order of their parts.
-
-    Returns:
-        The parts of all ranks, one after another.
-    """
+    """torch's all-gather of parts that lie along a dimension, whose backward is a reduce-scatter."""
     # torch 2.13 has another name for it.
     call: Any = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
     result: torch.Tensor = call(tensor.contiguous(), dim, group)
@@ -103,16 +78,8 @@ def gather_along(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> to
 
 
 def library_call(kind: Kind, whole: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
-    """torch's own collective over a whole group, as other frameworks call it. It is timed, never trained with.
-
-    Args:
-        kind: All-gather, reduce-scatter or all-reduce.
-        whole: 1-D tensor that is gathered or reduced; the group's ranks divide its size.
-        group: The group.
-
-    Returns:
-        The call, which returns when this rank's result is there.
-    """
+    """torch's own collective over a whole group on a 1-D tensor, as other frameworks call it; the call returns when
+    this rank's result is there. It is timed, never trained with."""
     part = torch.zeros(whole.numel() // group.size(), dtype=whole.dtype, device=whole.device)
     if kind is Kind.ALL_REDUCE:
         return lambda: dist.all_reduce(whole, group=group)

@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["HostLinks", "Connections", "StagedLinks"]
-
 
 class Connections(Protocol):
     """Connections between the members of a subgroup, which are numbered in the order of their pieces.

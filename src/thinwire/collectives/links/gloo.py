@@ -24,18 +24,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["GlooLinks", "close_connections", "make_device"]
-
 MAX_TAG = 1 << 31
 
 
 def make_device(address: str = "") -> dist.ProcessGroupGloo.Device:
-    """Make a device.
-
-    Args:
-        address: Where it listens; by default on the interface that ``GLOO_SOCKET_IFNAME`` names, or on that of this
-            host's name.
-    """
+    """Make a device, which by default listens on the interface that ``GLOO_SOCKET_IFNAME`` names, or on that of this
+    host's name."""
     interface, before = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], _threads()
     if address:
         device = dist.ProcessGroupGloo.create_device(hostname=address)
@@ -62,18 +56,7 @@ def _displace_nothing(thread: int) -> None:
 
 
 class GlooLinks:
-    """Connections between some ranks, two for each pair.
-
-    Args:
-        store: Store for the rendezvous, used by nothing else.
-        index: Index of this rank among them.
-        size: Number of ranks.
-        device: Device that all links of the process share.
-        timeout: Timeout of every send and receive.
-
-    Attributes:
-        index: Index of this rank among them.
-    """
+    """Connections between some ranks, two for each pair, which meet at a store that nothing else uses."""
 
     is_native = False
 
@@ -104,11 +87,7 @@ class GlooLinks:
         """Nothing to do: gloo closes idle connections once nothing refers to them."""
 
     def gather(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Fill ``pieces[i]`` with the piece of rank ``i``; this rank's own is only read.
-
-        Args:
-            pieces: Contiguous CPU tensors.
-        """
+        """Fill ``pieces[i]``, a contiguous CPU tensor, with the piece of rank ``i``; this rank's own is only read."""
         self.exchange([pieces[self.index]] * self._size, pieces)
 
     def sum_scatter(self, out: torch.Tensor, whole: torch.Tensor) -> None:
@@ -126,11 +105,7 @@ class GlooLinks:
         self.exchange(nothing, [*nothing[:source], tensor, *nothing[source + 1 :]])
 
     def post(self, tensor: torch.Tensor, target: int) -> Any:
-        """Start to send a contiguous CPU tensor to one rank; the caller keeps it until the work has ended.
-
-        Returns:
-            The work, which ends once the rank has received the tensor.
-        """
+        """Start to send a contiguous CPU tensor to one rank; the caller keeps it until the work has ended."""
         link = self._upwards if target > self.index else self._downwards
         # The message's tag is its size: if two ranks disagreed about it, gloo would abort one of them.
         return link.send([tensor], target, tensor.nbytes % MAX_TAG)
@@ -162,11 +137,6 @@ def close_connections(group: Any, index: int, size: int) -> None:
 
     gloo closes the connections of a group when a wait times out, which is the only way that all releases of torch
     offer. So this waits a millisecond for a message that nobody sends.
-
-    Args:
-        group: Process group on gloo, or torch's wrapper of one.
-        index: Index of this rank among its members.
-        size: Number of members.
     """
     with contextlib.suppress(RuntimeError):
         work = group.recv([torch.empty(1, dtype=torch.uint8)], (index + 1) % size, MAX_TAG - 1)

@@ -19,8 +19,6 @@ from torch._C import _distributed_c10d as c10d
 
 from thinwire.collectives.links.replacement import Replacement
 
-__all__ = ["MakeBackend", "Membership", "NcclLinks", "backend_maker", "joined", "replace_nccl"]
-
 
 @dataclass(frozen=True)
 class Membership:
@@ -73,21 +71,12 @@ def backend_maker(device: torch.device) -> MakeBackend | None:
 
 
 def replace_nccl(make: MakeBackend) -> contextlib.AbstractContextManager[None]:
-    """Use other communicators inside the context, for tensors of any device; see :mod:`thinwire.testing.nccl`.
-
-    Args:
-        make: Makes communicators.
-    """
+    """Use other communicators inside the context, for tensors of any device; see :mod:`thinwire.testing.nccl`."""
     return _replacement.use(make)
 
 
 class NcclLinks:
-    """One communicator.
-
-    Args:
-        backend: torch's backend of the communicator.
-        index: Index of this rank among the members.
-    """
+    """One communicator, over torch's backend of it."""
 
     is_native = True
 

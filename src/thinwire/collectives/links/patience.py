@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["STORE_PATIENCE", "within_patience"]
-
 STORE_PATIENCE = 3.0
 """Seconds that the job's store may take to answer."""
 

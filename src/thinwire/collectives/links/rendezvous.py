@@ -24,8 +24,6 @@ import torch.distributed as dist
 
 from thinwire.errors import UsageError
 
-__all__ = ["Rendezvous"]
-
 _BACKLOG = 4096
 """Number of connections that may wait to be accepted, since all ranks connect at the same time."""
 
@@ -62,9 +60,6 @@ class Rendezvous:
     def of(cls, environment: Mapping[str, str] = os.environ) -> Rendezvous:
         """Read the rendezvous from environment variables.
 
-        Args:
-            environment: Variables of the process.
-
         Raises:
             UsageError: A variable is missing or not a number.
         """
@@ -95,13 +90,8 @@ class Rendezvous:
             return ""
 
     def store(self, timeout: datetime.timedelta) -> dist.Store:
-        """Host the store, or connect to it.
-
-        Args:
-            timeout: How long ranks wait for each other, here and in operations on the store.
-
-        Returns:
-            A store without entries of an earlier attempt.
+        """Host the store, or connect to it; ``timeout`` is for this and for operations on the store. It has no entries
+        of an earlier attempt.
 
         Raises:
             UsageError: The port is not available, or not all ranks connect in time.
@@ -111,12 +101,7 @@ class Rendezvous:
         return self._host(timeout) if self.rank == 0 else self.connect_at(self.host, self.port, timeout)
 
     def connect_at(self, host: str, port: int, timeout: datetime.timedelta) -> dist.Store:
-        """Connect to the store.
-
-        Args:
-            host: Where this process reaches it.
-            port: Its port there.
-            timeout: How long to wait, here and in operations on the store.
+        """Connect to the store where this process reaches it; ``timeout`` is for this and for operations on the store.
 
         Raises:
             UsageError: Nobody answers in time.
@@ -200,12 +185,7 @@ class Rendezvous:
         return self.host_at(listener, self.host, timeout)
 
     def host_at(self, listener: socket.socket, host: str, timeout: datetime.timedelta) -> dist.Store:
-        """Host the store, and wait until all ranks have connected.
-
-        Args:
-            listener: Socket on which the store listens; the store owns it from then on.
-            host: Name or address of this host by which this process reaches it.
-            timeout: How long to wait, here and in operations on the store.
+        """Host the store on a socket, which it owns from then on, and wait until all ranks have connected to this host.
 
         Raises:
             UsageError: Not all ranks connect in time.

@@ -6,17 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["Replacement"]
-
 Maker = TypeVar("Maker")
 
 
 class Replacement(Generic[Maker]):
-    """What stands in for a maker, inside a context.
-
-    Attributes:
-        maker: The maker in use instead of the usual one; ``None`` outside the context.
-    """
+    """What stands in for a maker, inside a context; ``maker`` is ``None`` outside of it."""
 
     def __init__(self) -> None:
         self.maker: Maker | None = None

@@ -11,8 +11,6 @@ import torch
 
 from thinwire.collectives.links.replacement import Replacement
 
-__all__ = ["EventPairs", "Stream", "StreamEvent", "Streams", "replace_streams", "streams_of"]
-
 
 class StreamEvent(Protocol):
     """A moment of a stream; see ``torch.cuda.Event``."""
@@ -96,11 +94,7 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """CUDA's streams of one device.
-
-    Args:
-        device: The device.
-    """
+    """CUDA's streams of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -153,9 +147,5 @@ def streams_of(device: torch.device) -> Streams | None:
 
 
 def replace_streams(make: Callable[[torch.device], Streams]) -> contextlib.AbstractContextManager[None]:
-    """Give every device other streams inside the context, also CPUs; see :mod:`thinwire.testing.streams`.
-
-    Args:
-        make: Makes the streams of a device.
-    """
+    """Give every device other streams inside the context, also CPUs; see :mod:`thinwire.testing.streams`."""
     return _replacement.use(make)

@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from thinwire.errors import UsageError
 
-__all__ = ["agree_on_transport", "choose_transport", "forgo_flight_recorder", "gpu_of"]
-
 log = logging.getLogger("thinwire")
 
 GLOO, NCCL = "gloo", "cpu:gloo,cuda:nccl"
@@ -35,17 +33,7 @@ def gpu_of(device: torch.device) -> str:
 
 
 def agree_on_transport(store: dist.Store, rank: int, world: int, gpu: str, timeout: datetime.timedelta) -> str:
-    """Choose the backend of ``init_process_group`` together with all other ranks.
-
-    Args:
-        store: Store of the job.
-        rank: Rank of this process.
-        world: Number of ranks.
-        gpu: See :func:`gpu_of`.
-        timeout: How long to wait for the other ranks.
-
-    Returns:
-        The backend, the same on every rank.
+    """Choose the backend of ``init_process_group`` together with all other ranks; ``gpu`` is that of :func:`gpu_of`.
 
     Raises:
         UsageError: Some ranks have a GPU and some have none, or a rank does not come in time.
@@ -82,14 +70,8 @@ def forgo_flight_recorder() -> None:
 
 
 def choose_transport(gpus: Sequence[str]) -> tuple[str, str, str]:
-    """Choose the backend.
-
-    Args:
-        gpus: Identifier of each rank's GPU; empty for ranks that use the CPU.
-
-    Returns:
-        The backend, the sentence of an error and that of a warning; the sentences are empty if all is well.
-    """
+    """Choose the backend from identifiers of ranks' GPUs, empty on CPUs. Returns it, the sentence of an error and that
+    of a warning, which are empty if all is well."""
     without = [rank for rank, gpu in enumerate(gpus) if not gpu]
     if len(without) == len(gpus):
         return GLOO, "", ""

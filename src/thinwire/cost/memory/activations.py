@@ -14,11 +14,6 @@ from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import ModelSpec, Plan
 from thinwire.spec.models.model import expert_layers
 
-__all__ = [
-    "GPU_LOSS_CHUNK", "HOST_LOSS_CHUNK", "activation_bytes", "exchange_bytes", "kept_activations", "logit_bytes",
-    "working_memory",
-]  # fmt: skip
-
 GPU_LOSS_CHUNK = 1 << 24
 """Most logits of which the built-in models' loss has fp32 copies at once on a GPU, where launches cost more than
 caches: 64 MiB a copy."""
@@ -72,18 +67,9 @@ def _expert_values(model: ModelSpec) -> int:
     return model.active_experts * (2 * model.hidden + 4 * model.expert_ffn)
 
 
-def kept_activations(
-    model: ModelSpec, plan: Plan, parts: Sequence[ModelPart], *, seq: int, loss_chunk: int = GPU_LOSS_CHUNK
-) -> tuple[int, ...]:
-    """Bytes that each part of a model keeps from its forward to its backward.
-
-    Args:
-        model: Dimensions of the model.
-        plan: The plan; micro-batch, tensor parallelism and recomputation matter.
-        parts: Parts of the model.
-        seq: Tokens per sequence.
-        loss_chunk: Most logits of which the loss has fp32 copies at once.
-    """
+def kept_activations(model: ModelSpec, plan: Plan, parts: Sequence[ModelPart], *, seq: int) -> tuple[int, ...]:
+    """Bytes that each part of a model keeps from its forward to its backward on a GPU. Of the plan, micro-batch, tensor
+    parallelism and recomputation matter."""
     tokens, itemsize = _tokens(plan, seq)
     block = _input_bytes(model, plan, seq) if plan.recompute else _block_bytes(model, plan, seq)
     blocks = sum(part.kind == "block" for part in parts)
@@ -92,7 +78,7 @@ def kept_activations(
     heads = [part.kind in ("head", "rest") for part in parts]
     last = len(heads) - 1 - heads[::-1].index(True) if any(heads) else -1
     return tuple(
-        share if part.kind == "block" else logit_bytes(model, tokens, itemsize, loss_chunk) if index == last else 0
+        share if part.kind == "block" else logit_bytes(model, tokens, itemsize) if index == last else 0
         for index, part in enumerate(parts)
     )
 

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thinwire.cost.memory.activations import (
-    GPU_LOSS_CHUNK,
-    exchange_bytes,
-    held_activations,
-    loss_bytes,
-    message_bytes,
-)
+from thinwire.cost.memory.activations import GPU_LOSS_CHUNK, exchange_bytes, held_activations, loss_bytes, message_bytes
 from thinwire.cost.memory.stages import PipelineShare, demanding_stages, held_units, stage_model, stages
 from thinwire.cost.memory.states import (
     ModelStates,
@@ -26,8 +20,6 @@ from thinwire.cost.memory.states import (
 from thinwire.cost.memory.workspace import Workspace
 from thinwire.program import UnitInfo
 from thinwire.spec import ModelSpec, Plan
-
-__all__ = ["OVERHEAD", "Memory", "largest_memory", "memory"]
 
 OVERHEAD = 1_500 << 20
 """Bytes of GPU memory that hold no tensors: contexts, communicators, libraries, fragmentation. A profile measures
@@ -68,7 +60,6 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Total bytes of the device."""
         return sum(self.by_part().values())
 
     def by_part(self) -> dict[str, int]:

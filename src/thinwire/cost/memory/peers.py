@@ -18,8 +18,6 @@ from thinwire.cost.shapes import parts
 from thinwire.errors import SpecError
 from thinwire.spec import ModelSpec, Plan
 
-__all__ = ["PEER_SYSTEMS", "ZeroSettings", "peer_memory"]
-
 PEER_SYSTEMS: Final = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 """Systems that :func:`peer_memory` knows."""
 
@@ -106,7 +104,7 @@ def peer_memory(
     """
     formula = _FORMULAE.get(system)
     if formula is None:
-        raise SpecError("system", [f"there is no {system!r}; valid are {', '.join(PEER_SYSTEMS)}"])
+        raise SpecError("system", f"there is no {system!r}; valid are {', '.join(PEER_SYSTEMS)}")
     cut = parts(model, "block", 1)
     sizes = _sizes(model, cut, plan, zero or ZeroSettings(), loss_chunk, gloo)
     moments = [Memory(**{**_NOTHING, **moment, "overhead": overhead}) for moment in formula(sizes)]

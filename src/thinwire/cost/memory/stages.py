@@ -12,8 +12,6 @@ from thinwire.program import UnitInfo
 from thinwire.spec import ModelSpec, Plan
 from thinwire.spec.plan_parts.pipeline import STAGES_OF_A_RANK
 
-__all__ = ["PipelineShare", "demanding_stages", "held_units", "stage_model", "stages"]
-
 
 @dataclass(frozen=True, slots=True)
 class PipelineShare:

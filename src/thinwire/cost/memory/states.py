@@ -30,25 +30,12 @@ from thinwire.spec import Factor, Plan
 from thinwire.spec.plan import cut_alike
 from thinwire.spec.plan_parts.residence import Residence
 
-__all__ = [
-    "AMSP_STATES", "ModelStates", "States", "feedback_bytes", "frozen_bytes", "island_bytes", "largest_batch",
-    "largest_owned",
-    "visiting",
-]  # fmt: skip
-
-
 _STEP = Event(Phase.STEP, -1, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Bytes of model states per parameter.
-
-    Attributes:
-        params: Bytes of ``P``.
-        grads: Bytes of ``G``.
-        optimizer: Bytes of ``OS``: the master parameter and the moments.
-    """
+    """Bytes of model states per parameter; ``OS`` holds the master parameter and the moments."""
 
     params: int
     grads: int
@@ -72,15 +59,8 @@ AMSP_STATES = States(2, 2, 12)
 
 
 class ModelStates(NamedTuple):
-    """Bytes of a rank's model states.
-
-    Attributes:
-        params: Bytes of the ``P`` shard.
-        grads: Bytes of the ``G`` shard, and of the gradients of the optimizer's share.
-        optimizer: Bytes of the ``OS`` shard.
-        secondary: Bytes of the secondary parameter shard.
-        host: Bytes of them on the host.
-    """
+    """Bytes of a rank's model states; ``G`` with the gradients of the optimizer's share, and ``host`` those of all on
+    the host."""
 
     params: int
     grads: int

@@ -20,8 +20,6 @@ from thinwire.program import (
 from thinwire.program.wire import ITEMSIZE, Encoding, reduction_encodings, used_codec
 from thinwire.spec import Plan
 
-__all__ = ["Workspace"]
-
 
 class _BucketShape(NamedTuple):
     """What travels together to the owners of optimizer states.

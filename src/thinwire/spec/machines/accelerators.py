@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["ACCELERATORS", "Accelerator"]
-
 _GBIT = 10**9
 _GB_PER_S = 8 * 10**9
 

@@ -117,7 +117,7 @@ class ClusterSpec(Machines):
         kind = ACCELERATORS.get(name)
         what = f"cluster {name!r}"
         if kind is None:
-            raise SpecError(what, [f"there is no accelerator {name!r}; valid are {', '.join(ACCELERATORS)}"])
+            raise SpecError(what, f"there is no accelerator {name!r}; valid are {', '.join(ACCELERATORS)}")
         count = kind.gpus_per_node if gpus_per_node is None else gpus_per_node
         fields = {
             "name": f"{name}:{nodes}x{count}",
@@ -157,10 +157,8 @@ class ClusterSpec(Machines):
         if not (times and nodes.isdecimal() and gpus.isdecimal() and int(nodes) and int(gpus)):
             raise SpecError(
                 f"cluster {text!r}",
-                [
-                    "it should be ACCELERATOR:NODESxGPUS, for example a800-80g:128x8, or a TOML file; accelerators "
-                    f"are {', '.join(ACCELERATORS)}"
-                ],
+                "it should be ACCELERATOR:NODESxGPUS, for example a800-80g:128x8, or a TOML file; accelerators "
+                f"are {', '.join(ACCELERATORS)}",
             )
         return cls.preset(name, nodes=int(nodes), gpus_per_node=int(gpus), **overrides)
 
@@ -214,7 +212,7 @@ class ClusterSpec(Machines):
             what = f"order = {list(order)}"
             raise SpecError(
                 "cluster",
-                [f"{what} should name each of its nodes once, and its length should divide the {self.nodes} nodes"],
+                f"{what} should name each of its nodes once, and its length should divide the {self.nodes} nodes",
             )
         leaf_of = self.leaf_of_nodes
         leaves = tuple(leaf_of[start + node] for start in range(0, self.nodes, size) for node in order)
@@ -230,12 +228,7 @@ def mean_peak(cluster: ClusterSpec, dtype: str) -> float:
 
 
 def seen_by(cluster: ClusterSpec, number: int) -> ClusterSpec:
-    """A cluster of equal nodes, each like those of a group; the network between nodes is not part of it.
-
-    Args:
-        cluster: A cluster with groups of unlike nodes.
-        number: Number of the group.
-    """
+    """A cluster of equal nodes like those of a group, by its number, without the network between nodes."""
     group = cluster.groups[number]
     keys = ("memory", "peak_flops", "memory_bandwidth", "kernels")
     figures = {key: getattr(group, key) for key in keys if getattr(group, key) is not None}
@@ -248,17 +241,11 @@ def seen_by(cluster: ClusterSpec, number: int) -> ClusterSpec:
 def first_nodes(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
     """The same cluster with only its first nodes, or with more if all are equal.
 
-    Args:
-        cluster: The cluster.
-        nodes: Number of nodes, from 1.
-
     Raises:
         SpecError: Unlike nodes or named leaves are fewer.
     """
     if (cluster.groups or isinstance(cluster.leaves, tuple)) and nodes > cluster.nodes:
-        raise SpecError(
-            "nodes", [f"= {nodes}: the cluster describes {cluster.nodes} nodes one by one; describe as many"]
-        )
+        raise SpecError("nodes", f"= {nodes}: the cluster describes {cluster.nodes} nodes one by one; describe as many")
     leaves = cluster.leaves[:nodes] if isinstance(cluster.leaves, tuple) else cluster.leaves
     name = cluster.name
     label = name if name is None else name.replace(f":{cluster.nodes}x", f":{nodes}x")

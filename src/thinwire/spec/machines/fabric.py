@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from thinwire.spec.machines.cluster import ClusterSpec
 
-__all__ = ["Fabric", "Route", "crossing_share"]
-
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -83,12 +81,7 @@ class Fabric:
 
 
 class _UnlikeNodes:
-    """The slowest cards and the traffic between zones of the groups of ranks that some nodes are in.
-
-    Args:
-        cluster: A cluster with groups of unlike nodes.
-        group: Number of the group of nodes that is asked about; ``None``: all nodes.
-    """
+    """The slowest cards and the traffic between zones of the groups of ranks that some nodes are in."""
 
     def __init__(self, cluster: ClusterSpec, group: int | None) -> None:
         group_of, groups = cluster.group_of_nodes, cluster.groups

@@ -13,8 +13,6 @@ from thinwire.spec.base import Count, Depth
 from thinwire.spec.machines.measured import Measured, Timing
 from thinwire.spec.plan import Dtype
 
-__all__ = ["KernelRow", "KernelTable", "this_host"]
-
 
 class KernelRow(Timing):
     """Time of one kernel of one shape, while nothing else runs."""

@@ -11,8 +11,6 @@ from pydantic import Field
 from thinwire.errors import SpecError
 from thinwire.spec.base import Positive, Spec
 
-__all__ = ["JsonSpec", "Measured", "Timing"]
-
 
 class Timing(Spec):
     """A measured duration: the median and the quartiles around it."""
@@ -42,10 +40,10 @@ class JsonSpec(Spec):
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise SpecError(
-                str(path), [f"cannot be read as {cls.what}: {error}; {cls.made_by} {path} makes it"]
+                str(path), f"cannot be read as {cls.what}: {error}; {cls.made_by} {path} makes it"
             ) from error
         if not isinstance(data, dict):
-            raise SpecError(str(path), [f"it should be a JSON object, as {cls.made_by} writes it"])
+            raise SpecError(str(path), f"it should be a JSON object, as {cls.made_by} writes it")
         return cls.parse(data, str(path))
 
     def write(self, path: str | Path) -> None:

@@ -10,20 +10,6 @@ from pydantic import Field
 from thinwire.spec.base import Bandwidth, Bytes, Count, Positive, Problem, Seconds, Spec, rule
 from thinwire.spec.machines.accelerators import ACCELERATORS
 
-__all__ = [
-    "HOST_BANDWIDTH",
-    "HOST_LATENCY",
-    "INSIDE_LATENCY",
-    "NIC_LATENCY",
-    "Failures",
-    "Link",
-    "Machines",
-    "NodeGroup",
-    "Spot",
-    "machine_figures",
-    "weakest",
-]
-
 INSIDE_LATENCY: Final = 3e-6
 """Latency in seconds between two accelerators of a node: typical of NVLink under NCCL."""
 
@@ -132,14 +118,7 @@ GROUP_FIGURES: Final = (
 def group_problems(
     groups: Sequence[NodeGroup], gpus_per_node: int, peaks: Mapping[str, float], *, joined: bool
 ) -> Iterator[Problem]:
-    """What keeps groups from being one cluster.
-
-    Args:
-        groups: The groups, complete.
-        gpus_per_node: Accelerators per node of the cluster.
-        peaks: Peak FLOP/s by the dtypes that all groups have.
-        joined: Whether a link joins zones.
-    """
+    """What keeps groups from being one cluster."""
     for number, group in enumerate(groups):
         if group.gpus_per_node not in (None, gpus_per_node):
             yield Problem(
@@ -172,12 +151,7 @@ def machine_figures(name: object) -> dict[str, Any]:
 
 
 def completed(group: NodeGroup, defaults: Mapping[str, Any]) -> NodeGroup:
-    """A group with all figures: its own, those of its accelerator, then those of the cluster.
-
-    Args:
-        group: The group as it was written.
-        defaults: Values of the cluster, by key of a group.
-    """
+    """A group with all figures: its own, those of its accelerator, then those of the cluster."""
     known = {**defaults, **machine_figures(group.accelerator)}
     known["gpus_per_node"] = defaults.get("gpus_per_node") or known.get("gpus_per_node")
     missing = {key: known[key] for key in GROUP_FIGURES if getattr(group, key) is None and known.get(key) is not None}

@@ -10,8 +10,6 @@ from thinwire.errors import SpecError
 from thinwire.spec.base import Spec
 from thinwire.spec.machines.nodes import Link, NodeGroup, completed, machine_figures, weakest
 
-__all__ = ["expanded", "in_proportion"]
-
 _QUANTITIES: Final[Mapping[str, Callable[[Any], float]]] = {
     "memory": units.parse_bytes,
     "memory_bandwidth": units.parse_bandwidth,
@@ -57,11 +55,6 @@ def _with_groups(data: dict[str, Any], groups: Sequence[Any]) -> dict[str, Any]:
 def in_proportion(before: Mapping[str, Any], changes: Mapping[str, Any], merged: dict[str, Any]) -> dict[str, Any]:
     """Changes of a cluster's figures, which are those of its slowest group, for all groups in proportion.
 
-    Args:
-        before: All keys of the cluster before the changes.
-        changes: What changes, by key of the cluster.
-        merged: All keys after the changes.
-
     Raises:
         SpecError: ``nodes`` is no multiple of the nodes of the groups.
     """
@@ -69,7 +62,7 @@ def in_proportion(before: Mapping[str, Any], changes: Mapping[str, Any], merged:
     times, rest = divmod(changes.get("nodes", nodes), nodes)
     if rest or not times:
         count = f"= {merged['nodes']}: the groups have {nodes} nodes"
-        raise SpecError("nodes", [f"{count}; change the groups instead"])
+        raise SpecError("nodes", f"{count}; change the groups instead")
     new_links = _table(merged["links"]) or {}
     groups = []
     for group in before["groups"]:

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from thinwire.errors import SpecError
 
-__all__ = ["expand_hosts", "is_slurm", "slurm_switches"]
-
 _START = re.compile(r"^\s*(?:SwitchName|BlockName|BlockSizes|AggregatedBlock)\s*=", re.IGNORECASE | re.MULTILINE)
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -65,7 +63,7 @@ def _expanded(name: str, text: str) -> Iterator[str]:
 
 
 def _malformed(text: str, why: str) -> SpecError:
-    return SpecError("hosts", [f"{text!r} is no list of hosts such as node[01-03,20],gpu-a[1-2]: {why}"])
+    return SpecError("hosts", f"{text!r} is no list of hosts such as node[01-03,20],gpu-a[1-2]: {why}")
 
 
 def is_slurm(text: str) -> bool:
@@ -95,7 +93,7 @@ def slurm_switches(text: str, source: str) -> dict[str, tuple[str, ...]]:
     blocks = [fields for fields in lines if "blockname" in fields]
     switches = _blocks(blocks, lines, source) if blocks else _tree(lines)
     if not switches:
-        raise SpecError(source, ["names no switch or block with nodes below it (SwitchName=... Nodes=...)"])
+        raise SpecError(source, "names no switch or block with nodes below it (SwitchName=... Nodes=...)")
     return switches
 
 
@@ -146,7 +144,7 @@ def _blocks(
     try:
         base, *larger = sorted({int(size) for size in sizes.split(",") if size}) or [1]
     except ValueError:
-        raise SpecError(source, [f"BlockSizes = {sizes!r} should be numbers with commas between them"]) from None
+        raise SpecError(source, f"BlockSizes = {sizes!r} should be numbers with commas between them") from None
     joined: dict[str, tuple[str, ...]] = {}  # of scontrol, which lists larger blocks by themselves
     for fields in lines:
         if "aggregatedblock" in fields:

@@ -10,8 +10,6 @@ from typing import Self
 from thinwire.errors import SpecError
 from thinwire.spec.machines.slurm import is_slurm, slurm_switches
 
-__all__ = ["TOPOLOGY_SOURCES", "SwitchTree", "host_lines"]
-
 TOPOLOGY_SOURCES = ("auto", "slurm", "timed")
 """Values of a plan's ``topology`` that name no file."""
 
@@ -45,7 +43,7 @@ class SwitchTree:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is no text"
-            raise SpecError(str(path), [f"cannot be read: {reason}"]) from error
+            raise SpecError(str(path), f"cannot be read: {reason}") from error
         return cls.parse(text, str(path))
 
     @classmethod
@@ -81,18 +79,13 @@ class SwitchTree:
             known = ", ".join([*self.switches][:4])
             raise SpecError(
                 self.source,
-                [f"has no line for {', '.join(missing)}; it names {len(self.switches)} hosts, such as {known}"],
+                f"has no line for {', '.join(missing)}; it names {len(self.switches)} hosts, such as {known}",
             )
         return [above for host in hosts if (above := found[host]) is not None]
 
 
 def host_lines(leaves: Mapping[str, Sequence[str]], *, comment: str) -> str:
-    """The text of a file that :meth:`SwitchTree.read` reads.
-
-    Args:
-        leaves: Hosts of each leaf.
-        comment: One line about them.
-    """
+    """The text of a file that :meth:`SwitchTree.read` reads."""
     lines = [f"{host} {leaf}\n" for leaf, hosts in leaves.items() for host in hosts]
     return f"# {comment}\n{''.join(lines)}"
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from thinwire.errors import SpecError
 
-__all__ = ["EXPERT_FAMILIES", "huggingface_shape"]
-
 # Names that configurations use for each of our keys, the most common name first.
 _KEYS = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -80,9 +78,9 @@ def _read(file: Path) -> Mapping[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise SpecError(str(file), [f"cannot be read as a Hugging Face configuration: {error}"]) from error
+        raise SpecError(str(file), f"cannot be read as a Hugging Face configuration: {error}") from error
     if not isinstance(config, dict):
-        raise SpecError(str(file), ["should be a JSON object, as Hugging Face's config.json is"])
+        raise SpecError(str(file), "should be a JSON object, as Hugging Face's config.json is")
     return config
 
 
@@ -91,11 +89,7 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 
 def _expert_problems(config: Mapping[str, Any]) -> list[str]:
-    """Why a mixture of experts cannot be described; empty for dense models and for those of :data:`EXPERT_FAMILIES`.
-
-    Args:
-        config: Content of a ``config.json``.
-    """
+    """Why a mixture of experts cannot be described; empty for dense models and for those of :data:`EXPERT_FAMILIES`."""
     name = _number_of_experts(config)
     if name is None:
         return []
@@ -122,11 +116,7 @@ def _expert_problems(config: Mapping[str, Any]) -> list[str]:
 
 
 def _expert_shape(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a ``ModelSpec`` that describe experts and latent attention; empty for other models.
-
-    Args:
-        config: Content of a ``config.json`` without :func:`_expert_problems`.
-    """
+    """The fields of a ``ModelSpec`` that describe experts and latent attention; empty for other models."""
     family, shape = str(config.get("model_type")), dict[str, Any]()
     if family in ("deepseek_v2", "deepseek_v3"):
         shape |= _latent(config)

@@ -12,11 +12,6 @@ from thinwire.errors import SpecError
 from thinwire.spec.base import Count, Depth, Flag, Problem, Spec, rule
 from thinwire.spec.models.huggingface import huggingface_shape
 
-__all__ = [
-    "Dimensions", "Latent", "Matrices", "ModelSpec", "attention_width", "block_matrices", "expert_layers",
-    "expert_parameters", "latent_norms",
-]  # fmt: skip
-
 Matrices = dict[str, tuple[int, int]]
 """Rows (width of the output) and columns (width of the input) of matrices, by name below the block."""
 
@@ -155,7 +150,7 @@ class ModelSpec(Dimensions):
             valid = ", ".join(_PRESETS)
             raise SpecError(
                 f"model {name!r}",
-                [f"there is no model preset {name!r}; valid are {valid}, a TOML file or a Hugging Face config.json"],
+                f"there is no model preset {name!r}; valid are {valid}, a TOML file or a Hugging Face config.json",
             )
         return cls.parse({"name": name, **_PRESETS[name], **overrides}, f"model {name!r}")
 
@@ -313,13 +308,8 @@ def expert_parameters(model: ModelSpec) -> int:
 
 
 def block_matrices(model: ModelSpec, *, experts: bool) -> Matrices:
-    """The matrices of a block outside of its routed experts, by name.
-
-    Args:
-        model: The model.
-        experts: Whether the block has experts; then a router and what every token visits take the place of the
-            feed-forward.
-    """
+    """The matrices of a block outside of its routed experts, by name; with experts, a router and what every token
+    visits take the place of the feed-forward."""
     made = attention(model)
     if not experts:
         return made | feed_forward(model.kind, model.hidden, model.ffn)
@@ -355,13 +345,11 @@ def _kinds(model: ModelSpec) -> list[tuple[int, bool]]:
 
 
 def _expert(model: ModelSpec) -> int:
-    """Parameters of one expert."""
     matrices = feed_forward(model.kind, model.hidden, model.expert_ffn)
     return numel(matrices) + (sum(rows for rows, _ in matrices.values()) if model.biases else 0)
 
 
 def numel(matrices: Matrices) -> int:
-    """Elements of all matrices."""
     return sum(rows * columns for rows, columns in matrices.values())
 
 

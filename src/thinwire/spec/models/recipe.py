@@ -12,8 +12,6 @@ from thinwire.spec.base import Count, Flag, Positive, Problem, Share, rule
 from thinwire.spec.models.huggingface import huggingface_shape
 from thinwire.spec.models.model import Dimensions, ModelSpec
 
-__all__ = ["ModelRecipe"]
-
 _DIMENSIONS = (
     "preset", "layers", "hidden", "heads", "kv_heads", "ffn", "experts", "active_experts", "expert_ffn",
 )  # fmt: skip

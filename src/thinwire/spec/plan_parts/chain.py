@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from thinwire.spec.base import Problem
 from thinwire.spec.factor import Factor
 
-__all__ = ["chain_problems", "divisors", "cut_alike", "fill_problem", "groups", "on_mesh"]
-
 
 def cut_alike(grads: Factor, optimizer: Factor) -> bool:
     """Whether ``G`` is sharded like ``OS``, so that gradients accumulate in optimizer shares."""

@@ -9,8 +9,6 @@ from pydantic import Field
 from thinwire.spec.base import Problem, Spec, rule
 from thinwire.spec.codec import CodecSpec
 
-__all__ = ["Frozen"]
-
 
 class Frozen(Spec):
     """How the parameters are kept that are frozen when the model is sharded."""

@@ -13,8 +13,6 @@ from thinwire.spec.base import Count, Depth, Flag, Positive, Problem, Seconds, S
 from thinwire.spec.codec import CodecSpec
 from thinwire.spec.plan_parts.wire import Feedback
 
-__all__ = ["Islands", "OuterOptimizer"]
-
 
 class OuterOptimizer(Spec):
     """The optimizer whose gradient is the mean change of all islands' parameters since their last exchange."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["STAGES_OF_A_RANK", "keeps_busy"]
-
 STAGES_OF_A_RANK: Final = {"1f1b": 1, "interleaved": 2}
 """Stages per rank of a pipeline, by schedule."""
 

@@ -17,8 +17,6 @@ from typing import Self
 from thinwire.errors import SpecError
 from thinwire.spec.codec import CodecSpec
 
-__all__ = ["AXES", "POLICIES", "STUDIED", "HybridPolicy"]
-
 AXES = ("dp", "scatter", "gather", "spread", "tp", "pp", "ep", "cp")
 """The fields of :class:`HybridPolicy` that hold a codec."""
 
@@ -101,7 +99,7 @@ class HybridPolicy:
             SpecError: There is no such axis.
         """
         if axis not in AXES:
-            raise SpecError("axis", [f"{axis!r} is not a parallel dimension: valid are {', '.join(AXES)}"])
+            raise SpecError("axis", f"{axis!r} is not a parallel dimension: valid are {', '.join(AXES)}")
         codec: CodecSpec = getattr(self, axis)
         return codec
 
@@ -138,9 +136,9 @@ def _codecs(name: str) -> tuple[CodecSpec, CodecSpec, CodecSpec]:
         try:
             dense, scatter, gradients = (_filled(codec, capitals, numbers) for codec in codecs)
         except SpecError as error:
-            raise SpecError("policy", [f"{name!r} is not a policy: {error.problems[0]}"]) from None
+            raise SpecError("policy", f"{name!r} is not a policy: {error.problems[0]}") from None
         return dense, scatter, gradients
-    raise SpecError("policy", [f"{name!r} is not a policy: valid are {', '.join(POLICIES)}"])
+    raise SpecError("policy", f"{name!r} is not a policy: valid are {', '.join(POLICIES)}")
 
 
 def _filled(codec: str, capitals: list[str], numbers: list[str]) -> CodecSpec:

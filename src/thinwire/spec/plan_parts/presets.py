@@ -79,7 +79,7 @@ def engine_fields(engine: str, *, recompute: bool) -> dict[str, Any]:
         SpecError: there is no such engine.
     """
     if engine not in ENGINES:
-        raise SpecError("plan", [f"engine = {engine!r} is unknown; valid are {', '.join(ENGINES)}"])
+        raise SpecError("plan", f"engine = {engine!r} is unknown; valid are {', '.join(ENGINES)}")
     if engine == "thinwire":
         return {}
     return {
@@ -176,10 +176,10 @@ def preset_fields(name: str, *, nodes: int, local: int, group: Factor | str | No
     what = f"preset {name!r}"
     preset = PRESETS.get(name)
     if preset is None:
-        raise SpecError(what, [f"there is no preset {name!r}; valid are {', '.join(PRESETS)}"])
+        raise SpecError(what, f"there is no preset {name!r}; valid are {', '.join(PRESETS)}")
     if group is not None and not preset.takes_group:
         takers = ", ".join(key for key, value in PRESETS.items() if value.takes_group)
-        raise SpecError(what, [f"{name} takes no group (group = {group}); those that do: {takers}"])
+        raise SpecError(what, f"{name} takes no group (group = {group}); those that do: {takers}")
     mesh = Factor.parse({"local": local, "nodes": nodes}, what)
     chosen = Factor(local=mesh.local) if group is None else _group(group, what)
     count = None
@@ -197,14 +197,11 @@ def preset_fields(name: str, *, nodes: int, local: int, group: Factor | str | No
 
 
 def _islands(mesh: Factor, island: Factor, what: str) -> int:
-    """How many islands a mesh is cut into."""
     if not island.divides(mesh) or not island.fills_node(mesh):
         raise SpecError(
             what,
-            [
-                f"group = {island} is the mesh of one island: it should divide {mesh} on both axes, and use all "
-                f"{mesh.local} ranks of a node if it has several nodes"
-            ],
+            f"group = {island} is the mesh of one island: it should divide {mesh} on both axes, and use all "
+            f"{mesh.local} ranks of a node if it has several nodes",
         )
     return island.quotient(mesh).ranks
 
@@ -214,5 +211,5 @@ def _group(group: Factor | str, what: str) -> Factor:
         return group
     fields = Factor.from_text(group)
     if fields is None:
-        raise SpecError(what, [f"group = {group!r} should be a Factor, or text such as '4x2' (local x nodes)"])
+        raise SpecError(what, f"group = {group!r} should be a Factor, or text such as '4x2' (local x nodes)")
     return Factor.parse(fields, what)

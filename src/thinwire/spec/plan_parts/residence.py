@@ -8,8 +8,6 @@ from pydantic import Field, field_validator
 
 from thinwire.spec.base import Spec
 
-__all__ = ["Residence"]
-
 
 class Residence(Spec):
     """Which states live in the host's memory, which is larger than the device's."""

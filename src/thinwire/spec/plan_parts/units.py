@@ -10,8 +10,6 @@ from pydantic import Field
 from thinwire.spec.base import Flag, Problem, Spec, rule
 from thinwire.spec.codec import CodecSpec
 
-__all__ = ["Dtype", "Overlap", "UnitOverride"]
-
 Dtype = Literal["bfloat16", "float16", "float32"]
 
 

@@ -13,8 +13,6 @@ from thinwire.spec.base import Flag, Problem, Share, Spec, rule
 from thinwire.spec.codec import CodecSpec
 from thinwire.spec.plan_parts.policy import HybridPolicy
 
-__all__ = ["GRADIENTS", "Feedback", "Wire"]
-
 GRADIENTS = ("reduce_intra", "reduce_inter")
 """The fields that ``Wire.dp`` fills in: gradients cross data-parallel ranks in these two hops."""
 

@@ -11,23 +11,14 @@ from thinwire.train.data.samples import Batch
 
 
 class Waits(NamedTuple):
-    """How often and how long training waited for its data.
-
-    Attributes:
-        steps: Number of steps that waited.
-        seconds: Time that they waited, in seconds.
-    """
+    """How often training waited for its data, in steps, and how long, in seconds."""
 
     steps: int = 0
     seconds: float = 0.0
 
 
 class BatchesAhead:
-    """Makes the micro-batches of a rank in a thread, one step ahead of training.
-
-    Args:
-        make: Makes the batches of the step that begins at a position; the thread calls it.
-    """
+    """Makes the micro-batches of a rank in a thread, one step ahead of training."""
 
     def __init__(self, make: Callable[[int], list[Batch]]) -> None:
         self._make = make
@@ -37,26 +28,13 @@ class BatchesAhead:
         self._waits = Waits()
 
     def prepare(self, position: int) -> Future[list[Batch]]:
-        """Begin to make the batches of a step.
-
-        Args:
-            position: Samples taken before it.
-
-        Returns:
-            The batches to come.
-        """
+        """Begin to make the batches of the step that begins at a position."""
         self._position, self._batches = position, self._thread.submit(self._make, position)
         return self._batches
 
     def take(self, position: int, following: int) -> list[Batch]:
-        """Give the batches of a step, and begin to make those of the next one.
-
-        Args:
-            position: Samples taken before this step. Batches of another position are made anew.
-            following: Samples taken before the next step.
-
-        Returns:
-            The batches.
+        """Give the batches of a step, made anew if they are of another position, and begin to make those of the next
+        one.
 
         Raises:
             DataError: They cannot be made.

@@ -64,9 +64,6 @@ class Corpus:
         A text file larger than a 64th of the corpus is cut at line ends into documents of that size, at least of
         4 KiB and at most of 1 MiB, so that one large file can still be split into training and validation text.
 
-        Yields:
-            A document.
-
         Raises:
             DataError: a file cannot be read or parsed, or has no text under `text_key`.
         """
@@ -83,11 +80,8 @@ class Corpus:
                         return
 
     def fingerprint(self) -> str:
-        """A hash of what the corpus holds: of the bytes up to 256 MiB, of sizes and times of change beyond.
-
-        Returns:
-            32 hexadecimal digits.
-        """
+        """A hash, 32 hexadecimal digits, of what the corpus holds: of the bytes up to 256 MiB, of sizes and times of
+        change beyond."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(repr((self.kind, self.text_key, self.max_bytes)).encode())
         if self._caps_pieces():
@@ -128,17 +122,8 @@ class Corpus:
 def find_corpus(
     kind: Kind, paths: Sequence[str] = (), *, text_key: str = "text", max_bytes: int | None = None
 ) -> Corpus:
-    """Collect the files of a corpus.
-
-    Args:
-        kind: ``stdlib`` is the source of the Python standard library on this machine, without its tests;
-            the others read `paths`.
-        paths: files, directories (read recursively by suffix) and glob patterns.
-        text_key: see :class:`Corpus`.
-        max_bytes: see :class:`Corpus`.
-
-    Returns:
-        The corpus.
+    """Collect the files of a corpus: for ``stdlib`` the source of the Python standard library on this machine, without
+    its tests; for the others those of ``paths``: files, directories (read recursively by suffix) and glob patterns.
 
     Raises:
         DataError: a path does not exist, a pattern matches nothing, or there are no files at all.
@@ -153,16 +138,8 @@ def find_corpus(
 
 
 def cut(parts: Iterable[str], size: int) -> Iterator[str]:
-    """Cut a text at line ends into pieces of about `size` characters.
-
-    Args:
-        parts: the text, in parts of any length; the pieces concatenate to it. At most one piece and one part are in
-            memory at a time.
-        size: a piece ends at the first line end at or after this many characters.
-
-    Yields:
-        The pieces; a text of at most `size` characters is one piece.
-    """
+    """Cut a text, given in parts of any length, at line ends: a piece ends at the first line end at or after ``size``
+    characters. At most one piece and one part are in memory at a time."""
     text = ""
     for part in parts:
         searched = max(size, len(text)) - 1
@@ -247,9 +224,6 @@ _CODECS: Final = {".gz": "gzip", ".zst": "zstd"}
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
     """A file's bytes, decompressed as they are read.
-
-    Yields:
-        A stream.
 
     Raises:
         DataError: it cannot be read.

@@ -74,13 +74,6 @@ def prepare(recipe: DataRecipe, report: Report = lambda line: None) -> Dataset:
 
     Safe to call from many processes at once: one builds, the others wait for it.
 
-    Args:
-        recipe: The recipe's ``data`` table.
-        report: Called with one line for each thing that is being built.
-
-    Returns:
-        The open tokens.
-
     Raises:
         DataError: Text or tokens are missing, malformed or too few.
     """
@@ -95,14 +88,7 @@ def prepare(recipe: DataRecipe, report: Report = lambda line: None) -> Dataset:
 
 
 def cache_directory(recipe: DataRecipe) -> Path:
-    """Where tokenized text is kept.
-
-    Args:
-        recipe: The recipe's ``data`` table, which may name a directory.
-
-    Returns:
-        The recipe's directory, else ``$THINWIRE_CACHE``, else ``~/.cache/thinwire``.
-    """
+    """Where tokenized text is kept: the recipe's directory, else ``$THINWIRE_CACHE``, else ``~/.cache/thinwire``."""
     named = recipe.cache or os.environ.get("THINWIRE_CACHE")
     if named:
         return Path(named).expanduser()
@@ -110,12 +96,7 @@ def cache_directory(recipe: DataRecipe) -> Path:
 
 
 def is_validation(document: str, share: float) -> bool:
-    """Whether a document is kept for validation; equal documents always fall on the same side.
-
-    Args:
-        document: Text of the document.
-        share: Share of the documents that is kept for validation, 0 to 1.
-    """
+    """Whether a document is kept for validation; equal documents always fall on the same side."""
     digest = hashlib.blake2b(document.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") < share * 2**64
 
@@ -192,16 +173,8 @@ def _build(draft: Path, recipe: DataRecipe, corpus: Corpus, held_out: Corpus | N
 
 
 def _encoded(tokenizer: Tokenizer, documents: Iterable[str], share: float) -> Iterator[tuple[_Ids, _Ids]]:
-    """Encode documents in batches; the cores encode a batch while this process packs another one.
-
-    Args:
-        tokenizer: What encodes them.
-        documents: The texts.
-        share: Share of the documents that is kept for validation.
-
-    Yields:
-        Ids for training and for validation, of one batch after another.
-    """
+    """Encode documents in batches of ids for training and for validation; the cores encode a batch while this process
+    packs another one."""
 
     def encode(batch: Sequence[str]) -> tuple[_Ids, _Ids]:
         held = [is_validation(text, share) for text in batch]

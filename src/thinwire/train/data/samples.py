@@ -25,30 +25,18 @@ _Words = npt.NDArray[np.uint64]
 
 
 class Batch(NamedTuple):
-    """One micro-batch of one rank.
-
-    Attributes:
-        input_ids: int64, shape ``(B, T)``.
-        labels: int64, shape ``(B, T)``: the token after each input.
-    """
+    """One micro-batch of one rank: inputs, int64 ``(B, T)``, and labels, the token after each input."""
 
     input_ids: Tensor
     labels: Tensor
 
 
 def permute(positions: Ids, size: int, key: int) -> Ids:
-    """Map positions to a pseudo-random permutation of ``range(size)``, each on its own, without a table.
+    """Map positions, int64 ``(n,)`` in ``range(size)``, to a pseudo-random permutation of this range, which ``key``
+    chooses, each on its own, without a table.
 
     A balanced Feistel network permutes the next even power of two; values that fall outside are sent through
     it again until they fall inside (cycle walking), which keeps it a permutation of the smaller range.
-
-    Args:
-        positions: int64 in ``range(size)``, shape ``(n,)``.
-        size: of the range, at least 1.
-        key: chooses the permutation.
-
-    Returns:
-        int64 in ``range(size)``, shape ``(n,)``.
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
@@ -77,13 +65,8 @@ def _mix(words: _Words) -> _Words:
 class Samples:
     """Every sample of a token stream, in training order, epoch after epoch.
 
-    Sample i is the window of T + 1 tokens that starts at token i T: inputs and labels overlap by T - 1 tokens
-    and every token but the first is a label once per epoch.
-
-    Attributes:
-        tokens: the stream.
-        seq: T.
-        seed: chooses the order.
+    Sample i is the window of T + 1 tokens (T is ``seq``) that starts at token i T: inputs and labels overlap by T - 1
+    tokens and every token but the first is a label once per epoch.
     """
 
     tokens: TokenBin
@@ -99,19 +82,10 @@ class Samples:
 
     @property
     def count(self) -> int:
-        """Samples of one epoch."""
         return (len(self.tokens) - 1) // self.seq
 
     def indices(self, start: int, number: int) -> Ids:
-        """Which samples come at positions ``start, start + 1, ...``.
-
-        Args:
-            start: position: samples taken before.
-            number: how many.
-
-        Returns:
-            int64 in ``range(count)``, shape ``(number,)``.
-        """
+        """Which samples come at positions ``start, start + 1, ...``: int64 in ``range(count)``, shape ``(number,)``."""
         positions = np.arange(start, start + number, dtype=np.int64)
         epochs = positions // self.count
         result = np.empty_like(positions)
@@ -121,14 +95,7 @@ class Samples:
         return result
 
     def batch(self, indices: Ids) -> Batch:
-        """Read samples.
-
-        Args:
-            indices: which, shape ``(B,)``.
-
-        Returns:
-            The batch on CPU.
-        """
+        """Read the samples of indices, shape ``(B,)``, into a batch on CPU."""
         rows = torch.from_numpy(self.tokens.windows(indices * self.seq, self.seq + 1))
         return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
 
@@ -136,21 +103,10 @@ class Samples:
 def step_batches(
     samples: Samples, *, position: int, micro_batch: int, micro_batches: int, rank: int, world: int
 ) -> list[Batch]:
-    """The micro-batches of one rank for the step that begins at a position.
+    """The micro-batches of one rank for the step that begins at a position, the number of samples taken before.
 
     The step takes the next ``world * micro_batch * micro_batches`` samples, dealt first to the ranks of the
     first micro-batch, then to those of the second, and so on.
-
-    Args:
-        samples: in training order.
-        position: samples taken before this step.
-        micro_batch: B.
-        micro_batches: M.
-        rank: this rank.
-        world: number of ranks.
-
-    Returns:
-        M batches.
     """
     indices = samples.indices(position, world * micro_batch * micro_batches)
     shares = indices.reshape(micro_batches, world, micro_batch)
@@ -158,19 +114,8 @@ def step_batches(
 
 
 def validation_batches(samples: Samples, *, number: int, micro_batch: int, rank: int, world: int) -> Iterator[Batch]:
-    """The same evenly spaced samples at every call, dealt to the ranks; every rank gets as many batches.
-
-    Args:
-        samples: the validation stream; its order does not matter.
-        number: samples over all ranks; at most all there are.
-        micro_batch: B.
-        rank: this rank.
-        world: number of ranks.
-
-    Yields:
-        This rank's batches, equal in number and shape on all ranks; samples that only fill up the last ones
-        have no label that counts.
-    """
+    """The same evenly spaced samples at every call, ``number`` over all ranks, dealt to the ranks. Every rank gets as
+    many batches of the same shapes; samples that only fill up the last ones have no label that counts."""
     number = min(number, samples.count)
     at_once = micro_batch * world
     padded = -(-number // at_once) * at_once

@@ -23,13 +23,7 @@ _TRAINING_BYTES: Final = 64 * 2**20
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to token ids and back.
-
-    Attributes:
-        backend: the `tokenizers` object.
-        vocab: number of ids; every id is smaller.
-        end: the id written after each document.
-    """
+    """Text to token ids below ``vocab`` and back; ``end`` is the id that is written after each document."""
 
     backend: Backend
     vocab: int
@@ -37,14 +31,8 @@ class Tokenizer:
 
     @classmethod
     def train(cls, documents: Iterable[str], vocab: int) -> Tokenizer:
-        """Train a byte-level BPE: no text is out of vocabulary, and equal documents give equal merges.
-
-        Args:
-            documents: training text; the first 64 MiB are used.
-            vocab: number of ids, at least 257 (256 bytes and the end-of-text token).
-
-        Returns:
-            The tokenizer; its vocabulary is smaller than asked for when the text has too few pairs to merge.
+        """Train a byte-level BPE on the first 64 MiB of documents: no text is out of vocabulary, and equal documents
+        give equal merges. A text with too few pairs to merge gives fewer ids than ``vocab``.
 
         Raises:
             DataError: `vocab` is too small.
@@ -66,12 +54,6 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
         """Read ``tokenizer.json``, or a directory that holds one (a Hugging Face model directory does).
-
-        Args:
-            path: the file or directory.
-
-        Returns:
-            The tokenizer.
 
         Raises:
             DataError: there is no such file, it is not a tokenizer, or it has no end-of-text token.
@@ -101,14 +83,8 @@ class Tokenizer:
         raise DataError(f"{what} has no end-of-text token; it needs one of {', '.join(_END_NAMES)}")
 
     def encode(self, documents: Sequence[str]) -> npt.NDArray[np.uint32]:
-        """Encode documents on all cores, without the interpreter lock for most of the time.
-
-        Args:
-            documents: the texts.
-
-        Returns:
-            The ids of one document after another, each followed by the end-of-text id; uint32, 1-D.
-        """
+        """Ids of one document after another, each followed by the end-of-text id: uint32, 1-D. It runs on all cores,
+        without the interpreter lock for most of the time."""
         encodings = self.backend.encode_batch_fast(list(documents), add_special_tokens=False)
         ids = np.empty(sum(map(len, encodings)) + len(encodings), dtype=np.uint32)
         begin = 0
@@ -120,30 +96,14 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Turn ids back into text, special tokens included.
-
-        Args:
-            ids: token ids.
-
-        Returns:
-            The text.
-        """
+        """Turn ids back into text, special tokens included."""
         return str(self.backend.decode(list(ids), skip_special_tokens=False))
 
     def save(self, path: Path) -> None:
-        """Write ``tokenizer.json``.
-
-        Args:
-            path: the file.
-        """
         self.backend.save(str(path))
 
     def fingerprint(self) -> str:
-        """A hash of the vocabulary and merges.
-
-        Returns:
-            32 hexadecimal digits.
-        """
+        """A hash of the vocabulary and merges."""
         return hashlib.blake2b(self.backend.to_str().encode(), digest_size=16).hexdigest()
 
 

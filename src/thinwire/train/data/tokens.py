@@ -34,13 +34,7 @@ _LARGEST_VOCABULARY: Final = 1 << 24
 
 @dataclass(frozen=True)
 class TokenBin:
-    """An open bin.
-
-    Attributes:
-        path: the ``.bin`` file.
-        tokens: the ids, memory-mapped, shape ``(num_tokens,)``.
-        vocab: every id is smaller.
-    """
+    """An open bin: ids memory-mapped, shape ``(num_tokens,)``, each below the vocabulary."""
 
     path: Path
     tokens: npt.NDArray[Any]
@@ -48,15 +42,7 @@ class TokenBin:
 
     @classmethod
     def open(cls, path: str | Path, *, dtype: TokenType | None = None, vocab: int | None = None) -> TokenBin:
-        """Map a bin.
-
-        Args:
-            path: the ``.bin`` file.
-            dtype: type of the ids; needed only where there is no header.
-            vocab: size of the vocabulary; needed only where there is no header.
-
-        Returns:
-            The bin.
+        """Map a bin; ``dtype`` and ``vocab`` are needed only where there is no header.
 
         Raises:
             DataError: the file is missing, empty, shorter than its header says, or of unknown type.
@@ -86,14 +72,7 @@ class TokenBin:
         return int(self.tokens.shape[0])
 
     def windows(self, starts: Sequence[int] | Ids, length: int) -> Ids:
-        """Copy windows of the stream.
-
-        Args:
-            starts: offsets of the first ids.
-            length: ids per window.
-
-        Returns:
-            int64, shape ``(len(starts), length)``.
+        """Copy windows of the stream that begin at offsets: int64, shape ``(len(starts), length)``.
 
         Raises:
             DataError: an id is not smaller than the vocabulary.
@@ -103,13 +82,7 @@ class TokenBin:
         return rows
 
     def counts(self, limit: int) -> Ids:
-        """Count how often each id occurs in the first `limit` tokens.
-
-        Args:
-            limit: tokens to read.
-
-        Returns:
-            int64, shape ``(vocab,)``.
+        """Count how often each id occurs in the first `limit` tokens: int64, shape ``(vocab,)``.
 
         Raises:
             DataError: an id is not smaller than the vocabulary.
@@ -131,12 +104,8 @@ class TokenBin:
 
 
 class TokenWriter:
-    """Writes a bin: appends ids, then the header on leaving the ``with`` block without an error.
-
-    Args:
-        path: the ``.bin`` file.
-        vocab: size of the vocabulary; decides between uint16 and uint32.
-    """
+    """Writes a bin, uint16 or uint32 as ``vocab`` needs: appends ids, then the header on leaving the ``with`` block
+    without an error."""
 
     def __init__(self, path: Path, vocab: int) -> None:
         self._path = path
@@ -156,11 +125,6 @@ class TokenWriter:
         return int(self._counts.sum())
 
     def append(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
-        """Append ids.
-
-        Args:
-            ids: token ids, each below the vocabulary.
-        """
         array = np.asarray(ids, dtype=_TYPES[self._dtype])
         self._counts += np.bincount(array, minlength=self._vocab)
         self._file.write(array.tobytes())
@@ -184,15 +148,9 @@ class TokenWriter:
 
 
 def entropy(counts: Ids) -> float:
-    """Entropy of the empirical distribution of single tokens.
+    """Entropy of the empirical distribution of single tokens, in nats per token.
 
     A model that knows how often each token occurs, and nothing else, reaches this loss.
-
-    Args:
-        counts: how often each id occurs.
-
-    Returns:
-        Nats per token.
     """
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log(share)).sum())

@@ -32,25 +32,14 @@ from thinwire.train.models.gpt import GPT
 from thinwire.train.models.llama import Llama
 from thinwire.train.models.loaded import INDEX, SINGLE
 
-__all__ = ["Exported", "export"]
-
 _ALIGNMENT: Final = 8
 
 
 @final
 @dataclass(frozen=True)
 class Exported:
-    """An exported model.
-
-    Attributes:
-        step: Step of the checkpoint.
-        architecture: Class of ``transformers`` that loads the model.
-        parameters: Total number of elements.
-        files: Names of the safetensors files.
-        num_bytes: Total size of these files.
-        tokenizer: Whether the run had a tokenizer.
-        averaged: Whether its weights are the average that the run kept.
-    """
+    """An exported model, which the class ``architecture`` of ``transformers`` loads; ``averaged`` says whether its
+    weights are the average that the run kept."""
 
     step: int
     architecture: str
@@ -83,18 +72,9 @@ def export(
     max_shard_bytes: int = 5 * 10**9,
     force: bool = False,
 ) -> Exported:
-    """Write a run's model and tokenizer in the format of ``transformers``.
-
-    Args:
-        run: Directory of the run.
-        to: Directory to write.
-        step: Step of the checkpoint; the newest by default.
-        dtype: Dtype of the written weights.
-        max_shard_bytes: Largest size of a file, unless a single tensor is larger.
-        force: Write into a directory that is not empty, and replace a model in it.
-
-    Returns:
-        The exported model.
+    """Write a run's model, of its newest checkpoint or that of ``step``, and its tokenizer in the format of
+    ``transformers``. A file has at most ``max_shard_bytes``, unless a single tensor is larger. ``force`` replaces a
+    model in a directory that is not empty.
 
     Raises:
         UsageError: There is no such run, or the directory is not empty.
@@ -174,14 +154,7 @@ def _check_fits(layout: Layout, saved: SavedModel, checkpoint: Checkpoint) -> No
 
 
 def _config(layout: Layout, dtype: Dtype, end: int | None, *, own: bool) -> dict[str, Any]:
-    """The configuration with the end-of-text id. An id that it already has belongs to the model's original tokenizer.
-
-    Args:
-        layout: Layout of the model.
-        dtype: Dtype of the weights.
-        end: The end-of-text id, if it is known.
-        own: Whether the run has trained its own tokenizer.
-    """
+    """The configuration with the end-of-text id. An id that it already has is of the model's original tokenizer."""
     config = {key: value for key, value in layout.config.items() if key not in ("dtype", "torch_dtype")}
     ends = {} if end is None else {"bos_token_id": end, "eos_token_id": end}
     return {**ends, **config, **(ends if own else {}), "torch_dtype": dtype}
@@ -193,14 +166,7 @@ def _config(layout: Layout, dtype: Dtype, end: int | None, *, own: bool) -> dict
 @final
 @dataclass(frozen=True)
 class _Written:
-    """A safetensors file.
-
-    Attributes:
-        name: Name of the file.
-        tensors: Names of its tensors.
-        elements: Total number of elements.
-        num_bytes: Size of the elements in bytes.
-    """
+    """A safetensors file with the names of its tensors and the size of their elements."""
 
     name: str
     tensors: tuple[str, ...]

@@ -14,8 +14,6 @@ from thinwire.train.data.packing import Dataset
 from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.directory import RunDirectory, copy_atomically, write_json, writing
 
-__all__ = ["TOKENIZER_FILES", "keep_sources", "kept_config", "write_tokenizer"]
-
 TOKENIZER_FILES: Final = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -29,14 +27,7 @@ _GENERATION: Final = "generation_config.json"
 
 
 def keep_sources(directory: RunDirectory, recipe: Recipe, dataset: Dataset, config: Mapping[str, Any] | None) -> None:
-    """Copy the small files that an export needs. One process of the run calls it.
-
-    Args:
-        directory: Where the run keeps its files.
-        recipe: The recipe of the run.
-        dataset: The tokens that it trains on.
-        config: The configuration of its Hugging Face model; ``None`` for models of our own.
-    """
+    """Copy the small files that an export needs. One process of the run calls it."""
     model = recipe.model
     with writing(directory.model):
         directory.model.mkdir(exist_ok=True)
@@ -62,9 +53,6 @@ def keep_sources(directory: RunDirectory, recipe: Recipe, dataset: Dataset, conf
 def kept_config(directory: RunDirectory) -> dict[str, Any]:
     """Read the configuration from which a run's Hugging Face model was built.
 
-    Args:
-        directory: Directory of the run.
-
     Raises:
         DataError: The run has no configuration.
     """
@@ -79,16 +67,8 @@ def kept_config(directory: RunDirectory) -> dict[str, Any]:
 
 
 def write_tokenizer(directory: RunDirectory, to: Path, length: int) -> int | None:
-    """Write a run's tokenizer and its model's generation settings in the format of ``transformers``.
-
-    Args:
-        directory: Directory of the run.
-        to: An existing directory.
-        length: Length of the longest sequence that the model takes.
-
-    Returns:
-        The end-of-text id; ``None`` if the run has no tokenizer.
-    """
+    """Write a run's tokenizer and its model's generation settings, for sequences of at most ``length``, in the format
+    of ``transformers``; returns the end-of-text id, or ``None`` if the run has no tokenizer."""
     _copy(directory.model, to, (_GENERATION,))
     if not directory.tokenizer.is_file():
         return None

@@ -21,19 +21,11 @@ from thinwire.train.models.huggingface import causal_on_meta
 from thinwire.train.models.llama import Llama, LlamaConfig
 from thinwire.train.models.stored import file_tensors
 
-__all__ = ["Layout", "OutTensor", "layout_of_huggingface", "layout_of_ours"]
-
 
 @final
 @dataclass(frozen=True)
 class OutTensor:
-    """A tensor of an exported file.
-
-    Attributes:
-        name: Name in the file.
-        source: Name of the parameter or buffer from which it is made.
-        make: Makes it from that parameter or buffer, on any device.
-    """
+    """A tensor of an exported file, and how it is made from a parameter or buffer, on any device."""
 
     name: str
     source: str
@@ -43,13 +35,8 @@ class OutTensor:
 @final
 @dataclass(frozen=True)
 class Layout:
-    """An exported model.
-
-    Attributes:
-        config: Content of its ``config.json``, without dtype and token ids.
-        tensors: The tensors of its files; those of one source are neighbours.
-        shapes: Shapes of all sources.
-    """
+    """An exported model: its ``config.json`` without dtype and token ids, its tensors, of which those of one source are
+    neighbours, and the shapes of all sources."""
 
     config: Mapping[str, Any]
     tensors: list[OutTensor]
@@ -58,10 +45,6 @@ class Layout:
 
 def layout_of_huggingface(config: Mapping[str, Any], what: str) -> Layout:
     """The layout that ``save_pretrained`` would give a model.
-
-    Args:
-        config: Configuration with which it was trained.
-        what: Origin of the configuration, for messages.
 
     Raises:
         DataError: The configuration does not describe a causal language model.
@@ -87,9 +70,6 @@ def layout_of_huggingface(config: Mapping[str, Any], what: str) -> Layout:
 
 def layout_of_ours(model: Llama | GPT) -> Layout:
     """The layout of one of thinwire's own models.
-
-    Args:
-        model: The model, on any device.
 
     Raises:
         UsageError: No architecture of ``transformers`` computes the same.

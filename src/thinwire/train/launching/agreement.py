@@ -27,15 +27,8 @@ _PACKAGES: Final = ("thinwire", "torch")
 
 
 def agree(ranks: Control, recipe: Recipe, fingerprint: str) -> tuple[str, ...]:
-    """Compare software, recipe and tokens with the other ranks. Every rank calls it.
-
-    Args:
-        ranks: The control group of all ranks.
-        recipe: The recipe of the run.
-        fingerprint: Fingerprint of the tokens.
-
-    Returns:
-        The name of each rank's host, by rank.
+    """Compare software, recipe and tokens with the other ranks. Every rank calls it and gets the name of each rank's
+    host, by rank.
 
     Raises:
         MismatchError: On every rank; names two ranks and their values.

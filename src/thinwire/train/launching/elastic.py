@@ -18,18 +18,11 @@ from thinwire.spec.template import PlanTemplate
 from thinwire.train.directory import RunDirectory
 from thinwire.train.environment import Hardware, Started, resolve_mesh
 
-__all__ = ["Continued", "continued", "global_batch"]
-
 
 @dataclass(frozen=True)
 class Continued:
-    """A run, adapted to the available ranks.
-
-    Attributes:
-        template: The recipe's plan, fitted to these ranks; its recipe has the global batch that the run should have.
-        plan: The plan for these ranks.
-        notes: What differs from the run so far, one sentence each.
-    """
+    """A run, adapted to the available ranks: its recipe has the global batch that the run should have, and notes say
+    what differs from the run so far."""
 
     template: PlanTemplate
     plan: Plan
@@ -47,9 +40,6 @@ def continued(template: PlanTemplate, directory: RunDirectory, ranks: Started | 
         directory: Where the run keeps its files; it need not exist.
         ranks: The ranks that a launcher has started; ``None`` if this process starts them.
         found: The hardware of this host.
-
-    Returns:
-        Recipe and plan for these ranks.
 
     Raises:
         SpecError: Tensor and pipeline parallelism of the plan do not divide these ranks.

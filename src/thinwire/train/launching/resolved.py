@@ -19,8 +19,6 @@ from thinwire.train.launching.elastic import continued
 from thinwire.train.observing.progress import Stream
 from thinwire.train.observing.trackers import check_trackers
 
-__all__ = ["ResolvedRun", "resolve_run"]
-
 
 @dataclass(frozen=True)
 class ResolvedRun:
@@ -55,17 +53,6 @@ def resolve_run(
     recipe: Recipe, directory: RunDirectory, ranks: Started | None, found: Hardware, *, resume: bool, stream: Stream
 ) -> ResolvedRun:
     """Make all decisions that depend on the plan file, the machine and the past of an elastic run.
-
-    Args:
-        recipe: What to train, with the changes of the command line.
-        directory: Where the run keeps its files; it need not exist.
-        ranks: The ranks that a launcher has started; ``None`` if this process starts them.
-        found: The hardware of this host.
-        resume: Whether to continue from the newest valid checkpoint. An elastic run also does so unasked.
-        stream: Where rank 0 shows progress.
-
-    Returns:
-        The run, the same on every rank.
 
     Raises:
         SpecError: The plan file cannot be read, or the plan does not fit the ranks.
@@ -102,13 +89,11 @@ def _check_island(recipe: Recipe, plan: Plan) -> None:
         missing = " and ".join(name for name, value in given.items() if value is None)
         raise SpecError(
             "cluster",
-            [
-                f"{missing} is missing, with islands.elastic = true: start this job with "
-                "--set cluster.island=K --set cluster.lighthouse=HOST:PORT, as `thinwire lighthouse` prints it"
-            ],
+            f"{missing} is missing, with islands.elastic = true: start this job with "
+            "--set cluster.island=K --set cluster.lighthouse=HOST:PORT, as `thinwire lighthouse` prints it",
         )
     useless = [f"{name} = {value!r}" for name, value in given.items() if value is not None]
     if not plan.is_elastic and useless:
         raise SpecError(
-            "cluster", [f"{' and '.join(useless)} has no use without islands.elastic = true in the plan; leave it out"]
+            "cluster", f"{' and '.join(useless)} has no use without islands.elastic = true in the plan; leave it out"
         )

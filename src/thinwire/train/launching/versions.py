@@ -11,11 +11,7 @@ _PACKAGES = ("torch", "numpy", "tokenizers", "transformers", "safetensors", "pyd
 
 
 def versions() -> dict[str, str]:
-    """Collect versions by name.
-
-    Returns:
-        Versions of thinwire, Python, the platform and the relevant installed packages.
-    """
+    """Versions of thinwire, Python, the platform and the relevant installed packages, by name."""
     installed = {
         "thinwire": thinwire.__version__,
         "python": platform.python_version(),

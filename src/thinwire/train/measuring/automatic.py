@@ -20,21 +20,14 @@ from thinwire.spec.profile import Profile
 from thinwire.train.measuring.pieces import pieces, weightless
 from thinwire.train.measuring.room import rank_memory
 
-__all__ = ["BUDGET", "Here", "measure_and_choose"]
-
 BUDGET: Final = 20.0
 """Duration of the measurement in seconds."""
 
 
 @dataclass(frozen=True)
 class Here:
-    """The ranks of this job, which measure the cluster together.
-
-    Attributes:
-        mesh: All ranks.
-        device: Device of this rank.
-        status: Gives, while they measure, a function that says what they are at.
-    """
+    """The ranks of this job, which measure the cluster together. While they do, ``status`` gives a function that says
+    what they are at."""
 
     mesh: Factor
     device: torch.device

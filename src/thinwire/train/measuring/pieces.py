@@ -23,8 +23,6 @@ from thinwire.train.models.gpt import GPT
 from thinwire.train.models.llama import Llama
 from thinwire.units import format_bytes
 
-__all__ = ["pieces", "weightless"]
-
 _BLOCKS = 4
 """Number of blocks that are timed one after another, if the memory suffices."""
 
@@ -78,12 +76,7 @@ def pieces(
 
 
 def weightless(plan: Plan, device: torch.device) -> Weightless:
-    """A model of no weight under a plan: what its steps and micro-batches take is what the runtime takes.
-
-    Args:
-        plan: The plan, of a job that has been joined.
-        device: Device of the model.
-    """
+    """A model of no weight under a plan: what its steps and micro-batches take is what the runtime takes."""
     model = shard(_model(_WEIGHTLESS, _WEIGHTLESS.seq, _WEIGHTLESS.layers).to(device), plan, sync_initial=False)
     runtime = runtime_of(model)
     _compare_no_values(model)  # as in most steps

@@ -13,6 +13,7 @@ from typing import Final
 import torch
 
 from thinwire.errors import OutOfMemoryError, Room
+from thinwire.profile import process_memory
 from thinwire.train.environment import ranks_of_host, ranks_of_machine
 from thinwire.units import format_bytes
 
@@ -23,14 +24,7 @@ _ASKED: Final = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
 
 
 def rank_memory(device: torch.device) -> int:
-    """Bytes that a rank may use: its share of the memory of its device or of this host.
-
-    Args:
-        device: Device of the rank.
-
-    Returns:
-        Bytes.
-    """
+    """Bytes that a rank may use: its share of the memory of its device or of this host."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         return int(total) // max(1, -(-ranks_of_host() // torch.cuda.device_count()))
@@ -38,19 +32,12 @@ def rank_memory(device: torch.device) -> int:
 
 
 def measure_room(device: torch.device) -> Room:
-    """Measure the memory that this rank may use, and the memory in use before the model is built.
-
-    Args:
-        device: Device of this rank.
-
-    Returns:
-        The tightest limit, and the bytes that count against it now.
-    """
+    """Measure the memory that this rank may use, and the memory in use before the model is built."""
     limit = rank_memory(device)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return Room("GPU memory", limit, (total - free) * limit // total)
-    virtual, resident = _in_use()
+    virtual, resident = process_memory()
     address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
     # Far less of the address space is resident, so this limit is the tighter one only where it leaves less.
     if address_space != resource.RLIM_INFINITY and address_space - virtual < limit - resident:
@@ -60,15 +47,8 @@ def measure_room(device: torch.device) -> Room:
 
 @contextlib.contextmanager
 def explained_exhaustion(rank: int, doing: str, room: Room) -> Iterator[None]:
-    """Turn an allocator's error into a sentence that names the rank, the request and the limit.
-
-    Args:
-        rank: Number of this rank.
-        doing: Description of the current work, for the message.
-        room: Memory limit of this rank.
-
-    Yields:
-        Nothing.
+    """Turn an allocator's error while a rank is ``doing`` something into a sentence that names the rank, the request
+    and the limit.
 
     Raises:
         OutOfMemoryError: In place of an allocator's error, including one that looks like a lost connection.
@@ -89,14 +69,7 @@ def explained_exhaustion(rank: int, doing: str, room: Room) -> Iterator[None]:
 
 
 def exhaustion(error: BaseException | None) -> str | None:
-    """Find the line about exhausted memory in an error or in one of its causes.
-
-    Args:
-        error: Any error, or ``None``.
-
-    Returns:
-        The line; ``None`` if memory was not the cause.
-    """
+    """The line about exhausted memory in an error or in one of its causes; ``None`` if memory was not the cause."""
     while error is not None:
         lines = str(error).splitlines() or [""]
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -112,15 +85,6 @@ def exhaustion(error: BaseException | None) -> str | None:
 def _readable(amount: str) -> str:
     number, unit = amount.split()
     return format_bytes(int(number)) if unit == "bytes" else amount
-
-
-def _in_use() -> tuple[int, int]:
-    """Bytes of this process's address space, and resident bytes."""
-    try:
-        pages = Path("/proc/self/statm").read_text().split()
-    except OSError:
-        return 0, 0
-    return int(pages[0]) * os.sysconf("SC_PAGE_SIZE"), int(pages[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _physical() -> int:

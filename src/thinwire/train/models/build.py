@@ -27,24 +27,15 @@ _DETAILS: Final = {
 
 @dataclass(frozen=True)
 class DraftedModel:
-    """A model on the meta device, which uses no memory for parameters.
-
-    Attributes:
-        model: The module; its parameters are on the meta device.
-        values: Source of the parameters' initial values.
-        config: Content of a Hugging Face model's ``config.json``; ``None`` for thinwire's own models.
-    """
+    """A model on the meta device, which uses no memory for parameters, where their values come from, and the
+    ``config.json`` of a Hugging Face model."""
 
     model: nn.Module
     values: InitialValues
     config: Mapping[str, Any] | None = None
 
     def materialize(self) -> nn.Module:
-        """Read all initial values in this process.
-
-        Returns:
-            The same object, on CPU in float32.
-        """
+        """Read all initial values in this process, into the same object on CPU in float32."""
         self.values.open()
         place_model(self.model, torch.device("cpu"))
         for name, parameter in self.model.named_parameters():
@@ -59,16 +50,8 @@ def build(recipe: ModelRecipe, *, vocab: int, seq: int, seed: int) -> nn.Module:
 
 
 def draft(recipe: ModelRecipe, *, vocab: int, seq: int, seed: int) -> DraftedModel:
-    """Build a model on the meta device.
-
-    Args:
-        recipe: Model table of the recipe.
-        vocab: Number of token ids.
-        seq: Tokens per training sequence.
-        seed: Seed of random weights; equal seeds give equal weights on every rank and device and under every plan.
-
-    Returns:
-        The model, ready to be sharded, and its initial values.
+    """Build a model on the meta device, ready to be sharded, and its initial values: equal seeds give equal weights on
+    every rank and device and under every plan.
 
     Raises:
         SpecError: The model's vocabulary or longest sequence is too small for the data.
@@ -87,12 +70,7 @@ def draft(recipe: ModelRecipe, *, vocab: int, seq: int, seed: int) -> DraftedMod
 
 
 def own_model(shape: ModelSpec, **details: Any) -> Llama | GPT:
-    """A model of thinwire's own with random initial values.
-
-    Args:
-        shape: Its dimensions.
-        **details: Fields of its configuration beside them, or instead.
-    """
+    """A model of thinwire's own with random initial values."""
     kind = LlamaConfig if shape.kind == "llama" else GPTConfig
     same = {field.name: getattr(shape, field.name) for field in fields(kind) if hasattr(shape, field.name)}
     config = kind(**{**same, "tied": shape.tied_embedding, **details})

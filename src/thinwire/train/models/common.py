@@ -146,13 +146,7 @@ STACKED: Final = 3
 
 @dataclass(frozen=True)
 class Draw:
-    """A weight with random initial values.
-
-    Attributes:
-        name: Name of the parameter.
-        weight: The parameter.
-        std: Standard deviation of the normal distribution.
-    """
+    """A weight with random initial values from a normal distribution."""
 
     name: str
     weight: Tensor
@@ -188,15 +182,10 @@ def draws(model: nn.Module, num_layers: int, residual_outputs: tuple[str, ...]) 
 
 
 def init_weights(model: nn.Module, seed: int, num_layers: int, residual_outputs: tuple[str, ...]) -> None:
-    """Draw the initial values of :func:`draws`, and set the biases of linear layers to zero.
+    """Draw the initial values of :func:`draws` on the CPU, and set the biases of linear layers to zero. A model on the
+    meta device stays as it is.
 
     The values depend only on `seed` and on the order of the names, not on the device or the global random state.
-
-    Args:
-        model: Model on the CPU; on the meta device, this function does nothing.
-        seed: Seed of the generator.
-        num_layers: Number of blocks, L.
-        residual_outputs: See :func:`draws`.
     """
     generator = torch.Generator().manual_seed(seed)
     for draw in draws(model, num_layers, residual_outputs):

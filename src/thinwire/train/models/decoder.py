@@ -25,8 +25,6 @@ from torch.distributed.tensor.parallel import (
 
 from thinwire.train.models.common import CausalOutput, RotaryTable, cross_entropy
 
-__all__ = ["Decoder", "DecoderConfig", "Half", "ModuleNames"]
-
 
 @dataclass(frozen=True)
 class Half:
@@ -45,16 +43,7 @@ class Half:
 
 @dataclass(frozen=True)
 class ModuleNames:
-    """Names of a decoder's modules.
-
-    Attributes:
-        embedding: The token embedding.
-        norm: The norm before the head.
-        head: The module that makes logits.
-        block_norms: The norms of a block.
-        halves: Attention and feed-forward of a block, by name.
-        positions: The learned position embedding, for kinds of models that may have one.
-    """
+    """Names of a decoder's modules; only some kinds of models have learned positions."""
 
     embedding: str
     norm: str
@@ -66,19 +55,7 @@ class ModuleNames:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Shape of a decoder.
-
-    Attributes:
-        vocab: V.
-        hidden: D.
-        layers: number of blocks.
-        heads: H; divides `hidden`.
-        ffn: width of the feed-forward network.
-        seq: longest sequence.
-        tied: whether the head shares the embedding's weight.
-        rope_theta: base of the rotary frequencies.
-        norm_eps: of the norms.
-    """
+    """Shape of a decoder for sequences of at most ``seq`` tokens; ``tied``: the head shares the embedding's weight."""
 
     vocab: int
     hidden: int
@@ -150,7 +127,6 @@ class Decoder(nn.Module):
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of this stage."""
         return len(self.layers)
 
     @property

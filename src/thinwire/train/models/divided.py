@@ -19,8 +19,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from thinwire.errors import UsageError
 
-__all__ = ["FAMILIES", "PREFIX", "STAGED", "DividedCausal"]
-
 PREFIX: Final = "model."
 """Of the names that a wrapped model's parameters have here."""
 
@@ -65,7 +63,6 @@ class DividedCausal(nn.Module):
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of this stage."""
         return len(self._base.layers)
 
     @property
@@ -96,10 +93,6 @@ class DividedCausal(nn.Module):
 
     def check_divisible(self, *, tp: int, pp: int) -> None:
         """Raise unless the model can be split like this.
-
-        Args:
-            tp: Number of tensor-parallel ranks.
-            pp: Number of pipeline stages.
 
         Raises:
             UsageError: The model's family, or its tied embedding, is not supported.

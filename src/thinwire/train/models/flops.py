@@ -19,12 +19,6 @@ def matrix_elements(model: nn.Module) -> float:
 
     Linear layers count in full, including a head that shares the embedding's weight. Stacked experts count by the share
     that a token visits.
-
-    Args:
-        model: Model that is not sharded yet.
-
-    Returns:
-        The number of elements; not a whole number if experts do not divide evenly.
     """
     linear = 0.0
     for module in model.modules():
@@ -53,14 +47,7 @@ def matrix_elements(model: nn.Module) -> float:
 
 
 def attention_width(model: nn.Module) -> int:
-    """Width of attention (heads times channels per head), summed over all blocks.
-
-    Args:
-        model: One of our models, or a wrapped Hugging Face model.
-
-    Returns:
-        The sum.
-    """
+    """Width of attention (heads times channels per head), summed over all blocks."""
     config: Any = getattr(model, "config", None)
     if config is not None:
         return int(config.layers * config.hidden)
@@ -74,13 +61,5 @@ def attention_width(model: nn.Module) -> int:
 
 
 def flops_per_token(model: nn.Module, seq: int) -> float:
-    """Operations per token in forward and backward.
-
-    Args:
-        model: Model that is not sharded yet.
-        seq: Tokens per sequence, T.
-
-    Returns:
-        FLOP per token.
-    """
+    """FLOP per token of ``seq`` in forward and backward, of a model that is not sharded yet."""
     return 3 * (2 * matrix_elements(model) + 4 * seq * attention_width(model))

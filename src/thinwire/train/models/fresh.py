@@ -21,17 +21,10 @@ from thinwire.sharding.memory.initial import Region
 from thinwire.train.models.common import draws
 from thinwire.train.models.decoder import Decoder
 
-__all__ = ["DrawnValues", "InitializedValues"]
-
 
 @final
 class DrawnValues:
-    """Initial values of one of thinwire's models, as :func:`~thinwire.train.models.common.init_weights` draws them.
-
-    Args:
-        model: The whole model, on the meta device.
-        seed: Seed of the stream.
-    """
+    """Initial values of one of thinwire's models, as :func:`~thinwire.train.models.common.init_weights` draws them."""
 
     def __init__(self, model: Decoder, seed: int) -> None:
         residual_outputs = tuple(half.rows for half in model.module_names.halves.values())

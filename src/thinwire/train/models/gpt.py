@@ -15,11 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.train.models.common import (
-    RotaryTable,
-    init_weights,
-    rotate,
-)
+from thinwire.train.models.common import RotaryTable, init_weights, rotate
 from thinwire.train.models.decoder import Decoder, DecoderConfig, Half, ModuleNames
 
 
@@ -98,12 +94,7 @@ class GPTBlock(nn.Module):
 
 
 class GPT(Decoder):
-    """A GPT with its language-model head.
-
-    Args:
-        config: the shape.
-        seed: of the initial weights.
-    """
+    """A GPT with its language-model head."""
 
     module_names = ModuleNames(
         embedding="embed_in",

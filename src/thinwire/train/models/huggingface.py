@@ -36,9 +36,6 @@ class HuggingFaceCausal(DividedCausal):
     ``transformers`` shifts labels inside the model and makes a float32 copy of all logits; here labels are
     already the next tokens, as everywhere in thinwire, and the loss is
     :func:`~thinwire.train.models.common.cross_entropy`.
-
-    Args:
-        model: the ``transformers`` model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -131,12 +128,6 @@ def on_meta(recipe: ModelRecipe, config: Mapping[str, Any]) -> Any:
 def read_config(recipe: ModelRecipe) -> dict[str, Any]:
     """The configuration of a recipe's Hugging Face model.
 
-    Args:
-        recipe: of ``kind = "huggingface"``.
-
-    Returns:
-        What its ``config.json`` holds.
-
     Raises:
         DataError: there is none.
     """
@@ -166,14 +157,7 @@ def _untagged(value: Any) -> Any:
 
 
 def causal_on_meta(table: Mapping[str, Any], what: str) -> Any:
-    """Build a causal language model from its configuration, with parameters on the meta device.
-
-    Args:
-        table: a ``config.json``'s.
-        what: where it comes from, for messages.
-
-    Returns:
-        A ``transformers`` model.
+    """Build a causal language model of ``transformers`` from its configuration, with parameters on the meta device.
 
     Raises:
         DataError: it describes no causal language model, or one of quantised weights.

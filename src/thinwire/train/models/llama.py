@@ -16,11 +16,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import UsageError
 from thinwire.parallel.context import Context
-from thinwire.train.models.common import (
-    RotaryTable,
-    init_weights,
-    rotate,
-)
+from thinwire.train.models.common import RotaryTable, init_weights, rotate
 from thinwire.train.models.decoder import Decoder, DecoderConfig, Half, ModuleNames
 
 
@@ -87,11 +83,7 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaExperts(nn.Module):
-    """The SwiGLU networks of all experts of a block, stacked.
-
-    Attributes:
-        num_experts: E, or with expert parallelism, this rank's part of them.
-    """
+    """The SwiGLU networks of a block's experts, stacked: all of them, or with expert parallelism this rank's part."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -165,12 +157,7 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(Decoder):
-    """A Llama with its language-model head.
-
-    Args:
-        config: the shape.
-        seed: of the initial weights.
-    """
+    """A Llama with its language-model head."""
 
     module_names = ModuleNames(
         embedding="embed_tokens",

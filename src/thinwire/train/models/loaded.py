@@ -22,8 +22,6 @@ from thinwire.errors import DataError
 from thinwire.sharding.memory.initial import Region
 from thinwire.train.models.stored import FileTensor, file_tensors, persistent_buffers
 
-__all__ = ["INDEX", "SINGLE", "LoadedValues"]
-
 SINGLE: Final = "model.safetensors"
 """Name of the weights file of a model that is stored in one file."""
 
@@ -65,10 +63,8 @@ class LoadedValues:
         self._handles: dict[Path, Any] = {}
 
     def open(self) -> str:
-        """Check names, shapes and types of all tensors, from the files' headers.
-
-        Returns:
-            A digest of the headers and of the files' last bytes.
+        """Check names, shapes and types of all tensors, from the files' headers; returns a digest of the headers and of
+        the files' last bytes.
 
         Raises:
             DataError: Tensors are missing, have another shape or type, or do not belong to the model.

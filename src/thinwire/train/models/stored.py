@@ -19,8 +19,6 @@ from torch.overrides import TorchFunctionMode
 from thinwire.errors import UsageError
 from thinwire.sharding.memory.initial import Region
 
-__all__ = ["FileTensor", "file_tensors"]
-
 
 @final
 @dataclass(frozen=True)
@@ -42,14 +40,8 @@ class FileTensor:
     dims: tuple[int, ...]
 
     def overlap(self, region: Region) -> tuple[Region, Region] | None:
-        """Intersect a region of the parameter with this tensor.
-
-        Args:
-            region: Region of the parameter.
-
-        Returns:
-            The intersection in coordinates of this tensor and in coordinates of ``region``; ``None`` if it is empty.
-        """
+        """Intersect a region of the parameter with this tensor, in coordinates of this tensor and in those of
+        ``region``; ``None`` if they do not meet."""
         both = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(self.region, region, strict=True)]
         if any(part.start >= part.stop for part in both):
             return None
@@ -59,13 +51,8 @@ class FileTensor:
 
 
 def file_tensors(model: Any) -> list[FileTensor]:
-    """List all tensors that ``save_pretrained`` would write.
-
-    Args:
-        model: A ``transformers`` model, on any device.
-
-    Returns:
-        Tensors that cover each parameter and each persistent buffer once; tied parameters under their first name.
+    """All tensors that ``save_pretrained`` would write; they cover each parameter and each persistent buffer once, tied
+    parameters under their first name.
 
     Raises:
         UsageError: The files of this architecture are not a partition of its parameters.

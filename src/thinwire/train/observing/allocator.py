@@ -12,8 +12,6 @@ from typing import Any, Final
 
 from thinwire.units import format_bytes
 
-__all__ = ["FIGURES", "RETRIES", "AllocatorWatch", "figures"]
-
 FIGURES: Final = {
     "cuda": "allocated_bytes.all.peak",
     "reserved": "reserved_bytes.all.peak",
@@ -32,26 +30,15 @@ def figures(stats: Mapping[str, Any]) -> list[float]:
 
 
 class AllocatorWatch:
-    """Says once for each rank that its allocator ran out of room.
-
-    Args:
-        hosts: Names of the ranks' hosts, by rank.
-    """
+    """Says once for each rank that its allocator ran out of room."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = hosts
         self._told: set[int] = set()
 
     def add(self, retries: Sequence[int], memory: Mapping[str, Sequence[int]]) -> str | None:
-        """Add the measurements of a record.
-
-        Args:
-            retries: How often each rank has retried since the start.
-            memory: The figures by name, of each rank; nothing of a GPU on others.
-
-        Returns:
-            A sentence if a rank has retried for the first time; else ``None``.
-        """
+        """Add the measurements of a record: how often each rank has retried since the start, and figures of GPUs.
+        Returns a sentence if a rank has retried for the first time."""
         new = [rank for rank, count in enumerate(retries) if count and rank not in self._told]
         if not new:
             return None

@@ -9,8 +9,6 @@ from thinwire.sharding import api
 from thinwire.spec.recipe import ClusterRecipe
 from thinwire.train.checkpoint import Position
 
-__all__ = ["IslandWatch"]
-
 
 class IslandWatch:
     """Follows the exchanges of a run; without elastic islands, it does nothing.

@@ -28,8 +28,6 @@ from thinwire.agreement import Typed
 from thinwire.collectives.group import Control
 from thinwire.units import format_bandwidth
 
-__all__ = ["Connection", "LinkMeter", "LinkPace", "LinkWatch", "Places", "connections", "meet"]
-
 RECORDS: Final = 8
 """Records with traffic per judgement."""
 
@@ -101,13 +99,7 @@ def _connection(copy: socket.socket) -> Connection | None:
 
 @dataclass(frozen=True)
 class Places:
-    """The hosts of a job, as their addresses tell them apart.
-
-    Attributes:
-        names: A name of each host.
-        here: Number of this rank's host.
-        of: Number of the host by address.
-    """
+    """The hosts of a job, as their addresses tell them apart; this rank is on host ``here``."""
 
     names: tuple[str, ...]
     here: int
@@ -115,12 +107,7 @@ class Places:
 
 
 def meet(ranks: Control, hosts: Sequence[str]) -> Places:
-    """Find out which addresses are one host. All ranks call it, once they are connected.
-
-    Args:
-        ranks: All ranks.
-        hosts: Names of the ranks' hosts, by rank; several hosts may have the same.
-    """
+    """Find out which addresses are one host. All ranks call it, once they are connected."""
     mine = sorted({connection.local for connection in connections()})
     everyone = ranks.all_gather_typed(mine, _TEXTS)
     of: dict[str, int] = {}
@@ -135,12 +122,8 @@ def meet(ranks: Control, hosts: Sequence[str]) -> Places:
 
 
 class LinkWatch:
-    """The links of a job's hosts: a meter on every rank, and a judge on the one that keeps the records.
-
-    Args:
-        ranks: All ranks, which make this together, once they are connected.
-        hosts: Names of the ranks' hosts, by rank.
-    """
+    """The links of a job's hosts: a meter on every rank, and a judge on the one that keeps the records. All ranks make
+    this together, once they are connected."""
 
     def __init__(self, ranks: Control, hosts: Sequence[str]) -> None:
         places = meet(ranks, hosts)
@@ -148,11 +131,7 @@ class LinkWatch:
 
 
 class LinkMeter:
-    """This rank's part of the measurement.
-
-    Args:
-        places: The hosts.
-    """
+    """This rank's part of the measurement."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
@@ -192,11 +171,7 @@ class _Speeds(NamedTuple):
 
 
 class LinkPace:
-    """Compares the links of the hosts; only one rank has this object.
-
-    Args:
-        names: Names of the hosts.
-    """
+    """Compares the links of the hosts; only one rank has this object."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
@@ -207,15 +182,8 @@ class LinkPace:
         self._times = 0  # judgements in a row that have named it
 
     def add(self, words: Sequence[float], seconds: float) -> str | None:
-        """Add the measurements of a record.
-
-        Args:
-            words: Sums over all ranks of what :meth:`LinkMeter.take` returns.
-            seconds: Time since the record before.
-
-        Returns:
-            A sentence if a link has become slow, or is as fast as the others again; else ``None``.
-        """
+        """Add the sums over all ranks of what :meth:`LinkMeter.take` returns since the record before. Returns a
+        sentence if a link has become slow, or is as fast as the others again."""
         if not any(words):
             return None
         table = [words[_PER_HOST * place : _PER_HOST * (place + 1)] for place in range(len(self._names))]

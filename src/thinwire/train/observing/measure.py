@@ -6,15 +6,14 @@ working time to its own position of the vector.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
 
 from thinwire.parallel import Grid, ParallelModel
+from thinwire.profile import process_memory
 from thinwire.program import HostLane
 from thinwire.sharding import api
 from thinwire.train.observing.allocator import FIGURES, figures
@@ -53,19 +52,7 @@ class StepMeasurements:
 def pack(
     model: ParallelModel, rank: int, world: int, device: torch.device, node_ranks: int, seconds: float
 ) -> list[float]:
-    """This rank's numbers since the last call.
-
-    Args:
-        model: The model being trained.
-        rank: Number of this rank.
-        world: Number of ranks.
-        device: The device of this rank.
-        node_ranks: Number of ranks of a node.
-        seconds: Wall time of the steps since the last call, in seconds.
-
-    Returns:
-        The numbers, equally many on every rank.
-    """
+    """This rank's numbers since the last call, equally many on every rank; the steps took ``seconds`` of wall time."""
     totals: dict[str, tuple[float, ...]] = dict.fromkeys(KINDS, (0.0,) * _PER_KIND)
     for chunk in model.chunks:
         sent, waited, worked = api.traffic(chunk), api.exposed(chunk), api.worked(chunk)
@@ -88,22 +75,14 @@ def pack(
         words += [count - across, across, seconds_of_axis]
     memory = [0.0] * ((len(_MEMORY) + 1) * world)
     stats = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
-    memory[rank::world] = [float(resident_bytes()), *figures(stats)]
+    memory[rank::world] = [float(process_memory()[1]), *figures(stats)]
     own = [0.0] * world
     own[rank] = max(0.0, seconds - stood_still)
     return words + memory + own
 
 
 def unpack(means: Sequence[float], world: int) -> StepMeasurements:
-    """Undo :func:`pack`.
-
-    Args:
-        means: Means over ranks of the packed numbers.
-        world: Number of ranks.
-
-    Returns:
-        The measurements.
-    """
+    """Undo :func:`pack` with means over ranks."""
     sent: dict[str, dict[str, int]] = {}
     waited: dict[str, float] = {}
     codec: dict[str, float] = {}
@@ -129,13 +108,7 @@ def unpack(means: Sequence[float], world: int) -> StepMeasurements:
 
 
 def share_across(grid: Grid, stages_here: int, node_ranks: int) -> float:
-    """Fraction of a rank's messages to other stages that leave its node; all messages have the same size.
-
-    Args:
-        grid: The rank's position among all ranks.
-        stages_here: Number of pipeline stages that it holds.
-        node_ranks: Number of ranks of a node.
-    """
+    """Fraction of a rank's messages to other stages that leave its node; all messages have the same size."""
     apart = grid.dp * grid.tp
     leave = []
     for stage in range(grid.stage, grid.pp * stages_here, grid.pp):
@@ -144,15 +117,3 @@ def share_across(grid: Grid, stages_here: int, node_ranks: int) -> float:
                 peer = grid.rank + (other % grid.pp - grid.stage) * apart
                 leave.append(peer // node_ranks != grid.rank // node_ranks)
     return sum(leave) / len(leave) if leave else 0.0
-
-
-def resident_bytes() -> int:
-    """Memory of this process.
-
-    Returns:
-        Resident bytes on Linux; 0 on other systems.
-    """
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError, ValueError):
-        return 0

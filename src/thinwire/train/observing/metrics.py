@@ -36,15 +36,7 @@ _PEAK_TFLOPS: Final[tuple[tuple[str, float, float], ...]] = (
 
 
 def known_peak_tflops(device_name: str, dtype: str) -> float | None:
-    """Peak rate of a GPU.
-
-    Args:
-        device_name: Name of the device as the driver reports it.
-        dtype: ``bfloat16``, ``float16`` or ``float32``.
-
-    Returns:
-        TFLOP/s, or ``None`` for a device that is not in the table.
-    """
+    """Peak TFLOP/s of a GPU by the driver's name and a plan's dtype; ``None`` for a device that is not in the table."""
     for name, half, float32 in _PEAK_TFLOPS:
         if name in device_name:
             return float32 if dtype == "float32" else half
@@ -125,12 +117,9 @@ class StepRecord:
     time: float = field(default_factory=time.time)
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as a JSON object for ``metrics.jsonl``.
-
-        Returns:
-            Plain values. The key of `sent` is ``bytes``; numbers that are not finite are ``None``.
-        """
-        table = {name: _finite(getattr(self, name)) for name in self.__dataclass_fields__}
+        """The record as plain values for ``metrics.jsonl``. The key of `sent` is ``bytes``; numbers that are not finite
+        are ``None``."""
+        table = {name: finite(getattr(self, name)) for name in self.__dataclass_fields__}
         table["bytes"] = table.pop("sent")
         return table
 
@@ -154,9 +143,6 @@ class MetricsLog:
 
     def write(self, record: StepRecord) -> None:
         """Append one record.
-
-        Args:
-            record: Record of the step.
 
         Raises:
             UsageError: The record cannot be written, for example because the disk is full.
@@ -184,14 +170,7 @@ class MetricsLog:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Read records. A last line that a crash cut short is skipped.
-
-    Args:
-        path: ``metrics.jsonl``.
-
-    Returns:
-        The records in order.
-    """
+    """Read the records of ``metrics.jsonl`` in order. A last line that a crash cut short is skipped."""
     records = []
     for line in path.read_text().splitlines() if path.is_file() else ():
         try:
@@ -202,18 +181,14 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def truncate(path: Path, last_step: int) -> None:
-    """Remove the records after a step.
-
-    Args:
-        path: The file ``metrics.jsonl``; it need not exist.
-        last_step: Last step to keep.
-    """
+    """Remove the records after a step from ``metrics.jsonl``, which need not exist."""
     if path.is_file():
         kept = [record for record in read(path) if record["step"] <= last_step]
         write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """A value, or ``None`` for a number that is not finite, which JSON cannot hold."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -228,11 +203,7 @@ _TORCHTITANS: Final = {
 
 
 def tracked(table: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record under the names that trackers get.
-
-    Args:
-        table: Result of :meth:`StepRecord.to_dict`.
-    """
+    """The numbers of a record under the names that trackers get."""
     named = {_TORCHTITANS.get(name, name): value for name, value in _scalars(table)}
     if "mfu(%)" in named:
         named["mfu(%)"] *= 100

@@ -25,12 +25,7 @@ _LEAST: Final = 1e-3
 
 
 class Pace:
-    """Compares the ranks of a data-parallel job; only one rank has this object.
-
-    Args:
-        hosts: Names of the ranks' hosts, by rank.
-        islands: Number of islands that do not step together.
-    """
+    """Compares the ranks of a data-parallel job; only one rank has this object."""
 
     def __init__(self, hosts: Sequence[str], *, islands: int = 1) -> None:
         self._hosts, self._islands = tuple(hosts), islands
@@ -38,14 +33,8 @@ class Pace:
         self._slow: int | None = None
 
     def add(self, own: Sequence[float]) -> str | None:
-        """Add the measurements of a record.
-
-        Args:
-            own: Seconds of a step that each rank spent on its own work.
-
-        Returns:
-            A sentence if a rank has become slow or keeps up again; else ``None``.
-        """
+        """Add the seconds of a step that each rank spent on its own work. Returns a sentence if a rank has become slow
+        or keeps up again."""
         self._records.append(tuple(own))
         if len(self._records) < RECORDS or len(own) < 2:
             return None
@@ -72,13 +61,7 @@ class Pace:
 
 
 def summarized(own: Sequence[float]) -> dict[str, float]:
-    """Summarise the times of all ranks for a record.
-
-    Args:
-        own: Seconds of a step that each rank spent on its own work.
-
-    Returns:
-        ``median``, and ``slowest``, which is the time of ``rank``.
-    """
+    """``median`` and ``slowest`` of the seconds of a step that each rank spent on its own work; ``rank`` is the
+    slowest."""
     rank = max(range(len(own)), key=own.__getitem__)
     return {"median": statistics.median(own), "slowest": own[rank], "rank": rank}

@@ -8,14 +8,7 @@ from types import TracebackType
 from typing import Final, Literal, Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from thinwire.train.observing.metrics import StepRecord
 from thinwire.units import format_duration
@@ -27,13 +20,7 @@ _SMOOTHING: Final = 0.9
 
 
 class ProgressReport:
-    """Shows loss, tokens per second and the remaining time.
-
-    Args:
-        steps: Number of steps in the whole run.
-        start: Number of steps made before this start.
-        stream: Stream to write to; ``none`` on ranks other than rank 0.
-    """
+    """Shows loss, tokens per second and the remaining time; on ranks other than rank 0, the stream is ``none``."""
 
     def __init__(self, steps: int, start: int, stream: Stream) -> None:
         self._steps = steps
@@ -69,20 +56,11 @@ class ProgressReport:
             self._bar.stop()
 
     def note(self, text: str) -> None:
-        """Print a line of text above the bar.
-
-        Args:
-            text: Line of text, without markup.
-        """
+        """Print a line of text above the bar."""
         if not self._silent:
             self._console.print(text, markup=False, soft_wrap=True)
 
     def step(self, record: StepRecord) -> None:
-        """Show one step.
-
-        Args:
-            record: Record of the step.
-        """
         if self._silent:
             return
         now = record.tokens_per_second

@@ -15,8 +15,6 @@ from thinwire.errors import ReplicaError, UsageError
 from thinwire.parallel.model import ParallelModel, ParallelOptimizer, TokenBatch
 from thinwire.sharding.corruption_check import SUMS, Disagreement, Sums, compare, sums_of
 
-__all__ = ["ReplicaChecks"]
-
 _SENTENCES: Final[Typed[list[str]]] = Typed(list[str])
 _COUNTS: Final[Typed[tuple[int, bool]]] = Typed(tuple[int, bool])
 
@@ -25,14 +23,7 @@ _MOST: Final = 3
 
 
 class ReplicaChecks:
-    """Compares replicas every few steps.
-
-    Args:
-        model: The model.
-        optim: Its optimizer.
-        hosts: Names of the ranks' hosts, by rank.
-        every: Steps from one comparison to the next; 0 compares nothing.
-    """
+    """Compares replicas every few steps."""
 
     def __init__(self, model: ParallelModel, optim: ParallelOptimizer, hosts: Sequence[str], *, every: int) -> None:
         self._model, self._optim, self._hosts, self._every = model, optim, tuple(hosts), every
@@ -43,10 +34,6 @@ class ReplicaChecks:
 
     def compare(self, step: int, batches: Sequence[TokenBatch]) -> None:
         """Compare replicas after a step's backward and before its update. All ranks call it.
-
-        Args:
-            step: Number of the step.
-            batches: The step's micro-batches, for the case that it must be computed again.
 
         Raises:
             ReplicaError: On all ranks, if replicas differ; names the rank, the unit and the step.

@@ -31,8 +31,6 @@ from thinwire.program.timeline import COMPUTE, STEP, WAITING, Span, Timeline, ch
 from thinwire.sharding import api
 from thinwire.train.directory import write_atomically
 
-__all__ = ["MOST_OPERATIONS", "MOST_SPANS", "Clocks", "StepTracer", "longest"]
-
 _SPANS: Final[Typed[list[Span]]] = Typed(list[Span])
 _READINGS: Final[Typed[tuple[str, list[float]]]] = Typed(tuple[str, list[float]])
 
@@ -85,15 +83,7 @@ class Clocks:
 
 
 class StepTracer:
-    """Traces the steps that a recipe names. All ranks make the same calls.
-
-    Args:
-        steps: Numbers of the first and the last step to trace; ``None`` traces none.
-        directory: Directory of the traces.
-        model: Model of this rank.
-        ranks: All ranks.
-        device: Device of this rank.
-    """
+    """Traces the steps that a recipe names, if it does. All ranks make the same calls."""
 
     def __init__(
         self,
@@ -108,11 +98,7 @@ class StepTracer:
         self._session: _Session | None = None
 
     def begin(self, step: int) -> None:
-        """Call this before a step.
-
-        Args:
-            step: Number of the step, from 1.
-        """
+        """Call this before a step."""
         if self._range is None or not self._range[0] <= step <= self._range[1]:
             return
         if self._session is None:
@@ -141,12 +127,6 @@ class StepTracer:
 
 
 def longest(spans: Iterable[Span], most: int) -> list[Span]:
-    """Keep the longest spans.
-
-    Args:
-        spans: Spans of a rank.
-        most: Most spans to keep.
-    """
     known = list(spans)
     return known if len(known) <= most else sorted(known, key=lambda span: span.start - span.end)[:most]
 

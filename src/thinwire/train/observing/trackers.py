@@ -25,8 +25,6 @@ from typing import Any, Final, Protocol, final
 from thinwire.errors import UsageError
 from thinwire.train.directory import RunDirectory, write_json
 
-__all__ = ["TrackedRun", "Tracker", "Trackers", "check_trackers", "open_trackers"]
-
 log = logging.getLogger("thinwire")
 
 GROUP: Final = "thinwire.trackers"
@@ -51,7 +49,6 @@ class TrackedRun:
 
     @property
     def name(self) -> str:
-        """Name of the run."""
         return self.directory.name
 
 
@@ -178,9 +175,6 @@ _OURS: Final[Mapping[str, tuple[Callable[[TrackedRun], Tracker], str, str]]] = {
 def check_trackers(names: Sequence[str]) -> None:
     """Check that trackers exist and that their clients are installed, without importing one.
 
-    Args:
-        names: ``train.trackers`` of a recipe.
-
     Raises:
         UsageError: One does not.
     """
@@ -196,13 +190,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_trackers(names: Sequence[str], directory: RunDirectory, config: Mapping[str, Any], last_step: int) -> Trackers:
-    """Open the records of a run, or those of its start before.
-
-    Args:
-        names: Names of the trackers, which :func:`check_trackers` has seen.
-        directory: The run's directory.
-        config: The recipe and the plan, nested by table.
-        last_step: See :class:`TrackedRun`.
+    """Open the records of a run, or those of its start before, by trackers whose names :func:`check_trackers` has seen.
 
     Raises:
         UsageError: A client refuses, for example because it is not logged in.
@@ -229,11 +217,7 @@ def open_trackers(names: Sequence[str], directory: RunDirectory, config: Mapping
 
 @final
 class Trackers:
-    """The trackers of a run. One that fails is left out from then on, and the log says so: training goes on.
-
-    Args:
-        opened: Trackers by name.
-    """
+    """The trackers of a run. One that fails is left out from then on, and the log says so: training goes on."""
 
     def __init__(self, opened: Mapping[str, Tracker]) -> None:
         self._opened = dict(opened)
@@ -243,7 +227,6 @@ class Trackers:
         self._each(f"step {step}", lambda tracker: tracker.log(step, metrics))
 
     def close(self) -> None:
-        """Close all of them."""
         with _quiet():
             self._each("the end of the run", lambda tracker: tracker.close())
         self._opened.clear()
