@@ -20,6 +20,7 @@ SUBJECTS: dict[str, str] = {
     "optimizers": "Optimizers and schedulers",
     "gradients": "Gradients, clipping and hooks",
     "parameters": "Reading and writing parameters",
+    "frozen": "Freezing and unfreezing",
     "calls": "What is called, and with what",
     "layers": "Kinds of layers and parameters",
     "states": "State dicts, checkpoints and copies",

@@ -344,24 +344,6 @@ def adapter_merged(ctx: Context) -> Any:
     return ctx.train(model, optim)
 
 
-@behaviour("peft, torch idiom: freezing after sharding")
-def parameters_frozen_after_sharding(ctx: Context) -> Any:
-    """Freeze a layer after sharding; it stays as it is."""
-    model, optim = trained(ctx)
-    model.first.requires_grad_(False)
-    return ctx.train(model, optim)
-
-
-@behaviour("torch idiom: gradual unfreezing", refused="requires_grad|unfroz|frozen")
-def parameters_unfrozen_after_sharding(ctx: Context) -> Any:
-    """Unfreeze a layer that was frozen when the model was sharded."""
-    model = ctx.build(Stack)
-    model.first.requires_grad_(False)
-    model = ctx.shard(model)
-    model.first.requires_grad_(True)
-    return ctx.train(model, ctx.adamw(model))
-
-
 @behaviour("DeepSpeed TestZero3LateModuleAttach::test_forward_after_late_submodule_attach", refused="added after")
 def module_added_after_sharding(ctx: Context) -> Any:
     """Put a new head into the model after it was sharded, and train it."""
@@ -594,22 +576,3 @@ def anything_added_after_sharding(ctx: Context) -> Any:
     if error is not None:
         raise error
     return None
-
-
-@behaviour("peft: set_adapter switches to a frozen reference adapter under no_grad, as DPO does")
-def frozen_parameters_switched_on_for_a_while(ctx: Context) -> Any:
-    """Switch `requires_grad` of a frozen layer on under `no_grad`, evaluate, and switch it off again."""
-    model = ctx.build(Stack)
-    model.first.requires_grad_(False)
-    model = ctx.shard(model)
-    optim = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-1)
-    values = []
-
-    def loss(step: int) -> torch.Tensor:
-        with torch.no_grad():
-            model.first.requires_grad_(True)
-            values.append(ctx.mean(model(ctx.x(step)).mean()))
-            model.first.requires_grad_(False)
-        return model(ctx.x(step)).square().mean()
-
-    return ctx.train(model, optim, loss=loss), values

@@ -31,7 +31,7 @@ from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.sharding.tensors.tensor import ShareTensor
 
-__all__ = ["as_forward", "install"]
+__all__ = ["as_forward", "hook_gradients", "install"]
 
 
 def install(
@@ -52,16 +52,14 @@ def install(
         Functions that remove the hooks; call them in reverse order.
     """
     undo: list[Callable[[], None]] = []
-    model, home = sharded.model, sharded.lanes.home
+    model = sharded.model
     dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
     views: list[_ViewedOutput] = []  # outputs of the current forward
     gathered = frozenset(b.full.untyped_storage()._cdata for u in sharded.units if u.sharded for b in u.buffers)
     for unit in sharded.units:
         _hook_unit(unit, sharded, passes, gathered, views, undo)
         if unit.info.trainable:
-            deliveries = Deliveries(unit, sharded.gradients[unit.index], passes, home)
-            passes.deliveries.append(deliveries)
-            undo.append(deliveries.remove)
+            undo.append(hook_gradients(unit, sharded, passes))
     undo.append(
         model.register_forward_pre_hook(_outside_compile(cast_inputs(dtype)), prepend=True, with_kwargs=True).remove
     )
@@ -83,6 +81,15 @@ def install(
             if shares is not None:
                 undo.append(module.register_load_state_dict_pre_hook(_refuse_assign).remove)
     return undo
+
+
+def hook_gradients(unit: Unit, sharded: ShardedModel, passes: Passes) -> Callable[[], None]:
+    """Take the gradients of a unit's trained parameters from autograd; returns a function that ends it."""
+    if isinstance(former := passes.deliveries.get(unit.index), Deliveries):
+        former.remove()
+    deliveries = Deliveries(unit, sharded.gradients[unit.index], passes, sharded.lanes.home)
+    passes.deliver_by(unit.index, deliveries)
+    return deliveries.remove
 
 
 def as_forward(model: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:

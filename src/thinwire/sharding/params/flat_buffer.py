@@ -11,7 +11,7 @@ Two facts explain the memory management:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -68,6 +68,19 @@ class FlatBuffer:
         self.visits = False  # whether there is memory for ``visiting``
         if self.visiting is not None:
             self.visiting.untyped_storage().resize_(0)
+
+    def train(self, shares: tuple[tuple[Run, ...], ...], share: int, *, apart: bool) -> None:
+        """Give a buffer of frozen parameters masters, which begin with the values of the P shard.
+
+        Args:
+            shares: Shares of this P shard, by position along the shard axis.
+            share: Position of this rank along it.
+            apart: Whether the masters have memory of their own.
+        """
+        self.layout, self.shares = replace(self.layout, trainable=True), shares
+        if apart:
+            runs = [self.shard[run.start : run.start + run.length] for run in shares[share]]
+            self.master = torch.cat([self.shard[:0], *runs]).to(torch.float32, copy=True)
 
     @property
     def messages(self) -> torch.Tensor:
