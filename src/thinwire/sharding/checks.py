@@ -208,7 +208,7 @@ def _check_kind(name: str, parameter: nn.Parameter, *, whole: bool) -> None:
         open_wrapper(name, parameter)
         return
     kind = type(local_tensor(parameter.data) if not whole else parameter.data)
-    if kind is not torch.Tensor:
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         remedy = "use thinwire.shard" if is_wrapper(parameter) else "make it plain with as_subclass(torch.Tensor)"
         raise UsageError(f"parameter {name} is a {kind.__name__}; plain tensors are supported: {remedy}")
 

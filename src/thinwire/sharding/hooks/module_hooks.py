@@ -79,7 +79,7 @@ def install(
         if any(parameter is not None for parameter in module._parameters.values()):
             undo.append(module.register_state_dict_post_hook(_copy_parameters).remove)
             if shares is not None:
-                undo.append(module.register_load_state_dict_pre_hook(_refuse_assign).remove)
+                undo.append(module.register_load_state_dict_pre_hook(_copy_assigned).remove)
     return undo
 
 
@@ -419,12 +419,21 @@ def _copied(value: torch.Tensor) -> torch.Tensor:
     return value.detach().clone()
 
 
-def _refuse_assign(_module: nn.Module, _state_dict: Any, _prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
-    if metadata.get("assign_to_params_buffers"):
-        raise UsageError(
-            "load_state_dict(assign=True) would put other parameters in the place of those that are sharded: leave out "
-            "assign, which copies the values"
-        )
+def _copy_assigned(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+) -> None:
+    """Copy the values of ``load_state_dict(assign=True)``: another parameter in the place of a sharded one would never
+    train. In torch, what is assigned may have another dtype."""
+    if not metadata.get("assign_to_params_buffers"):
+        return
+    for name, parameter in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        if parameter is not None and isinstance(value, torch.Tensor) and value.dtype != parameter.dtype:
+            raise UsageError(
+                f"load_state_dict(assign=True) would make {prefix + name} {value.dtype}, and it is {parameter.dtype} "
+                "since the model is sharded: leave out assign, which copies the values"
+            )
+    metadata["assign_to_params_buffers"] = False
 
 
 def _refuse_load(*_: Any) -> None:

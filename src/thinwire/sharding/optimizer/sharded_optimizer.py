@@ -344,7 +344,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params = param_group["params"]
         given = {id(one) for one in ([params] if isinstance(params, torch.Tensor) else params)}
         names = [name for name, share in (self.shares or {}).items() if id(share) in given]
-        if len(names) < len(given) or not self._expected.keys() >= set(names):
+        if not names or len(names) < len(given) or not self._expected.keys() >= set(names):
             raise UsageError(
                 "add_param_group() takes parameters that were frozen when the model was sharded, after their "
                 "requires_grad = True and before their first gradient; groups of others are given to "

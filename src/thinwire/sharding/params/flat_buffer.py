@@ -62,6 +62,7 @@ class FlatBuffer:
         self._husks = [husk_of(slot.shape, self.full.dtype, self.full.device) for slot in self.layout.slots]
         self._single_husks = [husk for husk in self._husks if husk.numel() == 1]
         self._plain = [parameter for parameter in self.parameters if is_plain(parameter)]
+        self._kinds = [type(parameter) for parameter in self._plain]
         self._storage, self._nbytes = self.full.untyped_storage(), self.full.nbytes
         self.gathered = self.shard is not self.full
         self._master_runs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -159,8 +160,8 @@ class FlatBuffer:
     def show(self, *, whole: bool) -> None:
         """Point the module's parameters at the gathered buffer, or at husks."""
         if whole or not self.gathered:
-            for parameter in self._plain:
-                parameter.__class__ = nn.Parameter
+            for parameter, kind in zip(self._plain, self._kinds, strict=True):
+                parameter.__class__ = kind
             set_local(self.parameters, self._views)
             return
         for husk in self._single_husks:  # a husk of one element does not refuse writes
@@ -171,4 +172,4 @@ class FlatBuffer:
 
     def mark(self, *, ready: bool) -> None:
         """Say whether the module's parameters can be computed with as they are."""
-        set_ready(self._plain, ready=ready)
+        set_ready(self._plain, self._kinds, ready=ready)
