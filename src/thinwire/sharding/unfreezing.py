@@ -82,6 +82,7 @@ def _check(runtime: Runtime, name: str, buffers: list[FlatBuffer]) -> None:
             f"{name} was frozen when the model was sharded, and is to be trained inside a forward, a backward or "
             "full_parameters(): set requires_grad = True outside of them"
         )
+    runtime.holds.refuse(f"requires_grad = True for {name}, which was frozen when the model was sharded,")
     residence, why = runtime.plan.residence, ""
     if not residence.on_device:
         why = f"residence {residence}, whose states and gradients have their places on the host"
