@@ -13,13 +13,14 @@ from typing import Any
 
 from tests.behaviours.context import Context
 
-__all__ = ["SUBJECTS", "Behaviour", "behaviour", "catalogue"]
+__all__ = ["REFUSED", "SUBJECTS", "Behaviour", "behaviour", "catalogue"]
 
 SUBJECTS: dict[str, str] = {
     "training": "Training loops",
     "optimizers": "Optimizers and schedulers",
     "gradients": "Gradients, clipping and hooks",
     "parameters": "Reading and writing parameters",
+    "frozen": "Freezing and unfreezing",
     "calls": "What is called, and with what",
     "layers": "Kinds of layers and parameters",
     "states": "State dicts, checkpoints and copies",
@@ -27,6 +28,14 @@ SUBJECTS: dict[str, str] = {
     "parts": "Sharding in parts, precision and plans",
 }
 """Modules of ``tests.behaviours.catalogue`` and the headings of ``docs/compatibility.md``."""
+
+
+REFUSED: dict[str, str] = {
+    "ordinary": "Ordinary programs",
+    "unlike ranks": "Programs in which ranks do different work",
+    "own calls": "Calls that have no counterpart in FSDP2",
+}
+"""What is refused, by the subject of a behaviour and by its counterpart in FSDP2: kinds, and their headings."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,13 @@ class Behaviour:
     deepspeed: str = ""
     fsdp2: str = ""
     slow: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Whose program it is, where it is refused; a key of :data:`REFUSED`."""
+        if self.subject == "uneven":
+            return "unlike ranks"
+        return "own calls" if self.fsdp2 == "no counterpart" else "ordinary"
 
     def refusal(self, preset: str) -> str | None:
         """The sentence expected under a preset, as a regular expression; ``None`` if it has to work."""

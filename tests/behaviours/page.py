@@ -12,13 +12,13 @@ import json
 import re
 from pathlib import Path
 
-from tests.behaviours.catalog import SUBJECTS, Behaviour, catalogue
+from tests.behaviours.catalog import REFUSED, SUBJECTS, Behaviour, catalogue
 from tests.behaviours.not_yet import NOT_YET
 from tests.behaviours.runner import Outcome, run
 from tests.support.paths import ROOT
 from tools.ported.scripts import section
 
-__all__ = ["PAGE", "render"]
+__all__ = ["PAGE", "render", "sentences"]
 
 PAGE = ROOT / "docs" / "compatibility.md"
 MEASURED = Path(__file__).with_name("measured.json")
@@ -42,11 +42,11 @@ def render() -> str:
     """The page."""
     measured = json.loads(MEASURED.read_text(encoding="utf-8"))
     entries = list(catalogue().values())
-    refused = sum(bool(one.refused) and one.name not in NOT_YET for one in entries)
+    refused = [one for one in entries if one.refused and one.name not in NOT_YET]
     open_ones = sum(one.name in NOT_YET for one in entries)
-    counts = f"{len(entries)} behaviours: {len(entries) - refused - open_ones} work, {refused} are refused"
+    counts = f"{len(entries)} behaviours: {len(entries) - len(refused) - open_ones} work, {len(refused)} are refused"
     counts += f", {open_ones} do not behave as they should yet." if open_ones else "."
-    parts = [INTRODUCTION, counts, "", _refusals(entries, measured)]
+    parts = [INTRODUCTION, counts, "", *_refusals(refused, measured)]
     for subject, heading in SUBJECTS.items():
         parts += [f"## {heading}", "", "| you | thinwire | FSDP2 | DeepSpeed |", "| --- | --- | --- | --- |"]
         parts += [_row(one, measured) for one in entries if one.subject == subject]
@@ -57,14 +57,32 @@ def render() -> str:
     return "\n".join(parts) + "\n"
 
 
-def _refusals(entries: list[Behaviour], measured: dict[str, dict[str, Outcome]]) -> str:
-    lines = ["## Refusals and their sentences", "", "| you | under | the sentence |", "| --- | --- | --- |"]
-    for one in entries:
-        if one.refused and one.name not in NOT_YET:
-            presets = "every plan" if "*" in one.refused else ", ".join(f"`{preset}`" for preset in one.refused)
-            sentence = measured["zero3"].get(one.name, ("", ""))[1]
-            lines.append(f"| {_cell(one.does)} | {presets} | {_cell(_shortened(sentence))} |")
-    return "\n".join([*lines, ""])
+def _refusals(refused: list[Behaviour], measured: dict[str, dict[str, Outcome]]) -> list[str]:
+    parts = ["## Refusals and their sentences", ""]
+    for kind, heading in REFUSED.items():
+        of_kind = [one for one in refused if one.kind == kind]
+        parts += [f"### {heading}", "", _summary(of_kind, measured), "", "| you | under | the sentence |"]
+        parts += ["| --- | --- | --- |", *(_refusal(one, measured) for one in of_kind), ""]
+    return parts
+
+
+def sentences(refused: list[Behaviour]) -> int:
+    """How many sentences refuse some behaviours."""
+    return len({tuple(sorted(set(one.refused.values()))) for one in refused})
+
+
+def _summary(refused: list[Behaviour], measured: dict[str, dict[str, Outcome]]) -> str:
+    if refused[0].kind != "ordinary":
+        return f"{len(refused)} behaviours."
+    run = sum(_fsdp2(one, measured).strip("*").startswith("works") for one in refused)
+    text = f"{len(refused)} behaviours, refused by {sentences(refused)} sentences; some sentences refuse several."
+    return f"{text} FSDP2 runs {run} of them as one process does."
+
+
+def _refusal(one: Behaviour, measured: dict[str, dict[str, Outcome]]) -> str:
+    presets = "every plan" if "*" in one.refused else ", ".join(f"`{preset}`" for preset in one.refused)
+    sentence = measured["zero3"].get(one.name, ("", ""))[1]
+    return f"| {_cell(one.does)} | {presets} | {_cell(_shortened(sentence))} |"
 
 
 def _row(one: Behaviour, measured: dict[str, dict[str, Outcome]]) -> str:

@@ -237,6 +237,10 @@ def forgets_gradients(it: Subject, rng: random.Random) -> None:
     (it.optim if rng.random() < 0.7 else it.model).zero_grad(set_to_none=rng.random() < 0.7)
 
 
+def trained(it: Subject) -> list[Any]:
+    return [p for p in it.model.parameters() if p.requires_grad]
+
+
 @action(3)
 def clips(it: Subject, rng: random.Random) -> None:
     way = rng.choice(("library", "parameters", "groups", "some", "value"))
@@ -245,7 +249,7 @@ def clips(it: Subject, rng: random.Random) -> None:
     elif way == "value":
         nn.utils.clip_grad_value_(it.model.parameters(), 0.01)
     else:
-        some = {"parameters": list(it.model.parameters()), "groups": shown(it), "some": shown(it)[2:5]}[way]
+        some = {"parameters": list(it.model.parameters()), "groups": shown(it), "some": trained(it)[2:5]}[way]
         it.note(nn.utils.clip_grad_norm_(some, 0.1, rng.choice((2.0, 1.0, float("inf")))))
 
 
@@ -315,6 +319,11 @@ def freezes(it: Subject, rng: random.Random) -> None:
     it.parameter(rng).requires_grad_(rng.random() < 0.4)
 
 
+@action(2)
+def unfreezes_a_layer(it: Subject, rng: random.Random) -> None:
+    rng.choice([it.model.first, *it.model.blocks, *it.model.blocks[0].children(), it.model.head]).requires_grad_(True)
+
+
 @action(1)
 def looks_inside_full_parameters(it: Subject, rng: random.Random) -> None:
     with it.ctx.full_parameters(it.model), torch.no_grad():
@@ -330,7 +339,8 @@ def looks_inside_full_parameters(it: Subject, rng: random.Random) -> None:
 def changes_a_group(it: Subject, rng: random.Random) -> None:
     for group in it.optim.param_groups:
         group["lr"] = rng.choice((1e-3, 1e-2, 0.0))
-        it.log.append(len(group["params"]))
+        if all(p.requires_grad for p in it.model.parameters()):  # tw.optimizer takes no frozen ones
+            it.log.append(len(group["params"]))
 
 
 @action(1)
@@ -344,16 +354,30 @@ def restores_a_state(it: Subject, rng: random.Random) -> None:
 # -- sequences -------------------------------------------------------------------------------------------------
 
 
+FROZEN = "frozen"
+"""The beginning of a sequence whose model has frozen layers."""
+
+
 def drawn(seed: int) -> list[Action]:
-    """A sequence."""
+    """A sequence. Every third begins with a model of which some layers are frozen."""
     rng = random.Random(seed)
     names, weights = list(ACTIONS), [weight for _, weight in ACTIONS.values()]
-    return [("", rng.randrange(1 << 30)), *((n, rng.randrange(1 << 30)) for n in rng.choices(names, weights, k=9))]
+    beginning = "" if seed % 3 else FROZEN
+    return [
+        (beginning, rng.randrange(1 << 30)),
+        *((n, rng.randrange(1 << 30)) for n in rng.choices(names, weights, k=9)),
+    ]
 
 
-def _begun(ctx: Context, seed: int) -> Subject:
+def _begun(ctx: Context, beginning: Action) -> Subject:
+    name, seed = beginning
     rng = random.Random(seed)
-    model = ctx.shard(ctx.build(Flexible))
+    model = ctx.build(Flexible)
+    if name == FROZEN:
+        layers = [model.first, *(layer for block in model.blocks for layer in block.children())]
+        for layer in random.Random(seed).sample(layers, 4):
+            layer.requires_grad_(False)
+    model = ctx.shard(model)
     kind, options = rng.choice(
         ((torch.optim.AdamW, {"lr": 1e-2, "eps": 1e-1}), (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}))
     )
@@ -365,8 +389,8 @@ def _begun(ctx: Context, seed: int) -> Subject:
 def valid(sequence: Sequence[Action], world: int) -> tuple[list[Action], list[Any]]:
     """The actions that plain torch performs in one process, and what must be equal after each."""
     torch.set_num_threads(1)  # tensors are tiny
-    (_, seed), *rest = sequence
-    it = _begun(Alone(world, Path()), seed)
+    beginning, *rest = sequence
+    it = _begun(Alone(world, Path()), beginning)
     kept: list[Action] = [sequence[0]]
     logs: list[Any] = [None]
     for name, number in rest:
@@ -391,9 +415,9 @@ _STALE = "modified by an inplace operation"
 
 def _performed(sequence: Sequence[Action], wanted: list[Any], preset: str) -> str:
     ctx = OnThinwire(preset, Path())
-    (_, seed), *rest = sequence
+    beginning, *rest = sequence
     try:
-        it = _begun(ctx, seed)
+        it = _begun(ctx, beginning)
         for position, (name, number) in enumerate(rest, 1):
             before = len(it.log)
             try:

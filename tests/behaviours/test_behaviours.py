@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import pytest
@@ -72,6 +73,14 @@ def test_behaviours_come_from_the_suites_of_others(source: str) -> None:
 
 def test_the_page_is_what_the_catalogue_says() -> None:
     assert page.PAGE.read_text(encoding="utf-8") == page.render(), "run: python -m tests.behaviours.page"
+
+
+def test_few_ordinary_programs_are_refused() -> None:
+    refused = [one for one in catalogue().values() if one.refused]
+    assert page.sentences([one for one in refused if one.kind == "ordinary"]) <= 15
+    for one in refused:
+        if one.kind == "unlike ranks":  # not only by its subject
+            assert "rank" in inspect.getsource(one.function).replace("_on_rank_0", ""), one.name
 
 
 def test_every_unexpected_outcome_is_reported() -> None:

@@ -353,7 +353,7 @@ def skip_together(clip: bool, scaled: bool) -> tuple[list[int], float]:
     if model.grid.stage == 0:
         inner = runtime(model.chunks[0])
         inner.reducer.join()
-        inner.sharded.arena[0] = float("inf")
+        inner.sharded.arenas[0][0] = float("inf")
     if clip:
         model.clip_grad_norm_(CLIP)
     optimizer.step()

@@ -81,8 +81,10 @@ def shard(
     modules see whole tensors in the plan's compute dtype. Updated parameters travel while the next forward runs. If
     ``torch.distributed`` is not initialised yet, this joins the job described by torchrun's environment.
 
-    You can also shard parts first, each under the same plan, and then the model (``for block in model.layers:
-    tw.shard(block, plan)``, ``tw.shard(model, plan)``). The parts become the model's units.
+    You can also shard parts first, and then the model (``for block in model.layers: tw.shard(block, plan)``,
+    ``tw.shard(model, plan)``). The parts become the model's units. A part's plan may have another ``compute_dtype``,
+    whole parameters, which then stay gathered from forward to backward, or no codecs. What travels when is up to the
+    model's plan.
 
     Args:
         model: Any module with materialised parameters on one device, or with all parameters on the meta device. The
@@ -112,7 +114,7 @@ def shard(
     target = None if device is None else torch.device(device)
     members = groups.ranks_of(mesh, group)
     plan = order_ranks(plan, groups.control(members), target or _device_of(model)).plan
-    units = join_parts(model, plan, units, members)
+    units, plan = join_parts(model, plan, units, members)
     added = Additions(model)
     build(
         model,

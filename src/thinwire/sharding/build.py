@@ -54,6 +54,7 @@ from thinwire.sharding.params.plan_codecs import (
 from thinwire.sharding.params.seeds import Seeds, StepCounter
 from thinwire.sharding.runtime.runtime import Runtime, attach
 from thinwire.sharding.step.sharded_model import ShardedModel
+from thinwire.sharding.unfreezing import unfreeze
 from thinwire.spec import Plan
 from thinwire.startup import warn_of_late_start
 
@@ -162,7 +163,7 @@ def build(
         position=position,
         units=(),
         gradients=gradients,
-        arena=arenas.gradients,
+        arenas=[arenas.gradients],
         device=device,
         slices=slices,
         lanes=lanes,
@@ -289,6 +290,8 @@ def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
     """Attach a runtime to the model and hook its modules."""
     runtime = Runtime(sharded)
     attach(sharded.model, runtime)
+    if runtime.masters is not None:
+        runtime.masters.unfreeze = partial(unfreeze, runtime)
     undo = hooks.install(sharded, runtime.passes, runtime.shares, runtime.join_spreads)
     if runtime.shares is not None:
         undo += save_whole(sharded.model)

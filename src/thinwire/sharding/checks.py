@@ -169,7 +169,10 @@ def check_parameters(model: nn.Module, *, whole: bool) -> None:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise UsageError(f"parameter {name} of a lazy layer has no shape yet: run a forward before thinwire.shard")
         if parameter.is_complex():
-            raise UsageError(f"parameter {name} is complex; floating-point parameters are supported")
+            raise UsageError(
+                f"parameter {name} is complex, and floating-point parameters are sharded: keep it as real numbers, "
+                "torch.view_as_real(weight).clone(), and take torch.view_as_complex of them in the forward"
+            )
         if parameter.dtype == torch.float64:
             raise UsageError(
                 f"parameter {name} is float64; masters are float32, which would lose digits: convert the model with "
@@ -208,7 +211,7 @@ def _check_kind(name: str, parameter: nn.Parameter, *, whole: bool) -> None:
         open_wrapper(name, parameter)
         return
     kind = type(local_tensor(parameter.data) if not whole else parameter.data)
-    if kind is not torch.Tensor:
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         remedy = "use thinwire.shard" if is_wrapper(parameter) else "make it plain with as_subclass(torch.Tensor)"
         raise UsageError(f"parameter {name} is a {kind.__name__}; plain tensors are supported: {remedy}")
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, Final
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -132,13 +133,19 @@ def _without_values(runtime: Runtime, added: Additions, memo: dict[int, Any]) ->
 
 def _copy_values(source: Runtime, target: Runtime) -> None:
     """Copy shards and masters, and whether parameters are trained."""
+    assert source.shares is not None
+    assert target.shares is not None
     for unit, twin in zip(source.units, target.units, strict=True):
+        if [buffer.layout for buffer in unit.buffers] != [buffer.layout for buffer in twin.buffers]:
+            # Parameters that were frozen when the model was sharded, and are trained since, lie elsewhere.
+            with torch.no_grad():
+                for name in (slot.name for buffer in unit.buffers for slot in buffer.layout.slots):
+                    target.shares[name].copy_(source.shares[name].full_tensor())
+            continue
         for buffer, other in zip(unit.buffers, twin.buffers, strict=True):
             other.shard.copy_(buffer.shard)
             if buffer.master is not None and other.master is not None:
                 other.master.copy_(buffer.master)
-    assert source.shares is not None
-    assert target.shares is not None
     for name, share in source.shares.items():
         if not share.requires_grad:
             target.shares[name].requires_grad_(False)

@@ -1,6 +1,12 @@
-"""Handles models that are sharded part by part, as with ``fully_shard``: first each block, then the whole model."""
+"""Handles models that are sharded part by part, as with ``fully_shard``: first each block, then the whole model.
+
+Parts become units of the model. What a part's plan says otherwise than the model's, and a unit may have to itself,
+becomes an exception of the model's plan.
+"""
 
 from __future__ import annotations
+
+from typing import Final
 
 from torch import nn
 
@@ -8,15 +14,23 @@ from thinwire.collectives.group import control
 from thinwire.errors import UsageError
 from thinwire.sharding.modules.discover import Selection
 from thinwire.sharding.runtime.runtime import plan_of, runtime_of
-from thinwire.spec import Plan
+from thinwire.spec import CodecSpec, Factor, Plan, UnitOverride, Wire
+from thinwire.spec.renames import TUNED
 
 __all__ = ["join_parts"]
 
 _PART = "_thinwire_part"
 """Attribute of a module that was sharded before the module around it; it becomes a unit."""
 
+_WHOLE: Final = Factor(local=1, nodes=1)
 
-def join_parts(model: nn.Module, plan: Plan, units: Selection, members: tuple[int, ...] | None) -> Selection:
+_OF_THE_MODEL: Final = frozenset((*TUNED, "name", "overlap", "units"))
+"""Fields of a part's plan that say when something travels, or that are carried over apart."""
+
+
+def join_parts(
+    model: nn.Module, plan: Plan, units: Selection, members: tuple[int, ...] | None
+) -> tuple[Selection, Plan]:
     """Turn the sharded parts of a model back into plain modules, so that the model can be sharded as a whole.
     Collective.
 
@@ -27,37 +41,69 @@ def join_parts(model: nn.Module, plan: Plan, units: Selection, members: tuple[in
         members: Global ranks that train the model; ``None`` for all ranks of the job.
 
     Returns:
-        The units of the model: the parts, unless the user has chosen units.
+        The units of the model: the parts, unless the user has chosen units. And its plan, with the exceptions of parts.
 
     Raises:
-        UsageError: The model itself is sharded, or a part has another plan or an optimizer.
+        UsageError: The model itself is sharded, or a part has a plan that is no exception of the model's, or an
+            optimizer.
     """
     if hasattr(model, "_thinwire_runtime"):
         raise UsageError(f"{type(model).__name__} is sharded already; build a new model to use another plan")
+    exceptions: list[UnitOverride] = []
     for name, module in model.named_modules():
         if hasattr(module, "_thinwire_runtime"):
-            _check(name, module, plan, members)
+            _check(name, module, members)
+            exceptions += _exceptions(name, plan_of(module), plan)
             runtime_of(module).dissolve()
             object.__setattr__(module, _PART, True)
     parts = [module for module in model.modules() if hasattr(module, _PART)]
-    return units if units is not None or not parts else parts
+    if exceptions:
+        plan = plan.model_copy(update={"units": (*plan.units, *exceptions)})
+    return (units if units is not None or not parts else parts), plan
 
 
-def _check(name: str, part: nn.Module, plan: Plan, members: tuple[int, ...] | None) -> None:
-    runtime, present = runtime_of(part), plan_of(part)
+def _check(name: str, part: nn.Module, members: tuple[int, ...] | None) -> None:
+    runtime = runtime_of(part)
     ranks = runtime.control
     if ranks is not control(members):
         raise UsageError(
             f"its module {name!r} is sharded already, over ranks {list(ranks.ranks)}: give "
             "every part and the model the same mesh= or group="
         )
-    if present.fingerprint() != plan.fingerprint():
-        raise UsageError(
-            f"its module {name!r} is sharded already, under another plan ({present.describe()}): give every "
-            "part and the model the same plan"
-        )
     if runtime.optimizer is not None or runtime.num_steps:
         raise UsageError(
             f"its module {name!r} is sharded already and in training: shard all parts and the model before the "
             "optimizer is made"
         )
+
+
+def _exceptions(name: str, part: Plan, plan: Plan) -> list[UnitOverride]:
+    """What a part's plan says otherwise than the model's, as exceptions for the part's unit.
+
+    Raises:
+        UsageError: It says what a unit cannot have to itself.
+    """
+    own = UnitOverride(match=name)
+    same = set(_OF_THE_MODEL)
+    if part.compute_dtype != plan.compute_dtype and part.effective_reduce_dtype == plan.effective_reduce_dtype:
+        own = own.model_copy(update={"dtype": part.compute_dtype})
+        same |= {"compute_dtype", "reduce_dtype"}
+    if part.params != plan.params and part.params == _WHOLE:
+        own = own.model_copy(update={"keep_gathered": True})
+        same |= {"params", "grads", "secondary", "secondary_reuse"}
+    if part.wire != plan.wire and part.wire == Wire():
+        own = own.model_copy(update={"codec": CodecSpec()})
+        same |= {"wire"}
+    fields = [field for field in Plan.model_fields if field not in same]
+    different = [field for field in fields if getattr(part, field) != getattr(plan, field)]
+    if different:
+        there = ", ".join(f"{field} = {getattr(part, field)}" for field in different)
+        raise UsageError(
+            f"its module {name!r} is sharded already, under a plan with {there}, which the model's plan says otherwise "
+            f"({', '.join(str(getattr(plan, field)) for field in different)}): a part may compute in another dtype, if "
+            "reduce_dtype is the same, stay gathered, with params = 1x1, or travel without codecs; give it the model's "
+            "plan in the rest"
+        )
+    inner = [] if part.units == plan.units else part.units
+    of_part = [one.model_copy(update={"match": f"{name}.{one.match}"}) for one in inner]
+    return [*([own] if own != UnitOverride(match=name) else []), *of_part]

@@ -337,9 +337,9 @@ def one_module_at_two_places(ctx: Context) -> Any:
     return ctx.fit(Shared)
 
 
-@behaviour("torch idiom: a subclass of nn.Parameter's tensor", refused="Marked.*plain tensors")
+@behaviour("torch idiom: a subclass of nn.Parameter's tensor")
 def tensor_subclasses(ctx: Context) -> Any:
-    """Train a parameter that is a tensor subclass."""
+    """Train a parameter that is a tensor subclass, by which other code knows it."""
 
     class Marked(torch.Tensor):
         pass
@@ -350,7 +350,9 @@ def tensor_subclasses(ctx: Context) -> Any:
             self.weight = nn.Parameter(torch.randn(WIDTH, 3).as_subclass(Marked))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x @ self.weight).as_subclass(torch.Tensor)
+            assert type(self.weight) is Marked
+            penalty = sum(parameter.square().mean() for parameter in self.parameters())
+            return (x @ self.weight + 0.1 * penalty).as_subclass(torch.Tensor)
 
     return ctx.fit(Outer)
 

@@ -15,6 +15,10 @@ from torch.nn import functional
 
 from thinwire.errors import UsageError
 
+ADDED_LATER = "was added after thinwire.shard"
+IN_THE_FORWARD = "would be lost"
+"""Sentences that refuse several behaviours."""
+
 
 def trained(ctx: Context, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A sharded model after some steps."""
@@ -313,13 +317,13 @@ class Normalized(Bounded):
         layer.weight.data = layer.weight.data / layer.weight.data.norm()
 
 
-@behaviour("WGAN idiom: weights clamped in the forward", refused={"zero3": "would be lost", "hpz": "would be lost"})
+@behaviour("WGAN idiom: weights clamped in the forward", refused=dict.fromkeys(("zero3", "hpz"), IN_THE_FORWARD))
 def weights_clamped_in_the_forward(ctx: Context) -> Any:
     """Clamp weights in place inside the forward."""
     return ctx.fit(Bounded)
 
 
-@behaviour("NormFace idiom: `weight.data` normalized in the forward", refused="would be lost")
+@behaviour("NormFace idiom: `weight.data` normalized in the forward", refused=IN_THE_FORWARD)
 def weights_replaced_in_the_forward(ctx: Context) -> Any:
     """Assign to `weight.data` inside the forward."""
     return ctx.fit(Normalized)
@@ -344,25 +348,7 @@ def adapter_merged(ctx: Context) -> Any:
     return ctx.train(model, optim)
 
 
-@behaviour("peft, torch idiom: freezing after sharding")
-def parameters_frozen_after_sharding(ctx: Context) -> Any:
-    """Freeze a layer after sharding; it stays as it is."""
-    model, optim = trained(ctx)
-    model.first.requires_grad_(False)
-    return ctx.train(model, optim)
-
-
-@behaviour("torch idiom: gradual unfreezing", refused="requires_grad|unfroz|frozen")
-def parameters_unfrozen_after_sharding(ctx: Context) -> Any:
-    """Unfreeze a layer that was frozen when the model was sharded."""
-    model = ctx.build(Stack)
-    model.first.requires_grad_(False)
-    model = ctx.shard(model)
-    model.first.requires_grad_(True)
-    return ctx.train(model, ctx.adamw(model))
-
-
-@behaviour("DeepSpeed TestZero3LateModuleAttach::test_forward_after_late_submodule_attach", refused="added after")
+@behaviour("DeepSpeed TestZero3LateModuleAttach::test_forward_after_late_submodule_attach", refused=ADDED_LATER)
 def module_added_after_sharding(ctx: Context) -> Any:
     """Put a new head into the model after it was sharded, and train it."""
     model = ctx.shard(ctx.build(Stack))
@@ -371,7 +357,7 @@ def module_added_after_sharding(ctx: Context) -> Any:
     return ctx.train(model, ctx.adamw(model))
 
 
-@behaviour("peft idiom: an adapter after sharding", refused="added after")
+@behaviour("peft idiom: an adapter after sharding", refused=ADDED_LATER)
 def adapter_added_after_sharding(ctx: Context) -> Any:
     """Register a new trainable parameter after sharding."""
     model = ctx.shard(ctx.build(Stack))
@@ -573,7 +559,7 @@ ADDED: dict[str, Callable[[nn.Module, nn.Module], None]] = {
 }
 
 
-@behaviour("trials of 0.2: a module put in later", refused="was added after")
+@behaviour("trials of 0.2: a module put in later", refused=ADDED_LATER)
 def anything_added_after_sharding(ctx: Context) -> Any:
     """Add something trainable to a sharded model in six ways, before or after the first step, with either optimizer."""
     ways = [(way, fast, late) for way in ADDED for fast in (False, True) for late in (False, True)]
@@ -594,22 +580,3 @@ def anything_added_after_sharding(ctx: Context) -> Any:
     if error is not None:
         raise error
     return None
-
-
-@behaviour("peft: set_adapter switches to a frozen reference adapter under no_grad, as DPO does")
-def frozen_parameters_switched_on_for_a_while(ctx: Context) -> Any:
-    """Switch `requires_grad` of a frozen layer on under `no_grad`, evaluate, and switch it off again."""
-    model = ctx.build(Stack)
-    model.first.requires_grad_(False)
-    model = ctx.shard(model)
-    optim = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-1)
-    values = []
-
-    def loss(step: int) -> torch.Tensor:
-        with torch.no_grad():
-            model.first.requires_grad_(True)
-            values.append(ctx.mean(model(ctx.x(step)).mean()))
-            model.first.requires_grad_(False)
-        return model(ctx.x(step)).square().mean()
-
-    return ctx.train(model, optim, loss=loss), values

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from tests.behaviours.catalog import behaviour
-from tests.behaviours.context import WIDTH, Context
+from tests.behaviours.context import WIDTH, Context, OnThinwire, preset_plan
 from tests.behaviours.models import Block, Stack
 from torch import nn
+
+import thinwire as tw
 
 
 @behaviour("FSDP2 idiom: fully_shard(block), then the root", fsdp2="works: the usual way")
@@ -53,11 +55,49 @@ def model_sharded_twice(ctx: Context) -> Any:
     return ctx.train(model, ctx.adamw(model))
 
 
-@behaviour("FSDP2 suites: parts under another policy", refused="sharded already, under another plan", fsdp2="works")
+@behaviour("FSDP2 suites: parts under another policy", fsdp2="works")
 def parts_under_another_plan(ctx: Context) -> Any:
-    """Shard a block under another plan than the model."""
+    """Shard a block under another plan than the model: its parameters stay gathered until its backward."""
     model = ctx.build(Stack)
-    ctx.shard(model.blocks[0], prefetch=3)
+    if isinstance(ctx, OnThinwire):
+        whole = {"zero3": "zero2", "hpz": "zero2"}.get(ctx.preset, ctx.preset)
+        tw.shard(model.blocks[0], preset_plan(whole, ctx.world, prefetch=3))
+    model = ctx.shard(model)
+    optim = ctx.adamw(model)
+    result = ctx.train(model, optim, before_step=lambda _step: ctx.clip(model, 0.1))
+    if not ctx.alone:
+        tw.save(model, optim, ctx.folder / "checkpoint")
+        tw.load(model, optim, ctx.folder / "checkpoint")
+    return result, ctx.train(model, optim)
+
+
+@behaviour("FSDP2: fully_shard(block, mp_policy=...)", fsdp2="works", tolerance=5e-2)
+def parts_in_another_dtype(ctx: Context) -> Any:
+    """Shard a block that computes in float32, within a model that computes in bfloat16."""
+    model = ctx.build(Stack)
+    ctx.shard(model.blocks[0], compute_dtype="float32", reduce_dtype="float32")
+    ctx.shard(model.blocks[1], compute_dtype="bfloat16", reduce_dtype="float32")
+    model = ctx.shard(model, compute_dtype="bfloat16", reduce_dtype="float32")
+    kinds: list[str] = []
+    model.blocks[0].up.register_forward_hook(lambda _module, args, _out: kinds.append(str(args[0].dtype)))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        model(ctx.x(step)).float().square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+    return kinds, ctx.whole(model)
+
+
+@behaviour(
+    "FSDP2: fully_shard(block, mesh=...)",
+    refused={"zero3": "may compute in another dtype.*params = 1x1", "hpz": "may compute in another dtype"},
+    fsdp2="works",
+)
+def parts_sharded_by_other_factors(ctx: Context) -> Any:
+    """Shard a block whose optimizer states every rank keeps, within a model that shards them."""
+    model = ctx.build(Stack)
+    if isinstance(ctx, OnThinwire) and ctx.preset in ("zero3", "hpz"):
+        tw.shard(model.blocks[0], preset_plan("ddp", ctx.world))
     model = ctx.shard(model)
     return ctx.train(model, ctx.adamw(model))
 

@@ -67,7 +67,7 @@ def state_dict_loaded_as_shares(ctx: Context) -> Any:
     return ctx.train(model, optim)
 
 
-@behaviour("torch idiom: load_state_dict(assign=True)", refused="leave out assign")
+@behaviour("torch idiom: load_state_dict(assign=True)")
 def state_dict_assigned(ctx: Context) -> Any:
     """Load with `assign=True` after sharding."""
     states = ctx.build(Stack, seed=4).state_dict()

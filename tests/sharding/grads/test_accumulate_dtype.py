@@ -68,7 +68,7 @@ def train(plan_toml: str, num_micro_batches: int, poison: bool = False) -> dict[
     optim.zero_grad()
     with tw.full_parameters(model):
         weights = torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
-    return {"weights": weights, "norm": norm, "bytes": runtime(model).sharded.arena.nbytes}
+    return {"weights": weights, "norm": norm, "bytes": runtime(model).sharded.arenas[0].nbytes}
 
 
 def compare(plans: list[tuple[str, str]], num_micro_batches: int) -> list[tuple[float, float, float, float]]:

@@ -10,9 +10,10 @@ from torch import nn
 
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.memory.layout import Fragment
+from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.param_group import Unit
 
-__all__ = ["OwnedFragment", "own_fragments"]
+__all__ = ["OwnedFragment", "fragments_of", "own_fragments"]
 
 
 @dataclass(frozen=True)
@@ -63,17 +64,22 @@ def own_fragments(
     for unit in units:
         trained = [buffer for buffer in unit.buffers if buffer.layout.trainable]
         for buffer, part in zip(trained, gradients.get(unit.index, ()), strict=True):
-            gradient = part.owned.memory
-            position = 0
-            for run in buffer.shares[share]:
-                for fragment in buffer.layout.fragments(shard, [run]):
-                    begin, start = position + fragment.position, run.start + fragment.position
-                    held = buffer.shard[start : start + fragment.length]
-                    value = held if buffer.master is None else buffer.master[begin : begin + fragment.length]
-                    grad = gradient[begin : begin + fragment.length]
-                    if fragment.whole:
-                        value, grad = value.view(fragment.slot.shape), grad.view(fragment.slot.shape)
-                    slot = part.first_slot + buffer.layout.slots.index(fragment.slot)
-                    owned.append(OwnedFragment(unit.index, slot, fragment, nn.Parameter(value), held, grad, part))
-                position += run.length
+            owned += fragments_of(buffer, part, shard, share)
+    return owned
+
+
+def fragments_of(buffer: FlatBuffer, part: UnitGradient, shard: int, share: int) -> list[OwnedFragment]:
+    """The fragments of one trained buffer; see :func:`own_fragments`."""
+    owned, position = [], 0
+    for run in buffer.shares[share]:
+        for fragment in buffer.layout.fragments(shard, [run]):
+            begin, start = position + fragment.position, run.start + fragment.position
+            held = buffer.shard[start : start + fragment.length]
+            value = held if buffer.master is None else buffer.master[begin : begin + fragment.length]
+            grad = part.owned.memory[begin : begin + fragment.length]
+            if fragment.whole:
+                value, grad = value.view(fragment.slot.shape), grad.view(fragment.slot.shape)
+            slot = part.first_slot + buffer.layout.slots.index(fragment.slot)
+            owned.append(OwnedFragment(part.unit, slot, fragment, nn.Parameter(value), held, grad, part))
+        position += run.length
     return owned

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -33,12 +33,33 @@ class InnerOptimizer:
         self,
         optimizer: torch.optim.Optimizer,
         fragments: Sequence[OwnedFragment],
-        shown: Sequence[list[Any]],
+        shown: list[list[Any]],
         host: HostStates | HostUpdates | None = None,
     ) -> None:
         self.optimizer, self.fragments, self.host = optimizer, tuple(fragments), host
         self._shown, self._pieces = shown, [group["params"] for group in optimizer.param_groups]
         self._hold(shown)
+
+    def take(self, number: int, fragments: Sequence[OwnedFragment], shown: Sequence[Any]) -> None:
+        """Take further fragments.
+
+        Args:
+            number: Number of their group.
+            fragments: The fragments.
+            shown: What the group holds outside of :meth:`over_fragments`.
+        """
+        self._pieces[number].extend(owned.value for owned in fragments)
+        self._shown[number].extend(shown)
+        self.fragments += tuple(fragments)
+
+    def add_group(self, options: Mapping[str, Any]) -> int:
+        """Add a group without parameters; returns its number."""
+        group = {**options, "params": list[Any]()}
+        self.optimizer.add_param_group(group)
+        self._pieces.append(group["params"])
+        self._shown.append([])
+        self._hold(self._shown)
+        return len(self._shown) - 1
 
     @contextlib.contextmanager
     def over_fragments(self) -> Iterator[torch.optim.Optimizer]:

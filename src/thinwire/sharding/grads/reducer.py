@@ -88,7 +88,7 @@ class Reducer:
         on_host: bool,
     ) -> None:
         self.gradients, self.reductions = gradients, reductions
-        self.parts = tuple(part for parts in gradients.values() for part in parts)
+        self.recount()
         self._lanes, self.on_host = lanes, on_host
         self._turns = Turns({}, lambda _: ReductionTurn())
         self._pending: deque[int] = deque()  # units whose turn has not come yet, in order
@@ -99,6 +99,11 @@ class Reducer:
         self._tickets: dict[int, Ticket] = {}  # tickets of this backward, by the operation's index
         self._last = True  # whether this is the step's last backward
         self._departures = Departures() if on_host else None
+
+    def recount(self) -> None:
+        """Take all gradients of the units: in the beginning, and when there are others, while nothing is reduced."""
+        self.parts = tuple(part for parts in self.gradients.values() for part in parts)
+        self.reductions.recut()
 
     # -- a backward, from begin to end -------------------------------------------------------------------------
 

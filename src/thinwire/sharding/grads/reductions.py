@@ -173,6 +173,11 @@ class Reductions:
         self._loads: dict[tuple[Axis, tuple[int, ...], bool], Load] = {}
         self.feedback = ErrorFeedback(plan, groups)
 
+    def recut(self) -> None:
+        """Cut buckets anew, because units have further gradients."""
+        self._buckets.clear()
+        self._loads.clear()
+
     def take(self, part: UnitGradient, staged: torch.Tensor) -> None:
         """Take the finished gradient of a buffer in this micro-batch, at its unit's turn.
 

@@ -31,7 +31,7 @@ from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.sharding.tensors.tensor import ShareTensor
 
-__all__ = ["as_forward", "install"]
+__all__ = ["as_forward", "hook_gradients", "install"]
 
 
 def install(
@@ -52,16 +52,14 @@ def install(
         Functions that remove the hooks; call them in reverse order.
     """
     undo: list[Callable[[], None]] = []
-    model, home = sharded.model, sharded.lanes.home
+    model = sharded.model
     dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
     views: list[_ViewedOutput] = []  # outputs of the current forward
     gathered = frozenset(b.full.untyped_storage()._cdata for u in sharded.units if u.sharded for b in u.buffers)
     for unit in sharded.units:
         _hook_unit(unit, sharded, passes, gathered, views, undo)
         if unit.info.trainable:
-            deliveries = Deliveries(unit, sharded.gradients[unit.index], passes, home)
-            passes.deliveries.append(deliveries)
-            undo.append(deliveries.remove)
+            undo.append(hook_gradients(unit, sharded, passes))
     undo.append(
         model.register_forward_pre_hook(_outside_compile(cast_inputs(dtype)), prepend=True, with_kwargs=True).remove
     )
@@ -81,8 +79,17 @@ def install(
         if any(parameter is not None for parameter in module._parameters.values()):
             undo.append(module.register_state_dict_post_hook(_copy_parameters).remove)
             if shares is not None:
-                undo.append(module.register_load_state_dict_pre_hook(_refuse_assign).remove)
+                undo.append(module.register_load_state_dict_pre_hook(_copy_assigned).remove)
     return undo
+
+
+def hook_gradients(unit: Unit, sharded: ShardedModel, passes: Passes) -> Callable[[], None]:
+    """Take the gradients of a unit's trained parameters from autograd; returns a function that ends it."""
+    if isinstance(former := passes.deliveries.get(unit.index), Deliveries):
+        former.remove()
+    deliveries = Deliveries(unit, sharded.gradients[unit.index], passes, sharded.lanes.home)
+    passes.deliver_by(unit.index, deliveries)
+    return deliveries.remove
 
 
 def as_forward(model: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -412,12 +419,21 @@ def _copied(value: torch.Tensor) -> torch.Tensor:
     return value.detach().clone()
 
 
-def _refuse_assign(_module: nn.Module, _state_dict: Any, _prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
-    if metadata.get("assign_to_params_buffers"):
-        raise UsageError(
-            "load_state_dict(assign=True) would put other parameters in the place of those that are sharded: leave out "
-            "assign, which copies the values"
-        )
+def _copy_assigned(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+) -> None:
+    """Copy the values of ``load_state_dict(assign=True)``: another parameter in the place of a sharded one would never
+    train. In torch, what is assigned may have another dtype."""
+    if not metadata.get("assign_to_params_buffers"):
+        return
+    for name, parameter in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        if parameter is not None and isinstance(value, torch.Tensor) and value.dtype != parameter.dtype:
+            raise UsageError(
+                f"load_state_dict(assign=True) would make {prefix + name} {value.dtype}, and it is {parameter.dtype} "
+                "since the model is sharded: leave out assign, which copies the values"
+            )
+    metadata["assign_to_params_buffers"] = False
 
 
 def _refuse_load(*_: Any) -> None:

@@ -19,7 +19,7 @@ from thinwire.errors import UsageError
 from thinwire.sharding.modules.discover import is_ignored
 from thinwire.sharding.modules.quantized import inner_tensors, is_wrapper, rebuilt
 from thinwire.sharding.params.param_group import Unit
-from thinwire.sharding.params.unready import is_plain, set_ready
+from thinwire.sharding.params.unready import is_plain
 from thinwire.sharding.step.passes import Passes
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
@@ -188,7 +188,8 @@ def watch_reads(
     for entry in entries.values():
         if is_plain(entry.compute):
             entry.compute.whole = partial(_whole, entry, passes)  # type: ignore[attr-defined]
-            undo.append(partial(_own_again, entry.compute))
+            undo.append(partial(delattr, entry.compute, "whole"))
+    undo += [partial(buffer.mark, ready=True) for unit in units for buffer in unit.buffers]
     entries |= {
         id(wrapper): _of_wrapper(name, wrapper, entries)
         for name, wrapper in model.named_parameters()
@@ -226,11 +227,6 @@ def _whole(entry: _Entry, passes: Passes) -> torch.Tensor:
         return entry.share
     passes.read(entry.unit.index)
     return entry.compute
-
-
-def _own_again(compute: nn.Parameter) -> None:
-    set_ready([compute], ready=True)
-    del compute.whole  # type: ignore[attr-defined]
 
 
 def remove_table(module: nn.Module) -> None:

@@ -60,7 +60,8 @@ def build_optimizer(
         )
     fragments, device = sharded.fragments, sharded.device
     refuse_class(model, optimizer_class, options)
-    groups, shown = _group(sharded.units, runtime.shares or {}, fragments, list(param_groups or []))
+    given = list(param_groups or [])
+    groups, shown, group_of = _group(sharded.units, runtime.shares or {}, fragments, given)
 
     def refused(problems: Mapping[int, str]) -> UsageError:
         rank, text = next(iter(problems.items()))
@@ -95,6 +96,8 @@ def build_optimizer(
         skip_nonfinite=skip_nonfinite,
         by_unit=by_unit,
         loss_scale=loss_scale,
+        group_of=group_of,
+        rest=len(groups) - 1 if len(groups) > len(given) else None,
     )
     return optimizer
 
@@ -124,13 +127,14 @@ def _group(
     shares: Mapping[str, ShardedParameter],
     fragments: Sequence[OwnedFragment],
     groups: list[Mapping[str, Any]],
-) -> tuple[list[dict[str, Any]], list[list[Any]]]:
+) -> tuple[list[dict[str, Any]], list[list[Any]], dict[str, int]]:
     """Sort fragments into parameter groups by their parameters. Parameters in no group form the last one.
 
     All ranks have the same groups, but a rank may own no element of a group.
 
     Returns:
-        The groups, and for each what it shows: its trained parameters, in the order of units.
+        The groups; for each what it shows: its trained parameters, in the order of units; and the numbers of the
+        given groups, by name of the parameter.
     """
     names = {id(p): s.name for u in units for b in u.buffers for p, s in zip(b.parameters, b.layout.slots, strict=True)}
     names |= {id(share): name for name, share in shares.items()}
@@ -150,12 +154,12 @@ def _group(
     for owned in fragments:
         cut[group_of.get(owned.fragment.slot.name, len(cut) - 1)]["params"].append(owned.value)
     if not shares:
-        return cut, [Unreadable() for _ in cut]
+        return cut, [Unreadable() for _ in cut], group_of
     shown: list[list[Any]] = [[] for _ in cut]
     for name, share in shares.items():
         if name in trained:
             shown[group_of.get(name, len(cut) - 1)].append(share)
-    return cut, shown
+    return cut, shown, group_of
 
 
 def names_of(group: Mapping[str, Any], names: Mapping[int, str], every_name: Sequence[str], number: int) -> set[str]:

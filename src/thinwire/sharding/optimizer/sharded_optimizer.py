@@ -6,7 +6,7 @@ without a gradient behave as they do unsharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from thinwire.errors import NonFiniteError, UsageError
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state, state_of
 from thinwire.sharding.grads.reducer import Reducer
+from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.optimizer.probes import takes_found_inf
 from thinwire.sharding.optimizer.share_update import ShareUpdate
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
@@ -73,10 +74,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         by_unit: Whether updating some parameters in one call and the rest in the next equals one update of all, so that
             units can be updated as their gradients arrive.
         loss_scale: Factor of the losses, by which a step divides the gradients; ``None`` without one.
+        group_of: Numbers of the groups that were given for parameters, by name.
+        rest: Number of the group of all others; ``None`` if there is none.
 
     Attributes:
         inner: The wrapped optimizer.
-        fragments: All fragments that this rank updates.
         owned: Both together, for code that needs no more of this optimizer.
         shares: Shares of the model's parameters, by name; ``None`` for a part of a larger model.
     """
@@ -89,9 +91,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         skip_nonfinite: bool,
         by_unit: bool,
         loss_scale: LossScale | None = None,
+        group_of: Mapping[str, int] | None = None,
+        rest: int | None = None,
     ) -> None:
         self.runtime, self.owned = runtime, inner
-        self.inner, self.fragments = inner.optimizer, inner.fragments
+        self.inner, self._group_of = inner.optimizer, group_of or {}
+        self._rest = rest  # number of the group of all parameters for which none was given
+        self._expected: dict[str, OwnedFragment | None] = {}  # unfrozen parameters that are in no group yet
+        self._expected_in: list[UnitGradient] = []
         self.skip_nonfinite = skip_nonfinite or loss_scale is not None
         self.reducer, self.step_check, self.shares = runtime.reducer, runtime.step_check, runtime.shares
         self.loss_scale = self.step_check.loss_scale = loss_scale
@@ -121,7 +128,40 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The wrapped optimizer's groups. Their ``params`` are the model's parameters, as ``model.parameters()`` gives
         them."""
+        if self._expected and not all(part.absent for part in self._expected_in):
+            self._take_expected(list(self._expected))
         return self.inner.param_groups
+
+    @property
+    def fragments(self) -> Sequence[OwnedFragment]:
+        """All fragments that this rank updates."""
+        return self.owned.fragments
+
+    def expect(self, parts: Sequence[UnitGradient], owned: Iterable[OwnedFragment]) -> None:
+        """Expect parameters that were frozen, and are trained now: in a group that is added before they have gradients,
+        or else in the group that ``param_groups`` gave them, or one with the defaults.
+
+        Args:
+            parts: Gradients of their buffers.
+            owned: This rank's fragments of them.
+        """
+        names = [slot.name for part in parts for slot in part.layout.slots]
+        self._expected_in += parts
+        self._expected |= dict.fromkeys(names) | {one.fragment.slot.name: one for one in owned}
+
+    def _take_expected(self, names: Iterable[str], number: int | None = None) -> None:
+        """Put unfrozen parameters into a group; by default, each into its own."""
+        for name in names:
+            owned = self._expected.pop(name)
+            of_rank = [] if owned is None else [owned]
+            assert self.shares is not None
+            chosen = self._group_of.get(name, self._rest) if number is None else number
+            if chosen is None:
+                chosen = self._rest = self.owned.add_group({})
+            self.owned.take(chosen, of_rank, [self.shares[name]])
+            self._update.take(of_rank)
+        if not self._expected:
+            self._expected_in.clear()
 
     @property
     def kind(self) -> str:
@@ -246,6 +286,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         if self._masters is not None:
             self._masters.check_all_managed()
+        if self._expected:
+            self._take_expected(list(self._expected))
         scale = self.loss_scale
         if scale is None or scale.applied or all(part.absent for part in self.reducer.parts):
             return
@@ -291,8 +333,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise UsageError("optimizer.load_state_dict() does not support shares: use thinwire.load(model, optim, path)")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse another group, because groups are fixed when the optimizer is made."""
-        raise UsageError("parameter groups of a sharded optimizer are given to thinwire.optimizer(param_groups=...)")
+        """Add a group of parameters that were frozen when the model was sharded, and are to be trained now.
+
+        Args:
+            param_group: As in torch; ``params`` are parameters of the model.
+
+        Raises:
+            UsageError: Others are given, which have groups since the optimizer was made.
+        """
+        params = param_group["params"]
+        given = {id(one) for one in ([params] if isinstance(params, torch.Tensor) else params)}
+        names = [name for name, share in (self.shares or {}).items() if id(share) in given]
+        if not names or len(names) < len(given) or not self._expected.keys() >= set(names):
+            raise UsageError(
+                "add_param_group() takes parameters that were frozen when the model was sharded, after their "
+                "requires_grad = True and before their first gradient; groups of others are given to "
+                "thinwire.optimizer(param_groups=...)"
+            )
+        self._take_expected(names, self.owned.add_group(param_group))
 
 
 def adjust(loss_scale: LossScale, reducers: Sequence[Reducer], *, finite: bool) -> None:

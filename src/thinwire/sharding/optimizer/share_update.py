@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import final
 
 from thinwire.sharding.grads.host_states import HostStates
@@ -48,14 +48,18 @@ class ShareUpdate:
         by_unit: bool,
         copies: bool,
     ) -> None:
-        self._owned, self._fragments = owned, owned.fragments
+        self._owned = owned
         self._reducer, self._spreads, self._programs, self._used = reducer, spreads, programs, used
         self._by_unit, self._copies = by_unit, copies
         # Others may keep something in themselves, which a copy of their options would miss.
         of_torch = type(owned.optimizer).__module__.startswith("torch.optim.")
         self._may_wait = by_unit and of_torch and programs.plan.overlap.spread
         self._fragments_of: dict[int, list[OwnedFragment]] = {}
-        for fragment in self._fragments:
+        self.take(owned.fragments)
+
+    def take(self, fragments: Iterable[OwnedFragment]) -> None:
+        """Update these fragments as well."""
+        for fragment in fragments:
             self._fragments_of.setdefault(fragment.unit, []).append(fragment)
 
     def perform(self, *, arrived: bool, at_once: bool) -> Set[int] | None:
@@ -107,7 +111,7 @@ class ShareUpdate:
     def forget_gradients(self) -> None:
         """Drop the gradients that the optimizer has read."""
         if self._owned.host is None:  # else it reads them later, and drops them itself
-            for owned in self._fragments:
+            for owned in self._owned.fragments:
                 owned.value.grad = None
 
     def _as_they_arrive(self) -> None:
@@ -122,7 +126,7 @@ class ShareUpdate:
                 self.forget_gradients()
             self._update_units(units)
         if not self._copies:
-            self._give_gradients(self._fragments)  # for whoever looks at the wrapped optimizer's parameters
+            self._give_gradients(self._owned.fragments)  # for whoever looks at the wrapped optimizer's parameters
 
     def _as_needed(self) -> None:
         """Update the units in the order in which the next forward needs them, and spread those that travel together
@@ -134,7 +138,7 @@ class ShareUpdate:
             self._update_units(units)
             self._spreads.start_batch(units)
         if not self._copies:
-            self._give_gradients(self._fragments)  # for whoever looks at the wrapped optimizer's parameters
+            self._give_gradients(self._owned.fragments)  # for whoever looks at the wrapped optimizer's parameters
 
     def _update_units(self, units: Sequence[int]) -> None:
         """Update this rank's share of units whose gradients have arrived, in one call, and write it back."""
@@ -148,7 +152,7 @@ class ShareUpdate:
 
     def _at_once(self) -> None:
         self._reducer.join()
-        self._give_gradients(self._fragments)
+        self._give_gradients(self._owned.fragments)
         with self._owned.over_fragments() as inner:
             inner.step()
         self._write_back(self._order())

@@ -22,7 +22,7 @@ from thinwire.sharding.params.plan_codecs import is_excluded
 from thinwire.sharding.params.stored_shard import StoredShard, stored_bytes
 from thinwire.spec import CodecSpec, Plan
 
-__all__ = ["Arenas", "Flat", "draw"]
+__all__ = ["Arenas", "Flat", "draw", "has_own_masters", "share_out"]
 
 
 @dataclass
@@ -59,14 +59,16 @@ def draw(modules: Sequence[UnitModules], plan: Plan, rank: int) -> list[Flat]:
             layout = lay_out(shapes, plan, dtype, trainable=trainable, encoded=encoded, stored=stored)
             flats.append(Flat(number, layout, [p for _, p in named]))
     trained = [flat for flat in flats if flat.layout.trainable]
-    if plan.partition == "inter" and plan.optimizer != plan.params:
-        dealt = deal_shares([flat.layout for flat in trained], plan, shard_index(plan, rank))
-        for flat, shares in zip(trained, dealt, strict=True):
-            flat.shares = shares
-    else:
-        for flat in trained:
-            flat.shares = even_shares(flat.layout, plan)
+    for flat, shares in zip(trained, share_out([flat.layout for flat in trained], plan, rank), strict=True):
+        flat.shares = shares
     return flats
+
+
+def share_out(layouts: Sequence[FlatLayout], plan: Plan, rank: int) -> Sequence[tuple[tuple[Run, ...], ...]]:
+    """The shares of a rank's P shards of trained buffers, for each buffer by position along the shard axis."""
+    if plan.partition == "inter" and plan.optimizer != plan.params:
+        return deal_shares(layouts, plan, shard_index(plan, rank))
+    return [even_shares(layout, plan) for layout in layouts]
 
 
 class Arenas:
@@ -81,7 +83,7 @@ class Arenas:
         host_memory: Callable[[int], torch.Tensor],
         stored: Codec | None,
     ) -> None:
-        self.device, self._rounds, self._apart = device, rounds_parameters(plan), plan.residence.has_masters
+        self.device, self._plan = device, plan
         self._params = axes[Axis.PARAMS, Lane.GATHER]
         self._secondary = axes.get((Axis.SECONDARY, Lane.GATHER))
         self._share = axes[Axis.SHARD, Lane.REDUCE].index
@@ -161,12 +163,16 @@ class Arenas:
         return allocate(numel, dtype, self.gradients.device) if arena is None else arena.carve(numel)
 
     def _has_master(self, layout: FlatLayout) -> bool:
-        """Whether the masters have memory of their own, apart from the P shard."""
-        apart = self._apart or layout.dtype != torch.float32 or (self._rounds and layout.encoded)
-        return layout.trainable and apart
+        return layout.trainable and has_own_masters(layout, self._plan)
 
     def _owned(self, flat: Flat) -> int:
         return sum(run.length for run in flat.shares[self._share])
+
+
+def has_own_masters(layout: FlatLayout, plan: Plan) -> bool:
+    """Whether the masters of a trained buffer have memory of their own, apart from the P shard."""
+    rounds = layout.encoded and rounds_parameters(plan)
+    return plan.residence.has_masters or layout.dtype != torch.float32 or rounds
 
 
 def _kept(layout: FlatLayout) -> tuple[torch.dtype, int]:

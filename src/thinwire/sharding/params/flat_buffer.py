@@ -11,7 +11,7 @@ Two facts explain the memory management:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -62,12 +62,26 @@ class FlatBuffer:
         self._husks = [husk_of(slot.shape, self.full.dtype, self.full.device) for slot in self.layout.slots]
         self._single_husks = [husk for husk in self._husks if husk.numel() == 1]
         self._plain = [parameter for parameter in self.parameters if is_plain(parameter)]
+        self._kinds = [type(parameter) for parameter in self._plain]
         self._storage, self._nbytes = self.full.untyped_storage(), self.full.nbytes
         self.gathered = self.shard is not self.full
         self._master_runs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self.visits = False  # whether there is memory for ``visiting``
         if self.visiting is not None:
             self.visiting.untyped_storage().resize_(0)
+
+    def train(self, shares: tuple[tuple[Run, ...], ...], share: int, *, apart: bool) -> None:
+        """Give a buffer of frozen parameters masters, which begin with the values of the P shard.
+
+        Args:
+            shares: Shares of this P shard, by position along the shard axis.
+            share: Position of this rank along it.
+            apart: Whether the masters have memory of their own.
+        """
+        self.layout, self.shares = replace(self.layout, trainable=True), shares
+        if apart:
+            runs = [self.shard[run.start : run.start + run.length] for run in shares[share]]
+            self.master = torch.cat([self.shard[:0], *runs]).to(torch.float32, copy=True)
 
     @property
     def messages(self) -> torch.Tensor:
@@ -146,8 +160,8 @@ class FlatBuffer:
     def show(self, *, whole: bool) -> None:
         """Point the module's parameters at the gathered buffer, or at husks."""
         if whole or not self.gathered:
-            for parameter in self._plain:
-                parameter.__class__ = nn.Parameter
+            for parameter, kind in zip(self._plain, self._kinds, strict=True):
+                parameter.__class__ = kind
             set_local(self.parameters, self._views)
             return
         for husk in self._single_husks:  # a husk of one element does not refuse writes
@@ -158,4 +172,4 @@ class FlatBuffer:
 
     def mark(self, *, ready: bool) -> None:
         """Say whether the module's parameters can be computed with as they are."""
-        set_ready(self._plain, ready=ready)
+        set_ready(self._plain, self._kinds, ready=ready)

@@ -58,7 +58,9 @@ class Unit:
     def __init__(
         self, index: int, module: nn.Module, info: UnitInfo, buffers: Sequence[FlatBuffer], link: GatherLink
     ) -> None:
-        self.index, self.module, self.info, self.buffers = index, module, info, tuple(buffers)
+        self.index, self.module = index, module
+        self._link = link
+        self.lay_out(info, buffers)
         self.sharded = info.stored or link.gathers
         self.state = State.SHARDED if self.sharded else State.GATHERED
         self.ready = not self.sharded
@@ -66,26 +68,36 @@ class Unit:
         self.opened: Callable[[bool], None] = lambda _: None
         self.name = info.name or "(root)"
         self.secondary_valid = False
-        self.trained = [p for buffer in self.buffers if buffer.layout.trainable for p in buffer.parameters]
-        self.computes_with_copies = self.sharded or any(buffer.master is not None for buffer in buffers)
         self.versions = 0
         self.exact = True
         self._spreads: list[Ticket] = []
         self._take: Callable[[], None] | None = None  # takes up new values, whose way here has not begun
         self._leaves = False  # whether new values are on their way to the host
-        self._link = link
         self._gather: list[Ticket] = []
-        self._spread_loads = [Load(f"spread {self.name}", Axis.SHARD, (index,), b.layout.encoded) for b in buffers]
+
+    def lay_out(self, info: UnitInfo, buffers: Sequence[FlatBuffer]) -> None:
+        """Take the unit's buffers: in the beginning, and when frozen parameters are to be trained, while nothing is on
+        its way."""
+        self.info, self.buffers, link = info, tuple(buffers), self._link
+        self.trained = [p for buffer in self.buffers if buffer.layout.trainable for p in buffer.parameters]
+        has_copies = any(buffer.master is not None for buffer in buffers)
+        self.computes_with_copies = info.stored or link.gathers or has_copies
+        label = f"spread {info.name or '(root)'}"
+        self._spread_loads = [Load(label, Axis.SHARD, (self.index,), b.layout.encoded) for b in buffers]
         self._singles = {
             second: [
                 GatherBatch(batch, second)
                 for batch in gather_batches(
-                    {index: info}, [index], link.at_least, encoded_apart=not second, only_stored=not link.gathers
+                    {self.index: info},
+                    [self.index],
+                    link.at_least,
+                    encoded_apart=not second,
+                    only_stored=not link.gathers,
                 )
             ]
             for second in (False, True)
         }
-        self.gathers = BufferGathers(index, buffers, link)
+        self.gathers = BufferGathers(self.index, self.buffers, link)
 
     @property
     def spreads(self) -> Sequence[Ticket]:

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from thinwire.sharding.modules.quantized import is_packed
+
 __all__ = ["UnreadyParameter", "is_plain", "set_ready"]
 
 _READ: Final = (
@@ -78,12 +80,15 @@ def _whole(parameter: UnreadyParameter) -> torch.Tensor:
 
 
 def is_plain(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is one of torch's own class, ready or not, and of no subclass such as DTensor."""
-    return type(parameter) in (nn.Parameter, UnreadyParameter)
+    """Whether a parameter is one of torch's own class, ready or not, or of a subclass that only marks it, unlike
+    DTensor."""
+    kind = type(parameter)
+    if kind in (nn.Parameter, UnreadyParameter):
+        return True
+    return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and not is_packed(parameter)
 
 
-def set_ready(parameters: Sequence[nn.Parameter], *, ready: bool) -> None:
-    """Change the class of plain parameters."""
-    kind = nn.Parameter if ready else UnreadyParameter
-    for parameter in parameters:
-        parameter.__class__ = kind
+def set_ready(parameters: Sequence[nn.Parameter], kinds: Sequence[type], *, ready: bool) -> None:
+    """Change the class of plain parameters: to their own ones, once they are ready."""
+    for parameter, kind in zip(parameters, kinds, strict=True):
+        parameter.__class__ = kind if ready else UnreadyParameter

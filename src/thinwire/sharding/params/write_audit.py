@@ -55,13 +55,21 @@ class WriteAudit:
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self._units = [unit for unit in units if unit.computes_with_copies]
-        self._parameters = {unit.index: [p for b in unit.buffers for p in b.parameters] for unit in self._units}
-        self._whole = [(unit, _addresses(unit)) for unit in units if not unit.sharded]
+        self._all = units
         self._others: dict[int, int] = {}  # by unit, the number of excused writes that were not updates
         self._comparisons: list[_Comparison] = []
+        self.watch()
         self.compares_values = bool(self._units)
         self.excuse()
+
+    def watch(self) -> None:
+        """Take the units as they are: in the beginning, and when frozen parameters have got masters."""
+        self._units = [unit for unit in self._all if unit.computes_with_copies]
+        self._parameters = {unit.index: [p for b in unit.buffers for p in b.parameters] for unit in self._units}
+        self._whole = [(unit, _addresses(unit)) for unit in self._all if not unit.sharded]
+        self._comparisons.clear()
+        for unit in self._units:
+            self._others.setdefault(unit.index, self._written_to(unit))
 
     def excuse(self) -> None:
         """Accept all writes so far, because they are already in the masters."""

@@ -117,8 +117,8 @@ class ModelParameter:
         if trained is None:
             if value is not None:
                 raise UsageError(
-                    f"{self.share.spec.name} was frozen when the model was sharded and takes no gradient: set "
-                    "requires_grad before thinwire.shard"
+                    f"{self.share.spec.name} was frozen when the model was sharded and takes no gradient: set its "
+                    "requires_grad = True first"
                 )
             return
         if value is None:

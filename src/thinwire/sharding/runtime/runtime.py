@@ -83,7 +83,8 @@ class Runtime:
         optimizer: Optimizer made by ``thinwire.optimizer``, which then owns the updates; ``None`` without one.
         masters: What code outside of passes writes to; ``None`` for a part of a larger model, which has no shares.
         gradients: The gradients of shares; ``None`` for a part of a larger model.
-        shares: Shares of the parameters, by name; ``None`` for a part of a larger model.
+        parameters: Shares of the parameters; ``None`` for a part of a larger model.
+        shares: The same, by name.
         means: The average of its weights; ``None`` without one.
         half_loaded: Why the model holds values of no single moment, since a load has begun to fill it and has not
             ended; ``None`` otherwise.
@@ -125,11 +126,13 @@ class Runtime:
         rollcall().describe = _describer(self)
         self.masters: Masters | None = None
         self.gradients: ShareGradients | None = None
+        self.parameters: ShardedParameters | None = None
         self.shares: Mapping[str, ShardedParameter] | None = None
         if sharded.is_whole_model:
             self.masters = Masters(sharded, self.passes, self.spreads, self.holds, self.finish_step)
             self.gradients = ShareGradients(sharded, self.passes, self.reducer, self.step_check, self.close_step)
-            self.shares = ShardedParameters(sharded, self.masters, self.gradients).parameters
+            self.parameters = ShardedParameters(sharded, self.masters, self.gradients)
+            self.shares = self.parameters.parameters
 
     @property
     def control(self) -> Control:
@@ -173,7 +176,7 @@ class Runtime:
     def _before_use(self) -> None:
         self.refuse_half_loaded()
         if self.masters is not None:
-            self.masters.refuse_wanted()
+            self.masters.train_wanted()
             self.masters.flush()
 
     def _after_backward(self) -> None:
@@ -246,7 +249,7 @@ class Runtime:
     def zero_grad(self) -> None:
         """Forget every gradient."""
         self.passes.forget_failed()
-        for unit in self.passes.deliveries:
+        for unit in self.passes.deliveries.values():
             unit.forget()
         self.reducer.join()
         for part in self.reducer.parts:
@@ -384,6 +387,8 @@ class Runtime:
         finally:
             self.audit.excuse()
             self.holds.release_all()
+            if self.masters is not None:
+                self.masters.follow_settings()
 
     def dissolve(self) -> None:
         """Restore the whole parameters of the model, which is complete, and remove the runtime. Collective."""

@@ -7,10 +7,11 @@ Reads and writes of share tensors end in :class:`~thinwire.sharding.runtime.shar
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
+from thinwire.errors import UsageError
 from thinwire.program import Axis, HostLane, Lane
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.unit_gradient import UnitGradient
@@ -60,7 +61,7 @@ class ShardedParameters:
         spans: dict[str, tuple[int, int]] = {}
         trained = ModelHolders(sharded, spans, trained=True)
         frozen = ModelHolders(sharded, spans, trained=False)
-        fragments = {owned.fragment.slot.name: owned for owned in sharded.fragments}
+        fragments = _by_name(sharded.fragments)
         for unit in sharded.units:
             parts = iter(sharded.gradients.get(unit.index, ()))
             for buffer in unit.buffers:
@@ -68,6 +69,20 @@ class ShardedParameters:
                     self._place_trained(unit, buffer, next(parts), fragments, trained, spans)
                 else:
                     self._place_frozen(unit, buffer, frozen, spans)
+
+    def train(self, buffers: Iterable[tuple[Unit, FlatBuffer, UnitGradient]], owned: Iterable[OwnedFragment]) -> None:
+        """Let the shares of frozen parameters be those of trained ones, which have got masters.
+
+        Args:
+            buffers: Their buffers, with the units and the gradients.
+            owned: This rank's fragments of them.
+        """
+        spans: dict[str, tuple[int, int]] = {}
+        holders, fragments = ModelHolders(self._sharded, spans, trained=True), _by_name(owned)
+        for unit, buffer, part in buffers:
+            self._place_trained(unit, buffer, part, fragments, holders, spans)
+            for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True):
+                self.parameters[slot.name].requires_grad_(compute.requires_grad)  # others of the buffer stay frozen
 
     def _place_trained(
         self,
@@ -140,6 +155,8 @@ class ShardedParameters:
             share = ShardedParameter(settled, spec, live, requires_grad=requires_grad, like=like)
         else:
             share = ShardedParameter(piece, spec, live, requires_grad=requires_grad, like=like)
+        if (frozen := self.parameters.get(spec.name)) is not None:
+            share = _become(frozen, share)
         live.share = share
         if requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
@@ -150,6 +167,28 @@ class ShardedParameters:
             vars(share).update(vars(live.compute_tensor))
         self.parameters[spec.name] = share
         object.__setattr__(live.compute_tensor, _MANAGED, share)
+
+
+def _by_name(fragments: Iterable[OwnedFragment]) -> dict[str, OwnedFragment]:
+    return {owned.fragment.slot.name: owned for owned in fragments}
+
+
+def _become(frozen: ShardedParameter, trained: ShardedParameter) -> ShardedParameter:
+    """Let the share of a frozen parameter, which optimizers and others may hold, be that of a trained one. Masters may
+    have another dtype, which a tensor keeps for its life.
+
+    Raises:
+        UsageError: A graph holds the share.
+    """
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.utils.swap_tensors(frozen, trained)
+    except RuntimeError as error:
+        raise UsageError(
+            f"{trained.spec.name} is to be trained while a loss that has used it, or a weak reference, is alive: set "
+            "requires_grad = True between steps"
+        ) from error
+    return frozen
 
 
 def _accumulation_hook(live: ModelParameter) -> Callable[[torch.Tensor], None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +42,8 @@ class Masters:
 
     Attributes:
         reading: See :meth:`thinwire.sharding.step.passes.Passes.reading`.
+        unfreeze: Gives frozen parameters with these names masters and gradients; see
+            :func:`thinwire.sharding.unfreezing.unfreeze`.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Masters:
         # By unit, the identities of the parameters whose masters were written since the unit was last spread.
         self._dirty: dict[int, set[int]] = {}
         self._wanted: set[str] = set()
+        self.unfreeze: Callable[[Set[str]], None] = lambda _: None
         self._updated_in_hooks: bool | None = None  # None outside of collecting_updates
         # The tables of the model's modules, and what they held when all trainable parameters were last managed.
         self._child_tables: list[dict[str, nn.Module | None]] = []
@@ -123,23 +126,25 @@ class Masters:
         self._finish_step(updated=bool(dirty), only=dirty.keys())
 
     def want(self, name: str, *, wanted: bool) -> None:
-        """Note whether a parameter that has no master is to be trained. Under ``no_grad``, that may be for a while, as
-        for the reference adapter of peft.
+        """Note whether a parameter that has no master is to be trained. It then gets one, but under ``no_grad`` only
+        before gradients flow: that may be for a while, as for the reference adapter of peft."""
+        (self._wanted.add if wanted else self._wanted.discard)(name)
+        self.train_wanted()
 
-        Raises:
-            UsageError: It is to be trained, and gradients are enabled.
-        """
-        if not wanted:
-            self._wanted.discard(name)
-        elif torch.is_grad_enabled():
-            raise _has_no_master(name)
-        else:
-            self._wanted.add(name)
+    def follow_settings(self) -> None:
+        """Do what :meth:`want` does for parameters whose ``requires_grad`` was set while they were whole."""
+        for unit in self.sharded.units:
+            for buffer in unit.buffers if not self._holds.depth else ():
+                for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True):
+                    if compute.requires_grad and not buffer.layout.trainable:
+                        self._wanted.add(slot.name)
+        self.train_wanted()
 
-    def refuse_wanted(self) -> None:
-        """Refuse to train parameters without masters; see :meth:`want`."""
+    def train_wanted(self) -> None:
+        """Give masters to the parameters of :meth:`want`. Collective, if there are any."""
         if self._wanted and torch.is_grad_enabled():
-            raise _has_no_master(min(self._wanted))
+            wanted, self._wanted = self._wanted, set()
+            self.unfreeze(wanted)
 
     def check_all_managed(self) -> None:
         """Check that every trainable parameter of the model existed when the model was sharded.
@@ -157,7 +162,11 @@ class Masters:
             managed = isinstance(parameter, ShardedParameter) or id(parameter) in computing or is_ignored(parameter)
             if parameter.requires_grad and not managed:
                 if is_wrapper(parameter):
-                    raise _has_no_master(name)
+                    raise UsageError(
+                        f"{name} is a {type(parameter).__name__} that is to be trained, and plain tensors are trained: "
+                        "freeze it with requires_grad_(False) and train adapters beside it, or dequantize it before "
+                        "thinwire.shard"
+                    )
                 raise UsageError(
                     f"{name} was added after thinwire.shard: ranks would not combine its gradients. Add it before, or "
                     "freeze it, or exclude it with thinwire.ignore(parameter)"
@@ -165,14 +174,6 @@ class Masters:
         modules = list(model.modules())
         self._child_tables, self._tables = [m._modules for m in modules], [m._parameters for m in modules]
         self._children, self._count = _values(self._child_tables), sum(map(len, self._tables))
-
-
-def _has_no_master(name: str) -> UsageError:
-    return UsageError(
-        f"{name} was frozen when the model was sharded, so that it has no master, no gradient and no optimizer state: "
-        "set requires_grad = True before thinwire.shard, and freeze it again afterwards if its training is to begin "
-        "later"
-    )
 
 
 def _values(tables: list[dict[str, nn.Module | None]]) -> list[nn.Module | None]:

@@ -55,6 +55,10 @@ class Spreads:
         """Tickets of the spreads of units that are under way."""
         return [ticket for index in units for ticket in self._sharded.units[index].spreads]
 
+    def forget_parts(self) -> None:
+        """Forget which buffers travel together, because units have other ones."""
+        self._parts.clear()
+
     def trained(self, index: int) -> Sequence[torch.Tensor]:
         """The trainable parameters of a unit."""
         return self._sharded.units[index].trained

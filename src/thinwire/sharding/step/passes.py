@@ -127,7 +127,7 @@ class Passes:
             training, which the caller has not reported yet.
         gradients_count: Whether this rank's gradients count. If not, the rank has run out of data, and its gradients
             are zero.
-        deliveries: What takes the gradients of each trained unit from autograd.
+        deliveries: What takes the gradients of each trained unit from autograd, by the unit's number.
         evaluates_from_secondary: Whether forwards without a backward gather from secondary shards.
         may_be_unreported: Whether a backward may have ended of which no event was reported, because it has reached only
             parameters without hooks: a forward has recorded a graph, and no backward has ended since.
@@ -161,14 +161,19 @@ class Passes:
         self._open_calls = [0] * len(self._units)
         self.encodes_gradients: bool | None = True if self._plan.wire.compress_until == 1.0 else None
         self.gradients_count = True
-        self.deliveries: list[Delivery] = []
+        self.deliveries: dict[int, Delivery] = {}
         # Gradients of small units, taken from autograd until they are given to the reducer together: its code then runs
         # for several units at once, while it is in the processor's cache.
         self._taken: dict[int, list[torch.Tensor]] = {}
         self._taken_elements = 0
-        self._sizes = {unit: sum(p.layout.numel for p in parts) for unit, parts in reducer.gradients.items()}
+        self._sizes: dict[int, int] = {}
         self.evaluates_from_secondary = False
         self.may_be_unreported = False
+
+    def deliver_by(self, index: int, delivery: Delivery) -> None:
+        """Let an object take the gradients of a unit, in the place of the one before."""
+        self.deliveries[index] = delivery
+        self._sizes[index] = sum(part.layout.numel for part in self._reducer.gradients[index])
 
     # -- the model ---------------------------------------------------------------------------------------------
 
@@ -415,7 +420,7 @@ class Passes:
         if self.state.present is not Pass.BACKWARD or recomputing():
             return
         self.state.enter(self.state.before)
-        for unit in self.deliveries:
+        for unit in self.deliveries.values():
             unit.forget()
         self._taken, self._taken_elements = {}, 0
         self._step_check.used.undo_backward(self._reducer.abort())
@@ -434,7 +439,7 @@ class Passes:
     def take_unreported(self) -> None:
         """Take the gradients of a backward of which no event was reported."""
         self.may_be_unreported = False
-        if any(unit.has_left() for unit in self.deliveries):
+        if any(unit.has_left() for unit in self.deliveries.values()):
             self._begin()
             self._end_backward()
 
@@ -456,7 +461,7 @@ class Passes:
         self.may_be_unreported = False
         self.state.enter(self.state.before)
         self.state.at = Phase.BACKWARD_END, -1
-        for unit in self.deliveries:
+        for unit in self.deliveries.values():
             unit.end_backward()
         self._give_taken()
         self._reducer.end()

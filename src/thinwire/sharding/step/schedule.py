@@ -169,6 +169,11 @@ class Programs:
         self._programs.clear()
         self._forget_tables()
 
+    def restart(self, infos: Sequence[UnitInfo]) -> None:
+        """Begin anew with units of which other parameters are trained."""
+        self.infos, self.trace = infos, None
+        self.replan(self.plan)
+
     # -- what the program says ---------------------------------------------------------------------------------
 
     def turns(self, place: Place, forward: Sequence[Moment] = ()) -> Turns:
@@ -316,6 +321,12 @@ class Schedule:
         self._whole = not any_gathered(programs.plan, programs.infos)
         self._proposed: Trace | None = None
         self._trainable = {number for number, info in enumerate(programs.infos) if info.trainable}
+
+    def restart(self, infos: Sequence[UnitInfo]) -> None:
+        """Follow the programs of units of which other parameters are trained than before."""
+        self.programs.restart(infos)
+        self._expected, self._proposed = (), None
+        self._trainable = {number for number, info in enumerate(infos) if info.trainable}
 
     def begin_forward(self) -> None:
         """Begin a forward of the model, or of a unit that is called alone."""

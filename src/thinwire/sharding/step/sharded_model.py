@@ -1,8 +1,9 @@
-"""The description of a sharded model on one rank. It never changes, except that the runtime counts its steps."""
+"""The description of a sharded model on one rank. It never changes, except that the runtime counts its steps, and that
+frozen parameters may become trained ones."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,7 +38,8 @@ class ShardedModel:
         position: Position of this rank in the plan's mesh; differs from ``rank`` if the plan has a ``placement``.
         units: Units of the model, by number.
         gradients: Gradients by unit, for units with trainable parameters; one for each trainable buffer, in order.
-        arena: Memory of all owned gradients, 1-D, in the plan's ``accumulate_dtype``; on the host if they live there.
+        arenas: Memory of all owned gradients, 1-D, in the plan's ``accumulate_dtype``; on the host if they live there.
+            Besides the first, one for each buffer that was frozen when the model was sharded, and is trained since.
         device: Device of the model.
         slices: By parameter, the slice that tensor parallelism leaves on this rank; ``None`` for a whole parameter.
         lanes: Lanes that communication runs on.
@@ -57,8 +59,8 @@ class ShardedModel:
     rank: int
     position: int
     units: tuple[Unit, ...]
-    gradients: Mapping[int, Sequence[UnitGradient]]
-    arena: torch.Tensor
+    gradients: dict[int, list[UnitGradient]]
+    arenas: list[torch.Tensor]
     device: torch.device
     slices: Mapping[str, Slice | None]
     lanes: Lanes

@@ -76,13 +76,30 @@ class UsedGradients:
     """
 
     def __init__(self, infos: Sequence[UnitInfo]) -> None:
-        self._counts = [info.parameters for info in infos]
-        # Index of each unit's first trainable parameter among those of the model.
-        self._first_bit = list(itertools.accumulate(self._counts[:-1], initial=0))
+        self._count([info.parameters for info in infos])
         self.mine = bytearray(sum(self._counts))
         self._before = bytes(self.mine)  # the state before the current backward, in case the backward fails
         self._anywhere: list[bool] | None = None  # set by an exchange, dropped by the next backward
         self.all_used = False
+
+    def _count(self, counts: list[int]) -> None:
+        self._counts = counts
+        # Index of each unit's first trainable parameter among those of the model.
+        self._first_bit = list(itertools.accumulate(counts[:-1], initial=0))
+
+    def extend(self, infos: Sequence[UnitInfo]) -> None:
+        """Take further trainable parameters, which come last in their units and have no gradients."""
+        spans = list(zip(self._first_bit, self._counts, strict=True))
+        self._count([info.parameters for info in infos])
+        added = [count - before for count, (_, before) in zip(self._counts, spans, strict=True)]
+
+        def extended(flags: Sequence[int]) -> list[int]:
+            of_units = zip(spans, added, strict=True)
+            return [flag for (first, count), new in of_units for flag in (*flags[first : first + count], *[0] * new)]
+
+        self.mine, self._before = bytearray(extended(self.mine)), bytes(extended(self._before))
+        if self._anywhere is not None:
+            self.learn([bool(flag) for flag in extended(self._anywhere)])
 
     def note(self, unit: int, slot: int) -> None:
         """Record that this rank has a gradient for a parameter."""
@@ -228,6 +245,11 @@ class StepCheck:
         self._late: list[Late] = []  # norms that the host has not read
         self._then: list[Callable[[bool], None]] = []  # called once it has
 
+    def extend(self, infos: Sequence[UnitInfo]) -> None:
+        """Take further trainable parameters; see :meth:`UsedGradients.extend`."""
+        self._row_bytes = control_bytes(infos)
+        self.used.extend(infos)
+
     # -- gradients as they come --------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
@@ -326,16 +348,18 @@ class StepCheck:
             it.
         """
         assert self.result is not None
-        arena, total = self._sharded.arena, factor / self.gradient_scale
+        arenas, total = self._sharded.arenas, factor / self.gradient_scale
         self.result = replace(self.result, norm=self.result.norm * factor, unscaled=True)
         if isinstance(total, torch.Tensor):
             self._reducer.settle()
             # torch would round a factor without dimensions to the dtype of the gradients.
-            torch.mul(arena, total.float().view(1).to(arena.device), out=arena)
+            for arena in arenas:
+                torch.mul(arena, total.float().view(1).to(arena.device), out=arena)
             return True
         if total != 1.0:
             self._reducer.settle()
-            arena.mul_(total)
+            for arena in arenas:
+                arena.mul_(total)
         return total != 1.0
 
     def clip_gradients(self, norm: torch.Tensor, max_norm: float) -> bool:

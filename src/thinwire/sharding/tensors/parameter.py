@@ -131,8 +131,8 @@ class ShardedParameter(ShareTensor):
         self.requires_grad_(wanted)
 
     def requires_grad_(self, mode: bool = True) -> ShardedParameter:
-        """Freeze the parameter, or train it again. A parameter that was frozen when the model was sharded cannot be
-        trained."""
+        """Freeze the parameter, or train it. Collective if it was frozen when the model was sharded, and is trained for
+        the first time."""
         self.live.train(wanted=mode)
         with torch._C.DisableTorchFunctionSubclass():
             _TORCHS_REQUIRES_GRAD.__set__(self, mode)

@@ -1,0 +1,151 @@
+"""Lets parameters be trained that were frozen when the model was sharded, as gradual unfreezing does.
+
+Frozen parameters have no master, no gradient and no optimizer state. Their flat buffer gets them as a whole: what it
+holds stays where it is, so nothing travels. Parameters of the buffer that stay frozen are then like those that were
+frozen after sharding. Everything that was made for the trained parameters of the model is told of the new ones, which
+come last in their units, so that numbers of others stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import replace
+from typing import Final
+
+import torch
+
+from thinwire.agreement import Typed
+from thinwire.collectives.memory import allocate
+from thinwire.errors import MismatchError, UsageError
+from thinwire.program import Axis, Lane
+from thinwire.sharding.grads.accumulators import Accumulator
+from thinwire.sharding.grads.optimizer_shards import fragments_of
+from thinwire.sharding.grads.unit_gradient import ReductionConfig, UnitGradient
+from thinwire.sharding.hooks.module_hooks import hook_gradients
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
+from thinwire.sharding.params.arenas import has_own_masters, share_out
+from thinwire.sharding.params.flat_buffer import FlatBuffer
+from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.runtime.runtime import Runtime
+from thinwire.sharding.step.sharded_model import ShardedModel
+
+__all__ = ["unfreeze"]
+
+_NAMES: Final[Typed[list[str]]] = Typed(list[str])
+
+
+def unfreeze(runtime: Runtime, names: Set[str]) -> None:
+    """Give frozen parameters masters and gradients. Collective.
+
+    Args:
+        runtime: Runtime of the model.
+        names: Names of the parameters; others of their buffers get masters and gradients as well.
+
+    Raises:
+        UsageError: The model is inside a pass, or its plan or the parameters do not allow it.
+        MismatchError: Ranks unfreeze different parameters.
+    """
+    sharded = runtime.sharded
+    chosen = {
+        unit: [buffer for buffer in unit.buffers if names & buffer.layout.slot_by_name.keys()] for unit in runtime.units
+    }
+    _check(runtime, min(names), [buffer for buffers in chosen.values() for buffer in buffers])
+    everyone = runtime.data_ranks.all_gather_typed(sorted(names), _NAMES)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise MismatchError(
+                f"rank {rank} and rank 0 unfreeze different parameters: {theirs} against {everyone[0]}. Set "
+                "requires_grad alike on every rank"
+            )
+    runtime.passes.forget_failed()
+    runtime.passes.take_unreported()
+    runtime.join()
+    grown: list[tuple[Unit, FlatBuffer, UnitGradient]] = []
+    for unit, buffers in chosen.items():
+        grown += [(unit, buffer, _train(buffer, unit, sharded)) for buffer in buffers]
+        if buffers:
+            _lay_out(unit, buffers, sharded)
+    shard, share = sharded.axes[Axis.PARAMS, Lane.REDUCE].index, sharded.axes[Axis.SHARD, Lane.REDUCE].index
+    owned = [one for _, buffer, part in grown for one in fragments_of(buffer, part, shard, share)]
+    sharded.fragments.extend(owned)
+    sharded.fragments.sort(key=lambda one: (one.unit, one.slot))
+    _tell(runtime, [unit for unit, buffers in chosen.items() if buffers])
+    assert runtime.parameters is not None
+    runtime.parameters.train(grown, owned)
+    if isinstance(runtime.optimizer, ShardedOptimizer):
+        runtime.optimizer.expect([part for _, _, part in grown], owned)
+
+
+def _check(runtime: Runtime, name: str, buffers: list[FlatBuffer]) -> None:
+    if runtime.passes.is_inside():
+        raise UsageError(
+            f"{name} was frozen when the model was sharded, and is to be trained inside a forward, a backward or "
+            "full_parameters(): set requires_grad = True outside of them"
+        )
+    runtime.holds.refuse(f"requires_grad = True for {name}, which was frozen when the model was sharded,")
+    residence, why = runtime.plan.residence, ""
+    if not residence.on_device:
+        why = f"residence {residence}, whose states and gradients have their places on the host"
+    elif runtime.exchanges is not None:
+        why = "islands, which have dealt out what they exchange"
+    elif runtime.means is not None:
+        why = "an average of its weights, which was made without it"
+    elif any(buffer.stored is not None for buffer in buffers):
+        why = "frozen.storage, which keeps it encoded"
+    if why:
+        raise UsageError(
+            f"{name} was frozen when the model was sharded, and cannot be trained now, as the model has {why}: set "
+            "requires_grad = True before thinwire.shard, and freeze it again afterwards if its training is to begin "
+            "later"
+        )
+
+
+def _train(buffer: FlatBuffer, unit: Unit, sharded: ShardedModel) -> UnitGradient:
+    """Give a buffer masters and a gradient."""
+    plan, device = sharded.plan, sharded.device
+    share = sharded.axes[Axis.SHARD, Lane.REDUCE].index
+    (shares,) = share_out([buffer.layout], plan, sharded.position)
+    buffer.train(shares, share, apart=has_own_masters(buffer.layout, plan))
+    dtype: torch.dtype = getattr(torch, plan.accumulate_dtype)
+    memory = torch.zeros(sum(run.length for run in shares[share]), dtype=dtype, device=device)
+    sharded.arenas.append(memory)
+    parts = sharded.gradients.setdefault(unit.index, [])
+    numel = buffer.layout.shard_numel
+    part = UnitGradient(
+        unit.index,
+        unit.name,
+        sum(len(part.layout.slots) for part in parts),
+        buffer.layout,
+        shares,
+        Accumulator(memory),
+        lambda: Accumulator(allocate(numel, dtype, device)),
+        ReductionConfig(plan),
+    )
+    parts.append(part)
+    return part
+
+
+def _lay_out(unit: Unit, grown: list[FlatBuffer], sharded: ShardedModel) -> None:
+    """Put the buffers that are trained now behind the others of their unit."""
+    order = [*(buffer for buffer in unit.buffers if buffer not in grown), *grown]
+    infos = {id(buffer): info for buffer, info in zip(unit.buffers, unit.info.buffers, strict=True)}
+    for buffer in grown:
+        sizes = tuple(sum(run.length for run in share) for share in buffer.shares)
+        infos[id(buffer)] = replace(infos[id(buffer)], trainable=True, shares=sizes)
+    parameters = sum(len(part.layout.slots) for part in sharded.gradients[unit.index])
+    info = replace(unit.info, buffers=tuple(infos[id(buffer)] for buffer in order), parameters=parameters)
+    unit.lay_out(info, order)
+
+
+def _tell(runtime: Runtime, units: Sequence[Unit]) -> None:
+    """Tell everything that counts trained parameters, gradients or buffers that units have others."""
+    sharded, infos = runtime.sharded, [unit.info for unit in runtime.units]
+    gradients = sorted(sharded.gradients.items())
+    sharded.gradients.clear()
+    sharded.gradients.update(gradients)
+    runtime.schedule.restart(infos)
+    runtime.reducer.recount()
+    runtime.step_check.extend(infos)
+    runtime.spreads.forget_parts()
+    runtime.audit.watch()
+    runtime.undo = [*runtime.undo, *(hook_gradients(unit, sharded, runtime.passes) for unit in units)]
