@@ -172,18 +172,17 @@ class Profile(Measured):
         default=(), description="steps that were predicted from these rows and measured, which say how wrong they are"
     )
 
-    def paced(self, pace: float, *, transfers: bool = False) -> Self:
+    def paced(self, pace: float, *, transfers: bool = False, codecs: bool = True) -> Self:
         """The profile of the same cluster with processors that take ``pace`` times as long.
 
         Args:
             pace: Factor above 0.
             transfers: Whether transfers are processor work too, as on links without a rate limit.
+            codecs: Whether codecs keep that pace as well.
         """
 
         def rows(kind: tuple[_Timed, ...]) -> tuple[_Timed, ...]:
-            return tuple(
-                row.with_(seconds=row.seconds * pace, low=row.low * pace, high=row.high * pace) for row in kind
-            )
+            return tuple(row.scaled(pace) for row in kind)
 
         def sent(kind: tuple[CollectiveRow, ...]) -> tuple[CollectiveRow, ...]:
             busy = tuple(row.with_(processor=row.processor * pace) for row in kind)
@@ -191,7 +190,7 @@ class Profile(Measured):
 
         return self.with_(
             compute=tuple(row.with_(forward=row.forward * pace, backward=row.backward * pace) for row in self.compute),
-            codecs=rows(self.codecs),
+            codecs=rows(self.codecs) if codecs else self.codecs,
             collectives=sent(self.collectives),
             library=sent(self.library),
             update_seconds=self.update_seconds * pace,
