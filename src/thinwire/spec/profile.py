@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field
 
-from thinwire.spec.base import Bytes, Count, Depth, Positive, Spec
+from thinwire.spec.base import Bytes, Count, Depth, Positive, Share, Spec
 from thinwire.spec.machines.measured import Measured, Timing
 from thinwire.spec.plan import Dtype
 
@@ -130,7 +130,12 @@ class Profile(Measured):
     nodes: Count = Field(description="number of nodes")
     gpus_per_node: Count = Field(description="ranks per node")
     memory: Bytes = Field(description="bytes that one rank may use")
-    base_memory: Depth = Field(description="bytes that a rank uses before it holds a model")
+    base_memory: Depth = Field(description="bytes that the rank that uses most has in use before it holds a model")
+    memory_margin: Share = Field(
+        default=0.025,
+        description="share of its predicted memory that a rank may need in addition: the most that plans in the lab "
+        "needed, or that a run to which the profile was refitted needed",
+    )
     update_seconds: NonNegative = Field(description="seconds that the optimizer takes per element of a shard")
     touch_seconds: NonNegative = Field(
         default=0.0,

@@ -34,8 +34,8 @@ def plan_of(preset: str) -> Plan:
     return Plan.preset(preset, nodes=2, local=2, micro_batch=2, micro_batches=2)
 
 
-def record_run(run: Path, plan: Plan) -> Path:
-    """The directory of a run that measured exactly what the true profile expects."""
+def record_run(run: Path, plan: Plan, *, memory: float = 0.0) -> Path:
+    """The directory of a run that measured exactly what the true profile expects, and memory times that much."""
     run.mkdir()
     plan.save(run / "plan.toml")
     (run / "recipe.toml").write_text(RECIPE, encoding="utf-8")
@@ -49,7 +49,8 @@ def record_run(run: Path, plan: Plan) -> Path:
 
     record = {
         "skipped": False, "step_seconds": amounts["step"], "exposed": lanes("waiting for"),
-        "transfer": lanes("transfers of"), "codec": lanes("codecs of"), "bytes": {}, "memory": {},
+        "transfer": lanes("transfers of"), "codec": lanes("codecs of"), "bytes": {},
+        "memory": {"rss": memory * amounts["memory of a rank"]},
     }  # fmt: skip
     lines = [json.dumps({**record, "step": step}) + "\n" for step in range(1, 9)]
     (run / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -97,3 +98,10 @@ def test_what_a_run_did_not_use_stays_as_it_was(tmp_path: Path) -> None:
         )
     assert not any(name.startswith("send") for name in fitted.factors)
     assert fitted.factors["reduce_scatter across"] == pytest.approx(1 / 3, rel=0.1)
+
+
+def test_the_margin_of_memory_grows_to_what_a_run_needed(tmp_path: Path) -> None:
+    plan = plan_of("zero1")
+    assert refit(record_run(tmp_path / "less", plan, memory=0.9), TRUTH).profile.memory_margin == TRUTH.memory_margin
+    grown = refit(record_run(tmp_path / "more", plan, memory=1.1), TRUTH).profile
+    assert grown.memory_margin == pytest.approx(0.1, abs=1e-6)

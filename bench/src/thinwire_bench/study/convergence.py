@@ -215,7 +215,7 @@ class Queue:
             recipe, result = self._recipe(run), self._result(run)
             if recipe.is_file() and recipe.read_text(encoding="utf-8") != run.recipe.to_toml():
                 raise UsageError(
-                    f"{self.directory} holds another study: {recipe} is not the recipe of its runs; choose another --out"
+                    f"{self.directory} holds another study: {recipe} is not a recipe of this one; choose another --out"
                 )
             if result.is_file():
                 found.append(Outcome(**json.loads(result.read_text(encoding="utf-8"))))
@@ -252,13 +252,12 @@ class Queue:
         if not directory.summary.is_file():
             self.report(f"{run.name} {'goes on' if directory.recipe.is_file() else 'begins'}")
             self._train(run, directory, lock)
-        record = read_run(directory.path)
-        if self._stopping and record.summary is None:
+        if self._stopping and not directory.summary.is_file():
             raise Interrupted
-        if record.summary is None and _DIVERGED not in (record.failure or ""):
-            raise BenchError(
-                f"{run.name} failed: {record.failure or 'it said nothing'}; see {self._log(run)}; the same command goes on"
-            )
+        record = read_run(directory.path) if directory.recipe.is_file() else None
+        if record is None or (record.summary is None and _DIVERGED not in (record.failure or "")):
+            said = (record and record.failure) or self._last_line(run)
+            raise BenchError(f"{run.name} failed: {said}; see {self._log(run)}; the same command goes on")
         outcome = _outcome(run, record.summary, record.versions)
         write_json(self._result(run), asdict(outcome))
         shutil.rmtree(directory.checkpoints)
@@ -327,6 +326,10 @@ class Queue:
 
     def _result(self, run: Run) -> Path:
         return self.directory / "runs" / f"{run.name}.json"
+
+    def _last_line(self, run: Run) -> str:
+        lines = self._log(run).read_text(encoding="utf-8", errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
 
     def _log(self, run: Run) -> Path:
         return self.directory / "runs" / f"{run.name}.log"

@@ -88,7 +88,7 @@ def power(margin: float, spread: float, seeds: int, tail: float) -> float:
 
 
 def seeds_needed(margin: float, spread: float, tail: float) -> int | None:
-    """The fewest seeds with :data:`POWER`; ``None`` if that is more than 10,000. See :func:`power` for the arguments."""
+    """The fewest seeds with :data:`POWER`, ``None`` if these are over 10,000; see :func:`power` for the arguments."""
     few, many = 1, 2
     while power(margin, spread, many, tail) < POWER:
         few, many = many, 2 * many

@@ -141,11 +141,12 @@ def sheets(study: Study, outcomes: Sequence[Outcome]) -> list[Sheet]:
     spec, tail, made = study.spec, _tail(study), verdicts(study, outcomes)
     before = [
         f"{spec.seeds}", f"{study.tokens:,}", f"{spec.margin:g} %", f"{spec.spread:g} %",
-        f"{power(spec.margin, spec.spread, spec.seeds, tail):.0%}", f"{least_margin(spec.spread, spec.seeds, tail):.2g} %",
-        _many(seeds_needed(spec.margin, spec.spread, tail)),
+        f"{power(spec.margin, spec.spread, spec.seeds, tail):.0%}",
+        f"{least_margin(spec.spread, spec.seeds, tail):.2g} %", _many(seeds_needed(spec.margin, spec.spread, tail)),
     ]  # fmt: skip
     power_columns = [
-        "seeds", "tokens a run", "matters from", "spread, assumed", "power", f"decided at {POWER:.0%}", f"seeds for {POWER:.0%}"
+        "seeds", "tokens a run", "matters from", "spread, assumed", "power", f"decided at {POWER:.0%}",
+        f"seeds for {POWER:.0%}",
     ]  # fmt: skip
     columns = [
         "arm", "against", "decision", "pairs", "mean", "interval", "spread", "power", f"decided at {POWER:.0%}",
@@ -157,7 +158,8 @@ def sheets(study: Study, outcomes: Sequence[Outcome]) -> list[Sheet]:
             v.arm, v.baseline, named.get(v.decision, v.decision), str(len(v.differences)),
             f"{statistics.fmean(v.differences.values()):+.3f} %" if v.differences else "",
             "" if v.low is None else f"{v.low:+.3f} to {v.high:+.3f} %",
-            "" if v.spread is None else f"{v.spread:.3f} %", f"{v.power:.0%}", f"{v.margin:.2g} %", _many(v.seeds),
+            "" if v.spread is None else f"{v.spread:.3f} %", f"{v.power:.0%}", f"{v.margin:.2g} %",
+            _many(v.seeds) if v.decision == "undecided" else "",
         ]
         for v in made
     ]  # fmt: skip

@@ -12,7 +12,7 @@ import numpy as np
 
 from thinwire.plan.after.compare import checked_run, job_of, measured_figure
 from thinwire.plan.after.culprit import measured_parts
-from thinwire.plan.after.expected import CODECS, COMPUTATION, STEP, TRANSFERS, WAITING, expectation
+from thinwire.plan.after.expected import CODECS, COMPUTATION, MEMORY, STEP, TRANSFERS, WAITING, expectation
 from thinwire.plan.priced import price_plan
 from thinwire.program import Lane, Scope
 from thinwire.record import RunRecord, steady
@@ -59,7 +59,8 @@ class _Part:
 
 def refit(run: Path, profile: Profile) -> Refit:
     """Scale each part of a profile so that it takes as long as in a run: computation, the transfers of each collective
-    on each kind of link, and each codec. The rank's memory before it has a model becomes the run's.
+    on each kind of link, and each codec. Memory before a rank has a model becomes the run's. The margin grows to what
+    the run needed beyond its prediction.
 
     Args:
         run: Directory of a run of ``thinwire train``.
@@ -81,7 +82,16 @@ def refit(run: Path, profile: Profile) -> Refit:
         fitted = fitted.paced(pace, codecs=False)
         for name, factor in [*((part.name, factor) for part, factor in changes), (COMPUTATION, pace)]:
             factors[name] = factors.get(name, 1.0) * factor
-    return Refit(fitted.with_(base_memory=job_of(record, fitted).overhead), factors)
+    return Refit(_with_memory(record, fitted), factors)
+
+
+def _with_memory(run: RunRecord, profile: Profile) -> Profile:
+    """What a run tells of memory: what its ranks used before the model, and what they needed beyond the prediction."""
+    job = job_of(run, profile)
+    predicted = price_plan(job, run.plan).memory.total
+    measured = measured_figure(MEMORY, steady(run), run.plan.ranks) or 0.0
+    margin = min(1.0, max(profile.memory_margin, measured / predicted - 1))
+    return profile.with_(base_memory=job.overhead, memory_margin=margin)
 
 
 def _pace(run: RunRecord, profile: Profile) -> float:
