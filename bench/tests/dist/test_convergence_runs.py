@@ -15,12 +15,12 @@ import pytest
 from thinwire.errors import UsageError
 from thinwire_bench.study.convergence import Outcome, Queue, Study
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[3]
 SETTINGS = (
-    "cluster.nproc=1", "cluster.device=cpu", "train.steps=160", "train.validation_samples=8", "model.layers=1",
-    "model.hidden=32", "model.heads=2", "model.kv_heads=2", "model.ffn=64", "optimizer.warmup=2", "checkpoint.every=20",
+    "cluster.nproc=1", "cluster.device=cpu", "train.steps=80", "train.validation_samples=8", "model.layers=1",
+    "model.hidden=32", "model.heads=2", "model.kv_heads=2", "model.ffn=64", "optimizer.warmup=2", "checkpoint.every=10",
 )  # fmt: skip
 STUDY = """
 recipe = "none.toml"
