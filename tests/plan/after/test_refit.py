@@ -97,6 +97,8 @@ def test_what_a_run_did_not_use_stays_as_it_was(tmp_path: Path) -> None:
             or f"{after.kind} {'inside' if after.nodes == 1 else 'across'}" in fitted.factors
         )
     assert not any(name.startswith("send") for name in fitted.factors)
+    assert fitted.profile.up_seconds == false.up_seconds
+    assert fitted.profile.host_update_seconds == false.host_update_seconds
     assert fitted.factors["reduce_scatter across"] == pytest.approx(1 / 3, rel=0.1)
 
 

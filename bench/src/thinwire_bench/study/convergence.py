@@ -248,6 +248,8 @@ class Queue:
 
     def _make(self, run: Run, lock: int) -> Outcome:
         """Make a run or continue it, keep its result, and free its checkpoints."""
+        if self._stopping:
+            raise Interrupted
         directory = RunDirectory(self.directory / "runs" / run.name)
         if not directory.summary.is_file():
             self.report(f"{run.name} {'goes on' if directory.recipe.is_file() else 'begins'}")
@@ -306,6 +308,11 @@ class Queue:
         """Within, SIGINT and SIGTERM reach the process that is named, once; it saves and ends."""
         processes: list[subprocess.Popen[bytes]] = []
 
+        def named(process: subprocess.Popen[bytes]) -> None:
+            processes.append(process)
+            if self._stopping:
+                process.send_signal(signal.SIGINT)
+
         def heard(number: int, frame: object) -> None:
             del number, frame
             if not self._stopping:
@@ -316,7 +323,7 @@ class Queue:
 
         before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            yield processes.append
+            yield named
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

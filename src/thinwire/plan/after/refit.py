@@ -17,6 +17,7 @@ from thinwire.plan.priced import price_plan
 from thinwire.program import Lane, Scope
 from thinwire.record import RunRecord, steady
 from thinwire.sim.step import lane_work
+from thinwire.spec.plan_parts.residence import Residence
 from thinwire.spec.profile import CollectiveRow, Profile
 
 __all__ = ["Refit", "refit"]
@@ -26,6 +27,9 @@ _ROUNDS: Final = 4
 
 _LEAST: Final = 0.1
 """Least factor of a round: what is left of a lane beside its copies may be nothing."""
+
+_OF_THE_HOST: Final = ("up_seconds", "down_seconds", "host_update_seconds")
+"""What a run uses only if states live on the host."""
 
 _SHARE: Final = 0.01
 """Share of the busiest lane below which a part's seconds tell nothing of it."""
@@ -82,6 +86,8 @@ def refit(run: Path, profile: Profile) -> Refit:
         fitted = fitted.paced(pace, codecs=False)
         for name, factor in [*((part.name, factor) for part, factor in changes), (COMPUTATION, pace)]:
             factors[name] = factors.get(name, 1.0) * factor
+    if record.plan.residence == Residence():
+        fitted = fitted.with_(**{name: getattr(profile, name) for name in _OF_THE_HOST})
     return Refit(_with_memory(record, fitted), factors)
 
 
