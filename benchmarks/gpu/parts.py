@@ -70,7 +70,6 @@ PARTS: Final = (
     ),
     Part("host", "host:cases", "a unit adds at most 12 launches (30 with codecs) and 0.8 ms of host work"),
     Part("slow-link", "slow_link:cases", "four ranks on the card, two hosts joined by a slow link, steps beside DDP"),
-    Part("convergence", "convergence:cases", "124M parameters: what codecs do to the loss"),
     Part("cards", "cluster:cases", "NCCL: parity, losses under codecs, bytes, times beside FSDP2", cards=2),
     Part("nodes", "cluster:cases", "the same across nodes", cards=2, nodes=2),
 )

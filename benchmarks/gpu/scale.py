@@ -30,7 +30,6 @@ class Scale:
         rounds: Rounds of the timed step that count.
         turn: Steps of a system in a round.
         ranks: Ranks of a rehearsal of the parts for several cards.
-        convergence_seconds: Seconds that each run of the part ``convergence`` trains.
         memory: Bytes of the card that are free when the check begins; a rehearsal pretends to have a card of 80 GB.
         traces: Directory for a trace of each system's timed step.
     """
@@ -46,7 +45,6 @@ class Scale:
     rounds: int
     turn: int
     ranks: int
-    convergence_seconds: float
     memory: int = 79 << 30
     traces: Path = Path("traces")
 
@@ -63,7 +61,6 @@ CARD: Final = Scale(
     rounds=7,
     turn=3,
     ranks=4,
-    convergence_seconds=45.0,
 )
 """On one card: a Llama of at most 1.04 billion parameters and 8,192 tokens a step."""
 
@@ -79,7 +76,6 @@ REHEARSAL: Final = Scale(
     rounds=2,
     turn=1,
     ranks=2,
-    convergence_seconds=0.5,
 )
 """On CPU: the same code in seconds."""
 

@@ -185,8 +185,7 @@ def test_a_run_is_compared_and_refits_the_profile(tmp_path: Path) -> None:
     assert first.steps == 6
     assert first.of("step").measured == 0.2
     assert first.of("sync across").measured == 2000  # of a rank: metrics add up all four
-    better = refit(profile(), first)
-    again = compare(tmp_path / "run", better)
+    again = compare(tmp_path / "run", refit(tmp_path / "run", profile()).profile)
     before, after = first.of("step").error, again.of("step").error
     assert before is not None
     assert after is not None

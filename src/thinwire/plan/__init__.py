@@ -14,9 +14,10 @@ Everything else asks the search: why (``explain.py``), where (``placement.py``, 
 (``peers.py``), and under AMSP's objective (``amsp/``).
 """
 
-from thinwire.plan.after.compare import RunComparison, compare, compare_expected, refit
+from thinwire.plan.after.compare import RunComparison, compare, compare_expected
 from thinwire.plan.after.culprit import Culprit, culprit
 from thinwire.plan.after.expected import expectation
+from thinwire.plan.after.refit import Refit, refit
 from thinwire.plan.amsp.objectives import BothObjectives, UnderBoth, both_objectives
 from thinwire.plan.amsp.solver import AmspPlan, amsp_flips, amsp_search
 from thinwire.plan.amsp.sums import AmspSums
@@ -102,6 +103,7 @@ __all__ = [
     "profiled_job",
     "provenance",
     "rankfile",
+    "Refit",
     "refit",
     "remedies",
     "rentals",

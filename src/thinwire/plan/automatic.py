@@ -132,7 +132,7 @@ def choose(job: TrainingJob, template: Plan, asked: str, *, free: Freedom) -> Ch
     plan = with_kept(searched.candidates[0].plan, template)
     predicted = searched.simulations.price(job, plan)
     if not predicted.fits:
-        lacking = format_bytes(predicted.memory.total - job.cluster.memory)
+        lacking = format_bytes(predicted.memory.total - job.room)
         raise UsageError(
             f"{asked}: the best plan fits, but with what the run's plan keeps, such as "
             f"accumulate_dtype = {plan.accumulate_dtype}, it lacks {lacking}; leave them out, or name a plan"

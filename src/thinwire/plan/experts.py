@@ -57,6 +57,6 @@ def _batched(job: TrainingJob, simulations: Simulations, plan: Plan) -> Iterator
     for recompute in job.recomputes:
         for size, count in sorted(job.batches(), reverse=True):
             batched = plan.with_(micro_batch=size, micro_batches=count, recompute=recompute)
-            if simulations.memory(job, batched).total <= job.cluster.memory:
+            if simulations.memory(job, batched).total <= job.room:
                 yield batched
                 return

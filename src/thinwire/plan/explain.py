@@ -177,7 +177,7 @@ def remedies(job: TrainingJob) -> list[Remedy]:
 def _first_that_fits(changes: Iterator[tuple[str, TrainingJob]]) -> Remedy | None:
     for change, changed in changes:
         plan, needed = Search(changed).smallest()
-        if needed.total <= changed.cluster.memory:
+        if needed.total <= changed.room:
             return Remedy(change, f"{summary(plan)}: {format_bytes(needed.total)} per rank")
     return None
 
@@ -185,7 +185,7 @@ def _first_that_fits(changes: Iterator[tuple[str, TrainingJob]]) -> Remedy | Non
 def shortage(job: TrainingJob) -> tuple[Plan, int]:
     """The plan that needs the least memory, and the number of bytes by which it exceeds an accelerator's memory."""
     plan, needed = Search(job).smallest()
-    return plan, needed.total - job.cluster.memory
+    return plan, needed.total - job.room
 
 
 _LINKS = {

@@ -68,7 +68,7 @@ def nearest(job: TrainingJob, framework: str, ours: Plan) -> PeerPlan:
     fitting = [peer for peer in found if peer.fits]
     if not fitting:
         least = min(found, key=lambda peer: peer.memory.total)
-        lacking = format_bytes(least.memory.total - job.cluster.memory)
+        lacking = format_bytes(least.memory.total - job.room)
         raise UsageError(
             f"--emit {framework}: no configuration of it fits; the smallest ({least.plan.describe()}) lacks {lacking} "
             "on every GPU; use more nodes, or a framework that shards more"
@@ -104,7 +104,7 @@ def predicted(job: TrainingJob, framework: str, plan: Plan) -> PeerPlan:
     """The predicted step and memory of a framework's configuration."""
     seconds = max(_seconds(replace(job, rates=rates), framework, plan) for rates in job.rates.of_others.views)
     needed = _memory(job, framework, plan)
-    return PeerPlan(framework, plan, seconds, needed, needed.total <= job.cluster.memory)
+    return PeerPlan(framework, plan, seconds, needed, needed.total <= job.room)
 
 
 def losses(ours: PricedPlan, peer: PeerPlan) -> list[str]:

@@ -122,7 +122,7 @@ class Simulations:
         axes = AxisSeconds.of(job, plan, workload)
         simulated = replace(simulated, seconds=simulated.seconds + axes.idle + axes.messages)
         needed = self.memory(job, plan)
-        return PricedPlan(plan, simulated, needed, needed.total <= job.cluster.memory, label, axes)
+        return PricedPlan(plan, simulated, needed, needed.total <= job.room, label, axes)
 
     def _played(self, job: TrainingJob, plan: Plan) -> Played:
         count = min(plan.micro_batches, PLAYED + 1)

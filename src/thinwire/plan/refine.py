@@ -121,7 +121,7 @@ class Refinement:
         plan = best.plan
         if plan.params.ranks == 1 or not self._waits(best, Lane.GATHER, Lane.REDUCE):
             return best
-        live = best.memory.gathered + self.job.cluster.memory - best.memory.total
+        live = best.memory.gathered + self.job.room - best.memory.total
         live -= live % _MIB
         if live <= 0:
             return best

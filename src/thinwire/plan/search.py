@@ -215,7 +215,7 @@ class Search:
 
     def _fits(self, candidate: Candidate) -> bool:
         """Whether a candidate fits into memory, including the messages of its codecs."""
-        return self.simulations.memory(self.job, self.plan(candidate)).total <= self.job.cluster.memory
+        return self.simulations.memory(self.job, self.plan(candidate)).total <= self.job.room
 
     def candidates(self) -> Iterator[Candidate]:
         """Every valid plan that fits into memory without codecs, with its estimate."""
@@ -272,7 +272,7 @@ class Search:
     def _may_fit(self) -> bool:
         """Whether any plan fits, without the messages of codecs."""
         cuts = reversed(self._cuts.values())  # from the one with the most tensor-parallel ranks and stages
-        return any(candidates.smallest()[0] <= self.job.cluster.memory for candidates in cuts)
+        return any(candidates.smallest()[0] <= self.job.room for candidates in cuts)
 
 
 _TRIED = 8

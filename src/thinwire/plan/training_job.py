@@ -81,6 +81,7 @@ class TrainingJob:
         clip: Whether gradients are clipped by their norm.
         rates: Seconds of computation, codecs and transfers.
         overhead: Bytes in use on a rank before it holds any model.
+        margin: Share of its predicted memory that a rank may need in addition.
         tp: Numbers of tensor-parallel ranks to choose from; ``None``: powers of two up to a node's ranks.
         pp: Numbers of pipeline stages to choose from; ``None``: powers of two up to the model's blocks.
 
@@ -100,6 +101,7 @@ class TrainingJob:
     clip: bool = True
     rates: Rates = field(kw_only=True)
     overhead: int = OVERHEAD
+    margin: float = 0.0
     largest_micro_batch: int | None = None
     tp: tuple[int, ...] | None = (1,)
     pp: tuple[int, ...] | None = (1,)
@@ -147,8 +149,15 @@ class TrainingJob:
         fields |= choices
         dtype = fields["compute_dtype"]
         rates = NominalRates(cluster, dtype) if profile is None else ProfiledRates(profile, model, dtype)
-        known = {"rates": rates, "overhead": OVERHEAD if profile is None else profile.base_memory}
+        known: dict[str, Any] = {"rates": rates}
+        if profile is not None:
+            known |= {"overhead": profile.base_memory, "margin": profile.memory_margin}
         return cls(model=model, cluster=cluster, seq=seq, **known | fields)
+
+    @property
+    def room(self) -> int:
+        """Bytes that a plan may need on a rank by prediction: the cluster's memory less the margin."""
+        return int(self.cluster.memory / (1 + self.margin))
 
     @property
     def tie(self) -> float:

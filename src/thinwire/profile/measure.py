@@ -101,7 +101,7 @@ def measure(
     """
     rows = _earlier(settings, control, out) if resume else _Rows()
     deadline = Deadline(control, settings.budget)
-    base = memory_in_use(settings.device)
+    base = max(control.all_gather_typed(memory_in_use(settings.device), Typed(int)))
     update = measure_update(control, settings.device)
     touch = measure_touch(control, settings.device)
     up, down = measure_host_copies(control, settings.device)

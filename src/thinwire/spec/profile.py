@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field
 
-from thinwire.spec.base import Bytes, Count, Depth, Positive, Spec
+from thinwire.spec.base import Bytes, Count, Depth, Positive, Share, Spec
 from thinwire.spec.machines.measured import Measured, Timing
 from thinwire.spec.plan import Dtype
 
@@ -128,7 +128,12 @@ class Profile(Measured):
     nodes: Count = Field(description="number of nodes")
     gpus_per_node: Count = Field(description="ranks per node")
     memory: Bytes = Field(description="bytes that one rank may use")
-    base_memory: Depth = Field(description="bytes that a rank uses before it holds a model")
+    base_memory: Depth = Field(description="bytes that the rank that uses most has in use before it holds a model")
+    memory_margin: Share = Field(
+        default=0.025,
+        description="share of its predicted memory that a rank may need in addition: the most that plans in the lab "
+        "needed, or that a run to which the profile was refitted needed",
+    )
     update_seconds: NonNegative = Field(description="seconds that the optimizer takes per element of a shard")
     touch_seconds: NonNegative = Field(
         default=0.0,
@@ -170,18 +175,17 @@ class Profile(Measured):
         default=(), description="steps that were predicted from these rows and measured, which say how wrong they are"
     )
 
-    def paced(self, pace: float, *, transfers: bool = False) -> Self:
+    def paced(self, pace: float, *, transfers: bool = False, codecs: bool = True) -> Self:
         """The profile of the same cluster with processors that take ``pace`` times as long.
 
         Args:
             pace: Factor above 0.
             transfers: Whether transfers are processor work too, as on links without a rate limit.
+            codecs: Whether codecs keep that pace as well.
         """
 
         def rows(kind: tuple[_Timed, ...]) -> tuple[_Timed, ...]:
-            return tuple(
-                row.with_(seconds=row.seconds * pace, low=row.low * pace, high=row.high * pace) for row in kind
-            )
+            return tuple(row.scaled(pace) for row in kind)
 
         def sent(kind: tuple[CollectiveRow, ...]) -> tuple[CollectiveRow, ...]:
             busy = tuple(row.with_(processor=row.processor * pace) for row in kind)
@@ -189,7 +193,7 @@ class Profile(Measured):
 
         return self.with_(
             compute=tuple(row.with_(forward=row.forward * pace, backward=row.backward * pace) for row in self.compute),
-            codecs=rows(self.codecs),
+            codecs=rows(self.codecs) if codecs else self.codecs,
             collectives=sent(self.collectives),
             library=sent(self.library),
             update_seconds=self.update_seconds * pace,

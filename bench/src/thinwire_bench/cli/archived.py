@@ -15,7 +15,7 @@ COMMIT: Final = "25a50cb"
 """The commit of the tag: the last one that has these commands."""
 
 _STUDIES: Final = (
-    "backward", "checkpoint", "convergence", "data", "emit", "hybrid", "islands", "islands-chaos", "kernels",
+    "backward", "checkpoint", "data", "emit", "hybrid", "islands", "islands-chaos", "kernels",
     "mutations", "overlap", "placement", "planning-time", "reductions", "spectra", "stages", "start", "techniques",
     "units",
 )  # fmt: skip

@@ -17,6 +17,7 @@ _COMMANDS: Final = {
     "codecs": Command("thinwire_bench.cli.codecs:codecs"),
     "delta": Command("thinwire_bench.cli.delta:delta"),
     "planner": Command("thinwire_bench.cli.planner:planner"),
+    "convergence": Command("thinwire_bench.cli.convergence:convergence"),
     "chaos": Command("thinwire_bench.cli.chaos:chaos"),
     "soak": Command("thinwire_bench.cli.soak:soak"),
     **ARCHIVED,

@@ -232,8 +232,9 @@ def _fields(setup: Setup, model: str, known: Mapping[str, Profile]) -> Iterator[
     yield _field(setup, model, known, None, {name: presets[name] for name in PLANS})
     job = _job(setup, model, next(iter(known.values())), None)
     smallest = Search(job).smallest()[1].total
-    cap = smallest + (candidate(job, presets["ddp"]).memory.total - smallest) // 3
-    fitting = {name: presets[name] for name in SMALL_PLANS if candidate(job, presets[name]).memory.total <= cap}
+    room = smallest + (candidate(job, presets["ddp"]).memory.total - smallest) // 3
+    cap = math.ceil(room * (1 + job.margin))
+    fitting = {name: presets[name] for name in SMALL_PLANS if candidate(job, presets[name]).memory.total <= room}
     yield _field(setup, model, known, cap, fitting)
 
 
@@ -275,6 +276,7 @@ def _job(setup: Setup, model: str, profile: Profile, cap: int | None) -> Trainin
         clip=False,
         rates=ProfiledRates(profile, shape, "bfloat16"),
         overhead=profile.base_memory,
+        margin=profile.memory_margin,
     )
 
 
@@ -396,9 +398,10 @@ def changed_choices(
     for choice in choices:
         measured = Plan.from_toml(plans[plan_key(choice.model, choice.cap, choice.plan)])
         job = _job(setup, choice.model, known[choice.bandwidth], choice.cap)
-        now = search(job).candidates[0].plan
-        if now.with_(name=measured.name) != measured:
-            changed.append(ChangedChoice(choice, measured.describe(), now.describe()))
+        now = next((priced.plan for priced in search(job).candidates), None)
+        if now is None or now.with_(name=measured.name) != measured:
+            said = "none: with the margin, no plan fits" if now is None else now.describe()
+            changed.append(ChangedChoice(choice, measured.describe(), said))
     return changed
 
 

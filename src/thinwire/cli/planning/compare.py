@@ -31,8 +31,10 @@ def compare_run(run: Path, profile: Path | None, refit: Path | None, *, as_json:
     title = f"Predicted and measured, median of {comparison.steps} steps"
     console.print(rich_table(Sheet(title, ["", "predicted", "measured", "error"], 1, rows)))
     if refit is not None:
-        planner.refit(measured, comparison).write(refit)
-        console.print(f"wrote a profile whose computation fits the run to {refit}", markup=False)
+        fitted = planner.refit(run, measured)
+        fitted.profile.write(refit)
+        changes = ", ".join(f"{name} x {factor:.2f}" for name, factor in fitted.factors.items())
+        console.print(f"wrote a profile that fits the run to {refit}: {changes}", markup=False, soft_wrap=True)
     if as_json:
         quantities = [
             {"name": q.name, "unit": q.unit, "predicted": q.predicted, "measured": q.measured}

@@ -30,6 +30,11 @@ def introduce(job: TrainingJob, answer: Answer) -> None:
         f"{job.seq:,} tokens a sequence, {job.tokens_per_step:,} a step; {cluster.name or 'cluster'}: "
         f"{cluster.gpus:,} GPUs of {format_bytes(cluster.memory)}",
     )
+    if job.margin:
+        answer.show(
+            f"plans leave {1 - job.room / cluster.memory:.1%} of the memory free: by the profile, ranks may need up to "
+            f"{job.margin:.1%} more than predicted",
+        )
     if isinstance(job.rates, NominalRates):
         kernels = " and from times of kernels" if job.rates.has_kernels else ""
         answer.show(f"times follow from published figures{kernels}, not from a profile of this cluster")

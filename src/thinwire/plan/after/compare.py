@@ -1,4 +1,4 @@
-"""After a run: predicted against measured figures, and a profile that fits the run."""
+"""After a run: predicted against measured figures."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Literal
 
 from thinwire.errors import DataError
-from thinwire.plan.after.expected import COMPUTATION, MEMORY, STEP, expectation
+from thinwire.plan.after.expected import CODECS, COMPUTATION, MEMORY, STEP, TRANSFERS, WAITING, expectation
 from thinwire.plan.priced import price_plan
 from thinwire.plan.training_job import TrainingJob, refuse_context
 from thinwire.record import WARM_UP, Record, RunRecord, began, read_run, steady
 from thinwire.spec.expectation import Expectation
 from thinwire.spec.profile import Profile
 
-__all__ = ["Quantity", "Rows", "RunComparison", "compare", "compare_expected", "measured_figure", "refit"]
+__all__ = [
+    "Quantity", "Rows", "RunComparison", "checked_run", "compare", "compare_expected", "job_of", "measured_figure",
+]  # fmt: skip
 
 Rows = Sequence[tuple[Record, int]]
 """Records, each with the number of steps that it covers."""
@@ -74,9 +76,8 @@ def compare(run: Path, profile: Profile) -> RunComparison:
         DataError: The run has too few steps, or no tokenizer.
         SpecError: The plan or the recipe cannot be read, or the profile is of another cluster.
     """
-    record = read_run(run)
-    _check_steps(record)
-    job = _job(record, profile)
+    record = checked_run(run)
+    job = job_of(record, profile)
     return compare_expected(record, expectation(job, price_plan(job, record.plan)))
 
 
@@ -100,20 +101,20 @@ def compare_expected(run: RunRecord, expected: Expectation) -> RunComparison:
     return RunComparison(tuple(quantities), sum(count for _, count in rows))
 
 
-def refit(profile: Profile, comparison: RunComparison) -> Profile:
-    """Scale a profile so that computation takes as long as in the run.
-
-    The scale is the measured step time without waiting, over the predicted step time without waiting.
+def checked_run(run: Path) -> RunRecord:
+    """Read the directory of a run that is long enough to compare.
 
     Args:
-        profile: The profile to scale.
-        comparison: Comparison of a run on the same cluster with this profile's prediction.
+        run: Directory of a run of ``thinwire train``.
+
+    Raises:
+        UsageError: The directory does not hold a run.
+        DataError: The run has too few steps.
+        SpecError: The plan or the recipe cannot be read.
     """
-    step = comparison.of("step")
-    waiting = [q for q in comparison.quantities if q.name.startswith("waiting")]
-    measured = step.measured - sum(q.measured for q in waiting)
-    predicted = step.predicted - sum(q.predicted for q in waiting)
-    return profile.paced(measured / predicted)
+    record = read_run(run)
+    _check_steps(record)
+    return record
 
 
 def _check_steps(run: RunRecord) -> None:
@@ -131,7 +132,17 @@ def _check_steps(run: RunRecord) -> None:
         )
 
 
-def _job(run: RunRecord, profile: Profile) -> TrainingJob:
+def job_of(run: RunRecord, profile: Profile) -> TrainingJob:
+    """The job of a run, at the rates of a profile.
+
+    Args:
+        run: The run.
+        profile: Profile of the cluster on which it ran.
+
+    Raises:
+        DataError: The run has no tokenizer.
+        SpecError: The profile is of another cluster, or lacks a part of the model.
+    """
     plan, seq = run.plan, run.recipe.train.seq
     refuse_context(plan)
     model = run.recipe.model.shape(vocab=_vocab(run.path), seq=seq)
@@ -179,7 +190,7 @@ def _measured(name: str, record: Record, steps: int, ranks: int) -> float | None
         return float(record["step_seconds"])
     if name == COMPUTATION:
         return record["own"].get("median") if record.get("own") else None
-    for words, key in (("waiting for ", "exposed"), ("transfers of ", "transfer"), ("codecs of ", "codec")):
+    for words, key in ((WAITING, "exposed"), (TRANSFERS, "transfer"), (CODECS, "codec")):
         if name.startswith(words):
             table = record.get(key)
             return None if table is None else float(table.get(name.removeprefix(words), 0.0)) / steps

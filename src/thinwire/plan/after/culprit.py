@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from thinwire.plan.after.compare import Rows, RunComparison, measured_figure
-from thinwire.plan.after.expected import COMPUTATION, STEP
+from thinwire.plan.after.expected import CODECS, COMPUTATION, STEP, TRANSFERS, WAITING
 from thinwire.program import Lane, Scope
 from thinwire.record import Record, RunRecord, steady
 from thinwire.units import format_duration
 
-__all__ = ["Culprit", "culprit", "slow_stretch"]
+__all__ = ["Culprit", "culprit", "measured_parts", "slow_stretch"]
 
 SLOWER: Final = 1.2
 """Factor by which the steps of a stretch take longer than the others, in the median, to be called slow."""
@@ -35,7 +35,6 @@ _MATTERS: Final = 0.05
 """Share of a step below which a difference is not worth a sentence."""
 
 _RANK, _DATA = "the slowest rank", "data"
-_WAITING, _TRANSFERS = "waiting for ", "transfers of "
 
 
 @dataclass(frozen=True)
@@ -77,14 +76,14 @@ def culprit(run: RunRecord, comparison: RunComparison | None) -> Culprit | None:
     steps: tuple[int, int] | None = None
     if stretch is not None:
         inside, outside = stretch
-        usual = _parts(outside, ranks)
+        usual = measured_parts(outside, ranks)
         steps = int(inside[0][0]["step"]) - inside[0][1] + 1, int(inside[-1][0]["step"])
     elif comparison is not None:
         inside, usual = rows, _expected(comparison)
     else:
         return None
-    found = _parts(inside, ranks)
-    wrong = {part: _wrong(part, found, usual) for part in found if part in usual and not part.startswith(_WAITING)}
+    found = measured_parts(inside, ranks)
+    wrong = {part: _wrong(part, found, usual) for part in found if part in usual and not part.startswith(WAITING)}
     part = max(wrong, key=wrong.__getitem__)
     if wrong[part] < _MATTERS * _median(STEP, inside, ranks):
         return None
@@ -96,9 +95,9 @@ def culprit(run: RunRecord, comparison: RunComparison | None) -> Culprit | None:
 def _wrong(part: str, found: Mapping[str, float], usual: Mapping[str, float]) -> float:
     """Seconds of a step by which a part differs from what was expected, or usual."""
     difference = abs(found[part] - usual[part])
-    if not part.startswith(_TRANSFERS):
+    if not part.startswith(TRANSFERS):
         return difference
-    waits = (f"{_WAITING}{part.removeprefix(_TRANSFERS)}", f"{_WAITING}{Lane.CONTROL}")
+    waits = (f"{WAITING}{part.removeprefix(TRANSFERS)}", f"{WAITING}{Lane.CONTROL}")
     return min(difference, sum(abs(found.get(wait, 0.0) - usual.get(wait, 0.0)) for wait in waits))
 
 
@@ -144,15 +143,20 @@ def slow_stretch(rows: Rows) -> tuple[int, int] | None:
     return found if statistics.median(inside) >= SLOWER * statistics.median(outside) else None
 
 
-def _parts(rows: Rows, ranks: int) -> dict[str, float]:
-    """Seconds of a step that each cause took, in the median."""
+def measured_parts(rows: Rows, ranks: int) -> dict[str, float]:
+    """Seconds of a step that each cause took, in the median; a slow rank's lag is taken out of transfers.
+
+    Args:
+        rows: Records of a run.
+        ranks: Number of its ranks.
+    """
     lag = _lag(rows)
     parts = {_RANK: lag, _DATA: _waited_for_data(rows, ranks)}
-    of_lanes = (f"{what}{lane}" for lane in Lane for what in (_TRANSFERS, "codecs of ", _WAITING))
+    of_lanes = (f"{what}{lane}" for lane in Lane for what in (TRANSFERS, CODECS, WAITING))
     for name in (COMPUTATION, *of_lanes):
         amount = measured_figure(name, rows, ranks)
         if amount is not None:
-            parts[name] = max(0.0, amount - lag) if name.startswith(_TRANSFERS) else amount
+            parts[name] = max(0.0, amount - lag) if name.startswith(TRANSFERS) else amount
     return parts
 
 
@@ -190,7 +194,7 @@ def _waited_for_data(rows: Rows, ranks: int) -> float:
 def _sentence(run: RunRecord, found: Culprit, rows: Rows) -> str:
     more = found.measured - found.expected
     what = found.part if found.rank is None else f"rank {found.rank}"
-    if found.part.startswith(_TRANSFERS) and _crosses(found.part.removeprefix(_TRANSFERS), rows):
+    if found.part.startswith(TRANSFERS) and _crosses(found.part.removeprefix(TRANSFERS), rows):
         what += " across nodes"
     took = f"{format_duration(abs(more))} {'more' if more > 0 else 'less'} than"
     if found.stretch is None:
@@ -202,10 +206,10 @@ def _sentence(run: RunRecord, found: Culprit, rows: Rows) -> str:
         )
     if found.rank is not None:
         words += "; the others wait for it"
-    elif found.part.startswith(_TRANSFERS):
+    elif found.part.startswith(TRANSFERS):
         words += ", waiting for peers among it"
     said = next((record["slow_link"] for record, _ in rows if record.get("slow_link")), None)
-    return f"{words}; {said}" if said and found.part.startswith(_TRANSFERS) else words
+    return f"{words}; {said}" if said and found.part.startswith(TRANSFERS) else words
 
 
 def _crosses(lane: str, rows: Rows) -> bool:

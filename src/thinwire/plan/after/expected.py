@@ -10,12 +10,14 @@ from thinwire.program import Lane, Scope, lower
 from thinwire.sim.step import lane_work
 from thinwire.spec.expectation import Expectation, Figure
 
-__all__ = ["COMPUTATION", "MEMORY", "STEP", "expectation"]
+__all__ = ["CODECS", "COMPUTATION", "MEMORY", "STEP", "TRANSFERS", "WAITING", "expectation"]
 
 STEP: Final = "step"
 COMPUTATION: Final = "computation"
 """Own work of a rank: what a step takes beside waiting."""
 MEMORY: Final = "memory of a rank"
+WAITING, TRANSFERS, CODECS = "waiting for ", "transfers of ", "codecs of "
+"""What the names of a lane's figures begin with."""
 
 
 def expectation(job: TrainingJob, priced: PricedPlan) -> Expectation:
@@ -41,13 +43,13 @@ def _times(job: TrainingJob, priced: PricedPlan) -> list[Figure]:
     waiting |= {"tp": priced.axes.sums, "pp": priced.axes.messages + priced.axes.idle, "ep": priced.axes.experts}
     own = max(0.0, priced.seconds - sum(waiting.values()))
     figures = [_figure(STEP, "s", priced.seconds), _figure(COMPUTATION, "s", own)]
-    figures += [_figure(f"waiting for {kind}", "s", seconds) for kind, seconds in waiting.items()]
+    figures += [_figure(f"{WAITING}{kind}", "s", seconds) for kind, seconds in waiting.items()]
     plan = priced.plan
     work = lane_work(plan, job.workload(plan), job.rates, micro_batches=plan.micro_batches)
     for lane, of_lane in work.items():
         figures += [
-            _figure(f"transfers of {lane}", "s", of_lane.transfer),
-            _figure(f"codecs of {lane}", "s", of_lane.codec),
+            _figure(f"{TRANSFERS}{lane}", "s", of_lane.transfer),
+            _figure(f"{CODECS}{lane}", "s", of_lane.codec),
         ]
     return figures
 

@@ -194,7 +194,7 @@ def _prices(job: TrainingJob) -> str:
 
 def _memory(job: TrainingJob, row: UnderBoth) -> str:
     """What the dtype of gradients makes up."""
-    room = job.cluster.memory
+    room = job.room
     if row.step.memory.total > room:
         verdict = "does not fit either way"
     else:

@@ -147,7 +147,7 @@ class _Space:
     """
 
     def __init__(self, job: TrainingJob, contention: bool) -> None:
-        self._job, self._room = job, job.cluster.memory
+        self._job, self._room = job, job.room
         micro_batch, micro_batches = replace(job, tp=(1,), pp=(1,)).batches()[0]  # or the job says why it has none
         self._base = Plan(
             mesh=job.mesh,

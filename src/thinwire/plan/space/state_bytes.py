@@ -24,7 +24,7 @@ class StateBytes:
     """
 
     def __init__(self, job: TrainingJob, base: Plan) -> None:
-        self._base, self._room = base, job.cluster.memory
+        self._base, self._room = base, job.room
         shares = demanding_stages(stages(job.model.layers, base))
         held = [held_units(stage_model(job.model, stage.blocks), base, stage) for stage in shares]
         # Padding depends on the world size alone, so all plans have the same units, and cut them evenly.

@@ -1,0 +1,173 @@
+"""A profile that fits a run: every part of it that the run has used, scaled to what the run measured of that part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from thinwire.plan.after.compare import checked_run, job_of, measured_figure
+from thinwire.plan.after.culprit import measured_parts
+from thinwire.plan.after.expected import CODECS, COMPUTATION, MEMORY, STEP, TRANSFERS, WAITING, expectation
+from thinwire.plan.priced import price_plan
+from thinwire.program import Lane, Scope
+from thinwire.record import RunRecord, steady
+from thinwire.sim.step import lane_work
+from thinwire.spec.plan_parts.residence import Residence
+from thinwire.spec.profile import CollectiveRow, Profile
+
+__all__ = ["Refit", "refit"]
+
+_ROUNDS: Final = 4
+"""How often parts are fitted in turn: copies of a lane's values are computation, and change with it."""
+
+_LEAST: Final = 0.1
+"""Least factor of a round: what is left of a lane beside its copies may be nothing."""
+
+_OF_THE_HOST: Final = ("up_seconds", "down_seconds", "host_update_seconds")
+"""What a run uses only if states live on the host."""
+
+_SHARE: Final = 0.01
+"""Share of the busiest lane below which a part's seconds tell nothing of it."""
+
+
+@dataclass(frozen=True)
+class Refit:
+    """A profile that fits a run.
+
+    Attributes:
+        profile: The profile.
+        factors: By what each part that the run used was multiplied; a part that is not named stays as it was.
+    """
+
+    profile: Profile
+    factors: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of a profile that are right or wrong together.
+
+    Attributes:
+        name: For people.
+        scaled: A profile with these rows multiplied.
+    """
+
+    name: str
+    scaled: Callable[[Profile, float], Profile]
+
+
+def refit(run: Path, profile: Profile) -> Refit:
+    """Scale each part of a profile so that it takes as long as in a run: computation, the transfers of each collective
+    on each kind of link, and each codec. Memory before a rank has a model becomes the run's. The margin grows to what
+    the run needed beyond its prediction.
+
+    Args:
+        run: Directory of a run of ``thinwire train``.
+        profile: Profile of the cluster on which it ran.
+
+    Raises:
+        UsageError: The directory does not hold a run.
+        DataError: The run has too few steps, or no tokenizer.
+        SpecError: The plan or the recipe cannot be read, or the profile is of another cluster.
+    """
+    record = checked_run(run)
+    fitted, factors = profile, dict[str, float]()
+    found = measured_parts(steady(record), record.plan.ranks)
+    for _ in range(_ROUNDS):
+        changes = _lane_factors(record, fitted, found)
+        for part, factor in changes:
+            fitted = part.scaled(fitted, factor)
+        pace = _pace(record, fitted)
+        fitted = fitted.paced(pace, codecs=False)
+        for name, factor in [*((part.name, factor) for part, factor in changes), (COMPUTATION, pace)]:
+            factors[name] = factors.get(name, 1.0) * factor
+    if record.plan.residence == Residence():
+        fitted = fitted.with_(**{name: getattr(profile, name) for name in _OF_THE_HOST})
+    return Refit(_with_memory(record, fitted), factors)
+
+
+def _with_memory(run: RunRecord, profile: Profile) -> Profile:
+    """What a run tells of memory: what its ranks used before the model, and what they needed beyond the prediction."""
+    job = job_of(run, profile)
+    predicted = price_plan(job, run.plan).memory.total
+    measured = measured_figure(MEMORY, steady(run), run.plan.ranks) or 0.0
+    margin = min(1.0, max(profile.memory_margin, measured / predicted - 1))
+    return profile.with_(base_memory=job.overhead, memory_margin=margin)
+
+
+def _pace(run: RunRecord, profile: Profile) -> float:
+    """What a step took beside waiting, over what a profile expects of that."""
+    job, rows = job_of(run, profile), steady(run)
+    figures = {figure.name: figure.amount for figure in expectation(job, price_plan(job, run.plan)).figures}
+    waited = [measured_figure(name, rows, run.plan.ranks) for name in figures if name.startswith(WAITING)]
+    own = (measured_figure(STEP, rows, run.plan.ranks) or 0.0) - sum(filter(None, waited))
+    return own / figures[COMPUTATION] if own > 0 and figures[COMPUTATION] else 1.0
+
+
+def _parts(profile: Profile) -> list[_Part]:
+    """Every collective on each kind of link, and every codec, that a profile has rows of."""
+    links = sorted({(row.kind, _scope(row)) for row in profile.collectives})
+    codecs = sorted({row.codec for row in profile.codecs})
+    return [
+        *(_Part(f"{kind} {scope}", partial(_scale_link, kind=kind, scope=scope)) for kind, scope in links),
+        *(_Part(f"codec {codec}", partial(_scale_codec, codec=codec)) for codec in codecs),
+    ]
+
+
+def _scope(row: CollectiveRow) -> Scope:
+    return Scope.INSIDE if row.nodes == 1 else Scope.ACROSS
+
+
+def _scale_link(profile: Profile, factor: float, *, kind: str, scope: Scope) -> Profile:
+    meant = kind, scope
+    rows = (row.scaled(factor) if (row.kind, _scope(row)) == meant else row for row in profile.collectives)
+    return profile.with_(collectives=tuple(rows))
+
+
+def _scale_codec(profile: Profile, factor: float, *, codec: str) -> Profile:
+    return profile.with_(codecs=tuple(row.scaled(factor) if row.codec == codec else row for row in profile.codecs))
+
+
+def _lane_factors(run: RunRecord, profile: Profile, found: Mapping[str, float]) -> list[tuple[_Part, float]]:
+    """The smallest changes of parts after which transfers and codecs of lanes take as long as was measured.
+
+    A lane's seconds are linear in the seconds of each part, so that two evaluations give the share of each part. The
+    control lane is left out: what it measures is waiting.
+    """
+    names = [
+        name
+        for lane in Lane
+        if lane is not Lane.CONTROL
+        for name in (f"{TRANSFERS}{lane}", f"{CODECS}{lane}")
+        if found.get(name)
+    ]
+    if not names:
+        return []
+    now = _amounts(run, profile)
+    parts, shares = [], []
+    for part in _parts(profile):
+        changed = _amounts(run, part.scaled(profile, 2.0))
+        share = [changed[name] - now[name] for name in names]
+        if any(share):
+            parts.append(part)
+            shares.append(share)
+    if not parts:
+        return []
+    wrong = np.array([found[name] - now[name] for name in names])
+    matters = _SHARE * max(found[name] for name in names) * np.eye(len(parts))
+    matrix = np.vstack([np.array(shares).T, matters])
+    changes, *_ = np.linalg.lstsq(matrix, np.concatenate([wrong, np.zeros(len(parts))]), rcond=None)
+    return [(part, max(_LEAST, 1 + float(change))) for part, change in zip(parts, changes, strict=True)]
+
+
+def _amounts(run: RunRecord, profile: Profile) -> dict[str, float]:
+    """Seconds of transfers and codecs of every lane in a step of a run, by a profile."""
+    job, plan = job_of(run, profile), run.plan
+    work = lane_work(plan, job.workload(plan), job.rates, micro_batches=plan.micro_batches)
+    transfers = {f"{TRANSFERS}{lane}": of_lane.transfer for lane, of_lane in work.items()}
+    return transfers | {f"{CODECS}{lane}": of_lane.codec for lane, of_lane in work.items()}
