@@ -16,7 +16,7 @@ from thinwire_bench.study.power import half_width, least_margin, power, quantile
 from thinwire_bench.study.verdicts import Verdict, plain, sheets, verdicts, words
 
 ROOT = Path(__file__).parents[3]
-FOUR_BIT = ROOT / "recipes" / "convergence" / "four-bit.toml"
+FOUR_BIT = ROOT / "recipes" / "convergence" / "four-bit.study.toml"
 SMALL = ("cluster.nproc=2", "cluster.device=cpu", "train.steps=8")
 
 
@@ -109,7 +109,7 @@ def test_arms_of_one_plan_share_a_baseline_and_a_seed_its_text() -> None:
 
 def test_the_hybrid_study_is_one_of_three_axes() -> None:
     settings = ("cluster.device=cpu", "train.steps=8")
-    made = study(path=ROOT / "recipes" / "convergence" / "hybrid.toml", settings=settings)
+    made = study(path=ROOT / "recipes" / "convergence" / "hybrid.study.toml", settings=settings)
     assert len(made.arms) == 5
     assert {(arm.plan.tp, arm.plan.pp, arm.plan.mesh.ranks) for arm in made.arms} == {(2, 2, 2)}
 

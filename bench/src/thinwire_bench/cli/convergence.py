@@ -45,9 +45,9 @@ def convergence(options: ConvergenceOptions) -> None:
 
     [bold]Examples[/bold]
 
-      thinwire bench convergence recipes/convergence/four-bit.toml --set 'data.paths=["/my/text/*.parquet"]'
+      thinwire bench convergence recipes/convergence/four-bit.study.toml --set 'data.paths=["/my/text/*.parquet"]'
 
-      thinwire bench convergence recipes/convergence/four-bit.toml --recipe my.toml --seeds 5 --out runs/mine
+      thinwire bench convergence recipes/convergence/four-bit.study.toml --recipe my.toml --seeds 5 --out runs/mine
     """
     with explained():
         from thinwire_bench.study.convergence import Interrupted, Queue, Study

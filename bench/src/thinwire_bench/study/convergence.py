@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -202,7 +203,7 @@ class Queue:
 
     def __init__(self, study: Study, directory: Path, report: Callable[[str], None]) -> None:
         self.study, self.directory, self.report = study, directory, report
-        self._stopping = False
+        self._stopping = threading.Event()
 
     def outcomes(self) -> list[Outcome]:
         """Results that are there, in the order of the runs.
@@ -248,13 +249,13 @@ class Queue:
 
     def _make(self, run: Run, lock: int) -> Outcome:
         """Make a run or continue it, keep its result, and free its checkpoints."""
-        if self._stopping:
+        if self._stopping.is_set():
             raise Interrupted
         directory = RunDirectory(self.directory / "runs" / run.name)
         if not directory.summary.is_file():
             self.report(f"{run.name} {'goes on' if directory.recipe.is_file() else 'begins'}")
             self._train(run, directory, lock)
-        if self._stopping and not directory.summary.is_file():
+        if self._stopping.is_set() and not directory.summary.is_file():
             raise Interrupted
         record = read_run(directory.path) if directory.recipe.is_file() else None
         if record is None or (record.summary is None and _DIVERGED not in (record.failure or "")):
@@ -310,13 +311,13 @@ class Queue:
 
         def named(process: subprocess.Popen[bytes]) -> None:
             processes.append(process)
-            if self._stopping:
+            if self._stopping.is_set():
                 process.send_signal(signal.SIGINT)
 
         def heard(number: int, frame: object) -> None:
             del number, frame
-            if not self._stopping:
-                self._stopping = True
+            if not self._stopping.is_set():
+                self._stopping.set()
                 self.report("stopping: the run at hand saves first; the same command goes on")
                 for process in processes:
                     process.send_signal(signal.SIGINT)
