@@ -15,7 +15,7 @@ from thinwire.collectives.links.nccl import backend_maker
 from thinwire.collectives.topology import AxisGroup, DataRanks
 from thinwire.errors import ThinwireError, UsageError
 from thinwire.program import Axis, BufferInfo, Lane, UnitInfo, check_live, exchanged_units
-from thinwire.sharding.checkpointing.full_state import save_whole
+from thinwire.sharding.checkpointing.streaming import stream_saves
 from thinwire.sharding.checks import (
     check_agreement,
     check_host_memory,
@@ -291,7 +291,7 @@ def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
     attach(sharded.model, runtime)
     undo = hooks.install(sharded, runtime.passes, runtime.shares, runtime.join_spreads)
     if runtime.shares is not None:
-        undo += save_whole(sharded.model)
+        undo += stream_saves(sharded.model)
     watch_optimizers()
     if sharded.plan.recompute and not sharded.part.is_inner:
         undo.append(recompute_activations(sharded.model, _recomputed(sharded.model, modules)))
