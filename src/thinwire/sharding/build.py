@@ -111,8 +111,9 @@ def build(
         part = LocalPart(DataRanks.of(plan, ranks, ranks.index(own.ranks[own.rank])), members=members)
     control, everyone = groups.control(part.data.ranks), groups.control(part.data.everyone)
     whose = "the job" if part.members is None else "mesh= or group="
+    cut = part.tensor_ranks > 1
     modules = _agreed_modules(
-        model, plan, selection, everyone, whole=is_whole, whose=whose, values=values, device=device
+        model, plan, selection, everyone, whole=is_whole, cut=cut, whose=whose, values=values, device=device
     )
     device = next((p.device for unit in modules for _, p in unit.parameters), device or torch.device("cpu"))
     if device.type == "cpu":
@@ -183,6 +184,7 @@ def _agreed_modules(
     control: Control,
     *,
     whole: bool,
+    cut: bool,
     whose: str,
     values: InitialValues | None,
     device: torch.device | None,
@@ -197,7 +199,7 @@ def _agreed_modules(
         versions = agreed_codecs(plan)
         if values is not None:
             source = place_on(device, model, values)
-        check_parameters(model, whole=whole)
+        check_parameters(model, cut=cut)
         if values is None:
             refuse_shared_memory(model)
         check_modules(model, plan)
