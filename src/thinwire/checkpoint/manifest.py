@@ -56,20 +56,21 @@ _BLOCK_UNIT: Final = 4096
 """Bytes; a block has a multiple of it, so that no element lies in two blocks."""
 
 SAFETENSORS_CODES: Final[dict[torch.dtype, str]] = {
+    torch.int64: "I64",
     torch.float64: "F64",
     torch.float32: "F32",
-    torch.float16: "F16",
+    torch.int32: "I32",
     torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Every element type a checkpoint can hold, and its name in a safetensors header."""
+"""Every element type a checkpoint can hold, and its name in a safetensors header; in the order in which the library
+stores tensors."""
 
 _DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_CODES}
 

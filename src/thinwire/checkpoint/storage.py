@@ -15,12 +15,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 
 from thinwire.checkpoint.blocks import as_bytes, write_durably
-from thinwire.checkpoint.manifest import SAFETENSORS_CODES, FileEntry
+from thinwire.checkpoint.manifest import FileEntry
+from thinwire.checkpoint.tensor_files import TensorEntry, header
 
 FILE_BYTES: Final = 256 << 20
 """Largest number of bytes of elements in a file."""
@@ -151,18 +152,7 @@ def write_file(directory: Path, number: int, pieces: Sequence[PackedPiece]) -> W
 
 
 def _header(pieces: Sequence[PackedPiece]) -> torch.Tensor:
-    """The bytes of a safetensors file before its elements, which follow in the order of the pieces.
-
-    https://github.com/huggingface/safetensors#format
-    """
+    """The bytes of a file before its elements, which follow in the order of the pieces."""
     offsets = {piece.key: {"saved_offsets": [piece.offset]} for piece in pieces}
     metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
-    entries: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for piece in pieces:
-        begin, end = end, end + piece.tensor.numel() * piece.tensor.itemsize
-        code = SAFETENSORS_CODES[piece.tensor.dtype]
-        entries[piece.key] = {"dtype": code, "shape": [piece.tensor.numel()], "data_offsets": [begin, end]}
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
+    return header([TensorEntry(piece.key, piece.tensor.dtype, piece.tensor.shape) for piece in pieces], metadata)

@@ -34,6 +34,7 @@ from thinwire.integrations.common.optimizers import (
     without_sync,
 )
 from thinwire.integrations.common.plans import chosen_plan, launched_mesh
+from thinwire.sharding.checkpointing.streaming import with_whole_state
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import plan_of
 from thinwire.sharding.step.loss_scale import LossScale
@@ -224,6 +225,22 @@ class _AcceleratedStates:
             # Names of one parameter share one tensor, as in the state dict of a whole model.
             weights[name] = weights[first.setdefault(id(parameter), name)]
         return weights
+
+    def save_model(self, model: nn.Module, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Write the whole weights, which ranks gather one by one; see ``accelerate.Accelerator``. Collective."""
+        inherited: Any = super()
+        if not is_sharded(model):
+            inherited.save_model(model, save_directory, *args, **kwargs)
+            return
+
+        def write(state: dict[str, torch.Tensor]) -> None:
+            self.get_state_dict = lambda *_, **__: state  # type: ignore[method-assign]
+            try:
+                inherited.save_model(model, save_directory, *args, **kwargs)
+            finally:
+                del self.get_state_dict
+
+        with_whole_state(model, model, write, "save_model")
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """Save the shares, schedulers, random states and registered objects; see ``accelerate.Accelerator``.

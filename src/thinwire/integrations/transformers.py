@@ -26,6 +26,7 @@ from thinwire.integrations.common.optimizers import begin_micro_batch, follow, i
 from thinwire.integrations.common.plans import chosen_plan, launched_mesh
 from thinwire.plan import CODEC_LEVELS, CodecLevel
 from thinwire.sharding.checkpointing.full_state import whole_value
+from thinwire.sharding.checkpointing.streaming import with_whole_state
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.generating import generates
 from thinwire.sharding.runtime.runtime import plan_of
@@ -209,9 +210,12 @@ class ThinwireTrainerMixin:
             trainer.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Every rank helps to gather the weights, one after another; those that write keep them."""
+        """Every rank helps to gather the weights, one after another; the first one writes each at once."""
         trainer: Any = super()
         if state_dict is None and is_sharded(self.model):
+            if not self.args.save_on_each_node:
+                with_whole_state(self.model, self.model, functools.partial(trainer._save, output_dir), "save_model")
+                return
             keeps = self.args.should_save
             state_dict = {name: whole_value(item, keep=keeps) for name, item in self.model.state_dict().items()}
         if self.args.should_save:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
+from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from thinwire.errors import SpecError, UsageError
+from thinwire.sharding.modules.quantized import is_packed, is_wrapper
 from thinwire.spec import Plan
 from thinwire.spec.plan_parts.pipeline import keeps_busy
 
@@ -89,6 +91,12 @@ def divisible(model: object, plan: Plan, *, stages: int) -> Divisible:
             "can, models of transformers in a thinwire.train.models.huggingface.HuggingFaceCausal, and models with the "
             "methods of thinwire.parallel.Divisible; for others use tp = 1 and pp = 1"
         )
+    for name, parameter in model.named_parameters() if plan.tp > 1 and isinstance(model, nn.Module) else ():
+        if is_wrapper(parameter) or is_packed(parameter):
+            raise UsageError(
+                f"parameter {name} is a quantized {type(parameter).__name__}, and tp = {plan.tp} cuts plain tensors: "
+                "set tp = 1 and divide the model by pp, or shard it by params"
+            )
     if (check := getattr(model, "check_divisible", None)) is not None:
         check(tp=plan.tp, pp=plan.pp)
     problems = [

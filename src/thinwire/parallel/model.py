@@ -204,10 +204,15 @@ class ParallelModel:
             api.progress(chunk, share)
 
     def save(
-        self, optim: ParallelOptimizer | None, path: str | Path, *, extra: Mapping[str, Any] | None = None
+        self,
+        optim: ParallelOptimizer | None,
+        path: str | Path,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        frozen: str | Path | None = None,
     ) -> None:
         """Write a checkpoint of the whole model; see :func:`thinwire.save`."""
-        saving.save(_trained(self, optim), Path(path), extra)
+        saving.save(_trained(self, optim), Path(path), extra, frozen=frozen)
 
     def async_save(
         self,
@@ -218,6 +223,7 @@ class ParallelModel:
         then: Callable[[], None] | None = None,
         limit: float | None = None,
         copies: bool = True,
+        frozen: str | Path | None = None,
     ) -> PendingSave:
         """Write a checkpoint of the whole model in the background; see :func:`thinwire.async_save`.
 
@@ -228,11 +234,13 @@ class ParallelModel:
             then: What the writing thread of this rank does once the checkpoint is complete.
             limit: See there.
             copies: False if the caller waits for the save, so that nothing need be copied.
+            frozen: See there.
 
         Returns:
             A future.
         """
-        return saving.start_saving(_trained(self, optim), Path(path), extra, then, limit=limit, copies=copies)
+        parts = _trained(self, optim)
+        return saving.start_saving(parts, Path(path), extra, then, limit=limit, copies=copies, frozen=frozen)
 
     def load(self, optim: ParallelOptimizer | None, path: str | Path) -> dict[str, Any]:
         """Read a checkpoint written under any plan and on any grid; see :func:`thinwire.load`."""

@@ -15,7 +15,7 @@ from thinwire.collectives.links.nccl import backend_maker
 from thinwire.collectives.topology import AxisGroup, DataRanks
 from thinwire.errors import ThinwireError, UsageError
 from thinwire.program import Axis, BufferInfo, Lane, UnitInfo, check_live, exchanged_units
-from thinwire.sharding.checkpointing.full_state import save_whole
+from thinwire.sharding.checkpointing.streaming import stream_saves
 from thinwire.sharding.checks import (
     check_agreement,
     check_host_memory,
@@ -112,8 +112,9 @@ def build(
         part = LocalPart(DataRanks.of(plan, ranks, ranks.index(own.ranks[own.rank])), members=members)
     control, everyone = groups.control(part.data.ranks), groups.control(part.data.everyone)
     whose = "the job" if part.members is None else "mesh= or group="
+    cut = part.tensor_ranks > 1
     modules = _agreed_modules(
-        model, plan, selection, everyone, whole=is_whole, whose=whose, values=values, device=device
+        model, plan, selection, everyone, whole=is_whole, cut=cut, whose=whose, values=values, device=device
     )
     device = next((p.device for unit in modules for _, p in unit.parameters), device or torch.device("cpu"))
     if device.type == "cpu":
@@ -184,6 +185,7 @@ def _agreed_modules(
     control: Control,
     *,
     whole: bool,
+    cut: bool,
     whose: str,
     values: InitialValues | None,
     device: torch.device | None,
@@ -198,7 +200,7 @@ def _agreed_modules(
         versions = agreed_codecs(plan)
         if values is not None:
             source = place_on(device, model, values)
-        check_parameters(model, whole=whole)
+        check_parameters(model, cut=cut)
         if values is None:
             refuse_shared_memory(model)
         check_modules(model, plan)
@@ -294,7 +296,7 @@ def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
         runtime.masters.unfreeze = partial(unfreeze, runtime)
     undo = hooks.install(sharded, runtime.passes, runtime.shares, runtime.join_spreads)
     if runtime.shares is not None:
-        undo += save_whole(sharded.model)
+        undo += stream_saves(sharded.model)
     watch_optimizers()
     if sharded.plan.recompute and not sharded.part.is_inner:
         undo.append(recompute_activations(sharded.model, _recomputed(sharded.model, modules)))

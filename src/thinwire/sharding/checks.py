@@ -156,7 +156,7 @@ def refuse_shared_memory(model: nn.Module) -> None:
             )
 
 
-def check_parameters(model: nn.Module, *, whole: bool) -> None:
+def check_parameters(model: nn.Module, *, cut: bool) -> None:
     devices = set()
     for name, parameter in model.named_parameters():
         if is_ignored(parameter):
@@ -183,7 +183,7 @@ def check_parameters(model: nn.Module, *, whole: bool) -> None:
                 f"parameter {name} is sharded already, with another model that holds it too: models with a part in "
                 "common are one model to thinwire; shard a module that holds both"
             )
-        _check_kind(name, parameter, whole=whole)
+        _check_kind(name, parameter, cut=cut)
         if parameter.grad is not None:
             raise UsageError(f"parameter {name} has a gradient already: call model.zero_grad() before thinwire.shard")
         devices.add(str(parameter.device))
@@ -191,7 +191,7 @@ def check_parameters(model: nn.Module, *, whole: bool) -> None:
         raise UsageError(f"parameters lie on {', '.join(sorted(devices))}: move the model to one device first")
 
 
-def _check_kind(name: str, parameter: nn.Parameter, *, whole: bool) -> None:
+def _check_kind(name: str, parameter: nn.Parameter, *, cut: bool) -> None:
     """Refuse tensor subclasses that cannot be sharded, and prepare wrappers that can.
 
     Raises:
@@ -207,12 +207,12 @@ def _check_kind(name: str, parameter: nn.Parameter, *, whole: bool) -> None:
             f"parameter {name} is a {type(parameter).__name__} that is to be trained, and plain tensors are trained: "
             "freeze it with requires_grad_(False) and train adapters beside it, or dequantize it"
         )
-    if is_wrapper(parameter) and whole:
+    if is_wrapper(parameter) and not cut:
         open_wrapper(name, parameter)
         return
-    kind = type(local_tensor(parameter.data) if not whole else parameter.data)
+    kind = type(local_tensor(parameter.data) if cut else parameter.data)
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        remedy = "use thinwire.shard" if is_wrapper(parameter) else "make it plain with as_subclass(torch.Tensor)"
+        remedy = "use ep = 1" if is_wrapper(parameter) else "make it plain with as_subclass(torch.Tensor)"
         raise UsageError(f"parameter {name} is a {kind.__name__}; plain tensors are supported: {remedy}")
 
 

@@ -332,6 +332,28 @@ def load_on_a_grid(plan: Plan, path: Path) -> list[float]:
     return grids.train(model, optimizer, grids.batches(plan, model.grid.data)[1:])[0]
 
 
+def refer_on_a_grid(directory: str) -> str:
+    """Save a model that tensor parallelism cuts, without its frozen slices; returns why a wrong base is not loaded."""
+    plan = grids.plan_for(1, 2, 1)
+    model, optimizer = start_on_a_grid(plan, 0)
+    grids.train(model, optimizer, grids.batches(plan, model.grid.data)[:1])
+    before = grids.whole_parameters(model)
+    model.save(optimizer, Path(directory, "now"), frozen="reference")
+    model.async_save(optimizer, Path(directory, "later"), frozen="reference").result()
+    assert not list(Path(directory).glob("frozen-*"))
+    assert size(Path(directory, "now")) < sum(value.numel() for value in before.values()) * 12
+    for name in ("now", "later"):
+        same_base, _ = start_on_a_grid(plan, 0)
+        same_base.load(None, Path(directory, name))
+        assert same(grids.whole_parameters(same_base), before)
+    wrong, _ = start_on_a_grid(plan, 1)
+    return fails(lambda: wrong.load(None, Path(directory, "now")))
+
+
+def test_a_grid_refers_to_its_base(tmp_path: Path) -> None:
+    assert "embed_tokens.weight" in one(run_ranks(2, refer_on_a_grid, str(tmp_path)))
+
+
 @pytest.mark.slow
 def test_frozen_parameters_load_on_any_grid(tmp_path: Path) -> None:
     saving = grids.plan_for(1, 2, 2)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.training import grids
 from tests.support.training.hf import assert_adapters_train_alike, batches
 from tests.support.training.program import Model, freeze, hold
 from tests.support.training.quantized import KINDS, Coded, adapted, plain_tensors
@@ -21,6 +22,7 @@ from thinwire.sharding.api import runtime
 from thinwire.sharding.modules.quantized import inner_tensors, packed_scales
 from thinwire.spec import Plan
 from thinwire.testing import run_ranks
+from thinwire.train.models.common import cross_entropy
 
 pytestmark = pytest.mark.ranks
 
@@ -267,6 +269,45 @@ def check_refusals() -> None:
 
 def test_what_is_refused_has_a_remedy() -> None:
     run_ranks(4, check_refusals)
+
+
+def with_codes() -> nn.Module:
+    """A model that pipelines divide, whose attention is frozen and quantized."""
+    torch.default_generator.manual_seed(0)
+    model = grids.build("llama")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and "attn" in name:
+            module.weight = nn.Parameter(Coded.of(module.weight.detach()), requires_grad=False)
+    return model
+
+
+def train_in_stages(plan: Plan, folder: str) -> list[float]:
+    model = tw.parallelize(with_codes(), plan, loss=cross_entropy)
+    optimizer = model.optimizer(torch.optim.AdamW, lr=grids.LR, eps=grids.EPS)
+    steps = grids.batches(plan, model.grid.data)
+    losses = grids.train(model, optimizer, steps[:1])[0]
+    path = Path(folder) / f"pp{plan.pp}"
+    model.save(optimizer, path, frozen="reference")
+    again = tw.parallelize(with_codes(), plan, loss=cross_entropy)
+    optimizer = again.optimizer(torch.optim.AdamW, lr=grids.LR, eps=grids.EPS)
+    again.load(optimizer, path)
+    return losses + grids.train(again, optimizer, steps[1:])[0]
+
+
+def test_stages_of_a_pipeline_hold_theirs(tmp_path: Path) -> None:
+    """Two stages train as one process does, and go on from a checkpoint that refers to the base."""
+    one = run_ranks(1, train_in_stages, grids.plan_for(1, 1, 1, micro_batches=4), str(tmp_path))[0]
+    two = run_ranks(2, train_in_stages, grids.plan_for(1, 1, 2), str(tmp_path))[0]
+    torch.testing.assert_close(torch.tensor(two), torch.tensor(one), rtol=2e-6, atol=0)
+
+
+def refuse_slices() -> None:
+    with pytest.raises(UsageError, match=r"q_proj.weight is a quantized Coded, and tp = 2 cuts plain tensors: set tp"):
+        tw.parallelize(with_codes(), grids.plan_for(1, 2, 1), loss=cross_entropy)
+
+
+def test_slices_of_them_are_refused() -> None:
+    run_ranks(2, refuse_slices)
 
 
 def check_eight_bits() -> None:

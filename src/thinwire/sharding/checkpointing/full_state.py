@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import safetensors.torch
 import torch
-from torch import nn
 
-from thinwire.agreement import NOTHING, Typed
+from thinwire.agreement import Typed
 from thinwire.errors import CheckpointError
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.modules.quantized import is_wrapper, rebuilt
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
-from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.tensors.tensor import ShareTensor
 
 __all__ = [
-    "load_whole_share_state", "load_whole_state", "save_whole", "whole_share_state", "whole_state", "whole_value",
+    "load_whole_share_state", "load_whole_state", "whole_share_state", "whole_state", "whole_value",
 ]  # fmt: skip
 
 Names = Sequence[Sequence[str]]
@@ -78,58 +75,6 @@ def whole_value(value: Any, *, keep: bool) -> Any:
 
 def _whole_inner(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, ShareTensor) else value.detach().clone()
-
-
-def save_whole(model: nn.Module) -> list[Callable[[], None]]:
-    """Let ``save_pretrained`` of a model, and of modules inside it, write whole parameters, which the first rank
-    gathers one by one.
-
-    Args:
-        model: A sharded model; nothing happens without that method, which transformers and peft give their models.
-
-    Returns:
-        Functions that undo it.
-    """
-    saving = [module for module in model.modules() if hasattr(module, "save_pretrained")]
-    for module in saving:
-        object.__setattr__(module, "save_pretrained", _saving_whole(model, module))
-    return [functools.partial(object.__delattr__, module, "save_pretrained") for module in saving]
-
-
-def _saving_whole(model: nn.Module, module: Any) -> Callable[..., None]:
-    """The ``save_pretrained`` of a module of a sharded model."""
-    method, ranks, holds = module.save_pretrained, runtime_of(model).control, runtime_of(model).holds
-
-    @functools.wraps(method)
-    def save_pretrained(*args: Any, **kwargs: Any) -> None:
-        """As without sharding. Every rank calls it, and the first one writes fp32 masters; inside
-        ``thinwire.full_parameters`` any rank may, by itself."""
-        if kwargs.get("state_dict") is not None or holds.depth:
-            method(*args, **kwargs)
-            return
-        wholes: dict[int, Any] = {}  # tied parameters stay one tensor
-        for value in (state := module.state_dict()).values():
-            if id(value) not in wholes:
-                wholes[id(value)] = whole_value(value, keep=ranks.rank == 0)
-        whole = {name: wholes[id(value)] for name, value in state.items()}
-        kwargs["state_dict"], kwargs["is_main_process"] = whole, True
-
-        def write() -> None:
-            if ranks.rank == 0:
-                # transformers asks a model that it has quantized once more.
-                object.__setattr__(model, "state_dict", lambda *_, **__: dict(whole))
-                try:
-                    method(*args, **kwargs)
-                finally:
-                    object.__delattr__(model, "state_dict")
-
-        ranks.agree(write, _not_saved, NOTHING)
-
-    return save_pretrained
-
-
-def _not_saved(problems: Mapping[int, str]) -> CheckpointError:
-    return CheckpointError(f"save_pretrained: {next(iter(problems.values()))}")
 
 
 @torch.no_grad()

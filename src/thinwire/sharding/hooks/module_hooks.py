@@ -404,10 +404,12 @@ def _state_dict_hook(join_spreads: Callable[[], None], holds: Holds, units: Sequ
 
 def _copy_parameters(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
     """Copy the parameters in a state dict, which outlives the gathered memory of ``full_parameters``. Shares that are
-    whole on every rank become plain tensors, which any program can save and read."""
-    for name in module._parameters:
+    whole on every rank become plain tensors, which any program can save and read, unless ``keep_vars`` asks for the
+    parameters themselves."""
+    for name, parameter in module._parameters.items():
         value = state_dict.get(prefix + name)
-        if isinstance(value, torch.Tensor):
+        kept = value is parameter and (isinstance(value, ShareTensor) or is_wrapper(value))
+        if isinstance(value, torch.Tensor) and not kept:
             state_dict[prefix + name] = _copied(value)
 
 

@@ -1,24 +1,23 @@
 """Exports a run's checkpoint to a directory that ``transformers`` loads, with one tensor in memory at a time.
 
-Each file begins with a header that lists the places of its tensors. The tensors follow one by one: each is read from
-the checkpoint, cast and written. The directory gets its name once everything is on disk.
+Tensors are read from the checkpoint, cast and written one by one. The directory gets its name once everything is on
+disk.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import functools
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from thinwire.checkpoint.manifest import SAFETENSORS_CODES
+from thinwire.checkpoint.tensor_files import TensorEntry, write_tensors
 from thinwire.errors import CheckpointError, UsageError
 from thinwire.sharding.checkpointing.saved_model import SavedModel
 from thinwire.spec.plan import Dtype
@@ -31,8 +30,6 @@ from thinwire.train.models.build import draft
 from thinwire.train.models.gpt import GPT
 from thinwire.train.models.llama import Llama
 from thinwire.train.models.loaded import INDEX, SINGLE
-
-_ALIGNMENT: Final = 8
 
 
 @final
@@ -186,7 +183,9 @@ def _write(
     written = []
     for number, shard in enumerate(shards, start=1):
         name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(directory / name, shard, source, dtype)
+        made = {part.tensor.name: part.tensor for part in shard}
+        entries = [TensorEntry(part.tensor.name, dtype, part.shape) for part in shard]
+        write_tensors(directory / name, entries, functools.partial(source.made, made, dtype), {"format": "pt"})
         elements = sum(part.numel for part in shard)
         written.append(_Written(name, tuple(part.tensor.name for part in shard), elements, elements * dtype.itemsize))
     if len(written) > 1:
@@ -224,24 +223,9 @@ class _CheckpointReader:
             self._last = name, self._saved.read(name)
         return self._last[1]
 
-
-def _write_file(path: Path, parts: Sequence[_Planned], source: _CheckpointReader, dtype: torch.dtype) -> None:
-    """Write a safetensors file: the length of a header, the header (JSON, padded), the tensors' bytes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for part in parts:
-        end = at + part.numel * dtype.itemsize
-        entry = {"dtype": SAFETENSORS_CODES[dtype], "shape": list(part.shape), "data_offsets": [at, end]}
-        header[part.tensor.name], at = entry, end
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % _ALIGNMENT)
-    with path.open("xb") as stream:
-        stream.write(len(raw).to_bytes(8, "little") + raw)
-        for part in parts:
-            value = part.tensor.make(source.read(part.tensor.source)).to(dtype).contiguous()
-            stream.write(value.reshape(-1).view(torch.uint8).numpy().data)
-        stream.flush()
-        os.fsync(stream.fileno())
+    def made(self, tensors: Mapping[str, OutTensor], dtype: torch.dtype, name: str) -> Tensor:
+        """One of the tensors to write."""
+        return tensors[name].make(self.read(tensors[name].source)).to(dtype)
 
 
 def _publish(staging: Path, to: Path) -> None:

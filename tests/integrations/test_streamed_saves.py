@@ -1,0 +1,162 @@
+"""Saves of whole weights hold one tensor at a time, and write the files that one process would write."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import thinwire as tw
+from thinwire.errors import CheckpointError
+from thinwire.testing import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+from tests.support.families.tiny import random_model  # noqa: E402
+from tests.support.frameworks.transformers import Text, arguments, build, join  # noqa: E402
+
+from thinwire.integrations.accelerate import ThinwireAccelerator  # noqa: E402
+from thinwire.integrations.transformers import ThinwireArguments, ThinwireTrainer  # noqa: E402
+
+pytestmark = pytest.mark.ranks
+
+PLAN = tw.Plan.preset("zero3", nodes=1, local=2, compute_dtype="float32")
+
+
+def check_equal(folder: Path, want: Path) -> None:
+    """The files of two directories, byte for byte."""
+    dist.barrier()
+    names = sorted(file.name for file in want.iterdir())
+    assert sorted(file.name for file in folder.iterdir()) == names
+    for name in names:
+        assert (folder / name).read_bytes() == (want / name).read_bytes(), name
+
+
+def save_beside(folder: Path, model: nn.Module, **options: Any) -> None:
+    """Save a model sharded, and beside it whole."""
+    whole = copy.deepcopy(model)
+    tw.shard(model, PLAN)
+    model.save_pretrained(folder / "sharded", **options)
+    if dist.get_rank() == 0:
+        whole.save_pretrained(folder / "whole", **options)
+    check_equal(folder / "sharded", folder / "whole")
+
+
+def of_family(folder: Path, family: str) -> None:
+    save_beside(folder, random_model(family), max_shard_size="20KB")
+    assert len(list((folder / "sharded").glob("*.safetensors"))) > 2
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_files_equal_those_of_one_process(family: str, tmp_path: Path) -> None:
+    """With an index, tied embeddings (gpt2), and experts whose weights are cut apart for the files (mixtral)."""
+    run_ranks(2, of_family, tmp_path, family)
+
+
+def of_adapters(folder: Path, safe: bool) -> None:
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    save_beside(folder, peft.get_peft_model(build(), config), safe_serialization=safe, save_embedding_layers=False)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_adapters_equal_those_of_one_process(safe: bool, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    run_ranks(2, of_adapters, tmp_path, safe)
+
+
+def of_buffers(folder: Path) -> None:
+    """Buffers of other dtypes are saved as they are."""
+    model = build()
+    model.register_buffer("seen", torch.arange(3))
+    model.register_buffer("mask", torch.tensor([True, False, True]))
+    model.register_buffer("phases", torch.tensor([1 + 2j, 3 - 1j]))
+    save_beside(folder, model)
+
+
+def test_tensors_of_other_dtypes(tmp_path: Path) -> None:
+    run_ranks(2, of_buffers, tmp_path)
+
+
+def by_the_trainer(folder: Path) -> None:
+    trainer = ThinwireTrainer(build(), arguments(folder, ThinwireArguments, max_steps=1), train_dataset=Text(8))
+    trainer.train()
+    trainer.save_model(str(folder / "sharded"))
+    whole = build()
+    whole.config = trainer.model.config  # which the trainer changes
+    whole.load_state_dict(tw.full_state_dict(trainer.model))
+    if dist.get_rank() == 0:
+        whole.save_pretrained(folder / "whole")
+        (folder / "sharded" / "training_args.bin").unlink()
+    check_equal(folder / "sharded", folder / "whole")
+
+
+def by_accelerate(folder: Path) -> None:
+    accelerator, model = ThinwireAccelerator(cpu=True), random_model("gpt2")
+    whole = copy.deepcopy(model)
+    made, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.save_model(made, folder / "sharded", max_shard_size="20KB")
+    if dist.get_rank() == 0:
+        super(ThinwireAccelerator, accelerator).save_model(whole, folder / "whole", max_shard_size="20KB")
+    check_equal(folder / "sharded", folder / "whole")
+
+
+def joined(folder: Path, course: Callable[[Path], None]) -> None:
+    join()
+    course(folder)
+
+
+@pytest.mark.parametrize("course", [by_the_trainer, by_accelerate], ids=lambda course: course.__name__)
+def test_plug_ins_write_the_same(course: Callable[[Path], None], tmp_path: Path) -> None:
+    run_ranks(2, joined, tmp_path, course)
+
+
+def into_nowhere(folder: Path) -> None:
+    model = tw.shard(build(), PLAN)
+    (folder / "file").touch()
+    with pytest.raises(CheckpointError, match="save_pretrained: "):
+        model.save_pretrained(folder / "file" / "below")
+    model.save_pretrained(folder / "saved")
+
+
+def test_every_rank_learns_that_the_first_cannot_write(tmp_path: Path) -> None:
+    run_ranks(2, into_nowhere, tmp_path)
+
+
+def resident(which: str) -> int:
+    """Resident memory of this process in bytes: ``VmRSS`` now, ``VmHWM`` at most since the last reset."""
+    return int(re.search(rf"{which}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
+
+
+def measured(folder: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=2048, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16
+    )
+    model = transformers.LlamaForCausalLM(config)
+    state = sum(item.numel() * 4 for item in model.parameters())
+    largest = max(item.numel() * 4 for item in model.parameters())
+    tw.shard(model, PLAN)
+    (folder / "first").mkdir(exist_ok=True)
+    build().save_pretrained(folder / "first" / str(dist.get_rank()))  # what libraries import when they save
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    model.save_pretrained(folder / "saved")
+    extra = resident("VmHWM") - before
+    print(
+        f"rank {dist.get_rank()}: state {state >> 20} MiB, largest tensor {largest >> 20} MiB, extra {extra >> 20} MiB"
+    )
+    assert extra < 6 * largest < state / 4
+    assert (folder / "saved" / "model.safetensors").stat().st_size > state
+
+
+def test_no_rank_holds_the_whole_state(tmp_path: Path) -> None:
+    """A model of 400 MiB in one file."""
+    run_ranks(2, measured, tmp_path)
