@@ -15,8 +15,6 @@ from pydantic_core import PydanticSerializationError
 
 from thinwire.errors import CollectiveError, ThinwireError
 
-__all__ = ["NOTHING", "Ranks", "Typed", "agree", "all_gather_typed", "describe"]
-
 T = TypeVar("T")
 
 _CONFIG = ConfigDict(strict=True, ser_json_inf_nan="constants", ser_json_bytes="base64", val_json_bytes="base64")

@@ -8,8 +8,6 @@ from typing import Final
 
 from thinwire.errors import UsageError
 
-__all__ = ["EXTRAS", "extra_of", "missing_sentence", "require"]
-
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "train": ("matplotlib", "pyarrow", "tensorboard", "tokenizers"),
     "lightning": ("lightning",),

@@ -11,8 +11,6 @@ import os
 import sys
 from typing import Final
 
-__all__ = ["CUDA_VARIABLES", "prepare_cuda", "warn_of_late_start"]
-
 log = logging.getLogger("thinwire")
 
 _CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"

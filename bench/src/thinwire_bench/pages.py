@@ -9,8 +9,6 @@ from typing import Final
 from thinwire.errors import UsageError
 from thinwire.report import Sheet
 
-__all__ = ["insert", "markdown_table"]
-
 _END: Final = "<!-- results: end -->"
 
 

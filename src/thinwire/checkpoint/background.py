@@ -36,8 +36,6 @@ from thinwire.checkpoint.storage import Chunk, ShardedVector
 from thinwire.checkpoint.strict_json import Json
 from thinwire.errors import CheckpointError
 
-__all__ = ["BackgroundWriter", "CopyStreams", "PendingSave"]
-
 log = logging.getLogger("thinwire")
 
 _FLAG: Final[Typed[bool]] = Typed(bool)

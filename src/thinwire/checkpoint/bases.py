@@ -20,8 +20,6 @@ from thinwire.checkpoint.manifest import Content, Manifest, Reference, dtype_nam
 from thinwire.checkpoint.storage import ShardedVector
 from thinwire.errors import CheckpointError
 
-__all__ = ["CONTENTS", "Base", "base_name", "base_of", "describe_difference", "find_base"]
-
 CONTENTS: Final = "contents"
 """Key of the value of a base that says what each of its vectors holds."""
 

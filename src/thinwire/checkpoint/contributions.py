@@ -14,8 +14,6 @@ from thinwire.checkpoint.storage import ShardedVector, pack
 from thinwire.checkpoint.strict_json import Json, dump_value, parse_value
 from thinwire.errors import CheckpointError
 
-__all__ = ["CONTRIBUTION", "check_chunks", "describe", "merge_values", "merge_vectors"]
-
 
 @final
 @dataclass(frozen=True)

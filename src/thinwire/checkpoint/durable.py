@@ -6,8 +6,6 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["make_directory", "rename_file", "replace_file", "sync_directory", "sync_tree"]
-
 
 def sync_directory(directory: Path) -> None:
     """Write the names in a directory to disk."""

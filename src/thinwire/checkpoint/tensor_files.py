@@ -13,8 +13,6 @@ import torch
 from thinwire.checkpoint.blocks import as_bytes, write_durably
 from thinwire.checkpoint.manifest import SAFETENSORS_CODES
 
-__all__ = ["TensorEntry", "header", "in_library_order", "write_tensors"]
-
 _ORDER: Final = {dtype: place for place, dtype in enumerate(SAFETENSORS_CODES)}
 
 

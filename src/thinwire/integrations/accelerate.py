@@ -40,8 +40,6 @@ from thinwire.sharding.runtime.runtime import plan_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
 
-__all__ = ["STATE", "SteppingOptimizer", "ThinwireAccelerator"]
-
 STATE: Final = "thinwire"
 """Name of the directory with the sharded state of the first model inside a checkpoint."""
 

@@ -30,8 +30,6 @@ from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Factor
 
-__all__ = ["ThinwireFabricPrecision", "ThinwireFabricStrategy"]
-
 _REMEDY: Final = "Give fabric.save numbers, texts, tensors, and objects with a state_dict() of these"
 _TOGETHER: Final = "pass the module and the optimizer to one call of fabric.setup"
 

@@ -44,8 +44,6 @@ from thinwire.sharding.checkpointing.full_state import (
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.spec import Factor
 
-__all__ = ["ThinwirePrecision", "ThinwireStrategy"]
-
 _REMEDY: Final = "Look at state_dict() of your callbacks and at save_hyperparameters()"
 
 

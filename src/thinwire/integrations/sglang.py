@@ -15,8 +15,6 @@ from typing import Final
 
 from thinwire.errors import UsageError
 
-__all__ = ["load_from_disk"]
-
 _LONGEST: Final = 600.0
 """Seconds that a server may take to read a model."""
 

@@ -45,18 +45,6 @@ from thinwire.sharding.modules.graphs import cuda_graphs_error
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.optimizer.stock_optimizers import INNER
 
-__all__ = [
-    "ShardedCheckpoints",
-    "ShardedOptimizers",
-    "ThinwireTrainer",
-    "dense_attention",
-    "parallelize",
-    "sharded",
-    "sharded_checkpoints",
-    "sharded_optimizers",
-    "whole_loss",
-]
-
 _OVERRIDES: Final = ("sharded_optimizers", "sharded_checkpoints", "whole_loss")
 
 

@@ -16,8 +16,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-__all__ = ["DENSE_ATTENTION", "CpuDevice", "use_cpu"]
-
 DENSE_ATTENTION = "thinwire.integrations.torchtitan.dense_attention"
 """Target for ``override.imports`` that replaces ``flex`` attention by causal attention over whole sequences."""
 

@@ -35,15 +35,6 @@ from thinwire.integrations.common.typed_state import decoded, encoded
 from thinwire.sharding.memory.initial import Region
 from thinwire.sharding.runtime.runtime import runtime_of
 
-__all__ = [
-    "CheckpointsOfShares",
-    "StepsOfShares",
-    "refuse_other_jobs",
-    "refuse_other_parallelism",
-    "refuse_training",
-    "shard",
-]
-
 _POSITION: Final[Typed[Any]] = Typed(object)
 
 _STATES: Final = (TRAIN_STATE, LR_SCHEDULER)

@@ -33,8 +33,6 @@ from thinwire.sharding.runtime.runtime import plan_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
 
-__all__ = ["ThinwireArguments", "ThinwireTrainer", "ThinwireTrainerMixin"]
-
 _REFUSED: Final = {
     "fsdp": "thinwire shards the model itself; choose the sharding with plan=",
     "deepspeed": "thinwire shards the model itself; `thinwire convert ds_config.json` makes a plan of it",

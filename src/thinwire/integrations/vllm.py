@@ -6,8 +6,6 @@ vLLM finds it by itself, as a plug-in of the group ``vllm.general_plugins``: cho
 
 from __future__ import annotations
 
-__all__ = ["register"]
-
 
 def register() -> None:
     """Enter the engine in vLLM's factory, in every process of vLLM. Its module is loaded where it is used."""

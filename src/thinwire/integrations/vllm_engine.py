@@ -18,8 +18,6 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from thinwire.errors import UsageError
 from thinwire.weights import Subscriber
 
-__all__ = ["InitInfo", "ThinwireEngine", "UpdateInfo"]
-
 log = logging.getLogger("thinwire")
 
 _INTERVAL = 0.2

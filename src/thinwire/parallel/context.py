@@ -18,8 +18,6 @@ from thinwire.collectives.job.torch_groups import gather_along
 from thinwire.errors import UsageError
 from thinwire.spec import Plan
 
-__all__ = ["Context", "SharesContext", "share_context"]
-
 IGNORED = -100
 """Label of positions that do not count."""
 

@@ -13,8 +13,6 @@ from thinwire.sharding.modules.quantized import is_packed, is_wrapper
 from thinwire.spec import Plan
 from thinwire.spec.plan_parts.pipeline import keeps_busy
 
-__all__ = ["Divisible", "blocks_of_stages", "divisible"]
-
 
 @runtime_checkable
 class Divisible(Protocol):

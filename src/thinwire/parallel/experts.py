@@ -25,8 +25,6 @@ from thinwire.collectives.job.torch_groups import exchange_counts, exchange_rows
 from thinwire.errors import SpecError, UsageError
 from thinwire.spec import Plan
 
-__all__ = ["ExpertPart", "expert_modules", "share_experts"]
-
 NAME = "experts"
 """Name of a block's module of experts."""
 

@@ -12,8 +12,6 @@ from thinwire.collectives import group as groups
 from thinwire.errors import SpecError
 from thinwire.spec import Plan
 
-__all__ = ["Grid", "neighbours_of"]
-
 
 @dataclass(frozen=True)
 class Grid:

@@ -46,8 +46,6 @@ from thinwire.spec.plan_parts.pipeline import STAGES_OF_A_RANK
 if TYPE_CHECKING:
     from thinwire.parallel.pipeline import Pipeline
 
-__all__ = ["ParallelModel", "ParallelOptimizer", "TokenBatch", "parallelize"]
-
 _NAMES: Final[Typed[list[str]]] = Typed(list[str])
 
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -12,8 +12,6 @@ from thinwire.collectives import group as groups
 from thinwire.parallel.grid import Grid, neighbours_of
 from thinwire.spec import Plan
 
-__all__ = ["alike", "neighbour_mesh"]
-
 
 def alike(grid: Grid) -> tuple[int, ...]:
     """Global ranks that hold the same experts as a rank, in the order of their positions in the mesh."""

@@ -15,8 +15,6 @@ from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
 
-__all__ = ["Pipeline", "Shapes"]
-
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -15,8 +15,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 from thinwire.intercept import exact_scope
 from thinwire.parallel.divisible import Divisible
 
-__all__ = ["cast_parts", "cut_matrices", "tensor_axis", "vocabulary_parallel_loss"]
-
 _axis_numbers = itertools.count(1)
 
 

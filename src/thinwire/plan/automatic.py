@@ -20,8 +20,6 @@ from thinwire.spec import ModelSpec, Plan
 from thinwire.spec.profile import Profile
 from thinwire.units import format_bytes
 
-__all__ = ["Chosen", "Freedom", "choose", "lossy_codecs", "profiled_job", "replaced_keys", "search_fitting"]
-
 KEPT: Final = (
     "compute_dtype", "accumulate_dtype", "reduce_dtype", "grad_reduce", "placement", "topology", "units",
     "sequence_parallel",

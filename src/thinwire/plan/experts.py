@@ -8,8 +8,6 @@ from thinwire.plan.priced import PricedPlan, Simulations
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import Plan
 
-__all__ = ["expert_candidates", "sharings"]
-
 SHARDED = ("zero1", "zero2", "zero3", "hsdp")
 """Presets of which plans that share experts are made."""
 

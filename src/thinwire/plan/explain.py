@@ -15,19 +15,6 @@ from thinwire.sim import Resource
 from thinwire.spec import ClusterSpec, Link, Plan
 from thinwire.units import format_bandwidth, format_bytes
 
-__all__ = [
-    "Explanation",
-    "Flip",
-    "Remedy",
-    "binding",
-    "critical_path",
-    "explain",
-    "quartile_seconds",
-    "remedies",
-    "shortage",
-    "summary",
-]
-
 
 @dataclass(frozen=True)
 class Flip:

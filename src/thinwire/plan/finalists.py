@@ -19,8 +19,6 @@ from thinwire.plan.training_job import CODEC_LEVELS, CodecLevel
 from thinwire.spec import Plan
 from thinwire.spec.plan_parts.presets import PRESETS
 
-__all__ = ["STEP_ERROR", "finalists"]
-
 STEP_ERROR: Final = 0.06
 """Median error of a predicted step, as docs/results.md has it for the planner."""
 

@@ -26,8 +26,6 @@ from thinwire.sim.peers import peer_step
 from thinwire.spec import Factor, Plan
 from thinwire.units import format_bytes
 
-__all__ = ["PeerPlan", "configurations", "losses", "nearest", "predicted"]
-
 
 @dataclass(frozen=True)
 class PeerPlan:

@@ -19,8 +19,6 @@ from thinwire.plan.training_job import TrainingJob
 from thinwire.program import Traffic, crossing_bytes, host_orders, leaf_by_leaf, lower, traffic_across
 from thinwire.spec import Plan
 
-__all__ = ["Placed", "hostfile", "leaf_numbers", "place", "placed", "rankfile", "slurm_hostfile"]
-
 
 @dataclass(frozen=True)
 class Placed:

@@ -14,8 +14,6 @@ from thinwire.sim.axes import pass_seconds
 from thinwire.sim.step import PLAYED, Played, play, with_exchanges
 from thinwire.spec import ModelSpec, Plan, mean_peak
 
-__all__ = ["AxisSeconds", "PricedPlan", "Provenance", "Simulations", "price_plan", "provenance"]
-
 
 @dataclass(frozen=True, slots=True)
 class AxisSeconds:

@@ -17,8 +17,6 @@ from thinwire.program import Lane
 from thinwire.sim import Resource
 from thinwire.spec import CodecSpec, Plan
 
-__all__ = ["Refinement"]
-
 _CHUNKS = (2, 4, 8)
 """Numbers of chunks to try."""
 

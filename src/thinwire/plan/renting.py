@@ -16,8 +16,6 @@ from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import ClusterSpec, Failures, NodeGroup, Spot, first_nodes
 from thinwire.units import format_bytes
 
-__all__ = ["Offer", "Rental", "SweptNodes", "cheapest", "offers", "parts_of", "rental", "rentals", "sweep_nodes"]
-
 _MOST_GROUPS = 5
 """Groups of nodes of which every selection is tried."""
 

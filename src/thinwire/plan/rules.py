@@ -10,11 +10,6 @@ from thinwire.errors import SpecError
 from thinwire.spec import Factor, ModelSpec, Plan
 from thinwire.spec.plan_parts.pipeline import STAGES_OF_A_RANK
 
-__all__ = [
-    "UNCUT", "Chain", "Cut", "chain_ends", "cut_problems", "cuts", "divided", "factors", "complexity",
-    "powers_of_two", "secondaries",
-]  # fmt: skip
-
 Chain = tuple[Factor, Factor, Factor]
 """Factors of ``P``, ``G`` and ``OS``."""
 

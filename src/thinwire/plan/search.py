@@ -25,8 +25,6 @@ from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import ClusterSpec, Plan
 from thinwire.spec.plan_parts.residence import Residence
 
-__all__ = ["CLASSICS", "RESOLUTION", "Search", "Searched", "elsewhere", "search", "search_wider"]
-
 CLASSICS = ("zero1", "zero2", "zero3", "mics", "zeropp")
 """Presets that every table shows for comparison."""
 

@@ -31,8 +31,6 @@ from thinwire.spec.plan_parts.pipeline import keeps_busy
 from thinwire.spec.plan_parts.residence import Residence
 from thinwire.spec.profile import Profile
 
-__all__ = ["CODEC_LEVELS", "CodecLevel", "TrainingJob", "axis_costs", "profiled_cluster", "refuse_context"]
-
 CodecLevel = Literal["none", "lossless", "standard", "aggressive"]
 
 

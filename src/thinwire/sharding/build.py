@@ -58,9 +58,6 @@ from thinwire.sharding.unfreezing import unfreeze
 from thinwire.spec import Plan
 from thinwire.startup import warn_of_late_start
 
-__all__ = ["build", "unit_infos"]
-
-
 _GROUPS = (
     (Axis.PARAMS, Lane.GATHER),
     (Axis.SECONDARY, Lane.GATHER),

@@ -29,20 +29,6 @@ from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.spec import Plan
 from thinwire.units import format_bytes
 
-__all__ = [
-    "check_agreement",
-    "check_host_memory",
-    "check_input_gradients",
-    "check_modules",
-    "check_overrides",
-    "check_parameters",
-    "refuse_shared_memory",
-    "check_supported",
-    "is_lone_linear",
-    "place_on",
-]
-
-
 _CHECKED: Final[Typed[tuple[str, int, str, tuple[str, ...]]]] = Typed(tuple[str, int, str, tuple[str, ...]])
 
 

@@ -21,9 +21,6 @@ from thinwire.sharding.modules.discover import Selection, ignore, is_ignored
 from thinwire.sharding.modules.quantized import is_packed, is_wrapper, rebuilt, with_codes
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 
-__all__ = ["Additions", "allow_copies"]
-
-
 _METHODS: Final = ("forward", "save_pretrained")
 """Methods that sharding replaces, in any module."""
 

@@ -20,8 +20,6 @@ from thinwire.program import Axis, Lane
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.runtime.runtime import Runtime
 
-__all__ = ["SUMS", "Disagreement", "Sums", "compare", "sum_of_bits", "sums_of"]
-
 Sums = dict[str, int]
 """Sum of the bits of a kind of state in a unit, by what it is."""
 

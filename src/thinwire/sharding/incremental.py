@@ -17,8 +17,6 @@ from thinwire.sharding.runtime.runtime import plan_of, runtime_of
 from thinwire.spec import CodecSpec, Factor, Plan, UnitOverride, Wire
 from thinwire.spec.renames import TUNED
 
-__all__ = ["join_parts"]
-
 _PART = "_thinwire_part"
 """Attribute of a module that was sharded before the module around it; it becomes a unit."""
 

@@ -29,8 +29,6 @@ from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.runtime.runtime import Runtime
 from thinwire.sharding.step.sharded_model import ShardedModel
 
-__all__ = ["unfreeze"]
-
 _NAMES: Final[Typed[list[str]]] = Typed(list[str])
 
 

@@ -21,8 +21,6 @@ from thinwire.weights.kept import KeptVersion
 from thinwire.weights.parts import Kind, Name, Piece, complete, decode, split, take, wanted
 from thinwire.weights.stores import Store
 
-__all__ = ["Subscriber"]
-
 log = logging.getLogger("thinwire")
 
 _LONGEST_WAIT: Final = 10.0

@@ -16,8 +16,6 @@ from safetensors.torch import save_file
 from thinwire.checkpoint.durable import make_directory, rename_file
 from thinwire.errors import UsageError
 
-__all__ = ["KeptVersion"]
-
 log = logging.getLogger("thinwire")
 
 _KEYS: Final = ("run", "version", "step")

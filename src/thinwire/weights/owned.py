@@ -13,8 +13,6 @@ from thinwire.sharding.checkpointing.stored_parameters import frozen, persistent
 from thinwire.sharding.runtime.runtime import Runtime
 from thinwire.weights.parts import Piece, Values
 
-__all__ = ["snapshot"]
-
 _Part = tuple[str, Sequence[int], int, torch.Tensor]
 """Name of a tensor, shape of this rank's slice of it, first element in that, values."""
 

@@ -31,8 +31,6 @@ from thinwire.errors import CollectiveError, WireError
 from thinwire.sharding.memory.local import Slice
 from thinwire.sharding.tensors.boxes import boxes
 
-__all__ = ["Kind", "Name", "Piece", "Values", "complete", "decode", "encode", "new_run", "split", "take", "wanted"]
-
 Kind = Literal["delta", "anchor"]
 
 Values = Mapping[str, torch.Tensor]

@@ -24,8 +24,6 @@ from thinwire.weights.owned import snapshot
 from thinwire.weights.parts import Kind, Name, Piece, Values, encode, new_run, wanted
 from thinwire.weights.stores import Store
 
-__all__ = ["Publisher", "publisher"]
-
 log = logging.getLogger("thinwire")
 
 _RUN: Final[Typed[str]] = Typed(str)

@@ -19,8 +19,6 @@ from thinwire.errors import UsageError
 from thinwire.weights.parts import Name
 from thinwire.weights.stores import Store
 
-__all__ = ["weights_server"]
-
 _SILENCE: Final = 60.0
 """Seconds without a byte after which a connection ends."""
 

@@ -17,8 +17,6 @@ from thinwire.collectives.gateway.process import tls_context
 from thinwire.errors import UsageError
 from thinwire.weights.parts import Name
 
-__all__ = ["Store"]
-
 
 class Store:
     """Files by name.

@@ -35,8 +35,6 @@ from thinwire.train.environment import resolve_mesh
 from thinwire.train.processes.server import found_hardware
 from thinwire_bench.systems.protocol import BenchError
 
-__all__ = ["Arm", "Interrupted", "Outcome", "Queue", "Run", "Study", "StudySpec"]
-
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]*")
 _DIVERGED: Final = "NonFiniteError"
 """The error of a run whose loss or gradients stay not finite."""

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from thinwire.report import Sheet
 from thinwire.units import format_bytes
 
-__all__ = ["ChangedChoice", "Choice", "Pair", "sheets"]
-
 
 @dataclass(frozen=True)
 class Pair:

@@ -34,11 +34,6 @@ from thinwire_bench.systems.interleave import Sample, Session, Setting
 from thinwire_bench.systems.rows import SystemRow, make_rows
 from thinwire_bench.systems.run import run
 
-__all__ = [
-    "PLANS", "Setup", "changed_choices", "measure", "plan_key", "predict_again", "profile_links",
-    "with_base",
-]  # fmt: skip
-
 PLANS: Final = ("ddp", "zero1", "zero3", "mics", "zeropp", "thinwire")
 """Presets that are measured; the planner's own choices come on top."""
 

@@ -12,8 +12,6 @@ import statistics
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["POWER", "exceeds", "half_width", "least_margin", "power", "quantile", "seeds_needed"]
-
 POWER: Final = 0.8
 """Probability with which a study that is large enough decides."""
 

@@ -12,8 +12,6 @@ from thinwire.report import Sheet
 from thinwire_bench.study.convergence import Arm, Outcome, Study
 from thinwire_bench.study.power import POWER, half_width, least_margin, power, seeds_needed
 
-__all__ = ["CONFIDENCE", "Verdict", "plain", "sheets", "verdicts", "words"]
-
 CONFIDENCE: Final = 0.95
 """Probability that all intervals of a study hold at once, by Bonferroni's inequality."""
 

@@ -9,8 +9,6 @@ from typing import Any, Final, TypeVar
 import typer
 from typer.core import TyperCommand
 
-__all__ = ["command_class", "formerly", "redirected", "say_moved"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _FORMER: Final = "former_options"
 

@@ -31,8 +31,6 @@ from thinwire.train.measuring.automatic import Here, measure_and_choose
 from thinwire.train.processes.beside import LapsBeside
 from thinwire.train.processes.race import SHORTEST, announcement, race, time_limit
 
-__all__ = ["automatic_plan"]
-
 log = logging.getLogger("thinwire")
 
 

@@ -17,8 +17,6 @@ from thinwire.sharding.modules.quantized import is_wrapper
 from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.spec import Plan
 
-__all__ = ["Building"]
-
 
 class Building:
     """Builds modules without memory for their parameters, and shards them.

@@ -11,11 +11,6 @@ import torch
 from thinwire.errors import UsageError
 from thinwire.sharding.step.loss_scale import LossScale
 
-__all__ = [
-    "COMPUTE_DTYPES", "ShardedPrecision", "checked_precision", "register", "restore_scaler", "scale_like",
-    "scaler_state",
-]  # fmt: skip
-
 COMPUTE_DTYPES: Final = {"32-true": "float32", "bf16-mixed": "bfloat16", "16-mixed": "float16"}
 """Lightning's precisions, and the ``compute_dtype`` of a plan that has the same effect."""
 

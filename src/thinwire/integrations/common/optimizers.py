@@ -23,8 +23,6 @@ from thinwire.sharding.runtime.sharded_parameters import sharded_parameter_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
-__all__ = ["begin_micro_batch", "combines", "follow", "is_sharded", "names_of", "over_shares", "without_sync"]
-
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether :func:`thinwire.shard` has sharded a model."""

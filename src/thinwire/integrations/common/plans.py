@@ -8,8 +8,6 @@ from pathlib import Path
 from thinwire.errors import SpecError
 from thinwire.spec import Factor, Plan
 
-__all__ = ["chosen_plan", "launched_mesh"]
-
 
 def launched_mesh(world: int) -> Factor:
     """The mesh of a job that torchrun, or a launcher with its variables, has started.

@@ -10,8 +10,6 @@ import torch
 
 from thinwire.errors import UsageError
 
-__all__ = ["decoded", "encoded"]
-
 
 def encoded(state: Any, remedy: str) -> Any:
     """Write a state as JSON values that keep its types.

@@ -17,10 +17,6 @@ from thinwire.record import WARM_UP, Record, RunRecord, began, read_run, steady
 from thinwire.spec.expectation import Expectation
 from thinwire.spec.profile import Profile
 
-__all__ = [
-    "Quantity", "Rows", "RunComparison", "checked_run", "compare", "compare_expected", "job_of", "measured_figure",
-]  # fmt: skip
-
 Rows = Sequence[tuple[Record, int]]
 """Records, each with the number of steps that it covers."""
 

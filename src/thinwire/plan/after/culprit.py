@@ -21,8 +21,6 @@ from thinwire.program import Lane, Scope
 from thinwire.record import Record, RunRecord, steady
 from thinwire.units import format_duration
 
-__all__ = ["Culprit", "culprit", "measured_parts", "slow_stretch"]
-
 SLOWER: Final = 1.2
 """Factor by which the steps of a stretch take longer than the others, in the median, to be called slow."""
 FEWEST: Final = 3

@@ -10,8 +10,6 @@ from thinwire.program import Lane, Scope, lower
 from thinwire.sim.step import lane_work
 from thinwire.spec.expectation import Expectation, Figure
 
-__all__ = ["CODECS", "COMPUTATION", "MEMORY", "STEP", "TRANSFERS", "WAITING", "expectation"]
-
 STEP: Final = "step"
 COMPUTATION: Final = "computation"
 """Own work of a rank: what a step takes beside waiting."""

@@ -20,8 +20,6 @@ from thinwire.sim.step import lane_work
 from thinwire.spec.plan_parts.residence import Residence
 from thinwire.spec.profile import CollectiveRow, Profile
 
-__all__ = ["Refit", "refit"]
-
 _ROUNDS: Final = 4
 """How often parts are fitted in turn: copies of a lane's values are computation, and change with it."""
 

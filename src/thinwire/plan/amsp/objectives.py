@@ -16,8 +16,6 @@ from thinwire.sim import Resource
 from thinwire.spec import Plan
 from thinwire.units import format_bytes
 
-__all__ = ["BothObjectives", "UnderBoth", "both_objectives"]
-
 
 @dataclass(frozen=True)
 class UnderBoth:

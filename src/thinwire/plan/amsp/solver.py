@@ -24,8 +24,6 @@ from thinwire.spec import Factor, Link, Plan
 from thinwire.spec.plan_parts.presets import engine_fields
 from thinwire.units import format_bandwidth, format_bytes
 
-__all__ = ["PAPER_PLANS", "AmspPlan", "amsp_flips", "amsp_plan", "amsp_search", "seconds_by_reducing"]
-
 PAPER_PLANS = {"llama-7b": "zero1-node", "llama-13b": "amsp-13b", "llama-30b-amsp": "amsp-30b"}
 """Presets of the plans in AMSP's Table IV, by model."""
 

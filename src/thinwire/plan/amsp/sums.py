@@ -16,8 +16,6 @@ from thinwire.cost.collectives import CollectiveTimes
 from thinwire.program import Kind
 from thinwire.spec import Factor
 
-__all__ = ["AmspSums", "AmspTimes"]
-
 _ITEMSIZE = 2
 
 BUCKET_BYTES = 512 << 20

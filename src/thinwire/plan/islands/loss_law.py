@@ -14,8 +14,6 @@ from thinwire.errors import SpecError
 from thinwire.spec.base import Count, Positive, Spec
 from thinwire.spec.plan_parts.islands import OuterOptimizer
 
-__all__ = ["LAW_FILE", "ExchangeWay", "LossLaw", "parse_budget"]
-
 LAW_FILE = "loss_law.json"
 """The law in the package. ``thinwire bench islands --law`` of the tag evidence-0.2 (commit 25a50cb) wrote it."""
 

@@ -13,8 +13,6 @@ from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import Plan
 from thinwire.spec.plan_parts.islands import Islands
 
-__all__ = ["IslandPlan", "island_plans"]
-
 _TRIED = 10
 """Plans of an island to try for one that still fits with what islands keep."""
 

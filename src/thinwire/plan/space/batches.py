@@ -16,8 +16,6 @@ from thinwire.plan.training_job import TrainingJob, axis_costs
 from thinwire.sim.workload import part_seconds
 from thinwire.spec import Plan
 
-__all__ = ["BatchChoice", "BatchMemory", "Batches"]
-
 
 @dataclass(frozen=True, slots=True)
 class BatchMemory:

@@ -24,8 +24,6 @@ import numpy.typing as npt
 from thinwire.cost import Busy
 from thinwire.program import UNDER_WAY
 
-__all__ = ["Array", "Communication", "Computation", "least_seconds", "seconds_of"]
-
 Array = npt.NDArray[np.float64]
 
 AHEAD = 3

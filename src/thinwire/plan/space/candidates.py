@@ -26,8 +26,6 @@ from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import Factor, Plan
 
-__all__ = ["CandidateGroup", "Candidates", "Candidate", "ByBound"]
-
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 4 << 20, 256 << 20
 
 

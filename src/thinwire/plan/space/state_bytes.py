@@ -12,8 +12,6 @@ from thinwire.plan.space.batches import BatchMemory
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import Factor, Plan
 
-__all__ = ["StateBytes"]
-
 
 class StateBytes:
     """What plans of a cut keep whatever the size of a micro-batch. Plans share what they cut alike.

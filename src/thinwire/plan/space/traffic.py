@@ -19,8 +19,6 @@ from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import CodecSpec, Plan
 from thinwire.spec.codec import encodable_dtypes
 
-__all__ = ["TrafficSeconds", "UnitSizes", "WIRE", "codec_choices"]
-
 WIRE = ("gather", "reduce_intra", "reduce_inter", "spread", "tp", "pp")
 """Fields of ``wire`` in the order in which candidates name their codecs."""
 

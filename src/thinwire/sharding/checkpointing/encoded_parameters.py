@@ -21,8 +21,6 @@ from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.params.stored_shard import decoded
 from thinwire.spec import CodecSpec
 
-__all__ = ["ENCODED", "EncodedForm", "encoded_forms", "encoded_vectors", "want_encoded"]
-
 ENCODED: Final = "encoded"
 """Key of the value with codec and dtype of each parameter that a checkpoint holds encoded."""
 

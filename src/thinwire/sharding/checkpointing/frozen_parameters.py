@@ -27,8 +27,6 @@ from thinwire.collectives.group import Control
 from thinwire.errors import CheckpointError
 from thinwire.sharding.corruption_check import sum_of_bits
 
-__all__ = ["base_for", "check_present", "forget_base", "note_save", "place_of"]
-
 REFERENCE: Final = "reference"
 
 _BLOCK: Final = 32 << 20

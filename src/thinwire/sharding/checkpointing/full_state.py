@@ -16,10 +16,6 @@ from thinwire.sharding.modules.quantized import is_wrapper, rebuilt
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.tensors.tensor import ShareTensor
 
-__all__ = [
-    "load_whole_share_state", "load_whole_state", "whole_share_state", "whole_state", "whole_value",
-]  # fmt: skip
-
 Names = Sequence[Sequence[str]]
 """Names of the parameters of each group, in the order of the optimizer of the whole model."""
 

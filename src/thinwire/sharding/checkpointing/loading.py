@@ -52,8 +52,6 @@ from thinwire.sharding.step.loss_scale import checked_state
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.spec import Plan
 
-__all__ = ["load"]
-
 log = logging.getLogger("thinwire")
 
 T = TypeVar("T")

@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from thinwire.errors import CheckpointError
 
-__all__ = ["check_groups", "check_values"]
-
 _MOST: Final = 2**62
 """Above all steps, lengths and indices."""
 _LARGEST: Final = 3.4e38

@@ -13,8 +13,6 @@ from typing import Final
 from thinwire.checkpoint.manifest import Manifest
 from thinwire.checkpoint.strict_json import Json
 
-__all__ = ["in_names_of", "stored", "stored_values"]
-
 _WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What names have more if a module is wrapped; torch leaves it out as well, in ``get_model_state_dict``."""
 

@@ -13,8 +13,6 @@ from thinwire.sharding.checkpointing.encoded_parameters import EncodedForm
 from thinwire.sharding.checkpointing.manifest_values import check_values
 from thinwire.sharding.checkpointing.stored_parameters import check_slices, sliced
 
-__all__ = ["SavedModel"]
-
 
 class SavedModel:
     """Reads the parameters and buffers of a checkpoint one at a time, in a single process without a job.

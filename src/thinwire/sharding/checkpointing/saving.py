@@ -64,9 +64,6 @@ from thinwire.sharding.runtime.averaging import APPLIED
 from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.step.sharded_model import ShardedModel
 
-__all__ = ["finish_save", "save", "savers", "start_saving", "wait_for_writer"]
-
-
 _SIZES: Final[Typed[dict[str, int]]] = Typed(dict[str, int])
 
 

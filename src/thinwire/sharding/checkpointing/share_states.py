@@ -19,8 +19,6 @@ from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.sharding.tensors.tensor import ShareTensor
 
-__all__ = ["FragmentStates", "Optimizers", "ShareStates", "states_of"]
-
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 """What trains a model: an optimizer, or several that update different parameters; ``None`` leaves their states out."""
 

@@ -27,24 +27,6 @@ from thinwire.sharding.modules.quantized import inner_tensors, packed_scales
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.step.sharded_model import ShardedModel
 
-__all__ = [
-    "Json",
-    "ModelAndOptimizer",
-    "StoredParameters",
-    "Vectors",
-    "add_frozen",
-    "add_masters",
-    "check_slices",
-    "cuts_of",
-    "frozen",
-    "of_part",
-    "persistent_buffers",
-    "shapes_of",
-    "sliced",
-    "union",
-]
-
-
 _VALUES: Final[Typed[dict[str, Json]]] = Typed(dict[str, object])
 
 

@@ -18,8 +18,6 @@ from thinwire.program import LEAVING, HostLane
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.lanes.load import Load
 
-__all__ = ["Accumulator", "Departures", "HostAccumulator"]
-
 
 class Accumulator:
     """A buffer that keeps track of whether it is empty.

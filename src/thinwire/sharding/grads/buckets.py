@@ -18,8 +18,6 @@ from thinwire.collectives.memory import allocate
 from thinwire.program import Span, chunk_spans
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 
-__all__ = ["Bucket", "BucketChunk", "ChunkPart"]
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:

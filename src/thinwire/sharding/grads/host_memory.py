@@ -14,8 +14,6 @@ from thinwire.sharding.lanes.lanes import Ticket
 from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 
-__all__ = ["Ring", "Slot", "UpdateSteps", "carved", "load_of", "master_of", "room"]
-
 _ALIGNED: Final = 256
 """Bytes at whose multiples what is copied as one begins."""
 

@@ -26,8 +26,6 @@ from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.param_group import Unit
 
-__all__ = ["HostStates"]
-
 
 @dataclass
 class _Stored:

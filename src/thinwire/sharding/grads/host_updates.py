@@ -26,8 +26,6 @@ from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.params.param_group import Unit
 
-__all__ = ["HostUpdates"]
-
 
 @dataclass(eq=False)
 class _Batch:

@@ -13,8 +13,6 @@ from thinwire.sharding.memory.layout import Fragment
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.param_group import Unit
 
-__all__ = ["OwnedFragment", "fragments_of", "own_fragments"]
-
 
 @dataclass(frozen=True)
 class OwnedFragment:

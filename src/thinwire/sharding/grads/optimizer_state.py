@@ -13,8 +13,6 @@ from thinwire.sharding.grads.host_states import HostStates
 from thinwire.sharding.grads.host_updates import HostUpdates
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 
-__all__ = ["InnerOptimizer", "Unreadable", "make_state", "over_groups", "state_of"]
-
 
 class InnerOptimizer:
     """One of torch's optimizers, or of others with its interface, over the pieces of parameters that a rank updates.

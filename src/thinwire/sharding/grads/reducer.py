@@ -23,8 +23,6 @@ from thinwire.sharding.grads.turns import ReductionTurn
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
 
-__all__ = ["Reducer", "Turns"]
-
 
 @dataclass(frozen=True)
 class Turns:

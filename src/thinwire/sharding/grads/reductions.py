@@ -21,8 +21,6 @@ from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.params.seeds import Seeds
 from thinwire.spec import Plan
 
-__all__ = ["ErrorFeedback", "Reductions"]
-
 _VERBS = {Axis.PARAMS: "reduce", Axis.SHARD: "scatter", Axis.REPLICA: "sync"}
 
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from thinwire.program import Event, Lane, Operation, StepProgram
 
-__all__ = ["ReductionTurn", "reduction_turns"]
-
 _REDUCTIONS = (Lane.REDUCE, Lane.SYNC)
 
 

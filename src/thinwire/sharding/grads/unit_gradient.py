@@ -29,8 +29,6 @@ from thinwire.sharding.grads.accumulators import Accumulator
 from thinwire.sharding.memory.layout import FlatLayout, Run, Slot
 from thinwire.spec import Plan
 
-__all__ = ["ReductionConfig", "UnitGradient"]
-
 _CONVERTED: Final = 1 << 20
 """Most elements of a gradient that are converted to the dtype of the sum at once."""
 

@@ -9,8 +9,6 @@ import torch
 from thinwire.errors import CheckpointError
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 
-__all__ = ["WeightMeans", "checked_counts"]
-
 
 class WeightMeans:
     """The means of one part of a model, fp32, beside the masters, on the device or the host.

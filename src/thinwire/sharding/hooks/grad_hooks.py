@@ -28,8 +28,6 @@ from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.params.unready import is_plain
 from thinwire.sharding.step.passes import Delivery, Pass, Passes
 
-__all__ = ["NOT_COMPILED", "Deliveries"]
-
 NOT_COMPILED: Final = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
 """Keeps a function, and everything that it calls, out of compiled graphs."""
 

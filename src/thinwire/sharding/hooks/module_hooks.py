@@ -31,8 +31,6 @@ from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.sharding.tensors.tensor import ShareTensor
 
-__all__ = ["as_forward", "hook_gradients", "install"]
-
 
 def install(
     sharded: ShardedModel,

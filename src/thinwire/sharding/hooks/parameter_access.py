@@ -23,9 +23,6 @@ from thinwire.sharding.params.unready import is_plain
 from thinwire.sharding.step.passes import Passes
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
-__all__ = ["refuse_copy", "remove_table", "watch_reads"]
-
-
 _stored = dict[str, Any].__getitem__  # every read comes this way, and super() costs a third of it
 _read = torch._dynamo.disable(Passes.read)  # re-points storages, which a compiled graph must not trace
 

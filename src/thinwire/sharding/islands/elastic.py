@@ -31,9 +31,6 @@ from thinwire.sharding.islands.peers import PeerAxis
 from thinwire.sharding.islands.quorum import Expected, Quorum
 from thinwire.sharding.step.sharded_model import ShardedModel
 
-__all__ = ["ElasticExchanges", "Exchanged"]
-
-
 _SLOW: Final = 1.5
 """How many times as long as the others' the steps of a slow island take."""
 

@@ -13,8 +13,6 @@ from thinwire.sharding.lanes.lanes import Ticket
 from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.step.sharded_model import ShardedModel
 
-__all__ = ["Ended", "Exchanges"]
-
 
 class Ended(NamedTuple):
     """What the end of a step has brought from other islands.

@@ -17,8 +17,6 @@ from thinwire.sharding.memory.layout import Run
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.spec.plan_parts.islands import Islands
 
-__all__ = ["PartState"]
-
 
 class PartState:
     """The vector of this rank's shares that a fragment exchanges with one codec, or without.

@@ -13,8 +13,6 @@ from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state, 
 from thinwire.sharding.islands.fragment_state import PartState
 from thinwire.sharding.islands.transfer import pack, unpack
 
-__all__ = ["Fetched", "packed_state", "shared_state"]
-
 Parts = Sequence[Sequence[PartState]]
 
 

@@ -20,8 +20,6 @@ from thinwire.errors import CollectiveError, UsageError
 from thinwire.extras import require
 from thinwire.sharding.islands.quorum import Expected, Participant, Quorum, sort_out
 
-__all__ = ["Lighthouse", "own_address", "serve"]
-
 _BEAT = 0.3
 """Seconds between two signs of life."""
 

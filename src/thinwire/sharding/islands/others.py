@@ -20,8 +20,6 @@ from thinwire.sharding.islands.quorum import Expected, Participant, Quorum
 from thinwire.sharding.islands.transfer import StateServer, fetch
 from thinwire.spec import Plan
 
-__all__ = ["OtherIslands"]
-
 T = TypeVar("T")
 
 _TEXT: Final[Typed[str]] = Typed(str)

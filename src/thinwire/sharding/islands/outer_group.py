@@ -12,8 +12,6 @@ from thinwire.collectives.topology import AxisGroup
 from thinwire.collectives.visible_mean import visible_mean
 from thinwire.program.islands import ALIGNED
 
-__all__ = ["OuterGroup"]
-
 
 class OuterGroup:
     """Ranks of the same position in the islands that take part in an exchange.

@@ -17,8 +17,6 @@ from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Kind, Lane, Scope
 from thinwire.program.stages import TRANSFERS, Stage
 
-__all__ = ["PeerAxis", "host_store", "meet_peers"]
-
 
 class Peers(Subgroup):
     """Ranks of different jobs, connected for as long as the same islands are there.

@@ -11,8 +11,6 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Expected", "Quorum", "Participant", "sort_out"]
-
 
 class Participant(NamedTuple):
     """What an island says of itself when it asks who is there.

@@ -17,17 +17,6 @@ import torch
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.islands.exchanges import Exchanges
 
-__all__ = [
-    "SharedPiece",
-    "lost_of",
-    "own_key",
-    "own_masters",
-    "restore_lost",
-    "resume_turns",
-    "shared_pieces",
-    "turns_of",
-]
-
 
 @dataclass(frozen=True)
 class SharedPiece:

@@ -25,8 +25,6 @@ import torch
 
 from thinwire.errors import CollectiveError
 
-__all__ = ["StateServer", "fetch", "pack", "unpack"]
-
 _PORTION: Final = 1 << 20
 """Bytes that are written or read at once; a connection that moves none of them for its timeout has failed."""
 

@@ -13,8 +13,6 @@ from typing import Any, TypeVar, cast
 
 from thinwire.collectives.links.streams import Streams
 
-__all__ = ["HomeStream"]
-
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 

@@ -8,8 +8,6 @@ import torch
 
 from thinwire.collectives.links.streams import Streams
 
-__all__ = ["Late", "read_later"]
-
 
 class Late(Protocol):
     """A number on its way to the host."""

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from thinwire.program import Axis
 
-__all__ = ["Load"]
-
 
 @dataclass(frozen=True, slots=True)
 class Load:

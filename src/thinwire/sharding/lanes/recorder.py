@@ -8,8 +8,6 @@ from typing import TypeAlias
 from thinwire.collectives.links.streams import StreamEvent, Streams
 from thinwire.program.timeline import COMPUTE, Timeline
 
-__all__ = ["Mark", "Recorder"]
-
 Mark: TypeAlias = float | StreamEvent | None
 """A moment of computation: seconds of ``time.perf_counter``, or an event on a stream; ``None`` without a timeline."""
 

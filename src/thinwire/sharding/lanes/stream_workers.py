@@ -14,8 +14,6 @@ from thinwire.program.timeline import WAITING
 from thinwire.sharding.lanes.recorder import Recorder
 from thinwire.sharding.lanes.worker import Body, Ticket, Worker, nothing
 
-__all__ = ["StreamWorker"]
-
 
 @final
 class _StreamTicket(Ticket):

@@ -17,8 +17,6 @@ from thinwire.program.timeline import WAITING
 from thinwire.sharding.lanes.recorder import Recorder
 from thinwire.sharding.lanes.worker import Body, Ticket, Worker, nothing
 
-__all__ = ["ThreadWorker"]
-
 
 @final
 class _ThreadTicket(Ticket):

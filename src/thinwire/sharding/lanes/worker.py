@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from thinwire.sharding.lanes.recorder import Recorder
 
-__all__ = ["Body", "Ticket", "Worker", "nothing"]
-
 Body: TypeAlias = Callable[[], None]
 
 

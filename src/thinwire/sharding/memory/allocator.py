@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import platform
 
-__all__ = ["give_back_freed_memory", "keep_freed_memory"]
-
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
 _MAX_INT = (1 << 31) - 1
 

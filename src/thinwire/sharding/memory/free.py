@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["free_memory"]
-
 
 def free_memory(device: torch.device) -> tuple[str, int]:
     """Whose memory a rank allocates, and how much of it is free.

@@ -22,17 +22,6 @@ from thinwire.sharding.memory.allocator import give_back_freed_memory
 from thinwire.sharding.memory.layout import FlatLayout
 from thinwire.sharding.memory.local import Slice, local_tensor
 
-__all__ = [
-    "InitialValues",
-    "Region",
-    "husk",
-    "is_on_meta",
-    "parameters_on_meta",
-    "place_model",
-    "read_elements",
-    "read_shard",
-]
-
 Region = tuple[slice, ...]
 """Part of a parameter: for each dimension, a slice with explicit start and stop."""
 

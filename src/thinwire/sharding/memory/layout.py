@@ -21,8 +21,6 @@ import torch
 from thinwire.program import Axis, axis_extent, axis_index, deal, flat_numel, slot_offsets
 from thinwire.spec import CodecSpec, Plan
 
-__all__ = ["FlatLayout", "Fragment", "Run", "Slot", "deal_shares", "even_shares", "lay_out"]
-
 
 @dataclass(frozen=True)
 class Slot:

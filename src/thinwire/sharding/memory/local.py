@@ -13,8 +13,6 @@ from thinwire.collectives.group import Control, arrived, control
 from thinwire.collectives.topology import DataRanks
 from thinwire.errors import UsageError
 
-__all__ = ["LocalPart", "Slice", "local_gradient", "local_tensor", "set_local", "slice_of"]
-
 
 @dataclass(frozen=True)
 class Slice:

@@ -24,8 +24,6 @@ from thinwire.errors import UsageError
 from thinwire.sharding.memory.allocator import give_back_freed_memory
 from thinwire.sharding.memory.initial import Region
 
-__all__ = ["RecordedValues", "Recording", "initialize_meta_modules"]
-
 _aten: Final = torch.ops.aten
 
 _UNSET: Final = frozenset(

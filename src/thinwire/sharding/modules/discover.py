@@ -13,8 +13,6 @@ from thinwire.errors import UsageError
 from thinwire.program.shares import LARGE_LEAF
 from thinwire.sharding.modules.quantized import inner_tensors
 
-__all__ = ["UnitModules", "discover", "ignore", "is_ignored"]
-
 Selection = Sequence[nn.Module | str] | Callable[[str, nn.Module], bool] | None
 
 

@@ -10,8 +10,6 @@ from torch import nn
 
 from thinwire.errors import UsageError
 
-__all__ = ["cuda_graphs_error", "refuse_cuda_graphs"]
-
 _KEY: Final = "triton.cudagraphs"
 _MODES: Final = 'valid modes of torch.compile are "default" and "max-autotune-no-cudagraphs"'
 

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["cast_inputs", "gradient_sources", "tensors_in"]
-
 MAX_DEPTH = 4
 """Most levels of nested objects to search for tensors; containers do not count."""
 

@@ -18,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["InputGradient", "compute_weight_gradient_first", "is_plain_linear"]
-
 
 class InputGradient(Protocol):
     """Hears about the input gradient of a layer in every backward."""

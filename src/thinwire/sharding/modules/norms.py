@@ -10,8 +10,6 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-__all__ = ["compute_beside_statistics", "keeps_statistics"]
-
 
 def keeps_statistics(module: nn.Module) -> bool:
     """Whether a module is a batch or instance norm with running statistics, a weight and a bias."""

@@ -25,18 +25,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from thinwire.errors import UsageError
 
-__all__ = [
-    "inner_tensors",
-    "is_packed",
-    "is_wrapper",
-    "keep_layouts",
-    "keeps_bits",
-    "open_wrapper",
-    "packed_scales",
-    "rebuilt",
-    "with_codes",
-]
-
 _INNER = "_thinwire_inner"
 """Attribute of the plain tensors inside a wrapper that is sharded."""
 

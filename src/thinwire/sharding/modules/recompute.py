@@ -13,8 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.errors import UsageError
 
-__all__ = ["recompute_activations"]
-
 _USE_CACHE: Final = "use_cache"
 """Argument that asks a model of ``transformers`` to return keys and values."""
 

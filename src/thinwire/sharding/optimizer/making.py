@@ -30,8 +30,6 @@ from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
-__all__ = ["build_optimizer", "names_of", "refuse_class"]
-
 
 def build_optimizer(
     model: nn.Module,

@@ -14,18 +14,6 @@ from torch import nn
 
 from thinwire.errors import UsageError
 
-__all__ = [
-    "has_modes",
-    "refuse_per_tensor",
-    "refuse_unlike_ranks",
-    "state_bytes",
-    "states_are_alike",
-    "takes_found_inf",
-    "updates_in_parts",
-    "with_fused",
-]
-
-
 _REFUSALS = (ValueError, RuntimeError, IndexError, TypeError, AttributeError)
 """Errors by which an optimizer refuses a trial."""
 

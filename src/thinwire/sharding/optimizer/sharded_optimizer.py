@@ -23,8 +23,6 @@ from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.step.step_check import StepResult
 
-__all__ = ["ShardedOptimizer", "adjust", "clip_grad_norm_"]
-
 
 @torch.no_grad()
 def clip_grad_norm_(

@@ -19,8 +19,6 @@ from thinwire.sharding.step.param_broadcast import Spreads
 from thinwire.sharding.step.schedule import Programs
 from thinwire.sharding.step.step_check import UsedGradients
 
-__all__ = ["ShareUpdate"]
-
 
 class ShareUpdate:
     """The update of this rank's share, unit by unit where that is faster.

@@ -20,8 +20,6 @@ from thinwire.sharding.runtime.sharded_parameters import sharded_parameter_of
 from thinwire.sharding.runtime.share_values import Masters
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
-__all__ = ["INNER", "watch_optimizers"]
-
 INNER = "_thinwire_inner"
 """Attribute of an optimizer that a ``ShardedOptimizer`` wraps; the hooks skip it."""
 

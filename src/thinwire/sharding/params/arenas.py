@@ -22,8 +22,6 @@ from thinwire.sharding.params.plan_codecs import is_excluded
 from thinwire.sharding.params.stored_shard import StoredShard, stored_bytes
 from thinwire.spec import CodecSpec, Plan
 
-__all__ = ["Arenas", "Flat", "draw", "has_own_masters", "share_out"]
-
 
 @dataclass
 class Flat:

@@ -22,8 +22,6 @@ from thinwire.sharding.params.husks import husk_of, poison
 from thinwire.sharding.params.stored_shard import StoredShard
 from thinwire.sharding.params.unready import UnreadyParameter, is_plain, set_ready
 
-__all__ = ["FlatBuffer"]
-
 
 @dataclass
 class FlatBuffer:

@@ -19,8 +19,6 @@ from thinwire.sharding.lanes.lanes import Lanes
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.seeds import Seeds
 
-__all__ = ["BufferGathers", "GatherLink", "own_place"]
-
 
 @dataclass(frozen=True)
 class GatherLink:

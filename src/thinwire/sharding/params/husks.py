@@ -7,8 +7,6 @@ import math
 
 import torch
 
-__all__ = ["husk_of", "poison"]
-
 
 def husk_of(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """What a freed parameter of this shape points at. Parameters share it, except one that can be written to."""

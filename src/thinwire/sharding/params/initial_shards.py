@@ -15,8 +15,6 @@ from thinwire.sharding.memory.local import LocalPart, Slice, local_tensor
 from thinwire.sharding.modules.quantized import keeps_bits
 from thinwire.sharding.params.arenas import Flat
 
-__all__ = ["InitialShards"]
-
 _TOGETHER = 1 << 18
 """Elements of small buffers that are broadcast together."""
 

@@ -20,8 +20,6 @@ from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.gathering import BufferGathers, GatherLink, own_place
 
-__all__ = ["GatherBatch", "State", "Unit", "start_gathers"]
-
 
 class State(enum.Enum):
     """State of a unit's parameters."""

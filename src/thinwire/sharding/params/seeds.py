@@ -7,8 +7,6 @@ from typing import Final
 from thinwire.program import Axis, Lane, axis_index
 from thinwire.spec import Plan
 
-__all__ = ["Seeds", "StepCounter"]
-
 _CODES: Final = {lane: code for code, lane in enumerate(Lane)}
 
 _REDUCTION = 5

@@ -17,8 +17,6 @@ from thinwire.program import padded
 from thinwire.program.shares import ALIGNMENT_BYTES
 from thinwire.sharding.memory.layout import FlatLayout, Run
 
-__all__ = ["StoredPiece", "StoredShard", "stored_bytes"]
-
 
 def stored_bytes(layout: FlatLayout) -> int:
     """Bytes of the message of a P shard."""

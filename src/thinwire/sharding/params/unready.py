@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_map_only
 
 from thinwire.sharding.modules.quantized import is_packed
 
-__all__ = ["UnreadyParameter", "is_plain", "set_ready"]
-
 _READ: Final = (
     "_backward_hooks", "_base", "_version", "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf",
     "is_meta", "is_mkldnn", "is_mps", "is_mtia", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr",

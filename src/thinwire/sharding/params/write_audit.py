@@ -11,8 +11,6 @@ from torch import nn
 from thinwire.sharding.memory.local import local_tensor
 from thinwire.sharding.params.param_group import Unit
 
-__all__ = ["WriteAudit"]
-
 _FIRST_REGULAR = 64
 """Values are compared in the first step, then in the step with this number and at every doubling of the number."""
 

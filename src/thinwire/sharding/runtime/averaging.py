@@ -14,8 +14,6 @@ from thinwire.program.wire import used_codec
 from thinwire.sharding.grads.weight_means import WeightMeans
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 
-__all__ = ["APPLIED", "Average", "average", "average_of"]
-
 APPLIED: Final = "average.applied()"
 
 

@@ -15,8 +15,6 @@ from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
-__all__ = ["Written"]
-
 _NAMES: Final[Typed[set[str]]] = Typed(set[str])
 
 

@@ -29,8 +29,6 @@ from thinwire.sharding.step.pinned_units import recomputing
 from thinwire.spec import CodecSpec, Factor, Plan
 from thinwire.units import format_bytes
 
-__all__ = ["Generation", "Kept", "generates", "generating"]
-
 log = logging.getLogger("thinwire")
 
 _ANSWER: Final[Typed[tuple[str, int, str | None]]] = Typed(tuple[str, int, str | None])

@@ -17,8 +17,6 @@ from thinwire.sharding.runtime.share_values import Masters, ShareGradients, Trai
 from thinwire.sharding.tensors.parameter import GradientHook, ShardedParameter
 from thinwire.sharding.tensors.tensor import ShareTensor
 
-__all__ = ["ModelParameter"]
-
 _TORCHS_GRAD: Any = torch.Tensor.grad
 """torch's own ``grad`` of a share, which autograd fills in the backward of operations on shares."""
 

@@ -58,8 +58,6 @@ from thinwire.sharding.step.step_check import StepCheck, StepResult
 from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.spec import Plan
 
-__all__ = ["Runtime", "attach", "plan_of", "runtime_of"]
-
 
 class Runtime:
     """Everything that one model needs while it trains.

@@ -26,8 +26,6 @@ from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.sharding.tensors.spec import ShareSpec
 
-__all__ = ["ShardedParameters", "forget_share", "sharded_parameter_of"]
-
 _MANAGED = "_thinwire_share"
 """Attribute of a compute tensor that holds its share, which replaces it outside of passes."""
 

@@ -27,8 +27,6 @@ from thinwire.sharding.step.step_check import StepCheck
 from thinwire.sharding.tensors.operations import from_power_sums, power_sum
 from thinwire.sharding.tensors.parameter import ShardedParameter
 
-__all__ = ["GradientNorms", "Masters", "ShareGradients", "TrainedParameter"]
-
 
 class Masters:
     """The masters of one model, as code outside of its passes writes them.

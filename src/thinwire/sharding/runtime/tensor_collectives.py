@@ -16,8 +16,6 @@ from thinwire.program import Axis, Lane
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.step.step_check import gather_rows
 
-__all__ = ["ModelHolders"]
-
 _ROW: Final[Typed[tuple[int, bool, dict[str, tuple[int, int]]]]] = Typed(tuple[int, bool, dict[str, tuple[int, int]]])
 
 

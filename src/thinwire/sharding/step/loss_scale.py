@@ -12,8 +12,6 @@ from torch import nn
 
 from thinwire.errors import CheckpointError, NonFiniteError, UsageError
 
-__all__ = ["LossScale", "checked_state"]
-
 _LARGEST: Final = float(torch.finfo(torch.float32).max)
 
 

@@ -23,8 +23,6 @@ from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.step.schedule import Programs
 from thinwire.sharding.step.sharded_model import ShardedModel
 
-__all__ = ["Spreads"]
-
 
 class Spreads:
     """Spreads the updated parameters of one model, as its program says.

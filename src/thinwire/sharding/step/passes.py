@@ -24,8 +24,6 @@ from thinwire.sharding.step.schedule import Schedule
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.step.step_check import StepCheck
 
-__all__ = ["Delivery", "Pass", "PassState", "Passes"]
-
 _MOST_TAKEN: Final = 1 << 17
 """Most elements of gradients that wait to be given to the reducer."""
 

@@ -10,9 +10,6 @@ import torch
 from thinwire.errors import UsageError
 from thinwire.sharding.params.param_group import State, Unit
 
-__all__ = ["Holds", "recomputing"]
-
-
 _running_backward = torch._C._current_graph_task_id
 
 

@@ -36,8 +36,6 @@ from thinwire.sharding.grads.turns import ReductionTurn, reduction_turns
 from thinwire.sharding.params.param_group import GatherBatch
 from thinwire.spec import Plan
 
-__all__ = ["Place", "Programs", "Retained", "Schedule", "place_of"]
-
 log = logging.getLogger("thinwire")
 
 MOST_EVENTS = 1 << 18

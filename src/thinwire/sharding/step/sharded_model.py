@@ -22,8 +22,6 @@ from thinwire.sharding.params.plan_codecs import PlanCodecs
 from thinwire.sharding.params.seeds import Seeds, StepCounter
 from thinwire.spec import Plan
 
-__all__ = ["ShardedModel"]
-
 
 @dataclass(frozen=True, eq=False)
 class ShardedModel:

@@ -25,8 +25,6 @@ from thinwire.sharding.params.write_audit import WriteAudit
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.step.sharded_model import ShardedModel
 
-__all__ = ["StepCheck", "StepResult", "UsedGradients", "gather_rows"]
-
 _UNFINISHED: Final = 1
 """Flag of a rank whose last micro-batch lacks its backward."""
 

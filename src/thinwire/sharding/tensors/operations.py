@@ -11,8 +11,6 @@ import torch
 from thinwire.errors import UsageError
 from thinwire.sharding.tensors.spec import NeedsWhole, ShareSpec
 
-__all__ = ["perform"]
-
 aten = torch.ops.aten
 
 Share = Any

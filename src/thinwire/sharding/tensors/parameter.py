@@ -12,8 +12,6 @@ from thinwire.errors import UsageError
 from thinwire.sharding.tensors.spec import Live, ShareSpec
 from thinwire.sharding.tensors.tensor import ShareTensor
 
-__all__ = ["LiveParameter", "ShardedParameter"]
-
 _TORCHS_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
 GradientHook = Callable[[torch.Tensor], torch.Tensor | None]

@@ -11,8 +11,6 @@ import torch
 from thinwire.errors import UsageError
 from thinwire.sharding.tensors.boxes import Box, boxes
 
-__all__ = ["Holders", "Live", "NeedsWhole", "ShareSpec"]
-
 
 class NeedsWhole(UsageError):
     """An operation cannot act on pieces, because it needs the whole tensor. Users see it where nothing can gather."""

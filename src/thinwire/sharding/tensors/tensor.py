@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["ShareTensor"]
-
 
 _WALKS: Final = frozenset((torch.autograd.grad, torch.autograd.backward))
 """Functions that walk along a graph."""

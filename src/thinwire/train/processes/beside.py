@@ -33,8 +33,6 @@ from thinwire.train.processes.race import Lap, concluded, run_lap
 from thinwire.train.processes.ranks import Failure, free_port
 from thinwire.train.processes.server import called
 
-__all__ = ["LapsBeside"]
-
 _ENDING: Final = 30.0
 """Seconds after the end of a lap's time in which its processes have to be gone."""
 

@@ -24,20 +24,6 @@ from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.processes.ranks import Failure, run_ranks
 from thinwire.units import format_duration
 
-__all__ = [
-    "SHORTEST",
-    "Finalist",
-    "Lap",
-    "Race",
-    "Raced",
-    "announcement",
-    "concluded",
-    "lap_here",
-    "race",
-    "run_lap",
-    "time_limit",
-]
-
 SHORTEST: Final = 30.0
 """Seconds that a race may take in any run that is longer."""
 SHARE: Final = 0.01

@@ -24,8 +24,6 @@ from thinwire.train.environment import num_cores
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.processes.server import end_with_launcher, leave_session, start
 
-__all__ = ["Failure", "Perform", "RankExit", "cause", "free_port", "run_ranks", "training"]
-
 Perform = Callable[[ResolvedRun], int]
 """What a rank does, by a name that can be pickled; it returns the exit status."""
 

@@ -23,8 +23,6 @@ from typing import Any, Final, TypeVar
 
 from thinwire.train.environment import Demand, Hardware, hardware
 
-__all__ = ["begin_imports", "called", "end_with_launcher", "found_hardware", "leave_session", "start"]
-
 T = TypeVar("T")
 
 _SERVED: Final = multiprocessing.get_context("forkserver")
