@@ -12,7 +12,7 @@ import typer
 from thinwire.spec import Plan
 from thinwire_bench.cli.planner import planner
 from thinwire_bench.study.pairs import Choice, Pair, sheets
-from thinwire_bench.study.planning import _add
+from thinwire_bench.study.planning import _add, _raced
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,7 +29,7 @@ def pair(plan: str, predicted: float, measured: float, **changes: Any) -> Pair:
 
 def choice(ratio: float, **changes: Any) -> Choice:
     fields: dict[str, Any] = {"model": "m", "bandwidth": "1gbit", "cap": None, "plan": "own", "best": "ddp"}
-    return Choice(**{**fields, "memory": 90, **changes}, ratio=ratio)
+    return Choice(**{**fields, "memory": 90, "raced": "ddp", "raced_ratio": 1.0, **changes}, ratio=ratio)
 
 
 def goals(pairs: list[Pair], choices: list[Choice]) -> dict[str, list[str]]:
@@ -42,6 +42,7 @@ def test_goals_follow_from_pairs_and_choices() -> None:
     assert reached["peak memory, mean error over 3 plans"] == ["4.0%", "2.5%", "missed"]
     assert reached["choice over the fastest, mean of 2"] == ["1.110", "1.030", "missed"]
     assert reached["choice over the fastest, worst"] == ["1.200", "1.030", "missed"]
+    assert reached["choice after a race over the fastest, worst"] == ["1.000", "1.030", "reached"]
     assert "memory of choices over their cap, worst" not in reached
 
 
@@ -57,6 +58,13 @@ def test_errors_are_tabulated_by_model_and_link() -> None:
         ["n", "30.0% (-30.0%)", "", "30.0% (-30.0%)"],
         ["all models", "20.0% (-13.3%)", "0.0% (+0.0%)", "15.0% (-10.0%)"],
     ]
+
+
+def test_near_ties_and_presets_race_with_the_choice() -> None:
+    ranked = [pair("for 1gbit, 2.", 120, 90), pair("for none", 110, 95), pair("for 1gbit", 100, 99)]
+    assert _raced(ranked, "for 1gbit") == "for none"
+    assert _raced([pair("zero3", 200, 80), *ranked], "for 1gbit") == "zero3"
+    assert _raced(ranked[::2], "for 1gbit") == "for 1gbit"
 
 
 def test_choices_are_held_to_their_caps() -> None:

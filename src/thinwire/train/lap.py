@@ -24,9 +24,12 @@ ENOUGH: Final = 2.0
 """Seconds of timed steps after which fewer than :data:`MOST` will do."""
 
 
-def timed_steps(run: ResolvedRun, dataset: Dataset, device: torch.device, deadline: float) -> list[float]:
-    """Make the first steps of a run until a deadline of :func:`time.monotonic`. Collective; the ranks agree on the last
-    one. Returns the seconds of the steps after the first :data:`WARM_UP`; none if there was no time for any."""
+def timed_steps(
+    run: ResolvedRun, dataset: Dataset, device: torch.device, deadline: float, soon: float
+) -> list[float]:
+    """Make the first steps of a run until a deadline of :func:`time.monotonic`; until ``soon`` if :data:`LEAST` are
+    timed by then. Collective; the ranks agree on the last one. Returns the seconds of the steps after the first
+    :data:`WARM_UP`; none if there was no time for any."""
     rank, room = control().rank, measure_room(device)
     with explained_exhaustion(rank, "building the model", room):
         trainer = make_trainer(run, dataset, device)
@@ -36,8 +39,9 @@ def timed_steps(run: ResolvedRun, dataset: Dataset, device: torch.device, deadli
         for number in itertools.count(1):
             begun = time.monotonic()
             timed = seconds[WARM_UP:]
-            late = begun + max(seconds, default=0.0) > deadline
-            enough = number >= WARM_UP + MOST or (len(timed) >= LEAST and sum(timed) >= ENOUGH)
+            over = begun + max(seconds, default=0.0)
+            late = over > deadline
+            enough = number >= WARM_UP + MOST or (len(timed) >= LEAST and (sum(timed) >= ENOUGH or over > soon))
             stop = trainer.step(late or enough).stop
             seconds.append(time.monotonic() - begun)
             if stop:

@@ -80,12 +80,14 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 100.0
+        self.parts: list[float] = []
 
     def __call__(self) -> float:
         return self.now
 
-    def lap(self, steps: dict[Plan, float], *, starting: float = 1.0) -> Callable[[Plan, float], Lap]:
-        def run(plan: Plan, left: float) -> Lap:
+    def lap(self, steps: dict[Plan, float], *, starting: float = 1.0) -> Callable[[Plan, float, float], Lap]:
+        def run(plan: Plan, left: float, part: float) -> Lap:
+            self.parts.append(part)
             wanted = starting + 5 * steps[plan]
             self.now += min(wanted, left)
             return Lap((steps[plan],) * 5) if wanted <= left else Lap(problem="too late")
@@ -100,6 +102,7 @@ def test_the_faster_plan_is_taken_even_if_it_was_predicted_slower() -> None:
     assert done.taken.plan == DDP
     assert [raced.measured for raced in done.plans] == [0.5, 0.4, 0.6]
     assert done.seconds == pytest.approx(3 + 5 * 1.5)
+    assert clock.parts == [pytest.approx(part) for part in (30.0 / 3, 26.5 / 2, 23.5)]
     assert "taken: preset ddp" in done.lines()[-1]
 
 
@@ -144,7 +147,7 @@ def test_measured_steps_decide_and_a_plan_that_fails_drops_out(directory: Path) 
 
 
 def test_ranks_that_are_not_through_in_time_are_ended(directory: Path) -> None:
-    lap = lap_here(the_run(directory))(DDP, 0.05)
+    lap = lap_here(the_run(directory))(DDP, 0.05, 0.05)
     assert lap == Lap(problem="no step was timed in the 50 ms that were left")
 
 

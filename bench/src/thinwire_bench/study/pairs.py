@@ -63,6 +63,9 @@ class Choice:
         best: The fastest plan, which may be the choice itself.
         ratio: The choice's step over that of the fastest plan, median of the ratios within rounds.
         memory: Peak resident memory of any rank under the chosen plan, in bytes, as :attr:`Pair.measured_bytes`.
+        raced: The plan that a race would choose: the fastest, in the first rounds, of the choice, of plans that the
+            prediction cannot tell from it, and of presets.
+        raced_ratio: The same as ``ratio`` for that plan.
     """
 
     model: str
@@ -72,6 +75,8 @@ class Choice:
     best: str
     ratio: float
     memory: int
+    raced: str
+    raced_ratio: float
 
 
 @dataclass(frozen=True)
@@ -106,13 +111,21 @@ def sheets(pairs: Sequence[Pair], choices: Sequence[Choice], changed: Sequence[C
         for pair in pairs
     ]  # fmt: skip
     chosen = [
-        [choice.model, _limit(choice.cap), choice.bandwidth, choice.plan, choice.best, f"{choice.ratio:.3f}"]
+        [
+            choice.model, _limit(choice.cap), choice.bandwidth, choice.plan, choice.best, f"{choice.ratio:.3f}",
+            choice.raced, f"{choice.raced_ratio:.3f}",
+        ]
         for choice in choices
-    ]
+    ]  # fmt: skip
     tables = [
         Sheet("Predicted and measured", columns, 4, cells),
         _by_link(pairs),
-        Sheet("Choices", ["model", "memory cap", "link", "chosen", "fastest", "chosen / fastest"], 5, chosen),
+        Sheet(
+            "Choices",
+            ["model", "memory cap", "link", "chosen", "fastest", "chosen / fastest", "after a race", "/ fastest"],
+            5,
+            chosen,
+        ),
     ]
     if changed:
         rows = [[c.choice.model, _limit(c.choice.cap), c.choice.bandwidth, c.measured, c.now] for c in changed]
@@ -159,12 +172,13 @@ def _goals(pairs: Sequence[Pair], choices: Sequence[Choice]) -> list[list[str]]:
         predicted, measured = peaks.get(key, (0, 0))
         peaks[key] = max(predicted, pair.predicted_bytes), max(measured, pair.measured_bytes)
     memory = statistics.fmean(abs(predicted / measured - 1) for predicted, measured in peaks.values())
-    ratios = [choice.ratio for choice in choices]
+    ratios, raced = [choice.ratio for choice in choices], [choice.raced_ratio for choice in choices]
     rows = [
         row(f"step time, mean error over {len(pairs)} pairs", error, 0.05, ".1%"),
         row(f"peak memory, mean error over {len(peaks)} plans", memory, 0.025, ".1%"),
         row(f"choice over the fastest, mean of {len(ratios)}", statistics.fmean(ratios), 1.03, ".3f"),
         row("choice over the fastest, worst", max(ratios), 1.03, ".3f"),
+        row("choice after a race over the fastest, worst", max(raced), 1.03, ".3f"),
     ]
     kept = [choice.memory / choice.cap for choice in choices if choice.cap is not None]
     return [*rows, row("memory of choices over their cap, worst", max(kept), 1.0, ".3f")] if kept else rows

@@ -22,6 +22,7 @@ from thinwire.errors import UsageError
 from thinwire.lab import Lab, LabSpec
 from thinwire.lab.job import Job
 from thinwire.plan import Search, TrainingJob, candidate, profiled_cluster, search
+from thinwire.plan.finalists import STEP_ERROR
 from thinwire.spec import ModelSpec, Plan
 from thinwire.spec.plan import lone_ranks
 from thinwire.spec.profile import Profile
@@ -405,12 +406,13 @@ def _label(row: SystemRow) -> str:
 
 
 def _choices(setup: Setup, field: _Field, settings: Sequence[Setting], pairs: Sequence[Pair]) -> Iterator[Choice]:
-    """The choice of every link and its fastest plans, measured in new rounds."""
-    finalists = {}
+    """The choice of every link, what a race makes of it, and the fastest plans, measured in new rounds."""
+    finalists, raced = {}, {}
     for setting in settings:
         ranked = sorted((pair for pair in pairs if pair.bandwidth == setting.bandwidth), key=lambda p: p.measured_ms)
         fastest = [pair.plan for pair in ranked[:FINALISTS]]
-        finalists[setting.bandwidth] = list(dict.fromkeys([field.picks[setting.bandwidth], *fastest]))
+        pick = raced[setting.bandwidth] = _raced(ranked, field.picks[setting.bandwidth])
+        finalists[setting.bandwidth] = list(dict.fromkeys([field.picks[setting.bandwidth], pick, *fastest]))
     workload = {"model": field.model, "seq": setup.seq}
     labels = dict.fromkeys(label for some in finalists.values() for label in some)
     systems = [plan_system(label, field.plans[label], workload) for label in labels]
@@ -433,4 +435,13 @@ def _choices(setup: Setup, field: _Field, settings: Sequence[Setting], pairs: Se
             best=best,
             ratio=ratios[best],
             memory=max(pair.measured_bytes for pair in pairs if pair.plan == chosen),
+            raced=raced[setting.bandwidth],
+            raced_ratio=ratios[best] / ratios[raced[setting.bandwidth]],
         )
+
+
+def _raced(ranked: Sequence[Pair], chosen: str) -> str:
+    """The fastest of the plans that would race on a link, which has the choice among them; pairs come fastest first."""
+    (limit,) = (pair.predicted_ms * (1 + STEP_ERROR) / (1 - STEP_ERROR) for pair in ranked if pair.plan == chosen)
+    presets = {*PLANS, *SMALL_PLANS}
+    return next(pair.plan for pair in ranked if pair.plan in presets or pair.predicted_ms <= limit)

@@ -97,16 +97,18 @@ class LapsBeside:
         """Wait until the helper has imported what ranks need."""
         self._answer(_ENDING)
 
-    def lap(self, plan: Plan, left: float) -> Lap:
+    def lap(self, plan: Plan, left: float, part: float) -> Lap:
         """Try a plan.
 
         Args:
             plan: The plan.
             left: Seconds after which it is given up.
+            part: Seconds that it should take, once enough is measured.
         """
         port = self._ranks.all_gather_typed(free_port(), Typed[int](int))[0]
         meeting = {"MASTER_ADDR": self._address, "MASTER_PORT": str(port)}
-        message = {"run": _written(self._run), "plan": plan.to_dict(), "left": left, "only": {**self._own, **meeting}}
+        given = {"left": left, "part": part, "only": {**self._own, **meeting}}
+        message = {"run": _written(self._run), "plan": plan.to_dict(), **given}
         answer = self._asked(message, left)
         answers = self._ranks.all_gather_typed(answer, _ANSWER)
         return concluded(answers[0].seconds, [each.failure for each in answers], left)
@@ -154,7 +156,7 @@ def _serve() -> None:
     for line in sys.stdin:
         message = json.loads(line)
         run, plan = _read(message["run"]), Plan.parse(message["plan"])
-        seconds, failure = run_lap(run, plan, float(message["left"]), message["only"])
+        seconds, failure = run_lap(run, plan, message["left"], message["part"], message["only"])
         answers.write(_ANSWER.encode(_Answer(tuple(seconds), failure)).decode() + "\n")
         answers.flush()
 

@@ -173,7 +173,7 @@ def time_limit(steps: int, predicted: float) -> float | None:
 
 def race(
     finalists: Iterable[Finalist],
-    lap: Callable[[Plan, float], Lap],
+    lap: Callable[[Plan, float, float], Lap],
     limit: float,
     *,
     clock: Callable[[], float] = time.monotonic,
@@ -183,7 +183,9 @@ def race(
 
     Args:
         finalists: The plans, the predicted winner first.
-        lap: Tries a plan within so many seconds. Where several processes race, all of them get the same answer.
+        lap: Tries a plan within so many seconds, and takes no longer than the second number of them, which is the
+            plan's part of the time, once enough is measured. Where several processes race, all of them get the same
+            answer.
         limit: Seconds that all laps together may take.
         clock: Seconds; where several processes race, they read the same clock.
         prepare: Gets ready for the first lap, in the time of the race.
@@ -194,13 +196,14 @@ def race(
     raced: list[Raced] = []
     starting: list[float] = []
     pace = 1.0  # the least of measured over predicted: one that is predicted too fast must not keep others out
-    for finalist in finalists:
+    entered = list(finalists)
+    for number, finalist in enumerate(entered):
         entry = functools.partial(Raced, finalist.plan, finalist.label, finalist.seconds)
         left = begun + limit - now
         if left < min(starting, default=0.0) + _LEAST_STEPS * pace * finalist.seconds:
             raced.append(entry(problem="no time was left for it"))
             continue
-        done = lap(finalist.plan, left)
+        done = lap(finalist.plan, left, left / (len(entered) - number))
         before, now = now, clock()
         starting.append(max(0.0, now - before - sum(done.seconds)))
         measured = statistics.median(done.seconds) if done.seconds else None
@@ -209,22 +212,22 @@ def race(
     return Race(tuple(raced), now - begun, limit)
 
 
-def lap_here(run: ResolvedRun) -> Callable[[Plan, float], Lap]:
+def lap_here(run: ResolvedRun) -> Callable[[Plan, float, float], Lap]:
     """Laps whose ranks this process starts, all on this machine.
 
     Args:
         run: The run, whose model, tokens and batches the laps take; nothing is written into its directory.
     """
 
-    def lap(plan: Plan, left: float) -> Lap:
-        seconds, failure = run_lap(run, plan, left)
+    def lap(plan: Plan, left: float, part: float) -> Lap:
+        seconds, failure = run_lap(run, plan, left, part)
         return concluded(seconds, [failure], left)
 
     return lap
 
 
 def run_lap(
-    run: ResolvedRun, plan: Plan, left: float, only: Mapping[str, str] | None = None
+    run: ResolvedRun, plan: Plan, left: float, part: float, only: Mapping[str, str] | None = None
 ) -> tuple[list[float], Failure | None]:
     """Start ranks that try a plan, and wait for them.
 
@@ -232,16 +235,17 @@ def run_lap(
         run: The run, under any plan.
         plan: The plan to try.
         left: Seconds after which the ranks are ended.
+        part: Seconds after which they make no further step, once enough is measured.
         only: Environment variables of the one rank to start here, if others start the other ranks.
 
     Returns:
         Seconds of the steps, if rank 0 was started here, and the failure that explains the others.
     """
-    deadline = time.monotonic() + left
+    begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="thinwire-race-") as directory:
         result, entered = Path(directory) / "seconds.json", _entered(run, plan, Path(directory))
         entered.directory.logs.mkdir()
-        perform = functools.partial(_race, result=result, deadline=deadline)
+        perform = functools.partial(_race, result=result, deadline=begun + left, soon=begun + part)
         try:
             failure = run_ranks(entered, perform, only=only, limit=left)
         except TimeoutError:
@@ -280,7 +284,7 @@ _FAR: Final = 1_000_000
 """Steps of a run whose last one no lap reaches: there, a run validates and saves."""
 
 
-def _race(run: ResolvedRun, *, result: Path, deadline: float) -> int:
+def _race(run: ResolvedRun, *, result: Path, deadline: float, soon: float) -> int:
     from thinwire.train.processes.worker import be_racer  # imported long ago, by the server
 
-    return be_racer(run, result=result, deadline=deadline)
+    return be_racer(run, result=result, deadline=deadline, soon=soon)

@@ -132,13 +132,14 @@ def be_rank(run: ResolvedRun, *, resume: bool) -> int:
     return _status(run, lambda: train(dataclasses.replace(run, resume=resume), launched=True))
 
 
-def be_racer(run: ResolvedRun, *, result: Path, deadline: float) -> int:
+def be_racer(run: ResolvedRun, *, result: Path, deadline: float, soon: float) -> int:
     """Be one rank that tries a plan, in a process of its own.
 
     Args:
         run: The run under that plan, in a directory of its own.
         result: File to which rank 0 writes the seconds of its steps, a list in JSON.
         deadline: When the last step should be over, on the machine's monotonic clock.
+        soon: When it should be over if enough is measured.
 
     Returns:
         Exit status.
@@ -146,7 +147,7 @@ def be_racer(run: ResolvedRun, *, result: Path, deadline: float) -> int:
 
     def race() -> None:
         with _joined(run) as (dataset, device):
-            seconds = timed_steps(run, dataset, device, deadline)
+            seconds = timed_steps(run, dataset, device, deadline, soon)
             if group.control().rank == 0:
                 result.write_text(json.dumps(seconds), encoding="utf-8")
 
