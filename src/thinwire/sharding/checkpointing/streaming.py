@@ -203,8 +203,8 @@ class Deferred(torch.Tensor):
     memory: _Memory
     """What views have in common."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
-    device = torch.device("cpu")  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    device = torch.device("cpu")
 
     @staticmethod
     def of(outline: torch.Tensor, compute: Callable[[], Any], memory: _Memory | None = None) -> Deferred:
@@ -220,10 +220,13 @@ class Deferred(torch.Tensor):
 
     def data_ptr(self) -> int:
         """Address of the first element."""
-        return self.memory.data_ptr() + self.storage_offset() * self.itemsize
+        return self.memory.data_ptr() + int(self.storage_offset()) * self.itemsize
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Put an operation off; one that needs values is performed."""
         inputs = (args, kwargs or {})
         if func._schema.is_mutable:
             raise NotImplementedError(f"{func} changes a weight of a sharded model while it is saved; clone it before")
@@ -257,7 +260,8 @@ class Deferred(torch.Tensor):
 
 
 def _storage(outline: torch.Tensor) -> int:
-    return outline.untyped_storage()._cdata
+    place: int = outline.untyped_storage()._cdata
+    return place
 
 
 def _result(evaluate: Callable[[], Any], place: int) -> Any:
