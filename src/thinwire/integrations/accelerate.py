@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import thinwire as tw
 from thinwire.errors import UsageError
+from thinwire.integrations.common.automatic import AutoPlan, plan_for
 from thinwire.integrations.common.optimizers import (
     begin_micro_batch,
     combines,
@@ -33,12 +34,14 @@ from thinwire.integrations.common.optimizers import (
     over_shares,
     without_sync,
 )
-from thinwire.integrations.common.plans import chosen_plan, launched_mesh
+from thinwire.integrations.common.plans import launched_mesh
 from thinwire.sharding.checkpointing.streaming import with_whole_state
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import plan_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
+
+__all__ = ["AutoPlan", "STATE", "SteppingOptimizer", "ThinwireAccelerator"]
 
 STATE: Final = "thinwire"
 """Name of the directory with the sharded state of the first model inside a checkpoint."""
@@ -293,8 +296,8 @@ class ThinwireAccelerator(_AcceleratedSteps, _AcceleratedStates, Accelerator):
 
     Args:
         *args: See ``accelerate.Accelerator``.
-        plan: How the model is sharded: a plan, the name of a preset or a plan file (``.toml``). Presets compute in the
-            dtype of ``mixed_precision``, and in float32 without one.
+        plan: How the model is sharded: a plan, the name of a preset, a plan file (``.toml``), or an
+            :class:`AutoPlan`. Presets compute in the dtype of ``mixed_precision``, and in float32 without one.
         frozen: Where ``save_state`` keeps frozen parameters, see :func:`thinwire.save`; by default, in the directory
             that the checkpoint is in, or in that of the project if accelerate names the checkpoints.
         **kwargs: See ``accelerate.Accelerator``.
@@ -308,7 +311,7 @@ class ThinwireAccelerator(_AcceleratedSteps, _AcceleratedStates, Accelerator):
     """
 
     def __init__(
-        self, *args: Any, plan: Plan | str | Path = "zero3", frozen: str | Path | None = None, **kwargs: Any
+        self, *args: Any, plan: Plan | AutoPlan | str | Path = "zero3", frozen: str | Path | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         _refuse(self)
@@ -381,7 +384,8 @@ class ThinwireAccelerator(_AcceleratedSteps, _AcceleratedStates, Accelerator):
             if self.device_placement if device_placement is None else device_placement:
                 model.to(self.device)
             mesh = launched_mesh(self.num_processes)
-            tw.shard(model, chosen_plan(self._plan, mesh, _COMPUTE_DTYPES[self.mixed_precision]))
+            dtype, micro_batches = _COMPUTE_DTYPES[self.mixed_precision], self.gradient_accumulation_steps
+            tw.shard(model, plan_for(model, self._plan, mesh, dtype, self.device, micro_batches=micro_batches))
             if not hasattr(model, "no_sync"):
                 model.no_sync = MethodType(without_sync, model)  # which loops call on the wrapper that DDP returns
             if self.state.dynamo_plugin.backend != DynamoBackend.NO:

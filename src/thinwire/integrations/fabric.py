@@ -21,14 +21,16 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.errors import UsageError
+from thinwire.integrations.common.automatic import AutoPlan, plan_for
 from thinwire.integrations.common.building import Building
 from thinwire.integrations.common.mixed import COMPUTE_DTYPES, ShardedPrecision, checked_precision, register
 from thinwire.integrations.common.optimizers import follow, is_sharded, names_of, over_shares, without_sync
-from thinwire.integrations.common.plans import chosen_plan
 from thinwire.integrations.common.typed_state import decoded, encoded
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Factor
+
+__all__ = ["AutoPlan", "ThinwireFabricPrecision", "ThinwireFabricStrategy"]
 
 _REMEDY: Final = "Give fabric.save numbers, texts, tensors, and objects with a state_dict() of these"
 _TOGETHER: Final = "pass the module and the optimizer to one call of fabric.setup"
@@ -83,8 +85,8 @@ class ThinwireFabricStrategy(DDPStrategy):
     directories that load under any plan and on any number of ranks.
 
     Args:
-        plan: How the module is sharded: a plan, the name of a preset, or a plan file (``.toml``). Presets compute in
-            Fabric's precision.
+        plan: How the module is sharded: a plan, the name of a preset, a plan file (``.toml``), or an
+            :class:`AutoPlan`. Presets compute in Fabric's precision.
         frozen: Where checkpoints keep frozen parameters; see :func:`thinwire.save`.
         **options: See ``lightning.fabric.strategies.ParallelStrategy``, and ``process_group_backend`` and ``timeout``.
 
@@ -93,7 +95,7 @@ class ThinwireFabricStrategy(DDPStrategy):
     """
 
     def __init__(
-        self, plan: tw.Plan | str | Path = "zero3", *, frozen: str | Path | None = None, **options: Any
+        self, plan: tw.Plan | AutoPlan | str | Path = "zero3", *, frozen: str | Path | None = None, **options: Any
     ) -> None:
         self._plan, self._frozen = plan, frozen
         self._building = Building(self.broadcast)
@@ -143,7 +145,8 @@ class ThinwireFabricStrategy(DDPStrategy):
         """Shard a module. Collective."""
         mesh = Factor(local=self.world_size // self.num_nodes, nodes=self.num_nodes)
         dtype = COMPUTE_DTYPES[str(self.precision.precision)]
-        self._building.shard(module, lambda: chosen_plan(self._plan, mesh, dtype), self.root_device)
+        device = self.root_device
+        self._building.shard(module, lambda: plan_for(module, self._plan, mesh, dtype, device), device)
         self._sharded.add(module)
         return _Forward(module)
 

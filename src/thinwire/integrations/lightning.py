@@ -22,6 +22,7 @@ import thinwire as tw
 from thinwire.checkpoint import store
 from thinwire.collectives import group
 from thinwire.errors import UsageError
+from thinwire.integrations.common.automatic import AutoPlan, plan_for
 from thinwire.integrations.common.building import Building
 from thinwire.integrations.common.mixed import (
     COMPUTE_DTYPES,
@@ -32,7 +33,6 @@ from thinwire.integrations.common.mixed import (
     scaler_state,
 )
 from thinwire.integrations.common.optimizers import follow, is_sharded, names_of, over_shares, without_sync
-from thinwire.integrations.common.plans import chosen_plan
 from thinwire.integrations.common.typed_state import decoded, encoded
 from thinwire.sharding.checkpointing.full_state import (
     load_whole_share_state,
@@ -43,6 +43,8 @@ from thinwire.sharding.checkpointing.full_state import (
 )
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.spec import Factor
+
+__all__ = ["AutoPlan", "ThinwirePrecision", "ThinwireStrategy"]
 
 _REMEDY: Final = "Look at state_dict() of your callbacks and at save_hyperparameters()"
 
@@ -251,8 +253,8 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
     Others train shares as they are. Checkpoints are directories that load under any plan and on any number of ranks.
 
     Args:
-        plan: How the module is sharded: a plan, the name of a preset, or a plan file (``.toml``). Presets compute in
-            the trainer's precision.
+        plan: How the module is sharded: a plan, the name of a preset, a plan file (``.toml``), or an
+            :class:`AutoPlan`. Presets compute in the trainer's precision.
         state_dict_type: What checkpoints are: ``"sharded"``, a directory of shares, or ``"full"``, an ordinary file of
             Lightning with whole weights and whole optimizer states, for which the first rank needs memory. Both kinds
             are loaded, whatever this says.
@@ -271,7 +273,7 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
 
     def __init__(
         self,
-        plan: tw.Plan | str | Path = "zero3",
+        plan: tw.Plan | AutoPlan | str | Path = "zero3",
         *,
         state_dict_type: str = "sharded",
         frozen: str | Path | None = None,
@@ -323,7 +325,20 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
         mesh = Factor(local=self.world_size // self.num_nodes, nodes=self.num_nodes)
         dtype = COMPUTE_DTYPES[str(self.precision_plugin.precision)]
         with _trained_later(module) if _unfreezes(trainer) else nullcontext():
-            self._building.shard(module, lambda: chosen_plan(self._plan, mesh, dtype), self.root_device)
+            self._building.shard(
+                module,
+                lambda: plan_for(
+                    module,
+                    self._plan,
+                    mesh,
+                    dtype,
+                    self.root_device,
+                    micro_batches=trainer.accumulate_grad_batches,
+                    clip=bool(trainer.gradient_clip_val),
+                    steps=trainer.max_steps if trainer.max_steps > 0 else None,
+                ),
+                self.root_device,
+            )
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

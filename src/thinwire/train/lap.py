@@ -24,9 +24,7 @@ ENOUGH: Final = 2.0
 """Seconds of timed steps after which fewer than :data:`MOST` will do."""
 
 
-def timed_steps(
-    run: ResolvedRun, dataset: Dataset, device: torch.device, deadline: float, soon: float
-) -> list[float]:
+def timed_steps(run: ResolvedRun, dataset: Dataset, device: torch.device, deadline: float, soon: float) -> list[float]:
     """Make the first steps of a run until a deadline of :func:`time.monotonic`; until ``soon`` if :data:`LEAST` are
     timed by then. Collective; the ranks agree on the last one. Returns the seconds of the steps after the first
     :data:`WARM_UP`; none if there was no time for any."""

@@ -9,9 +9,12 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.support.paths import ROOT
 from tests.support.small import DATA, write_text
@@ -161,6 +164,82 @@ def check_outcome(done: Race) -> None:
     assert failed.problem is not None
     assert failed.problem.startswith("rank ")
     assert "no_such_module" in failed.problem
+
+
+def racers(name: str) -> list[psutil.Process]:
+    """Processes of laps that this process has started, by the name of their rank."""
+    return [child for child in psutil.Process().children(recursive=True) if child.name() == name]
+
+
+def kill(racer: psutil.Process) -> None:
+    racer.kill()
+
+
+def limit_memory(racer: psutil.Process) -> None:
+    """Give a racer no memory beyond what it has."""
+    racer.rlimit(psutil.RLIMIT_DATA, (1 << 20, 1 << 20))
+
+
+def strike_first(strike: Callable[[psutil.Process], None], name: str) -> threading.Thread:
+    """Strike the first racer that appears, once."""
+
+    def watch() -> None:
+        deadline = time.monotonic() + 100
+        while time.monotonic() < deadline:
+            for racer in racers(name):
+                strike(racer)
+                return
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(
+    ("strike", "said"), [(kill, "was killed by SIGKILL"), (limit_memory, "")], ids=["killed", "memory"]
+)
+def test_others_go_on_after_a_finalist_that_dies(
+    directory: Path, strike: Callable[[psutil.Process], None], said: str
+) -> None:
+    striking = strike_first(strike, "rank 1")
+    entered = [Entry(MANY_MESSAGES, 0.001), Entry(DDP, 0.1, "ddp"), Entry(ZERO1, 0.2, "zero1")]
+    done = race(entered, lap_here(the_run(directory)), 120.0)
+    striking.join()
+    lost, *others = done.plans
+    assert lost.failed
+    assert said in str(lost.problem)
+    assert all(raced.measured is not None for raced in others)
+    assert done.taken in others
+    assert str(lost.problem) in done.lines()[0]
+
+
+def test_without_a_timed_step_a_plan_that_did_not_fail_is_taken() -> None:
+    laps = {ZERO3: Lap(problem="rank 1: out of memory", failed=True), DDP: Lap(problem="too late")}
+    done = race([Entry(ZERO3, 0.1), Entry(DDP, 0.2, "ddp")], lambda plan, _: laps[plan], 20.0)
+    assert done.taken.plan == DDP
+    assert "the first that did not fail is taken: preset ddp" in done.lines()[-1]
+
+
+def race_without_a_helper(directory: str) -> Race:
+    """The first helper of the second rank is killed in the first lap."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    entered = [Entry(MANY_MESSAGES, 0.001), Entry(DDP, 0.1, "ddp"), Entry(ZERO1, 0.2, "zero1")]
+    with LapsBeside(the_run(Path(directory)), group.control()) as laps:
+        striking = strike_first(lambda racer: laps._helper.kill(), "rank 1") if group.control().rank else None
+        done = race(entered, laps.lap, 160.0, clock=laps.clock, prepare=laps.prepare)
+        if striking is not None:
+            striking.join()
+        return done
+
+
+def test_others_go_on_after_the_loss_of_a_helper(directory: Path) -> None:
+    first, second = run_ranks(2, race_without_a_helper, str(directory), timeout=220.0)
+    assert first == second
+    lost, *others = first.plans
+    assert "has ended" in str(lost.problem)
+    assert all(raced.measured is not None for raced in others)
+    assert first.seconds < 60, "nobody waits for the lost rank until the time is over"
 
 
 def race_beside(directory: str) -> Race:

@@ -10,18 +10,21 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import nn
 
 import thinwire.plan as planner
 from thinwire.agreement import NOTHING, Typed
 from thinwire.collectives import group
 from thinwire.errors import UsageError
-from thinwire.plan import CodecLevel
-from thinwire.spec import ModelSpec, Plan
+from thinwire.integrations.common.plans import chosen_plan
+from thinwire.plan import CODEC_LEVELS, CodecLevel
+from thinwire.spec import Factor, ModelSpec, Plan
 from thinwire.spec.models.huggingface import huggingface_shape
 from thinwire.spec.recipe import Recipe
 from thinwire.train.data.tokens import TokenWriter
@@ -34,12 +37,113 @@ from thinwire.train.processes.race import SHORTEST, announcement, race, time_lim
 log = logging.getLogger("thinwire")
 
 
+@dataclass(frozen=True)
+class AutoPlan:
+    """Stands for the plan that thinwire chooses when it shards a module, as ``plan="auto"`` does in the ``Trainer`` of
+    transformers. The module is, or contains, a model of transformers.
+
+    Attributes:
+        sequence_length: Tokens in a sequence.
+        micro_batch: Sequences in a micro-batch of one rank.
+        profile: A profile of the cluster (``.json``); ``None`` measures one, in some 20 seconds.
+        codecs: How lossy codecs may be: ``"none"``, ``"lossless"``, ``"standard"`` or ``"aggressive"``.
+
+    Raises:
+        UsageError: A value is not valid.
+    """
+
+    sequence_length: int
+    micro_batch: int
+    profile: str | Path | None = None
+    codecs: CodecLevel = "lossless"
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "micro_batch"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"AutoPlan({name}={getattr(self, name)}): a positive number is needed")
+        if self.codecs not in CODEC_LEVELS:
+            raise UsageError(f"AutoPlan(codecs={self.codecs!r}): valid are {', '.join(CODEC_LEVELS)}")
+
+
+def plan_for(
+    module: nn.Module,
+    plan: Plan | AutoPlan | str | Path,
+    mesh: Factor,
+    compute_dtype: str | None,
+    device: torch.device,
+    *,
+    micro_batches: int = 1,
+    clip: bool = True,
+    steps: int | None = None,
+) -> Plan:
+    """The plan by which a loop shards a module. Collective for an :class:`AutoPlan`.
+
+    Args:
+        module: The module.
+        plan: What the user has named.
+        mesh: All ranks.
+        compute_dtype: See :func:`~thinwire.integrations.common.plans.chosen_plan`.
+        device: Device of this rank.
+        micro_batches: Micro-batches of a step, for an :class:`AutoPlan`, as the others.
+        clip: Whether gradients are clipped by their norm.
+        steps: Steps of the training; ``None`` if the loop does not know.
+
+    Raises:
+        SpecError: There is no such plan, or the planner does not know models of this kind.
+        UsageError: The module contains no model of transformers, or no plan fits.
+    """
+    if plan == "auto":
+        raise UsageError(
+            'plan="auto": memory and time depend on the length of sequences, which this loop does not say; give '
+            "AutoPlan(sequence_length=..., micro_batch=...), which is beside this class"
+        )
+    if not isinstance(plan, AutoPlan):
+        return chosen_plan(plan, mesh, compute_dtype)
+    model = _described(module)
+    template = chosen_plan("zero3", mesh, compute_dtype).with_(
+        micro_batch=plan.micro_batch,
+        micro_batches=micro_batches,
+        recompute=bool(getattr(model, "is_gradient_checkpointing", False)),
+    )
+    chosen = automatic_plan(
+        model.config.to_dict(),
+        plan.sequence_length,
+        template,
+        device,
+        plan.profile,
+        clip=clip,
+        steps=steps,
+        codecs=plan.codecs,
+    )
+    return chosen.with_(recompute=False)  # the model itself recomputes
+
+
+def _described(module: nn.Module) -> Any:
+    """The model of transformers that is most of a module.
+
+    Raises:
+        UsageError: There is none.
+    """
+    sizes = {
+        part: sum(parameter.numel() for parameter in part.parameters())
+        for part in module.modules()
+        if hasattr(getattr(part, "config", None), "to_dict")
+    }
+    largest = max(sizes, key=lambda part: sizes[part], default=None)  # of equal ones, the outermost
+    if largest is None or 2 * sizes[largest] < sum(parameter.numel() for parameter in module.parameters()):
+        raise UsageError(
+            f"AutoPlan: {type(module).__name__} is no model of transformers, and none is the larger part of it, so "
+            "the planner does not know its shapes; name a preset, or make a plan with `thinwire plan`"
+        )
+    return largest
+
+
 def automatic_plan(
     config: Mapping[str, Any],
     seq: int | None,
     template: Plan,
     device: torch.device,
-    profile: str | None,
+    profile: str | Path | None,
     *,
     clip: bool,
     steps: int | None = None,
@@ -79,8 +183,8 @@ def automatic_plan(
     chosen, _ = measure_and_choose(shape, seq, template, source, 'plan="auto"', clip=clip, free=free)
     log.info("auto: %s; predicted step %.3f s", planner.summary(chosen.plan), chosen.predicted.seconds)
     log.info(
-        "auto: the trainer's own arguments decide micro-batch and recomputation, and tp and pp stay 1, as the trainer "
-        "cannot take another choice of them"
+        "auto: the loop decides micro-batch and recomputation, and tp and pp stay 1, as it cannot take another choice "
+        "of them"
     )
     plan = _raced(config, shape, template, chosen, free, device, clip=clip, steps=steps)
     consent = planner.lossy_codecs(chosen.job, chosen.searched, plan)

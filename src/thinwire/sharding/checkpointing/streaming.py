@@ -224,6 +224,7 @@ class Deferred(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Put an operation off; one that needs values is performed."""
         inputs = (args, kwargs or {})
         if func._schema.is_mutable:
             raise NotImplementedError(f"{func} changes a weight of a sharded model while it is saved; clone it before")
@@ -257,7 +258,8 @@ class Deferred(torch.Tensor):
 
 
 def _storage(outline: torch.Tensor) -> int:
-    return int(outline.untyped_storage()._cdata)
+    place: int = outline.untyped_storage()._cdata
+    return place
 
 
 def _result(evaluate: Callable[[], Any], place: int) -> Any:

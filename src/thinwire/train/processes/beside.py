@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import subprocess
@@ -36,10 +37,16 @@ from thinwire.train.processes.server import called
 _ENDING: Final = 30.0
 """Seconds after the end of a lap's time in which its processes have to be gone."""
 
+_ROUND: Final = 0.25
+"""Seconds after which ranks tell each other whether their helpers have answered."""
+
+_LAST_WORDS: Final = 2.0
+"""Seconds in which others may still answer after a rank has failed: their reasons may be better ones."""
+
+_SILENT: Final = "the process that tries plans for it has ended, or says nothing"
+
 _READY: Final = "\n"
 """What a helper says before its first answer."""
-
-_PLACE: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
@@ -63,14 +70,15 @@ class LapsBeside:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # laps take place on the same device
         self._address = os.environ.get("MASTER_ADDR", "localhost")
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        own = {name: os.environ[name] for name in _PLACE if name in os.environ}
-        self._own = own if "RANK" in own else alone
-        # torchrun's store belongs to its ranks: a lap has one of its own.
-        outside = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-        self._helper = subprocess.Popen(
-            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=outside
-        )
+        # Some launchers, such as Lightning's, set no RANK.
+        local = os.environ.get("LOCAL_RANK", str(ranks.rank % run.node_ranks))
+        self._own = {
+            "RANK": str(ranks.rank),
+            "WORLD_SIZE": str(ranks.size),
+            "LOCAL_RANK": local,
+            "LOCAL_WORLD_SIZE": str(run.node_ranks),
+        }
+        self._helper = _helper()
 
     def __enter__(self) -> Self:
         return self
@@ -80,13 +88,20 @@ class LapsBeside:
     ) -> None:
         """End the helper, which ends when its input does."""
         assert self._helper.stdin is not None
-        assert self._helper.stdout is not None
         self._helper.stdin.close()
-        self._helper.stdout.close()
         try:
             self._helper.wait(_ENDING)
         except subprocess.TimeoutExpired:
             self._helper.kill()
+            self._helper.wait()
+        self._close()
+
+    def _close(self) -> None:
+        """Let go of what connected this process with its helper."""
+        for stream in (self._helper.stdin, self._helper.stdout):
+            assert stream is not None
+            with contextlib.suppress(OSError):  # what was not sent
+                stream.close()
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -95,7 +110,7 @@ class LapsBeside:
 
     def prepare(self) -> None:
         """Wait until the helper has imported what ranks need."""
-        self._answer(_ENDING)
+        self._line(_ENDING)
 
     def lap(self, plan: Plan, left: float, part: float) -> Lap:
         """Try a plan.
@@ -108,32 +123,73 @@ class LapsBeside:
         port = self._ranks.all_gather_typed(free_port(), Typed[int](int))[0]
         meeting = {"MASTER_ADDR": self._address, "MASTER_PORT": str(port)}
         given = {"left": left, "part": part, "only": {**self._own, **meeting}}
-        message = {"run": _written(self._run), "plan": plan.to_dict(), **given}
-        answer = self._asked(message, left)
-        answers = self._ranks.all_gather_typed(answer, _ANSWER)
+        self._say({"run": _written(self._run), "plan": plan.to_dict(), **given})
+        answers = self._ranks.all_gather_typed(self._awaited(left + _ENDING), _ANSWER)
         return concluded(answers[0].seconds, [each.failure for each in answers], left)
 
-    def _asked(self, message: Mapping[str, Any], left: float) -> _Answer:
-        """The helper's answer to one message."""
+    def _awaited(self, patience: float) -> _Answer:
+        """The helper's answer. Once a rank has failed, the others need not answer: they may wait for it in vain."""
+        deadline, last = time.monotonic() + patience, math.inf
+        answer: _Answer | None = None
+        while True:
+            answer = answer or self._heard(_ROUND)
+            mine = answer is not None, answer is not None and answer.failure is not None, time.monotonic() > deadline
+            states = self._ranks.all_gather_typed(mine, _STATES)
+            if any(failed for _, failed, _ in states):
+                last = min(last, _LAST_WORDS) - _ROUND
+            if all(answered for answered, _, _ in states) or last <= 0 or any(late for _, _, late in states):
+                break
+        if answer is not None:
+            return answer
+        self._replace()
+        return _Answer((), Failure(self._ranks.rank, _SILENT) if last > 0 else None)
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        """Ask the helper."""
         stdin = self._helper.stdin
         assert stdin is not None
         with contextlib.suppress(OSError):  # a helper that has ended answers nothing
             stdin.write(json.dumps(message) + "\n")
             stdin.flush()
-        while (line := self._answer(left + _ENDING)) == _READY:  # it has taken longer than expected to get ready
-            pass
+
+    def _heard(self, patience: float) -> _Answer | None:
+        """What the helper answers within so many seconds, if anything. Another one takes the place of one that has
+        ended."""
+        line = self._line(patience)
+        if line is None or line == _READY:  # it has taken longer than expected to get ready
+            return None
         if not line:
-            return _Answer((), Failure(int(self._own["RANK"]), "the process that tries plans for it has ended"))
+            self._replace()
+            return _Answer((), Failure(self._ranks.rank, _SILENT))
         return _ANSWER.decode(line.encode())
 
-    def _answer(self, patience: float) -> str:
-        """The next line that the helper says; empty if it has ended, or says nothing for so many seconds."""
+    def _line(self, patience: float) -> str | None:
+        """The next line that the helper says; empty if it has ended, ``None`` if it says nothing for so long."""
         stdout = self._helper.stdout
         assert stdout is not None
-        return stdout.readline() if select.select([stdout], [], [], patience)[0] else ""
+        return stdout.readline() if select.select([stdout], [], [], patience)[0] else None
 
+    def _replace(self) -> None:
+        """End the helper and what it has started, and start another one."""
+        self._helper.kill()
+        self._helper.wait()
+        self._close()
+        self._helper = _helper()
+
+
+_STATES: Final[Typed[tuple[bool, bool, bool]]] = Typed(tuple[bool, bool, bool])
+"""Whether a rank's helper has answered, whether it has failed, and whether its time is over."""
 
 _ANSWER: Final = Typed[_Answer](_Answer)
+
+
+def _helper() -> subprocess.Popen[str]:
+    """Start a helper."""
+    # torchrun's store belongs to its ranks: a lap has one of its own.
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=outside
+    )
 
 
 def _written(run: ResolvedRun) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -57,10 +58,12 @@ class Lap:
     Attributes:
         seconds: Seconds of each step that was timed; empty if none was.
         problem: Why there are none, in a sentence; ``None`` if there are.
+        failed: Whether the plan has failed, and not only the time has run out.
     """
 
     seconds: tuple[float, ...] = ()
     problem: str | None = None
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Raced:
         measured: Median seconds of the steps that were timed; ``None`` if none was.
         steps: Number of these steps.
         problem: Why none was timed, in a sentence; ``None`` if some were.
+        failed: Whether the plan has failed, and not only the time has run out.
     """
 
     plan: Plan
@@ -82,6 +86,7 @@ class Raced:
     measured: float | None = None
     steps: int = 0
     problem: str | None = None
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,15 +105,17 @@ class Race:
 
     @property
     def taken(self) -> Raced:
-        """The fastest plan; the predicted winner if no plan was timed."""
-        return min(self.plans, key=lambda raced: float("inf") if raced.measured is None else raced.measured)
+        """The fastest plan; if no plan was timed, the first by prediction that has not failed."""
+        return min(self.plans, key=lambda raced: (math.inf if raced.measured is None else raced.measured, raced.failed))
 
     def lines(self) -> list[str]:
         """What a user reads: one line for each plan, and one that says which was taken."""
         lines = [f"  {_named(raced)}: {_outcome(raced)}" for raced in self.plans]
         timed = sum(raced.measured is not None for raced in self.plans)
-        if self.taken.measured is None:
+        if self.taken.measured is None and self.taken is self.plans[0]:
             what = "no plan was timed, so the predicted winner is taken"
+        elif self.taken.measured is None:
+            what = f"no plan was timed, so the first that did not fail is taken: {_named(self.taken)}"
         else:
             what = f"taken: {_named(self.taken)}, the fastest of {timed} that were timed"
         return [*lines, f"auto: the race took {format_duration(self.seconds)}; {what}"]
@@ -208,7 +215,7 @@ def race(
         starting.append(max(0.0, now - before - sum(done.seconds)))
         measured = statistics.median(done.seconds) if done.seconds else None
         pace = pace if measured is None else min(pace, measured / finalist.seconds)
-        raced.append(entry(measured=measured, steps=len(done.seconds), problem=done.problem))
+        raced.append(entry(measured=measured, steps=len(done.seconds), problem=done.problem, failed=done.failed))
     return Race(tuple(raced), now - begun, limit)
 
 
@@ -265,7 +272,7 @@ def concluded(seconds: Sequence[float], failures: Sequence[Failure | None], left
     found = [failure for failure in failures if failure is not None]
     if found:
         first = min(found, key=lambda failure: failure.weight)
-        return Lap(problem=f"rank {first.rank}: {first.sentence}")
+        return Lap(problem=f"rank {first.rank}: {first.sentence}", failed=True)
     if not seconds:
         return Lap(problem=f"no step was timed in the {format_duration(left)} that were left")
     return Lap(tuple(seconds))
