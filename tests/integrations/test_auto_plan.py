@@ -12,6 +12,7 @@ import torch
 from tests.support.paths import ROOT
 from torch import nn
 
+import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.sharding.api import runtime
 from thinwire.spec.profile import Profile
