@@ -96,9 +96,8 @@ def test_the_model_as_it_is_now_says_what_the_page_says(capsys: pytest.CaptureFi
     planner(again=results / "planner.json", profiles=results / "planner", json_path=tmp_path / "now.json", page=page)
     assert "reached" in capsys.readouterr().out
     now, then = (json.loads(path.read_text()) for path in (tmp_path / "now.json", results / "planner.json"))
-    assert {key: now[key] for key in ("environment", "command", "choices")} == {
-        key: then[key] for key in ("environment", "command", "choices")
-    }
+    assert [now["environment"], now["command"]] == [then["environment"], then["command"]]
+    assert [Choice(**row) for row in now["choices"]] == [Choice(**row) for row in then["choices"]]
     error, *_ = goals([Pair(**row) for row in now["pairs"]], [Choice(**row) for row in now["choices"]])[
         f"step time, mean error over {len(now['pairs'])} pairs"
     ]

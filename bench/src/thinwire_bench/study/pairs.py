@@ -64,7 +64,7 @@ class Choice:
         ratio: The choice's step over that of the fastest plan, median of the ratios within rounds.
         memory: Peak resident memory of any rank under the chosen plan, in bytes, as :attr:`Pair.measured_bytes`.
         raced: The plan that a race would choose: the fastest, in the first rounds, of the choice, of plans that the
-            prediction cannot tell from it, and of presets.
+            prediction cannot tell from it, and of presets; ``None`` in results from before races.
         raced_ratio: The same as ``ratio`` for that plan.
     """
 
@@ -75,8 +75,8 @@ class Choice:
     best: str
     ratio: float
     memory: int
-    raced: str
-    raced_ratio: float
+    raced: str | None = None
+    raced_ratio: float | None = None
 
 
 @dataclass(frozen=True)
@@ -111,22 +111,22 @@ def sheets(pairs: Sequence[Pair], choices: Sequence[Choice], changed: Sequence[C
         for pair in pairs
     ]  # fmt: skip
     chosen = [
-        [
-            choice.model, _limit(choice.cap), choice.bandwidth, choice.plan, choice.best, f"{choice.ratio:.3f}",
-            choice.raced, f"{choice.raced_ratio:.3f}",
-        ]
+        [choice.model, _limit(choice.cap), choice.bandwidth, choice.plan, choice.best, f"{choice.ratio:.3f}"]
         for choice in choices
-    ]  # fmt: skip
+    ]
+    after_races = [
+        [choice.model, _limit(choice.cap), choice.bandwidth, choice.raced, choice.best, f"{choice.raced_ratio:.3f}"]
+        for choice in choices
+        if choice.raced is not None
+    ]
     tables = [
         Sheet("Predicted and measured", columns, 4, cells),
         _by_link(pairs),
-        Sheet(
-            "Choices",
-            ["model", "memory cap", "link", "chosen", "fastest", "chosen / fastest", "after a race", "/ fastest"],
-            5,
-            chosen,
-        ),
+        Sheet("Choices", ["model", "memory cap", "link", "chosen", "fastest", "chosen / fastest"], 5, chosen),
     ]
+    if after_races:
+        columns = ["model", "memory cap", "link", "taken", "fastest", "taken / fastest"]
+        tables.append(Sheet("Choices after a race", columns, 5, after_races))
     if changed:
         rows = [[c.choice.model, _limit(c.choice.cap), c.choice.bandwidth, c.measured, c.now] for c in changed]
         title = "Choices that the planner makes differently now, not measured"
@@ -172,13 +172,15 @@ def _goals(pairs: Sequence[Pair], choices: Sequence[Choice]) -> list[list[str]]:
         predicted, measured = peaks.get(key, (0, 0))
         peaks[key] = max(predicted, pair.predicted_bytes), max(measured, pair.measured_bytes)
     memory = statistics.fmean(abs(predicted / measured - 1) for predicted, measured in peaks.values())
-    ratios, raced = [choice.ratio for choice in choices], [choice.raced_ratio for choice in choices]
+    ratios = [choice.ratio for choice in choices]
+    raced = [choice.raced_ratio for choice in choices if choice.raced_ratio is not None]
     rows = [
         row(f"step time, mean error over {len(pairs)} pairs", error, 0.05, ".1%"),
         row(f"peak memory, mean error over {len(peaks)} plans", memory, 0.025, ".1%"),
         row(f"choice over the fastest, mean of {len(ratios)}", statistics.fmean(ratios), 1.03, ".3f"),
         row("choice over the fastest, worst", max(ratios), 1.03, ".3f"),
-        row("choice after a race over the fastest, worst", max(raced), 1.03, ".3f"),
     ]
+    if raced:
+        rows.append(row("choice after a race over the fastest, worst", max(raced), 1.03, ".3f"))
     kept = [choice.memory / choice.cap for choice in choices if choice.cap is not None]
     return [*rows, row("memory of choices over their cap, worst", max(kept), 1.0, ".3f")] if kept else rows
