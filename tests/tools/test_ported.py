@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from tools.ported.scripts import Change, listed
+from tools.ported.scripts import Change, Script, listed
 
 
 def test_ports_are_three_lines_or_fewer() -> None:
@@ -21,3 +23,15 @@ def test_a_line_is_replaced_with_its_indentation() -> None:
     for text in ("other()\n", "call()\ncall()\n"):
         with pytest.raises(SystemExit, match="not once"):
             script.changed(text, changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [item for item in listed() if item.framework == "trl"], ids=lambda item: item.name)
+def test_scripts_of_an_installed_package_equal_ddp(script: Script, tmp_path: Path) -> None:
+    """Those of the others are in checkouts of their repositories only."""
+    pytest.importorskip("trl")
+    from tools.ported.__main__ import MOST, source, tried
+
+    found = tried(script, source(script, {}).read_text(encoding="utf-8"), tmp_path)
+    assert found["weight_apart"] <= MOST
+    assert found["losses"] > 0

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from tools.ported.inputs import make_backbone, make_inputs
@@ -135,6 +135,25 @@ def compared(one: Path, other: Path) -> dict[str, float]:
     }
 
 
+def tried(script: Script, text: str, folder: Path) -> dict[str, Any]:
+    """Run a script over DDP and over thinwire.
+
+    Args:
+        script: The script.
+        text: Its text.
+        folder: Where both runs have a directory.
+
+    Returns:
+        How far they are apart, or the sentence with which thinwire refused.
+
+    Raises:
+        SystemExit: A run failed in another way.
+    """
+    run(script, script.changed(text, script.ddp), folder / "ddp")
+    refused = run(script, script.changed(text, script.changes), folder / "thinwire")
+    return {"refused": refused} if refused else compared(folder / "thinwire", folder / "ddp")
+
+
 def main() -> None:
     """Run the scripts that the command line names, and keep what they gave in the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -149,15 +168,12 @@ def main() -> None:
         if options.scripts and not {script.name, script.framework} & set(options.scripts):
             continue
         text = source(script, checkouts).read_text(encoding="utf-8")
-        folder = ROOT / "build/ported" / script.name
         try:
-            run(script, script.changed(text, script.ddp), folder / "ddp")
-            refused = run(script, script.changed(text, script.changes), folder / "thinwire")
-            found = {"refused": refused} if refused else compared(folder / "thinwire", folder / "ddp")
+            found = tried(script, text, ROOT / "build/ported" / script.name)
         except SystemExit as error:
             found = {"failed": str(error)}
         print(f"{script.name}: {found}", flush=True)
-        if script.refused != ("refused" in found) or not found.get("weight_apart", 0) <= MOST:
+        if "failed" in found or script.refused != ("refused" in found) or not found.get("weight_apart", 0) <= MOST:
             failed = True
         else:
             keep(script.name, found)

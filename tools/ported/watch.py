@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from thinwire.integrations.optimizers import is_sharded
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
+from thinwire.integrations.common.optimizers import is_sharded
 
 LOSSES, WEIGHTS = "losses-{rank}.json", "weights.pt"
 
