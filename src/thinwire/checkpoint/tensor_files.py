@@ -66,7 +66,7 @@ def write_tensors(
     path: Path,
     entries: Sequence[TensorEntry],
     read: Callable[[str], torch.Tensor],
-    metadata: Mapping[str, str] | None | None,
+    metadata: Mapping[str, str] | None,
 ) -> None:
     """Write a file to disk, with one or two of its tensors in memory at a time.
 
