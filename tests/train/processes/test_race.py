@@ -216,7 +216,7 @@ def test_others_go_on_after_a_finalist_that_dies(
 
 def test_without_a_timed_step_a_plan_that_did_not_fail_is_taken() -> None:
     laps = {ZERO3: Lap(problem="rank 1: out of memory", failed=True), DDP: Lap(problem="too late")}
-    done = race([Entry(ZERO3, 0.1), Entry(DDP, 0.2, "ddp")], lambda plan, _: laps[plan], 20.0)
+    done = race([Entry(ZERO3, 0.1), Entry(DDP, 0.2, "ddp")], lambda plan, _left, _part: laps[plan], 20.0)
     assert done.taken.plan == DDP
     assert "the first that did not fail is taken: preset ddp" in done.lines()[-1]
 
