@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.paths import ROOT
+from tests.support.said import heard
 from torch import nn
 
 import thinwire as tw
@@ -92,18 +92,13 @@ Course = Callable[[tw.Plan | AutoPlan, Path], tuple[nn.Module, list[float]]]
 def raced(folder: Path, course: Course) -> tuple[str, list[float], list[float], list[str]]:
     """The plan that a race takes, losses under it and under the same plan by name, and what the log says."""
     join()
-    said: list[str] = []
-    log = logging.getLogger("thinwire")
-    log.setLevel(logging.INFO)
-    log.addHandler(handler := logging.Handler())
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     auto = AutoPlan(sequence_length=LENGTH, micro_batch=2, profile=folder / "slow.json")
-    torch.manual_seed(7)
-    model, losses = course(auto, folder / "auto")
-    plan = runtime(model).plan
-    torch.manual_seed(7)
-    _, named = course(plan, folder / "named")
-    log.removeHandler(handler)
+    with heard() as said:
+        torch.manual_seed(7)
+        model, losses = course(auto, folder / "auto")
+        plan = runtime(model).plan
+        torch.manual_seed(7)
+        _, named = course(plan, folder / "named")
     return plan.to_toml(), losses, named, said
 
 

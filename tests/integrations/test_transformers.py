@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from tests.support.frameworks.transformers import (
     transformers,
 )
 from tests.support.paths import ROOT
+from tests.support.said import heard
 
 import thinwire as tw
 from thinwire.errors import UsageError
@@ -274,22 +274,17 @@ def test_a_plan_is_chosen_for_the_cluster(tmp_path: Path) -> None:
 def raced(directory: Path, profile: str) -> tuple[list[str], str, list[Any], list[Any]]:
     """What ``auto`` says of a race, the plan that it takes, and logs of training with ``auto`` and with that plan."""
     join()
-    said: list[str] = []
-    log = logging.getLogger("thinwire")
-    log.setLevel(logging.INFO)
-    log.addHandler(handler := logging.Handler())
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logs, plan = [], None
-    for name in ("auto", "named"):
-        torch.manual_seed(7)
-        asked = {"plan": "auto", "sequence_length": LENGTH, "profile": profile} if plan is None else {}
-        settings = arguments(directory / name, ThinwireArguments, max_steps=20, **asked)
-        trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400), plan=plan)
-        trainer.train()
-        steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-        logs.append([(entry["loss"], entry["grad_norm"]) for entry in steps])
-        plan = runtime(trainer.model).plan
-    log.removeHandler(handler)
+    with heard() as said:
+        for name in ("auto", "named"):
+            torch.manual_seed(7)
+            asked = {"plan": "auto", "sequence_length": LENGTH, "profile": profile} if plan is None else {}
+            settings = arguments(directory / name, ThinwireArguments, max_steps=20, **asked)
+            trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400), plan=plan)
+            trainer.train()
+            steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+            logs.append([(entry["loss"], entry["grad_norm"]) for entry in steps])
+            plan = runtime(trainer.model).plan
     assert plan is not None
     return said, plan.to_toml(), logs[0], logs[1]
 

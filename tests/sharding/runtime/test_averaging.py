@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.said import heard
 from tests.support.training import grids
 from tests.support.training.edge import ADAMW, build, raised, samples, train_alone
 from tests.support.training.models import Stack
@@ -249,11 +250,8 @@ def check_warning(directory: str) -> list[str]:
     model, optim, _ = start(plan, {"window": 1})
     tw.save(model, optim, directory)
     other = tw.shard(build(Stack), plan)
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("thinwire").addHandler(handler)
-    tw.load(other, tw.optimizer(other, torch.optim.AdamW, **ADAMW), directory)
+    with heard(logging.WARNING) as said:
+        tw.load(other, tw.optimizer(other, torch.optim.AdamW, **ADAMW), directory)
     return said
 
 
