@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from thinwire.checkpoint import strict_json
+from thinwire.checkpoint.header import check_header
 from thinwire.checkpoint.manifest import (
     MANIFEST_NAME,
     SAFETENSORS_CODES,
@@ -26,7 +27,6 @@ from thinwire.checkpoint.manifest import (
     StoredSpan,
     VectorEntry,
     check_cover,
-    check_header,
     converts_losslessly,
     decode,
     read_manifest,

@@ -18,7 +18,8 @@ import torch
 from zlib_ng.zlib_ng import crc32
 
 from thinwire.checkpoint.blocks import BLOCK_BYTES, Piece, ReadPiece, as_bytes, read_ahead, read_into
-from thinwire.checkpoint.manifest import FileEntry, Manifest, StoredSpan, check_header, check_size, os_reason
+from thinwire.checkpoint.header import check_header
+from thinwire.checkpoint.manifest import FileEntry, Manifest, StoredSpan, check_size, os_reason
 from thinwire.checkpoint.storage import ShardedVector
 from thinwire.errors import CheckpointError
 

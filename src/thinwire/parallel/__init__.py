@@ -7,6 +7,7 @@ part over its data-parallel ranks.
 
 from thinwire.parallel.divisible import Divisible
 from thinwire.parallel.grid import Grid
-from thinwire.parallel.model import ParallelModel, ParallelOptimizer, parallelize
+from thinwire.parallel.model import ParallelModel, parallelize
+from thinwire.parallel.optimizer import ParallelOptimizer
 
 __all__ = ["Divisible", "Grid", "ParallelModel", "ParallelOptimizer", "parallelize"]

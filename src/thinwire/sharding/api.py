@@ -30,7 +30,7 @@ from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.modules.discover import Selection, ignore
 from thinwire.sharding.optimizer.making import build_optimizer
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, clip_grad_norm_
-from thinwire.sharding.runtime.runtime import Runtime, runtime_of
+from thinwire.sharding.runtime.runtime import Runtime, runtime_of, sharded_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
 
@@ -452,13 +452,13 @@ def register_forward_method(model: nn.Module, name: str) -> None:
     if not callable(method):
         raise UsageError(f"{type(model).__name__} has no method {name!r}")
     setattr(model, name, as_forward(model, method))
-    runtime.methods.append(name)
+    runtime.methods = [*runtime.methods, name]
 
 
 def traffic(model: nn.Module) -> dict[str, dict[str, int]]:
     """Bytes that this rank has sent since the last call, inside its node and across nodes: ``{"gather": {"inside": ...,
     "across": ...}, "reduce": ..., "sync": ..., "spread": ..., "control": ...}``."""
-    taken = runtime_of(model).meter.take()
+    taken = sharded_of(model).meter.take()
     return {str(lane): {str(scope): sent[scope] for scope in Scope} for lane, sent in taken.items()}
 
 
@@ -466,14 +466,14 @@ def exposed(model: nn.Module) -> dict[str, float]:
     """Seconds that computation waited for each lane since the last call: ``{"gather": ..., "reduce": ...,
     "sync": ..., "spread": ...}``, and on CPUs ``"control"``. On GPUs, times are taken from the first call on, and waits
     that the device has not reached yet are counted by the next call."""
-    return {str(lane): seconds for lane, seconds in runtime_of(model).lanes.exposed().items()}
+    return {str(lane): seconds for lane, seconds in sharded_of(model).lanes.exposed().items()}
 
 
 def worked(model: nn.Module) -> dict[str, dict[str, float]]:
     """Seconds that each lane worked since the last call: ``{"gather": {"transfer": ..., "codec": ...}, ...}``.
     Transfers include waiting for peers. A lane may transfer and encode at the same time. On GPUs, see
     :func:`exposed`."""
-    return {str(lane): seconds for lane, seconds in runtime_of(model).lanes.worked().items()}
+    return {str(lane): seconds for lane, seconds in sharded_of(model).lanes.worked().items()}
 
 
 @contextlib.contextmanager
@@ -485,7 +485,7 @@ def timeline(model: nn.Module) -> Iterator[Timeline]:
     Yields:
         The timeline, which is complete after the block.
     """
-    lanes = runtime_of(model).lanes
+    lanes = sharded_of(model).lanes
     recorded = lanes.start_timeline()
     try:
         yield recorded

@@ -289,8 +289,8 @@ def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
     """Attach a runtime to the model and hook its modules."""
     runtime = Runtime(sharded)
     attach(sharded.model, runtime)
-    if runtime.masters is not None:
-        runtime.masters.unfreeze = partial(unfreeze, runtime)
+    if (masters := runtime.masters) is not None:
+        masters.unfreeze = partial(unfreeze, runtime)
     undo = hooks.install(sharded, runtime.passes, runtime.shares, runtime.join_spreads)
     if runtime.shares is not None:
         undo += stream_saves(sharded.model)

@@ -90,7 +90,7 @@ def allow_copies(
         selection = [chosen if isinstance(chosen, str) else names[chosen] for chosen in selection]
 
     def copied(memo: dict[int, Any]) -> nn.Module:
-        if runtime.passes.is_inside():
+        if runtime.is_inside:
             raise UsageError("copy.deepcopy(model) inside its forward, its backward or full_parameters()")
         runtime.refuse_half_loaded()
         runtime.join_spreads()
@@ -101,7 +101,7 @@ def allow_copies(
         _copy_values(runtime, other)
         for name in runtime.methods:
             setattr(twin, name, as_forward(twin, getattr(twin, name)))
-        other.methods += runtime.methods
+        other.methods = runtime.methods
         return twin
 
     object.__setattr__(model, "__deepcopy__", copied)
@@ -111,11 +111,11 @@ def allow_copies(
 
 def _without_values(runtime: Runtime, added: Additions, memo: dict[int, Any]) -> nn.Module:
     """Copy a model as if it were not sharded. Its sharded parameters have no values and take no memory."""
-    model, device = runtime.model, runtime.sharded.device
+    sharded, model = runtime.sharded, runtime.model
     for unit in runtime.units:
         for buffer in unit.buffers:
             for compute in buffer.parameters:
-                empty = husk(compute, device).requires_grad_(buffer.layout.trainable)
+                empty = husk(compute, sharded.device).requires_grad_(buffer.layout.trainable)
                 memo[id(compute)] = with_codes(compute, empty) if is_packed(compute) else empty
     with added.removed():
         for wrapper in filter(is_wrapper, model.parameters()):

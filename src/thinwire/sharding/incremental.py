@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from typing import Final
 
+import torch
 from torch import nn
 
 from thinwire.collectives.group import control
 from thinwire.errors import UsageError
+from thinwire.sharding.memory.local import set_local
 from thinwire.sharding.modules.discover import Selection
-from thinwire.sharding.runtime.runtime import plan_of, runtime_of
+from thinwire.sharding.runtime.runtime import Runtime, detach, plan_of, runtime_of
+from thinwire.sharding.runtime.sharded_parameters import forget_share
 from thinwire.spec import CodecSpec, Factor, Plan, UnitOverride, Wire
 from thinwire.spec.renames import TUNED
 
@@ -52,7 +55,7 @@ def join_parts(
         if hasattr(module, "_thinwire_runtime"):
             _check(name, module, members)
             exceptions += _exceptions(name, plan_of(module), plan)
-            runtime_of(module).dissolve()
+            _dissolve(runtime_of(module))
             object.__setattr__(module, _PART, True)
     parts = [module for module in model.modules() if hasattr(module, _PART)]
     if exceptions:
@@ -73,6 +76,25 @@ def _check(name: str, part: nn.Module, members: tuple[int, ...] | None) -> None:
             f"its module {name!r} is sharded already and in training: shard all parts and the model before the "
             "optimizer is made"
         )
+
+
+def _dissolve(runtime: Runtime) -> None:
+    """Restore the whole parameters of a part and remove its runtime. Collective."""
+    shares = runtime.shares
+    assert shares is not None
+    runtime.join_spreads()
+    with torch.no_grad():
+        wholes = {name: share.full_tensor() for name, share in shares.items()}
+    for undo in reversed(runtime.undo):
+        undo()
+    for unit in runtime.units:
+        for buffer in unit.buffers:
+            for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
+                set_local([parameter], [wholes[slot.name]])
+                forget_share(parameter)
+    sharded = runtime.sharded
+    sharded.lanes.close()
+    detach(sharded.model)
 
 
 def _exceptions(name: str, part: Plan, plan: Plan) -> list[UnitOverride]:

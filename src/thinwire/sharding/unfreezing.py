@@ -48,16 +48,15 @@ def unfreeze(runtime: Runtime, names: Set[str]) -> None:
         unit: [buffer for buffer in unit.buffers if names & buffer.layout.slot_by_name.keys()] for unit in runtime.units
     }
     _check(runtime, min(names), [buffer for buffers in chosen.values() for buffer in buffers])
-    everyone = runtime.data_ranks.all_gather_typed(sorted(names), _NAMES)
+    ranks = runtime.data_ranks
+    everyone = ranks.all_gather_typed(sorted(names), _NAMES)
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             raise MismatchError(
                 f"rank {rank} and rank 0 unfreeze different parameters: {theirs} against {everyone[0]}. Set "
                 "requires_grad alike on every rank"
             )
-    runtime.passes.forget_failed()
-    runtime.passes.take_unreported()
-    runtime.join()
+    runtime.reach_pause()
     grown: list[tuple[Unit, FlatBuffer, UnitGradient]] = []
     for unit, buffers in chosen.items():
         grown += [(unit, buffer, _train(buffer, unit, sharded)) for buffer in buffers]
@@ -67,23 +66,29 @@ def unfreeze(runtime: Runtime, names: Set[str]) -> None:
     owned = [one for _, buffer, part in grown for one in fragments_of(buffer, part, shard, share)]
     sharded.fragments.extend(owned)
     sharded.fragments.sort(key=lambda one: (one.unit, one.slot))
-    _tell(runtime, [unit for unit, buffers in chosen.items() if buffers])
-    assert runtime.parameters is not None
-    runtime.parameters.train(grown, owned)
-    if isinstance(runtime.optimizer, ShardedOptimizer):
-        runtime.optimizer.expect([part for _, _, part in grown], owned)
+    gradients = sorted(sharded.gradients.items())
+    sharded.gradients.clear()
+    sharded.gradients.update(gradients)
+    runtime.units_grew()
+    hooks = [hook_gradients(unit, sharded, runtime.passes) for unit, buffers in chosen.items() if buffers]
+    runtime.undo = [*runtime.undo, *hooks]
+    parameters, optimizer = runtime.parameters, runtime.optimizer
+    assert parameters is not None
+    parameters.train(grown, owned)
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.expect([part for _, _, part in grown], owned)
 
 
 def _check(runtime: Runtime, name: str, buffers: list[FlatBuffer]) -> None:
-    if runtime.passes.is_inside():
+    if runtime.is_inside:
         raise UsageError(
             f"{name} was frozen when the model was sharded, and is to be trained inside a forward, a backward or "
             "full_parameters(): set requires_grad = True outside of them"
         )
-    runtime.holds.refuse(f"requires_grad = True for {name}, which was frozen when the model was sharded,")
-    residence, why = runtime.plan.residence, ""
-    if not residence.on_device:
-        why = f"residence {residence}, whose states and gradients have their places on the host"
+    runtime.refuse(f"requires_grad = True for {name}, which was frozen when the model was sharded,")
+    plan, why = runtime.plan, ""
+    if not plan.residence.on_device:
+        why = f"residence {plan.residence}, whose states and gradients have their places on the host"
     elif runtime.exchanges is not None:
         why = "islands, which have dealt out what they exchange"
     elif runtime.means is not None:
@@ -133,17 +138,3 @@ def _lay_out(unit: Unit, grown: list[FlatBuffer], sharded: ShardedModel) -> None
     parameters = sum(len(part.layout.slots) for part in sharded.gradients[unit.index])
     info = replace(unit.info, buffers=tuple(infos[id(buffer)] for buffer in order), parameters=parameters)
     unit.lay_out(info, order)
-
-
-def _tell(runtime: Runtime, units: Sequence[Unit]) -> None:
-    """Tell everything that counts trained parameters, gradients or buffers that units have others."""
-    sharded, infos = runtime.sharded, [unit.info for unit in runtime.units]
-    gradients = sorted(sharded.gradients.items())
-    sharded.gradients.clear()
-    sharded.gradients.update(gradients)
-    runtime.schedule.restart(infos)
-    runtime.reducer.recount()
-    runtime.step_check.extend(infos)
-    runtime.spreads.forget_parts()
-    runtime.audit.watch()
-    runtime.undo = [*runtime.undo, *(hook_gradients(unit, sharded, runtime.passes) for unit in units)]

@@ -2,7 +2,7 @@
 
 A plan is the contract between the planner that emits it, the runtime that obeys it, the simulator that
 prices it and the checkpoint that stores it. It holds decisions only; what they imply for a given model is the
-program.
+program. The file is long because all keys, and the rules between them, are to be found in one place.
 """
 
 from __future__ import annotations

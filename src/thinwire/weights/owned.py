@@ -45,9 +45,10 @@ def snapshot(runtimes: Iterable[Runtime], prefix: str) -> tuple[list[Piece], Val
 
 def _owned(runtime: Runtime) -> Iterator[_Part]:
     sharded = runtime.sharded
-    if runtime.masters is not None:
-        runtime.masters.flush()
-    if rounds_parameters(runtime.plan) or not runtime.plan.residence.on_device:
+    if (masters := runtime.masters) is not None:
+        masters.flush()
+    plan = runtime.plan
+    if rounds_parameters(plan) or not plan.residence.on_device:
         runtime.join_spreads()  # until then, this rank does not hold what it owns as others get it
     if sharded.part.data.island:
         return  # the first island publishes

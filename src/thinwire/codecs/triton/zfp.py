@@ -3,7 +3,7 @@
 
 Shapes: B blocks of four values per program. A block has at most 128 bits, which are four words of 32 bits. Tables say
 what a few bits mean at once, so that no loop goes from bit to bit: two planes are encoded, and eight bits decoded, by
-one look-up.
+one look-up. The file is long because both directions share the tables.
 """
 
 from __future__ import annotations

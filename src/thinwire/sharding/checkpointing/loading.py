@@ -47,7 +47,7 @@ from thinwire.sharding.islands.saved import (
     resume_turns,
     shared_pieces,
 )
-from thinwire.sharding.runtime.runtime import plan_of, runtime_of
+from thinwire.sharding.runtime.runtime import plan_of, runtime_of, sharded_of
 from thinwire.sharding.step.loss_scale import checked_state
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.spec import Plan
@@ -67,7 +67,7 @@ def load(parts: Sequence[ModelAndOptimizer], path: Path) -> dict[str, Json]:
     ranks = savers(parts)
     finish_save(ranks)
     for model, _ in parts:
-        runtime_of(model).holds.refuse("load()")
+        runtime_of(model).refuse("load()")
     shapes = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()}, ranks)
     opened, manifest, keys = _everywhere(lambda: _open(shapes, parts, path), ranks)
     same_plan = _holds(manifest, plan_of(parts[0][0]))  # those of other parts follow from it
@@ -94,7 +94,7 @@ def _check_absent(parts: Sequence[ModelAndOptimizer], manifest: Manifest, path: 
         return
     vectors = Vectors()
     for model, _ in parts:
-        sharded = runtime_of(model).sharded
+        sharded = sharded_of(model)
         add_frozen(sharded, vectors)
         add_masters(sharded, vectors, {key: content.dtype for key, content in manifest.absent.items()})
     present = {key: vector for key, vector in vectors.sharded().items() if key in manifest.absent}
@@ -161,7 +161,7 @@ class _Loading:
         stored = StoredParameters(self._manifest, self._sharded.slices, vectors)
         self._copies = _want_unoptimized(self._sharded, self._manifest, vectors, stored, self._path)
         fragments = self._optim.fragments if self._optim is not None else self._sharded.fragments
-        exchanges = self._exchanges
+        exchanges, means = self._exchanges, self._runtime.means
         apart = exchanges is not None and self._same_islands
         for owned in fragments:
             _refuse_encoded(self._manifest, owned.fragment.slot.name, self._path)
@@ -169,8 +169,8 @@ class _Loading:
             stored.want(masters, owned, "", owned.value.detach().view(-1))
             if self._with_held:
                 stored.want(own_key("held", self._island), owned, "", owned.held)
-            if self._runtime.means is not None and self._counts is not None:
-                stored.want(own_key("average", self._island), owned, "", self._runtime.means.of(owned))
+            if means is not None and self._counts is not None:
+                stored.want(own_key("average", self._island), owned, "", means.of(owned))
         if exchanges is not None:
             exchanges.wait()
             self._want_shared(exchanges, fragments, stored)

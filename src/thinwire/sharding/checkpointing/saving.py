@@ -50,6 +50,7 @@ from thinwire.sharding.checkpointing.stored_parameters import (
     sliced,
     union,
 )
+from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.grads.weight_means import WeightMeans
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.saved import (
@@ -60,7 +61,7 @@ from thinwire.sharding.islands.saved import (
     turns_of,
 )
 from thinwire.sharding.memory.local import LocalPart
-from thinwire.sharding.runtime.averaging import APPLIED
+from thinwire.sharding.runtime.averaging import refuse_average
 from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.step.sharded_model import ShardedModel
 
@@ -203,20 +204,20 @@ def _collect(
     runtimes = [runtime_of(model) for model, _ in parts]
     for runtime in runtimes:
         runtime.refuse_half_loaded()
-        if APPLIED in runtime.holds.blocks:
-            runtime.holds.refuse("save()")
+        refuse_average(runtime, "save()")
     vectors, shared = Vectors(), Vectors()
     plan, num_steps = runtimes[0].plan, runtimes[0].num_steps
     values: dict[str, Json] = {"plan": plan.to_toml(full=True), "num_steps": num_steps, "extra": dict(extra or {})}
     ranks = savers(parts)
     values["shapes"] = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()}, ranks)
-    cuts = {name: cut for runtime in runtimes for name, cut in cuts_of(runtime.sharded).items()}
+    sharded = [runtime.sharded for runtime in runtimes]
+    cuts = {name: cut for part in sharded for name, cut in cuts_of(part).items()}
     values["slices"] = union(cuts, ranks)
-    if any(runtime.sharded.codecs.stored is not None for runtime in runtimes):
-        values[ENCODED] = union(encoded_forms(unit for runtime in runtimes for unit in runtime.units), ranks)
+    if any(part.codecs.stored is not None for part in sharded):
+        values[ENCODED] = union(encoded_forms(unit for part in sharded for unit in part.units), ranks)
     for runtime, (_, optim) in zip(runtimes, parts, strict=True):
         runtime.join()
-        _save_part(runtime.sharded, runtime.exchanges, runtime.reducer.lost, optim, runtime.means, vectors, values)
+        _save_part(runtime.sharded, runtime.exchanges, runtime.reducer, optim, runtime.means, vectors, values)
         add_frozen(runtime.sharded, shared)
     frozen = {stored(key): vector for key, vector in shared.sharded().items()}
     own = {stored(key): vector for key, vector in vectors.sharded().items()}
@@ -227,13 +228,13 @@ def _collect(
 def _save_part(
     sharded: ShardedModel,
     exchanges: Exchanges | None,
-    lost: Mapping[str, torch.Tensor],
+    reducer: Reducer,
     optim: FragmentStates | None,
     means: WeightMeans | None,
     vectors: Vectors,
     values: dict[str, Json],
 ) -> None:
-    """Add a part to a checkpoint, whose parameters are up to date, and whose rounding errors are ``lost``."""
+    """Add a part to a checkpoint, whose parameters are up to date, and whose gradients are combined."""
     plan, part, island = sharded.plan, sharded.part, sharded.part.data.island
     first_replica = sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0
     first_tensor = part.tensor == 0
@@ -276,7 +277,7 @@ def _save_part(
                 values[own_key(f"optimizer/{slot.name}/{key}", island)] = number
     if means is not None:
         values[own_key("average", island)] = list(means.counts)
-    _save_lost(own_key("feedback", island), part, lost, vectors, values)
+    _save_lost(own_key("feedback", island), part, reducer.lost, vectors, values)
     if exchanges is not None:
         _save_lost("outer/lost", part, lost_of(exchanges), vectors, values, everywhere=True)
         values[of_part("outer", part)] = turns_of(exchanges)

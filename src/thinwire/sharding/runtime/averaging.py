@@ -27,17 +27,12 @@ class Average:
     """
 
     def __init__(self, runtimes: Sequence[Runtime], decay: float | None, window: int | None) -> None:
-        self._runtimes = tuple(runtimes)
-        for runtime in self._runtimes:
-            runtime.join_spreads()
-            runtime.means = WeightMeans(runtime.sharded.fragments, decay, window or 1)
+        self._parts = [_Part(runtime, decay, window or 1) for runtime in runtimes]
 
     @property
     def num_updates(self) -> int:
         """Number of updates so far, those before a loaded checkpoint included."""
-        means = self._runtimes[0].means
-        assert means is not None
-        return means.counts[0]
+        return self._parts[0].means.counts[0]
 
     @torch.no_grad()
     def update(self) -> None:
@@ -46,12 +41,8 @@ class Average:
         Raises:
             UsageError: The model computes with the average, or is inside of another block that is for reading.
         """
-        for runtime in self._runtimes:
-            runtime.holds.refuse("average.update()")
-            if runtime.plan.residence.streams_states:
-                runtime.spreads.join()  # their new values may be on their way to the host
-            assert runtime.means is not None
-            runtime.means.update()  # beside spreads: in this rank's piece they leave what is there
+        for part in self._parts:
+            part.update()
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -65,44 +56,74 @@ class Average:
         Raises:
             UsageError: The model is inside a forward or a backward, or another block is open.
         """
-        for runtime in self._runtimes:
-            if runtime.passes.is_inside() and not runtime.holds.depth:
-                raise UsageError(f"{APPLIED} inside a forward or a backward of the model: enter it before the forward")
-            runtime.holds.refuse(APPLIED)
+        for part in self._parts:
+            part.refuse_to_apply()
         with contextlib.ExitStack() as stack:
-            for runtime in self._runtimes:
-                stack.enter_context(_applied(runtime))
+            for part in self._parts:
+                stack.enter_context(part.applied())
             yield
 
 
-@contextlib.contextmanager
-def _applied(runtime: Runtime) -> Iterator[None]:
-    means, spreads, units = runtime.means, runtime.spreads, range(len(runtime.units))
-    assert means is not None
-    buffers = [buffer for unit in runtime.units for buffer in unit.buffers if buffer.layout.trainable]
-    # With a codec, P shards hold what earlier spreads have left there, which no spread brings back.
-    is_exact = used_codec(runtime.plan, "spread").is_none
+class _Part:
+    """The average of one part of the model.
 
-    def swap(*, spread: bool) -> None:
-        with torch.no_grad():
-            means.swap()
-            if spread:
-                spreads.write_back(units, differences=True)
-                spreads.start(exactly=True)
+    Args:
+        runtime: Runtime of the part, which gets the average.
+        decay: See :func:`average`.
+        window: See :func:`average`.
+    """
 
-    with runtime.holds.block(APPLIED), runtime.schedule.aside():
+    def __init__(self, runtime: Runtime, decay: float | None, window: int) -> None:
         runtime.join_spreads()
-        kept = [] if is_exact else [buffer.shard.clone() for buffer in buffers]
-        swap(spread=True)
-        try:
-            yield
-        finally:
-            runtime.join_spreads()
-            swap(spread=is_exact)
-            for unit in runtime.units if kept else ():
-                unit.updated()
-            for buffer, shard in zip(buffers if kept else (), kept, strict=True):
-                buffer.shard.copy_(shard)
+        self._runtime, self._sharded, self._spreads = runtime, runtime.sharded, runtime.spreads
+        self.means = runtime.means = WeightMeans(self._sharded.fragments, decay, window)
+
+    def update(self) -> None:
+        """Let the average follow the weights."""
+        self._runtime.refuse("average.update()")
+        if self._sharded.plan.residence.streams_states:
+            self._spreads.join()  # their new values may be on their way to the host
+        self.means.update()  # beside spreads: in this rank's piece they leave what is there
+
+    def refuse_to_apply(self) -> None:
+        """Raise if the model may not change its weights now."""
+        self._runtime.refuse(APPLIED)
+        if self._runtime.is_inside:
+            raise UsageError(f"{APPLIED} inside a forward or a backward of the model: enter it before the forward")
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Let the part have the average as its weights in this block."""
+        units = self._sharded.units
+        buffers = [buffer for unit in units for buffer in unit.buffers if buffer.layout.trainable]
+        # With a codec, P shards hold what earlier spreads have left there, which no spread brings back.
+        is_exact = used_codec(self._sharded.plan, "spread").is_none
+        with self._runtime.reading(APPLIED):
+            self._runtime.join_spreads()
+            kept = [] if is_exact else [buffer.shard.clone() for buffer in buffers]
+            self._swap(spread=True)
+            try:
+                yield
+            finally:
+                self._runtime.join_spreads()
+                self._swap(spread=is_exact)
+                for unit in units if kept else ():
+                    unit.updated()
+                for buffer, shard in zip(buffers if kept else (), kept, strict=True):
+                    buffer.shard.copy_(shard)
+
+    def _swap(self, *, spread: bool) -> None:
+        with torch.no_grad():
+            self.means.swap()
+            if spread:
+                self._spreads.write_back(range(len(self._sharded.units)), differences=True)
+                self._spreads.start(exactly=True)
+
+
+def refuse_average(runtime: Runtime, action: str) -> None:
+    """Refuse an action while a model computes with its average, but not in other blocks for reading."""
+    if APPLIED in runtime.blocks:
+        runtime.refuse(action)
 
 
 def average(model: nn.Module, *, decay: float | None = None, window: int | None = None) -> Average:

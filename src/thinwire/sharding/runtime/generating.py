@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from thinwire.agreement import Typed
+from thinwire.collectives.group import Control
 from thinwire.collectives.memory import release_memory
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import UsageError
@@ -24,8 +25,9 @@ from thinwire.sharding.memory.free import free_memory
 from thinwire.sharding.params.param_group import State, Unit
 from thinwire.sharding.runtime.averaging import APPLIED
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
-from thinwire.sharding.step.passes import Pass
+from thinwire.sharding.step.passes import Pass, Passes
 from thinwire.sharding.step.pinned_units import recomputing
+from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.spec import CodecSpec, Factor, Plan
 from thinwire.units import format_bytes
 
@@ -84,7 +86,7 @@ class Generation:
 
 def generates(model: nn.Module) -> bool:
     """Whether a sharded model is inside :func:`generating`."""
-    return _NAME in runtime_of(model).holds.blocks
+    return _NAME in runtime_of(model).blocks
 
 
 @contextlib.contextmanager
@@ -115,33 +117,33 @@ def generating(model: nn.Module, *, keep: str | None = None) -> Iterator[Generat
             no such way to keep them.
     """
     runtime = runtime_of(model)
-    passes, holds = runtime.passes, runtime.holds
+    passes, ranks = runtime.passes, runtime.data_ranks
     if not recomputing():
         passes.forget_failed()
     if recomputing() or passes.state.present is not Pass.IDLE:
         raise UsageError(f"{_NAME} inside a forward or a backward of the model: enter it before the first of them")
-    holds.refuse(_NAME, beside=APPLIED)
+    runtime.refuse(_NAME, beside=APPLIED)
     units = [unit for unit in runtime.units if unit.sharded]
-    chosen = _choose(runtime, units, keep)
-    if runtime.data_ranks.rank == 0 and units:
+    chosen = _choose(runtime.sharded, ranks, units, keep)
+    if ranks.rank == 0 and units:
         log.info("%s: %s", _NAME, chosen)
     present = {unit.index for unit in units if unit.state is not State.SHARDED}
-    with holds.block(_NAME), runtime.schedule.aside(), _laid(runtime, units, chosen.kept, present):
+    with runtime.reading(_NAME), _laid(runtime, units, chosen.kept, present):
         yield chosen
 
 
 # -- the choice --------------------------------------------------------------------------------------------------
 
 
-def _choose(runtime: Runtime, units: Sequence[Unit], keep: str | None) -> Generation:
+def _choose(sharded: ShardedModel, ranks: Control, units: Sequence[Unit], keep: str | None) -> Generation:
     """The cheapest way to lie that every rank has memory for. Collective."""
     if not units:
         return Generation(Kept.WHOLE)
-    place, free = free_memory(runtime.sharded.device)
-    answers = runtime.data_ranks.all_gather_typed((place, free, keep), _ANSWER)
+    place, free = free_memory(sharded.device)
+    answers = ranks.all_gather_typed((place, free, keep), _ANSWER)
     neighbours = Counter(place for place, _, _ in answers)
     room = min(free // neighbours[place] for place, free, _ in answers) // 2
-    ways = list(_ways(runtime.plan, units, room))
+    ways = list(_ways(sharded.plan, units, room))
     if (wanted := {keep for _, _, keep in answers}) == {None}:
         return min((way for way in ways if way.nbytes <= room), key=lambda way: (way.across, way.inside))
     for way in ways:
@@ -211,8 +213,8 @@ def _laid(runtime: Runtime, units: Sequence[Unit], kept: Kept, present: set[int]
         elif kept is Kept.ENCODED:
             stack.enter_context(_encoded(units))
         elif kept is Kept.SECONDARY:
-            stack.enter_context(_secondary(runtime, units))
-        if units and kept.exchanges and hasattr(model, "generate") and _is_whole_job(runtime):
+            stack.enter_context(_secondary(runtime.sharded, runtime.passes, units))
+        if units and kept.exchanges and hasattr(model, "generate") and _is_whole_job(runtime.data_ranks):
             stack.enter_context(_in_step(model))
         yield
 
@@ -234,9 +236,9 @@ def _encoded(units: Sequence[Unit]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _secondary(runtime: Runtime, units: Sequence[Unit]) -> Iterator[None]:
+def _secondary(sharded: ShardedModel, passes: Passes, units: Sequence[Unit]) -> Iterator[None]:
     """Gather from secondary shards in this block, which a plan without them gets for as long."""
-    plan, sharded = runtime.plan, runtime.sharded
+    plan = sharded.plan
     lent: AxisGroup | None = None
     if plan.secondary is None:
         units = [unit for unit in units if unit.state is State.SHARDED]  # others are whole already
@@ -251,10 +253,10 @@ def _secondary(runtime: Runtime, units: Sequence[Unit]) -> Iterator[None]:
                 unit.need(from_secondary=False)
                 unit.keep_secondary()
                 unit.free()
-        runtime.passes.evaluates_from_secondary = True
+        passes.evaluates_from_secondary = True
         yield
     finally:
-        runtime.passes.evaluates_from_secondary = False
+        passes.evaluates_from_secondary = False
         for unit, was_valid in zip(units, were_valid, strict=True):
             unit.secondary_valid &= was_valid
             if lent is not None:
@@ -262,8 +264,8 @@ def _secondary(runtime: Runtime, units: Sequence[Unit]) -> Iterator[None]:
                 unit.lend_secondary(None)
 
 
-def _is_whole_job(runtime: Runtime) -> bool:
-    return runtime.data_ranks.size == dist.get_world_size()
+def _is_whole_job(ranks: Control) -> bool:
+    return ranks.size == dist.get_world_size()
 
 
 @contextlib.contextmanager

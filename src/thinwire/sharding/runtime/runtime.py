@@ -44,10 +44,9 @@ from thinwire.sharding.islands.elastic import ElasticExchanges
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.others import OtherIslands
 from thinwire.sharding.islands.outer_group import OuterGroup
-from thinwire.sharding.memory.local import set_local
 from thinwire.sharding.params.write_audit import WriteAudit
 from thinwire.sharding.runtime.edited_parameters import Written
-from thinwire.sharding.runtime.sharded_parameters import ShardedParameters, forget_share
+from thinwire.sharding.runtime.sharded_parameters import ShardedParameters
 from thinwire.sharding.runtime.share_values import Masters, ShareGradients
 from thinwire.sharding.step.param_broadcast import Spreads
 from thinwire.sharding.step.passes import Passes
@@ -108,7 +107,7 @@ class Runtime:
         self.spreads = Spreads(sharded, self.programs)
         self.exchanges = _exchanges(sharded)
         self.undo: Sequence[Callable[[], None]] = ()
-        self.methods: list[str] = []
+        self.methods: Sequence[str] = ()
         self.optimizer: object | None = None
         self.means: WeightMeans | None = None
         self.half_loaded: str | None = None
@@ -162,6 +161,26 @@ class Runtime:
         """Number of optimizer steps taken so far."""
         return self.sharded.steps.taken
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether the model is inside a forward, a backward or ``full_parameters()``."""
+        return self.passes.is_inside()
+
+    @property
+    def blocks(self) -> Sequence[str]:
+        """Names of the open blocks for reading, the outermost first."""
+        return self.holds.blocks
+
+    def refuse(self, action: str, *, beside: str | None = None) -> None:
+        """Refuse an action inside a block for reading; see :meth:`Holds.refuse`."""
+        self.holds.refuse(action, beside=beside)
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """Open a block, whose name refusals give, in which the model runs forwards and nothing is updated."""
+        with self.holds.block(name), self.schedule.aside():
+            yield
+
     def refuse_half_loaded(self) -> None:
         """Refuse to use a model that a load has left half filled.
 
@@ -182,6 +201,22 @@ class Runtime:
             with self.masters.collecting_updates():
                 self.gradients.after_backward()
 
+    def reach_pause(self) -> None:
+        """Reach a moment, between steps or micro-batches, in which nothing is on its way and units may change."""
+        self.passes.forget_failed()
+        self.passes.take_unreported()
+        self.join()
+
+    def units_grew(self) -> None:
+        """Tell everything that counts trained parameters, gradients or buffers that units have others; see
+        :meth:`reach_pause`."""
+        infos = [unit.info for unit in self.units]
+        self.schedule.restart(infos)
+        self.reducer.recount()
+        self.step_check.extend(infos)
+        self.spreads.forget_parts()
+        self.audit.watch()
+
     # -- micro-batches -----------------------------------------------------------------------------------------
 
     def begin_micro_batch(self, number: int, *, last: bool) -> None:
@@ -197,6 +232,11 @@ class Runtime:
         """Switch to another micro-batch of a pipeline, which has several in flight; see :meth:`begin_micro_batch` for
         the arguments."""
         self.schedule.select(number, last=last)
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the next backward is the step's last, in which ranks combine gradients."""
+        return self.schedule.last
 
     @property
     def backwards(self) -> int:
@@ -318,7 +358,7 @@ class Runtime:
             raise UsageError("enter_islands(): the plan has no islands.elastic = true, so all ranks are in one job")
         others = OtherIslands(self.plan, island, lighthouse, self.data_ranks, self.sharded.device, self.meter)
         before_shutdown(exchanges.close)
-        self.holds.refuse("enter_islands()")
+        self.refuse("enter_islands()")
         self.join_spreads()
         exchanges.hold()
         exchanges.enter(others, optimizer)
@@ -330,7 +370,7 @@ class Runtime:
         """Give all islands the same parameters. Collective over all islands."""
         if self.exchanges is None:
             return
-        self.holds.refuse("join_islands()")
+        self.refuse("join_islands()")
         self.join_spreads()
         written = self.exchanges.finish()
         if (step := self.exchanges.take_fetched()) is not None:
@@ -388,22 +428,6 @@ class Runtime:
             if self.masters is not None:
                 self.masters.follow_settings()
 
-    def dissolve(self) -> None:
-        """Restore the whole parameters of the model, which is complete, and remove the runtime. Collective."""
-        assert self.shares is not None
-        self.join_spreads()
-        with torch.no_grad():
-            wholes = {name: share.full_tensor() for name, share in self.shares.items()}
-        for undo in reversed(self.undo):
-            undo()
-        for unit in self.units:
-            for buffer in unit.buffers:
-                for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
-                    set_local([parameter], [wholes[slot.name]])
-                    forget_share(parameter)
-        self.lanes.close()
-        object.__delattr__(self.model, _RUNTIME)
-
 
 def _exchanges(sharded: ShardedModel) -> Exchanges | None:
     """The exchanges with other islands, if there are others."""
@@ -435,6 +459,11 @@ def attach(model: nn.Module, runtime: Runtime) -> None:
     object.__setattr__(model, _RUNTIME, runtime)
 
 
+def detach(model: nn.Module) -> None:
+    """Remove the runtime of a model."""
+    object.__delattr__(model, _RUNTIME)
+
+
 def runtime_of(model: nn.Module) -> Runtime:
     """The runtime of a sharded model.
 
@@ -447,6 +476,15 @@ def runtime_of(model: nn.Module) -> Runtime:
             f"{type(model).__name__} is not sharded: call thinwire.shard(model, plan) first and pass the same object"
         )
     return runtime
+
+
+def sharded_of(model: nn.Module) -> ShardedModel:
+    """The units of a sharded model, and what its ranks share.
+
+    Raises:
+        UsageError: The model is not sharded.
+    """
+    return runtime_of(model).sharded
 
 
 def plan_of(model: nn.Module) -> Plan:

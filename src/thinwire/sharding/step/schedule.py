@@ -4,7 +4,7 @@ Units act on demand and are correct by themselves; this module adds prefetch, or
 and is recorded as a trace. From then on, the program is lowered from the trace, and hooks look up what to start. If
 events deviate from the trace (a conditional unit, two forwards before a backward), the rest of the micro-batch gathers
 on demand, and its reductions follow a program that is lowered from its own forward. The trace is then replaced, and the
-deviation is reported once.
+deviation is reported once. Programs and the cursor in them are one file, because neither is understood alone.
 """
 
 from __future__ import annotations

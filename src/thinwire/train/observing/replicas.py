@@ -12,7 +12,8 @@ from typing import Final
 from thinwire.agreement import Typed
 from thinwire.collectives.group import control
 from thinwire.errors import ReplicaError, UsageError
-from thinwire.parallel.model import ParallelModel, ParallelOptimizer, TokenBatch
+from thinwire.parallel import ParallelModel, ParallelOptimizer
+from thinwire.parallel.model import TokenBatch
 from thinwire.sharding.corruption_check import SUMS, Disagreement, Sums, compare, sums_of
 
 _SENTENCES: Final[Typed[list[str]]] = Typed(list[str])
