@@ -92,7 +92,7 @@ def test_factors_of_older_profiles_are_taken_for_the_delay_that_they_were() -> N
     older = Profile.parse({**profile().to_dict(), "overlap": [row]}, "an older profile")
     alone = 1e-3 + MIB / 1e9
     measured = met(ProfiledRates(older, MODEL, "bfloat16"), Scope.INSIDE, 100)
-    assert measured == Beside(1.3, 1.0, pytest.approx(2 * alone))
+    assert measured == Beside(1.3, 1.0, pytest.approx(8**0.5 * alone))
 
 
 def test_between_points_times_grow_and_beyond_them_bandwidth_holds() -> None:

@@ -23,29 +23,30 @@ COMPUTING = Resource.COMPUTE, 1.0, ALONE
 
 
 def test_a_transfer_waits_for_a_busy_processor_and_for_no_free_one() -> None:
-    late = Beside(1.0, 1.0, 0.25)
-    assert ends((Resource.ACROSS, 0.5, late)) == [0.5]
-    assert ends(COMPUTING, (Resource.ACROSS, 0.5, late)) == pytest.approx([1.0, 0.75])
+    late = Beside(1.0, 1.0, 0.3)
+    assert ends((Resource.ACROSS, 0.4, late)) == [0.4]
+    assert ends(COMPUTING, (Resource.ACROSS, 0.4, late)) == pytest.approx([1.0, 0.5])
     # Computation ends before its turn has come: it begins at once.
     assert ends(COMPUTING, (Resource.ACROSS, 0.5, Beside(1.0, 1.0, 4.0))) == pytest.approx([1.0, 1.5])
 
 
-def test_the_delay_does_not_grow_with_the_transfer_and_the_factor_does() -> None:
-    beside = Beside(1.0, 1.5, 0.125)
-    assert ends(COMPUTING, (Resource.INSIDE, 0.25, beside))[1] == pytest.approx(0.125 + 0.375)
-    assert ends(COMPUTING, (Resource.INSIDE, 0.5, beside))[1] == pytest.approx(0.125 + 0.75)
+def test_the_wait_passes_while_data_are_under_way_and_the_factor_counts_for_any_size() -> None:
+    beside = Beside(1.0, 1.5, 0.3)
+    assert ends(COMPUTING, (Resource.INSIDE, 1e-9, beside))[1] == pytest.approx(0.3)
+    assert ends(COMPUTING, (Resource.INSIDE, 0.4 / 1.5, beside))[1] == pytest.approx(0.5)
+    assert ends(COMPUTING, (Resource.INSIDE, 0.6, beside))[1] == pytest.approx(0.949, abs=1e-3)
 
 
 def test_a_waiting_transfer_uses_no_link() -> None:
     """Meanwhile, another transfer uses all of them."""
-    late = Beside(1.0, 1.0, 0.5)
+    late = Beside(1.0, 1.0, 0.5**0.5)
     assert ends(COMPUTING, (Resource.ACROSS, 0.5, ALONE), (Resource.ACROSS, 0.25, late)) == pytest.approx(
         [1.0, 0.5, 0.75]
     )
 
 
 def test_computation_is_held_up_while_a_transfer_is_under_way() -> None:
-    assert ends(COMPUTING, (Resource.ACROSS, 0.5, Beside(1.25, 1.0, 0.1))) == pytest.approx([1.12, 0.6])
+    assert ends(COMPUTING, (Resource.ACROSS, 0.5, Beside(1.25, 1.0, 0.11**0.5))) == pytest.approx([1.12, 0.6])
 
 
 def test_a_transfer_of_nothing_is_done_at_once() -> None:

@@ -403,8 +403,8 @@ class _CollectiveRows:
 def _slowdowns(profile: Profile, hidden: int, collectives: _CollectiveRows) -> dict[Scope, Beside]:
     """How transfers and computation slow each other down, by links.
 
-    The delay of a transfer depends only on the scheduler, so it is the median of all rows. How much computation is held
-    up depends on the model, so only the rows of the nearest width count.
+    What a transfer takes at least depends only on the scheduler, so it is the median of all rows. How much computation
+    is held up depends on the model, so only the rows of the nearest width count.
     """
     rows = profile.overlap
     losses = [_loss(row, profile, collectives) for row in rows if row.delay is not None]
@@ -429,16 +429,16 @@ def _slowdowns(profile: Profile, hidden: int, collectives: _CollectiveRows) -> d
 
 
 def _loss(row: OverlapRow, profile: Profile, collectives: _CollectiveRows) -> tuple[float, float]:
-    """Factor and delay of a row.
+    """The factor of a row's transfers, and the seconds that they take at least.
 
-    A row without a delay was measured with transfers of one size; its factor is converted to the delay that it was.
+    A row without the latter was measured with transfers of one size, whose slowdown is taken for the wait that it was.
     """
     if row.delay is not None:
         return row.transfer, row.delay
     scope = Scope(row.scope)
     ranks = profile.gpus_per_node if scope is Scope.INSIDE else profile.nodes
     line = collectives.nearest("all_gather", scope, ranks).line
-    return 1.0, (row.transfer - 1) * line.seconds(row.sent)
+    return 1.0, math.sqrt(row.transfer**2 - 1) * line.seconds(row.sent)
 
 
 def _by_size(

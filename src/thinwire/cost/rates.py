@@ -54,7 +54,8 @@ class Beside:
     Attributes:
         compute: Factor by which computation and codecs take longer; 1 is no slowdown.
         transfer: Factor by which the transfer takes longer.
-        delay: Seconds by which the transfer starts late because the processor is busy.
+        delay: Seconds that a transfer of next to nothing takes while the processor is busy; they count the less, the
+            longer a transfer lasts.
         load: Share of computation's processor that the transfer uses while it runs.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -126,7 +127,9 @@ def _measure_whole(piece: ModelPiece, control: Control, device: torch.device, se
         return max(control.all_gather_typed(time.perf_counter() - begin, SECONDS)) / count
 
     several(1)
-    return several(max(FEWEST, min(MOST, int(seconds / several(1)))))
+    count = max(FEWEST, min(MOST, int(seconds / several(1))))
+    # A hiccup may take several times as long as a call.
+    return statistics.median(several(-(-count // FEWEST)) for _ in range(FEWEST))
 
 
 def _training(piece: ModelPiece, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], None]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -99,6 +100,8 @@ def measure(
     Returns:
         The profile, the same on every rank.
     """
+    gc.collect()
+    gc.freeze()  # as in training, collections leave out what has been imported
     rows = _earlier(settings, control, out) if resume else _Rows()
     deadline = Deadline(control, settings.budget)
     base = max(control.all_gather_typed(memory_in_use(settings.device), Typed(int)))

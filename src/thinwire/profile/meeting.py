@@ -1,8 +1,10 @@
 """Measures how computation and transfers slow each other down when a lane sends while a block computes (gamma).
 
-A transfer during computation waits for the processor whenever it wakes up. That delay does not depend on its size. It
-may also lose a share of memory bandwidth or of cores, which grows with its size. So its seconds during computation are
-``factor * alone + delay``, with two constants for all sizes. Short turns of transfers of several sizes determine both.
+A transfer during computation waits for its turn of the processor. That takes as long for any size, and data that are
+under way go on meanwhile: a transfer that lasts longer than the wait hardly loses anything. It may also lose a share of
+memory bandwidth or of cores, which grows with its size. So its seconds during computation are
+``hypot(factor * alone, delay)``, with two constants for all sizes. Short turns of transfers of several sizes determine
+both.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ def measure_meetings(
 
 
 def _rows(turns: Sequence[_Turn], hidden: int) -> list[OverlapRow]:
-    factor, delay = line([(turn.alone, turn.beside) for turn in turns])
+    factor, delay = slowdown([(turn.alone, turn.beside) for turn in turns])
     rows = []
     for scope in dict.fromkeys(turn.meeting.scope for turn in turns):
         scope_turns = [turn for turn in turns if turn.meeting.scope is scope]
@@ -124,27 +126,33 @@ def _rows(turns: Sequence[_Turn], hidden: int) -> list[OverlapRow]:
     return rows
 
 
-def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The line with the least absolute deviations from the points, so that outliers count little.
+def slowdown(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The factor and the delay with the least absolute deviations from the points, so that outliers count little.
 
-    If every transfer takes less time alone than it loses, a fitted slope would only reflect noise, so the slope is 1.
+    If every transfer takes less time alone than it loses, a fitted factor would only reflect noise, so the factor is 1.
 
     Args:
         points: Seconds of a transfer alone and during computation; at least one point.
 
     Returns:
-        The slope, at least 1, and the intercept in seconds, at least 0.
+        The factor, at least 1, and the delay in seconds, 0 if no transfer was as short.
     """
-    lost = statistics.median(y - x for x, y in points)
-    if max(x for x, _ in points) < lost:
-        return 1.0, lost
-    # A best line passes through two of the points, or through one of them if a bound is active.
-    slopes = {1.0} | {y / x for x, y in points if x > 0}
-    slopes |= {(d - b) / (c - a) for (a, b), (c, d) in itertools.combinations(points, 2) if a != c}
-    candidates = (
-        (slope, max(0.0, statistics.median(y - slope * x for x, y in points))) for slope in slopes if slope >= 1
-    )
-    return min(candidates, key=lambda at: (sum(abs(y - at[0] * x - at[1]) for x, y in points), at))
+    lost = statistics.median(beside - alone for alone, beside in points)
+    if max(alone for alone, _ in points) < lost:
+        return 1.0, statistics.median(_delay(point, 1.0) for point in points)
+    factors = {1.0} | {beside / alone for alone, beside in points if 0 < alone < beside}
+    candidates = {(factor, _delay(point, factor)) for factor in factors for point in points}
+
+    def deviation(at: tuple[float, float]) -> tuple[float, tuple[float, float]]:
+        return sum(abs(beside - math.hypot(at[0] * alone, at[1])) for alone, beside in points), at
+
+    return min(candidates, key=deviation)
+
+
+def _delay(point: tuple[float, float], factor: float) -> float:
+    """The delay with which a factor explains a point; 0 if the factor is more than enough."""
+    alone, beside = point
+    return math.sqrt(max(0.0, beside**2 - (factor * alone) ** 2))
 
 
 def _computing(compute: Callable[[], None], control: Control, device: torch.device, turn: float) -> float:

@@ -125,7 +125,9 @@ class FluidClock:
             seconds: Work of the task without slowdown, spine included.
             done: What :meth:`advance` returns once the task has finished.
         """
-        late = load.beside.delay if seconds else 0.0
+        # The wait falls more and more into the time in which data are under way.
+        alone = load.beside.transfer * seconds
+        late = math.hypot(alone, load.beside.delay) - alone if seconds else 0.0
         self._late = self._late or late > 0
         self.active.append(Task(load, seconds, done, late))
 

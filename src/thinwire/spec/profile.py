@@ -78,7 +78,7 @@ class ComputeRow(Spec):
 class OverlapRow(Spec):
     """How much computation and transfers slow each other down when they overlap.
 
-    A transfer that overlaps with computation takes ``transfer`` times as long as alone, plus ``delay``.
+    A transfer that overlaps with computation takes ``hypot(transfer * alone, delay)`` seconds.
     """
 
     scope: Literal["inside", "across"] = Field(description="links of the transfers: inside a node or across nodes")
@@ -87,12 +87,12 @@ class OverlapRow(Spec):
         description="factor by which computation takes longer during a transfer"
     )
     transfer: Annotated[float, Field(strict=True, ge=1)] = Field(
-        description="factor by which a transfer takes longer during computation, in addition to its delay"
+        description="factor by which a transfer takes longer during computation"
     )
     delay: NonNegative | None = Field(
         default=None,
-        description="seconds that computation adds to a transfer of any size; null: only one size was measured, and "
-        "transfer covers the whole slowdown",
+        description="seconds that a transfer of next to nothing takes during computation; null: only one size was "
+        "measured, and transfer covers the whole slowdown",
     )
     hidden: Count | None = Field(
         default=None, description="hidden width of the model that computed; null: not recorded"

@@ -176,7 +176,7 @@ def _goals(pairs: Sequence[Pair], choices: Sequence[Choice]) -> list[list[str]]:
     raced = [choice.raced_ratio for choice in choices if choice.raced_ratio is not None]
     rows = [
         row(f"step time, mean error over {len(pairs)} pairs", error, 0.05, ".1%"),
-        row(f"peak memory, mean error over {len(peaks)} plans", memory, 0.025, ".1%"),
+        row(f"peak memory, mean error over {len(peaks)} plans", memory, 0.02, ".1%"),
         row(f"choice over the fastest, mean of {len(ratios)}", statistics.fmean(ratios), 1.03, ".3f"),
         row("choice over the fastest, worst", max(ratios), 1.03, ".3f"),
     ]

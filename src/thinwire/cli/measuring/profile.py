@@ -210,8 +210,8 @@ def _handling(measured: Profile) -> Sheet:
 
 def _overlapping(measured: Profile) -> Sheet:
     return Sheet(
-        "Overlapping: factor by which each takes longer, and additional delay of a transfer",
-        ["transfer", "computation", "the transfer", "and late by"],
+        "Overlapping: factor by which each takes longer, and what a transfer takes at least",
+        ["transfer", "computation", "the transfer", "at least"],
         1,
         [
             [
