@@ -14,6 +14,7 @@ from thinwire.errors import CheckpointError
 
 _MAX_HEADER_BYTES: Final = 100_000_000  # safetensors refuses longer ones
 
+
 def check_header(path: Path, size: int, contents: Mapping[str, tuple[torch.dtype, StoredSpan]]) -> dict[str, int]:
     """Check that a safetensors header describes exactly ``contents``, without gaps, overlaps or excess.
 

@@ -8,7 +8,7 @@ come last in their units, so that numbers of others stay what they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import replace
 from typing import Final
 

@@ -1,7 +1,7 @@
 """The passes of one model: turns the events that its hooks report into actions of units, reducer and schedule.
 
-A unit's life is ``pre_forward``, ``post_forward``, ``pre_backward``, ``all_gradients`` and ``post_backward``. The file is
-long because these events are read one after another.
+A unit's life is ``pre_forward``, ``post_forward``, ``pre_backward``, ``all_gradients`` and ``post_backward``. The
+file is long because these events are read one after another.
 """
 
 from __future__ import annotations
