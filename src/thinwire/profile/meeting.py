@@ -140,7 +140,11 @@ def slowdown(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     lost = statistics.median(beside - alone for alone, beside in points)
     if max(alone for alone, _ in points) < lost:
         return 1.0, statistics.median(_delay(point, 1.0) for point in points)
+    # The best curve passes through two of the points, or through one of them if a bound is active.
     factors = {1.0} | {beside / alone for alone, beside in points if 0 < alone < beside}
+    squares = [(alone**2, beside**2) for alone, beside in points]
+    slopes = [(d - b) / (c - a) for (a, b), (c, d) in itertools.combinations(squares, 2) if a != c]
+    factors |= {math.sqrt(slope) for slope in slopes if slope >= 1}
     candidates = {(factor, _delay(point, factor)) for factor in factors for point in points}
 
     def deviation(at: tuple[float, float]) -> tuple[float, tuple[float, float]]:

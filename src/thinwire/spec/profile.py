@@ -130,7 +130,7 @@ class Profile(Measured):
     memory: Bytes = Field(description="bytes that one rank may use")
     base_memory: Depth = Field(description="bytes that the rank that uses most has in use before it holds a model")
     memory_margin: Share = Field(
-        default=0.025,
+        default=0.03,
         description="share of its predicted memory that a rank may need in addition: the most that plans in the lab "
         "needed, or that a run to which the profile was refitted needed",
     )
