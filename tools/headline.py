@@ -2,9 +2,9 @@
 
     python tools/headline.py docs/speed.svg
 
-Every point is a median of interleaved rounds in docs/results/compressed.json (1 Gbit/s and 200 Mbit/s) and
-docs/results/compressed-50mbit.json; docs/results.md has the commands that measured them. The share of a system is
-the step time of a system that sends nothing, in the same rounds, divided by its own.
+Every point is a median of interleaved rounds in docs/results/compressed.json; docs/results.md has the command that
+measured them. The share of a system is the step time of a system that sends nothing, in the same rounds, divided by its
+own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 LABELLED = 200
 """The only link at which every point has its figure; at others the figures would overlap."""
-FILES = ("compressed.json", "compressed-50mbit.json")
 
 MBIT = {"1gbit": 1000, "200mbit": 200, "50mbit": 50}
 SYSTEMS = {
@@ -30,9 +29,9 @@ SYSTEMS = {
 
 
 def rows() -> list[dict[str, Any]]:
-    """Measured rows without gradient clipping."""
-    measured = [row for file in FILES for row in json.loads((RESULTS / file).read_text(encoding="utf-8"))["rows"]]
-    return [row for row in measured if row["clip"] is None and row["refused"] is None]
+    """Measured rows of links with a limit."""
+    measured = json.loads((RESULTS / "compressed.json").read_text(encoding="utf-8"))["rows"]
+    return [row for row in measured if row["bandwidth"] in MBIT and row["refused"] is None]
 
 
 def shares() -> dict[str, dict[int, float]]:
