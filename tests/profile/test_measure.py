@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from thinwire.cost import ProfiledRates
 from thinwire.plan import TrainingJob, profiled_cluster, search
 from thinwire.profile.exchanging import exchanges
+from thinwire.profile.measure import _few_collections
 from thinwire.profile.meeting import slowdown
 from thinwire.spec import Factor, ModelSpec
 from thinwire.spec.profile import Profile
@@ -35,6 +37,14 @@ def test_a_transfer_that_outlasts_the_wait_for_the_processor_loses_nothing() -> 
     """Four processes on two cores behind a link of 200 Mbit/s: seconds alone and beside computation, as measured."""
     measured = [(0.2, 7.7), (1.5, 7.5), (0.8, 7.3), (41.7, 42.5), (0.2, 6.4), (0.2, 7.5), (1.1, 7.3), (168.5, 162.3)]
     assert slowdown(measured) == pytest.approx((1.0, 7.3), rel=0.01)
+
+
+def test_collections_leave_out_what_is_there_while_a_profile_is_measured() -> None:
+    """Of a process that trains afterwards, nothing stays frozen that was not."""
+    before = gc.get_freeze_count()
+    with _few_collections():
+        assert gc.get_freeze_count() > before
+    assert (gc.get_freeze_count() == 0) == (before == 0)
 
 
 def test_shapes_are_those_that_plans_use() -> None:
