@@ -137,6 +137,14 @@ def test_the_numbers_of_the_readme_are_those_that_were_measured() -> None:
         assert float(sent) == round(row["internode_bytes"] / 2**20, 1), system
 
 
+def test_the_first_line_of_the_readme_is_what_was_measured() -> None:
+    first = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[2]
+    rows = json.loads((ROOT / "docs/results/compressed.json").read_text(encoding="utf-8"))["rows"]
+    taken = {row["system"]: row["step_ms"] for row in rows if row["bandwidth"] == "200mbit"}
+    measured = [taken[peer] / taken["tw:thinwire"] for peer in ("ddp", "hsdp", "fsdp2")]
+    assert re.findall(r"(\d+\.\d) times", first) == [f"{ratio:.1f}" for ratio in measured]
+
+
 def test_a_new_codec_touches_at_most_six_files() -> None:
     """The list of the page holds for every codec that is there."""
     page = (ROOT / "docs" / "add-a-codec.md").read_text(encoding="utf-8")

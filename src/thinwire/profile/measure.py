@@ -86,6 +86,21 @@ class _Rows:
     handling: Handling = field(default_factory=Handling)
 
 
+@contextlib.contextmanager
+def _few_collections() -> Iterator[None]:
+    """Let collections of garbage in this block leave out what is there already, as in training: one that does not takes
+    longer than much of what is measured."""
+    were_frozen = gc.get_freeze_count() > 0
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not were_frozen:
+            gc.unfreeze()
+
+
+@_few_collections()
 def measure(
     settings: Settings, control: Control, out: Path, report: Callable[[str], None], *, resume: bool = False
 ) -> Profile:
@@ -101,27 +116,6 @@ def measure(
     Returns:
         The profile, the same on every rank.
     """
-    with _few_collections():
-        return _measured(settings, control, out, report, resume=resume)
-
-
-@contextlib.contextmanager
-def _few_collections() -> Iterator[None]:
-    """Let collections of garbage in this block leave out what is there already, as in training: one that does not takes
-    longer than much of what is measured."""
-    were_frozen = gc.get_freeze_count() > 0
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        if not were_frozen:
-            gc.unfreeze()
-
-
-def _measured(
-    settings: Settings, control: Control, out: Path, report: Callable[[str], None], *, resume: bool
-) -> Profile:
     rows = _earlier(settings, control, out) if resume else _Rows()
     deadline = Deadline(control, settings.budget)
     base = max(control.all_gather_typed(memory_in_use(settings.device), Typed(int)))

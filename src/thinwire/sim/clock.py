@@ -125,10 +125,12 @@ class FluidClock:
             seconds: Work of the task without slowdown, spine included.
             done: What :meth:`advance` returns once the task has finished.
         """
-        # The wait falls more and more into the time in which data are under way.
-        alone = load.beside.transfer * seconds
-        late = math.hypot(alone, load.beside.delay) - alone if seconds else 0.0
-        self._late = self._late or late > 0
+        late = 0.0
+        if seconds and load.beside.delay:
+            # The wait falls more and more into the time in which data are under way.
+            alone = load.beside.transfer * seconds
+            late = math.hypot(alone, load.beside.delay) - alone
+            self._late = self._late or late > 0
         self.active.append(Task(load, seconds, done, late))
 
     @property

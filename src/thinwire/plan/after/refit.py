@@ -64,14 +64,7 @@ def refit(run: Path, profile: Profile) -> Refit:
     on each kind of link, and each codec. Memory before a rank has a model becomes the run's. The margin grows to what
     the run needed beyond its prediction.
 
-    Args:
-        run: Directory of a run of ``thinwire train``.
-        profile: Profile of the cluster on which it ran.
-
-    Raises:
-        UsageError: The directory does not hold a run.
-        DataError: The run has too few steps, or no tokenizer.
-        SpecError: The plan or the recipe cannot be read, or the profile is of another cluster.
+    Arguments and errors are those of :func:`~thinwire.plan.after.compare.compare`.
     """
     record = checked_run(run)
     fitted, factors = profile, dict[str, float]()
