@@ -73,10 +73,10 @@ def search(job: TrainingJob, *, top: int = 10, simulations: Simulations | None =
         top: Number of plans to simulate at least, if that many fit.
         simulations: What is known of earlier searches for the same model; this search adds to it.
     """
-    if len(job.residences) > 1:
-        return _search_residences(job, top, simulations or Simulations())
-    searching = Search(job, simulations)
-    return replace(searching.run(top), classics=tuple(searching.classics()))
+    simulations = simulations or Simulations()
+    first = Search(replace(job, residences=job.residences[:1]), simulations)
+    searched = first.run(top) if len(job.residences) == 1 else _search_residences(job, top, simulations)
+    return replace(searched, classics=tuple(first.classics()))
 
 
 OFFLOADED = (
@@ -96,7 +96,7 @@ def _search_residences(job: TrainingJob, top: int, simulations: Simulations) -> 
             if job.pp is not None and 1 not in job.pp:
                 continue
             one = replace(one, pp=(1,))
-        parts.append(search(one, top=top, simulations=simulations))
+        parts.append(Search(one, simulations).run(top))
     ranked = _ranked([priced for part in parts for priced in part.candidates], job.tie)
     first = next((part for part in parts if ranked and ranked[0] in part.candidates), parts[0])
     return replace(
@@ -263,14 +263,17 @@ class Search:
         Among several, it is the one with the fewest tensor-parallel ranks and stages, then the one with the least
         sharding.
         """
-        _, candidate = min((candidates.smallest() for candidates in self._cuts.values()), key=lambda found: found[0])
-        plan = self.plan(candidate)
+        least: tuple[float, Candidate | None] = math.inf, None
+        for candidates in reversed(self._cuts.values()):  # the most cut first, which leaves little to try
+            least = candidates.smallest(least[0]) or least
+        assert least[1] is not None, "some plan needs the least"
+        plan = self.plan(least[1])
         return plan, self.simulations.memory(self.job, plan)
 
     def _may_fit(self) -> bool:
         """Whether any plan fits, without the messages of codecs."""
         cuts = reversed(self._cuts.values())  # from the one with the most tensor-parallel ranks and stages
-        return any(candidates.smallest()[0] <= self.job.room for candidates in cuts)
+        return any(candidates.smallest(self.job.room) is not None for candidates in cuts)
 
 
 _TRIED = 8

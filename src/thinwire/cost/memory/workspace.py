@@ -33,18 +33,6 @@ class _BucketShape(NamedTuple):
     alone: bool
 
 
-class _Travelling(NamedTuple):
-    """What travels together.
-
-    Attributes:
-        batches: Elements of each unit of each reduction over the ranks of ``P``, in order.
-        buckets: The buckets, in order.
-    """
-
-    batches: Sequence[tuple[int, ...]]
-    buckets: Sequence[_BucketShape]
-
-
 @final
 class Workspace:
     """What a rank holds for a while, under any plan of the same units. Plans share what they cut alike.
@@ -56,7 +44,9 @@ class Workspace:
     def __init__(self, units: Sequence[UnitInfo]) -> None:
         self._units = units
         self._numels = [sum(buffer.numel for buffer in unit.buffers if buffer.trainable) for unit in units]
-        self._travelling: dict[tuple[int, int, int, int], _Travelling] = {}
+        self._order = range(len(units) - 1, -1, -1)
+        self._batches: dict[tuple[int, int], Sequence[tuple[int, ...]]] = {}
+        self._buckets: dict[tuple[int, int, int], Sequence[_BucketShape]] = {}
         self._windows: dict[int, int] = {}
 
     def both(self, plan: Plan) -> int:
@@ -93,42 +83,50 @@ class Workspace:
         produced = ITEMSIZE[plan.compute_dtype] * max(self._numels)
         if plan.world == 1:
             return produced
-        batches, buckets = self._together(plan)
         total = _spread_bytes(plan, sum(self._numels) // plan.params.ranks)
         if plan.params.ranks > 1:
-            made = [ITEMSIZE[plan.compute_dtype] * sum(batch) for batch in batches]
-            of_batch = {batch: _scattered_together(plan, batch) for batch in set(batches)}  # blocks are alike
-            scattered = [of_batch[batch] for batch in batches]
-            total += _most_at_once(made, scattered, UNDER_WAY if plan.overlap.reduce else 1)
-            total += max((_received(plan, Axis.PARAMS, sum(batch)) for batch in set(batches)), default=0)
+            batches = self._reduced_together(plan)
+            of_batch = {  # blocks are alike
+                batch: (ITEMSIZE[plan.compute_dtype] * sum(batch), _scattered_together(plan, batch))
+                for batch in set(batches)
+            }
+            total += _most_at_once([of_batch[batch] for batch in batches], UNDER_WAY if plan.overlap.reduce else 1)
+            total += max((_received(plan, Axis.PARAMS, sum(batch)) for batch in of_batch), default=0)
         else:
             total += produced
         if plan.params.ranks < plan.world:
-            filling = [ITEMSIZE[plan.effective_reduce_dtype] * bucket.numel for bucket in buckets]
-            of_bucket = {bucket: _reduced(plan, bucket) for bucket in set(buckets)}
-            reduced = [of_bucket[bucket] for bucket in buckets]
-            total += _most_at_once(filling, reduced, UNDER_WAY if plan.overlap.sync else 1)
+            filled = self._filled_together(plan)
+            of_bucket = {
+                bucket: (ITEMSIZE[plan.effective_reduce_dtype] * bucket.numel, _reduced(plan, bucket))
+                for bucket in set(filled)
+            }
+            total += _most_at_once([of_bucket[bucket] for bucket in filled], UNDER_WAY if plan.overlap.sync else 1)
             axis = Axis.SHARD if plan.optimizer != plan.params else Axis.REPLICA
-            total += max((_received(plan, axis, bucket.numel) for bucket in set(buckets)), default=0)
+            total += max((_received(plan, axis, bucket.numel) for bucket in of_bucket), default=0)
         return total
 
-    def _together(self, plan: Plan) -> _Travelling:
-        ranks = plan.params.ranks
-        key = ranks, ITEMSIZE[plan.effective_reduce_dtype], plan.reduce_bytes, plan.bucket_bytes
-        if key not in self._travelling:
-            units, numels = self._units, self._numels
-            order = range(len(units) - 1, -1, -1)
-            self._travelling[key] = _Travelling(
-                [tuple(numels[unit] for unit in batch) for batch in reduction_batches(plan, units, order)],
-                [
-                    _BucketShape(
-                        sum(numels[unit] for unit in bucket) // ranks,
-                        sum(buffer.trainable for unit in bucket for buffer in units[unit].buffers) == 1,
-                    )
-                    for bucket in buckets(plan, units, order)
-                ],
-            )
-        return self._travelling[key]
+    def _reduced_together(self, plan: Plan) -> Sequence[tuple[int, ...]]:
+        """Elements of each unit of each reduction over the ranks of ``P``, in order."""
+        key = ITEMSIZE[plan.effective_reduce_dtype], plan.reduce_bytes
+        if key not in self._batches:
+            self._batches[key] = [
+                tuple(self._numels[unit] for unit in batch)
+                for batch in reduction_batches(plan, self._units, self._order)
+            ]
+        return self._batches[key]
+
+    def _filled_together(self, plan: Plan) -> Sequence[_BucketShape]:
+        """The buckets, in order."""
+        key = plan.params.ranks, ITEMSIZE[plan.effective_reduce_dtype], plan.bucket_bytes
+        if key not in self._buckets:
+            self._buckets[key] = [
+                _BucketShape(
+                    sum(self._numels[unit] for unit in bucket) // plan.params.ranks,
+                    sum(buffer.trainable for unit in bucket for buffer in self._units[unit].buffers) == 1,
+                )
+                for bucket in buckets(plan, self._units, self._order)
+            ]
+        return self._buckets[key]
 
 
 def _sums(sizes: Sequence[int], length: int) -> list[int]:
@@ -137,11 +135,16 @@ def _sums(sizes: Sequence[int], length: int) -> list[int]:
     return [before[min(index + length, len(sizes))] - before[index] for index in range(len(sizes))]
 
 
-def _most_at_once(made: Sequence[int], sent: Sequence[int], under_way: int) -> int:
-    """Most bytes of a sequence of reductions, of which one is prepared while those before it are in flight."""
-    before = [0, *accumulate(sent)]
-    flying = [before[index] - before[max(0, index - under_way)] for index in range(len(made) + 1)]
-    return max(prepared + sent for prepared, sent in zip((*made, 0), flying, strict=True))
+def _most_at_once(sizes: Sequence[tuple[int, int]], under_way: int) -> int:
+    """Most bytes of a sequence of reductions, of which one is prepared while those before it are in flight.
+
+    Args:
+        sizes: Bytes that each of them prepares, and that it sends.
+        under_way: Number of reductions in flight.
+    """
+    before = [0, *accumulate(sent for _, sent in sizes)]
+    flying = [before[index] - before[max(0, index - under_way)] for index in range(len(sizes) + 1)]
+    return max(made + flown for (made, _), flown in zip((*sizes, (0, 0)), flying, strict=True))
 
 
 def _scattered_together(plan: Plan, numels: Sequence[int]) -> int:

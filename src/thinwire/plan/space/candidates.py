@@ -156,13 +156,23 @@ class Candidates:
         )
         self.bucket_bytes = _bucket_bytes(job, self.mesh, sum(part.numel for part in job.parts(base)))
         self._base = base.trusted(bucket_bytes=self.bucket_bytes)
-        self._units = UnitSizes.of(job, self._base)
-        self._parameters = sum(kind.count * kind.numel for kind in self._units.kinds)
         self.states = StateBytes(job, self._base)
         self._pricer = pricer
         self.batches = Batches(job, cut, self._base)
-        self._traffic = TrafficSeconds(job, pricer, self._units, self.bucket_bytes)
         self.considered = self.fitting = 0
+
+    # A search for the plan of the least memory needs none of these three.
+    @cached_property
+    def _units(self) -> UnitSizes:
+        return UnitSizes.of(self.job, self._base)
+
+    @cached_property
+    def _parameters(self) -> int:
+        return sum(kind.count * kind.numel for kind in self._units.kinds)
+
+    @cached_property
+    def _traffic(self) -> TrafficSeconds:
+        return TrafficSeconds(self.job, self._pricer, self._units, self.bucket_bytes)
 
     def candidates(self) -> Iterator[Candidate]:
         """Every valid plan that fits into memory without codecs."""
@@ -306,20 +316,29 @@ class Candidates:
             wire={name: codec for name, codec in zip(WIRE, candidate.codecs, strict=True) if codec != "none"},
         )
 
-    def smallest(self) -> tuple[int, Candidate]:
+    def smallest(self, most: float = math.inf) -> tuple[int, Candidate] | None:
         """The bytes of the plan that needs the least memory, and the plan; among several, the one with the least
-        sharding."""
+        sharding.
+
+        Args:
+            most: Bytes above which no plan is of interest.
+
+        Returns:
+            ``None`` if every plan needs more.
+        """
         batch = min(self.batches.sizes, key=lambda batch: max(batch.working))
         chains = [
             (params, optimizer, optimizer)
             for params, optimizer in chain_ends(self.mesh)
             if self.cut.pp == 1 or params.ranks == 1
         ]
-        least, best = math.inf, chains[0]
+        least, best = most, None
         for chain in reversed(chains):  # the most sharded first, which leaves little to try
             if self.states.needed(chain, None, batch, states_alone=True) <= least:
                 needed = self.states.needed(chain, None, batch)
                 least, best = (needed, chain) if needed <= least else (least, best)
+        if best is None:
+            return None
         codecs = ("none",) * len(WIRE)
         size, recompute = batch.plan.micro_batch, batch.plan.recompute
         return int(least), Candidate(0.0, 0, self.cut, best, None, codecs, size, recompute)
