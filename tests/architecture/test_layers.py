@@ -21,6 +21,7 @@ DECIDING = {
     "agreement",
     "errors",
     "extras",
+    "garbage",
     "startup",
     "units",
     "spec",

@@ -14,6 +14,7 @@ from thinwire.collectives.group import Control, Meter
 from thinwire.collectives.links.nccl import backend_maker
 from thinwire.collectives.topology import AxisGroup, DataRanks
 from thinwire.errors import ThinwireError, UsageError
+from thinwire.garbage import uncollected
 from thinwire.program import Axis, BufferInfo, Lane, UnitInfo, check_live, exchanged_units
 from thinwire.sharding.checkpointing.streaming import stream_saves
 from thinwire.sharding.checks import (
@@ -77,6 +78,7 @@ def _outer_groups(plan: Plan) -> list[tuple[Axis, Lane]]:
     return [*([] if plan.is_elastic else [(Axis.ISLANDS, Lane.OUTER)]), *replicas]
 
 
+@uncollected()
 def build(
     model: nn.Module,
     plan: Plan,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +30,7 @@ from thinwire.cli.terminal.console import wide_console
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.former import formerly
 from thinwire.cli.terminal.options import expand_options
+from thinwire.garbage import uncollected
 
 if TYPE_CHECKING:
     from thinwire.plan import PricedPlan, Searched, TrainingJob
@@ -115,18 +114,6 @@ class PlanOptions:
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.", show_default=False)] = False
 
 
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Leave garbage where it is in this block: looking for it takes an eighth of a plan's second, and finds little."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 @formerly(FORMER_OPTIONS)
 @expand_options
 def plan(options: PlanOptions) -> None:
@@ -142,7 +129,7 @@ def plan(options: PlanOptions) -> None:
 
     docs/choose-a-plan.md describes every option.
     """
-    with explained(as_json=options.as_json), _without_collections():
+    with explained(as_json=options.as_json), uncollected():
         _check(options)
         if options.compare is not None:
             compare_run(options.compare, options.profile, options.refit, as_json=options.as_json)
