@@ -114,7 +114,7 @@ def check_parts(plans: Sequence[str]) -> None:
         close(listed.blocks)
     model = build(Stack)
     tw.shard(model.blocks[0], plan("zero3"))
-    assert "same plan" in raised(UsageError, tw.shard, model, plan("zero1"))
+    assert "give it the model's plan in the rest" in raised(UsageError, tw.shard, model, plan("zero1"))
     tw.optimizer(model.blocks[0], torch.optim.AdamW, lr=1e-2)
     assert "before the optimizer" in raised(UsageError, tw.shard, model, plan("zero3"))
     assert "is sharded already" in raised(UsageError, tw.shard, model.blocks[0], plan("zero3"))

@@ -105,7 +105,7 @@ def test_a_run_is_cut_where_no_data_parallel_plan_fits(recipe: Path) -> None:
     job = planner.profiled_job(shape, 32, own, profile, clip=read.optimizer.clip is not None, free=free)
     room = planner.Search(job).smallest()[1].total - 1
     tight = recipe.parent / "tight.json"
-    tight.write_text(json.dumps(profile.with_(memory=room).to_dict()), encoding="utf-8")
+    tight.write_text(json.dumps(profile.with_(memory=room, memory_margin=0.0).to_dict()), encoding="utf-8")
     plan, _ = train(recipe, "cut", "--plan", "auto", "--profile", str(tight), "--set", "plan.recompute=true")
     assert plan == answer(recipe, tight, "lossless", recompute=True)
     assert plan.tp * plan.pp > 1

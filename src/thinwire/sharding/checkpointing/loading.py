@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -159,6 +160,9 @@ class _Loading:
         self._loss_scale = checked_state(self._manifest.values.get(own_key("loss_scale", self._island)))
         self._counts = checked_counts(self._manifest.values.get(own_key("average", self._island)))
         stored = StoredParameters(self._manifest, self._sharded.slices, vectors)
+        # What was frozen when it was saved, and is trained now, was on no wire: everything is spread anew.
+        held = own_key("held", self._island)
+        self._with_held &= all(stored.dtype_of(f"{held}/{name}") is not None for name in _trained(self._sharded))
         self._copies = _want_unoptimized(self._sharded, self._manifest, vectors, stored, self._path)
         fragments = self._optim.fragments if self._optim is not None else self._sharded.fragments
         exchanges, means = self._exchanges, self._runtime.means
@@ -168,7 +172,7 @@ class _Loading:
             masters = own_masters(self._island) if apart else "model"
             stored.want(masters, owned, "", owned.value.detach().view(-1))
             if self._with_held:
-                stored.want(own_key("held", self._island), owned, "", owned.held)
+                stored.want(held, owned, "", owned.held)
             if means is not None and self._counts is not None:
                 stored.want(own_key("average", self._island), owned, "", means.of(owned))
         if exchanges is not None:
@@ -458,6 +462,21 @@ def _sizes_of_ranks(sizes: Json, vector: VectorEntry | None, ranks: int, name: s
     return list(sizes)
 
 
+def _trained(sharded: ShardedModel) -> Iterator[str]:
+    """Names of the trained parameters, which are the same on all ranks."""
+    for buffer in (buffer for unit in sharded.units for buffer in unit.buffers if buffer.layout.trainable):
+        yield from (slot.name for slot in buffer.layout.slots)
+
+
 def _restore_groups(optim: FragmentStates, saved: list[dict[str, Json]]) -> None:
     for group, values in zip(optim.param_groups, saved, strict=True):
-        group.update({key: tuple(v) if isinstance(group.get(key), tuple) else v for key, v in values.items()})
+        group.update({key: _as_kept(group.get(key), value) for key, value in values.items()})
+
+
+def _as_kept(present: Any, saved: Json) -> Any:
+    """A saved option, of the kind that the group has. A tensor is made anew: groups may share theirs."""
+    if isinstance(present, tuple) and isinstance(saved, list):
+        return tuple(starmap(_as_kept, zip(present, saved, strict=True)))
+    if isinstance(present, torch.Tensor) and isinstance(saved, int | float):
+        return torch.full_like(present, saved)
+    return saved

@@ -31,6 +31,10 @@ _WITHOUT_HOOKS: Final = {
 """Attributes of an optimizer whose steps call no hooks."""
 
 
+_NUMBERS: Final = frozenset({"step", "mu_product", "eta", "mu"})
+"""What torch's optimizers keep as one number for a parameter of any shape."""
+
+
 class FragmentStates(Protocol):
     """The states of a model's optimizers, by the fragments of this rank.
 
@@ -153,7 +157,7 @@ class ShareStates:
                 optimizer.state.pop(share, None)
                 owned = self._owned.get(share.spec.name)
                 if owned is not None and (kept := self.state_of(owned)):
-                    optimizer.state[share] = {key: _over_share(share, owned, value) for key, value in kept.items()}
+                    optimizer.state[share] = {key: _over_share(share, owned, key, kept[key]) for key in kept}
 
     def _shares_of(self, optimizer: torch.optim.Optimizer) -> list[ShardedParameter]:
         """The model's parameters that an optimizer updates.
@@ -183,6 +187,9 @@ class ShareStates:
         )
 
 
-def _over_share(share: ShardedParameter, owned: OwnedFragment, value: Any) -> Any:
-    cut = isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == owned.value.numel()
-    return ShareTensor(value.reshape(-1), share.spec) if cut else value
+def _over_share(share: ShardedParameter, owned: OwnedFragment, key: str, value: Any) -> Any:
+    """A fragment's entry, as that of its share: a number, or cut like the parameter."""
+    is_cut = isinstance(value, torch.Tensor) and value.numel() == owned.value.numel()
+    if is_cut and value.dim() == 0:  # of a scalar parameter, as CLIP's logit_scale
+        is_cut = owned.value.dim() == 0 and key not in _NUMBERS
+    return ShareTensor(value.reshape(-1), share.spec) if is_cut else value

@@ -1,0 +1,116 @@
+"""What goes on after a load as if nothing had been saved: scalars, tensors among the options, thawed layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import thinwire as tw
+from thinwire.spec import Plan
+from thinwire.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+KINDS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "thinwire": lambda model, lr: tw.optimizer(model, torch.optim.NAdam, lr=lr),
+    "torch": lambda model, lr: torch.optim.NAdam(model.parameters(), lr=lr),
+}
+
+
+class Scaled(nn.Module):
+    """A layer and a scalar, as CLIP has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale = nn.Linear(8, 8), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x) * self.scale
+
+
+def plan(name: str) -> Plan:
+    return Plan.preset(name, nodes=1, local=2, compute_dtype="float32")
+
+
+def made(name: str, kind: str, lr: Any) -> tuple[nn.Module, Any]:
+    torch.default_generator.manual_seed(0)
+    model = Scaled() if name == "alone" else tw.shard(Scaled(), plan(name))
+    return model, KINDS[kind](model, lr)
+
+
+def trained(model: nn.Module, optim: Any, *steps: int, ranks: tuple[int, ...]) -> None:
+    for step in steps:
+        for rank in ranks:
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + rank))
+            (model(x).square().mean() / len(ranks)).backward()
+        optim.step()
+        optim.zero_grad()
+
+
+def resumed(directory: str, name: str, kind: str) -> dict[str, Any]:
+    here = (dist.get_rank(),)
+    model, optim = made(name, kind, 1e-2)
+    trained(model, optim, 0, 1, ranks=here)
+    tw.save(model, optim, f"{directory}/{name}-{kind}")
+    model, optim = made(name, kind, 1e-2)
+    tw.load(model, optim, f"{directory}/{name}-{kind}")
+    trained(model, optim, 2, 3, ranks=here)
+    return tw.full_state_dict(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero3"])
+def test_a_scalar_parameter_goes_on(tmp_path: Path, name: str, kind: str) -> None:
+    alone, optim = made("alone", "torch", 1e-2)
+    trained(alone, optim, 0, 1, 2, 3, ranks=(0, 1))
+    weights = run_ranks(2, resumed, str(tmp_path), name, kind)[0]
+    for key, value in alone.state_dict().items():
+        assert torch.allclose(weights[key], value, atol=1e-6), key
+
+
+def decayed(directory: str, kind: str) -> list[Any]:
+    """Learning rates of two groups, which began with one tensor, after a load."""
+    model, optim = made("zero1", kind, torch.tensor(0.1))
+    trained(model, optim, 0, ranks=(dist.get_rank(),))
+    optim.param_groups[0]["lr"].fill_(0.025)
+    tw.save(model, optim, f"{directory}/{kind}")
+    model, optim = made("zero1", kind, torch.tensor(0.1))
+    given = optim.param_groups[0]["lr"]
+    tw.load(model, optim, f"{directory}/{kind}")
+    assert given.item() == pytest.approx(0.1)  # whoever else holds it keeps it
+    return [group["lr"] for group in optim.param_groups]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_learning_rate_that_is_a_tensor_goes_on(tmp_path: Path, kind: str) -> None:
+    for rates in run_ranks(2, decayed, str(tmp_path), kind):
+        assert all(isinstance(rate, torch.Tensor) for rate in rates)
+        assert [rate.item() for rate in rates] == pytest.approx([0.025])
+
+
+def thawed(directory: str) -> float:
+    """The largest distance between the outputs of a model whose head alone was trained, and of one that loads it to
+    train all of it."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(9))
+    torch.default_generator.manual_seed(0)
+    first = nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 8))
+    first[0].requires_grad_(False)
+    first = tw.shard(first, plan("thinwire"))
+    optim = tw.optimizer(first, torch.optim.AdamW, lr=1e-2)
+    first(x).square().mean().backward()
+    optim.step()
+    tw.save(first, optim, f"{directory}/head")
+    whole = tw.shard(nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 8)), plan("thinwire"))
+    tw.load(whole, None, f"{directory}/head")
+    before, after = tw.full_state_dict(first), tw.full_state_dict(whole)
+    return max((before[key] - after[key]).abs().max().item() for key in before)
+
+
+def test_layers_that_were_frozen_load_where_they_are_trained(tmp_path: Path) -> None:
+    assert run_ranks(2, thawed, str(tmp_path)) == [0.0, 0.0]
