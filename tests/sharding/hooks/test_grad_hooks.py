@@ -116,6 +116,19 @@ def unreported_backward(run: Session) -> None:
     run.step()
 
 
+def backward_after_a_read(run: Session) -> None:
+    """A second backward of a step, past every hook, after gradients were read, which exchanges them."""
+    settle(run)
+    loss = run.loss(SETTLED)
+    loss.backward(retain_graph=True)
+    last = blocks(run)[0].layers[2].weight
+    assert last.grad is not None
+    loss.backward(inputs=[blocks(run)[0].layers[1].bias])
+    run.step()
+    run.loss(SETTLED + 1).backward()
+    run.step()
+
+
 def second_order(run: Session) -> None:
     """A backward that records a graph of its own."""
     settle(run)
@@ -135,6 +148,7 @@ def check_all(name: str) -> None:
             check_script(script, (name,), Chosen)
         if name in WHOLE:
             check_script(unreported_backward, WHOLE, Chosen)
+            check_script(backward_after_a_read, WHOLE, Chosen)
 
 
 @pytest.mark.slow

@@ -263,12 +263,13 @@ class Runtime:
             CheckpointError: The model is half loaded.
         """
         step_check = self.step_check
-        if step_check.result is None or self.passes.may_be_unreported:
+        if step_check.result is not None:
+            self.passes.take_unreported()  # a graph that was retained may have had another backward
+        if step_check.result is None:
             self.refuse_half_loaded()
             self.passes.reach_step()
-            if step_check.result is None:
-                step_check.close(self.schedule.order.value, self.schedule.backwards)
-                self.schedule.ranks_met(same_order=step_check.same_order)
+            step_check.close(self.schedule.order.value, self.schedule.backwards)
+            self.schedule.ranks_met(same_order=step_check.same_order)
             if self.exchanges is not None:
                 self.exchanges.hold()
             if self.gradients is not None:
