@@ -133,6 +133,7 @@ def test_the_group_of_other_presets() -> None:
             "zero3 takes no group (group = 2x1); those that do: zero1-node, mics,",
         ),
         ({"name": "mics", "group": "3"}, "group = '3' should be a Factor"),
+        ({"name": "hpz", "group": 8}, "group = 8 should be a Factor"),
         ({"name": "mics", "group": "3x1"}, "should divide mesh = 8x4"),
         ({"name": "mics", "group": "4x2"}, "without filling one"),
         ({"name": "ddp", "nodes": 0}, "nodes = 0"),

@@ -209,7 +209,7 @@ def _islands(mesh: Factor, island: Factor, what: str) -> int:
 def _group(group: Factor | str, what: str) -> Factor:
     if isinstance(group, Factor):
         return group
-    fields = Factor.from_text(group)
+    fields = Factor.from_text(group) if isinstance(group, str) else None
     if fields is None:
         raise SpecError(what, f"group = {group!r} should be a Factor, or text such as '4x2' (local x nodes)")
     return Factor.parse(fields, what)
