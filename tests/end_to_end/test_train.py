@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.cluster import wait_until
 from tests.support.runs import STEPS, Runs, rank_process
 
 
@@ -61,6 +62,7 @@ def test_metrics_say_what_happened(runs: Runs, whole: list[float]) -> None:
 def test_a_killed_rank_restarts_the_run_and_changes_no_number(runs: Runs, whole: list[float]) -> None:
     process = runs.start("killed")
     runs.wait_for_step("killed", 30, process)
+    assert wait_until((runs.directory / "killed/checkpoints/step-00000020").exists)  # written in the background
     os.kill(rank_process(process.pid, 1), signal.SIGKILL)
     output, errors = process.communicate(timeout=150)
     assert process.returncode == 0, output + errors

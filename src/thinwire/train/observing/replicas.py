@@ -28,10 +28,11 @@ class ReplicaChecks:
 
     def __init__(self, model: ParallelModel, optim: ParallelOptimizer, hosts: Sequence[str], *, every: int) -> None:
         self._model, self._optim, self._hosts, self._every = model, optim, tuple(hosts), every
+        self._has_compared = False
 
     def due(self, step: int) -> bool:
-        """Whether a step is one after which replicas are compared."""
-        return self._every > 0 and step % self._every == 0
+        """Whether a step is one after which replicas are compared. The first is: it tells whether there are any."""
+        return self._every > 0 and (step % self._every == 0 or not self._has_compared)
 
     def compare(self, step: int, batches: Sequence[TokenBatch]) -> None:
         """Compare replicas after a step's backward and before its update. All ranks call it.
@@ -40,6 +41,7 @@ class ReplicaChecks:
             ReplicaError: On all ranks, if replicas differ; names the rank, the unit and the step.
             UsageError: On all ranks, if the plan has no replicas at all.
         """
+        self._has_compared = True
         first = _sums(self._optim)
         differing, shared = _compared(self._optim, first)
         undecided = any(not one.decided for one in differing)
