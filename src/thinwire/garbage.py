@@ -11,7 +11,7 @@ from collections.abc import Iterator
 def uncollected() -> Iterator[None]:
     """Leave garbage where it is in this block or call, for code that makes many objects to keep.
 
-    Every collection looks at all objects there are, and torch's imports alone make half a million.
+    Every collection looks at all objects there are, and torch's imports alone make hundreds of thousands.
     """
     was_enabled = gc.isenabled()
     gc.disable()

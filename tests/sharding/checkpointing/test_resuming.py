@@ -74,29 +74,39 @@ def test_a_scalar_parameter_goes_on(tmp_path: Path, name: str, kind: str) -> Non
         assert torch.allclose(weights[key], value, atol=1e-6), key
 
 
-def decayed(directory: str, kind: str) -> list[Any]:
-    """Learning rates of two groups, which began with one tensor, after a load."""
-    model, optim = made("zero1", kind, torch.tensor(0.1))
+def in_groups(kind: str, rate: torch.Tensor) -> tuple[nn.Module, Any]:
+    """A model under an optimizer of two groups, which share a tensor as their learning rate."""
+    model = tw.shard(Scaled(), plan("zero1"))
+    if kind == "thinwire":
+        names = [{"params": ["up.*"]}, {"params": ["scale"]}]
+        return model, tw.optimizer(model, torch.optim.NAdam, param_groups=names, lr=rate)
+    return model, torch.optim.NAdam([{"params": list(model.up.parameters())}, {"params": [model.scale]}], lr=rate)
+
+
+def decayed(directory: str, kind: str, shape: tuple[int, ...]) -> list[torch.Tensor]:
+    """Learning rates of two groups after a load."""
+    rate = torch.full(shape, 0.1)
+    model, optim = in_groups(kind, rate)
     trained(model, optim, 0, ranks=(dist.get_rank(),))
-    optim.param_groups[0]["lr"].fill_(0.025)
-    tw.save(model, optim, f"{directory}/{kind}")
-    model, optim = made("zero1", kind, torch.tensor(0.1))
-    given = optim.param_groups[0]["lr"]
-    tw.load(model, optim, f"{directory}/{kind}")
-    assert given.item() == pytest.approx(0.1)  # whoever else holds it keeps it
+    optim.param_groups[0]["lr"] = torch.full(shape, 0.025)
+    tw.save(model, optim, f"{directory}/decayed")
+    model, optim = in_groups(kind, rate)
+    tw.load(model, optim, f"{directory}/decayed")
+    assert rate.item() == pytest.approx(0.1)  # whoever else holds it keeps it
     return [group["lr"] for group in optim.param_groups]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_learning_rate_that_is_a_tensor_goes_on(tmp_path: Path, kind: str) -> None:
-    for rates in run_ranks(2, decayed, str(tmp_path), kind):
-        assert all(isinstance(rate, torch.Tensor) for rate in rates)
-        assert [rate.item() for rate in rates] == pytest.approx([0.025])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_learning_rates_that_are_tensors_go_on(tmp_path: Path, kind: str, shape: tuple[int, ...]) -> None:
+    for rates in run_ranks(2, decayed, str(tmp_path), kind, shape):
+        assert [rate.shape for rate in rates] == [shape, shape]
+        assert [rate.item() for rate in rates] == pytest.approx([0.025, 0.1])
 
 
 def thawed(directory: str) -> float:
-    """The largest distance between the outputs of a model whose head alone was trained, and of one that loads it to
-    train all of it."""
+    """The largest distance between the weights of a model whose head alone was trained, and of one that loads them to
+    train them all."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(9))
     torch.default_generator.manual_seed(0)
     first = nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 8))

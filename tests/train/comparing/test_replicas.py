@@ -112,6 +112,24 @@ def test_sound_ranks_agree_under_every_preset() -> None:
     assert all("train.check_replicas compares nothing" in said[name] for name in silent)
 
 
+def first_comparison(name: str) -> str:
+    """What is said in the first step of a run that compares replicas every hundredth; empty if they agree."""
+    job = Job(small(name))
+    job.checks = ReplicaChecks(job.model, job.optim, HOSTS, every=100)
+    try:
+        job.steps(1)
+    except UsageError as error:
+        return str(error)
+    assert not job.checks.due(2)
+    assert job.checks.due(100)
+    return ""
+
+
+def test_a_plan_without_replicas_is_refused_in_the_first_step() -> None:
+    assert run_ranks(4, first_comparison, "zero1") == [""] * 4
+    assert all("compares nothing" in text for text in run_ranks(4, first_comparison, "zero3"))
+
+
 def check_flips(name: str, what: str, bad: int) -> tuple[str, str]:
     """What the checks say after a flip in step 3, and the unit in which it was."""
     job = Job(

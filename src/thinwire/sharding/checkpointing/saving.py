@@ -319,15 +319,15 @@ def _sizes_everywhere(ranks: Control, lost: Mapping[str, torch.Tensor]) -> dict[
 def _is_json(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(_is_json(item) for item in value)
-    return value is None or isinstance(value, str | int | float | bool) or _is_number(value)
+    return value is None or isinstance(value, str | int | float | bool) or _is_scalar(value)
 
 
-def _is_number(value: Any) -> bool:
+def _is_scalar(value: Any) -> bool:
     """Whether this is a tensor of one number, as a learning rate that a captured or compiled step reads."""
-    return isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_complex()
+    return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
 def _as_json(value: Any) -> Json:
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]
-    return value.item() if _is_number(value) else value
+    return value.item() if _is_scalar(value) else value
