@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,3 +81,191 @@ def check_groups() -> None:
 
 def test_groups_of_the_fast_optimizer() -> None:
     run_ranks(2, check_groups)
+
+
+class MeanTeacher(nn.Module):
+    """A student, and a frozen teacher whose weights follow it slowly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = Stack(), Stack()
+        self.teacher.load_state_dict(self.student.state_dict())
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = self.teacher(x) + 0.1
+        return (self.student(x) - target).square().mean()
+
+
+def mean_teacher() -> MeanTeacher:
+    torch.default_generator.manual_seed(0)
+    return MeanTeacher()
+
+
+def by_lerp(teacher: list[torch.Tensor], student: list[torch.Tensor]) -> None:
+    torch._foreach_lerp_(teacher, student, 0.01)
+
+
+def by_methods(teacher: list[torch.Tensor], student: list[torch.Tensor]) -> None:
+    for mine, other in zip(teacher, student, strict=True):
+        mine.detach().mul_(0.99).add_(other.data, alpha=0.01)
+
+
+def by_copies(teacher: list[torch.Tensor], student: list[torch.Tensor]) -> None:
+    for mine, other in zip(teacher, student, strict=True):
+        mine.copy_(mine * 0.99 + other * 0.01)
+
+
+def by_assigning(teacher: list[torch.Tensor], student: list[torch.Tensor]) -> None:
+    for mine, other in zip(teacher, student, strict=True):
+        mine.data = mine.data * 0.99 + other.data * 0.01
+
+
+def by_results(teacher: list[torch.Tensor], student: list[torch.Tensor]) -> None:
+    for mine, other in zip(teacher, student, strict=True):
+        torch.lerp(mine, other, 0.01, out=mine)
+
+
+WAYS = (by_lerp, by_methods, by_copies, by_assigning, by_results)
+
+
+@torch.no_grad()
+def follow(model: MeanTeacher, way: Any, times: int) -> None:
+    for _ in range(times):
+        way(list(model.teacher.parameters()), list(model.student.parameters()))
+
+
+@torch.no_grad()
+def move(model: MeanTeacher) -> None:
+    for parameter in model.student.parameters():
+        parameter.add_(1.0)
+
+
+def check_mean_teacher(preset: str) -> None:
+    wanted = mean_teacher()
+    start = {name: value.clone() for name, value in wanted.state_dict().items()}
+    move(wanted)
+    follow(wanted, by_lerp, 100)
+    for way in WAYS:
+        model = tw.shard(mean_teacher(), tw.Plan.preset(preset, nodes=1, local=2))
+        assert model.teacher.head.weight.dtype == torch.bfloat16
+        move(model)
+        follow(model, way, 100)
+        for name, value in tw.full_state_dict(model).items():
+            moved, expected = value - start[name], wanted.state_dict()[name] - start[name]
+            torch.testing.assert_close(moved, expected, rtol=0.0, atol=0.01, msg=f"{way.__name__} {name}")
+        assert not any(parameter.requires_grad for parameter in model.teacher.parameters())
+        with torch.no_grad():
+            seen, teacher = model.teacher(torch.ones(2, 8)), wanted.teacher.bfloat16()
+            torch.testing.assert_close(seen, teacher(torch.ones(2, 8).bfloat16()).to(seen.dtype), rtol=0.1, atol=0.1)
+        wanted.float()
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero3"])
+def test_a_mean_teacher_moves_in_every_way(preset: str) -> None:
+    run_ranks(2, check_mean_teacher, preset)
+
+
+def check_loads_stay_narrow() -> None:
+    model = tw.shard(mean_teacher(), tw.Plan.preset("zero3", nodes=1, local=2))
+    values = {name: torch.ones_like(value) for name, value in mean_teacher().teacher.state_dict().items()}
+    model.teacher.load_state_dict(values)
+    with torch.no_grad():
+        model.teacher.head.weight.copy_(model.student.head.weight)
+        model.teacher.head.bias.zero_()
+    assert {parameter.dtype for parameter in model.teacher.parameters()} == {torch.bfloat16}
+    narrow = tw.shard(mean_teacher().bfloat16(), tw.Plan.preset("zero3", nodes=1, local=2))
+    follow(narrow, by_methods, 1)
+    assert narrow.teacher.head.weight.dtype == torch.bfloat16  # as the user's
+
+
+def test_loads_and_narrow_models_get_no_masters() -> None:
+    run_ranks(2, check_loads_stay_narrow)
+
+
+def check_teacher_resumes(path: str, *, fast: bool) -> None:
+    def begun(preset: str) -> tuple[MeanTeacher, torch.optim.Optimizer]:
+        model = tw.shard(mean_teacher(), tw.Plan.preset(preset, nodes=1, local=2))
+        if fast:
+            return model, tw.optimizer(model, torch.optim.AdamW, lr=0.01)
+        return model, torch.optim.AdamW(model.student.parameters(), lr=0.01)
+
+    def train(model: MeanTeacher, optim: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        for step in range(3):
+            model(torch.full((2, 8), 0.1 * step + dist.get_rank())).backward()
+            optim.step()
+            optim.zero_grad()
+            follow(model, by_methods, 1)
+        return tw.full_state_dict(model)
+
+    model, optim = begun("zero3")
+    train(model, optim)
+    tw.save(model, optim, path)
+    resumed, optim_of_resumed = begun("zero1")
+    tw.load(resumed, optim_of_resumed, path)
+    torch.testing.assert_close(tw.full_state_dict(resumed), tw.full_state_dict(model), rtol=0.0, atol=0.0)
+    torch.testing.assert_close(train(resumed, optim_of_resumed), train(model, optim), rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_mean_teacher_goes_on_from_a_checkpoint(tmp_path: Path, fast: bool) -> None:
+    run_ranks(2, partial(check_teacher_resumes, str(tmp_path / "saved"), fast=fast))
+
+
+def check_updates_without_masters() -> None:
+    for changes, why in (
+        ({"residence": {"optimizer": "host-update", "gradients": "host", "params": "host"}}, "places on the host"),
+        ({}, "an average of its weights"),
+    ):
+        model = half_frozen(compute_dtype="bfloat16", **changes)
+        if not changes:
+            tw.average(model, decay=0.9)
+        before = tw.full_state_dict(model)["first.weight"]
+        with heard() as warnings, torch.no_grad():
+            model.first.weight.mul_(0.5)
+            model.first.bias.mul_(0.5)
+        said = [text for text in warnings if why in text and text.startswith("first.weight was frozen")]
+        assert len(said) == len(warnings) == (dist.get_rank() == 0), warnings
+        assert torch.equal(tw.full_state_dict(model)["first.weight"], before * 0.5)
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """The warnings of the block."""
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("thinwire")
+    log.addHandler(handler)
+    yield texts
+    log.removeHandler(handler)
+
+
+def test_updates_that_round_are_told() -> None:
+    run_ranks(2, check_updates_without_masters)
+
+
+def check_unfrozen_after_the_optimizer(path: str) -> None:
+    def begun() -> tuple[nn.Module, tw.ShardedOptimizer]:
+        model = half_frozen()
+        optim = tw.optimizer(model, torch.optim.AdamW, lr=0.1)
+        model.first.requires_grad_(True)
+        return model, optim
+
+    def step(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        model(torch.ones(2, 8)).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+        return tw.full_state_dict(model)
+
+    model, optim = begun()
+    step(model, optim)
+    tw.save(model, optim, path)
+    resumed, optim_of_resumed = begun()
+    tw.load(resumed, optim_of_resumed, path)
+    torch.testing.assert_close(step(resumed, optim_of_resumed), step(model, optim), rtol=0.0, atol=0.0)
+
+
+def test_checkpoints_hold_what_was_unfrozen_after_the_optimizer_was_made(tmp_path: Path) -> None:
+    run_ranks(2, check_unfrozen_after_the_optimizer, str(tmp_path / "saved"))

@@ -55,7 +55,7 @@ from thinwire.sharding.params.plan_codecs import (
 from thinwire.sharding.params.seeds import Seeds, StepCounter
 from thinwire.sharding.runtime.runtime import Runtime, attach
 from thinwire.sharding.step.sharded_model import ShardedModel
-from thinwire.sharding.unfreezing import unfreeze
+from thinwire.sharding.unfreezing import unfreeze, widen
 from thinwire.spec import Plan
 from thinwire.startup import warn_of_late_start
 
@@ -292,7 +292,7 @@ def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
     runtime = Runtime(sharded)
     attach(sharded.model, runtime)
     if (masters := runtime.masters) is not None:
-        masters.unfreeze = partial(unfreeze, runtime)
+        masters.unfreeze, masters.widen = partial(unfreeze, runtime), partial(widen, runtime)
     undo = hooks.install(sharded, runtime.passes, runtime.shares, runtime.join_spreads)
     if runtime.shares is not None:
         undo += stream_saves(sharded.model)

@@ -133,6 +133,9 @@ def _copy_values(source: Runtime, target: Runtime) -> None:
     assert source.shares is not None
     assert target.shares is not None
     for unit, twin in zip(source.units, target.units, strict=True):
+        narrow = {slot.name for buffer in unit.buffers if buffer.narrows for slot in buffer.layout.slots}
+        for other in twin.buffers:
+            other.narrows = not narrow.isdisjoint(other.layout.slot_by_name)
         if [buffer.layout for buffer in unit.buffers] != [buffer.layout for buffer in twin.buffers]:
             # Parameters that were frozen when the model was sharded, and are trained since, lie elsewhere.
             with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Lets parameters be trained that were frozen when the model was sharded, as gradual unfreezing does.
+"""Gives masters to parameters that were frozen when the model was sharded: they are to be trained, as in gradual
+unfreezing, or to follow others, as a mean teacher does.
 
 Frozen parameters have no master, no gradient and no optimizer state. Their flat buffer gets them as a whole: what it
 holds stays where it is, so nothing travels. Parameters of the buffer that stay frozen are then like those that were
@@ -8,7 +9,8 @@ come last in their units, so that numbers of others stay what they are.
 
 from __future__ import annotations
 
-from collections.abc import Set
+import logging
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Final
 
@@ -29,11 +31,13 @@ from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.runtime.runtime import Runtime
 from thinwire.sharding.step.sharded_model import ShardedModel
 
+log = logging.getLogger("thinwire")
+
 _NAMES: Final[Typed[list[str]]] = Typed(list[str])
 
 
 def unfreeze(runtime: Runtime, names: Set[str]) -> None:
-    """Give frozen parameters masters and gradients. Collective.
+    """Give frozen parameters masters and gradients, because they are to be trained. Collective.
 
     Args:
         runtime: Runtime of the model.
@@ -43,25 +47,99 @@ def unfreeze(runtime: Runtime, names: Set[str]) -> None:
         UsageError: The model is inside a pass, or its plan or the parameters do not allow it.
         MismatchError: Ranks unfreeze different parameters.
     """
+    chosen, name = _buffers_of(runtime, names), min(names)
+    if runtime.is_inside:
+        raise UsageError(
+            f"{name} was frozen when the model was sharded, and is to be trained inside a forward, a backward or "
+            "full_parameters(): set requires_grad = True outside of them"
+        )
+    runtime.refuse(f"requires_grad = True for {name}, which was frozen when the model was sharded,")
+    why = _obstacle(runtime, chosen)
+    if why:
+        raise UsageError(
+            f"{name} was frozen when the model was sharded, and cannot be trained now, as the model has {why}: set "
+            "requires_grad = True before thinwire.shard, and freeze it again afterwards if its training is to begin "
+            "later"
+        )
+    _grow(runtime, names, chosen)
+
+
+def widen(runtime: Runtime, names: Set[str]) -> None:
+    """Give frozen parameters masters, because they are to be updated in place; the first rank warns where they cannot
+    have any. Collective.
+
+    Args:
+        runtime: Runtime of the model.
+        names: Names of parameters whose buffers are narrow; see
+            :class:`~thinwire.sharding.params.flat_buffer.FlatBuffer`.
+
+    Raises:
+        UsageError: The model is inside a pass.
+        MismatchError: Ranks update different parameters.
+    """
+    chosen, name = _buffers_of(runtime, names), min(names)
+    if runtime.is_inside:
+        raise UsageError(
+            f"{name} was frozen when the model was sharded, and is updated in place inside a forward, a backward or "
+            "full_parameters(): update it outside of them"
+        )
+    runtime.refuse(f"an update of {name}")
+    why = _obstacle(runtime, chosen)
+    if not why:
+        _grow(runtime, names, chosen)
+        return
+    if runtime.sharded.rank == 0:
+        log.warning(
+            "%s was frozen when the model was sharded, and is updated in place now. It stays in %s, which loses small "
+            "changes, as the model has %s: freeze it after thinwire.shard",
+            name,
+            chosen[0][1].layout.dtype,
+            why,
+        )
+    for unit in runtime.units:
+        for buffer in unit.buffers:
+            buffer.narrows = False
+
+
+def _buffers_of(runtime: Runtime, names: Set[str]) -> list[tuple[Unit, FlatBuffer]]:
+    """The flat buffers that hold parameters with these names."""
+    return [
+        (unit, buffer)
+        for unit in runtime.units
+        for buffer in unit.buffers
+        if not names.isdisjoint(buffer.layout.slot_by_name)
+    ]
+
+
+def _obstacle(runtime: Runtime, chosen: Sequence[tuple[Unit, FlatBuffer]]) -> str:
+    """What keeps frozen parameters from getting masters; empty if nothing does."""
+    if not runtime.plan.residence.on_device:
+        return f"residence {runtime.plan.residence}, whose states and gradients have their places on the host"
+    if runtime.exchanges is not None:
+        return "islands, which have dealt out what they exchange"
+    if runtime.means is not None:
+        return "an average of its weights, which was made without it"
+    if any(buffer.stored is not None for _, buffer in chosen):
+        return "frozen.storage, which keeps it encoded"
+    return ""
+
+
+def _grow(runtime: Runtime, names: Set[str], chosen: Sequence[tuple[Unit, FlatBuffer]]) -> None:
+    """Give buffers masters and gradients, and tell everything that was made for the others."""
     sharded = runtime.sharded
-    chosen = {
-        unit: [buffer for buffer in unit.buffers if names & buffer.layout.slot_by_name.keys()] for unit in runtime.units
-    }
-    _check(runtime, min(names), [buffer for buffers in chosen.values() for buffer in buffers])
     ranks = runtime.data_ranks
     everyone = ranks.all_gather_typed(sorted(names), _NAMES)
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             raise MismatchError(
                 f"rank {rank} and rank 0 unfreeze different parameters: {theirs} against {everyone[0]}. Set "
-                "requires_grad alike on every rank"
+                "requires_grad, and update frozen parameters, alike on every rank"
             )
     runtime.reach_pause()
-    grown: list[tuple[Unit, FlatBuffer, UnitGradient]] = []
-    for unit, buffers in chosen.items():
-        grown += [(unit, buffer, _train(buffer, unit, sharded)) for buffer in buffers]
-        if buffers:
-            _lay_out(unit, buffers, sharded)
+    grown = [(unit, buffer, _train(buffer, unit, sharded)) for unit, buffer in chosen]
+    units = {unit.index: unit for unit, _ in chosen}
+    for unit in units.values():
+        _lay_out(unit, [buffer for owner, buffer in chosen if owner is unit], sharded)
     shard, share = sharded.axes[Axis.PARAMS, Lane.REDUCE].index, sharded.axes[Axis.SHARD, Lane.REDUCE].index
     owned = [one for _, buffer, part in grown for one in fragments_of(buffer, part, shard, share)]
     sharded.fragments.extend(owned)
@@ -70,37 +148,13 @@ def unfreeze(runtime: Runtime, names: Set[str]) -> None:
     sharded.gradients.clear()
     sharded.gradients.update(gradients)
     runtime.units_grew()
-    hooks = [hook_gradients(unit, sharded, runtime.passes) for unit, buffers in chosen.items() if buffers]
+    hooks = [hook_gradients(unit, sharded, runtime.passes) for unit in units.values()]
     runtime.undo = [*runtime.undo, *hooks]
     parameters, optimizer = runtime.parameters, runtime.optimizer
     assert parameters is not None
     parameters.train(grown, owned)
     if isinstance(optimizer, ShardedOptimizer):
         optimizer.expect([part for _, _, part in grown], owned)
-
-
-def _check(runtime: Runtime, name: str, buffers: list[FlatBuffer]) -> None:
-    if runtime.is_inside:
-        raise UsageError(
-            f"{name} was frozen when the model was sharded, and is to be trained inside a forward, a backward or "
-            "full_parameters(): set requires_grad = True outside of them"
-        )
-    runtime.refuse(f"requires_grad = True for {name}, which was frozen when the model was sharded,")
-    plan, why = runtime.plan, ""
-    if not plan.residence.on_device:
-        why = f"residence {plan.residence}, whose states and gradients have their places on the host"
-    elif runtime.exchanges is not None:
-        why = "islands, which have dealt out what they exchange"
-    elif runtime.means is not None:
-        why = "an average of its weights, which was made without it"
-    elif any(buffer.stored is not None for buffer in buffers):
-        why = "frozen.storage, which keeps it encoded"
-    if why:
-        raise UsageError(
-            f"{name} was frozen when the model was sharded, and cannot be trained now, as the model has {why}: set "
-            "requires_grad = True before thinwire.shard, and freeze it again afterwards if its training is to begin "
-            "later"
-        )
 
 
 def _train(buffer: FlatBuffer, unit: Unit, sharded: ShardedModel) -> UnitGradient:

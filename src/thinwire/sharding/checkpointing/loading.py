@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import starmap
 from pathlib import Path
 from typing import Any, TypeVar
@@ -141,15 +141,27 @@ class _Loading:
         runtime.zero_grad()
         self._same_plan = same_plan
         self._with_held = self._same_plan and spreads_difference(sharded.plan)
-        self._new = optim.make_state() if optim is not None else []
         self._numbers: list[tuple[dict[str, Any], str, Json]] = []
         self._copies: list[Callable[[], object]] = []
         self._lost: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
         # Islands go on by themselves if there are as many as before; otherwise all start from what they agreed on.
         self._same_islands = manifest.values.get("islands", 1) == sharded.plan.job_islands
         self._island = sharded.part.data.island if self._same_islands else 0
+        trained = _trained_before(manifest, own_key("optimizer", self._island))
+        self._give_masters(trained)
+        self._new = optim.make_state(trained) if optim is not None else []
         self._loss_scale: Mapping[str, Json] | None = None
         self._counts: tuple[int, int] | None = None
+
+    def _give_masters(self, trained: Set[str]) -> None:
+        """Give masters to frozen parameters that had some although no optimizer updated them, as a mean teacher's."""
+        stored = StoredParameters(self._manifest, self._sharded.slices, Vectors())
+        narrow = (buffer for unit in self._sharded.units for buffer in unit.buffers if buffer.narrows)
+        names = {slot.name for buffer in narrow for slot in buffer.layout.slots} - trained
+        names = {name for name in names if stored.dtype_of(f"model/{name}") == torch.float32}
+        masters = self._runtime.masters
+        if trained and names and masters is not None:
+            masters.widen(names)
 
     def want(self, vectors: Vectors) -> None:
         """Register the vectors to read and their targets.
@@ -164,7 +176,7 @@ class _Loading:
         held = own_key("held", self._island)
         self._with_held &= all(stored.dtype_of(f"{held}/{name}") is not None for name in _trained(self._sharded))
         self._copies = _want_unoptimized(self._sharded, self._manifest, vectors, stored, self._path)
-        fragments = self._optim.fragments if self._optim is not None else self._sharded.fragments
+        fragments = self._sharded.fragments
         exchanges, means = self._exchanges, self._runtime.means
         apart = exchanges is not None and self._same_islands
         for owned in fragments:
@@ -376,12 +388,12 @@ def _want_state(
         State that is a single number: the dictionary and the key where it belongs, and its value.
     """
     stored = {*(key.partition("@")[0] for key in manifest.vectors), *manifest.values}
-    stepped = {key.rpartition("/")[0] for key in stored if key.startswith(f"{prefix}/")}
+    trained = _trained_before(manifest, prefix)
     numbers = []
     for owned in optim.fragments:
         slot = owned.fragment.slot
         name = f"{prefix}/{slot.name}"
-        if name not in stepped:
+        if slot.name not in trained:
             optim.state.pop(owned.value, None)
             continue
         for key, entry in optim.state_of(owned).items():
@@ -398,6 +410,12 @@ def _want_state(
             else:
                 parameters.want_fragment(full, slot.name, entry.numel(), 0, entry.view(-1))
     return numbers
+
+
+def _trained_before(manifest: store.Manifest, prefix: str) -> set[str]:
+    """Names of the parameters for which a checkpoint holds optimizer state."""
+    keys = {*(key.partition("@")[0] for key in manifest.vectors), *manifest.values}
+    return {key[len(prefix) + 1 :].rpartition("/")[0] for key in keys if key.startswith(f"{prefix}/")}
 
 
 def _want_feedback(

@@ -238,7 +238,7 @@ def _save_part(
     plan, part, island = sharded.plan, sharded.part, sharded.part.data.island
     first_replica = sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0
     first_tensor = part.tensor == 0
-    fragments = optim.fragments if optim is not None else sharded.fragments
+    fragments = sharded.fragments
 
     def add(prefix: str, name: str, suffix: str, numel: int, offset: int, tensor: torch.Tensor | None) -> None:
         cut = sharded.slices.get(name)

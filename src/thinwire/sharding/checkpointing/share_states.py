@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, Final, Protocol
 
 import torch
@@ -63,8 +63,12 @@ class FragmentStates(Protocol):
     def state_of(self, owned: OwnedFragment) -> dict[str, Any]:
         """What is kept for a fragment."""
 
-    def make_state(self) -> list[OwnedFragment]:
-        """Allocate missing state; returns the fragments that had none."""
+    def make_state(self, names: Set[str]) -> list[OwnedFragment]:
+        """Allocate missing state; returns the fragments that had none.
+
+        Args:
+            names: Names of the parameters that have state in a checkpoint.
+        """
 
     def take(self) -> None:
         """Give the states, which were loaded, to the optimizers."""
@@ -133,11 +137,11 @@ class ShareStates:
         """See :class:`FragmentStates`."""
         return {key: value for key, value in self.state.get(owned.value, {}).items() if value is not None}
 
-    def make_state(self) -> list[OwnedFragment]:
+    def make_state(self, names: Set[str]) -> list[OwnedFragment]:
         """See :class:`FragmentStates`."""
         made = []
         for optimizer in self._optimizers:
-            shares = [share for share in self._shares_of(optimizer) if share.spec.name in self._owned]
+            shares = [share for share in self._shares_of(optimizer) if share.spec.name in self._owned.keys() & names]
             new = {id(s): owned for s in shares if (owned := self._owned[s.spec.name]).value not in self.state}
             missing = list(new.values())
             groups = [

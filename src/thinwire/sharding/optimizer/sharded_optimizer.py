@@ -6,7 +6,7 @@ without a gradient behave as they do unsharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -132,8 +132,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def fragments(self) -> Sequence[OwnedFragment]:
-        """All fragments that this rank updates."""
-        return self.owned.fragments
+        """All fragments of this rank, with those of unfrozen parameters that are in no group yet."""
+        return self.runtime.sharded.fragments
 
     def expect(self, parts: Sequence[UnitGradient], owned: Iterable[OwnedFragment]) -> None:
         """Expect parameters that were frozen, and are trained now: in a group that is added before they have gradients,
@@ -313,8 +313,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What the optimizer keeps for a fragment."""
         return state_of(self.owned, owned)
 
-    def make_state(self) -> list[OwnedFragment]:
-        """See :func:`thinwire.sharding.grads.optimizer_state.make_state`."""
+    def make_state(self, names: Set[str]) -> list[OwnedFragment]:
+        """Allocate missing state; returns the fragments that had none.
+
+        Args:
+            names: Names of the parameters that are known to be trained.
+        """
+        self._take_expected(names & self._expected.keys())
         return make_state(self.owned)
 
     def take(self) -> None:

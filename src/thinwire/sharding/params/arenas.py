@@ -144,7 +144,10 @@ class Arenas:
         visiting = None
         if self._hosts_params and layout.trainable:
             visiting = torch.empty(layout.shard_numel, dtype=layout.dtype, device=self.device)
-        return FlatBuffer(layout, flat.parameters, full, shard, flat.shares, secondary, master, visiting, stored)
+        buffer = FlatBuffer(layout, flat.parameters, full, shard, flat.shares, secondary, master, visiting, stored)
+        if stored is None and not layout.trainable:
+            buffer.narrows = any(p.dtype.itemsize > layout.dtype.itemsize for p in flat.parameters)
+        return buffer
 
     @property
     def gradients(self) -> torch.Tensor:

@@ -41,6 +41,7 @@ class FlatBuffer:
             ``None`` if it lives on the device, or gets none.
         stored: The P shard, if it is kept encoded.
         staged: Masters that live on the host, while they are on the device for their update; ``None`` otherwise.
+        narrows: Whether parameters of it had a wider dtype than its P shard, and no master that would keep it.
         gathered: Whether the buffer is gathered before it is used.
     """
 
@@ -54,6 +55,7 @@ class FlatBuffer:
     visiting: torch.Tensor | None = None
     stored: StoredShard | None = None
     staged: torch.Tensor | None = None
+    narrows: bool = False
 
     def __post_init__(self) -> None:
         self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots]
@@ -76,7 +78,7 @@ class FlatBuffer:
             share: Position of this rank along it.
             apart: Whether the masters have memory of their own.
         """
-        self.layout, self.shares = replace(self.layout, trainable=True), shares
+        self.layout, self.shares, self.narrows = replace(self.layout, trainable=True), shares, False
         if apart:
             runs = [self.shard[run.start : run.start + run.length] for run in shares[share]]
             self.master = torch.cat([self.shard[:0], *runs]).to(torch.float32, copy=True)

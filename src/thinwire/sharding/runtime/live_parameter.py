@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.errors import UsageError
+from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.params.stored_shard import StoredPiece
 from thinwire.sharding.runtime.share_values import Masters, ShareGradients, TrainedParameter
@@ -35,6 +36,8 @@ class ModelParameter:
     share: ShardedParameter
     stored: StoredPiece | None = None
     """Its values, if they are kept encoded."""
+    frozen_in: FlatBuffer | None = None
+    """Its flat buffer, if it was frozen when the model was sharded."""
 
     def __init__(
         self,
@@ -48,8 +51,19 @@ class ModelParameter:
         self.unit, self.compute_tensor, self.trained = unit, compute, trained
         self.hooks: OrderedDict[int, Callable[[torch.Tensor], None]] = OrderedDict()
         self._gradient: ShareTensor | None = None
+        self._loaded = False  # whether values were copied to it
 
     # -- the values --------------------------------------------------------------------------------------------
+
+    def before_update(self, share: ShareTensor, *, loads: bool = False) -> ShareTensor | None:
+        """See :class:`~thinwire.sharding.tensors.spec.Live`. A frozen parameter that is kept in a narrower dtype than
+        it had gets a master: in bfloat16, 1 plus 0.3 % is 1, and a mean over steps would stand still."""
+        if self.frozen_in is not None and self.frozen_in.narrows:
+            if loads and not self._loaded:
+                self._loaded = True
+            else:
+                self.masters.widen({share.spec.name})
+        return self.share.data if share.dtype != self.share.dtype else None
 
     def before_write(self) -> None:
         """See :class:`~thinwire.sharding.tensors.spec.Live`."""
@@ -171,6 +185,9 @@ class _LiveGradient:
 
     def __init__(self, parameter: ModelParameter) -> None:
         self._parameter = parameter
+
+    def before_update(self, share: ShareTensor, *, loads: bool = False) -> None:
+        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
 
     def before_write(self) -> None:
         """See :class:`~thinwire.sharding.tensors.spec.Live`."""

@@ -125,6 +125,7 @@ class ShardedParameters:
             spans[slot.name] = (offset, length)
             spec = ShareSpec(slot.name, slot.shape, offset, length, holders)
             live = ModelParameter(self._masters, self._gradients, unit, compute, None)
+            live.frozen_in = buffer
             if buffer.stored is not None:
                 live.stored = buffer.stored.piece(run)
                 like = torch.empty(0, dtype=buffer.layout.dtype, device=buffer.stored.device)

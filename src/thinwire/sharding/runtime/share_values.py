@@ -40,8 +40,8 @@ class Masters:
 
     Attributes:
         reading: See :meth:`thinwire.sharding.step.passes.Passes.reading`.
-        unfreeze: Gives frozen parameters with these names masters and gradients; see
-            :func:`thinwire.sharding.unfreezing.unfreeze`.
+        unfreeze: See :func:`thinwire.sharding.unfreezing.unfreeze`.
+        widen: See :func:`thinwire.sharding.unfreezing.widen`.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Masters:
         self._dirty: dict[int, set[int]] = {}
         self._wanted: set[str] = set()
         self.unfreeze: Callable[[Set[str]], None] = lambda _: None
+        self.widen: Callable[[Set[str]], None] = lambda _: None
         self._updated_in_hooks: bool | None = None  # None outside of collecting_updates
         # The tables of the model's modules, and what they held when all trainable parameters were last managed.
         self._child_tables: list[dict[str, nn.Module | None]] = []

@@ -96,6 +96,8 @@ class ShardedParameter(ShareTensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if value.dtype != self.dtype:
+            self.live.before_update(self)
         if tuple(value.shape) != tuple(self.spec.shape) or value.dtype != self.dtype or value.device != self.device:
             raise UsageError(
                 f"{self.spec.name}.data = a tensor of shape {tuple(value.shape)}, {value.dtype}, on {value.device}: "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -66,6 +66,17 @@ class Holders(Protocol):
 
 class Live(Protocol):
     """The runtime behind a share tensor that is a view of the runtime's memory."""
+
+    def before_update(self, share: Any, *, loads: bool = False) -> Any:
+        """Prepare for a change of values that may be small against them. Collective.
+
+        Args:
+            share: The share tensor that is to change.
+            loads: Whether the change may be a load, which happens once.
+
+        Returns:
+            A share tensor over other memory that is to take its place, or ``None``.
+        """
 
     def before_write(self) -> None:
         """Prepare for a change of the piece."""

@@ -42,6 +42,13 @@ if TYPE_CHECKING:
 _WALKS: Final = frozenset((torch.autograd.grad, torch.autograd.backward))
 """Functions that walk along a graph."""
 
+_UPDATES: Final = frozenset(
+    f"{kind}{name}_"
+    for kind in ("", "_foreach_")
+    for name in ("add", "addcdiv", "addcmul", "copy", "div", "divide", "lerp", "mul", "multiply", "sub", "subtract")
+)
+"""Names of functions with which loops let one tensor follow another, as a mean over steps does."""
+
 _RECEIVING: Final = frozenset(
     ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "broadcast", "recv", "reduce", "reduce_scatter",
      "reduce_scatter_tensor", "scatter")
@@ -139,6 +146,10 @@ class ShareTensor(torch.Tensor):
             # Autograd graphs contain the tensors that modules compute with. As in DDP, the result of autograd.grad is
             # not combined.
             return func(*_computed(args), **_computed(kwargs))
+        if "out" in kwargs:
+            _before_update(_tensors(kwargs["out"]))
+        elif getattr(func, "__name__", "") in _UPDATES:
+            _before_update(_tensors(args[0]), _tensors(args[1]) if func.__name__.endswith("copy_") else ())
         try:
             if _mixes_with_plain(args, kwargs):
                 raise NeedsWhole
@@ -220,6 +231,23 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         spec: ShareSpec = ctx.spec
         return ShareTensor(spec.cut(spec.holders.mean(grad)).clone(), spec)
+
+
+def _before_update(targets: Sequence[torch.Tensor], copied: Sequence[torch.Tensor] = ()) -> None:
+    """Let share tensors keep small changes. A copy of a parameter makes none; a copy of other values may load them.
+
+    Args:
+        targets: Tensors that are to be changed.
+        copied: The values that are to be copied to them.
+    """
+    if any(isinstance(one, ShareTensor) and one.live is not None for one in copied):
+        return
+    for share in targets:
+        if isinstance(share, ShareTensor) and share.live is not None:
+            wide = share.live.before_update(share, loads=any(not isinstance(one, ShareTensor) for one in copied))
+            if wide is not None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    torch.utils.swap_tensors(share, wide)
 
 
 def _written_shares(func: Callable[..., Any], args: Any, kwargs: Any) -> list[ShareTensor]:
