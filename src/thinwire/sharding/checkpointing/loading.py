@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import starmap
 from pathlib import Path
 from typing import Any, TypeVar
@@ -147,21 +147,19 @@ class _Loading:
         # Islands go on by themselves if there are as many as before; otherwise all start from what they agreed on.
         self._same_islands = manifest.values.get("islands", 1) == sharded.plan.job_islands
         self._island = sharded.part.data.island if self._same_islands else 0
+        self._give_masters()
         trained = _trained_before(manifest, own_key("optimizer", self._island))
-        self._give_masters(trained)
         self._new = optim.make_state(trained) if optim is not None else []
         self._loss_scale: Mapping[str, Json] | None = None
         self._counts: tuple[int, int] | None = None
 
-    def _give_masters(self, trained: Set[str]) -> None:
-        """Give masters to frozen parameters that had some although no optimizer updated them, as a mean teacher's."""
-        stored = StoredParameters(self._manifest, self._sharded.slices, Vectors())
+    def _give_masters(self) -> None:
+        """Give masters to frozen parameters that had some, such as a mean teacher's."""
         narrow = (buffer for unit in self._sharded.units for buffer in unit.buffers if buffer.narrows)
-        names = {slot.name for buffer in narrow for slot in buffer.layout.slots} - trained
-        names = {name for name in names if stored.dtype_of(f"model/{name}") == torch.float32}
-        masters = self._runtime.masters
-        if trained and names and masters is not None:
-            masters.widen(names)
+        names = {slot.name for buffer in narrow for slot in buffer.layout.slots}
+        names &= self._manifest.values.get("updated", {}).keys()
+        if names and self._runtime.masters is not None:
+            self._runtime.masters.widen(names)
 
     def want(self, vectors: Vectors) -> None:
         """Register the vectors to read and their targets.

@@ -44,6 +44,7 @@ _KINDS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
     "extra": (_is_table, "a table"),
     "shapes": (_is_counts, "a table of lists of counts"),
     "slices": (_is_counts, "a table of lists of counts"),
+    "updated": (_is_table, "a table"),
     "optimizer": (lambda value: isinstance(value, str), "text"),
     "groups": (_is_tables, "a list of tables"),
     "feedback": (_is_table, "a table"),

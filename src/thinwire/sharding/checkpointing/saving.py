@@ -62,7 +62,7 @@ from thinwire.sharding.islands.saved import (
 )
 from thinwire.sharding.memory.local import LocalPart
 from thinwire.sharding.runtime.averaging import refuse_average
-from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.sharded_model import ShardedModel
 
 _SIZES: Final[Typed[dict[str, int]]] = Typed(dict[str, int])
@@ -213,6 +213,8 @@ def _collect(
     sharded = [runtime.sharded for runtime in runtimes]
     cuts = {name: cut for part in sharded for name, cut in cuts_of(part).items()}
     values["slices"] = union(cuts, ranks)
+    updated = {name: "float32" for runtime in runtimes for name in _frozen_masters(runtime)}
+    values |= {"updated": everyones} if (everyones := union(updated, ranks)) else {}
     if any(part.codecs.stored is not None for part in sharded):
         values[ENCODED] = union(encoded_forms(unit for part in sharded for unit in part.units), ranks)
     for runtime, (_, optim) in zip(runtimes, parts, strict=True):
@@ -223,6 +225,18 @@ def _collect(
     own = {stored(key): vector for key, vector in vectors.sharded().items()}
     own |= {key: vector for key, vector in frozen.items() if not vector.numel}  # without a dtype if no rank has a piece
     return own, stored_values(values), {key: vector for key, vector in frozen.items() if vector.numel}
+
+
+def _frozen_masters(runtime: Runtime) -> list[str]:
+    """Names of frozen parameters that have masters, such as a mean teacher's."""
+    return [
+        slot.name
+        for unit in runtime.units
+        for buffer in unit.buffers
+        if buffer.layout.trainable
+        for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True)
+        if not compute.requires_grad
+    ]
 
 
 def _save_part(

@@ -22,6 +22,11 @@ _TORCHS_GRAD: Any = torch.Tensor.grad
 """torch's own ``grad`` of a share, which autograd fills in the backward of operations on shares."""
 
 
+_LOADS = 2
+"""Copies of plain values to a frozen parameter that may be loads: at the beginning, and of the best weights in the end.
+Further ones are results of updates."""
+
+
 class ModelParameter:
     """Connects the share of one parameter to the runtime.
 
@@ -51,7 +56,7 @@ class ModelParameter:
         self.unit, self.compute_tensor, self.trained = unit, compute, trained
         self.hooks: OrderedDict[int, Callable[[torch.Tensor], None]] = OrderedDict()
         self._gradient: ShareTensor | None = None
-        self._loaded = False  # whether values were copied to it
+        self._loads = 0
 
     # -- the values --------------------------------------------------------------------------------------------
 
@@ -59,9 +64,8 @@ class ModelParameter:
         """See :class:`~thinwire.sharding.tensors.spec.Live`. A frozen parameter that is kept in a narrower dtype than
         it had gets a master: in bfloat16, 1 plus 0.3 % is 1, and a mean over steps would stand still."""
         if self.frozen_in is not None and self.frozen_in.narrows:
-            if loads and not self._loaded:
-                self._loaded = True
-            else:
+            self._loads += loads
+            if not loads or self._loads > _LOADS:
                 self.masters.widen({share.spec.name})
         return self.share.data if share.dtype != self.share.dtype else None
 

@@ -72,7 +72,7 @@ class Live(Protocol):
 
         Args:
             share: The share tensor that is to change.
-            loads: Whether the change may be a load, which happens once.
+            loads: Whether the change may be a load.
 
         Returns:
             A share tensor over other memory that is to take its place, or ``None``.

@@ -146,10 +146,11 @@ class ShareTensor(torch.Tensor):
             # Autograd graphs contain the tensors that modules compute with. As in DDP, the result of autograd.grad is
             # not combined.
             return func(*_computed(args), **_computed(kwargs))
+        name = getattr(func, "__name__", "")
         if "out" in kwargs:
             _before_update(_tensors(kwargs["out"]))
-        elif getattr(func, "__name__", "") in _UPDATES:
-            _before_update(_tensors(args[0]), _tensors(args[1]) if func.__name__.endswith("copy_") else ())
+        elif name in _UPDATES and args:
+            _before_update(_tensors(args[0]), _tensors((args[1:], kwargs)) if name.endswith("copy_") else ())
         try:
             if _mixes_with_plain(args, kwargs):
                 raise NeedsWhole
