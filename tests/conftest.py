@@ -43,12 +43,14 @@ def queue(node_id: str) -> str:
     """The tests that one worker of ``pytest -n`` takes as a whole, in their order.
 
     Tests marked ``ranks`` are one queue: they keep two cores busy, two at a time take as long as one after the other,
-    and their deadlines would have to be longer. The lab's are one, as they measure links. The others go file by file.
+    and their deadlines would have to be longer. Those of ``tests/weights`` wait for stores and receivers most of the
+    time, and go beside it. The lab's are one, as they measure links. The others go file by file.
     """
     file = node_id.partition("::")[0]
-    if is_on_ranks(ROOT / file):
+    room = PurePath(file).parent.name
+    if room != "weights" and is_on_ranks(ROOT / file):
         return "ranks"
-    return "lab" if PurePath(file).parent.name == "lab" else file
+    return "lab" if room == "lab" else file
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import random
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -181,13 +182,17 @@ def _serve(pipe: Connection[Any, Any], rank: int, world: int, threads: int) -> N
     from thinwire.collectives import group
 
     torch.set_num_threads(threads)
-    gc.freeze()  # collections, of which some tests make many, leave out what has been imported
+    modules = 0
     while True:
         try:
             function, args, port, init, timeout, parting = pipe.recv()
         except (EOFError, OSError):
             return
         os.environ["MASTER_PORT"] = str(port)
+        if len(sys.modules) > modules:  # collections, of which some tests make many, leave out what was imported
+            modules = len(sys.modules)
+            gc.collect()
+            gc.freeze()
         try:
             if init:
                 group.init("gloo", timeout=datetime.timedelta(seconds=timeout))
