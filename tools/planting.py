@@ -22,6 +22,8 @@ from tests.sharding.islands import test_inside as islands
 from tests.sharding.lanes import test_late as norms
 from tests.sharding.lanes import test_streams as streams
 from tests.sharding.optimizer import test_residence as residence
+from tests.sharding.runtime import test_averaging as averaging
+from tests.sharding.tensors import test_shares as shares
 from tests.testing import test_delays as delays
 
 from thinwire.testing import RankPool, run_ranks
@@ -70,6 +72,10 @@ CASES: Final[dict[str, list[Case]]] = {
         (islands.test_checkpoints_during_an_exchange_order_every_access, ("zero3", Path)),
     ],
     "sharding/islands/": _EXCHANGES,
+    "sharding/runtime/averaging.py": [
+        (averaging.test_streams_wait_for_the_average, ("zero1", {"residence": {"optimizer": "host-stream"}}))
+    ],
+    "sharding/tensors/": [(shares.test_a_sum_that_a_rank_joins_late_arrives, ())],
     "sharding/runtime/": [*_STEPS, *_EXCHANGES],
     "sharding/lanes/late.py": [(norms.test_steps_equal_those_that_the_host_decides, (norms.FIRST,))],
     "sharding/lanes/": [

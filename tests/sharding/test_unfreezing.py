@@ -18,7 +18,7 @@ from torch import nn
 import thinwire as tw
 from thinwire.errors import MismatchError, UsageError
 from thinwire.sharding.api import runtime
-from thinwire.testing import run_ranks
+from thinwire.testing import check_streams, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -271,3 +271,31 @@ def check_unfrozen_after_the_optimizer(path: str) -> None:
 
 def test_checkpoints_hold_what_was_unfrozen_after_the_optimizer_was_made(tmp_path: Path) -> None:
     run_ranks(2, check_unfrozen_after_the_optimizer, str(tmp_path / "saved"))
+
+
+def check_order() -> list[str]:
+    """Hazards where parameters get masters while gradients are on their way."""
+    with check_streams("never") as check:
+        torch.default_generator.manual_seed(0)
+        model = mean_teacher()
+        for block in (*model.student.blocks, *model.teacher.blocks):
+            block.up.requires_grad_(False)
+        plan = tw.Plan.preset("zero3", nodes=1, local=2, bucket_bytes=1)
+        model = tw.shard(model, plan, codec_backend="reference")
+        optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2, fused=True)  # others make the host wait
+        for step in range(4):
+            for number in tw.micro_batches(model, range(2)):
+                model(torch.full((2, 8), 0.1 * step + number)).backward()
+                if (step, number) == (1, 0):
+                    for block in model.student.blocks:
+                        block.up.requires_grad_(True)
+                if step == 2:
+                    follow(model, by_lerp, 1)
+            optim.step()
+            optim.zero_grad()
+            follow(model, by_lerp, step)
+    return [str(hazard) for hazard in check.hazards]
+
+
+def test_new_masters_wait_for_what_is_under_way() -> None:
+    assert run_ranks(2, check_order) == [[]] * 2

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -234,6 +235,23 @@ def swap(model: nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(saved[name])
+
+
+def check_late_sum() -> None:
+    """A sum that one rank joins late."""
+    model = tw.shard(build(Stack), plan("zero3"))
+    parameter = next(model.parameters())
+    wanted = 4 * parameter.detach().full_tensor()
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+    work = dist.all_reduce(parameter.data, async_op=True)
+    assert work is not None
+    work.wait()
+    assert torch.equal(parameter.detach().full_tensor(), wanted)
+
+
+def test_a_sum_that_a_rank_joins_late_arrives() -> None:
+    run_ranks(4, check_late_sum)
 
 
 def check_writes(plans: tuple[str, ...]) -> None:
