@@ -299,3 +299,30 @@ def check_order() -> list[str]:
 
 def test_new_masters_wait_for_what_is_under_way() -> None:
     assert run_ranks(2, check_order) == [[]] * 2
+
+
+def check_differences() -> None:
+    model = mean_teacher()
+    for block in model.student.blocks:
+        block.up.requires_grad_(False)
+    plan = tw.Plan.preset("thinwire", nodes=2, local=2, bucket_bytes=1, compute_dtype="float32")
+    model = tw.shard(model, plan)
+    optim = tw.optimizer(model, torch.optim.SGD, lr=0.3)
+    for step in range(6):
+        model(torch.full((2, 8), 0.1 * step)).backward()
+        optim.step()
+        optim.zero_grad()
+        if step == 1:
+            for block in model.student.blocks:
+                block.up.requires_grad_(True)
+        if step == 2:
+            follow(model, by_lerp, 1)
+    masters = tw.full_state_dict(model)
+    with tw.full_parameters(model):
+        for name, computed in model.named_parameters():
+            torch.testing.assert_close(computed.detach(), masters[name], rtol=0.0, atol=1e-3, msg=name)
+
+
+def test_two_buffers_of_a_unit_are_each_spread_once() -> None:
+    """Differences that are spread twice are added twice."""
+    run_ranks(4, check_differences)
