@@ -48,16 +48,13 @@ def unfreeze(runtime: Runtime, names: Set[str]) -> None:
         MismatchError: Ranks unfreeze different parameters.
     """
     chosen, name = _buffers_of(runtime, names), min(names)
-    if runtime.is_inside:
-        raise UsageError(
-            f"{name} was frozen when the model was sharded, and is to be trained inside a forward, a backward or "
-            "full_parameters(): set requires_grad = True outside of them"
-        )
+    frozen = f"{name} was frozen when the model was sharded, and"
+    _refuse_inside(runtime, f"{frozen} is to be trained", "set requires_grad = True")
     runtime.refuse(f"requires_grad = True for {name}, which was frozen when the model was sharded,")
     why = _obstacle(runtime, chosen)
     if why:
         raise UsageError(
-            f"{name} was frozen when the model was sharded, and cannot be trained now, as the model has {why}: set "
+            f"{frozen} cannot be trained now, as the model has {why}: set "
             "requires_grad = True before thinwire.shard, and freeze it again afterwards if its training is to begin "
             "later"
         )
@@ -78,11 +75,7 @@ def widen(runtime: Runtime, names: Set[str]) -> None:
         MismatchError: Ranks update different parameters.
     """
     chosen, name = _buffers_of(runtime, names), min(names)
-    if runtime.is_inside:
-        raise UsageError(
-            f"{name} was frozen when the model was sharded, and is updated in place inside a forward, a backward or "
-            "full_parameters(): update it outside of them"
-        )
+    _refuse_inside(runtime, f"{name} was frozen when the model was sharded, and is updated in place", "update it")
     runtime.refuse(f"an update of {name}")
     why = _obstacle(runtime, chosen)
     if not why:
@@ -99,6 +92,11 @@ def widen(runtime: Runtime, names: Set[str]) -> None:
     for unit in runtime.units:
         for buffer in unit.buffers:
             buffer.narrows = False
+
+
+def _refuse_inside(runtime: Runtime, what: str, remedy: str) -> None:
+    if runtime.is_inside:
+        raise UsageError(f"{what} inside a forward, a backward or full_parameters(): {remedy} outside of them")
 
 
 def _buffers_of(runtime: Runtime, names: Set[str]) -> list[tuple[Unit, FlatBuffer]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import starmap
 from pathlib import Path
 from typing import Any, TypeVar
@@ -148,8 +148,8 @@ class _Loading:
         self._same_islands = manifest.values.get("islands", 1) == sharded.plan.job_islands
         self._island = sharded.part.data.island if self._same_islands else 0
         self._give_masters()
-        trained = _trained_before(manifest, own_key("optimizer", self._island))
-        self._new = optim.make_state(trained) if optim is not None else []
+        self._trained = _trained_before(manifest, own_key("optimizer", self._island))
+        self._new = optim.make_state(self._trained) if optim is not None else []
         self._loss_scale: Mapping[str, Json] | None = None
         self._counts: tuple[int, int] | None = None
 
@@ -191,7 +191,7 @@ class _Loading:
         self._lost = _want_feedback(self._sharded, self._manifest, vectors, same_plan=self._same_plan)
         if self._optim is not None:
             prefix = own_key("optimizer", self._island)
-            self._numbers = _want_state(self._optim, self._manifest, stored, self._path, prefix)
+            self._numbers = _want_state(self._optim, self._manifest, stored, self._trained, self._path, prefix)
         self._copies += stored.copies
 
     def _want_shared(self, exchanges: Exchanges, fragments: Sequence[OwnedFragment], stored: StoredParameters) -> None:
@@ -378,7 +378,12 @@ def _check_uncut(form: EncodedForm, name: str, sharded: ShardedModel, manifest: 
 
 
 def _want_state(
-    optim: FragmentStates, manifest: store.Manifest, parameters: StoredParameters, path: Path, prefix: str
+    optim: FragmentStates,
+    manifest: store.Manifest,
+    parameters: StoredParameters,
+    trained: Set[str],
+    path: Path,
+    prefix: str,
 ) -> list[tuple[dict[str, Any], str, Json]]:
     """Register this rank's optimizer state for reading.
 
@@ -386,7 +391,6 @@ def _want_state(
         State that is a single number: the dictionary and the key where it belongs, and its value.
     """
     stored = {*(key.partition("@")[0] for key in manifest.vectors), *manifest.values}
-    trained = _trained_before(manifest, prefix)
     numbers = []
     for owned in optim.fragments:
         slot = owned.fragment.slot
