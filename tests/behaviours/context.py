@@ -15,7 +15,19 @@ from torch import nn
 import thinwire as tw
 from thinwire.sharding.api import runtime
 
-__all__ = ["DRAWN", "PRESETS", "ON_HOST", "ROWS", "WIDTH", "Alone", "Context", "OnFSDP2", "OnThinwire", "preset_plan"]
+__all__ = [
+    "DRAWN",
+    "LOSSY",
+    "PRESETS",
+    "ON_HOST",
+    "ROWS",
+    "WIDTH",
+    "Alone",
+    "Context",
+    "OnFSDP2",
+    "OnThinwire",
+    "preset_plan",
+]
 
 WIDTH = 8
 """Features of every activation."""
@@ -25,7 +37,9 @@ PRESETS = ("ddp", "zero1", "zero2", "zero3", "hpz")
 ON_HOST = " on the host"
 """Behind the name of a preset: states, gradients and parameters live on the host."""
 DRAWN = "drawn "
-"""Before the seed of a random plan, in the place of a preset."""
+"""Before the seed of a random exact plan, in the place of a preset."""
+LOSSY = "lossy "
+"""Before the seed of a random plan that computes in bf16 or encodes messages lossily."""
 
 
 def preset_plan(preset: str, world: int, **changes: Any) -> tw.Plan:
@@ -33,6 +47,8 @@ def preset_plan(preset: str, world: int, **changes: Any) -> tw.Plan:
     host``. Or a random plan."""
     if preset.startswith(DRAWN):
         return drawn_plan(int(preset.removeprefix(DRAWN)), world).with_(**changes)
+    if preset.startswith(LOSSY):
+        return drawn_plan(int(preset.removeprefix(LOSSY)), world, lossy=True).with_(**changes)
     preset, on_host, _ = preset.partition(ON_HOST)
     if on_host:
         changes = {"residence": {"optimizer": "host-update", "gradients": "host", "params": "host"}, **changes}
@@ -126,6 +142,14 @@ class Context:
 
     def mean(self, value: torch.Tensor) -> float:
         """Mean over ranks of a number."""
+        raise NotImplementedError
+
+    def save(self, model: nn.Module, optim: Any, path: Path) -> None:
+        """Write a checkpoint."""
+        raise NotImplementedError
+
+    def load(self, model: nn.Module, optim: Any, path: Path) -> None:
+        """Read a checkpoint."""
         raise NotImplementedError
 
     def barrier(self) -> None:
@@ -289,6 +313,14 @@ class OnThinwire(_OnRanks):
     def join(self, model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
         """``tw.join``."""
         return tw.join(model, batches)
+
+    def save(self, model: nn.Module, optim: Any, path: Path) -> None:
+        """``tw.save``."""
+        tw.save(model, optim, path)
+
+    def load(self, model: nn.Module, optim: Any, path: Path) -> None:
+        """``tw.load``."""
+        tw.load(model, optim, path)
 
     def close(self) -> None:
         """Stop the lanes of every model."""

@@ -1,4 +1,4 @@
-"""Random valid plans in float32, in which every key that changes no result may have any value."""
+"""Random valid plans, in which every key that changes no result may have any value: exact in float32, or lossy."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ __all__ = ["drawn_plan"]
 TUNED = ("gather_bytes", "reduce_bytes", "spread_bytes", "persist_bytes", "reuse_bytes")
 WAYS = ("gather", "reduce", "sync", "spread", "stages")
 HOPS = ("gather", "reduce_intra", "reduce_inter", "spread")
+LOSSY = ("int8:32", "int4:16", "int8:64,stochastic", "int4:32,hadamard", "zfp:16")
+"""Codecs of lossy plans. Tensors are tiny, and so are blocks."""
 
 
-def drawn_plan(seed: int, world: int) -> tw.Plan:
-    """The plan of a seed, for 2 or 4 ranks; sizes are those of tiny models."""
+def drawn_plan(seed: int, world: int, *, lossy: bool = False) -> tw.Plan:
+    """The plan of a seed, for 2 or 4 ranks; sizes are those of tiny models.
+
+    Args:
+        seed: of all choices.
+        world: number of ranks.
+        lossy: compute in bf16, or encode messages lossily, or both.
+    """
     rng = random.Random(seed)
     local = rng.choice([ranks for ranks in (1, 2, 4) if world % ranks == 0])
     nodes = world // local
@@ -57,7 +65,19 @@ def drawn_plan(seed: int, world: int) -> tw.Plan:
             "gradients": rng.choice(("device", "host")),
             "params": rng.choice(("device", "host")),
         }
+    if lossy:
+        fields |= _loss(rng)
     try:
         return tw.Plan.parse(fields)
     except SpecError:  # factors that do not go together: the next ones
-        return drawn_plan(rng.randrange(1 << 30), world)
+        return drawn_plan(rng.randrange(1 << 30), world, lossy=lossy)
+
+
+def _loss(rng: random.Random) -> dict[str, Any]:
+    narrow = rng.random() < 0.7
+    wire: dict[str, Any] = {hop: rng.choice(LOSSY) for hop in HOPS if rng.random() < 0.6}
+    if rng.random() < 0.5:
+        wire["error_feedback"] = True
+    if rng.random() < 0.5:
+        wire["spread_difference"] = True
+    return {"compute_dtype": "bfloat16" if narrow else "float32", "wire": wire}

@@ -1,28 +1,25 @@
-"""Random sequences of ordinary actions on a model: once in one process on plain torch, once on every rank.
+"""Random sequences of ordinary actions on a model, and what one process on plain torch makes of them.
 
 An action is a name and a number that its choices follow from, so that a sequence stays itself when actions are taken
-out of it. What plain torch refuses is no part of a sequence. What thinwire refuses ends it, if the refusal is a
-sentence of its own.
+out of it. What plain torch refuses is no part of a sequence.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from tests.behaviours.context import Alone, Context, OnThinwire
+from tests.behaviours.context import Alone, Context
 from tests.behaviours.models import Stack
-from tests.behaviours.runner import difference
 from torch import nn
 
-from thinwire.errors import UsageError
-
-__all__ = ["ACTIONS", "Action", "batches", "drawn", "on_ranks", "shrunk", "valid"]
+__all__ = ["ACTIONS", "Action", "Flexible", "begun", "drawn", "valid"]
 
 Action = tuple[str, int]
 """Name of an action, and the seed of its choices."""
@@ -34,6 +31,8 @@ class Subject:
 
     Attributes:
         ctx: Where it runs.
+        make: Makes the model and its optimizer.
+        frozen: Whether some of its layers are frozen at first.
         model: The model.
         optim: Its optimizer.
         step: Number of batches so far.
@@ -45,13 +44,18 @@ class Subject:
     """
 
     ctx: Context
-    model: nn.Module
-    optim: torch.optim.Optimizer
+    make: Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
+    frozen: bool
+    model: nn.Module = field(init=False)
+    optim: torch.optim.Optimizer = field(init=False)
     step: int = 0
     loss: tuple[torch.Tensor, torch.Tensor] | None = None
     repointed: bool = False
     kept: list[torch.Tensor] = field(default_factory=list)
     log: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.model, self.optim = self.make()
 
     def x(self) -> torch.Tensor:
         """The next batch."""
@@ -314,6 +318,24 @@ def writes_a_parameter(it: Subject, rng: random.Random) -> None:
             it.model.head.bias.mul_(0.5)
 
 
+@action()
+@torch.no_grad()
+def follows(it: Subject, rng: random.Random) -> None:
+    """A block as its teacher or an average would: towards the other block."""
+    pair = list(zip(it.model.blocks[0].parameters(), it.model.blocks[1].parameters(), strict=True))
+    way, pair = rng.choice(("lerp", "add", "each", "copy")), pair if rng.random() < 0.5 else [rng.choice(pair)]
+    for mine, other in pair:
+        other = other.to(mine.dtype)
+        if way == "lerp":
+            mine.lerp_(other, 0.1)
+        elif way == "add":
+            mine.mul_(0.9).add_(other, alpha=0.1)
+        elif way == "each":
+            torch._foreach_lerp_([mine], [other], 0.1)
+        else:
+            mine.copy_(0.9 * mine + 0.1 * other)
+
+
 @action(1)
 def freezes(it: Subject, rng: random.Random) -> None:
     it.parameter(rng).requires_grad_(rng.random() < 0.4)
@@ -339,7 +361,7 @@ def looks_inside_full_parameters(it: Subject, rng: random.Random) -> None:
 def changes_a_group(it: Subject, rng: random.Random) -> None:
     for group in it.optim.param_groups:
         group["lr"] = rng.choice((1e-3, 1e-2, 0.0))
-        if all(p.requires_grad for p in it.model.parameters()):  # tw.optimizer takes no frozen ones
+        if not it.frozen:  # tw.optimizer takes no frozen ones
             it.log.append(len(group["params"]))
 
 
@@ -349,6 +371,32 @@ def restores_a_state(it: Subject, rng: random.Random) -> None:
     if rng.random() < 0.5:
         trains(it, rng)
     it.model.load_state_dict(whole)
+
+
+@action(1)
+def goes_on_from_a_checkpoint(it: Subject, rng: random.Random) -> None:
+    """In a model made anew, of which the same parameters are trained, but perhaps only after it is sharded."""
+    it.optim.zero_grad()
+    it.loss, it.repointed = None, False
+    it.kept.clear()
+    if it.ctx.alone:
+        return
+    old, was = it.model, it.optim
+    folder = it.ctx.folder / str(rng.randrange(1 << 30))
+    it.ctx.save(old, was, folder)
+    it.model, it.optim = it.make()
+    it.model.listing, it.model.skipped = old.listing, old.skipped
+    for now, then in zip(it.model.parameters(), old.parameters(), strict=True):
+        now.requires_grad_(then.requires_grad)
+    it.ctx.load(it.model, it.optim, folder)
+
+
+@action(1)
+def copies_the_model(it: Subject, rng: random.Random) -> None:
+    twin = copy.deepcopy(it.model)
+    if rng.random() < 0.5:
+        twin(it.x()).square().mean().backward()
+    it.log.append(it.ctx.whole(twin))
 
 
 # -- sequences -------------------------------------------------------------------------------------------------
@@ -369,28 +417,32 @@ def drawn(seed: int) -> list[Action]:
     ]
 
 
-def _begun(ctx: Context, beginning: Action) -> Subject:
+def begun(ctx: Context, beginning: Action) -> Subject:
+    """The model in training that a sequence begins with."""
     name, seed = beginning
     rng = random.Random(seed)
-    model = ctx.build(Flexible)
-    if name == FROZEN:
-        layers = [model.first, *(layer for block in model.blocks for layer in block.children())]
-        for layer in random.Random(seed).sample(layers, 4):
-            layer.requires_grad_(False)
-    model = ctx.shard(model)
     kind, options = rng.choice(
         ((torch.optim.AdamW, {"lr": 1e-2, "eps": 1e-1}), (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}))
     )
-    if rng.random() < 0.5:
-        return Subject(ctx, model, ctx.fast_optimizer(model, kind, **options))
-    return Subject(ctx, model, kind(model.parameters(), **options))
+    fast = rng.random() < 0.5
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = ctx.build(Flexible)
+        if name == FROZEN:
+            layers = [model.first, *(layer for block in model.blocks for layer in block.children())]
+            for layer in random.Random(seed).sample(layers, 4):
+                layer.requires_grad_(False)
+        model = ctx.shard(model)
+        return model, ctx.fast_optimizer(model, kind, **options) if fast else kind(model.parameters(), **options)
+
+    return Subject(ctx, make, name == FROZEN)
 
 
 def valid(sequence: Sequence[Action], world: int) -> tuple[list[Action], list[Any]]:
     """The actions that plain torch performs in one process, and what must be equal after each."""
     torch.set_num_threads(1)  # tensors are tiny
     beginning, *rest = sequence
-    it = _begun(Alone(world, Path()), beginning)
+    it = begun(Alone(world, Path()), beginning)
     kept: list[Action] = [sequence[0]]
     logs: list[Any] = [None]
     for name, number in rest:
@@ -402,53 +454,3 @@ def valid(sequence: Sequence[Action], world: int) -> tuple[list[Action], list[An
         kept.append((name, number))
         logs.append(it.log[before:])
     return kept, [*logs, it.ctx.whole(it.model)]
-
-
-def on_ranks(sequences: Sequence[tuple[Sequence[Action], list[Any]]], preset: str) -> list[str]:
-    """Perform sequences on this rank; what went wrong with each: nothing, a refusal, or a difference."""
-    return [_performed(sequence, wanted, preset) for sequence, wanted in sequences]
-
-
-_STALE = "modified by an inplace operation"
-"""What torch says of a graph whose tensors were written to."""
-
-
-def _performed(sequence: Sequence[Action], wanted: list[Any], preset: str) -> str:
-    ctx = OnThinwire(preset, Path())
-    beginning, *rest = sequence
-    try:
-        it = _begun(ctx, beginning)
-        for position, (name, number) in enumerate(rest, 1):
-            before = len(it.log)
-            try:
-                ACTIONS[name][0](it, random.Random(number))
-            except RuntimeError as error:
-                if not isinstance(error, UsageError) and not (it.repointed and _STALE in str(error)):
-                    raise
-                return f"refused: {name}: {' '.join(str(error).split())}"
-            if found := difference(it.log[before:], wanted[position], 1e-4, name):
-                return f"wrong: {position}: {found}"
-        if found := difference(ctx.whole(it.model), wanted[-1], 1e-4, "parameters"):
-            return f"wrong: {found}"
-    except Exception as error:
-        return f"crashed: {name if rest else ''}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    finally:
-        with contextlib.suppress(Exception):
-            ctx.close()
-    return ""
-
-
-def shrunk(sequence: Sequence[Action], fails: Callable[[Sequence[Action]], bool]) -> list[Action]:
-    """The sequence without the actions that its failure does not need."""
-    left = list(sequence)
-    for number in reversed(range(1, len(sequence))):
-        shorter = [*left[:number], *left[number + 1 :]]
-        if fails(shorter):
-            left = shorter
-    return left
-
-
-def batches(first: int, count: int, size: int) -> Iterator[range]:
-    """Seeds in batches."""
-    for begin in range(first, first + count, size):
-        yield range(begin, min(begin + size, first + count))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from tests.behaviours.context import DRAWN, ON_HOST, PRESETS
-from tests.behaviours.sequences import ACTIONS, Action, batches, drawn, on_ranks, shrunk, valid
+from tests.behaviours.context import DRAWN, LOSSY, ON_HOST, PRESETS
+from tests.behaviours.performed import batches, on_ranks, shrunk
+from tests.behaviours.sequences import ACTIONS, Action, drawn, valid
 
 from thinwire.testing import RankError, RankPool
 
@@ -19,45 +21,54 @@ SECONDS = 60.0
 COUNT = 4000
 """Sequences of each preset in the slow test: 20,000 in all."""
 
-KEPT: dict[str, tuple[str, list[Action]]] = {
+KEPT: dict[str, tuple[str, int, list[Action]]] = {
     "gradients of a failed backward are added to those of the next": (
-        "zero3",
+        "zero3", 2,
         [("", 695255020), ("fails_in_the_backward", 51938446), ("trains", 79180248)],
     ),
     "a frozen parameter takes no hook": (
-        "zero3",
+        "zero3", 2,
         [("", 330024851), ("accumulates", 1028010788), ("trains", 403222586), ("freezes", 731016608),
          ("trains", 676632505)],
     ),
     "zero_grad(set_to_none=False) leaves zeros": (
-        "ddp",
+        "ddp", 2,
         [("", 1050570342), ("goes_backward", 976278025), ("steps", 972314509), ("forgets_gradients", 888540263),
          ("steps", 269556526)],
     ),
     "a write to one parameter spoils no graph that needs another one": (
-        "zero3",
+        "zero3", 2,
         [("", 687086196), ("keeps_a_graph", 625761258), ("writes_a_parameter", 544658144),
          ("keeps_a_parameter", 464208023), ("goes_back_over_the_graph", 868827842)],
     ),
     "a step without gradients spoils no graph": (
-        "ddp",
+        "ddp", 2,
         [("", 631788222), ("fails_in_the_backward", 562327965), ("keeps_a_graph", 609905089), ("steps", 544948236),
          ("goes_back_over_the_graph", 411665858)],
     ),
     "an evaluation takes up the values of a step": (
-        "zero3" + ON_HOST,
+        "zero3" + ON_HOST, 2,
         [("", 644679414), ("trains", 1060537382), ("evaluates", 566279894)],
     ),
     "a unit that a step runs twice is updated once": (
-        "zero1" + ON_HOST,
+        "zero1" + ON_HOST, 2,
         [("", 500504303), ("forgets_a_forward", 872279703), ("trains", 57611781)],
     ),
     "a rank may own nothing of a bucket": (
-        DRAWN + "12",
+        DRAWN + "12", 4,
         [("", 703121228), ("trains", 189070827)],
     ),
+    "a unit that a failed forward has left gathered is unfrozen": (
+        DRAWN + "6", 2,
+        [("frozen", 568202765), ("adds_a_penalty_outside", 816031988), ("fails_in_the_forward", 359668026),
+         ("unfreezes_a_layer", 6288754), ("evaluates", 566279894)],
+    ),
+    "a copy of a model with unfrozen layers is updated by other ranks": (
+        LOSSY + "323", 4,
+        [("frozen", 793325000), ("unfreezes_a_layer", 615790568), ("copies_the_model", 1063962324)],
+    ),
 }  # fmt: skip
-"""Sequences that failed once, shrunk, with their preset."""
+"""Sequences that failed once, shrunk, with their preset and the number of ranks."""
 
 
 class Ranks:
@@ -71,7 +82,8 @@ class Ranks:
         """What went wrong with each sequence, on any rank."""
         cases = [valid(sequence, self.world) for sequence in sequences]
         try:
-            by_rank = self._pool.run(on_ranks, cases, preset, timeout=SECONDS)
+            with tempfile.TemporaryDirectory() as folder:
+                by_rank = self._pool.run(on_ranks, cases, preset, folder, timeout=SECONDS)
         except RankError as error:
             self.close()
             self._pool = RankPool(self.world)
@@ -125,27 +137,32 @@ def test_many_sequences(preset: str) -> None:
     assert_right(preset, 1 << 20, COUNT)
 
 
-def assert_right_under_drawn_plans(world: int, plans: range, sequences: int) -> None:
+def assert_right_under_drawn_plans(kind: str, world: int, plans: range, sequences: int) -> None:
     with contextlib.closing(Ranks(world)) as ranks:
-        failures = [line for seed in plans for line in find(ranks, f"{DRAWN}{seed}", 100 * seed, sequences)[0]]
+        failures = [line for seed in plans for line in find(ranks, f"{kind}{seed}", 100 * seed, sequences)[0]]
     assert not failures, "\n".join(failures)
 
 
 def test_drawn_plans() -> None:
-    assert_right_under_drawn_plans(2, range(12), 5)
+    assert_right_under_drawn_plans(DRAWN, 2, range(12), 5)
+
+
+def test_lossy_plans() -> None:
+    assert_right_under_drawn_plans(LOSSY, 2, range(8), 4)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", [DRAWN, LOSSY])
 @pytest.mark.parametrize("world", [2, 4])
-def test_many_drawn_plans(world: int) -> None:
-    assert_right_under_drawn_plans(world, range(1000, 1150), 6)
+def test_many_drawn_plans(world: int, kind: str) -> None:
+    assert_right_under_drawn_plans(kind, world, range(1000, 1150), 6)
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_sequences_that_failed_once(name: str) -> None:
-    preset, sequence = KEPT[name]
-    with contextlib.closing(Ranks(4 if preset.startswith(DRAWN) else WORLD)) as ranks:
+    preset, world, sequence = KEPT[name]
+    with contextlib.closing(Ranks(world)) as ranks:
         (outcome,) = ranks.outcomes([sequence], preset)
     assert outcome == ""
 

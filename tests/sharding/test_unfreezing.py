@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from tests.behaviours.models import Stack
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import thinwire as tw
 from thinwire.errors import MismatchError, UsageError
@@ -165,6 +166,48 @@ def check_mean_teacher(preset: str) -> None:
 @pytest.mark.parametrize("preset", ["ddp", "zero3"])
 def test_a_mean_teacher_moves_in_every_way(preset: str) -> None:
     run_ranks(2, check_mean_teacher, preset)
+
+
+@torch.no_grad()
+def by_states(mean: nn.Module, model: nn.Module) -> None:
+    """As other libraries average, here by what a state dict shows."""
+    pairs = list(zip(mean.state_dict().values(), model.state_dict().values(), strict=True))
+    for mine, other in pairs[:4]:
+        mine.lerp_(other, 0.1)
+    torch._foreach_lerp_([mine for mine, _ in pairs[4:]], [other for _, other in pairs[4:]], weight=0.1)
+
+
+def averaged(kind: str, *, sharded: str) -> dict[str, torch.Tensor]:
+    """What an average of a model in training is after some steps. Some of its layers are frozen."""
+    torch.default_generator.manual_seed(0)
+    model: nn.Module = Stack()
+    model.blocks[0].requires_grad_(False)
+    if sharded:
+        model = tw.shard(model, tw.Plan.preset(sharded, nodes=1, local=2))
+    optim = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    ways = {"each": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, "one": {"avg_fn": get_ema_avg_fn(0.9)}, "equal": {}}
+    mean = AveragedModel(model, **ways.get(kind, {}))
+    for step in range(5):
+        model(torch.full((2, 8), 0.1 * step)).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+        if kind == "states":
+            by_states(mean.module, model)
+        else:
+            mean.update_parameters(model)
+    return tw.full_state_dict(mean.module) if sharded else mean.module.state_dict()
+
+
+def check_averages(preset: str) -> None:
+    for kind in ("each", "one", "equal", "states"):
+        got, wanted = averaged(kind, sharded=preset), averaged(kind, sharded="")
+        for name, value in got.items():
+            torch.testing.assert_close(value.float(), wanted[name], rtol=0.0, atol=4e-3, msg=f"{kind} {name}")
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero3"])
+def test_averages_of_partly_frozen_models(preset: str) -> None:
+    run_ranks(2, check_averages, preset)
 
 
 def check_loads_stay_narrow() -> None:

@@ -136,8 +136,9 @@ def _copy_values(source: Runtime, target: Runtime) -> None:
         narrow = {slot.name for buffer in unit.buffers if buffer.narrows for slot in buffer.layout.slots}
         for other in twin.buffers:
             other.narrows = not narrow.isdisjoint(other.layout.slot_by_name)
-        if [buffer.layout for buffer in unit.buffers] != [buffer.layout for buffer in twin.buffers]:
-            # Parameters that were frozen when the model was sharded, and are trained since, lie elsewhere.
+        if [(one.layout, one.shares) for one in unit.buffers] != [(one.layout, one.shares) for one in twin.buffers]:
+            # Parameters that were frozen when the model was sharded, and are trained since, lie elsewhere, or are
+            # updated by another rank.
             with torch.no_grad():
                 for name in (slot.name for buffer in unit.buffers for slot in buffer.layout.slots):
                     target.shares[name].copy_(source.shares[name].full_tensor())

@@ -182,6 +182,7 @@ def _train(buffer: FlatBuffer, unit: Unit, sharded: ShardedModel) -> UnitGradien
 
 def _lay_out(unit: Unit, grown: list[FlatBuffer], sharded: ShardedModel) -> None:
     """Put the buffers that are trained now behind the others of their unit."""
+    unit.free()  # after a forward that failed, or between micro-batches, it may be gathered
     order = [*(buffer for buffer in unit.buffers if buffer not in grown), *grown]
     infos = {id(buffer): info for buffer, info in zip(unit.buffers, unit.info.buffers, strict=True)}
     for buffer in grown:

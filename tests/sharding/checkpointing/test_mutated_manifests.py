@@ -81,11 +81,12 @@ def check_mutations(directory: str, seed: int, count: int) -> dict[str, int]:
     tw.save(model, optim, path, extra={"position": {"step": 1}})
     manifest = path / MANIFEST_NAME
     sound = manifest.read_bytes()
-    body = json.loads(sound)["body"]
+    document = json.loads(sound)
+    body, version = document["body"], document["version"]
     chance, options = random.Random(seed), [dict(group) for group in optim.param_groups]
     outcomes = {"loaded": 0, "refused": 0}
     for number in range(count):
-        mutated = seal(mutate(body, chance))
+        mutated = seal(mutate(body, chance), version)
         dist.barrier()
         if dist.get_rank() == 0:
             manifest.write_bytes(mutated)

@@ -74,9 +74,9 @@ def test_parameters_are_aligned(cases: list[tuple[str, str]]) -> None:
     run_ranks(4, train_aligned, cases)
 
 
-def end_to_end(numels: Iterable[int], itemsize: int) -> list[int]:
+def end_to_end(numels: Iterable[int], itemsize: int, block: int | None = None) -> list[int]:
     """The layout of version 0.1: no padding between parameters."""
-    del itemsize
+    del itemsize, block
     return [0, *itertools.accumulate(numels)][:-1]
 
 

@@ -28,6 +28,7 @@ from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.step.passes import Passes
 from thinwire.sharding.step.pinned_units import Holds, recomputing
 from thinwire.sharding.step.sharded_model import ShardedModel
+from thinwire.sharding.tensors.entry import StateEntry
 from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.sharding.tensors.tensor import ShareTensor
 
@@ -402,8 +403,8 @@ def _state_dict_hook(join_spreads: Callable[[], None], holds: Holds, units: Sequ
 
 def _copy_parameters(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
     """Copy the parameters in a state dict, which outlives the gathered memory of ``full_parameters``. Shares that are
-    whole on every rank become plain tensors, which any program can save and read, unless ``keep_vars`` asks for the
-    parameters themselves."""
+    whole on every rank become tensors that any program can save and read, unless ``keep_vars`` asks for the parameters
+    themselves."""
     for name, parameter in module._parameters.items():
         value = state_dict.get(prefix + name)
         kept = value is parameter and (isinstance(value, ShareTensor) or is_wrapper(value))
@@ -415,7 +416,7 @@ def _copied(value: torch.Tensor) -> torch.Tensor:
     if is_wrapper(value):
         return rebuilt(value, _copied)
     if isinstance(value, ShareTensor):
-        return value.full_tensor() if value.spec.pieces == 1 else value
+        return StateEntry.of(value) if value.spec.pieces == 1 else value
     return value.detach().clone()
 
 

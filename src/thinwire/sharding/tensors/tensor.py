@@ -49,6 +49,9 @@ _UPDATES: Final = frozenset(
 )
 """Names of functions with which loops let one tensor follow another, as a mean over steps does."""
 
+_OF_ONE_DTYPE: Final = frozenset(("lerp", "lerp_", "_foreach_lerp", "_foreach_lerp_"))
+"""Names of functions that torch refuses for two dtypes, as of a parameter with a master and of one without."""
+
 _RECEIVING: Final = frozenset(
     ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "broadcast", "recv", "reduce", "reduce_scatter",
      "reduce_scatter_tensor", "scatter")
@@ -151,6 +154,8 @@ class ShareTensor(torch.Tensor):
             _before_update(_tensors(kwargs["out"]))
         elif name in _UPDATES and args:
             _before_update(_tensors(args[0]), _tensors((args[1:], kwargs)) if name.endswith("copy_") else ())
+        if name in _OF_ONE_DTYPE and len(args) > 1:
+            args = (*_alike(args[0], args[1], in_place=name.endswith("_")), *args[2:])
         try:
             if _mixes_with_plain(args, kwargs):
                 raise NeedsWhole
@@ -158,7 +163,7 @@ class ShareTensor(torch.Tensor):
                 return func(*args, **kwargs)
         except NeedsWhole:
             pass
-        written = _written_shares(func, args, kwargs)
+        written = [tensor for tensor in changed_tensors(func, args, kwargs) if isinstance(tensor, ShareTensor)]
         if written:
             return _write_whole(func, written, args, kwargs)
         wholes = _WholeArguments(args, kwargs)
@@ -251,13 +256,23 @@ def _before_update(targets: Sequence[torch.Tensor], copied: Sequence[torch.Tenso
                     torch.utils.swap_tensors(share, wide)
 
 
-def _written_shares(func: Callable[..., Any], args: Any, kwargs: Any) -> list[ShareTensor]:
-    """The share tensors that a torch function changes, judged by its name: ``x.add_``, ``x[i] = ...``, ``out=x``,
+def _alike(start: Any, end: Any, *, in_place: bool) -> tuple[Any, Any]:
+    """Tensors, or lists of them, in pairs of one dtype: the wider one, or in place that of ``start``."""
+    if isinstance(start, torch.Tensor) and isinstance(end, torch.Tensor):
+        dtype = start.dtype if in_place else torch.promote_types(start.dtype, end.dtype)
+        return start.to(dtype), end.to(dtype)
+    if isinstance(start, list | tuple) and isinstance(end, list | tuple) and len(start) == len(end) > 0:
+        starts, ends = zip(*(_alike(*pair, in_place=in_place) for pair in zip(start, end, strict=True)), strict=True)
+        return starts, ends
+    return start, end
+
+
+def changed_tensors(func: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that a torch function changes, judged by its name: ``x.add_``, ``x[i] = ...``, ``out=x``,
     ``all_reduce(x)``."""
     name = getattr(func, "__name__", "")
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or _receives(func)
-    written = [*(_tensors(args[0]) if in_place and args else ()), *_tensors(kwargs.get("out"))]
-    return [tensor for tensor in written if isinstance(tensor, ShareTensor)]
+    return [*(_tensors(args[0]) if in_place and args else ()), *_tensors(kwargs.get("out"))]
 
 
 def _receives(func: Callable[..., Any]) -> bool:

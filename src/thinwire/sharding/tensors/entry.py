@@ -1,0 +1,73 @@
+"""Parameters in state dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from thinwire.sharding.tensors.tensor import ShareTensor, changed_tensors
+
+__all__ = ["StateEntry"]
+
+_ALIASES: Final = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+"""Functions whose result is another name of the same values."""
+
+_OF_THE_ENTRY: Final = frozenset(("detach_", "requires_grad_", "share_memory_"))
+"""Names of functions that change no values."""
+
+
+class StateEntry(torch.Tensor):
+    """A parameter that every rank holds whole, as a state dict shows it. Its memory is a copy, which any program can
+    read and save. As in torch, what is written to it is written to the parameter, as averages of other libraries do.
+
+    Attributes:
+        share: The parameter.
+    """
+
+    share: ShareTensor
+
+    @classmethod
+    def of(cls, share: ShareTensor) -> StateEntry:
+        """Show a parameter of which every rank holds all."""
+        return cls._showing(share, share.full_tensor())
+
+    @classmethod
+    def _showing(cls, share: ShareTensor, values: torch.Tensor) -> StateEntry:
+        entry = values.as_subclass(cls)
+        entry.share = share
+        return entry
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        changed = [one for one in changed_tensors(func, args, kwargs) if isinstance(one, cls)]
+        if changed and getattr(func, "__name__", "") not in _OF_THE_ENTRY:
+            ids = {id(entry) for entry in changed}
+            args, kwargs = tree_map_only(cls, lambda one: one.share if id(one) in ids else one._plain(), (args, kwargs))
+            result = func(*args, **kwargs)
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                for entry in changed:
+                    entry.copy_(entry.share.full_tensor())
+            return next((entry for entry in changed if entry.share is result), result)
+        if any(issubclass(kind, ShareTensor) for kind in types):
+            args, kwargs = tree_map_only(cls, cls._plain, (args, kwargs))
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            return cls._showing(args[0].share, result) if func in _ALIASES else result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied = memo[id(self)] = self._plain().clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+    def _plain(self) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
