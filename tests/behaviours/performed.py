@@ -17,9 +17,12 @@ from typing import Any
 import torch
 from tests.behaviours.context import LOSSY, Alone, OnThinwire, preset_plan
 from tests.behaviours.runner import difference
-from tests.behaviours.sequences import ACTIONS, Action, Flexible, begun
+from tests.behaviours.sequences import ACTIONS, Action, Flexible, Subject, begun
 
+import thinwire as tw
 from thinwire.errors import UsageError
+from thinwire.program import Lane
+from thinwire.sharding.api import runtime
 
 __all__ = ["batches", "on_ranks", "shrunk"]
 
@@ -75,14 +78,16 @@ def _outcome(sequence: Sequence[Action], preset: str, folder: Path, compared: Ca
             try:
                 ACTIONS[name][0](it, random.Random(number))
             except RuntimeError as error:
-                if not isinstance(error, UsageError) and not (it.repointed and _STALE in str(error)):
+                if isinstance(error, UsageError) or not it.repointed or _STALE not in str(error):
                     raise
-                return f"refused: {name}: {' '.join(str(error).split())}"
+                return f"refused: {name}: {_STALE}"
             if found := compared(it.log[before:], position):
                 return f"wrong: {position}: {name}: {found}"
         name = "end"
-        if found := compared(ctx.whole(it.model), len(sequence)) or _computed(it.model, ctx):
+        if found := compared(ctx.whole(it.model), len(sequence)) or _computed(it.model, ctx) or _sent(it, ctx):
             return f"wrong: {found}"
+    except UsageError as error:
+        return f"refused: {name}: {' '.join(str(error).split())}"
     except Exception as error:
         return f"crashed: {name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     finally:
@@ -113,6 +118,29 @@ def _computed(model: torch.nn.Module, ctx: OnThinwire) -> str:
         gaps = {name: float((p.detach().float() - masters[name]).norm()) for name, p in model.named_parameters()}
     gap, norm = (math.hypot(*values) for values in (gaps.values(), (float(p.norm()) for p in masters.values())))
     return "" if gap <= COMPUTED * norm else f"computes with values {gap:.4f} away: {gaps}"
+
+
+def _sent(it: Subject, ctx: OnThinwire) -> str:
+    """Where an ordinary step does not send the bytes that its program says."""
+    own, plan = runtime(it.model), preset_plan(ctx.preset, ctx.world)
+    if any(codec.is_variable_length for codec in plan.wire.codecs().values()):
+        return ""
+    it.optim.zero_grad()
+    it.model.listing, it.model.skipped = False, -1
+    for _ in range(4):  # after a forward without a backward, the order of units is only known after two of them
+        own.join_spreads()
+        tw.traffic(it.model)
+        it.model(it.x()).square().mean().backward()
+        it.optim.step()
+        it.optim.zero_grad()
+        own.join_spreads()
+    sent, wanted = tw.traffic(it.model), own.schedule.programs.program(1).traffic()
+    found = {
+        lane: (sent[lane], dict(wanted[lane]))
+        for lane in wanted
+        if lane is not Lane.CONTROL and sent[lane] != wanted[lane]
+    }
+    return f"sent and predicted bytes: {found}" if found else ""
 
 
 def shrunk(sequence: Sequence[Action], fails: Callable[[Sequence[Action]], bool]) -> list[Action]:

@@ -437,7 +437,7 @@ def _spread(
         together = tuple(dict.fromkeys(unit for unit, _ in keys))
         joint = len(batch) > 1
         encoded = buffers[keys[0]].encoded
-        call = Call(kind, Lane.SPREAD, Axis.SHARD, together, encoded, buffers=tuple(keys) if joint else ())
+        call = Call(kind, Lane.SPREAD, Axis.SHARD, together, encoded, buffers=tuple(keys))
         codec, shards = used_codec(plan, "spread"), plan.params.ranks
         sizes = [gather_sizes(codec, buffers[key], shards=shards, joint=joint) for key in keys]
         if joint:

@@ -255,8 +255,8 @@ class Operation:
             previous step.
         encoded: Whether the plan's codecs apply to the data.
         stored: Codec of the messages that ranks keep, which a gather of them carries and decodes.
-        buffers: Flat buffers that a gather or a spread of several units carries, in the order of its vector: pairs of
-            a unit and the number of the unit's buffer; empty for other operations.
+        buffers: Flat buffers that a gather or a spread carries, in the order of its vector: pairs of a unit and the
+            number of the unit's buffer; empty for other operations.
         bucket: Units whose gradients are reduced as one vector, of which the operation carries a chunk; empty for
             other operations.
         chunk: Number of the operation's chunk, from 0.

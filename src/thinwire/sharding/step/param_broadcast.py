@@ -131,21 +131,14 @@ class Spreads:
             after: Tickets of what must end first.
         """
         operations = self._programs.spreads().get(batch, ())
-        started: dict[tuple[int, bool], int] = {}  # by unit and kind: unfreezing makes several buffers of a kind
         for operation, _ in operations:
-            if operation.buffers:
+            if len(batch) > 1:
                 self._start_together(operation, only, after)
-                continue
-            unit = self._sharded.units[operation.units[0]]
-            key = unit.index, operation.encoded
-            left = started.get(key, 0)
-            started[key] = left + 1
-            for number, buffer in enumerate(unit.buffers):
-                if buffer.layout.trainable and buffer.layout.encoded is operation.encoded:
-                    if not left:
-                        unit.spread(number, operation.lane, self._moves(operation, buffer, exactly=exactly), after)
-                        break
-                    left -= 1
+            else:
+                ((index, number),) = operation.buffers
+                unit = self._sharded.units[index]
+                moves = self._moves(operation, unit.buffers[number], exactly=exactly)
+                unit.spread(number, operation.lane, moves, after)
         if self._on_host:
             self.send_home(batch, after)
         if any(waited for _, waited in operations):
