@@ -88,10 +88,11 @@ def compile_codecs(
 
 def _in_32_bits(ttir: str) -> list[str]:
     """Where a program's number is used before it has 64 bits, except as a distance from a pointer: 32 bits overflow
-    in tensors of over 2^31 values, which no other test has here."""
+    in tensors of over 2^31 values, which no other test has here. The seed of a row is a hash of 32 bits."""
     numbers = re.findall(r"(%\w+) = tt\.get_program_id", ttir)
     used = [line for line in ttir.splitlines() if any(re.search(rf"{number}\b", line) for number in numbers)]
-    return [line for line in used if not re.search(r"tt\.get_program_id|arith\.extsi|tt\.addptr", line)]
+    harmless = r"tt\.get_program_id|arith\.extsi|tt\.addptr|arith\.(shrui|xori|cmpi)"
+    return [line for line in used if not re.search(harmless, line)]
 
 
 @pytest.mark.slow

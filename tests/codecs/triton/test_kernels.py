@@ -257,7 +257,10 @@ def check_fused(name: str, dtype: torch.dtype, numel: int, to: list[str]) -> Non
     for target in to:
         between = codec.decode_sum_encode(rows, numel, pair(target)[1], scale=0.5, seed=3, encoded=dtype)
         total = reference.decode_sum(rows, numel, scale=0.5, encoded=dtype)
-        assert torch.equal(between, pair(target)[0].encode(total, seed=3)), (name, numel, target)
+        wanted = pair(target)[0].encode(total, seed=3)
+        # As it is, a NaN keeps its sign, which no standard fixes.
+        alike = same(between.view(total.dtype), wanted.view(total.dtype)) if target == "none" else False
+        assert alike or torch.equal(between, wanted), (name, numel, target)
         if not pair(target)[0].spec.is_variable_length:
             check_pieces(name, target, numel, dtype)
 
