@@ -112,3 +112,5 @@ def test_the_command_measures_what_the_planner_reads(tmp_path: Path) -> None:
     assert planned.exit_code == 0, planned.output
     basis = json.loads(planned.stdout)["plans"][0]["basis"]
     assert basis == {"step": "extrapolated", "computation": "measured here", "transfers": "extrapolated"}
+    refused = CliRunner().invoke(app, [*measure, "--out", "profile.json"])  # of the cluster, which is another command's
+    assert "No such option: --out" in " ".join(refused.output.split())

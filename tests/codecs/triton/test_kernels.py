@@ -257,10 +257,12 @@ def check_fused(name: str, dtype: torch.dtype, numel: int, to: list[str]) -> Non
     for target in to:
         between = codec.decode_sum_encode(rows, numel, pair(target)[1], scale=0.5, seed=3, encoded=dtype)
         total = reference.decode_sum(rows, numel, scale=0.5, encoded=dtype)
-        wanted = pair(target)[0].encode(total, seed=3)
-        # As it is, a NaN keeps its sign, which no standard fixes.
-        alike = same(between.view(total.dtype), wanted.view(total.dtype)) if target == "none" else False
-        assert alike or torch.equal(between, wanted), (name, numel, target)
+        goal = pair(target)[0]
+        if name.startswith("zfp") and goal.spec.is_lossless:
+            # A NaN keeps its sign, which differs between kinds of processors where zfp makes it.
+            assert same(goal.decode(between, numel, total.dtype), total), (name, numel, target)
+        else:
+            assert torch.equal(between, goal.encode(total, seed=3)), (name, numel, target)
         if not pair(target)[0].spec.is_variable_length:
             check_pieces(name, target, numel, dtype)
 
