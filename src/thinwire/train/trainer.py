@@ -365,7 +365,7 @@ class Trainer:
             own=summarized(own),
             data_waits=waits._asdict(),
             exchanges=self.watch.take_exchanges(),
-            slow=None if self.pace is None else self.pace.add(own),
+            slow=None if self.pace is None else self.pace.add(own, self.recent.seconds),
             slow_link=self.links.pace.add([mean * self.ranks.size for mean in of_links], self.recent.seconds),
             allocator=self.allocators.add(measured.retries, measured.memory),
         )

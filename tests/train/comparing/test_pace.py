@@ -8,7 +8,7 @@ HOSTS = ("a", "a", "b", "b")
 
 
 def said(pace: Pace, *own: float, records: int = RECORDS) -> list[str]:
-    sentences = (pace.add(own) for _ in range(records))
+    sentences = (pace.add(own, max(own)) for _ in range(records))
     return [text for text in sentences if text is not None]
 
 
@@ -37,7 +37,14 @@ def test_only_the_island_of_a_slow_rank_waits_for_it() -> None:
 def test_a_single_disturbance_names_no_rank() -> None:
     pace = Pace(HOSTS)
     for number in range(40):
-        assert pace.add((1.0, 9.0 if number % 8 == 0 else 1.0, 1.0, 1.0)) is None
+        assert pace.add((1.0, 9.0 if number % 8 == 0 else 1.0, 1.0, 1.0), 9.0) is None
+
+
+def test_a_moment_of_short_steps_names_no_rank() -> None:
+    pace = Pace(("a", "b"))
+    turns = ((0.02, 0.03), (0.03, 0.02))
+    assert not any(pace.add(turns[number // 20 % 2], 0.03) for number in range(400))
+    assert sum(pace.add((0.02, 0.03), 0.03) is not None for _ in range(400)) == 1
 
 
 def test_one_of_two_can_be_slow() -> None:

@@ -23,6 +23,10 @@ SLOWER: Final = 1.25
 _LEAST: Final = 1e-3
 """Difference in seconds per step below which no rank is called slow."""
 
+_EVERY: Final = 0.25
+"""Seconds of steps from which they count as a record. A scheduler gives one rank more than another for tenths of a
+second, which are many steps of a tiny model."""
+
 
 class Pace:
     """Compares the ranks of a data-parallel job; only one rank has this object."""
@@ -30,12 +34,19 @@ class Pace:
     def __init__(self, hosts: Sequence[str], *, islands: int = 1) -> None:
         self._hosts, self._islands = tuple(hosts), islands
         self._records: deque[tuple[float, ...]] = deque(maxlen=RECORDS)
+        self._pending: list[Sequence[float]] = []
+        self._seconds = 0.0  # of what is pending
         self._slow: int | None = None
 
-    def add(self, own: Sequence[float]) -> str | None:
-        """Add the seconds of a step that each rank spent on its own work. Returns a sentence if a rank has become slow
-        or keeps up again."""
-        self._records.append(tuple(own))
+    def add(self, own: Sequence[float], seconds: float) -> str | None:
+        """Add the seconds of a step that each rank spent on its own work, measured over ``seconds`` of steps. Returns a
+        sentence if a rank has become slow or keeps up again."""
+        self._pending.append(own)
+        self._seconds += seconds
+        if self._seconds < _EVERY:
+            return None
+        self._records.append(tuple(statistics.fmean(column) for column in zip(*self._pending, strict=True)))
+        self._pending, self._seconds = [], 0.0
         if len(self._records) < RECORDS or len(own) < 2:
             return None
         usual = [statistics.median(column) for column in zip(*self._records, strict=True)]
