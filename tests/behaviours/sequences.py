@@ -18,6 +18,7 @@ import torch
 from tests.behaviours.context import Alone, Context
 from tests.behaviours.models import Stack
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 __all__ = ["ACTIONS", "Action", "Flexible", "begun", "drawn", "valid"]
 
@@ -75,24 +76,74 @@ class Subject:
         self.log.append(self.ctx.mean(value.detach()))
 
 
+TRAITS = (
+    "tied",
+    "shared",
+    "twice",
+    "checkpointed",
+    "reentrant",
+    "nested",
+    "scalar",
+    "unused",
+    "counted",
+    "hooked",
+    "normed",
+)
+"""What a model of random structure may have: tied weights, a layer of two blocks, a block that runs twice, blocks whose
+activations are computed again, outputs in a dict, a parameter without dimensions, one without use, a buffer that
+changes, hooks on gradients, a parametrization."""
+
+
 class Flexible(Stack):
-    """A model whose forward can list its parameters, raise, and leave out a block."""
+    """A model whose forward can list its parameters, raise, and leave out a block. It has some of ``TRAITS``."""
 
     listing = raising = False
     skipped = -1
 
+    def __init__(self, traits: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.traits = tuple(traits)
+        first, last = self.blocks
+        if "normed" in traits:
+            nn.utils.parametrizations.weight_norm(first.down)
+        if "tied" in traits:
+            last.up.weight = first.up.weight
+        if "shared" in traits:
+            last.norm = first.norm
+        if "scalar" in traits:
+            self.scale = nn.Parameter(torch.tensor(1.5))
+        if "unused" in traits:
+            last.spare = nn.Parameter(torch.ones(3))
+        if "counted" in traits:
+            self.register_buffer("seen", torch.zeros(()))
+
+    def hook(self) -> None:
+        """Let hooks change gradients."""
+        self.blocks[0].up.weight.register_hook(lambda grad: 0.5 * grad)
+        self.first.bias.register_hook(lambda grad: grad + 0.01)
+
     def features(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
-        for number, block in enumerate(self.blocks):
-            if number != self.skipped:
-                x = block(x)
+        order = [number for number in (0, 1) if number != self.skipped]
+        for number in [*order, 0] if "twice" in self.traits else order:
+            x = self._through(self.blocks[number], x)
         return x
+
+    def _through(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if "checkpointed" in self.traits or "reentrant" in self.traits:
+            return checkpoint(block, x, use_reentrant="reentrant" in self.traits)
+        return block(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         penalty = sum(p.square().mean() for p in self.parameters()) if self.listing else 0.0
         x = self.features(x)
         if self.raising:
             raise ArithmeticError("the forward raises")
+        if "scalar" in self.traits:
+            x = x * self.scale
+        if "counted" in self.traits:
+            self.seen += 1
+            x = x * (1 + 0.1 * torch.cos(self.seen))
         return self.head(x) + 0.1 * penalty
 
 
@@ -404,13 +455,16 @@ def copies_the_model(it: Subject, rng: random.Random) -> None:
 
 FROZEN = "frozen"
 """The beginning of a sequence whose model has frozen layers."""
+SHAPED = "shaped"
+"""The beginning of one whose model, and optimizer, are of a random kind."""
 
 
 def drawn(seed: int) -> list[Action]:
-    """A sequence. Every third begins with a model of which some layers are frozen."""
+    """A sequence. Every third begins with a model of which some layers are frozen, and another third with one of random
+    structure."""
     rng = random.Random(seed)
     names, weights = list(ACTIONS), [weight for _, weight in ACTIONS.values()]
-    beginning = "" if seed % 3 else FROZEN
+    beginning = (FROZEN, SHAPED, "")[seed % 3]
     return [
         (beginning, rng.randrange(1 << 30)),
         *((n, rng.randrange(1 << 30)) for n in rng.choices(names, weights, k=9)),
@@ -425,17 +479,30 @@ def begun(ctx: Context, beginning: Action) -> Subject:
         ((torch.optim.AdamW, {"lr": 1e-2, "eps": 1e-1}), (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}))
     )
     fast = rng.random() < 0.5
+    shape = random.Random(seed)
+    traits = shape.sample(TRAITS, shape.choice((1, 2, 3, 5))) if name == SHAPED else []
+    grouped = name == SHAPED and shape.random() < 0.5
 
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = ctx.build(Flexible)
+        model = ctx.build(lambda: Flexible(traits))
         if name == FROZEN:
             layers = [model.first, *(layer for block in model.blocks for layer in block.children())]
             for layer in random.Random(seed).sample(layers, 4):
                 layer.requires_grad_(False)
         model = ctx.shard(model)
-        return model, ctx.fast_optimizer(model, kind, **options) if fast else kind(model.parameters(), **options)
+        if "hooked" in traits:
+            model.hook()
+        if fast and not grouped:
+            return model, ctx.fast_optimizer(model, kind, **options)
+        return model, kind(_groups(model) if grouped else model.parameters(), **options)
 
     return Subject(ctx, make, name == FROZEN)
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    rest = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    return [{"params": vectors, "weight_decay": 0.0, "lr": 2e-2}, {"params": rest, "weight_decay": 0.1}]
 
 
 def valid(sequence: Sequence[Action], world: int) -> tuple[list[Action], list[Any]]:

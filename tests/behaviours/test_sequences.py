@@ -14,6 +14,9 @@ from tests.behaviours.sequences import ACTIONS, Action, drawn, valid
 
 from thinwire.testing import RankError, RankPool
 
+# What one process is told of a part that is run by itself, whose activations are computed again.
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+
 WORLD = 2
 BATCH = 25
 SECONDS = 60.0
@@ -66,6 +69,19 @@ KEPT: dict[str, tuple[str, int, list[Action]]] = {
     "a copy of a model with unfrozen layers is updated by other ranks": (
         LOSSY + "323", 4,
         [("frozen", 793325000), ("unfreezes_a_layer", 615790568), ("copies_the_model", 1063962324)],
+    ),
+    "a reentrant checkpoint runs its forward again, with secondary shards": (
+        "hpz", 4,
+        [("shaped", 43), ("trains", 1)],
+    ),
+    "a block that runs twice is gathered twice": (
+        "hpz", 4,
+        [("shaped", 28), ("trains", 1)],
+    ),
+    "a whole parameter that was kept follows writes to its share": (
+        "zero1", 2,
+        [("frozen", 300216131), ("keeps_a_parameter", 1014733625), ("follows", 368485092),
+         ("reads_what_it_kept", 530920250)],
     ),
 }  # fmt: skip
 """Sequences that failed once, shrunk, with their preset and the number of ranks."""

@@ -196,12 +196,12 @@ class Unit:
     def expect_spread(self, ticket: Ticket) -> None:
         """Take the ticket of a spread of one or more of the buffers; the next gather waits for it."""
         self._spreads.append(ticket)
-        self._await_values()
+        self.await_values()
 
     def expect_update(self, take: Callable[[], None]) -> None:
         """Take up new values by ``take``, which starts their spreads, before anything needs them."""
         self._take = take
-        self._await_values()
+        self.await_values()
 
     def take_update(self) -> None:
         """Take up the new values that an update on the host has for this unit, and start to spread them."""
@@ -211,13 +211,19 @@ class Unit:
             if not self._spreads:
                 self._have_values()
 
-    def _await_values(self) -> None:
+    def await_values(self) -> None:
+        """Have whoever computes with the parameters ask for them first: new values are on their way, or written."""
         if self.ready:
             self.ready = False
             for buffer in self.buffers:
                 buffer.mark(ready=False)
         if self.is_open:
             self.close()
+
+    def settle(self) -> None:
+        """Let the parameters be computed with at once, if no new values are on their way."""
+        if not self._spreads and self._take is None:
+            self._have_values()
 
     def _have_values(self) -> None:
         self.ready = self.state is State.GATHERED

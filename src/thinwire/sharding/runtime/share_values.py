@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -80,7 +80,10 @@ class Masters:
         self._spreads.join()
 
     def written(self, unit: int, parameter: nn.Parameter) -> None:
-        """Note that the masters of a unit's parameter have new values."""
+        """Note that the masters of a unit's parameter have new values. The share stands for what is kept of a whole one
+        until they are spread."""
+        if unit not in self._dirty and not self.sharded.units[unit].sharded:
+            self.sharded.units[unit].await_values()
         self._dirty.setdefault(unit, set()).add(id(parameter))
 
     def flush(self) -> None:
@@ -92,6 +95,11 @@ class Masters:
         spreads.join()
         spreads.write_back(sorted(dirty), differences=True, only=dirty)
         spreads.start(exactly=True, only=dirty.keys())
+        self._settle(dirty)
+
+    def _settle(self, units: Iterable[int]) -> None:
+        for index in units:
+            self.sharded.units[index].settle()
 
     @contextlib.contextmanager
     def collecting_updates(self) -> Iterator[None]:
@@ -123,6 +131,7 @@ class Masters:
         dirty, self._dirty = self._dirty, {}
         self._spreads.write_back(sorted(dirty), only=dirty)
         self._finish_step(updated=bool(dirty), only=dirty.keys())
+        self._settle(dirty)
 
     def want(self, name: str, *, wanted: bool) -> None:
         """Note whether a parameter that has no master is to be trained. It then gets one, but under ``no_grad`` only

@@ -53,6 +53,7 @@ class PassState:
         inside: Whether modules see the tensors that they compute with rather than shares; follows ``present``.
         is_plain: Whether the events of units that are whole and up to date are only noted. The model's forward sets it,
             and the end of the pass clears it.
+        records: Whether the model's forward has begun with gradients enabled.
         before: Pass in which the current backward began.
         at: Last event, for the roll call.
         began: For each unit, the time at which its current forward or backward began, for timelines.
@@ -61,7 +62,7 @@ class PassState:
     """
 
     def __init__(self, num_units: int) -> None:
-        self.inside = self.is_plain = False
+        self.inside = self.is_plain = self.records = False
         self._opened: list[Unit] = []
         self.present = Pass.IDLE
         self.before = Pass.IDLE
@@ -208,6 +209,7 @@ class Passes:
                 self._gather_for_transform()
             self._schedule.begin_forward()
             self.state.enter(Pass.FORWARD)
+            self.state.records = torch.is_grad_enabled()
             self.state.is_plain = (
                 not self._is_sharded
                 and self.root_unit is None
@@ -274,11 +276,10 @@ class Passes:
                 self.enter_forward()
         if index == self.root_unit:
             self._root_depth += 1
-        unit = self._units[index]
-        if not torch.is_grad_enabled():
+        unit, moment = self._units[index], self._begins[index]
+        if not torch.is_grad_enabled() and not self._will_repeat(moment):
             self._evaluate(unit)
             return
-        moment = self._begins[index]
         state.at, state.waits_for_backward = moment, True
         if self._is_sharded:  # a whole unit gathers the next ones as well
             reuse = self._plan.secondary_reuse
@@ -291,6 +292,16 @@ class Passes:
             self._schedule.note_forward(moment)
             unit.join_spread()
         state.began[index] = self._lanes.mark() if self._lanes.recorder.timeline is not None else None
+
+    def _will_repeat(self, moment: Moment) -> bool:
+        """Whether a backward repeats a forward that records no graph now: that of a reentrant checkpoint. Only the
+        micro-batch before tells, as nothing but the backward distinguishes it from an evaluation."""
+        if not self.state.records:
+            return False
+        if moment[1] in self._schedule.programs.repeated:
+            return True
+        self._schedule.note_unrecorded(moment)
+        return False
 
     def _evaluate(self, unit: Unit) -> None:
         """Prepare a unit for a forward without a backward."""
@@ -315,11 +326,12 @@ class Passes:
         """
         if self.holds.depth or recomputing():
             return
-        unit, state = self._units[index], self.state
-        if not torch.is_grad_enabled():
+        unit, state, moment = self._units[index], self.state, self._ends[index]
+        records = torch.is_grad_enabled()
+        if not records and not self._will_repeat(moment):
             self.holds.free(index)
             return
-        moment = state.at = self._ends[index]
+        state.at = moment
         if (began := state.began[index]) is not None:
             self._lanes.computed("forward", unit.name, began)
             state.began[index] = None
@@ -329,7 +341,7 @@ class Passes:
         self._schedule.forward_event(moment)
         if not unit.sharded:
             return
-        kept = index in self._schedule.retained().kept or not will_hear
+        kept = index in self._schedule.retained().kept or (records and not will_hear)
         if not kept or self._plan.secondary_reuse:
             unit.keep_secondary()
         if not kept:

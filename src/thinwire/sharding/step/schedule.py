@@ -105,13 +105,16 @@ class Programs:
 
     Attributes:
         trace: Order of units that the tables follow; ``None`` before the end of the first micro-batch.
-        prefetches: By place and moment, the gathers that an event of the trace starts for later.
+        repeated: Units of the trace that both its forward and its backward need.
+        prefetches: By place, and by the position of a forward event or by a backward event, the gathers that the event
+            starts for later.
         retained: The units that a micro-batch does not free, by whether it is the step's last.
     """
 
     def __init__(self, plan: Plan, infos: Sequence[UnitInfo], position: int) -> None:
         self.plan, self.infos, self.position = plan, infos, position
         self.trace: Trace | None = None
+        self.repeated = frozenset[int]()
         self._programs: dict[tuple[Trace, int, bool, bool, tuple[int, ...]], StepProgram] = {}
         self.prefetches = _Table(self._tabulate)
         self.retained = _Table(self._retain)
@@ -158,7 +161,7 @@ class Programs:
 
     def adopt(self, trace: Trace) -> None:
         """Follow another trace from now on."""
-        self.trace = trace
+        self.trace, self.repeated = trace, frozenset(trace.needed) & frozenset(trace.needed_again)
         self._forget_tables()
 
     def replan(self, plan: Plan) -> None:
@@ -169,7 +172,7 @@ class Programs:
 
     def restart(self, infos: Sequence[UnitInfo]) -> None:
         """Begin anew with units of which other parameters are trained."""
-        self.infos, self.trace = infos, None
+        self.infos, self.trace, self.repeated = infos, None, frozenset()
         self.replan(self.plan)
 
     # -- what the program says ---------------------------------------------------------------------------------
@@ -232,15 +235,21 @@ class Programs:
     def _trace_so_far(self) -> Trace:
         return self.trace or default_trace(self.infos, recompute=self.plan.recompute)
 
-    def _tabulate(self, place: Place) -> Mapping[Moment, tuple[GatherBatch, ...]]:
+    def _tabulate(self, place: Place) -> Mapping[Moment | int, tuple[GatherBatch, ...]]:
         position, micro_batches = place
-        table: dict[Moment, list[GatherBatch]] = {}
+        forward, reached = self._trace_so_far().forward, 0
+        table: dict[Moment | int, list[GatherBatch]] = {}
         for operation in self.program(micro_batches).operations:
             phase, unit, micro_batch = operation.start
-            if operation.lane is Lane.GATHER and micro_batch == position and unit not in operation.units:
-                batches = table.setdefault((phase, unit), [])
-                # A unit that a micro-batch needs twice has two events of one name, which may gather the same unit; two
-                # gathers at once would write to one buffer.
+            if operation.lane is not Lane.GATHER or micro_batch != position:
+                continue
+            moment: Moment | int = (phase, unit)
+            if phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD):
+                # A unit that runs twice has two events of one name; gathers come in the order of their starts.
+                moment = reached = forward.index((phase, unit), reached)
+            if unit not in operation.units:
+                batches = table.setdefault(moment, [])
+                # Two gathers of a unit at once would write to one buffer.
                 ahead = {key for batch in batches for key in batch.buffers}
                 if keys := tuple(key for key in operation.buffers if key not in ahead):
                     batches.append(GatherBatch(keys, operation.axis is Axis.SECONDARY))
@@ -309,10 +318,12 @@ class Schedule:
         self.order = _OrderHash()
         # The current micro-batch: its events, units that its backward has needed, and whether it has deviated.
         self.forward: list[Moment] = []
+        self._unrecorded: list[tuple[int, Moment]] = []  # of forwards without a graph: by position in the others
         self.backward: list[Moment] = []
         self._needed: list[int] = []
         self._deviated = False
-        self._parked: dict[int, list[Moment]] = {}  # forward events of other micro-batches in a pipeline
+        # Forward events of other micro-batches in a pipeline.
+        self._parked: dict[int, tuple[list[Moment], list[tuple[int, Moment]]]] = {}
         self._reported = False  # whether the one warning about deviations was given
         # Where every rank holds whole parameters nothing is gathered, and ranks may run different units: all that must
         # be the same is the order of reductions and spreads. It changes when all ranks have run another trace alike.
@@ -340,6 +351,10 @@ class Schedule:
         self.forward.append(moment)
         self.order.events.append(moment)
 
+    def note_unrecorded(self, moment: Moment) -> None:
+        """Note an event of a forward without a graph, which counts if the backward repeats the forward."""
+        self._unrecorded.append((len(self.forward), moment))
+
     def forward_event(self, moment: Moment) -> tuple[GatherBatch, ...]:
         """Record that a unit's forward begins or ends; returns the gathers that the program starts now."""
         self.forward.append(moment)
@@ -351,7 +366,7 @@ class Schedule:
         if position >= len(trace.forward) or trace.forward[position] != moment:
             self._deviate()
             return ()
-        return self.programs.prefetches[self._place].get(moment, ())
+        return self.programs.prefetches[self._place].get(position, ())
 
     def backward_event(self, moment: Moment) -> tuple[GatherBatch, ...]:
         """Record that the backward needs a unit; returns the gathers that the program starts now."""
@@ -373,8 +388,9 @@ class Schedule:
         """Complete a micro-batch: adopt its trace if there is none yet, or if it differs from the adopted one."""
         self.backwards += 1
         if self._whole:
-            if self.forward and self.backward and self._trainable <= {unit for _, unit in self.forward}:
-                self._proposed = Trace(tuple(self.forward), tuple(self.backward))
+            ran = self._traced()
+            if ran.forward and ran.backward and self._trainable <= {unit for _, unit in ran.forward}:
+                self._proposed = ran
             self.abandon_micro_batch()
             return
         trace = None if self._deviated else self.programs.trace
@@ -385,10 +401,16 @@ class Schedule:
             if self.forward and self.backward:
                 self._deviate()
         if self.forward and self.backward:
-            trace = Trace(tuple(self.forward), tuple(self.backward))
-            self.programs.adopt(trace)
+            self.programs.adopt(trace := self._traced())
             self._expected = trace.needed_again
         self.abandon_micro_batch()
+
+    def _traced(self) -> Trace:
+        forward = list(self.forward)
+        for position, moment in reversed(self._unrecorded):
+            if moment[1] in self._needed:
+                forward.insert(position, moment)
+        return Trace(tuple(forward), tuple(self.backward))
 
     def ranks_met(self, *, same_order: bool) -> None:
         """Adopt the order of this step where parameters are whole, if all ranks had the same.
@@ -412,13 +434,14 @@ class Schedule:
     def select(self, number: int, *, last: bool) -> None:
         """Switch to another micro-batch of a pipeline, which has several in flight; see :meth:`begin_micro_batch` for
         the arguments."""
-        self._parked[self.micro_batch] = self.forward
-        self.forward = self._parked.pop(number, [])
+        self._parked[self.micro_batch] = self.forward, self._unrecorded
+        self.forward, self._unrecorded = self._parked.pop(number, ([], []))
         self.begin_micro_batch(number, last=last)
 
     def abandon_micro_batch(self) -> None:
         """Forget the events of the current micro-batch, for example because its backward failed."""
         self.forward.clear()
+        self._unrecorded.clear()
         self.backward.clear()
         self._needed.clear()
         self._deviated = False
@@ -434,12 +457,13 @@ class Schedule:
     def aside(self) -> Iterator[None]:
         """Forget the forwards in this block that have no backward there. Ranks may run different ones."""
         before = self.backwards, self.micro_batch
-        forward, order, deviated = list(self.forward), self.order.saved(), self._deviated
+        forward, unrecorded = list(self.forward), list(self._unrecorded)
+        order, deviated = self.order.saved(), self._deviated
         try:
             yield
         finally:
             if before == (self.backwards, self.micro_batch):
-                self.forward[:] = forward
+                self.forward[:], self._unrecorded[:] = forward, unrecorded
                 self.order.restore(order)
                 self._deviated = deviated
 

@@ -77,7 +77,9 @@ def _stop_on_signal(directory: RunDirectory, report: Report) -> Iterator[None]:
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         if directory.stop_file.exists():
             raise _EndedBySignalError(f"second {name}")
-        directory.stop_file.write_text(name)
+        whole = directory.stop_file.with_suffix(".new")
+        whole.write_text(name)
+        whole.replace(directory.stop_file)  # a rank that saw the file empty would not know the reason
         report(f"{name}: finishing the step and saving; once more to end at once")
 
     def end(number: int, frame: FrameType | None) -> None:
