@@ -11,12 +11,13 @@ import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from tests.behaviours.context import Alone, Context
-from tests.behaviours.models import Stack
+from tests.behaviours.models import Block, Stack
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -90,8 +91,15 @@ TRAITS = (
     "normed",
 )
 """What a model of random structure may have: tied weights, a layer of two blocks, a block that runs twice, blocks whose
-activations are computed again, outputs in a dict, a parameter without dimensions, one without use, a buffer that
+activations are computed again, blocks that take dicts, a parameter without dimensions, one without use, a buffer that
 changes, hooks on gradients, a parametrization."""
+
+
+class Nested(Block):
+    """A block that takes and returns a dict, or a tensor."""
+
+    def forward(self, x: Any) -> Any:
+        return {"number": 1, "x": super().forward(x["x"])} if isinstance(x, dict) else super().forward(x)
 
 
 class Flexible(Stack):
@@ -103,6 +111,8 @@ class Flexible(Stack):
     def __init__(self, traits: Sequence[str] = ()) -> None:
         super().__init__()
         self.traits = tuple(traits)
+        if "nested" in traits:
+            self.blocks = nn.ModuleList(Nested() for _ in self.blocks)
         first, last = self.blocks
         if "normed" in traits:
             nn.utils.parametrizations.weight_norm(first.down)
@@ -130,9 +140,10 @@ class Flexible(Stack):
         return x
 
     def _through(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        if "checkpointed" in self.traits or "reentrant" in self.traits:
-            return checkpoint(block, x, use_reentrant="reentrant" in self.traits)
-        return block(x)
+        if "reentrant" in self.traits:
+            return checkpoint(block, x, use_reentrant=True)
+        call = partial(checkpoint, block, use_reentrant=False) if "checkpointed" in self.traits else block
+        return call({"x": x})["x"] if "nested" in self.traits else call(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         penalty = sum(p.square().mean() for p in self.parameters()) if self.listing else 0.0
@@ -250,6 +261,24 @@ def adds_a_penalty_outside(it: Subject, rng: random.Random) -> None:
     (loss_of(it, it.x()) + 0.1 * parameter.square().sum()).backward()
 
 
+@action(1)
+def penalizes_gradients(it: Subject, _rng: random.Random) -> None:
+    x = it.x().requires_grad_()
+    out = it.model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    loss = out.square().mean() + slope.square().mean()
+    it.note_mean(loss)
+    loss.backward()
+
+
+@action(1)
+def calls_functionally(it: Subject, rng: random.Random) -> None:
+    name, parameter = rng.choice(list(it.model.named_parameters()))
+    with torch.no_grad():
+        other = {name: it.ctx.full(parameter) * 0.5}
+        it.note_mean(torch.func.functional_call(it.model, other, (it.x(),)).mean())
+
+
 # -- exceptions ------------------------------------------------------------------------------------------------
 
 
@@ -285,6 +314,19 @@ def shown(it: Subject) -> list[torch.Tensor]:
 @action(4)
 def steps(it: Subject, _rng: random.Random) -> None:
     it.optim.step()
+
+
+@action(1)
+def steps_with_a_closure(it: Subject, _rng: random.Random) -> None:
+    x = it.x()
+
+    def closure() -> torch.Tensor:
+        it.optim.zero_grad()
+        loss = loss_of(it, x)
+        loss.backward()
+        return loss
+
+    it.note_mean(it.optim.step(closure))
 
 
 @action(4)
@@ -405,6 +447,23 @@ def looks_inside_full_parameters(it: Subject, rng: random.Random) -> None:
             it.note_mean(it.model(it.x()).mean())
 
 
+@action(1)
+@torch.no_grad()
+def goes_through_a_vector(it: Subject, rng: random.Random) -> None:
+    vector = nn.utils.parameters_to_vector(it.model.parameters())
+    it.note(vector.square().sum())
+    if rng.random() < 0.5:
+        nn.utils.vector_to_parameters(it.ctx.full(vector) * 0.98, it.model.parameters())
+        it.repointed = True
+
+
+@action(1)
+def fills_a_layer(it: Subject, rng: random.Random) -> None:
+    layer = rng.choice([it.model.first, it.model.blocks[1].up, it.model.head])
+    rng.choice((nn.init.ones_, nn.init.zeros_))(layer.bias)
+    rng.choice((nn.init.eye_, partial(nn.init.constant_, val=0.03)))(layer.weight)
+
+
 # -- the optimizer and states ----------------------------------------------------------------------------------
 
 
@@ -418,10 +477,23 @@ def changes_a_group(it: Subject, rng: random.Random) -> None:
 
 @action(1)
 def restores_a_state(it: Subject, rng: random.Random) -> None:
-    whole = it.ctx.whole(it.model)
+    whole = it.ctx.whole(it.model) | dict(it.model.named_buffers())
     if rng.random() < 0.5:
         trains(it, rng)
     it.model.load_state_dict(whole)
+
+
+@action(1)
+def rewinds(it: Subject, rng: random.Random) -> None:
+    """To before a step, model and optimizer."""
+    it.optim.zero_grad()
+    weights = it.ctx.whole(it.model)
+    with it.ctx.full_parameters(it.model):
+        buffers = {name: buffer.clone() for name, buffer in it.model.named_buffers()}
+    state = copy.deepcopy(it.optim.state_dict())
+    trains(it, rng)
+    it.model.load_state_dict(weights | buffers)
+    it.optim.load_state_dict(state)
 
 
 @action(1)

@@ -107,6 +107,20 @@ def test_every_waiter_gets_the_error_and_the_lane_continues(lanes: Lanes) -> Non
     assert notes == ["later"], "what needs a failed transfer does not run"
 
 
+def test_an_error_that_came_before_anybody_depended_on_it_is_passed_on(lanes: Lanes) -> None:
+    notes: list[str] = []
+
+    def fail() -> None:
+        raise ConnectionError("cut")
+
+    failed = lanes.submit(Lane.REDUCE, fail)
+    while not failed.done():
+        time.sleep(0.001)
+    with pytest.raises(ConnectionError, match="cut"):
+        lanes.submit(Lane.SYNC, noting(notes, "dependent"), after=[failed]).wait()
+    assert notes == []
+
+
 def test_bodies_build_no_graph(lanes: Lanes) -> None:
     weight = torch.ones(2, requires_grad=True)
     made: list[torch.Tensor] = []

@@ -38,7 +38,7 @@ class _ThreadTicket(Ticket):
             self._worker.spent += time.perf_counter() - started
             self._worker.note(self._worker.name, self._label, started)
         except BaseException as error:
-            self._error = error
+            self._error, self.failed = error, True
         self._body, self._after = nothing, ()  # drops the references to buffers
         self._finished = True
         self._running.release()
@@ -123,7 +123,8 @@ class ThreadWorker(Worker):
         thread = _Thread.by_name.get(self.name)
         if thread is None:
             thread = _Thread.by_name[self.name] = _Thread(self.name)
-        ticket = _ThreadTicket(self, body, [t for t in after if not t.done()], label)
+        # One that has failed already passes its error on: what it was to bring is not there.
+        ticket = _ThreadTicket(self, body, [t for t in after if not t.done() or t.failed], label)
         self._last = thread.newest = ticket
         thread.queue.put(ticket)
         return ticket

@@ -17,7 +17,13 @@ def nothing() -> None:
 
 
 class Ticket(ABC):
-    """A submitted body. The ticket keeps the body's memory alive until the body has finished."""
+    """A submitted body. The ticket keeps the body's memory alive until the body has finished.
+
+    Attributes:
+        failed: Whether the body, or what it had to wait for, has raised on a thread of its own.
+    """
+
+    failed = False
 
     @abstractmethod
     def wait(self) -> None:
