@@ -13,7 +13,7 @@ from types import FrameType
 
 from thinwire.errors import OutOfMemoryError, ThinwireError
 from thinwire.train.checkpoint import checkpoints
-from thinwire.train.directory import RunDirectory
+from thinwire.train.directory import RunDirectory, write_atomically
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.processes.ranks import Failure, run_ranks, training
 
@@ -77,9 +77,7 @@ def _stop_on_signal(directory: RunDirectory, report: Report) -> Iterator[None]:
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         if directory.stop_file.exists():
             raise _EndedBySignalError(f"second {name}")
-        whole = directory.stop_file.with_suffix(".new")
-        whole.write_text(name)
-        whole.replace(directory.stop_file)  # a rank that saw the file empty would not know the reason
+        write_atomically(directory.stop_file, name)  # a rank that saw the file empty would not know the reason
         report(f"{name}: finishing the step and saving; once more to end at once")
 
     def end(number: int, frame: FrameType | None) -> None:
