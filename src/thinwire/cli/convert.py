@@ -30,57 +30,42 @@ class ConvertOptions:
     """The options of ``thinwire convert``."""
 
     source: Annotated[
-        Path | None,
-        typer.Argument(metavar="[FILE]", help="DeepSpeed's JSON, or accelerate's YAML or JSON.", show_default=False),
+        Path | None, typer.Argument(metavar="[FILE]", help="DeepSpeed's JSON, or accelerate's YAML or JSON.")
     ] = None
     fsdp2: Annotated[
         str | None,
         typer.Option(
             metavar="CALL|FILE",
             help="Convert the text of a call of fully_shard, or a TOML or JSON file of its arguments.",
-            show_default=False,
         ),
     ] = None
     nodes: Annotated[int, typer.Option(min=1, help="Nodes that will train.")] = 1
     nproc: Annotated[int, typer.Option(min=1, help="Ranks per node.")] = 8
-    plan: Annotated[
-        Path | None, typer.Option(metavar="PLAN.toml", help="Write the plan to a file.", show_default=False)
-    ] = None
+    plan: Annotated[Path | None, typer.Option(metavar="PLAN.toml", help="Write the plan to a file.")] = None
     recipe: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RECIPE.toml", help="Write a recipe to a file; needs --model and --steps.", show_default=False
-        ),
+        Path | None, typer.Option(metavar="RECIPE.toml", help="Write a recipe to a file; needs --model and --steps.")
     ] = None
     model: Annotated[
         str | None,
         typer.Option(
             metavar="NAME|DIR|FILE",
             help="Model of the recipe: a published shape, a Hugging Face directory or its config.json.",
-            show_default=False,
         ),
     ] = None
     steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Steps of the recipe; by default total_num_steps of the scheduler.", show_default=False
-        ),
+        int | None, typer.Option(min=1, help="Steps of the recipe; by default total_num_steps of the scheduler.")
     ] = None
-    seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence of the recipe.", show_default=False)] = (
-        None
-    )
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence of the recipe.")] = None
     settings: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
             help='Change a key of FILE before it is converted, for example one that is "auto".',
-            show_default=False,
         ),
     ] = None
     drop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY", help="Leave a key of FILE out, for example one that is refused."),
+        list[str] | None, typer.Option(metavar="KEY", help="Leave a key of FILE out, for example one that is refused.")
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False
 

@@ -27,9 +27,7 @@ class Precision(StrEnum):
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")],
     to: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write.")],
-    step: Annotated[
-        int | None, typer.Option(min=0, help="Step of the checkpoint; by default the newest.", show_default=False)
-    ] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="Step of the checkpoint; by default the newest.")] = None,
     dtype: Annotated[Precision, typer.Option(help="Type of the weights; masters are float32.")] = Precision.float32,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest size of a file of weights.")] = "5GB",
     force: Annotated[bool, typer.Option("--force", help="Replace the model in a directory that is not empty.")] = False,

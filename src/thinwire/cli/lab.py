@@ -54,20 +54,13 @@ class LabOptions:
     nodes: Annotated[int, typer.Option(metavar="N", help="Number of hosts.")] = 2
     ranks: Annotated[int, typer.Option(metavar="R", help="Ranks on each host.")] = 2
     latency: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help='Latency from host to host, for example "1ms".', show_default=False),
+        str | None, typer.Option(metavar="TIME", help='Latency from host to host, for example "1ms".')
     ] = None
     loss: Annotated[
         str | None,
-        typer.Option(
-            metavar="SHARE",
-            help='Share of packets between hosts that get lost, for example "0.1%".',
-            show_default=False,
-        ),
+        typer.Option(metavar="SHARE", help='Share of packets between hosts that get lost, for example "0.1%".'),
     ] = None
-    leaf: Annotated[int | None, typer.Option(metavar="G", help="Hosts below each leaf switch.", show_default=False)] = (
-        None
-    )
+    leaf: Annotated[int | None, typer.Option(metavar="G", help="Hosts below each leaf switch.")] = None
     spine_bandwidth: Annotated[
         str | None,
         typer.Option(
@@ -80,9 +73,7 @@ class LabOptions:
             metavar="I,J,...", help="Place of each host; the first G places form one leaf.", show_default="in order"
         ),
     ] = None
-    per: Annotated[
-        Per | None, typer.Option(help="Start COMMAND once per rank or once per host.", show_default=False)
-    ] = None
+    per: Annotated[Per | None, typer.Option(help="Start COMMAND once per rank or once per host.")] = None
     grace: Annotated[
         str,
         typer.Option(metavar="TIME", help="Time that other ranks have to exit after a rank failed or after Ctrl-C."),

@@ -35,7 +35,6 @@ class ReportOptions:
         typer.Option(
             metavar="DIR",
             help="Directory of the page; by default report/ in the run, or in the current directory for several runs.",
-            show_default=False,
         ),
     ] = None
     profile: Annotated[
@@ -43,7 +42,6 @@ class ReportOptions:
         typer.Option(
             metavar="PROFILE.json",
             help="Profile of the cluster, to compare the run with its prediction; by default that of --plan auto.",
-            show_default=False,
         ),
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON to stdout.")] = False

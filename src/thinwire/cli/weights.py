@@ -20,9 +20,7 @@ from thinwire.units import format_bytes
 if TYPE_CHECKING:
     from thinwire.weights import Subscriber
 
-Keys = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Keys of thinwire keys, the same on both sides.", show_default=False)
-]
+Keys = Annotated[Path | None, typer.Option(metavar="DIR", help="Keys of thinwire keys, the same on both sides.")]
 
 
 @dataclass(frozen=True)
@@ -33,8 +31,7 @@ class FollowOptions:
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the model.")]
     keys: Keys = None
     sglang: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="An SGLang server that is to load every version.", show_default=False),
+        str | None, typer.Option(metavar="URL", help="An SGLang server that is to load every version.")
     ] = None
     once: Annotated[bool, typer.Option("--once", help="Take the newest version, and leave.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print every version as a line of JSON.")] = False

@@ -33,10 +33,7 @@ class KernelOptions:
     """What ``thinwire kernels`` times."""
 
     out: Annotated[Path, typer.Argument(metavar="KERNELS.json", help="File to write.")]
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|FILE", help="Model; by default a small Llama.", show_default=False),
-    ] = None
+    model: Annotated[str | None, typer.Option(metavar="NAME|FILE", help="Model; by default a small Llama.")] = None
     seq: Annotated[int, typer.Option(min=1, help="Sequence length in tokens.")] = 256
     micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of the smallest micro-batch.")] = 1
     dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Compute dtype.")] = "bfloat16"

@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 class ProfileOptions:
     """The options of ``thinwire profile``."""
 
-    out: Annotated[
-        Path | None, typer.Option(metavar="PROFILE.json", help="File that rank 0 writes.", show_default=False)
-    ] = None
+    out: Annotated[Path | None, typer.Option(metavar="PROFILE.json", help="File that rank 0 writes.")] = None
     budget: Annotated[
         str,
         typer.Option(
@@ -36,10 +34,7 @@ class ProfileOptions:
         ),
     ] = "60s"
     model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE", help="Model whose blocks to time; by default a small Llama.", show_default=False
-        ),
+        str | None, typer.Option(metavar="NAME|FILE", help="Model whose blocks to time; by default a small Llama.")
     ] = None
     seq: Annotated[int, typer.Option(min=1, help="Sequence length in tokens.")] = 256
     micro_batch: Annotated[int, typer.Option(min=1, help="Sequences per micro-batch.")] = 1
@@ -50,8 +45,7 @@ class ProfileOptions:
         Literal["auto", "cpu", "cuda"], typer.Option(help="Device; auto uses CUDA if it is available.")
     ] = "auto"
     nodes: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of nodes, if the launcher sees only one machine.", show_default=False),
+        int | None, typer.Option(min=1, help="Number of nodes, if the launcher sees only one machine.")
     ] = None
     library: Annotated[
         bool,
@@ -63,10 +57,7 @@ class ProfileOptions:
     ] = False
     resume: Annotated[bool, typer.Option("--resume", help="Keep the rows that the file already has.")] = False
     plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PNG", help="Draw bandwidth over message size, or of each pair of hosts.", show_default=False
-        ),
+        Path | None, typer.Option(metavar="PNG", help="Draw bandwidth over message size, or of each pair of hosts.")
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile to stdout.")] = False
 

@@ -33,15 +33,12 @@ class TopologyOptions:
         Path, typer.Argument(metavar="HOSTS", help="File to write: a line for each host, its name and its leaf.")
     ]
     nodes: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of nodes, if the launcher sees only one machine.", show_default=False),
+        int | None, typer.Option(min=1, help="Number of nodes, if the launcher sees only one machine.")
     ] = None
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device; auto uses CUDA if available.")] = (
         "auto"
     )
-    plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw all pairs of hosts.", show_default=False)] = (
-        None
-    )
+    plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw all pairs of hosts.")] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the leaves to stdout.")] = False
 
 

@@ -19,18 +19,10 @@ if TYPE_CHECKING:
 class EmitOptions:
     """Options about other frameworks."""
 
-    emit: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FRAMEWORK",
-            help="fsdp2, hsdp, deepspeed, torchtitan, ...",
-            show_default=False,
-        ),
-    ] = None
-    emit_to: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="File of --emit.", show_default=False),
-    ] = None
+    emit: Annotated[str | None, typer.Option(metavar="FRAMEWORK", help="fsdp2, hsdp, deepspeed, torchtitan, ...")] = (
+        None
+    )
+    emit_to: Annotated[Path | None, typer.Option(metavar="FILE", help="File of --emit.")] = None
 
 
 NOTHING_EMITTED = EmitOptions()

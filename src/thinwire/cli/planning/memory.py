@@ -34,24 +34,20 @@ class MemoryOptions:
         ),
     ]
     cluster: Annotated[
-        str,
-        typer.Option(metavar="GPU:NODESxGPUS|FILE", help="Cluster: h100-80g:4x8, for example, or a TOML file."),
+        str, typer.Option(metavar="GPU:NODESxGPUS|FILE", help="Cluster: h100-80g:4x8, for example, or a TOML file.")
     ]
     plan: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME|FILE",
             help="A preset or a plan file; may be repeated. By default every preset, and the plan of a recipe.",
-            show_default=False,
         ),
     ] = None
     seq: Seq = None
     micro_batch: Annotated[int, typer.Option(min=1, help="Sequences per micro-batch.")] = 1
     micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 1
     recompute: Annotated[bool, typer.Option("--recompute", help="Recompute blocks in the backward.")] = False
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help='Memory of a GPU, for example "80GiB".', show_default=False)
-    ] = None
+    memory: Annotated[str | None, typer.Option(metavar="SIZE", help='Memory of a GPU, for example "80GiB".')] = None
     peers: Annotated[bool, typer.Option(help="Estimate DDP, FSDP2 and DeepSpeed's ZeRO, too.")] = True
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False
 

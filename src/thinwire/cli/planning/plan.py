@@ -41,77 +41,44 @@ if TYPE_CHECKING:
 class PlanOptions:
     """The options of ``thinwire plan``."""
 
-    model: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="Preset (llama-7b), TOML or HF config.", show_default=False)
-    ] = None
-    tokens_per_step: Annotated[
-        str | None, typer.Option(metavar="N", help="Tokens of a step; 4M is 4 x 2^20.", show_default=False)
-    ] = None
-    cluster: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="a800-80g:128x8, for example, or TOML.", show_default=False)
-    ] = None
+    model: Annotated[str | None, typer.Option(metavar="NAME|FILE", help="Preset (llama-7b), TOML or HF config.")] = None
+    tokens_per_step: Annotated[str | None, typer.Option(metavar="N", help="Tokens of a step; 4M is 4 x 2^20.")] = None
+    cluster: Annotated[str | None, typer.Option(metavar="NAME|FILE", help="a800-80g:128x8, for example, or TOML.")] = (
+        None
+    )
     settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Set a key: cluster.memory=40GiB.", show_default=False),
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a key: cluster.memory=40GiB.")
     ] = None
-    seq: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Sequence length; default: the model's.", show_default=False)
-    ] = None
-    micro_batch: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Sequences of a micro-batch.", show_default=False)
-    ] = None
+    seq: Annotated[int | None, typer.Option(min=1, metavar="N", help="Sequence length; default: the model's.")] = None
+    micro_batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="Sequences of a micro-batch.")] = None
     recompute: Annotated[
-        Literal["auto", "on", "off"],
-        typer.Option(metavar="WHEN", help="Recompute: auto, on or off.", show_default=False),
+        Literal["auto", "on", "off"], typer.Option(metavar="WHEN", help="Recompute: auto, on or off.")
     ] = "auto"
     offload: Annotated[
         bool, typer.Option("--offload", help="Optimizer states, gradients, parameters may live on the host.")
     ] = False
-    tp: Annotated[
-        str | None, typer.Option(metavar="auto|N,...", help="Tensor-parallel sizes to try.", show_default=False)
-    ] = None
-    pp: Annotated[
-        str | None, typer.Option(metavar="auto|N,...", help="Pipeline stages to try.", show_default=False)
-    ] = None
-    profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Times of thinwire profile.", show_default=False)
-    ] = None
+    tp: Annotated[str | None, typer.Option(metavar="auto|N,...", help="Tensor-parallel sizes to try.")] = None
+    pp: Annotated[str | None, typer.Option(metavar="auto|N,...", help="Pipeline stages to try.")] = None
+    profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Times of thinwire profile.")] = None
     codecs: Annotated[
         Literal["none", "lossless", "standard", "aggressive"] | None,
-        typer.Option(metavar="LEVEL", help="none, lossless, standard, aggressive.", show_default=False),
+        typer.Option(metavar="LEVEL", help="none, lossless, standard, aggressive."),
     ] = None
     objective: Annotated[
-        Literal["time", "cost", "amsp"],
-        typer.Option(metavar="WHAT", help="Minimize time, cost, or AMSP's sum.", show_default=False),
+        Literal["time", "cost", "amsp"], typer.Option(metavar="WHAT", help="Minimize time, cost, or AMSP's sum.")
     ] = "time"
-    loss_budget: Annotated[
-        str | None, typer.Option(metavar="PERCENT", help="Also plan islands: 2% more loss.", show_default=False)
-    ] = None
-    elastic_islands: Annotated[
-        bool, typer.Option("--elastic-islands", help="Islands that may come and go.", show_default=False)
-    ] = False
+    loss_budget: Annotated[str | None, typer.Option(metavar="PERCENT", help="Also plan islands: 2% more loss.")] = None
+    elastic_islands: Annotated[bool, typer.Option("--elastic-islands", help="Islands that may come and go.")] = False
     rent: RentOptions = NO_RENT
     peer: EmitOptions = NOTHING_EMITTED
-    top: Annotated[
-        int, typer.Option(min=1, max=64, metavar="N", help="Plans to list; default: 10.", show_default=False)
-    ] = 10
-    out: Annotated[Path | None, typer.Option(metavar="PLAN.toml", help="Write the best plan.", show_default=False)] = (
-        None
-    )
-    hosts: Annotated[
-        Path | None, typer.Option(metavar="FILE|slurm", help="Hosts and their leaf switches.", show_default=False)
-    ] = None
-    placement: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write hostfile, rankfile, slurm-hosts.", show_default=False)
-    ] = None
-    compare: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Compare a run with its prediction.", show_default=False)
-    ] = None
-    refit: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --compare: fit the profile to it.", show_default=False)
-    ] = None
-    explain: Annotated[bool, typer.Option("--explain", help="Explain the choice.", show_default=False)] = False
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.", show_default=False)] = False
+    top: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Plans to list; default: 10.")] = 10
+    out: Annotated[Path | None, typer.Option(metavar="PLAN.toml", help="Write the best plan.")] = None
+    hosts: Annotated[Path | None, typer.Option(metavar="FILE|slurm", help="Hosts and their leaf switches.")] = None
+    placement: Annotated[Path | None, typer.Option(metavar="DIR", help="Write hostfile, rankfile, slurm-hosts.")] = None
+    compare: Annotated[Path | None, typer.Option(metavar="RUN", help="Compare a run with its prediction.")] = None
+    refit: Annotated[Path | None, typer.Option(metavar="FILE", help="With --compare: fit the profile to it.")] = None
+    explain: Annotated[bool, typer.Option("--explain", help="Explain the choice.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False
 
 
 @formerly(FORMER_OPTIONS)

@@ -25,18 +25,8 @@ _MOST_COUNTS = 4096
 class RentOptions:
     """Options about numbers of nodes."""
 
-    sweep: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NODES",
-            help="nodes=1..32: a plan for each number.",
-            show_default=False,
-        ),
-    ] = None
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.png", help="Draw the sweep.", show_default=False),
-    ] = None
+    sweep: Annotated[str | None, typer.Option(metavar="NODES", help="nodes=1..32: a plan for each number.")] = None
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the sweep.")] = None
 
 
 NO_RENT = RentOptions()

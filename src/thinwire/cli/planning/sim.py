@@ -38,24 +38,16 @@ class SimOptions:
 
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME|FILE", help="Model: a preset, a TOML file or a Hugging Face config.json.", show_default=False
-        ),
+        typer.Option(metavar="NAME|FILE", help="Model: a preset, a TOML file or a Hugging Face config.json."),
     ] = None
     cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="GPU:NODESxGPUS|FILE",
-            help="Cluster: a800-80g:128x8, or a TOML file.",
-            show_default=False,
-        ),
+        str | None, typer.Option(metavar="GPU:NODESxGPUS|FILE", help="Cluster: a800-80g:128x8, or a TOML file.")
     ] = None
     plan: Annotated[
         str | None,
         typer.Option(
             metavar="FILE|preset:NAME",
             help="Plan: how parameters, gradients and optimizer states are sharded; by default preset:thinwire.",
-            show_default=False,
         ),
     ] = None
     seq: Seq = None
@@ -65,7 +57,6 @@ class SimOptions:
             "--set",
             metavar="KEY=VALUE",
             help="Another key of the step, such as internode_gbps=25 or recompute=true; see docs/cluster-reference.md.",
-            show_default=False,
         ),
     ] = None
     memory: Annotated[
@@ -77,9 +68,7 @@ class SimOptions:
     tokens_per_step: Annotated[
         str | None,
         typer.Option(
-            metavar="TOKENS",
-            help="Tokens of a step over all GPUs, instead of micro-batches; 4M is 4 x 2^20.",
-            show_default=False,
+            metavar="TOKENS", help="Tokens of a step over all GPUs, instead of micro-batches; 4M is 4 x 2^20."
         ),
     ] = None
     sweep: Annotated[
@@ -87,22 +76,15 @@ class SimOptions:
         typer.Option(
             metavar="KEY=A,B,...|KEY=A..B",
             help=f"Several values of one of {', '.join(SWEPT)}; A..B doubles from A to B.",
-            show_default=False,
         ),
     ] = None
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="With --sweep: draw the results.", show_default=False)
-    ] = None
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="With --sweep: draw the results.")] = None
     cases: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="CASES.json", help="Simulate many steps from a file; see docs/planner.md.", show_default=False
-        ),
+        Path | None, typer.Option(metavar="CASES.json", help="Simulate many steps from a file; see docs/planner.md.")
     ] = None
-    trace: Annotated[
-        Path | None,
-        typer.Option(metavar="OUT.json", help="Write a trace of the step for Perfetto.", show_default=False),
-    ] = None
+    trace: Annotated[Path | None, typer.Option(metavar="OUT.json", help="Write a trace of the step for Perfetto.")] = (
+        None
+    )
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False
 
 

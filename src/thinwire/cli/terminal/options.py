@@ -15,9 +15,7 @@ Options = TypeVar("Options")
 _REQUIRED: Final = inspect.Parameter.empty
 """Stands for the default of an option that has none."""
 
-Seq = Annotated[
-    int | None, typer.Option(min=1, help="Sequence length in tokens; by default the model's.", show_default=False)
-]
+Seq = Annotated[int | None, typer.Option(min=1, help="Sequence length in tokens; by default the model's.")]
 
 
 def expand_options(command: Callable[[Options], None]) -> Callable[..., None]:

@@ -47,7 +47,6 @@ class TrainOptions:
             metavar="DIR|config.json",
             help="What to train, instead of the recipe's model: a Hugging Face model's directory, from its weights if "
             "it has any, or a configuration.",
-            show_default=False,
         ),
     ] = None
     plan: Annotated[
@@ -59,8 +58,7 @@ class TrainOptions:
         ),
     ] = None
     profile: Annotated[
-        Path | None,
-        typer.Option(metavar="PROFILE.json", help="With --plan auto: do not measure again.", show_default=False),
+        Path | None, typer.Option(metavar="PROFILE.json", help="With --plan auto: do not measure again.")
     ] = None
     codecs: Annotated[
         Literal["none", "lossless", "standard", "aggressive"] | None,
@@ -69,19 +67,14 @@ class TrainOptions:
             show_default="lossless",
         ),
     ] = None
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Nodes; on one machine they are logical.", show_default=False)
-    ] = None
-    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks per node.", show_default=False)] = None
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes; on one machine they are logical.")] = None
+    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks per node.")] = None
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe or, as plan.KEY, of the plan."),
     ] = None
     out: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="THINWIRE_OUT", help="Directory of the run; by default a new one under runs/.", show_default=False
-        ),
+        Path | None, typer.Option(envvar="THINWIRE_OUT", help="Directory of the run; by default a new one under runs/.")
     ] = None
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False
     as_json: Annotated[
