@@ -20,16 +20,11 @@ MEASURE = "tests.cli.terminal.test_options:measure"
 
 
 @dataclass(frozen=True)
-class Shared:
-    nodes: Annotated[int, typer.Option(min=1, help="Hosts.")] = 2
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE")] = None
-
-
-@dataclass(frozen=True)
 class Options:
     command: Annotated[list[str], typer.Argument(metavar="COMMAND")]
     rate: Annotated[str, typer.Option(envvar="A_RATE_OF_THE_TEST")]
-    shared: Shared = Shared(nodes=4)
+    nodes: Annotated[int, typer.Option(min=1, help="Hosts.")] = 4
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE")] = None
     clip: Annotated[bool, typer.Option(help="Whether gradients are clipped.")] = True
 
 
@@ -49,7 +44,7 @@ def invoke(*arguments: str, **environment: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_a_group_takes_the_place_of_its_field() -> None:
+def test_each_field_is_a_parameter() -> None:
     parameters = inspect.signature(measure).parameters
     assert list(parameters) == ["command", "rate", "nodes", "json_path", "clip"]
     assert parameters["nodes"].default == 4
@@ -63,8 +58,8 @@ def test_the_command_receives_its_object() -> None:
     assert invoke("--rate", "1gbit", "a", "b") == (0, "")
     assert invoke("--no-clip", "--json", "out.json", "--nodes", "3", "a", A_RATE_OF_THE_TEST="2gbit") == (0, "")
     assert received == [
-        Options(["a", "b"], "1gbit", Shared(4, None), True),
-        Options(["a"], "2gbit", Shared(3, Path("out.json")), False),
+        Options(["a", "b"], "1gbit", 4, None, True),
+        Options(["a"], "2gbit", 3, Path("out.json"), False),
     ]
 
 
@@ -80,7 +75,7 @@ def test_typer_checks_values(arguments: tuple[str, ...], reason: str) -> None:
 def test_a_call_from_python_takes_the_same_names() -> None:
     received.clear()
     measure(command=["a"], rate="none", json_path=Path("x"))
-    assert received == [Options(["a"], "none", Shared(4, Path("x")), True)]
+    assert received == [Options(["a"], "none", 4, Path("x"), True)]
     with pytest.raises(TypeError, match="rate"):
         measure(command=["a"])
 

@@ -41,16 +41,11 @@ class KernelOptions:
         "auto"
     )
     budget: Annotated[str, typer.Option(metavar="TIME", help="Approximate duration.")] = "60s"
-
-
-@dataclass(frozen=True)
-class _Options:
-    kernels: KernelOptions
     as_json: Annotated[bool, typer.Option("--json", help="Print the times to stdout.")] = False
 
 
 @expand_options
-def kernels(options: _Options) -> None:
+def kernels(options: KernelOptions) -> None:
     """Time the kernels of a model in this process; thinwire plan --set cluster.kernels=FILE plans with them.
 
     [bold]Example[/bold]
@@ -58,25 +53,20 @@ def kernels(options: _Options) -> None:
       thinwire kernels h100.json --model llama-7b --seq 4096 --budget 60s
     """
     with explained(as_json=options.as_json):
-        time_kernels(options.kernels, as_json=options.as_json)
+        from thinwire.cli.measuring.ranks import small_model
+        from thinwire.profile.kernels import measure_kernels
+        from thinwire.spec import ModelSpec
+        from thinwire.train.environment import rank_device
 
-
-def time_kernels(options: KernelOptions, *, as_json: bool) -> None:
-    """Time the kernels of a model on this process's device, write the table, and show it."""
-    from thinwire.cli.measuring.ranks import small_model
-    from thinwire.profile.kernels import measure_kernels
-    from thinwire.spec import ModelSpec
-    from thinwire.train.environment import rank_device
-
-    seq = options.seq
-    shape = ModelSpec.named(options.model, seq=seq) if options.model else small_model(seq)
-    device, seconds = rank_device(options.device, 0), parse_duration(options.budget)
-    table = measure_kernels(list(shapes_of(shape, options.micro_batch)), device, options.dtype, seconds)
-    table.write(options.out)
-    if as_json:
-        print(json.dumps(table.to_dict()))
-    else:
-        _show(table, options.out)
+        seq = options.seq
+        shape = ModelSpec.named(options.model, seq=seq) if options.model else small_model(seq)
+        device, seconds = rank_device(options.device, 0), parse_duration(options.budget)
+        table = measure_kernels(list(shapes_of(shape, options.micro_batch)), device, options.dtype, seconds)
+        table.write(options.out)
+        if options.as_json:
+            print(json.dumps(table.to_dict()))
+        else:
+            _show(table, options.out)
 
 
 def shapes_of(shape: ModelSpec, micro_batch: int) -> Iterator[KernelShape]:

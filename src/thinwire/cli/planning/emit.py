@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.planning.answer import File
 
@@ -15,21 +12,7 @@ if TYPE_CHECKING:
     from thinwire.plan import PricedPlan, TrainingJob
 
 
-@dataclass(frozen=True)
-class EmitOptions:
-    """Options about other frameworks."""
-
-    emit: Annotated[str | None, typer.Option(metavar="FRAMEWORK", help="fsdp2, hsdp, deepspeed, torchtitan, ...")] = (
-        None
-    )
-    emit_to: Annotated[Path | None, typer.Option(metavar="FILE", help="File of --emit.")] = None
-
-
-NOTHING_EMITTED = EmitOptions()
-"""None of the options."""
-
-
-def emit(job: TrainingJob, ours: PricedPlan, options: EmitOptions, answer: Answer) -> dict[str, Any] | None:
+def emit(job: TrainingJob, ours: PricedPlan, framework: str, to: Path | None, answer: Answer) -> dict[str, Any]:
     """Add the nearest configuration of a framework, and what it loses; returns what ``--json`` prints.
 
     Raises:
@@ -39,23 +22,21 @@ def emit(job: TrainingJob, ours: PricedPlan, options: EmitOptions, answer: Answe
     from thinwire.convert.emit import FILES, Emitted, emitted_text
     from thinwire.units import format_bytes
 
-    if options.emit is None:
-        return None
-    peer = planner.nearest(job, options.emit, ours.plan)
+    peer = planner.nearest(job, framework, ours.plan)
     what = f"{job.model.name or 'a model'} on {job.cluster.name or f'{job.cluster.gpus} GPUs'}"
-    text = emitted_text(Emitted(options.emit, peer.plan, job.seq, 1.0 if job.clip else None, what))
-    path = options.emit_to or Path(FILES[options.emit])
+    text = emitted_text(Emitted(framework, peer.plan, job.seq, 1.0 if job.clip else None, what))
+    path = to or Path(FILES[framework])
     answer.files.append(File("--emit-to", path, lambda path: path.write_text(text, encoding="utf-8")))
     slower, larger = peer.seconds / ours.seconds - 1, peer.memory.total / ours.memory.total - 1
     lost = planner.losses(ours, peer)
-    answer.show(f"\n{options.emit}: {planner.summary(peer.plan)}, written to {path}")
+    answer.show(f"\n{framework}: {planner.summary(peer.plan)}, written to {path}")
     answer.show(
         f"  predicted step {peer.seconds:.3f} s, {slower:+.1%} against the first plan's {ours.seconds:.3f} s; memory "
         f"{format_bytes(peer.memory.total)}, {larger:+.1%}",
     )
     answer.show(f"  what it leaves out: {'; '.join(lost)}")
     return {
-        "framework": options.emit,
+        "framework": framework,
         "file": str(path),
         "text": text,
         "plan": peer.plan.to_dict(),

@@ -13,9 +13,9 @@ import typer
 from thinwire.cli.planning.amsp import least_sum, objectives_json, show_objectives
 from thinwire.cli.planning.answer import Answer, File, give
 from thinwire.cli.planning.compare import compare_run
-from thinwire.cli.planning.emit import NOTHING_EMITTED, EmitOptions, emit
+from thinwire.cli.planning.emit import emit
 from thinwire.cli.planning.job import FORMER_OPTIONS, cluster_of, cluster_settings, ways_of
-from thinwire.cli.planning.rent import NO_RENT, RentOptions, counts_of, show_rentals, show_sweep
+from thinwire.cli.planning.rent import counts_of, show_rentals, show_sweep
 from thinwire.cli.planning.tables import (
     basis_line,
     explanation_json,
@@ -52,7 +52,8 @@ class PlanOptions:
     seq: Annotated[int | None, typer.Option(min=1, metavar="N", help="Sequence length; default: the model's.")] = None
     micro_batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="Sequences of a micro-batch.")] = None
     recompute: Annotated[
-        Literal["auto", "on", "off"], typer.Option(metavar="WHEN", help="Recompute: auto, on or off.")
+        Literal["auto", "on", "off"],
+        typer.Option(metavar="WHEN", help="Recompute: auto, on or off.", show_default=False),
     ] = "auto"
     offload: Annotated[
         bool, typer.Option("--offload", help="Optimizer states, gradients, parameters may live on the host.")
@@ -65,13 +66,20 @@ class PlanOptions:
         typer.Option(metavar="LEVEL", help="none, lossless, standard, aggressive."),
     ] = None
     objective: Annotated[
-        Literal["time", "cost", "amsp"], typer.Option(metavar="WHAT", help="Minimize time, cost, or AMSP's sum.")
+        Literal["time", "cost", "amsp"],
+        typer.Option(metavar="WHAT", help="Minimize time, cost, or AMSP's sum.", show_default=False),
     ] = "time"
     loss_budget: Annotated[str | None, typer.Option(metavar="PERCENT", help="Also plan islands: 2% more loss.")] = None
     elastic_islands: Annotated[bool, typer.Option("--elastic-islands", help="Islands that may come and go.")] = False
-    rent: RentOptions = NO_RENT
-    peer: EmitOptions = NOTHING_EMITTED
-    top: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Plans to list; default: 10.")] = 10
+    sweep: Annotated[str | None, typer.Option(metavar="NODES", help="nodes=1..32: a plan for each number.")] = None
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the sweep.")] = None
+    emit: Annotated[str | None, typer.Option(metavar="FRAMEWORK", help="fsdp2, hsdp, deepspeed, torchtitan, ...")] = (
+        None
+    )
+    emit_to: Annotated[Path | None, typer.Option(metavar="FILE", help="File of --emit.")] = None
+    top: Annotated[
+        int, typer.Option(min=1, max=64, metavar="N", help="Plans to list; default: 10.", show_default=False)
+    ] = 10
     out: Annotated[Path | None, typer.Option(metavar="PLAN.toml", help="Write the best plan.")] = None
     hosts: Annotated[Path | None, typer.Option(metavar="FILE|slurm", help="Hosts and their leaf switches.")] = None
     placement: Annotated[Path | None, typer.Option(metavar="DIR", help="Write hostfile, rankfile, slurm-hosts.")] = None
@@ -122,8 +130,8 @@ def _check(options: PlanOptions) -> None:
             f"--placement {options.placement} needs --hosts FILE: the names of the hosts and the leaf switch of each"
         )
     _check_emission(options)
-    if options.rent.plot is not None and options.rent.sweep is None:
-        raise UsageError(f"--plot {options.rent.plot} needs --sweep nodes=A..B: the numbers of nodes to draw")
+    if options.plot is not None and options.sweep is None:
+        raise UsageError(f"--plot {options.plot} needs --sweep nodes=A..B: the numbers of nodes to draw")
     if options.refit is not None and options.compare is None:
         raise UsageError(f"--refit {options.refit} needs --compare RUN: the run that the profile should fit")
     if options.objective == "amsp" and options.codecs not in (None, "none"):
@@ -159,7 +167,7 @@ def _check_budget(options: PlanOptions) -> None:
 
 
 def _check_emission(options: PlanOptions) -> None:
-    framework, path = options.peer.emit, options.peer.emit_to
+    framework, path = options.emit, options.emit_to
     if framework is None and path is None:
         return
     from thinwire.convert.emit import FRAMEWORKS  # here: takes a tenth of a second
@@ -169,7 +177,7 @@ def _check_emission(options: PlanOptions) -> None:
         raise UsageError(f"--emit {framework}: there is no such framework; valid are {', '.join(FRAMEWORKS)}")
     if path is not None and framework is None:
         raise UsageError(f"--emit-to {path} needs --emit FRAMEWORK: one of {', '.join(FRAMEWORKS)}")
-    if framework is not None and (options.rent.sweep is not None or options.objective != "time"):
+    if framework is not None and (options.sweep is not None or options.objective != "time"):
         raise UsageError(f"--emit {framework} takes the plan of one cluster by --objective time; leave the others out")
 
 
@@ -179,7 +187,7 @@ def _answered(options: PlanOptions) -> Answer:
 
     leaf_of = None if options.hosts is None else _leaves_of_hosts(options.hosts)
     job, answer = _job(options, leaf_of), Answer()
-    if options.rent.sweep is not None or options.objective == "cost":
+    if options.sweep is not None or options.objective == "cost":
         _rented(job, options, answer)
         return answer
     if options.objective == "amsp":
@@ -197,12 +205,9 @@ def _rented(job: TrainingJob, options: PlanOptions, answer: Answer) -> None:
     import thinwire.plan as planner
 
     by_cost = options.objective == "cost"
-    if options.rent.sweep is None:
-        rows = planner.parts_of(job)
-    else:
-        rows = planner.sweep_nodes(job, counts_of(options.rent.sweep))
+    rows = planner.parts_of(job) if options.sweep is None else planner.sweep_nodes(job, counts_of(options.sweep))
     introduce(job, answer)
-    answer.facts = show_sweep(job, list(rows), options.rent, answer, by_cost=by_cost)
+    answer.facts = show_sweep(job, list(rows), options.plot, answer, by_cost=by_cost)
     best = _named(answer.facts["best"])
     chosen = next((row for row in answer.facts["sweep"] if (row["nodes"], row["label"]) == best), None)
     if options.out is not None and chosen is not None:
@@ -315,7 +320,7 @@ def _fastest(job: TrainingJob, options: PlanOptions, answer: Answer) -> None:
         (chosen.plan, None) if options.loss_budget is None else _with_islands(job, options, searched, answer)
     )
     rent = show_rentals(job, planner.rentals(job, chosen), answer)
-    emitted = emit(job, chosen, options.peer, answer)
+    emitted = None if options.emit is None else emit(job, chosen, options.emit, options.emit_to, answer)
     if options.out is not None:
         which = "the first plan" if written == chosen.plan else "the first plan with islands"
         answer.files.append(File("--out", options.out, written.save, f"wrote {which} to {options.out}"))

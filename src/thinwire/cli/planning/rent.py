@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.planning.answer import File
 
@@ -19,18 +16,6 @@ if TYPE_CHECKING:
 
 _MOST_COUNTS = 4096
 """Numbers of nodes that one sweep may have."""
-
-
-@dataclass(frozen=True)
-class RentOptions:
-    """Options about numbers of nodes."""
-
-    sweep: Annotated[str | None, typer.Option(metavar="NODES", help="nodes=1..32: a plan for each number.")] = None
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the sweep.")] = None
-
-
-NO_RENT = RentOptions()
-"""None of the options."""
 
 
 def counts_of(text: str) -> list[int]:
@@ -56,7 +41,7 @@ def counts_of(text: str) -> list[int]:
 
 
 def show_sweep(
-    job: TrainingJob, rows: Sequence[SweptNodes], options: RentOptions, answer: Answer, *, by_cost: bool
+    job: TrainingJob, rows: Sequence[SweptNodes], plot: Path | None, answer: Answer, *, by_cost: bool
 ) -> dict[str, Any]:
     """Add the best plan for every number of nodes or selection of groups, and return it as ``--json`` prints it."""
     from thinwire.report import Sheet
@@ -72,8 +57,8 @@ def show_sweep(
     answer.show(_verdict(best, "cheapest" if by_cost else "fastest"))
     if not by_cost and best is not None and _rental(best).per_billion is not None:
         answer.show(_verdict(_best(rows, by_cost=True), "cheapest"))
-    if options.plot is not None:
-        answer.files.append(File("--plot", options.plot, lambda path: _draw(path, job, rows), f"drew {options.plot}"))
+    if plot is not None:
+        answer.files.append(File("--plot", plot, lambda path: _draw(path, job, rows), f"drew {plot}"))
     return {
         "sweep": [_row_json(row) for row in rows],
         "best": None if best is None else {"nodes": best.nodes, "label": best.label},
