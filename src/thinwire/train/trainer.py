@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from thinwire.sharding.runtime.averaging import Average
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec.plan import Plan
 from thinwire.train.checkpoint import Checkpoint, Position, checkpoint_path, delete_old
-from thinwire.train.data.ahead import BatchesAhead, Waits
+from thinwire.train.data.ahead import NONE, BatchesAhead, Duration
 from thinwire.train.data.packing import Dataset
 from thinwire.train.data.samples import Batch, Samples, step_batches, validation_batches
 from thinwire.train.environment import shares_cores
@@ -44,24 +44,12 @@ from thinwire.train.models.common import IGNORED, cross_entropy
 from thinwire.train.models.flops import flops_per_token
 from thinwire.train.observing.allocator import AllocatorWatch
 from thinwire.train.observing.islands import IslandWatch
-from thinwire.train.observing.links import LinkWatch
+from thinwire.train.observing.links import LinkMeter, LinkPace, meet
 from thinwire.train.observing.measure import pack, unpack
 from thinwire.train.observing.metrics import StepRecord, finite, known_peak_tflops
 from thinwire.train.observing.pace import Pace, summarized
 from thinwire.train.observing.replicas import ReplicaChecks
-from thinwire.train.updates import QueuedUpdate, Update, Updates, learning_rate_share
-
-
-@dataclass
-class StepTime:
-    """Seconds spent in steps, without validation and saving."""
-
-    seconds: float = 0.0
-    steps: int = 0
-
-    def add(self, seconds: float) -> None:
-        self.seconds += seconds
-        self.steps += 1
+from thinwire.train.updates import Update, Updates, learning_rate_share
 
 
 class StepOutcome(NamedTuple):
@@ -85,8 +73,8 @@ class Trainer:
     ``config`` is the ``config.json`` of a Hugging Face model, and validations use ``average``. ``ranks`` and ``island``
     are the control groups of all ranks and of this rank's island. ``pace`` is ``None`` where the speeds of ranks cannot
     be compared. ``num_parameters`` counts tied ones once, ``token_flops`` forward and backward, and ``peak_flops`` is
-    that of one device. ``recent`` steps are those since the last record; ``waits`` are those of all ranks for their
-    data, up to then.
+    that of one device. ``recent`` and ``total`` count steps without validation and saving, since the last record and
+    the start; ``waits`` are those of all ranks for their data, up to the last record.
     """
 
     run: ResolvedRun
@@ -103,7 +91,8 @@ class Trainer:
     updates: Updates
     position: Position
     pace: Pace | None
-    links: LinkWatch
+    meter: LinkMeter
+    link_pace: LinkPace
     allocators: AllocatorWatch
     checks: ReplicaChecks
     watch: IslandWatch
@@ -111,9 +100,9 @@ class Trainer:
     num_parameters: int
     token_flops: float
     peak_flops: float | None
-    recent: StepTime = field(default_factory=StepTime)
-    total: StepTime = field(default_factory=StepTime)
-    waits: Waits = field(default_factory=Waits)
+    recent: Duration = NONE
+    total: Duration = NONE
+    waits: Duration = NONE
     _pending: PendingSave | None = None
 
     def __post_init__(self) -> None:
@@ -159,14 +148,13 @@ class Trainer:
         logged = self.validates or self.position.step % train.log_every == 0
         due = self.updates.take(keep_newest=self.model.decides_on_device and not (logged or self.saves))
         seconds = time.perf_counter() - started
-        self.recent.add(seconds)
-        self.total.add(seconds)
+        self.recent, self.total = self.recent.plus(seconds), self.total.plus(seconds)
         world = self.ranks.size
         words = []
         if logged:
             rank, device, node_ranks = self.ranks.rank, self.device, self.run.node_ranks
             words = pack(self.model, rank, world, device, node_ranks, self.recent.seconds)
-            words = [*self.links.meter.take(), *words, *self._ahead.take_waits()]
+            words = [*self.meter.take(), *words, *self._ahead.take_waits()]
         failed = self._pending is not None and self._pending.failed
         together = logged or self.saves or self.run.plan.job_islands == 1
         losses, (stop, failure, *rest) = self.updates.exchange(
@@ -285,12 +273,11 @@ class Trainer:
         norm = self.model.clip_grad_norm_(self.run.recipe.optimizer.clip or math.inf)
         applied = None if scale is None else scale.applied_value
         later = functools.partial(read_later, streams=streams_of(self.device))
-        update = QueuedUpdate(self.position.step + 1, later(loss), later(norm), rate, applied)
-        self.updates.add(update)
+        update = self.updates.queue(self.position.step + 1, later(loss), later(norm), rate, applied)
         if self.model.decides_on_device:
             self.optimizer.step()
         else:
-            self._update_if_finite(update.read())
+            self._update_if_finite(update())
         if self.average is not None:
             self.average.update()
         self.optimizer.zero_grad()
@@ -331,10 +318,10 @@ class Trainer:
         return rate
 
     def _record(self, update: Update, loss: float, means: list[float]) -> StepRecord:
-        of_links, means = means[: self.links.meter.size], means[self.links.meter.size :]
+        of_links, means = means[: self.meter.size], means[self.meter.size :]
         *means, waited, wait_seconds = means
-        waits = Waits(round(waited * self.ranks.size), wait_seconds * self.ranks.size)
-        self.waits = Waits(self.waits.steps + waits.steps, self.waits.seconds + waits.seconds)
+        waits = Duration(round(waited * self.ranks.size), wait_seconds * self.ranks.size)
+        self.waits = self.waits.plus(waits.seconds, waits.steps)
         measured = unpack(means, self.ranks.size)
         tokens = self.samples_per_step * self.train.seq
         speed = tokens * self.recent.steps / self.recent.seconds
@@ -366,10 +353,10 @@ class Trainer:
             data_waits=waits._asdict(),
             exchanges=self.watch.take_exchanges(),
             slow=None if self.pace is None else self.pace.add(own, self.recent.seconds),
-            slow_link=self.links.pace.add([mean * self.ranks.size for mean in of_links], self.recent.seconds),
+            slow_link=self.link_pace.add([mean * self.ranks.size for mean in of_links], self.recent.seconds),
             allocator=self.allocators.add(measured.retries, measured.memory),
         )
-        self.recent = StepTime()
+        self.recent = NONE
         return record
 
 
@@ -403,7 +390,7 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         skip_nonfinite=parallel.decides_on_device,
         loss_scale=LossScale(**recipe.loss_scale.to_dict()) if plan.scales_loss else None,
     )
-    position = Position()
+    position, places = Position(), meet(control(), hosts)
     return Trainer(
         run=run,
         dataset=dataset,
@@ -419,7 +406,8 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         updates=_updates(run, parallel, optimizer, position),
         position=position,
         pace=_pace(plan, hosts, device),
-        links=LinkWatch(control(), hosts),
+        meter=LinkMeter(places),
+        link_pace=LinkPace(places.names),
         allocators=AllocatorWatch(hosts),
         checks=ReplicaChecks(parallel, optimizer, hosts, every=recipe.train.check_replicas),
         watch=IslandWatch(parallel, position, recipe.cluster),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
@@ -45,21 +45,6 @@ class Update:
         return not math.isfinite(self.norm)
 
 
-@dataclass(frozen=True)
-class QueuedUpdate:
-    """A step that the device may still be computing; see :class:`Update` for the attributes."""
-
-    step: int
-    loss: Late
-    norm: Late
-    lr: float
-    loss_scale: float | None
-
-    def read(self) -> Update:
-        """The result. The host waits until the device has computed it."""
-        return Update(self.step, self.loss.read(), self.norm.read(), self.lr, self.loss_scale)
-
-
 @dataclass
 class Updates:
     """The updates of a run on one rank, in order.
@@ -83,15 +68,21 @@ class Updates:
     num_skipped: int = 0
 
     def __post_init__(self) -> None:
-        self._queue: list[QueuedUpdate] = []
+        self._queue: list[Callable[[], Update]] = []
 
     def __len__(self) -> int:
         """Number of updates that the host has not read."""
         return len(self._queue)
 
-    def add(self, update: QueuedUpdate) -> None:
-        """Add the update that was queued last."""
-        self._queue.append(update)
+    def queue(self, step: int, loss: Late, norm: Late, lr: float, loss_scale: float | None) -> Callable[[], Update]:
+        """Add a step that the device may still be computing; see :class:`Update` for the arguments. The function that
+        this returns waits for its result."""
+
+        def read() -> Update:
+            return Update(step, loss.read(), norm.read(), lr, loss_scale)
+
+        self._queue.append(read)
+        return read
 
     @contextlib.contextmanager
     def at_floor(self) -> Iterator[None]:
@@ -101,13 +92,13 @@ class Updates:
         except NonFiniteError:
             if not self._queue:
                 raise
-            self._end(self._queue[-1].read())
+            self._end(self._queue[-1]())
 
     def take(self, *, keep_newest: bool) -> list[Update]:
         """Read updates that were not read before, except the newest if asked: the device may not have computed it."""
         due = self._queue[: len(self._queue) - keep_newest]
         del self._queue[: len(due)]
-        return [update.read() for update in due]
+        return [read() for read in due]
 
     def refuse_skip(self, update: Update, num_skipped: int) -> None:
         """End the run because of a skipped update, unless the recipe or a scale that shrinks excuses it.

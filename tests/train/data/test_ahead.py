@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from thinwire.errors import DataError
-from thinwire.train.data.ahead import BatchesAhead, Waits
+from thinwire.train.data.ahead import BatchesAhead, Duration
 from thinwire.train.data.samples import Batch
 
 
@@ -27,7 +27,7 @@ def test_a_step_that_finds_its_batches_does_not_wait() -> None:
     for step in range(5):
         time.sleep(0.05)
         assert position_of(ahead.take(8 * step, 8 * step + 8)) == 8 * step
-    assert ahead.take_waits() == Waits()
+    assert ahead.take_waits() == Duration()
 
 
 def test_waits_are_counted_until_they_are_taken() -> None:
@@ -43,7 +43,7 @@ def test_waits_are_counted_until_they_are_taken() -> None:
     waits = ahead.take_waits()
     assert waits.steps == 1
     assert 0.1 < waits.seconds < 5
-    assert ahead.take_waits() == Waits()
+    assert ahead.take_waits() == Duration()
 
 
 def test_a_run_that_continues_elsewhere_gets_its_own_batches() -> None:

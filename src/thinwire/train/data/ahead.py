@@ -5,16 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from thinwire.train.data.samples import Batch
 
 
-class Waits(NamedTuple):
-    """How often training waited for its data, in steps, and how long, in seconds."""
+class Duration(NamedTuple):
+    """Steps, and the seconds spent in them or waiting for their data."""
 
     steps: int = 0
     seconds: float = 0.0
+
+    def plus(self, seconds: float, steps: int = 1) -> Duration:
+        return Duration(self.steps + steps, self.seconds + seconds)
+
+
+NONE: Final = Duration()
 
 
 class BatchesAhead:
@@ -25,7 +31,7 @@ class BatchesAhead:
         self._thread = ThreadPoolExecutor(1, "thinwire-batches")
         self._position: int | None = None
         self._batches: Future[list[Batch]] | None = None
-        self._waits = Waits()
+        self._waits = NONE
 
     def prepare(self, position: int) -> Future[list[Batch]]:
         """Begin to make the batches of the step that begins at a position."""
@@ -45,11 +51,11 @@ class BatchesAhead:
         if not batches.done():
             started = time.perf_counter()
             wait([batches])
-            self._waits = Waits(self._waits.steps + 1, self._waits.seconds + time.perf_counter() - started)
+            self._waits = self._waits.plus(time.perf_counter() - started)
         self.prepare(following)
         return batches.result()
 
-    def take_waits(self) -> Waits:
+    def take_waits(self) -> Duration:
         """The waits since the last call."""
-        waits, self._waits = self._waits, Waits()
+        waits, self._waits = self._waits, NONE
         return waits

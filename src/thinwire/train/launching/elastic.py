@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from thinwire.spec.factor import Factor
 from thinwire.spec.plan import Plan
@@ -19,8 +19,7 @@ from thinwire.train.directory import RunDirectory
 from thinwire.train.environment import Hardware, Started, resolve_mesh
 
 
-@dataclass(frozen=True)
-class Continued:
+class Continued(NamedTuple):
     """A run, adapted to the available ranks: its recipe has the global batch that the run should have, and notes say
     what differs from the run so far."""
 
@@ -34,12 +33,8 @@ def continued(template: PlanTemplate, directory: RunDirectory, ranks: Started | 
 
     Every rank calls it and gets the same result, whether or not rank 0 has opened the directory in the meantime.
 
-    Args:
-        template: The plan of the recipe as it was written; the recipe's ``cluster.nodes`` and ``nproc`` are the ranks
-            that it would like to have.
-        directory: Where the run keeps its files; it need not exist.
-        ranks: The ranks that a launcher has started; ``None`` if this process starts them.
-        found: The hardware of this host.
+    The recipe's ``cluster.nodes`` and ``nproc`` are the ranks that it would like to have; ``ranks`` are ``None`` if
+    this process starts them. The run's directory need not exist.
 
     Raises:
         SpecError: Tensor and pipeline parallelism of the plan do not divide these ranks.

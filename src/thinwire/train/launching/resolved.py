@@ -62,8 +62,7 @@ def resolve_run(
     notes: tuple[str, ...] = ()
     if recipe.cluster.elastic:
         resume = resume or directory.recipe.is_file()
-        fitted = continued(template, directory, ranks, found)
-        template, plan, notes = fitted.template, fitted.plan, fitted.notes
+        template, plan, notes = continued(template, directory, ranks, found)
         mesh = plan.job_mesh
     else:
         mesh = resolve_mesh(template, ranks, found.num_gpus)

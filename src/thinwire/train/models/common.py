@@ -5,7 +5,6 @@ Shapes: B sequences, T tokens each, D hidden width, H heads, C channels per head
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -79,25 +78,16 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     In addition to the logits and their gradient, it needs 16 MiB (64 MiB on GPUs), because it never copies all logits
     to float32.
 
-    Args:
-        logits: Logits of shape ``(B, T, V)`` or ``(N, V)``.
-        labels: Labels, int64, with the shape of `logits` without its last dimension; `IGNORED` labels do not count.
-
-    Returns:
-        Loss in nats per label, float32 scalar; NaN if no label counts.
+    Logits are ``(B, T, V)`` or ``(N, V)``, labels int64 without the last dimension; :data:`IGNORED` ones do not count.
+    The loss is in nats per label, a float32 scalar; NaN if no label counts.
     """
     loss: Tensor = _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
     return loss
 
 
 class RotaryTable(nn.Module):
-    """Cosines and sines of rotary position embedding, in the half-split layout of Hugging Face's models.
-
-    Args:
-        channels: Number of rotated channels per head; even.
-        length: Longest sequence in tokens.
-        theta: Base of the frequencies.
-    """
+    """Cosines and sines of rotary position embedding, in the half-split layout of Hugging Face's models, for an even
+    number of rotated channels per head and at most ``length`` tokens; ``theta`` is the base of the frequencies."""
 
     cos: Tensor
     sin: Tensor
@@ -111,29 +101,13 @@ class RotaryTable(nn.Module):
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
     def forward(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The tables of the first `length` positions.
-
-        Args:
-            length: Number of positions, T.
-            dtype: Data type of the queries and keys.
-
-        Returns:
-            Cosines and sines, each of shape ``(T, channels)``.
-        """
+        """Cosines and sines of the first T positions in the dtype of queries and keys, each ``(T, channels)``."""
         return self.cos[:length].to(dtype), self.sin[:length].to(dtype)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first channels of each head by position.
-
-    Args:
-        heads: Queries or keys of shape ``(B, H, T, C)``.
-        cos: Cosines of shape ``(T, R)`` with R <= C.
-        sin: Sines of the same shape.
-
-    Returns:
-        Shape ``(B, H, T, C)``; channels from R on are unchanged.
-    """
+    """Rotate the first R <= C channels of each head, queries or keys ``(B, H, T, C)``, by position; cosines and sines
+    are ``(T, R)``. Channels from R on are unchanged."""
     turned, kept = heads[..., : cos.shape[-1]], heads[..., cos.shape[-1] :]
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
@@ -142,54 +116,3 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 STACKED: Final = 3
 """Dimensions of a parameter that stacks the matrices of all experts."""
-
-
-@dataclass(frozen=True)
-class Draw:
-    """A weight with random initial values from a normal distribution."""
-
-    name: str
-    weight: Tensor
-    std: float
-
-
-def draws(model: nn.Module, num_layers: int, residual_outputs: tuple[str, ...]) -> list[Draw]:
-    """List the weights with random initial values.
-
-    As in GPT-2, the standard deviation is 0.02, divided by sqrt(2 L) for layers that write to the residual stream. All
-    other parameters keep the initial values of torch's modules (norms at one), except that all biases are zero.
-
-    Args:
-        model: Model on any device.
-        num_layers: Number of blocks, L.
-        residual_outputs: Last components of the names of linear layers, and of stacks of experts, that write to the
-            residual stream.
-
-    Returns:
-        The weights, in the order in which they are drawn.
-    """
-    drawn = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            weight: Tensor = module.weight
-            is_output = name.rsplit(".", 1)[-1] in residual_outputs
-            drawn.append(Draw(f"{name}.weight", weight, 0.02 / math.sqrt(2 * num_layers) if is_output else 0.02))
-        for own, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim == STACKED:
-                std = 0.02 / math.sqrt(2 * num_layers) if own in residual_outputs else 0.02
-                drawn.append(Draw(f"{name}.{own}", parameter, std))
-    return drawn
-
-
-def init_weights(model: nn.Module, seed: int, num_layers: int, residual_outputs: tuple[str, ...]) -> None:
-    """Draw the initial values of :func:`draws` on the CPU, and set the biases of linear layers to zero. A model on the
-    meta device stays as it is.
-
-    The values depend only on `seed` and on the order of the names, not on the device or the global random state.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    for draw in draws(model, num_layers, residual_outputs):
-        nn.init.normal_(draw.weight, std=draw.std, generator=generator)
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)

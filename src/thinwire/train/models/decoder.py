@@ -8,9 +8,10 @@ D hidden.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from thinwire.train.models.common import CausalOutput, RotaryTable, cross_entropy
+from thinwire.train.models.common import STACKED, CausalOutput, RotaryTable, cross_entropy
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,14 @@ class DecoderConfig:
     norm_eps: float = 1e-5
 
 
+class Draw(NamedTuple):
+    """A weight with random initial values from a normal distribution."""
+
+    name: str
+    weight: Tensor
+    std: float
+
+
 class Decoder(nn.Module):
     """A causal language model that can be split: a :class:`thinwire.parallel.Divisible` once a subclass adds its sizes.
 
@@ -91,13 +100,9 @@ class Decoder(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalOutput | Tensor:
         """Predict the next tokens.
 
-        Args:
-            input_ids: int64, shape ``(B, T)`` with T at most ``config.seq``; hidden states ``(B, T, D)`` where the
-                embedding is on an earlier stage of a pipeline.
-            labels: int64, shape ``(B, T)``: the token that follows each input.
-
-        Returns:
-            Logits, and the loss when there are labels; hidden states where the head is on a later stage.
+        Inputs are int64 ``(B, T)`` with T at most ``config.seq``, or hidden states ``(B, T, D)`` where the embedding is
+        on an earlier stage of a pipeline; labels are int64 ``(B, T)``, the token that follows each input. Returns
+        logits, and the loss when there are labels; hidden states where the head is on a later stage.
         """
         embedding, norm, head = (
             getattr(self, name)
@@ -143,6 +148,42 @@ class Decoder(nn.Module):
     def is_tied(self) -> bool:
         """Whether the head shares the embedding's weight."""
         return self.config.tied
+
+    def draws(self) -> list[Draw]:
+        """List the weights with random initial values, in the order in which they are drawn.
+
+        As in GPT-2, the standard deviation is 0.02, divided by sqrt(2 L) for layers, and stacks of experts, that write
+        to the residual stream. All other parameters keep the initial values of torch's modules (norms at one), except
+        that all biases are zero.
+        """
+        to_residual = {half.rows for half in self.module_names.halves.values()}
+
+        def drawn(owner: str, name: str, weight: Tensor, layer: str) -> Draw:
+            return Draw(
+                f"{owner}.{name}", weight, 0.02 / math.sqrt(2 * len(self.layers) if layer in to_residual else 1)
+            )
+
+        found = []
+        for owner, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                found.append(drawn(owner, "weight", module.weight, owner.rpartition(".")[2]))
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim == STACKED:
+                    found.append(drawn(owner, name, parameter, name))
+        return found
+
+    def init_weights(self, seed: int) -> None:
+        """Draw the initial values of :meth:`draws` on the CPU, and set the biases of linear layers to zero. A model on
+        the meta device stays as it is.
+
+        The values depend only on ``seed`` and on the order of the names, not on the device or the global random state.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for draw in self.draws():
+            nn.init.normal_(draw.weight, std=draw.std, generator=generator)
+        for module in self.modules():
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
     def tensor_parallel_styles(self, *, sequence: bool) -> dict[str, ParallelStyle]:
         """torch's style of each module of this stage."""

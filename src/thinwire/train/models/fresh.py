@@ -18,18 +18,16 @@ from torch import Tensor, nn
 
 from thinwire.errors import UsageError
 from thinwire.sharding.memory.initial import Region
-from thinwire.train.models.common import draws
 from thinwire.train.models.decoder import Decoder
 
 
 @final
 class DrawnValues:
-    """Initial values of one of thinwire's models, as :func:`~thinwire.train.models.common.init_weights` draws them."""
+    """Initial values of one of thinwire's models, as
+    :meth:`~thinwire.train.models.decoder.Decoder.init_weights` draws them."""
 
     def __init__(self, model: Decoder, seed: int) -> None:
-        residual_outputs = tuple(half.rows for half in model.module_names.halves.values())
-        drawn = draws(model, len(model.layers), residual_outputs)
-        self._draws = [(draw.name, tuple(draw.weight.shape), draw.std) for draw in drawn]
+        self._draws = [(draw.name, tuple(draw.weight.shape), draw.std) for draw in model.draws()]
         self._places = {name: place for place, (name, _, _) in enumerate(self._draws)}
         self._ones = {
             f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.RMSNorm | nn.LayerNorm)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.train.models.common import RotaryTable, init_weights, rotate
+from thinwire.train.models.common import RotaryTable, rotate
 from thinwire.train.models.decoder import Decoder, DecoderConfig, Half, ModuleNames
 
 
@@ -124,7 +124,7 @@ class GPT(Decoder):
         self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
         channels = config.rotary_channels
         self.rotary = RotaryTable(channels, config.seq, config.rope_theta) if channels else None
-        init_weights(self, seed, config.layers, ("dense", "dense_4h_to_h"))
+        self.init_weights(seed)
         self.tie()
 
     def embedded(self, embedding: nn.Module, input_ids: Tensor) -> Tensor:

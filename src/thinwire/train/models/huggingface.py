@@ -50,13 +50,10 @@ class HuggingFaceCausal(DividedCausal):
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalOutput | Tensor:
         """Predict the next tokens.
 
-        Args:
-            input_ids: Token ids, int64, shape ``(B, T)``. In later stages of a pipeline: hidden states, ``(B, T, D)``.
-            labels: int64, shape ``(B, T)``: the token that follows each input.
-
-        Returns:
-            Logits, and with labels the loss, including a mixture-of-experts' balance loss where the
-            configuration sets ``output_router_logits``. In earlier stages of a pipeline: hidden states.
+        Inputs are int64 ``(B, T)``, in later stages of a pipeline hidden states ``(B, T, D)``; labels are int64
+        ``(B, T)``, the token that follows each input. Returns logits, and with labels the loss, including a
+        mixture-of-experts' balance loss where the configuration sets ``output_router_logits``; in earlier stages of a
+        pipeline hidden states.
         """
         extra = {"token_type_ids": torch.zeros_like(input_ids)} if self.has_token_types else {}
         name = "input_ids" if self.first else "inputs_embeds"
@@ -75,27 +72,20 @@ class HuggingFaceCausal(DividedCausal):
 def draft_huggingface(
     recipe: ModelRecipe, config: Mapping[str, Any], *, seed: int
 ) -> tuple[HuggingFaceCausal, InitialValues]:
-    """Build a model on the meta device, and find its values.
-
-    Args:
-        recipe: A model recipe of ``kind = "huggingface"``.
-        config: The model's configuration; see :func:`read_config`.
-        seed: Seed of random values.
-
-    Returns:
-        The model, parameters on the meta device, and where their values are: in the directory's safetensors files, or
-        made by the model's own initialiser.
+    """Build the model of a configuration (:func:`read_config`), with parameters on the meta device, and say where their
+    values are: in the directory's safetensors files, or made from a seed by the model's own initialiser.
 
     Raises:
         DataError: The configuration describes no causal language model.
     """
-    model = on_meta(recipe, config)
+    what = "model.config" if recipe.path is None else f"model.path = {recipe.path}"
+    model = causal_on_meta(config, what)
     values: InitialValues
     if recipe.starts_from_files:
         assert recipe.path is not None, "a rule of the recipe"
         values = LoadedValues(Path(recipe.path).expanduser(), model, PREFIX)
     else:
-        skeleton = on_meta(recipe, config)
+        skeleton = causal_on_meta(config, what)
         values = InitializedValues(skeleton, _initializer(skeleton), PREFIX, seed)
     return HuggingFaceCausal(model), values
 
@@ -113,16 +103,6 @@ def _initializer(model: nn.Module) -> Callable[[nn.Module], None]:
 
     walk(model, None)
     return lambda module: methods[id(module)](module)
-
-
-def on_meta(recipe: ModelRecipe, config: Mapping[str, Any]) -> Any:
-    """The ``transformers`` model of a recipe, with its parameters on the meta device and buffers on CPU.
-
-    Raises:
-        DataError: The configuration describes no causal language model.
-    """
-    what = "model.config" if recipe.path is None else f"model.path = {recipe.path}"
-    return causal_on_meta(config, what)
 
 
 def read_config(recipe: ModelRecipe) -> dict[str, Any]:

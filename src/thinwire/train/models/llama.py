@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import UsageError
 from thinwire.parallel.context import Context
-from thinwire.train.models.common import RotaryTable, init_weights, rotate
+from thinwire.train.models.common import RotaryTable, rotate
 from thinwire.train.models.decoder import Decoder, DecoderConfig, Half, ModuleNames
 
 
@@ -94,16 +94,8 @@ class LlamaExperts(nn.Module):
         self.down_proj = nn.Parameter(torch.zeros(config.experts, config.hidden, width))
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Transform each token by its experts.
-
-        Args:
-            x: ``(N, D)``.
-            chosen: Numbers of the experts of each token, int64, ``(N, K)``.
-            weights: Their weights, ``(N, K)``.
-
-        Returns:
-            Weighted sums of what the experts make of the tokens, ``(N, D)``.
-        """
+        """Weighted sums of what its experts make of each token: ``(N, D)`` to ``(N, D)``; the numbers of a token's
+        experts, int64, and their weights are ``(N, K)``."""
         experts = chosen.flatten()
         order = experts.argsort(stable=True)
         tokens = order // chosen.shape[1]
@@ -184,7 +176,7 @@ class Llama(Decoder):
         self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
         self.rotary = RotaryTable(config.hidden // config.heads, config.seq, config.rope_theta)
-        init_weights(self, seed, config.layers, ("o_proj", "down_proj"))
+        self.init_weights(seed)
         self.context: Context | None = None
         self.tie()
 

@@ -121,15 +121,6 @@ def meet(ranks: Control, hosts: Sequence[str]) -> Places:
     return Places(tuple(names), of[mine[0]] if mine else 0, of)
 
 
-class LinkWatch:
-    """The links of a job's hosts: a meter on every rank, and a judge on the one that keeps the records. All ranks make
-    this together, once they are connected."""
-
-    def __init__(self, ranks: Control, hosts: Sequence[str]) -> None:
-        places = meet(ranks, hosts)
-        self.meter, self.pace = LinkMeter(places), LinkPace(places.names)
-
-
 class LinkMeter:
     """This rank's part of the measurement."""
 

@@ -58,12 +58,8 @@ class _Answer:
 
 
 class LapsBeside:
-    """Laps of ranks that others have started. Every rank makes one, and all make the same calls.
-
-    Args:
-        run: The run, whose model, tokens and batches the laps take.
-        ranks: All ranks.
-    """
+    """Laps of ranks that others have started, with the model, tokens and batches of a run. Every rank makes one, and
+    all make the same calls."""
 
     def __init__(self, run: ResolvedRun, ranks: Control) -> None:
         self._run, self._ranks = run, ranks

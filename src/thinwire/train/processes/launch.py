@@ -9,13 +9,14 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 
 from thinwire.errors import OutOfMemoryError, ThinwireError
 from thinwire.train.checkpoint import checkpoints
 from thinwire.train.directory import RunDirectory, write_atomically
 from thinwire.train.launching.resolved import ResolvedRun
-from thinwire.train.processes.ranks import Failure, run_ranks, training
+from thinwire.train.processes.ranks import Failure, run_ranks
 
 Report = Callable[[str], None]
 
@@ -29,11 +30,8 @@ class _EndedBySignalError(Exception):
 
 
 def launch(run: ResolvedRun, report: Report) -> None:
-    """Run all ranks until the run is complete or is asked to stop.
-
-    Args:
-        run: The run, whose directory has been opened.
-        report: Called with one line for every restart.
+    """Run all ranks of a run, whose directory has been opened, until it is complete or is asked to stop. Every restart
+    is reported in one line.
 
     Raises:
         LostRankError: A rank failed and no restart is left, or none can help; the message names the rank and the cause.
@@ -43,12 +41,18 @@ def launch(run: ResolvedRun, report: Report) -> None:
     with _stop_on_signal(directory, report):
         for restart in range(max_restarts + 1):
             try:
-                failure = run_ranks(run, training(resume=run.resume or restart > 0))
+                failure = run_ranks(replace(run, resume=run.resume or restart > 0), _train)
             except _EndedBySignalError as error:
                 raise LostRankError("ended at once; continue from the last checkpoint with --resume") from error
             if failure is None:
                 return
             report(_next_attempt(failure, directory, restart, max_restarts))
+
+
+def _train(run: ResolvedRun) -> int:
+    from thinwire.train.processes.worker import be_rank  # imported long ago, by the server
+
+    return be_rank(run)
 
 
 def _next_attempt(failure: Failure, directory: RunDirectory, restart: int, max_restarts: int) -> str:

@@ -12,12 +12,12 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from thinwire.plan import summary
+from thinwire.plan import PricedPlan, summary
 from thinwire.spec import Plan
 from thinwire.spec.profile import Profile, StepRow
 from thinwire.train.directory import RunDirectory
@@ -32,23 +32,6 @@ SHARE: Final = 0.01
 
 _LEAST_STEPS: Final = 3
 """Steps without which a lap says nothing: those that do not count, and one."""
-
-
-class Finalist(Protocol):
-    """A plan with its prediction, as the planner gives it.
-
-    Attributes:
-        plan: The plan.
-        seconds: Predicted seconds of a step.
-        label: Name of the preset whose plan it is; ``None`` for a plan of the search.
-    """
-
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def label(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -139,13 +122,8 @@ class Race:
         return {"seconds": self.seconds, "limit": self.limit, "plans": plans}
 
 
-def announcement(finalists: Sequence[Finalist], limit: float) -> str:
-    """The line before a race.
-
-    Args:
-        finalists: The plans that enter it.
-        limit: Seconds that it may take.
-    """
+def announcement(finalists: Sequence[PricedPlan], limit: float) -> str:
+    """The line before a race of at most ``limit`` seconds."""
     return (
         f"auto: {len(finalists)} plans, presets among them, make the run's first steps one after the other, for at "
         f"most {format_duration(limit)}; the run then starts anew under the fastest"
@@ -165,21 +143,14 @@ def _outcome(raced: Raced) -> str:
 
 
 def time_limit(steps: int, predicted: float) -> float | None:
-    """Seconds that a race may take before a run: 30 s, or 1 % of the run if that is longer.
-
-    Args:
-        steps: Steps of the run.
-        predicted: Predicted seconds of one.
-
-    Returns:
-        ``None`` if the run itself is predicted to take no longer.
-    """
+    """Seconds that a race may take before a run of steps that take ``predicted`` seconds each: 30 s, or 1 % of the run
+    if that is longer; ``None`` if the run itself is predicted to take no longer."""
     limit = max(SHORTEST, SHARE * steps * predicted)
     return limit if steps * predicted > limit else None
 
 
 def race(
-    finalists: Iterable[Finalist],
+    finalists: Sequence[PricedPlan],
     lap: Callable[[Plan, float, float], Lap],
     limit: float,
     *,
@@ -203,14 +174,13 @@ def race(
     raced: list[Raced] = []
     starting: list[float] = []
     pace = 1.0  # the least of measured over predicted: one that is predicted too fast must not keep others out
-    entered = list(finalists)
-    for number, finalist in enumerate(entered):
+    for number, finalist in enumerate(finalists):
         entry = functools.partial(Raced, finalist.plan, finalist.label, finalist.seconds)
         left = begun + limit - now
         if left < min(starting, default=0.0) + _LEAST_STEPS * pace * finalist.seconds:
             raced.append(entry(problem="no time was left for it"))
             continue
-        done = lap(finalist.plan, left, left / (len(entered) - number))
+        done = lap(finalist.plan, left, left / (len(finalists) - number))
         before, now = now, clock()
         starting.append(max(0.0, now - before - sum(done.seconds)))
         measured = statistics.median(done.seconds) if done.seconds else None
@@ -220,11 +190,8 @@ def race(
 
 
 def lap_here(run: ResolvedRun) -> Callable[[Plan, float, float], Lap]:
-    """Laps whose ranks this process starts, all on this machine.
-
-    Args:
-        run: The run, whose model, tokens and batches the laps take; nothing is written into its directory.
-    """
+    """Laps whose ranks this process starts, all on this machine. They take the model, tokens and batches of a run, and
+    write nothing into its directory."""
 
     def lap(plan: Plan, left: float, part: float) -> Lap:
         seconds, failure = run_lap(run, plan, left, part)
@@ -262,13 +229,8 @@ def run_lap(
 
 
 def concluded(seconds: Sequence[float], failures: Sequence[Failure | None], left: float) -> Lap:
-    """The outcome of a lap.
-
-    Args:
-        seconds: Seconds of its steps.
-        failures: Of each process that started ranks, the failure that explains the others.
-        left: Seconds that the lap was allowed to take.
-    """
+    """The outcome of a lap that was allowed to take ``left`` seconds: from the seconds of its steps and, of each
+    process that started ranks, the failure that explains the others."""
     found = [failure for failure in failures if failure is not None]
     if found:
         first = min(found, key=lambda failure: failure.weight)

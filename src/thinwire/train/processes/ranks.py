@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import shutil
@@ -132,27 +131,8 @@ def run_ranks(
         shutil.rmtree(words, ignore_errors=True)
 
 
-def training(*, resume: bool) -> Perform:
-    """A rank trains.
-
-    Args:
-        resume: Whether to continue from the newest checkpoint.
-    """
-    return functools.partial(_train, resume=resume)
-
-
-def _train(run: ResolvedRun, *, resume: bool) -> int:
-    from thinwire.train.processes.worker import be_rank  # imported long ago, by the server
-
-    return be_rank(run, resume=resume)
-
-
 def cause(failures: Mapping[int, RankExit]) -> Failure:
-    """The failure that explains the others.
-
-    Args:
-        failures: How ranks ended, by their numbers.
-    """
+    """The failure that explains the others, of ranks that ended so, by their numbers."""
     all_failures = [_failure(rank, failures[rank]) for rank in sorted(failures)]
     return min(all_failures, key=lambda failure: failure.weight)
 

@@ -52,9 +52,6 @@ def begin_imports() -> None:
 def found_hardware(demand: Demand) -> Hardware:
     """The hardware of this host, looked at in a process of its own.
 
-    Args:
-        demand: The user's choice of a device.
-
     Raises:
         UsageError: The user chose CUDA, and torch finds no CUDA device.
     """
@@ -62,25 +59,16 @@ def found_hardware(demand: Demand) -> Hardware:
 
 
 def called(function: Callable[..., T], *arguments: Any) -> T:
-    """What a function returns in a process of its own, which ends with this one.
-
-    Args:
-        function: The function, which is pickled by its name.
-        *arguments: Its arguments, which are pickled.
-    """
+    """What a function returns in a process of its own, which ends with this one. It is pickled by its name, and so are
+    its arguments."""
     begin_imports()
     with ProcessPoolExecutor(1, mp_context=_SERVED, initializer=end_with_launcher) as pool:
         return pool.submit(function, *arguments).result()
 
 
 def start(name: str, target: Callable[..., None], *arguments: Any) -> BaseProcess:
-    """Fork a process that calls a function.
-
-    Args:
-        name: Name of the process.
-        target: The function; it calls :func:`leave_session` first.
-        *arguments: Its arguments, which are pickled.
-    """
+    """Fork a process that calls a function with arguments, which are pickled; the function calls :func:`leave_session`
+    first."""
     begin_imports()
     process = _SERVED.Process(target=target, args=arguments, name=name)
     with _withheld():

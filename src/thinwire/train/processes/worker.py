@@ -35,15 +35,8 @@ _LAST_WORDS: Final = 8192
 
 
 def train(run: ResolvedRun, *, launched: bool) -> Result:
-    """Join the run as one rank, train, and leave it.
-
-    Args:
-        run: The run, whose directory rank 0 has opened.
-        launched: Whether thinwire's launcher started this process.
-
-    Returns:
-        How the run ended.
-    """
+    """Join a run, whose directory rank 0 has opened, as one rank, train, and leave it. ``launched`` says whether
+    thinwire's launcher started this process."""
     with _joined(run) as (dataset, device):
         # Rank 0 decides: it has opened the directory, and other ranks may already see files that it has written.
         run = dataclasses.replace(run, resume=group.control().all_gather_typed(run.resume, Typed[bool](bool))[0])
@@ -71,14 +64,7 @@ def _joined(run: ResolvedRun) -> Iterator[tuple[Dataset, torch.device]]:
 
 @contextlib.contextmanager
 def recorded_failure(logs: Path) -> Iterator[None]:
-    """Write a sentence for the launcher and a traceback to the logs, then re-raise the error.
-
-    Args:
-        logs: Directory of the run's logs.
-
-    Yields:
-        Nothing.
-    """
+    """Write a sentence for the launcher and a traceback to the directory of the run's logs, then re-raise the error."""
     try:
         yield
     except Exception as error:
@@ -119,17 +105,9 @@ def _record(error: Exception, log: Path) -> None:
         file.write(words)
 
 
-def be_rank(run: ResolvedRun, *, resume: bool) -> int:
-    """Be one rank of a run that our launcher has opened, in a process of its own.
-
-    Args:
-        run: The run.
-        resume: Whether to continue from the newest checkpoint.
-
-    Returns:
-        Exit status.
-    """
-    return _status(run, lambda: train(dataclasses.replace(run, resume=resume), launched=True))
+def be_rank(run: ResolvedRun) -> int:
+    """Be one rank of a run that our launcher has opened, in a process of its own; returns its exit status."""
+    return _status(run, lambda: train(run, launched=True))
 
 
 def be_racer(run: ResolvedRun, *, result: Path, deadline: float, soon: float) -> int:
