@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from thinwire.cli.terminal.console import wide_console
+from thinwire.cli.terminal.console import say, wide_console
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options
 from thinwire.cli.terminal.summary import shown
@@ -74,13 +74,8 @@ def report(options: ReportOptions) -> None:
         numbers = [figures(subject.run, subject.comparison) for subject in subjects]
         console = wide_console(as_json=options.as_json)
         console.print(rich_table(final_sheet(numbers)))
-        for note in [*_missing(subjects, options.profile), *_culprits(subjects)]:
-            console.print(note, markup=False, soft_wrap=True)
-        console.print(
-            f"wrote {shown(written[0])} and {len(written) - 1} more files in its directory",
-            markup=False,
-            soft_wrap=True,
-        )
+        say(console, *_missing(subjects, options.profile), *_culprits(subjects))
+        say(console, f"wrote {shown(written[0])} and {len(written) - 1} more files in its directory")
         if options.as_json:
             print(json.dumps({"page": str(written[0]), "files": [str(path) for path in written], "runs": numbers}))
 

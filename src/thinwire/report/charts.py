@@ -14,8 +14,10 @@ from thinwire.report.drawing import (
     byte_scale,
     columns_of,
     dress,
+    dress_rows,
     light,
     mark_restarts,
+    new_axes,
     new_figure,
     points_of,
     strength,
@@ -49,13 +51,7 @@ def run_charts(run: RunRecord, numbers: Mapping[str, Any], comparison: RunCompar
     """The pictures of one run that it has data for."""
     if not run.records:
         return []
-    charts = [
-        loss_chart(run),
-        _gradient(run),
-        _throughput(run, numbers),
-        _mfu(run, numbers),
-        _anatomy(run, numbers),
-    ]
+    charts = [loss_chart(run), _gradient(run), _throughput(run, numbers), _mfu(run, numbers), _anatomy(run, numbers)]
     charts += [_bytes(numbers), _memory(run, numbers), _prediction(comparison)]
     return [chart for chart in charts if chart is not None]
 
@@ -66,8 +62,7 @@ def timeline_chart(step: TracedStep) -> Chart:
     traced = {span.track.split()[0] for rank in ranks for span in step.by_rank[rank]}
     kinds = [kind for kind in KIND_HUES if kind in traced]
     rows = [(rank, kind) for rank in ranks for kind in kinds]
-    figure = new_figure(height=0.8 + 0.17 * len(rows), width=WIDE)
-    axes = figure.add_subplot()
+    figure, axes = new_axes(height=0.8 + 0.17 * len(rows), width=WIDE)
     budget = _MOST_BARS // max(1, len(ranks))
     for rank in ranks:
         longest = sorted(step.by_rank[rank], key=lambda span: span.start - span.end)[:budget]
@@ -75,11 +70,8 @@ def timeline_chart(step: TracedStep) -> Chart:
     for number in range(1, len(ranks)):
         axes.axhline(number * len(kinds) - 0.5, color=light("line"), linewidth=0.8)
     labels = [f"rank {rank}  {kind}" if kind == kinds[0] else kind for rank, kind in rows]
-    axes.set_yticks(range(len(rows)), labels, fontsize=6.5)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, 1e3 * step.seconds)
-    dress(axes, "milliseconds since the step began on rank 0", "")
-    axes.grid(visible=False, axis="y")
+    dress_rows(axes, "milliseconds since the step began on rank 0", labels, fontsize=6.5)
     more = ""
     if len(step.by_rank) > len(ranks):
         more = f" Ranks {ranks[0]} to {ranks[-1]} of {len(step.by_rank)} are shown."
@@ -105,11 +97,9 @@ def loss_chart(run: RunRecord) -> Chart | None:
     trained = points_of(run, "loss")
     if not trained:
         return None
-    figure = new_figure()
-    axes = figure.add_subplot()
+    figure, axes = new_axes()
     axes.plot(*columns_of(thinned(trained)), color=light("blue"), alpha=0.35, linewidth=0.8, label="training")
-    smooth = list(zip([x for x, _ in trained], smoothed([y for _, y in trained]), strict=True))
-    axes.plot(*columns_of(thinned(smooth)), color=light("blue"), linewidth=1.8, label="training, smoothed")
+    axes.plot(*columns_of(thinned(smoothed(trained))), color=light("blue"), linewidth=1.8, label="training, smoothed")
     validated = points_of(run, "val_loss")
     if validated:
         axes.plot(*columns_of(validated), "o-", color=light("orange"), markersize=4, label="validation")
@@ -133,8 +123,7 @@ def _gradient(run: RunRecord) -> Chart | None:
     norms, rates = points_of(run, "grad_norm"), points_of(run, "lr")
     if not norms:
         return None
-    figure = new_figure()
-    axes = figure.add_subplot()
+    figure, axes = new_axes()
     axes.plot(*columns_of(thinned(norms)), color=light("purple"), linewidth=1.2, label="gradient norm (left)")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
@@ -159,8 +148,7 @@ def _throughput(run: RunRecord, numbers: Mapping[str, Any]) -> Chart | None:
     speeds, seq = points_of(run, "tokens_per_second"), run.recipe.train.seq
     if not speeds:
         return None
-    figure = new_figure()
-    axes = figure.add_subplot()
+    figure, axes = new_axes()
     axes.plot(*columns_of(thinned(speeds)), color=light("green"), linewidth=1.2)
     axes.axhline(numbers["tokens_per_second"], color=light("grey"), linestyle="--", linewidth=1, label="median")
     axes.set_ylim(bottom=0)
@@ -189,8 +177,7 @@ def _mfu(run: RunRecord, numbers: Mapping[str, Any]) -> Chart | None:
     points = [(step, 100 * share) for step, share in points_of(run, "mfu")]
     if not points:
         return None
-    figure = new_figure()
-    axes = figure.add_subplot()
+    figure, axes = new_axes()
     axes.plot(*columns_of(thinned(points)), color=light("teal"), linewidth=1.2)
     axes.set_ylim(bottom=0)
     dress(axes, "step", "% of peak")
@@ -210,8 +197,7 @@ def _anatomy(run: RunRecord, numbers: Mapping[str, Any]) -> Chart | None:
     steps = [step for step, _ in binned[0]]
     totals = [sum(part[index][1] for part in binned) for index in range(len(steps))]
     top = 1.3 * sorted(totals)[int(0.95 * (len(totals) - 1))]  # a few slow steps must not flatten all others
-    figure = new_figure()
-    axes = figure.add_subplot()
+    figure, axes = new_axes()
     hues = [light("blue"), *(light(KIND_HUES.get(kind, "grey")) for kind in kinds)]
     labels = ["computation and the rest", *(f"waiting for {kind}" for kind in kinds)]
     heights = [[milliseconds for _, milliseconds in part] for part in binned]
@@ -260,18 +246,14 @@ def _bytes(numbers: Mapping[str, Any]) -> Chart | None:
     sent = numbers["bytes_per_step"]
     if not sent:
         return None
-    figure = new_figure(height=1.1 + 0.42 * len(sent))
-    axes = figure.add_subplot()
+    figure, axes = new_axes(height=1.1 + 0.42 * len(sent))
     scale, unit = byte_scale(max(sum(hops.values()) for hops in sent.values()))
     inside = [hops["inside"] / scale for hops in sent.values()]
     across = [hops["across"] / scale for hops in sent.values()]
     rows = range(len(sent))
     axes.barh(rows, inside, color=light("blue"), alpha=0.45, label="inside nodes", height=0.6)
     axes.barh(rows, across, left=inside, color=light("orange"), label="across nodes", height=0.6)
-    axes.set_yticks(rows, list(sent))
-    axes.set_ylim(len(sent) - 0.5, -0.5)
-    dress(axes, f"{unit} of a step, all ranks", "")
-    axes.grid(visible=False, axis="y")
+    dress_rows(axes, f"{unit} of a step, all ranks", list(sent))
     add_legend(axes)
     total = format_bytes(sum(hops["across"] for hops in sent.values()))
     caption = (
@@ -335,16 +317,13 @@ def _prediction(comparison: RunComparison | None) -> Chart | None:
     known = [q for q in comparison.quantities if q.error is not None] if comparison is not None else []
     if not known:
         return None
-    figure = new_figure(height=1.0 + 0.3 * len(known))
-    axes = figure.add_subplot()
+    figure, axes = new_axes(height=1.0 + 0.3 * len(known))
     errors = [100 * (q.error or 0.0) for q in known]
     rows = range(len(known))
     axes.barh(rows, errors, color=[light("orange" if error > 0 else "blue") for error in errors], height=0.55)
     axes.axvline(0, color=light("ink"), linewidth=0.8)
-    axes.set_yticks(rows, [q.name for q in known])
-    axes.set_ylim(len(known) - 0.5, -0.5)
-    dress(axes, "predicted over measured, % too much (right) or too little (left)", "")
-    axes.grid(visible=False, axis="y")
+    x_name = "predicted over measured, % too much (right) or too little (left)"
+    dress_rows(axes, x_name, [q.name for q in known])
     assert comparison is not None
     caption = (
         f"What the simulator says of this plan on this profile against the median of {comparison.steps} steps. Waiting "

@@ -16,7 +16,9 @@ from thinwire.report.drawing import (
     byte_scale,
     columns_of,
     dress,
+    dress_rows,
     light,
+    new_axes,
     new_figure,
     points_of,
 )
@@ -40,9 +42,8 @@ def _losses(runs: Sequence[RunRecord]) -> Chart:
     across = _common_axis(runs)
     for run, hue in zip(runs, itertools.cycle(HUES), strict=False):
         trained = points_of(run, "loss", across)
-        smooth = list(zip([x for x, _ in trained], smoothed([y for _, y in trained]), strict=True))
         if trained:
-            left.plot(*columns_of(thinned(smooth)), color=light(hue), linewidth=1.5, label=run.name)
+            left.plot(*columns_of(thinned(smoothed(trained))), color=light(hue), linewidth=1.5, label=run.name)
         validated = points_of(run, "val_loss", across)
         if validated:
             right.plot(*columns_of(validated), "o-", color=light(hue), markersize=4, linewidth=1.3, label=run.name)
@@ -55,8 +56,7 @@ def _losses(runs: Sequence[RunRecord]) -> Chart:
 
 
 def _speeds(runs: Sequence[RunRecord]) -> Chart:
-    figure = new_figure(width=WIDE, height=3.0)
-    axes = figure.add_subplot()
+    figure, axes = new_axes(width=WIDE, height=3.0)
     across = _common_axis(runs)
     for run, hue in zip(runs, itertools.cycle(HUES), strict=False):
         points = points_of(run, "tokens_per_second", across)
@@ -92,8 +92,7 @@ def _traffic(pairs: Sequence[tuple[RunRecord, Mapping[str, Any]]]) -> Chart:
 
 
 def _stacked(names: Sequence[str], tables: Sequence[Mapping[str, float]], unit: str) -> Figure:
-    figure = new_figure(height=1.2 + 0.42 * len(names), width=WIDE)
-    axes = figure.add_subplot()
+    figure, axes = new_axes(height=1.2 + 0.42 * len(names), width=WIDE)
     begun = [0.0] * len(names)
     for part in dict.fromkeys(part for table in tables for part in table):
         widths = [table.get(part, 0.0) for table in tables]
@@ -101,10 +100,7 @@ def _stacked(names: Sequence[str], tables: Sequence[Mapping[str, float]], unit: 
         alpha = 0.35 if part.startswith("computation") else 1.0
         axes.barh(range(len(names)), widths, left=begun, height=0.6, color=light(hue), alpha=alpha, label=part)
         begun = [start + width for start, width in zip(begun, widths, strict=True)]
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    dress(axes, unit, "")
-    axes.grid(visible=False, axis="y")
+    dress_rows(axes, unit, names)
     add_legend(axes)
     return figure
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from thinwire.program.timeline import COMPUTE, WAITING
 from thinwire.record import RunRecord
@@ -111,6 +111,12 @@ def new_figure(width: float = 6.4, height: float = 3.0) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def new_axes(width: float = 6.4, height: float = 3.0) -> tuple[Figure, Axes]:
+    """A figure with one pair of axes."""
+    figure = new_figure(width, height)
+    return figure, figure.add_subplot()
+
+
 def dress(axes: Axes, x_name: str, y_name: str) -> None:
     """Name the axes, and give spines, ticks and grid the colours of the page."""
     ink, line = light("ink"), light("line")
@@ -122,6 +128,14 @@ def dress(axes: Axes, x_name: str, y_name: str) -> None:
         spine.set_visible(place in ("left", "bottom"))
     axes.grid(visible=True, color=line, linewidth=0.6)
     axes.set_axisbelow(True)
+
+
+def dress_rows(axes: Axes, x_name: str, names: Sequence[str], **text: Any) -> None:
+    """Name the rows of a picture of bars, the first on top, and its x axis."""
+    axes.set_yticks(range(len(names)), names, **text)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    dress(axes, x_name, "")
+    axes.grid(visible=False, axis="y")
 
 
 def add_legend(axes: Axes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from thinwire.record import Record, RunRecord, steady
@@ -52,12 +53,7 @@ def figures(run: RunRecord, comparison: RunComparison | None = None) -> dict[str
         "skipped_steps": run.skipped_steps,
         "loss_scale": run.records[-1].get("loss_scale") if run.records else None,
         "starts": [dict(start) for start in run.starts],
-        "predicted": None
-        if comparison is None
-        else [
-            {"name": q.name, "unit": q.unit, "predicted": q.predicted, "measured": q.measured}
-            for q in comparison.quantities
-        ],
+        "predicted": None if comparison is None else list(map(asdict, comparison.quantities)),
         "unreadable_lines": run.unreadable,
     }
 
@@ -79,12 +75,12 @@ def thinned(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> 
     return [(group[-1][0], statistics.fmean(y for _, y in group)) for group in groups]
 
 
-def smoothed(values: Sequence[float], keep: float = 0.9) -> list[float]:
-    """Exponential mean, corrected for its start."""
+def smoothed(points: Sequence[tuple[float, float]], keep: float = 0.9) -> list[tuple[float, float]]:
+    """Exponential mean of the second values, corrected for its start."""
     result, total, weight = [], 0.0, 0.0
-    for value in values:
+    for place, value in points:
         total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        result.append(total / weight)
+        result.append((place, total / weight))
     return result
 
 

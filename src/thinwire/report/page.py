@@ -14,7 +14,7 @@ from thinwire.report.charts import run_charts, timeline_chart
 from thinwire.report.compared import compared_charts
 from thinwire.report.drawing import PALETTE, Chart, inline_svg, write_png
 from thinwire.report.figures import differences, figures
-from thinwire.report.sheet import Sheet
+from thinwire.report.sheet import Sheet, prediction_sheet
 from thinwire.report.traced import read_step
 from thinwire.spec.plan import Plan
 from thinwire.units import format_bytes, format_duration
@@ -107,6 +107,7 @@ def _section(subject: Subject, numbers: Mapping[str, Any], pictures: _Pictures, 
     """What the template shows of one run; ``owner`` is the prefix of the names of its files."""
     run = subject.run
     charts = run_charts(run, numbers, subject.comparison)
+    predicted = subject.comparison and prediction_sheet(subject.comparison, "Predicted and measured")
     trace = max(run.traces, key=lambda path: path.stat().st_size, default=None)
     if trace is not None:
         charts.append(timeline_chart(read_step(trace)))
@@ -119,9 +120,7 @@ def _section(subject: Subject, numbers: Mapping[str, Any], pictures: _Pictures, 
         "tiles": _tiles(run, numbers),
         "charts": [pictures.add(chart, owner) for chart in charts],
         "notes": _notes(subject, numbers, trace),
-        "tables": [
-            table for table in (_bytes_table(numbers), _prediction_table(subject.comparison), _race_table(run)) if table
-        ],
+        "tables": [table for table in (_bytes_table(numbers), predicted, _race_table(run)) if table],
         "files": [("Recipe", run.recipe.to_toml()), ("Plan", run.plan.to_toml())],
     }
 
@@ -284,17 +283,6 @@ def _bytes_table(numbers: Mapping[str, Any]) -> Sheet | None:
     ]
     columns = ["lane or axis", "inside nodes", "across nodes", "exposed", "codecs"]
     return Sheet("Communication of a step: bytes of all ranks, seconds of a rank", columns, 1, rows) if rows else None
-
-
-def _prediction_table(comparison: RunComparison | None) -> Sheet | None:
-    if comparison is None:
-        return None
-    shown = {"s": format_duration, "B": format_bytes}
-    rows = [
-        [q.name, shown[q.unit](q.predicted), shown[q.unit](q.measured), "-" if q.error is None else f"{q.error:+.1%}"]
-        for q in comparison.quantities
-    ]
-    return Sheet("Predicted and measured", ["", "predicted", "measured", "error"], 1, rows)
 
 
 def _race_table(run: RunRecord) -> Sheet | None:

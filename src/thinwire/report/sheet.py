@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich.table import Table
+
+from thinwire.units import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from thinwire.plan import RunComparison
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,16 @@ class Sheet:
     words: int
     rows: Sequence[Sequence[str]]
     faint: frozenset[int] = frozenset()
+
+
+def prediction_sheet(comparison: RunComparison, title: str) -> Sheet:
+    """What was predicted of a run, and what was measured."""
+    shown = {"s": format_duration, "B": format_bytes}
+    rows = [
+        [q.name, shown[q.unit](q.predicted), shown[q.unit](q.measured), "-" if q.error is None else f"{q.error:+.1%}"]
+        for q in comparison.quantities
+    ]
+    return Sheet(title, ["", "predicted", "measured", "error"], 1, rows)
 
 
 def rich_table(sheet: Sheet) -> Table:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from thinwire.cli.checking.checks import Check, Verdict, hardware_checks, system_checks, torch_check
-from thinwire.cli.terminal.console import wide_console
+from thinwire.cli.terminal.console import say, wide_console
 from thinwire.cli.terminal.errors import explained
 from thinwire.units import format_bytes
 
@@ -53,7 +53,7 @@ def doctor(
     ready = not any(check.fatal for check in checks)
     if as_json:
         described |= {
-            "interfaces": [interface.plain() for interface in network],
+            "interfaces": [asdict(interface) for interface in network],
             "checks": [asdict(check) for check in checks],
             "ready": ready,
         }
@@ -134,7 +134,7 @@ def _show(findings: dict[str, Any], checks: Sequence[Check], console: Console) -
     if remedies:
         console.print("\nhow to fix it:")
         for check in remedies:
-            console.print(f"  {check.name}: {check.remedy}", markup=False, soft_wrap=True)
+            say(console, f"  {check.name}: {check.remedy}")
     fatal = [check.name for check in checks if check.fatal]
     console.print(
         f"\nthis machine cannot train: {', '.join(fatal)}" if fatal else "\nthis machine can train", markup=False

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import psutil
 
@@ -42,9 +42,6 @@ class Interface:
         return bool(self.addresses) and all(
             address == "::1" or address.startswith("127.") for address in self.addresses
         )
-
-    def plain(self) -> dict[str, Any]:
-        return {**asdict(self), "addresses": list(self.addresses)}
 
 
 def interfaces() -> list[Interface]:

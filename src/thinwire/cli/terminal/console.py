@@ -19,6 +19,12 @@ def wide_console(*, as_json: bool = False) -> Console:
     )
 
 
+def say(console: Console, *lines: str) -> None:
+    """Print sentences, which a terminal breaks where it likes."""
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
 def command_line() -> str:
     """The command line that the user typed, quoted for a shell."""
     return shlex.join(["thinwire", *sys.argv[1:]])

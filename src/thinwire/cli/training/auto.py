@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from thinwire.cli.terminal.console import say
 from thinwire.errors import UsageError
 from thinwire.spec import Factor
 
@@ -44,17 +45,10 @@ def choose_plan(
 ) -> Choice:
     """Choose the plan for a run: by prediction, then by a race of those that the prediction cannot tell apart.
 
-    Args:
-        run: The run under its recipe's plan. The choice keeps its ranks, its sequences per step, and the keys that the
-            search does not decide, such as dtypes.
-        ranks: The ranks that a launcher has started, all of which call this function; ``None`` if this process starts
-            them.
-        profile: Profile of the cluster; ``None`` measures one now.
-        codecs: How lossy codecs may be; ``None`` allows none, and says what they would gain.
-        console: Console that shows the choice and its reason.
-
-    Returns:
-        The choice, the same on every rank.
+    The choice, the same on every rank, keeps the ranks of the run's plan, its sequences per step, and the keys that the
+    search does not decide, such as dtypes. The console shows it and its reason. Ranks that a launcher has started all
+    call this function; they are ``None`` if this process starts them. Without a profile of the cluster, one is measured
+    now; without ``codecs``, none may be lossy, and the console says what such would gain.
 
     Raises:
         SpecError: The model's shape is unknown.
@@ -83,8 +77,7 @@ def choose_plan(
     raced = _race(run, ranks, chosen, free, console)
     plan = chosen.plan if raced is None else raced.taken.plan
     consent = planner.lossy_codecs(chosen.job, chosen.searched, plan)
-    for line in (*([] if consent is None else [consent]), *planner.replaced_keys(plan, resolved, recipe.plan)):
-        console.print(line, markup=False, soft_wrap=True)
+    say(console, *([] if consent is None else [consent]), *planner.replaced_keys(plan, resolved, recipe.plan))
     expected = planner.expectation(chosen.job, chosen.searched.simulations.price(chosen.job, plan))
     return Choice(plan, measured if raced is None else raced.noted(measured), raced, expected)
 
@@ -96,15 +89,14 @@ def _race(run: ResolvedRun, ranks: Started | None, chosen: Chosen, free: Freedom
 
     limit = time_limit(run.recipe.train.steps, chosen.predicted.seconds)
     if limit is None:
-        console.print("auto: no race, as the run itself is predicted to be over sooner", markup=False, soft_wrap=True)
+        say(console, "auto: no race, as the run itself is predicted to be over sooner")
         return None
     entered = planner.finalists(chosen, run.plan, free)
     if len(entered) == 1:
         return None
-    console.print(announcement(entered, limit), markup=False, soft_wrap=True)
+    say(console, announcement(entered, limit))
     done = race(entered, lap_here(run), limit) if ranks is None else _race_beside(run, ranks, entered, limit)
-    for line in done.lines():
-        console.print(line, markup=False, soft_wrap=True)
+    say(console, *done.lines())
     return done
 
 
@@ -189,5 +181,4 @@ def _say(choice: Chosen, console: Console) -> None:
             f"of the classic systems {plain.label} would be fastest: {plain.seconds:.3f} s, "
             f"{plain.seconds / chosen.seconds:.2f} times as long"
         )
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+    say(console, *lines)

@@ -7,13 +7,14 @@ import dataclasses
 import json
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
-from thinwire.cli.terminal.console import command_line
+from thinwire.cli.terminal.console import command_line, say
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.former import formerly
 from thinwire.cli.terminal.options import expand_options
@@ -25,7 +26,6 @@ from thinwire.extras import require
 if TYPE_CHECKING:
     from thinwire.spec.expectation import Expectation
     from thinwire.spec.plan import Plan
-    from thinwire.spec.profile import Profile
     from thinwire.spec.recipe import Recipe
     from thinwire.train.directory import RunDirectory
     from thinwire.train.environment import Hardware, Started
@@ -127,8 +127,7 @@ def train(options: TrainOptions) -> None:
         run = resolve_run(recipe, directory, ranks, found, resume=options.resume, stream=stream)
         console = Console(stderr=options.as_json, quiet=ranks is not None and ranks.rank > 0, highlight=False)
         run, kept = _choose_plan(options, run, _expected(recipe), ranks, console)
-        for note in (*(() if run.resume else _origin(run.recipe)), *run.notes, *run.replaced):
-            console.print(note, markup=False, soft_wrap=True)
+        say(console, *(() if run.resume else _origin(run.recipe)), *run.notes, *run.replaced)
         with advised(options.recipe, run):
             if ranks is None:
                 _launch(run, kept, console)
@@ -158,19 +157,11 @@ def _hardware(recipe: Recipe, ranks: Started | None) -> Hardware:
     return (found_hardware if ranks is None else hardware)(recipe.cluster.device)
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """What the run's directory keeps beside its plan: what ``--plan auto`` chose it by, and what it should do."""
-
-    profile: Profile | None = None
-    race: dict[str, Any] | None = None
-    expected: Expectation | None = None
-
-
 def _choose_plan(
     options: TrainOptions, run: ResolvedRun, expected: Expectation | None, ranks: Started | None, console: Console
-) -> tuple[ResolvedRun, _Kept]:
-    """The run under the plan that ``--plan auto`` chooses, and what its directory keeps.
+) -> tuple[ResolvedRun, dict[str, Any]]:
+    """The run under the plan that ``--plan auto`` chooses, and what its directory keeps beside the plan, by arguments
+    of :meth:`RunDirectory.open`: what the plan was chosen by, and what it should do.
 
     A run that continues on the same mesh keeps its plan.
     """
@@ -182,17 +173,17 @@ def _choose_plan(
             if value is not None:
                 raise UsageError(f"{option} {value} requires --plan auto")
         if expected is None or expected.plan == run.plan.fingerprint():
-            return run, _Kept(expected=expected)
+            return run, {"expected": expected}
         line = "what the plan file was expected to do is not kept, as the recipe or --set changes the plan"
-        console.print(line, markup=False, soft_wrap=True)
-        return run, _Kept()
+        say(console, line)
+        return run, {}
     continued = run.resume or _restarted()
     before = Plan.load(run.directory.plan) if continued and run.directory.plan.exists() else None
     if before is not None and _same_ranks(before, run.plan):
-        return run.with_plan(before), _Kept()
+        return run.with_plan(before), {}
     choice = choose_plan(run, ranks, options.profile, options.codecs, console)
     raced = None if choice.race is None else choice.race.to_dict()
-    return run.with_plan(choice.plan), _Kept(choice.profile, raced, choice.expected)
+    return run.with_plan(choice.plan), {"profile": choice.profile, "race": raced, "expected": choice.expected}
 
 
 def _expected(recipe: Recipe) -> Expectation | None:
@@ -249,16 +240,14 @@ def default_directory(parent: Path, stem: str, *, resume: bool) -> Path:
     return newest if resume else path
 
 
-def _launch(run: ResolvedRun, kept: _Kept, console: Console) -> None:
+def _launch(run: ResolvedRun, kept: dict[str, Any], console: Console) -> None:
     """Start this machine's ranks and wait for them."""
     from thinwire.program import idle_codecs
     from thinwire.train.data.packing import prepare
     from thinwire.train.launching.versions import versions
     from thinwire.train.processes.launch import launch
 
-    def report(line: str) -> None:
-        console.print(line, markup=False, soft_wrap=True)
-
+    report = partial(say, console)
     directory, plan = run.directory, run.plan
     directory.check(resume=run.resume)
     if run.resume:
@@ -266,9 +255,8 @@ def _launch(run: ResolvedRun, kept: _Kept, console: Console) -> None:
     with directory.held(), directory.unless_refused():
         # Here rather than on the ranks: errors in the data are found before anything starts.
         dataset = prepare(run.recipe.data, report)
-        directory.open(run.recipe, plan, versions(), command=command_line(), **vars(kept))
-        for line in (plan.describe(), *idle_codecs(plan)):
-            report(line)
+        directory.open(run.recipe, plan, versions(), command=command_line(), **kept)
+        say(console, plan.describe(), *idle_codecs(plan))
         report(
             f"{len(dataset.train):,} tokens to train on, {len(dataset.validation):,} to validate, vocabulary "
             f"{dataset.vocab:,}, unigram entropy {dataset.unigram_entropy:.3f} nats"
@@ -277,7 +265,7 @@ def _launch(run: ResolvedRun, kept: _Kept, console: Console) -> None:
         launch(run, report)
 
 
-def _join(run: ResolvedRun, kept: _Kept, console: Console, ranks: Started) -> None:
+def _join(run: ResolvedRun, kept: dict[str, Any], console: Console, ranks: Started) -> None:
     """Be one rank of a run that a launcher of the user's has started."""
     from thinwire.program import idle_codecs
     from thinwire.train.launching.versions import versions
@@ -293,9 +281,8 @@ def _join(run: ResolvedRun, kept: _Kept, console: Console, ranks: Started) -> No
                 directory.check(resume=run.resume)
                 if run.resume:
                     directory.check_same(run.recipe)
-            directory.open(run.recipe, plan, versions(), command=command_line(), **vars(kept))
-            for line in (plan.describe(), *idle_codecs(plan)):
-                console.print(line, markup=False, soft_wrap=True)
+            directory.open(run.recipe, plan, versions(), command=command_line(), **kept)
+            say(console, plan.describe(), *idle_codecs(plan))
         train(dataclasses.replace(run, resume=run.resume or restarted), launched=False)
 
 

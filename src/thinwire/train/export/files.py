@@ -47,19 +47,6 @@ class Exported:
     averaged: bool
 
 
-@final
-@dataclass(frozen=True)
-class _Planned:
-    """A tensor and its shape."""
-
-    tensor: OutTensor
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
-
 def export(
     run: RunDirectory,
     to: Path,
@@ -163,7 +150,7 @@ def _config(layout: Layout, dtype: Dtype, end: int | None, *, own: bool) -> dict
 @final
 @dataclass(frozen=True)
 class _Written:
-    """A safetensors file with the names of its tensors and the size of their elements."""
+    """A safetensors file with the names of its tensors and the number and size of their elements."""
 
     name: str
     tensors: tuple[str, ...]
@@ -174,20 +161,19 @@ class _Written:
 def _write(
     directory: Path, layout: Layout, saved: SavedModel, dtype: torch.dtype, max_shard_bytes: int
 ) -> list[_Written]:
-    planned = []
+    entries = []
     for tensor in layout.tensors:
         stand_in = torch.empty(layout.shapes[tensor.source], device="meta")
-        planned.append(_Planned(tensor, tuple(tensor.make(stand_in).shape)))
-    shards = list(_dealt(planned, dtype.itemsize, max_shard_bytes))
+        entries.append(TensorEntry(tensor.name, dtype, tensor.make(stand_in).shape))
+    shards = list(_dealt(entries, max_shard_bytes))
     source = _CheckpointReader(saved)
+    made = functools.partial(source.made, {tensor.name: tensor for tensor in layout.tensors}, dtype)
     written = []
     for number, shard in enumerate(shards, start=1):
         name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        made = {part.tensor.name: part.tensor for part in shard}
-        entries = [TensorEntry(part.tensor.name, dtype, part.shape) for part in shard]
-        write_tensors(directory / name, entries, functools.partial(source.made, made, dtype), {"format": "pt"})
-        elements = sum(part.numel for part in shard)
-        written.append(_Written(name, tuple(part.tensor.name for part in shard), elements, elements * dtype.itemsize))
+        write_tensors(directory / name, shard, made, {"format": "pt"})
+        num_bytes = sum(entry.num_bytes for entry in shard)
+        written.append(_Written(name, tuple(entry.name for entry in shard), num_bytes // dtype.itemsize, num_bytes))
     if len(written) > 1:
         index = {
             "metadata": {"total_size": sum(file.num_bytes for file in written)},
@@ -197,16 +183,16 @@ def _write(
     return written
 
 
-def _dealt(planned: Sequence[_Planned], itemsize: int, max_shard_bytes: int) -> Iterator[list[_Planned]]:
+def _dealt(entries: Sequence[TensorEntry], max_shard_bytes: int) -> Iterator[list[TensorEntry]]:
     """Consecutive tensors, as many to a file as fit."""
-    shard: list[_Planned] = []
+    shard: list[TensorEntry] = []
     size = 0
-    for part in planned:
-        if shard and size + part.numel * itemsize > max_shard_bytes:
+    for entry in entries:
+        if shard and size + entry.num_bytes > max_shard_bytes:
             yield shard
             shard, size = [], 0
-        shard.append(part)
-        size += part.numel * itemsize
+        shard.append(entry)
+        size += entry.num_bytes
     yield shard
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -37,13 +38,8 @@ def pieces(
 ) -> list[ModelPiece]:
     """The pieces: a block, the head with the loss, the embedding, and a model of some blocks, sharded and plain.
 
-    Args:
-        shape: Shape of the model.
-        mesh: Mesh of all ranks of the job, which must have been joined when the pieces are made.
-        seq: Number of tokens in a sequence.
-        micro_batch: Number of sequences.
-        dtype: Compute dtype.
-        memory: Memory in bytes that a rank may use.
+    All ranks of the job, which form the mesh, must have been joined when the pieces are made; a rank may use ``memory``
+    bytes.
 
     Raises:
         UsageError: The memory does not suffice for one block with embedding and head.
@@ -54,16 +50,9 @@ def pieces(
     matrices = shape.flops_per_token(seq) // 3  # of one token's forward
     head = 2 * shape.hidden * shape.vocab
     block = (matrices - head) // shape.layers
-    compute: torch.dtype = getattr(torch, dtype)
 
     def make(part: Literal["block", "head", "embedding", "whole", "plain"], flops: int, repeats: int = 1) -> ModelPiece:
-        def on(device: torch.device) -> tuple[Sequence[nn.Parameter], Callable[[], Tensor]]:
-            if part == "whole":
-                return _make_whole(shape, plan, seq, micro_batch, repeats, device)
-            if part == "plain":
-                return _make_plain(shape, seq, micro_batch, repeats, compute, device)
-            return _make(part, shape, seq, micro_batch, repeats, compute, device)
-
+        on = functools.partial(_make, part, shape, plan, seq, repeats)
         return ModelPiece(part, shape, seq, micro_batch, dtype, flops, on, repeats)
 
     return [
@@ -120,45 +109,30 @@ def _fitting_blocks(shape: ModelSpec, plan: Plan, seq: int, memory: int) -> int:
     )
 
 
-def _make_whole(
-    shape: ModelSpec, plan: Plan, seq: int, micro_batch: int, blocks: int, device: torch.device
-) -> tuple[Sequence[nn.Parameter], Callable[[], Tensor]]:
-    """Run micro-batches of a step that never ends, so that nothing is sent."""
-    model = shard(_model(shape, seq, blocks).to(device), plan, sync_initial=False)
-    # The first step compares parameters before and after forwards, which few others do, and this one has no end.
-    _compare_no_values(model)
-    ids = torch.randint(0, shape.vocab, (micro_batch, seq), device=device)
-    endless = micro_batches(model, itertools.repeat(ids))
-
-    def loss() -> Tensor:
-        batch = next(endless)
-        return cross_entropy(model(batch).logits, batch)
-
-    return (), loss
-
-
-def _make_plain(
-    shape: ModelSpec, seq: int, micro_batch: int, blocks: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Sequence[nn.Parameter], Callable[[], Tensor]]:
-    model = _model(shape, seq, blocks).to(device, dtype)
-    ids = torch.randint(0, shape.vocab, (micro_batch, seq), device=device)
-    return list(model.parameters()), lambda: cross_entropy(model(ids).logits, ids)
-
-
 def _make(
-    part: str,
-    shape: ModelSpec,
-    seq: int,
-    micro_batch: int,
-    blocks: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    part: str, shape: ModelSpec, plan: Plan, seq: int, blocks: int, device: torch.device
 ) -> tuple[Sequence[nn.Parameter], Callable[[], Tensor]]:
+    """Parameters and the call that is timed, with the plan's micro-batch and dtype."""
+    dtype: torch.dtype = getattr(torch, plan.compute_dtype)
+    ids = torch.randint(0, shape.vocab, (plan.micro_batch, seq), device=device)
+    if part == "whole":  # micro-batches of a step that never ends, so that nothing is sent
+        whole = shard(_model(shape, seq, blocks).to(device), plan, sync_initial=False)
+        # The first step compares parameters before and after forwards, which few others do, and this one has no end.
+        _compare_no_values(whole)
+        endless = micro_batches(whole, itertools.repeat(ids))
+
+        def loss() -> Tensor:
+            batch = next(endless)
+            return cross_entropy(whole(batch).logits, batch)
+
+        return (), loss
+    if part == "plain":
+        plain = _model(shape, seq, blocks).to(device, dtype)
+        return list(plain.parameters()), lambda: cross_entropy(plain(ids).logits, ids)
     # Parts that are not timed are left out, because they take gigabytes in a large model.
     without = shape.with_(vocab=8) if part == "block" else shape
     model = _model(without, seq, blocks if part == "block" else 0).to(device, dtype)
-    ids = torch.randint(0, shape.vocab, (micro_batch, seq), device=device)
-    hidden = torch.randn(micro_batch, seq, shape.hidden, device=device, dtype=dtype, requires_grad=True)
+    hidden = torch.randn(plan.micro_batch, seq, shape.hidden, device=device, dtype=dtype, requires_grad=True)
     if part == "embedding":
         embedding = model.embed_tokens if isinstance(model, Llama) else model.embed_in
         assert embedding is not None
