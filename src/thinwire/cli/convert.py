@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -115,6 +115,7 @@ def _converted(options: ConvertOptions) -> Conversion:
         SpecError: The source cannot be read.
     """
     from thinwire.convert import from_accelerate, from_deepspeed, from_fsdp2
+    from thinwire.convert.fsdp2 import parse_call
     from thinwire.convert.source import changed, read_source
     from thinwire.spec import Factor
 
@@ -124,19 +125,14 @@ def _converted(options: ConvertOptions) -> Conversion:
         raise UsageError(f"convert one source, FILE or --fsdp2 CALL; {given} given")
     settings, drops = options.settings or [], options.drop or []
     if options.fsdp2 is not None:
-        arguments = _fsdp2_arguments(options.fsdp2)
+        text = options.fsdp2
+        is_file = text.endswith((".toml", ".json", ".yaml", ".yml"))
+        arguments = read_source(text) if is_file else parse_call(text)
         return from_fsdp2(changed(arguments, settings, drops), ranks)
     assert options.source is not None, "one of the two is given"
     table = changed(read_source(options.source), settings, drops)
     is_accelerate = "fsdp_config" in table or "distributed_type" in table
     return (from_accelerate if is_accelerate else from_deepspeed)(table, ranks, str(options.source))
-
-
-def _fsdp2_arguments(text: str) -> dict[str, Any]:
-    from thinwire.convert.fsdp2 import parse_call
-    from thinwire.convert.source import read_source
-
-    return read_source(text) if text.endswith((".toml", ".json", ".yaml", ".yml")) else parse_call(text)
 
 
 def _recipe(conversion: Conversion, options: ConvertOptions, place: Path) -> str:

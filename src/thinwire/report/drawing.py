@@ -73,12 +73,8 @@ class Chart:
 
 
 def inline_svg(chart: Chart, prefix: str) -> str:
-    """An ``<svg>`` element for a page that defines the palette as ``--ink``, ``--line`` and so on.
-
-    Args:
-        chart: The picture.
-        prefix: Prefix of every id, so that no two pictures of a page share one; starts with a letter.
-    """
+    """An ``<svg>`` element for a page that defines the palette as ``--ink``, ``--line`` and so on. Every id has a
+    prefix, which starts with a letter, so that no two pictures of a page share one."""
     import matplotlib as mpl
 
     buffer = io.StringIO()

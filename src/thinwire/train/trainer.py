@@ -192,14 +192,9 @@ class Trainer:
         return self.position.val_loss
 
     def save(self, *, waits: bool = True) -> Path:
-        """Save model, optimizer and position, then delete the checkpoints beyond ``checkpoint.keep``.
-
-        Args:
-            waits: Whether to wait until the checkpoint is complete. Otherwise, this returns once the state is copied; a
-                later step or :meth:`finish_save` reports a failure.
-
-        Returns:
-            The checkpoint's directory.
+        """Save model, optimizer and position, then delete the checkpoints beyond ``checkpoint.keep``; returns the
+        checkpoint's directory. Unless this waits until the checkpoint is complete, it returns once the state is copied,
+        and a later step or :meth:`finish_save` reports a failure.
 
         Raises:
             CheckpointError: On every rank, if this save or one that is under way fails.

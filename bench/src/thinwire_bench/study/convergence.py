@@ -31,8 +31,8 @@ from thinwire.spec.io import read_toml_file
 from thinwire.spec.recipe import Recipe
 from thinwire.spec.template import PlanTemplate
 from thinwire.train.directory import RunDirectory, write_atomically, write_json
-from thinwire.train.environment import resolve_mesh
-from thinwire.train.processes.server import found_hardware
+from thinwire.train.environment import hardware, resolve_mesh
+from thinwire.train.processes.server import called
 from thinwire_bench.systems.protocol import BenchError
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]*")
@@ -153,7 +153,7 @@ class Study:
         spec = StudySpec.parse(read_toml_file(path), str(path))
         spec = spec if seeds is None else spec.with_(seeds=seeds)
         base = Recipe.read(recipe or path.resolve().parent / spec.recipe, [*spec.settings, *settings])
-        found = found_hardware(base.cluster.device)
+        found = called(hardware, base.cluster.device)
         arms: list[Arm] = []
         for name, table in spec.arms.items():
             template = PlanTemplate.read(base.with_(plan=table))

@@ -34,13 +34,8 @@ def launched(command: str) -> Started:
 
 
 def join(device: torch.device, timeout: float | None = None, keys: str | None = None) -> None:
-    """Join the other ranks of the job, and do not leave it, so that training may go on in it.
-
-    Args:
-        device: Device of this rank.
-        timeout: Seconds after which a collective of the job fails; ``None`` takes the default of the job's groups.
-        keys: Directory of the job's keys; ``None`` takes that of the environment, if there is one.
-    """
+    """Join the other ranks of the job, and do not leave it, so that training may go on in it. Its collectives fail
+    after a timeout in seconds, by default that of groups; its keys are by default those of the environment, if any."""
     import datetime
 
     import torch

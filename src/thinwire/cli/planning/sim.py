@@ -110,6 +110,7 @@ def sim(options: SimOptions) -> None:
       thinwire sim --cases cases.json --json
     """
     with explained(as_json=options.as_json):
+        from thinwire.program.timeline import chrome_trace
         from thinwire.sim import answer
 
         if options.memory:
@@ -118,7 +119,9 @@ def sim(options: SimOptions) -> None:
         cases = _cases_of(options)
         answers = [answer(case, trace=options.trace is not None) for case in cases]
         if options.trace is not None:
-            _write_trace(options.trace, answers[0])
+            traced = answers[0].simulated
+            text = json.dumps(chrome_trace({0: traced.spans}, {0: traced.levels}))
+            options.trace.write_text(text, encoding="utf-8")
         if options.plot is not None and options.sweep is not None:
             _draw(options.plot, options.sweep.partition("=")[0], answers)
         uneven = _disturbed(cases, options.settings or ())
@@ -284,13 +287,6 @@ def _split(settings: Sequence[str], keys: Container[str]) -> tuple[list[str], li
     """Settings of some keys, and the others."""
     of_these = [setting for setting in settings if setting.partition("=")[0].strip() in keys]
     return of_these, [setting for setting in settings if setting not in of_these]
-
-
-def _write_trace(path: Path, answer: Answer) -> None:
-    from thinwire.program.timeline import chrome_trace
-
-    simulated = answer.simulated
-    path.write_text(json.dumps(chrome_trace({0: simulated.spans}, {0: simulated.levels})), encoding="utf-8")
 
 
 def _print_json(answers: Sequence[Answer], uneven: Sequence[Disturbed], *, is_list: bool) -> None:

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from thinwire.cli.planning.answer import Answer
     from thinwire.plan import Explanation, PricedPlan, Searched, TrainingJob
     from thinwire.report import Sheet
-    from thinwire.spec import ModelSpec
 
 
 def listed(searched: Searched, top: int) -> list[PricedPlan]:
@@ -25,8 +24,9 @@ def introduce(job: TrainingJob, answer: Answer) -> None:
     from thinwire.units import format_bytes
 
     cluster, model = job.cluster, job.model
+    active = "" if model.experts is None else f" ({model.active_parameters / 1e9:.2f} billion of them active)"
     answer.show(
-        f"{model.name or 'model'}: {model.parameters / 1e9:.2f} billion parameters{_active(model)}, "
+        f"{model.name or 'model'}: {model.parameters / 1e9:.2f} billion parameters{active}, "
         f"{job.seq:,} tokens a sequence, {job.tokens_per_step:,} a step; {cluster.name or 'cluster'}: "
         f"{cluster.gpus:,} GPUs of {format_bytes(cluster.memory)}",
     )
@@ -47,11 +47,6 @@ def introduce(job: TrainingJob, answer: Answer) -> None:
             "mpc and exp3 are left out on GPUs: the host would wait for the length of each message, and nothing would "
             "hide it; a plan of your own may name them",
         )
-
-
-def _active(model: ModelSpec) -> str:
-    """How much of a mixture of experts computes a token, as a part of a sentence."""
-    return "" if model.experts is None else f" ({model.active_parameters / 1e9:.2f} billion of them active)"
 
 
 def plan_sheet(job: TrainingJob, rows: Sequence[PricedPlan]) -> Sheet:

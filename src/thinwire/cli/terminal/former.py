@@ -20,12 +20,8 @@ def say_moved(old: str, new: str) -> None:
 
 
 def formerly(options: Mapping[str, str]) -> Callable[[_Function], _Function]:
-    """Let a command read options of an earlier release.
-
-    Args:
-        options: What is written now, by old option: ``"--memory": "--set cluster.memory={}"``. An option without
-            ``{}`` takes no value.
-    """
+    """Let a command read options of an earlier release. By old option: what is written now, as in ``"--memory": "--set
+    cluster.memory={}"``; an option without ``{}`` takes no value."""
 
     def mark(function: _Function) -> _Function:
         setattr(function, _FORMER, options)
@@ -46,12 +42,8 @@ def command_class(function: Callable[..., Any]) -> type[TyperCommand]:
 
 
 def redirected(words: Sequence[str], became: Mapping[str, str]) -> list[str]:
-    """A command line whose option is a command of its own by now: ``profile --kernels FILE`` is ``kernels FILE``.
-
-    Args:
-        words: Name of the command and its arguments.
-        became: Commands by option. The option's value is the command's argument.
-    """
+    """A command line, from the name of the command, whose option is a command of its own by now, which takes its value:
+    ``profile --kernels FILE`` is ``kernels FILE``."""
     name, *rest = words
     for number, word in enumerate(rest):
         option, equals, value = word.partition("=")

@@ -44,14 +44,8 @@ def lazy_group(
 ) -> type[TyperGroup]:
     """A class for the argument ``cls`` of a :class:`typer.Typer`, which then imports its commands on first use.
 
-    Calling a command imports that command; the help of the group imports all of them, because it shows their summaries.
-
-    Args:
-        commands: Commands by name, in the order in which the help lists them.
-        plugins: Returns further commands. It is called for the help and for a name that ``commands`` lacks.
-
-    Returns:
-        The class.
+    Calling a command imports that command; the help of the group imports all of them, because it shows their summaries,
+    in the order of ``commands``. Further commands, of ``plugins``, are asked for by the help and for an unknown name.
     """
 
     class LazyGroup(TyperGroup):

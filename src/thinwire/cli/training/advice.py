@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,14 +80,8 @@ def fitting(recipe: Recipe, plan: Plan, vocab: int, room: Room) -> tuple[Trainin
     )
     needed = planner.price_plan(job, plan).memory.total
     least = min(room.limit, room.base + round(_LESS * (needed - room.base)))
-    searched = planner.search(_with_memory(job, least))
+    searched = planner.search(dataclasses.replace(job, cluster=job.cluster.with_(memory=least)))
     return job, searched.candidates[0] if searched.candidates else None, needed
-
-
-def _with_memory(job: TrainingJob, memory: int) -> TrainingJob:
-    from dataclasses import replace
-
-    return replace(job, cluster=job.cluster.with_(memory=memory))
 
 
 def _advice(path: Path, run: ResolvedRun, room: Room) -> str:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from thinwire.spec.recipe import Recipe
     from thinwire.train.environment import Started
     from thinwire.train.launching.resolved import ResolvedRun
-    from thinwire.train.measuring.automatic import Here
     from thinwire.train.processes.race import Race
 
 
@@ -55,8 +54,9 @@ def choose_plan(
         UsageError: No plan fits; the message lists remedies.
     """
     import thinwire.plan as planner
+    from thinwire.cli.measuring.ranks import status
     from thinwire.train.data.packing import prepare
-    from thinwire.train.measuring.automatic import measure_and_choose
+    from thinwire.train.measuring.automatic import Here, measure_and_choose
 
     recipe, resolved = run.recipe, run.plan
     dataset = prepare(recipe.data)
@@ -67,7 +67,7 @@ def choose_plan(
         if profile is not None:
             source: Path | Here = profile
         elif ranks is not None:
-            source = _here(recipe, all_ranks, ranks)
+            source = Here(all_ranks, _join(recipe, ranks), status(ranks))
         else:
             source = _measured_apart(recipe, resolved, all_ranks, shape, Path(directory))
         chosen, measured = measure_and_choose(
@@ -126,14 +126,6 @@ def _freedom(recipe: Recipe, codecs: CodecLevel | None) -> Freedom:
         cuts=recipe.model.kind != "huggingface",
         codecs=codecs or "lossless",
     )
-
-
-def _here(recipe: Recipe, mesh: Factor, ranks: Started) -> Here:
-    """The ranks that a launcher has started, of which this one has joined the others."""
-    from thinwire.cli.measuring.ranks import status
-    from thinwire.train.measuring.automatic import Here
-
-    return Here(mesh, _join(recipe, ranks), status(ranks))
 
 
 def _join(recipe: Recipe, ranks: Started) -> torch.device:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from thinwire.spec.plan import Plan
     from thinwire.spec.recipe import Recipe
     from thinwire.train.directory import RunDirectory
-    from thinwire.train.environment import Hardware, Started
+    from thinwire.train.environment import Started
     from thinwire.train.launching.resolved import ResolvedRun
     from thinwire.train.observing.progress import Stream
 
@@ -116,14 +116,17 @@ def train(options: TrainOptions) -> None:
     """
     with explained(as_json=options.as_json):
         require("train", "thinwire train")
-        from thinwire.train.environment import started
+        from thinwire.train.environment import hardware, started
         from thinwire.train.launching.resolved import resolve_run
+        from thinwire.train.processes.server import called
 
         ranks = started()
         recipe = _recipe(options)
         directory = _directory(options, ranks)
         stream: Stream = "stderr" if options.as_json else "stdout"
-        found = _hardware(recipe, ranks)
+        asked = recipe.cluster.device
+        # A process that is not a rank itself asks the server of ranks, which has torch.
+        found = called(hardware, asked) if ranks is None else hardware(asked)
         run = resolve_run(recipe, directory, ranks, found, resume=options.resume, stream=stream)
         console = Console(stderr=options.as_json, quiet=ranks is not None and ranks.rank > 0, highlight=False)
         run, kept = _choose_plan(options, run, _expected(recipe), ranks, console)
@@ -147,14 +150,6 @@ def _recipe(options: TrainOptions) -> Recipe:
     plan = None if options.plan == "auto" else options.plan
     model = None if options.model is None else str(options.model)
     return Recipe.read(options.recipe, overrides, plan=plan, model=model)
-
-
-def _hardware(recipe: Recipe, ranks: Started | None) -> Hardware:
-    """The hardware of this host. A process that is not a rank itself asks the server of ranks, which has torch."""
-    from thinwire.train.environment import hardware
-    from thinwire.train.processes.server import found_hardware
-
-    return (found_hardware if ranks is None else hardware)(recipe.cluster.device)
 
 
 def _choose_plan(

@@ -6,10 +6,9 @@ disk.
 
 from __future__ import annotations
 
-import functools
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -25,8 +24,9 @@ from thinwire.spec.recipe import Recipe
 from thinwire.train.checkpoint import Checkpoint, checkpoints
 from thinwire.train.directory import RunDirectory, write_json
 from thinwire.train.export.kept import kept_config, write_tokenizer
-from thinwire.train.export.layout import Layout, OutTensor, layout_of_huggingface, layout_of_ours
+from thinwire.train.export.layout import Layout, layout_of_huggingface, layout_of_ours
 from thinwire.train.models.build import draft
+from thinwire.train.models.fresh import LastMade
 from thinwire.train.models.gpt import GPT
 from thinwire.train.models.llama import Llama
 from thinwire.train.models.loaded import INDEX, SINGLE
@@ -166,8 +166,12 @@ def _write(
         stand_in = torch.empty(layout.shapes[tensor.source], device="meta")
         entries.append(TensorEntry(tensor.name, dtype, tensor.make(stand_in).shape))
     shards = list(_dealt(entries, max_shard_bytes))
-    source = _CheckpointReader(saved)
-    made = functools.partial(source.made, {tensor.name: tensor for tensor in layout.tensors}, dtype)
+    tensors = {tensor.name: tensor for tensor in layout.tensors}
+    parameter = LastMade[Tensor]()  # several tensors may be parts of one
+
+    def made(name: str) -> Tensor:
+        return tensors[name].make(parameter.of(tensors[name].source, saved.read)).to(dtype)
+
     written = []
     for number, shard in enumerate(shards, start=1):
         name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -194,24 +198,6 @@ def _dealt(entries: Sequence[TensorEntry], max_shard_bytes: int) -> Iterator[lis
         shard.append(entry)
         size += entry.num_bytes
     yield shard
-
-
-class _CheckpointReader:
-    """Parameters of a checkpoint; the last is kept, as several tensors may be parts of it."""
-
-    def __init__(self, saved: SavedModel) -> None:
-        self._saved = saved
-        self._last: tuple[str, Tensor] | None = None
-
-    def read(self, name: str) -> Tensor:
-        if self._last is None or self._last[0] != name:
-            self._last = None  # before the next is read
-            self._last = name, self._saved.read(name)
-        return self._last[1]
-
-    def made(self, tensors: Mapping[str, OutTensor], dtype: torch.dtype, name: str) -> Tensor:
-        """One of the tensors to write."""
-        return tensors[name].make(self.read(tensors[name].source)).to(dtype)
 
 
 def _publish(staging: Path, to: Path) -> None:

@@ -7,11 +7,11 @@ rotary positions as ``GPTNeoXForCausalLM``, and GPT with learned positions and s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-import torch
 from torch import Tensor, nn
 
 from thinwire.errors import UsageError
@@ -189,31 +189,18 @@ _GPT2_NAMES: Final = {
 def _gpt2_tensors(model: nn.Module, config: GPTConfig) -> list[OutTensor]:
     """GPT-2 keeps matrices transposed, and queries, keys and values apart where we have them by head."""
 
-    def by_kind(joint: Tensor) -> Tensor:
-        apart: Tensor = joint.unflatten(0, (config.heads, 3, -1))
-        return apart.transpose(0, 1).flatten(0, 2)
+    def stored(value: Tensor, *, by_head: bool, transposed: bool) -> Tensor:
+        if by_head:
+            value = value.unflatten(0, (config.heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+        return value.t() if transposed else value
 
     tensors = []
     for name, parameter in model.named_parameters():
         module, _, kind = name.rpartition(".")
         parts = module.split(".")
-        steps: list[Callable[[Tensor], Tensor]] = []
-        if parts[0] == "layers":
-            renamed = f"transformer.h.{parts[1]}.{_GPT2_NAMES['.'.join(parts[2:])]}"
-            if parts[-1] == "query_key_value":
-                steps.append(by_kind)
-            if parameter.ndim == 2:
-                steps.append(torch.t)
-        else:
-            renamed = _GPT2_NAMES[module]
-        tensors.append(OutTensor(f"{renamed}.{kind}", name, _chained(steps)))
+        in_block = parts[0] == "layers"
+        renamed = f"transformer.h.{parts[1]}.{_GPT2_NAMES['.'.join(parts[2:])]}" if in_block else _GPT2_NAMES[module]
+        by_head, transposed = parts[-1] == "query_key_value", in_block and parameter.ndim == 2
+        make = functools.partial(stored, by_head=by_head, transposed=transposed)
+        tensors.append(OutTensor(f"{renamed}.{kind}", name, make))
     return tensors
-
-
-def _chained(steps: Sequence[Callable[[Tensor], Tensor]]) -> Callable[[Tensor], Tensor]:
-    def run(value: Tensor) -> Tensor:
-        for step in steps:
-            value = step(value)
-        return value
-
-    return run

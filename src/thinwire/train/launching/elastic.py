@@ -45,7 +45,9 @@ def continued(template: PlanTemplate, directory: RunDirectory, ranks: Started | 
     mesh = resolve_mesh(template, ranks, found.num_gpus)
     template = template.fitted(mesh)
     before = Plan.load(directory.plan) if directory.plan.is_file() else None
-    batch = template.recipe.train.global_batch or _batch_before(directory, before)
+    batch = template.recipe.train.global_batch
+    if batch is None and before is not None:  # ranks that could not share it evenly have trained with another
+        batch = Recipe.load(directory.recipe).train.global_batch or global_batch(before)
     if batch is None:
         batch = global_batch(template.resolve(mesh))
     template = template.with_global_batch(batch)
@@ -57,13 +59,6 @@ def continued(template: PlanTemplate, directory: RunDirectory, ranks: Started | 
 def global_batch(plan: Plan) -> int:
     """The number of sequences of a step under a plan, over all ranks."""
     return plan.samplers * plan.micro_batch * plan.micro_batches
-
-
-def _batch_before(directory: RunDirectory, before: Plan | None) -> int | None:
-    """The global batch that the run should have. Ranks that could not share it evenly have trained with another."""
-    if before is None:
-        return None
-    return Recipe.load(directory.recipe).train.global_batch or global_batch(before)
 
 
 def _nearest(batch: int, template: PlanTemplate, mesh: Factor) -> int:

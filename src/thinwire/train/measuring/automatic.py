@@ -39,18 +39,9 @@ def measure_and_choose(
 ) -> tuple[Chosen, Profile]:
     """Choose a plan by a profile, or by what the ranks measure now. Collective if they measure.
 
-    Args:
-        shape: Dimensions of the model.
-        seq: Tokens per sequence.
-        template: A plan with the job's ranks, batch and dtype, which the choice keeps.
-        source: File of a profile of the cluster, or the ranks that measure one in :data:`BUDGET` seconds. They are in
-            the job's group, or join it.
-        asked: The option that asks for the choice, for messages.
-        clip: Whether gradients are clipped by their norm.
-        free: What the search may choose.
-
-    Returns:
-        The choice, the same on every rank, and the profile that it is based on.
+    The source is the file of a profile of the cluster, or the ranks that measure one in :data:`BUDGET` seconds; they
+    are in the job's group, or join it. The choice, the same on every rank, keeps the ranks, batch and dtype of a
+    template, and is free otherwise. Messages name the option that has asked for it. Returns it with the profile.
 
     Raises:
         SpecError: The profile cannot be read.

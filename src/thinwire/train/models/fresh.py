@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, Generic, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,22 @@ from torch import Tensor, nn
 from thinwire.errors import UsageError
 from thinwire.sharding.memory.initial import Region
 from thinwire.train.models.decoder import Decoder
+
+T = TypeVar("T")
+
+
+@final
+class LastMade(Generic[T]):
+    """What was made of the last name; it is freed before that of the next one is made."""
+
+    def __init__(self) -> None:
+        self._last: tuple[str, T] | None = None
+
+    def of(self, name: str, make: Callable[[str], T]) -> T:
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            self._last = name, make(name)
+        return self._last[1]
 
 
 @final
@@ -36,7 +52,7 @@ class DrawnValues:
         generator = torch.Generator().manual_seed(seed)
         self._states = [generator.get_state()]
         """State of the generator before each weight, for those weights that have been reached."""
-        self._last: tuple[str, Tensor] | None = None
+        self._drawn = LastMade[Tensor]()
 
     def open(self) -> str:
         """Describe the values. There is nothing to check."""
@@ -46,13 +62,11 @@ class DrawnValues:
         """Return a part of a parameter; see :class:`thinwire.sharding.memory.initial.InitialValues`."""
         if name not in self._places:
             return torch.full([part.stop - part.start for part in region], float(name in self._ones))
-        if self._last is None or self._last[0] != name:
-            self._last = None  # freed before the next one is made
-            self._last = name, self._draw(self._places[name])
-        return self._last[1][region]
+        return self._drawn.of(name, self._draw)[region]
 
-    def _draw(self, place: int) -> Tensor:
+    def _draw(self, name: str) -> Tensor:
         """Draw a whole weight. The first time, all weights before it in the stream are drawn and discarded."""
+        place = self._places[name]
         generator = torch.Generator()
         start = min(place, len(self._states) - 1)
         generator.set_state(self._states[start])
@@ -87,7 +101,7 @@ class InitializedValues:
             block = _block_of(skeleton, name)
             self._blocks.setdefault(block, {})[name] = parameter
             self._block_of[name] = block
-        self._last: tuple[str, dict[str, Tensor]] | None = None
+        self._made = LastMade[dict[str, Tensor]]()
 
     def open(self) -> str:
         """Describe the values. There is nothing to check."""
@@ -96,16 +110,15 @@ class InitializedValues:
     def read(self, name: str, region: Region) -> Tensor:
         """Return a part of a parameter; see :class:`thinwire.sharding.memory.initial.InitialValues`."""
         name = name.removeprefix(self._prefix)
-        block = self._block_of[name]
-        if self._last is None or self._last[0] != block:
-            self._last = None  # freed before the next one is made
-            self._last = block, self._make(block)
-        return self._last[1][name][region]
+        return self._made.of(self._block_of[name], self._make)[name][region]
 
     @torch.no_grad()
     def _make(self, block: str) -> dict[str, Tensor]:
         members = {id(parameter): name for name, parameter in self._blocks[block].items()}
-        real = {name: _unset(parameter) for name, parameter in self._blocks[block].items()}
+        real = {}  # until a value is set, it is NaN
+        for name, parameter in self._blocks[block].items():
+            unset = torch.full(parameter.shape, math.nan, dtype=parameter.dtype)
+            real[name] = nn.Parameter(unset, requires_grad=parameter.requires_grad)
         ancestors = [".".join(block.split(".")[:depth]) for depth in range(block.count(".") + 1)] if block else []
         root = self._skeleton.get_submodule(block)
         modules = [*_children_first(root), *(self._skeleton.get_submodule(name) for name in reversed(ancestors))]
@@ -137,12 +150,6 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         yield from _children_first(child)
     yield module
-
-
-def _unset(parameter: nn.Parameter) -> nn.Parameter:
-    """Real memory for a parameter, filled with NaN until it is set."""
-    value = torch.full(parameter.shape, math.nan, dtype=parameter.dtype)
-    return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
 
 @contextlib.contextmanager

@@ -11,12 +11,8 @@ from thinwire.train.checkpoint import Position
 
 
 class IslandWatch:
-    """Follows the exchanges of a run; without elastic islands, it does nothing.
-
-    Args:
-        model: The model.
-        position: The progress of the run, which moves on to that of other islands.
-        cluster: Says which island this is, and where the lighthouse is.
+    """Follows the exchanges of a run, whose progress moves on to that of other islands; without elastic islands, it
+    does nothing.
 
     Attributes:
         sampler: Number of this rank among those with data of their own, over all islands.

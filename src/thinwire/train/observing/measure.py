@@ -27,18 +27,9 @@ _MEMORY: Final = ("rss", *FIGURES)
 
 @dataclass(frozen=True)
 class StepMeasurements:
-    """Measurements over all ranks.
-
-    Attributes:
-        sent: Bytes sent by all ranks, by kind, then ``inside`` and ``across`` nodes; with those of other axes.
-        exposed: Seconds that computation waited, by kind, mean over ranks; and of axes that are timed.
-        codec: Seconds that codecs took, by kind, mean over ranks.
-        transfer: Seconds that transfers took, by kind, mean over ranks; waiting for peers is part of them.
-        memory: Bytes by rank: ``rss``, and on GPUs those of
-            :data:`~thinwire.train.observing.allocator.FIGURES`.
-        retries: How often each rank's allocator ran out of room and emptied its cache, since the start.
-        own: Seconds that each rank spent on its own work, by rank.
-    """
+    """Measurements over all ranks, as :class:`~thinwire.train.observing.metrics.StepRecord` has them. ``sent`` and
+    ``exposed`` have other axes as well, the latter those that are timed; ``memory``, ``retries`` and ``own`` are by
+    rank."""
 
     sent: Mapping[str, Mapping[str, int]]
     exposed: Mapping[str, float]

@@ -125,13 +125,8 @@ class StepRecord:
 
 
 class MetricsLog:
-    """Appends records to ``metrics.jsonl``, and gives their numbers to trackers.
-
-    Args:
-        path: The file ``metrics.jsonl``.
-        trackers: Where the numbers go besides.
-        last_step: Records after this step are removed first, because a resumed run writes them again.
-    """
+    """Appends records to ``metrics.jsonl``, and gives their numbers to trackers. Records after ``last_step`` are
+    removed first, because a resumed run writes them again."""
 
     def __init__(self, path: Path, trackers: Trackers, last_step: int) -> None:
         truncate(path, last_step)

@@ -63,11 +63,8 @@ class Clocks:
     def compare(cls, names: Sequence[str], readings: Sequence[Sequence[float]]) -> Clocks:
         """Compute the offsets from clock readings right after each of several barriers.
 
-        Ranks leave a barrier at nearly the same time. Ranks on one host share a clock, so they have the same offset.
-
-        Args:
-            names: Names of the ranks' clocks, by rank; equal for ranks that share a clock.
-            readings: By rank, the clock's seconds after each barrier.
+        Ranks leave a barrier at nearly the same time. Ranks on one host share a clock, whose name is theirs, so they
+        have the same offset. Readings are, by rank, seconds after each barrier.
         """
         rounds = list(zip(*readings, strict=True))
         alignment: dict[str, tuple[float, float]] = {}
@@ -106,13 +103,8 @@ class StepTracer:
         self._session.begin(step)
 
     def end(self, *, interrupted: bool) -> str | None:
-        """Call this after a step. It writes the traces unless another traced step follows directly.
-
-        Args:
-            interrupted: Whether a validation or a checkpoint comes between this step and the next.
-
-        Returns:
-            A line for the user if traces were written.
+        """Call this after a step. It writes the traces unless another traced step follows directly, ``interrupted`` by
+        no validation and no checkpoint; returns a line for the user if traces were written.
 
         Raises:
             UsageError: On all ranks, if any of them could not write its trace.
@@ -175,7 +167,7 @@ class _Session:
         self._wait()
         self._recording.close()
         self._profile.stop()
-        by_rank = agree(self._ranks, self._collect, self._unwritten, _SPANS, message=str)
+        by_rank = agree(self._ranks, self._own_spans, self._unwritten, _SPANS, message=str)
         merged = self._directory / f"{self._name}.json"
 
         def write() -> None:
@@ -186,12 +178,6 @@ class _Session:
         first = self._marks[0][0]
         which = f"step {first} is" if first == self.last else f"steps {first} to {self.last} are"
         return f"{which} traced: open {merged} at https://ui.perfetto.dev"
-
-    def _collect(self) -> list[Span]:
-        """This rank's spans; the total over all ranks is bounded."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        size = self._ranks.size
-        return self._own_spans(MOST_SPANS // size, MOST_OPERATIONS // size)
 
     def _unwritten(self, problems: Mapping[int, str]) -> UsageError:
         rank, text = next(iter(problems.items()))
@@ -206,12 +192,14 @@ class _Session:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _own_spans(self, most: int, most_operations: int) -> list[Span]:
-        """This rank's spans on rank 0's clock; also writes torch's trace."""
+    def _own_spans(self) -> list[Span]:
+        """This rank's spans on rank 0's clock, at most its part of those of all ranks; also writes torch's trace."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        size = self._ranks.size
         spans = [Span(STEP, f"step {step}", start, end) for step, start, end in self._marks]
         for number, timeline in enumerate(self._timelines):
             spans += _renamed(timeline, number if len(self._timelines) > 1 else None, self._origin)
-        kept = [*longest(spans, most), *longest(self._torch_spans(), most_operations)]
+        kept = [*longest(spans, MOST_SPANS // size), *longest(self._torch_spans(), MOST_OPERATIONS // size)]
         ahead = self._clocks.offsets[self._ranks.rank]
         return [replace(span, start=span.start - ahead, end=span.end - ahead) for span in kept]
 

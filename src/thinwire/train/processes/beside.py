@@ -109,13 +109,8 @@ class LapsBeside:
         self._line(_ENDING)
 
     def lap(self, plan: Plan, left: float, part: float) -> Lap:
-        """Try a plan.
-
-        Args:
-            plan: The plan.
-            left: Seconds after which it is given up.
-            part: Seconds that it should take, once enough is measured.
-        """
+        """Try a plan, which is given up after ``left`` seconds and should take ``part`` of them once enough is
+        measured."""
         port = self._ranks.all_gather_typed(free_port(), Typed[int](int))[0]
         meeting = {"MASTER_ADDR": self._address, "MASTER_PORT": str(port)}
         given = {"left": left, "part": part, "only": {**self._own, **meeting}}

@@ -203,18 +203,10 @@ def lap_here(run: ResolvedRun) -> Callable[[Plan, float, float], Lap]:
 def run_lap(
     run: ResolvedRun, plan: Plan, left: float, part: float, only: Mapping[str, str] | None = None
 ) -> tuple[list[float], Failure | None]:
-    """Start ranks that try a plan, and wait for them.
-
-    Args:
-        run: The run, under any plan.
-        plan: The plan to try.
-        left: Seconds after which the ranks are ended.
-        part: Seconds after which they make no further step, once enough is measured.
-        only: Environment variables of the one rank to start here, if others start the other ranks.
-
-    Returns:
-        Seconds of the steps, if rank 0 was started here, and the failure that explains the others.
-    """
+    """Start ranks that try a plan on a run of any plan, and wait for them: for ``left`` seconds, after ``part`` of
+    which they make no further step once enough is measured. ``only`` are environment variables of the one rank to start
+    here, if others start the other ranks. Returns the seconds of the steps, if rank 0 was started here, and the failure
+    that explains the others."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="thinwire-race-") as directory:
         result, entered = Path(directory) / "seconds.json", _entered(run, plan, Path(directory))

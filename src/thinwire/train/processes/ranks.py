@@ -92,19 +92,12 @@ def run_ranks(
     only: Mapping[str, str] | None = None,
     limit: float | None = None,
 ) -> Failure | None:
-    """Start all ranks and wait until they have ended.
-
-    Args:
-        run: The run, whose directory has been opened.
-        perform: What each rank does.
-        only: Environment variables of the one rank to start here, if others start the other ranks.
-        limit: Seconds after which ranks that have not ended are ended; ``None`` for no limit.
-
-    Returns:
-        The failure that explains the others; ``None`` if every rank has succeeded.
+    """Start all ranks of a run, whose directory has been opened, and wait until they have ended; if others start the
+    other ranks, only that of these environment variables. Returns the failure that explains the others; ``None`` if
+    every rank has succeeded.
 
     Raises:
-        TimeoutError: Ranks have not ended within the limit.
+        TimeoutError: Ranks had not ended within the limit, in seconds, and were ended.
     """
     began, words = time.monotonic(), Path(tempfile.mkdtemp(prefix="thinwire-"))
     variables = _all_here(run.plan.ranks) if only is None else [dict(only)]
@@ -151,13 +144,8 @@ def _rank(environment: Mapping[str, str], log: Path | None, run: ResolvedRun, pe
 
 
 def _all_here(num_ranks: int) -> list[dict[str, str]]:
-    """Environment variables of every rank of a job on this machine."""
-    common = _variables(num_ranks)
-    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
-
-
-def _variables(num_ranks: int) -> dict[str, str]:
-    """Environment variables that all ranks share; the user's own come first, except where ranks meet."""
+    """Environment variables of every rank of a job on this machine; the user's own come first, except where ranks
+    meet."""
     wanted = {
         "OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks)),
         "TOKENIZERS_PARALLELISM": "false",
@@ -170,7 +158,8 @@ def _variables(num_ranks: int) -> dict[str, str]:
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(free_port()),
     }
-    return {name: value for name, value in wanted.items() if name not in os.environ} | meeting
+    common = {name: value for name, value in wanted.items() if name not in os.environ} | meeting
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
 
 
 def free_port() -> int:

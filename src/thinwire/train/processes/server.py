@@ -21,8 +21,6 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any, Final, TypeVar
 
-from thinwire.train.environment import Demand, Hardware, hardware
-
 T = TypeVar("T")
 
 _SERVED: Final = multiprocessing.get_context("forkserver")
@@ -47,15 +45,6 @@ def begin_imports() -> None:
     resource_tracker.ensure_running()  # or the server's start would, and end with signals let through
     with _withheld(), _environment(_BEFORE_IMPORTS):
         forkserver.ensure_running()
-
-
-def found_hardware(demand: Demand) -> Hardware:
-    """The hardware of this host, looked at in a process of its own.
-
-    Raises:
-        UsageError: The user chose CUDA, and torch finds no CUDA device.
-    """
-    return called(hardware, demand)
 
 
 def called(function: Callable[..., T], *arguments: Any) -> T:

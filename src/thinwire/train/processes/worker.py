@@ -111,17 +111,9 @@ def be_rank(run: ResolvedRun) -> int:
 
 
 def be_racer(run: ResolvedRun, *, result: Path, deadline: float, soon: float) -> int:
-    """Be one rank that tries a plan, in a process of its own.
-
-    Args:
-        run: The run under that plan, in a directory of its own.
-        result: File to which rank 0 writes the seconds of its steps, a list in JSON.
-        deadline: When the last step should be over, on the machine's monotonic clock.
-        soon: When it should be over if enough is measured.
-
-    Returns:
-        Exit status.
-    """
+    """Be one rank that tries a run's plan, in a process of its own; returns its exit status. Rank 0 writes the seconds
+    of its steps to a file, a list in JSON. The last step should be over at a deadline of the machine's monotonic clock,
+    or ``soon`` if enough is measured."""
 
     def race() -> None:
         with _joined(run) as (dataset, device):
@@ -134,7 +126,8 @@ def be_racer(run: ResolvedRun, *, result: Path, deadline: float, soon: float) ->
 
 def _status(run: ResolvedRun, perform: Callable[[], object]) -> int:
     """Exit status of a process that is one rank and performs something."""
-    _name_process(f"rank {os.environ['RANK']}")
+    with contextlib.suppress(OSError):  # the name that ps and top show
+        Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
     _reserve()
     warnings.simplefilter("ignore")  # torch's own, once per rank; errors are ours to report
     try:
@@ -143,9 +136,3 @@ def _status(run: ResolvedRun, perform: Callable[[], object]) -> int:
     except Exception:
         return 1
     return 0
-
-
-def _name_process(name: str) -> None:
-    """Show a name in ``ps`` and ``top``."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/comm").write_text(name)
