@@ -26,7 +26,7 @@ from thinwire.train.data.tokens import TokenBin
 from thinwire.train.directory import RunDirectory
 from thinwire.train.export.files import export
 from thinwire.train.launching.resolved import ResolvedRun
-from thinwire.train.observing.metrics import MetricsLog, _scalars, read
+from thinwire.train.observing.metrics import MetricsLog, read, tracked
 from thinwire.train.observing.progress import ProgressReport
 from thinwire.train.observing.trackers import Trackers
 from thinwire.train.trainer import Trainer, make_trainer
@@ -225,7 +225,7 @@ def test_a_gradient_that_overflows_lowers_the_scale_and_is_reported(tmp_path: Pa
     log.close()
     (line,) = read(tmp_path / "metrics.jsonl")
     assert (line["skipped"], line["skipped_steps"], line["loss_scale"], line["grad_norm"]) == (True, 1, TOO_LARGE, None)
-    assert {"skipped_steps": 1.0, "loss_scale": TOO_LARGE}.items() <= dict(_scalars(line)).items()
+    assert {"skipped_steps": 1.0, "loss_scale": TOO_LARGE}.items() <= tracked(line).items()
 
 
 def test_progress_shows_the_scale_and_the_skipped_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

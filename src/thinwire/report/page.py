@@ -160,7 +160,7 @@ def _facts(run: RunRecord, numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
     facts = [
         ("Plan", run.plan.describe()),
         ("Model", _model(run, numbers)),
-        ("Data", _data(run)),
+        ("Data", ", ".join([run.recipe.data.source, *run.recipe.data.paths])),
         ("Batch", _batch(run)),
         ("Place", _place(run)),
         ("Software", ", ".join(f"{name} {version}" for name, version in run.versions.items())),
@@ -178,11 +178,6 @@ def _model(run: RunRecord, numbers: Mapping[str, Any]) -> str:
     if numbers["parameters"]:
         words.append(f"{numbers['parameters']:,} parameters")
     return ", ".join(words)
-
-
-def _data(run: RunRecord) -> str:
-    data = run.recipe.data
-    return ", ".join([data.source, *data.paths])
 
 
 def _batch(run: RunRecord) -> str:

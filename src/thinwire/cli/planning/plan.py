@@ -17,7 +17,6 @@ from thinwire.cli.planning.emit import emit
 from thinwire.cli.planning.job import FORMER_OPTIONS, cluster_of, cluster_settings, ways_of
 from thinwire.cli.planning.rent import counts_of, show_rentals, show_sweep
 from thinwire.cli.planning.tables import (
-    basis_line,
     explanation_json,
     introduce,
     listed,
@@ -208,17 +207,13 @@ def _rented(job: TrainingJob, options: PlanOptions, answer: Answer) -> None:
     rows = planner.parts_of(job) if options.sweep is None else planner.sweep_nodes(job, counts_of(options.sweep))
     introduce(job, answer)
     answer.facts = show_sweep(job, list(rows), options.plot, answer, by_cost=by_cost)
-    best = _named(answer.facts["best"])
-    chosen = next((row for row in answer.facts["sweep"] if (row["nodes"], row["label"]) == best), None)
+    best = answer.facts["best"]
+    chosen = next((row for row in answer.facts["sweep"] if {key: row[key] for key in ("nodes", "label")} == best), None)
     if options.out is not None and chosen is not None:
         from thinwire.spec import Plan
 
         done = f"wrote the plan of {chosen['nodes']} nodes to {options.out}"
         answer.files.append(File("--out", options.out, Plan.parse(chosen["plan"]).save, done))
-
-
-def _named(best: Mapping[str, Any] | None) -> tuple[Any, Any]:
-    return (None, None) if best is None else (best["nodes"], best["label"])
 
 
 def _leaves_of_hosts(source: Path) -> dict[str, str]:
@@ -308,7 +303,8 @@ def _fastest(job: TrainingJob, options: PlanOptions, answer: Answer) -> None:
         answer.facts = _infeasible(job, rows, answer)
         return
     answer.show(search_line(searched, job.tie))
-    answer.show(basis_line(job, searched.candidates[0]))
+    basis = planner.provenance(job, searched.candidates[0])
+    answer.show(f"estimate quality: compute {basis.computation}, network {basis.transfers}")
     explanation = both = None
     if options.explain:
         explanation = planner.explain(job, searched)

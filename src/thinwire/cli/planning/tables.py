@@ -130,14 +130,6 @@ def search_line(searched: Searched, tie: float) -> str:
     )
 
 
-def basis_line(job: TrainingJob, chosen: PricedPlan) -> str:
-    """What the first plan's prediction rests on."""
-    from thinwire.plan import provenance
-
-    basis = provenance(job, chosen)
-    return f"estimate quality: compute {basis.computation}, network {basis.transfers}"
-
-
 def show_explanation(explanation: Explanation, chosen: PricedPlan, answer: Answer) -> None:
     """Add what bounds the chosen plan, and what would change the choice."""
     answer.show(f"\nbound by {explanation.binding}")

@@ -99,16 +99,14 @@ def export(
 
 
 def _chosen(run: RunDirectory, step: int | None) -> Checkpoint:
-    known = checkpoints(run.checkpoints)
+    known = {checkpoint.step: checkpoint for checkpoint in checkpoints(run.checkpoints)}
     if not known:
         raise CheckpointError(f"{run.path} has no checkpoint to export; train until the first, see checkpoint.every")
     if step is None:
-        return known[-1]
-    for checkpoint in known:
-        if checkpoint.step == step:
-            return checkpoint
-    there = ", ".join(str(checkpoint.step) for checkpoint in known)
-    raise CheckpointError(f"--step {step}: {run.path} has checkpoints of steps {there}")
+        step = max(known)
+    if step not in known:
+        raise CheckpointError(f"--step {step}: {run.path} has checkpoints of steps {', '.join(map(str, known))}")
+    return known[step]
 
 
 def _layout(run: RunDirectory, recipe: Recipe, saved: SavedModel) -> tuple[Layout, int]:

@@ -68,7 +68,7 @@ def weightless(plan: Plan, device: torch.device) -> Weightless:
     """A model of no weight under a plan: what its steps and micro-batches take is what the runtime takes."""
     model = shard(_model(_WEIGHTLESS, _WEIGHTLESS.seq, _WEIGHTLESS.layers).to(device), plan, sync_initial=False)
     runtime = runtime_of(model)
-    _compare_no_values(model)  # as in most steps
+    runtime.audit.compares_values = False  # as in most steps
     ids = torch.zeros((1, _WEIGHTLESS.seq), dtype=torch.int64, device=device)
     optim = optimizer(model, torch.optim.AdamW, fused=True)
     endless = micro_batches(model, itertools.repeat(ids))
@@ -87,12 +87,6 @@ def weightless(plan: Plan, device: torch.device) -> Weightless:
     programs = runtime.programs
     middle = [op for op in programs.program(3).operations if op.start.micro_batch == 1]
     return Weightless(run, steps, middle)
-
-
-def _compare_no_values(model: nn.Module) -> None:
-    """Do not compare parameters before and after forwards."""
-    audit = runtime_of(model).audit
-    audit.compares_values = False
 
 
 def _fitting_blocks(shape: ModelSpec, plan: Plan, seq: int, memory: int) -> int:
@@ -118,7 +112,7 @@ def _make(
     if part == "whole":  # micro-batches of a step that never ends, so that nothing is sent
         whole = shard(_model(shape, seq, blocks).to(device), plan, sync_initial=False)
         # The first step compares parameters before and after forwards, which few others do, and this one has no end.
-        _compare_no_values(whole)
+        runtime_of(whole).audit.compares_values = False
         endless = micro_batches(whole, itertools.repeat(ids))
 
         def loss() -> Tensor:

@@ -154,19 +154,12 @@ class LinkMeter:
         return words
 
 
-class _Speeds(NamedTuple):
-    """Bytes a second by host, as it sends and as it is sent to; 0 where nothing was sent."""
-
-    out: tuple[float, ...]
-    into: tuple[float, ...]
-
-
 class LinkPace:
     """Compares the links of the hosts; only one rank has this object."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
-        self._records: deque[tuple[_Speeds, float]] = deque(maxlen=RECORDS)
+        self._records: deque[tuple[list[list[float]], float]] = deque(maxlen=RECORDS)
         self._best = 0.0
         self._slow: str | None = None
         self._named: str | None = None  # by the last judgement
@@ -178,7 +171,8 @@ class LinkPace:
         if not any(words):
             return None
         table = [words[_PER_HOST * place : _PER_HOST * (place + 1)] for place in range(len(self._names))]
-        speeds = _Speeds(tuple(_speed(row[0], row[1]) for row in table), tuple(_speed(row[2], row[3]) for row in table))
+        # Bytes a second by host, as it sends and as it is sent to; 0 where nothing was sent.
+        speeds = [[row[at] / row[at + 1] if row[at + 1] > 0 else 0.0 for row in table] for at in (0, 2)]
         self._records.append((speeds, max(max(row[1], row[3]) for row in table) / max(seconds, 1e-9)))
         if len(self._records) < RECORDS:
             return None
@@ -216,7 +210,3 @@ class LinkPace:
             first, last = min(sends, key=out.__getitem__), min(takes, key=into.__getitem__)
             return f"the path from {self._names[first]} to {self._names[last]}"
         return None
-
-
-def _speed(sent: float, seconds: float) -> float:
-    return sent / seconds if seconds > 0 else 0.0

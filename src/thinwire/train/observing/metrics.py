@@ -7,14 +7,14 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
 
 from thinwire.checkpoint.durable import sync_directory
 from thinwire.train.directory import write_atomically, writing
-from thinwire.train.observing.trackers import Trackers
+from thinwire.train.observing.trackers import Trackers, flat
 
 KINDS: Final = ("gather", "reduce", "sync", "spread", "control", "outer", "update", "up", "down")
 """What computation may wait for, in the order in which it is reported."""
@@ -199,15 +199,11 @@ _TORCHTITANS: Final = {
 
 def tracked(table: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a record under the names that trackers get."""
-    named = {_TORCHTITANS.get(name, name): value for name, value in _scalars(table)}
+    named = {
+        _TORCHTITANS.get(name, name): float(value)
+        for name, value in flat(table, "/").items()
+        if isinstance(value, int | float) and name not in ("step", "time")
+    }
     if "mfu(%)" in named:
         named["mfu(%)"] *= 100
     return named
-
-
-def _scalars(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _scalars(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float) and name not in ("step", "time"):
-            yield f"{prefix}{name}", float(value)

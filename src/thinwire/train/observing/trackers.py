@@ -131,7 +131,7 @@ class _MLflow:
         known = self._client.get_experiment_by_name(name)
         experiment = self._client.create_experiment(name) if known is None else known.experiment_id
         self.record = self._client.create_run(experiment, run_name=run.name).info.run_id
-        params = [Param(key, str(value)[:6000]) for key, value in _flat(run.config).items()]
+        params = [Param(key, str(value)[:6000]) for key, value in flat(run.config).items()]
         for begin in range(0, len(params), 100):  # the most that one call takes
             self._client.log_batch(self.record, params=params[begin : begin + 100])
 
@@ -154,7 +154,7 @@ class _Trackio:
         self.record = run.record or f"{run.name}-{secrets.token_hex(4)}"  # names are all that tells runs apart
         project = os.environ.get("TRACKIO_PROJECT", "thinwire")
         self._trackio = trackio
-        trackio.init(project, self.record, config=_flat(run.config), resume="allow", embed=False)
+        trackio.init(project, self.record, config=flat(run.config), resume="allow", embed=False)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._trackio.log(dict(metrics), step=step)
@@ -248,9 +248,10 @@ def _quiet() -> contextlib.AbstractContextManager[Any]:
     return contextlib.redirect_stdout(sys.stderr)
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(table: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
     """A nested table with keys such as ``plan.wire.gather``."""
-    flat: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
+        inner = flat(value, separator) if isinstance(value, Mapping) else None
+        found |= {key: value} if inner is None else {f"{key}{separator}{name}": item for name, item in inner.items()}
+    return found
