@@ -95,16 +95,7 @@ def hardware_checks() -> Iterator[Check]:
     yield _nccl(has_gpu)
     yield _allocator(has_gpu)
     yield _codecs("native codecs", "cpp", "cpu", "codecs on the CPU")
-    if importlib.util.find_spec("triton") is not None:
-        yield _triton(has_gpu)
-    else:
-        yield Check(
-            "Triton",
-            "not installed",
-            "codecs on a GPU",
-            "missing" if has_gpu else "none",
-            f"{_INSTALL} triton" if has_gpu else None,
-        )
+    yield _triton(has_gpu)
 
 
 def _gpu() -> Check:
@@ -169,11 +160,15 @@ def _allocator(has_gpu: bool) -> Check:
 
 
 def _triton(has_gpu: bool) -> Check:
-    use, version = "codecs on a GPU", importlib.metadata.version("triton")
+    name, use = "Triton", "codecs on a GPU"
+    if importlib.util.find_spec("triton") is None:
+        remedy = f"{_INSTALL} triton" if has_gpu else None
+        return Check(name, "not installed", use, "missing" if has_gpu else "none", remedy)
+    version = importlib.metadata.version("triton")
     if not has_gpu:
-        return Check("Triton", f"{version}, not used without a GPU", use, "none")
-    check = _codecs("Triton", "triton", "cuda", use)
-    return Check(check.name, f"{version}: {check.found}", use, check.verdict, check.remedy)
+        return Check(name, f"{version}, not used without a GPU", use, "none")
+    check = _codecs(name, "triton", "cuda", use)
+    return Check(name, f"{version}: {check.found}", use, check.verdict, check.remedy)
 
 
 def _codecs(name: str, backend: str, device: str, use: str) -> Check:

@@ -170,14 +170,8 @@ def network_checks(
         if names:
             yield Check("NCCL's network", f"{', '.join(names)} ({why})", "ranks with a GPU on several nodes")
         else:
-            yield Check(
-                "NCCL's network",
-                f"no interface ({why})",
-                "ranks with a GPU",
-                "broken",
-                _choose("NCCL", all_interfaces),
-                True,
-            )
+            remedy = _choose("NCCL", all_interfaces)
+            yield Check("NCCL's network", f"no interface ({why})", "ranks with a GPU", "broken", remedy, essential=True)
     yield from _rdma(devices)
 
 
@@ -234,34 +228,21 @@ def _rdma(devices: Sequence[RdmaDevice]) -> Iterator[Check]:
         yield Check("RDMA", "no device", use, "none")
     else:
         description = "; ".join(f"{device.name} ({device.driver}): {', '.join(device.ports)}" for device in others)
-        active = any("ACTIVE" in port for device in others for port in device.ports)
-        yield (
-            _reachable("RDMA", description, use)
-            if active
-            else Check(
-                "RDMA",
-                f"{description}: no port is active",
-                use,
-                "limits",
-                "ibstat; check cables and the subnet manager",
-            )
-        )
+        if any("ACTIVE" in port for device in others for port in device.ports):
+            yield _reachable("RDMA", description, use)
+        else:
+            remedy = "ibstat; check cables and the subnet manager"
+            yield Check("RDMA", f"{description}: no port is active", use, "limits", remedy)
+    use = f"{use}, on AWS"
     if not elastic:
-        yield Check("EFA", "no device", f"{use}, on AWS", "none")
+        yield Check("EFA", "no device", use, "none")
     else:
         description = ", ".join(device.name for device in elastic)
-        check = _reachable("EFA", description, f"{use}, on AWS")
-        yield (
-            check
-            if check.verdict != "ok" or _has_plugin()
-            else Check(
-                "EFA",
-                f"{description}, but no libnccl-net.so",
-                f"{use}, on AWS",
-                "missing",
-                "install aws-ofi-nccl (part of the EFA installer) and put it on LD_LIBRARY_PATH",
-            )
-        )
+        check = _reachable("EFA", description, use)
+        if check.verdict == "ok" and not _has_plugin():
+            remedy = "install aws-ofi-nccl (part of the EFA installer) and put it on LD_LIBRARY_PATH"
+            check = Check("EFA", f"{description}, but no libnccl-net.so", use, "missing", remedy)
+        yield check
 
 
 def _reachable(name: str, description: str, use: str) -> Check:

@@ -58,8 +58,7 @@ def topology(options: TopologyOptions) -> None:
         ranks = launched("topology")
         device = rank_device(options.device, ranks.local_rank)
         try:
-            mesh = mesh_of(ranks, options.nodes)
-            find_topology(ranks, mesh, device, options.out, options.plot, as_json=options.as_json)
+            _find(options, ranks, mesh_of(ranks, options.nodes), device)
         finally:
             group.shutdown()
 
@@ -101,9 +100,7 @@ class _NamedLeaves:
         )
 
 
-def find_topology(
-    ranks: Started, mesh: Factor, device: torch.device, out: Path, plot: Path | None, *, as_json: bool
-) -> None:
+def _find(options: TopologyOptions, ranks: Started, mesh: Factor, device: torch.device) -> None:
     """Find the leaves and write them; every rank calls this, and rank 0 writes.
 
     Raises:
@@ -121,16 +118,16 @@ def find_topology(
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
     group.init(device=device)
-    console = wide_console(as_json=as_json)
+    console = wide_console(as_json=options.as_json)
     console.quiet = ranks.rank > 0
     with console.status("timing pairs of nodes") as status:
         found = find_leaves(group.control(), mesh, device, status.update)
     hosts = group.control().all_gather_typed(host_name(), Typed[str](str))[:: mesh.local]
     named = _NamedLeaves(found, hosts)
-    _refuse(named, out)
+    _refuse(named, options.out)
     if ranks.rank == 0:
-        _write(named, out, plot)
-        _show(named, out, plot, as_json=as_json)
+        _write(named, options)
+        _show(named, options)
 
 
 def _refuse(named: _NamedLeaves, out: Path) -> None:
@@ -148,18 +145,18 @@ def _refuse(named: _NamedLeaves, out: Path) -> None:
         raise UsageError(f"nodes of {', '.join(twice)} seem to stand below different leaves: name hosts differently")
 
 
-def _write(named: _NamedLeaves, out: Path, plot: Path | None) -> None:
+def _write(named: _NamedLeaves, options: TopologyOptions) -> None:
     from thinwire.report.pictures import draw_pairs
     from thinwire.spec.machines.topology import host_lines
 
-    out.write_text(host_lines(named.leaves(), comment=named.sentence()), encoding="utf-8")
-    if plot is not None:
-        draw_pairs(named.leaves(), named.pairs(), plot)
+    options.out.write_text(host_lines(named.leaves(), comment=named.sentence()), encoding="utf-8")
+    if options.plot is not None:
+        draw_pairs(named.leaves(), named.pairs(), options.plot)
 
 
-def _show(named: _NamedLeaves, out: Path, plot: Path | None, *, as_json: bool) -> None:
-    console = wide_console(as_json=as_json)
-    leaves = named.leaves()
+def _show(named: _NamedLeaves, options: TopologyOptions) -> None:
+    console = wide_console(as_json=options.as_json)
+    out, leaves = options.out, named.leaves()
     rows = [[leaf, str(len(names)), " ".join(names)] for leaf, names in leaves.items()]
     console.print(rich_table(Sheet("Leaf switches", ["leaf", "hosts", "names"], 3, rows)))
     console.print(named.sentence(), markup=False)
@@ -171,9 +168,9 @@ def _show(named: _NamedLeaves, out: Path, plot: Path | None, *, as_json: bool) -
             markup=False,
         )
     console.print(f"wrote {out}; a plan with topology = {str(out)!r} puts its ranks in order by it", markup=False)
-    if plot is not None:
-        console.print(f"drew {plot}", markup=False)
-    if as_json:
+    if options.plot is not None:
+        console.print(f"drew {options.plot}", markup=False)
+    if options.as_json:
         print(json.dumps(_plain(named, leaves)))
 
 
