@@ -196,14 +196,13 @@ class _Loading:
 
     def _want_shared(self, exchanges: Exchanges, fragments: Sequence[OwnedFragment], stored: StoredParameters) -> None:
         """Register what islands share: what they agreed on last, and the outer momentum, which may be new."""
-        for piece in shared_pieces(exchanges, fragments):
-            slot = piece.owned.fragment.slot
-            stored.want_fragment(f"model/{slot.name}", slot.name, slot.numel, piece.offset, piece.anchor)
+        for slot, offset, anchor, momentum in shared_pieces(exchanges, fragments):
+            stored.want_fragment(f"model/{slot.name}", slot.name, slot.numel, offset, anchor)
             key = f"outer/momentum/{slot.name}"
-            if piece.momentum is not None and stored.dtype_of(key) is not None:
-                stored.want_fragment(key, slot.name, slot.numel, piece.offset, piece.momentum)
-            elif piece.momentum is not None:
-                self._copies.append(piece.momentum.zero_)
+            if momentum is not None and stored.dtype_of(key) is not None:
+                stored.want_fragment(key, slot.name, slot.numel, offset, momentum)
+            elif momentum is not None:
+                self._copies.append(momentum.zero_)
 
     def begin(self) -> None:
         """Note that the part and its optimizer will hold values of no single moment until the load has succeeded."""

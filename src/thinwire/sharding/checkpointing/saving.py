@@ -265,12 +265,10 @@ def _save_part(
         add("buffer", name, "", buffer.numel(), 0, buffer.reshape(-1) if sharded.rank == island == 0 else None)
     if exchanges is not None:
         exchanges.wait()
-        for piece in shared_pieces(exchanges, fragments):
-            slot = piece.owned.fragment.slot
-            add("model", slot.name, "", slot.numel, piece.offset, piece.anchor if island == 0 else None)
-            if piece.momentum is not None:
-                momentum = piece.momentum if island == 0 else None
-                add("outer/momentum", slot.name, "", slot.numel, piece.offset, momentum)
+        for slot, offset, anchor, momentum in shared_pieces(exchanges, fragments):
+            add("model", slot.name, "", slot.numel, offset, anchor if island == 0 else None)
+            if momentum is not None:
+                add("outer/momentum", slot.name, "", slot.numel, offset, momentum if island == 0 else None)
     for owned in fragments:
         slot, offset = owned.fragment.slot, owned.fragment.offset
         value = owned.value.detach().reshape(-1) if first_replica else None

@@ -10,7 +10,7 @@ import torch
 from thinwire.agreement import Typed
 from thinwire.errors import CollectiveError
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state, state_of
-from thinwire.sharding.islands.fragment_state import PartState
+from thinwire.sharding.islands.fragment_state import PartState, labelled
 from thinwire.sharding.islands.transfer import pack, unpack
 
 Parts = Sequence[Sequence[PartState]]
@@ -38,12 +38,10 @@ def shared_state(parts: Parts) -> dict[str, torch.Tensor]:
         parts: State of each fragment's vectors.
     """
     tensors = {}
-    for number, of_fragment in enumerate(parts):
-        for state in of_fragment:
-            prefix = f"{number}/{'encoded' if state.part.encoded else 'exact'}"
-            tensors[f"{prefix}/anchor"] = state.anchor
-            if state.momentum is not None:
-                tensors[f"{prefix}/momentum"] = state.momentum
+    for label, state in labelled(parts):
+        tensors[f"{label}/anchor"] = state.anchor
+        if state.momentum is not None:
+            tensors[f"{label}/momentum"] = state.momentum
     return tensors
 
 
@@ -87,7 +85,7 @@ class Fetched:
         """Take over what islands share, and write it to the masters."""
         for name, own in shared_state(parts).items():
             own.copy_(self._tensors[name])
-        for state in (state for of_fragment in parts for state in of_fragment):
+        for _, state in labelled(parts):
             state.lost = [None, None]
             state.write()
 
