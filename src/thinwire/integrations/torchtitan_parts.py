@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from thinwire.checkpoint.manifest import MANIFEST_NAME
 from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError, UsageError
 from thinwire.integrations.common.optimizers import begin_micro_batch
+from thinwire.integrations.common.plans import launched_mesh
 from thinwire.integrations.common.typed_state import decoded, encoded
 from thinwire.sharding.memory.initial import Region
 from thinwire.sharding.runtime.runtime import runtime_of
@@ -128,8 +128,8 @@ def _resolved(plan: str, world: int, training: Any) -> tw.Plan:
                 "one of them to match the other"
             )
     else:
-        local = min(int(os.environ.get("LOCAL_WORLD_SIZE", world)), world)
-        chosen = tw.Plan.preset(plan, nodes=world // local, local=local, compute_dtype=dtype)
+        mesh = launched_mesh(world)
+        chosen = tw.Plan.preset(plan, nodes=mesh.nodes, local=mesh.local, compute_dtype=dtype)
     if training.enable_cpu_offload and chosen.residence.on_device:  # a plan file may say otherwise
         on_host = {"optimizer": "host-stream", "gradients": "host", "params": "host"}
         chosen = chosen.with_(residence=on_host)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from thinwire.checkpoint.strict_json import quote
 from thinwire.errors import CheckpointError
 
 _MOST: Final = 2**62
@@ -67,11 +68,11 @@ def check_values(values: Mapping[str, Any], path: Path) -> None:
     if missing:
         raise CheckpointError(f"{path}: corrupt: its manifest lacks {', '.join(map(repr, missing))}")
     for key, value in values.items():
-        fits, kind = _KINDS.get(key.partition(" of ")[0], (_anything, ""))
+        fits, kind = _KINDS.get(key.partition(" of ")[0], (lambda _: True, ""))
         if key.startswith("optimizer/"):
             fits, kind = _is_number, "a number that fp32 can hold"
         if not fits(value):
-            raise CheckpointError(f"{path}: corrupt: the value {key!r} is {_shown(value)}, and should be {kind}")
+            raise CheckpointError(f"{path}: corrupt: the value {key!r} is {quote(value)}, and should be {kind}")
 
 
 def check_groups(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -89,7 +90,7 @@ def check_groups(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[s
         for name, value in options.items():
             if name == "params" or (name in group and not _alike(value, group[name])):
                 raise CheckpointError(
-                    f"{path}: corrupt: the option {name!r} of parameter group {number} is {_shown(value)}"
+                    f"{path}: corrupt: the option {name!r} of parameter group {number} is {quote(value)}"
                 )
 
 
@@ -105,12 +106,3 @@ def _alike(saved: object, present: object) -> bool:
     if isinstance(present, str | bool):
         return type(saved) is type(present)
     return _is_number(saved)
-
-
-def _anything(value: object) -> bool:
-    return True
-
-
-def _shown(value: object) -> str:
-    text = ascii(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -50,9 +50,6 @@ from thinwire.sharding.checkpointing.stored_parameters import (
     sliced,
     union,
 )
-from thinwire.sharding.grads.reducer import Reducer
-from thinwire.sharding.grads.weight_means import WeightMeans
-from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.saved import (
     lost_of,
     own_key,
@@ -63,7 +60,6 @@ from thinwire.sharding.islands.saved import (
 from thinwire.sharding.memory.local import LocalPart
 from thinwire.sharding.runtime.averaging import refuse_average
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
-from thinwire.sharding.step.sharded_model import ShardedModel
 
 _SIZES: Final[Typed[dict[str, int]]] = Typed(dict[str, int])
 
@@ -219,7 +215,7 @@ def _collect(
         values[ENCODED] = union(encoded_forms(unit for part in sharded for unit in part.units), ranks)
     for runtime, (_, optim) in zip(runtimes, parts, strict=True):
         runtime.join()
-        _save_part(runtime.sharded, runtime.exchanges, runtime.reducer, optim, runtime.means, vectors, values)
+        _save_part(runtime, optim, vectors, values)
         add_frozen(runtime.sharded, shared)
     frozen = {stored(key): vector for key, vector in shared.sharded().items()}
     own = {stored(key): vector for key, vector in vectors.sharded().items()}
@@ -239,16 +235,9 @@ def _frozen_masters(runtime: Runtime) -> list[str]:
     ]
 
 
-def _save_part(
-    sharded: ShardedModel,
-    exchanges: Exchanges | None,
-    reducer: Reducer,
-    optim: FragmentStates | None,
-    means: WeightMeans | None,
-    vectors: Vectors,
-    values: dict[str, Json],
-) -> None:
+def _save_part(runtime: Runtime, optim: FragmentStates | None, vectors: Vectors, values: dict[str, Json]) -> None:
     """Add a part to a checkpoint, whose parameters are up to date, and whose gradients are combined."""
+    sharded, exchanges, means = runtime.sharded, runtime.exchanges, runtime.means
     plan, part, island = sharded.plan, sharded.part, sharded.part.data.island
     first_replica = sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0
     first_tensor = part.tensor == 0
@@ -289,7 +278,7 @@ def _save_part(
                 values[own_key(f"optimizer/{slot.name}/{key}", island)] = number
     if means is not None:
         values[own_key("average", island)] = list(means.counts)
-    _save_lost(own_key("feedback", island), part, reducer.lost, vectors, values)
+    _save_lost(own_key("feedback", island), part, runtime.reducer.lost, vectors, values)
     if exchanges is not None:
         _save_lost("outer/lost", part, lost_of(exchanges), vectors, values, everywhere=True)
         values[of_part("outer", part)] = turns_of(exchanges)
@@ -317,15 +306,10 @@ def _save_lost(
     or ``everywhere``, of all islands. Collective."""
     data = part.data
     ranks = control(data.everyone if everywhere else data.ranks)
-    values[of_part(key, part)] = sizes = _sizes_everywhere(ranks, lost)
+    everyone = ranks.all_gather_typed({name: errors.numel() for name, errors in lost.items()}, _SIZES)
+    values[of_part(key, part)] = sizes = {name: [of_rank[name] for of_rank in everyone] for name in lost}
     for name, of_rank in lost.items():
         vectors.add(of_part(f"{key}/{name}", part), sum(sizes[name]), sum(sizes[name][: ranks.rank]), of_rank)
-
-
-def _sizes_everywhere(ranks: Control, lost: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
-    """For each name, the number of elements that each rank keeps for error feedback. Collective."""
-    everyone = ranks.all_gather_typed({key: errors.numel() for key, errors in lost.items()}, _SIZES)
-    return {key: [sizes[key] for sizes in everyone] for key in lost}
 
 
 def _is_json(value: Any) -> bool:
