@@ -33,7 +33,8 @@ from thinwire.checkpoint.manifest import (
     read_manifest,
     seal,
 )
-from thinwire.checkpoint.store import Chunk, ShardedVector, write
+from thinwire.checkpoint.storage import Chunk, ShardedVector
+from thinwire.checkpoint.store import write
 from thinwire.checkpoint.strict_json import dump_value, parse_value
 from thinwire.errors import CheckpointError
 

@@ -26,7 +26,10 @@ import torch.distributed as dist
 from tests.support.alone import Alone
 
 from thinwire.checkpoint.background import BackgroundWriter
-from thinwire.checkpoint.store import Base, Chunk, Content, ShardedVector, read, verify, write
+from thinwire.checkpoint.bases import Base
+from thinwire.checkpoint.manifest import Content
+from thinwire.checkpoint.storage import Chunk, ShardedVector
+from thinwire.checkpoint.store import read, verify, write
 from thinwire.collectives.links.streams import streams_of
 from thinwire.errors import CheckpointError
 

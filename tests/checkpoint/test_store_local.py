@@ -21,16 +21,11 @@ from tests.support.alone import Alone
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from thinwire.checkpoint import reading, storage
+from thinwire.checkpoint.atomic import recover
 from thinwire.checkpoint.blocks import Piece
 from thinwire.checkpoint.manifest import MANIFEST_NAME, SAFETENSORS_CODES, decode, seal
-from thinwire.checkpoint.store import (
-    Chunk,
-    ShardedVector,
-    read,
-    recover,
-    verify,
-    write,
-)
+from thinwire.checkpoint.storage import Chunk, ShardedVector
+from thinwire.checkpoint.store import read, verify, write
 from thinwire.errors import CheckpointError
 
 T = TypeVar("T")

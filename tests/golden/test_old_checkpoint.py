@@ -15,7 +15,8 @@ import torch.distributed.checkpoint as dcp
 from tests.support.alone import Alone
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from thinwire.checkpoint.store import Chunk, ShardedVector, read, verify, write
+from thinwire.checkpoint.storage import Chunk, ShardedVector
+from thinwire.checkpoint.store import read, verify, write
 
 OLD = Path(__file__).with_name("checkpoint-0.1.0")
 VALUES = {"step": 7, "loss": 2.5, "names": ["a", "b"]}

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tests.support.alone import Alone
 
 from thinwire.checkpoint.manifest import MANIFEST_NAME
-from thinwire.checkpoint.store import Chunk, ShardedVector, verify, write
+from thinwire.checkpoint.storage import Chunk, ShardedVector
+from thinwire.checkpoint.store import verify, write
 from thinwire.errors import CheckpointError, DataError, SpecError, ThinwireError
 from thinwire.spec.io import apply_settings
 from thinwire.spec.recipe import Recipe

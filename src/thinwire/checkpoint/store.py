@@ -27,33 +27,16 @@ from typing import Any, Final, TypeVar, cast, final
 
 import torch
 
-from thinwire.agreement import NOTHING, Typed, agree
-from thinwire.agreement import Ranks as ControlGroup
+from thinwire.agreement import NOTHING, Ranks, Typed, agree
 from thinwire.checkpoint import manifest as _manifest
-from thinwire.checkpoint.atomic import Staging, locate, recover
+from thinwire.checkpoint.atomic import Staging, locate
 from thinwire.checkpoint.bases import CONTENTS, Base, base_name, base_of, find_base
 from thinwire.checkpoint.contributions import CONTRIBUTION, check_chunks, describe, merge_values, merge_vectors
-from thinwire.checkpoint.manifest import Content, Manifest, Reference, StoredSpan, VectorEntry
+from thinwire.checkpoint.manifest import Manifest, Reference, StoredSpan, VectorEntry
 from thinwire.checkpoint.reading import WantedFile, check_file, wanted_files
 from thinwire.checkpoint.storage import Chunk, ShardedVector, WrittenFile, pack, write_file
 from thinwire.checkpoint.strict_json import Json
 from thinwire.errors import CheckpointError
-
-__all__ = [
-    "Base",
-    "Chunk",
-    "Content",
-    "ControlGroup",
-    "Json",
-    "Manifest",
-    "Opened",
-    "ShardedVector",
-    "open_checkpoint",
-    "read",
-    "recover",
-    "verify",
-    "write",
-]
 
 _TOKEN: Final[Typed[str | None]] = Typed(str | None)
 _WRITTEN: Final[Typed[list[WrittenFile]]] = Typed(list[WrittenFile])
@@ -73,7 +56,7 @@ def write(
     vectors: Mapping[str, ShardedVector],
     values: Mapping[str, Json],
     *,
-    control: ControlGroup,
+    control: Ranks,
     unless: Callable[[], None] = lambda: None,
     base: Base | None = None,
 ) -> None:
@@ -140,7 +123,7 @@ def write(
             staging.discard()
 
 
-def _refer(path: Path, base: Base, control: ControlGroup, unless: Callable[[], None]) -> Reference:
+def _refer(path: Path, base: Base, control: Ranks, unless: Callable[[], None]) -> Reference:
     """Find or write a base; returns what the checkpoint at ``path`` says of it. Collective."""
     if base.place is None:
         return Reference(None, base.contents)
@@ -250,7 +233,7 @@ def read(
     checkpoint: str | os.PathLike[str] | Opened,
     vectors: Mapping[str, ShardedVector],
     *,
-    control: ControlGroup,
+    control: Ranks,
     strict: bool = True,
     before_filling: Callable[[], None] = lambda: None,
 ) -> tuple[str, ...]:
@@ -338,7 +321,7 @@ def verify(path: str | os.PathLike[str], *, checksums: bool = True) -> Manifest:
     return opened.manifest
 
 
-def _together(control: ControlGroup, doing: str, action: Callable[[], T], typed: Typed[T]) -> list[T]:
+def _together(control: Ranks, doing: str, action: Callable[[], T], typed: Typed[T]) -> list[T]:
     """Run an action on every rank; raise one :class:`CheckpointError` on all of them if any failed.
 
     Args:

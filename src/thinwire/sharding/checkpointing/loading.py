@@ -41,13 +41,7 @@ from thinwire.sharding.checkpointing.stored_parameters import (
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.weight_means import checked_counts
 from thinwire.sharding.islands.exchanges import Exchanges
-from thinwire.sharding.islands.saved import (
-    own_key,
-    own_masters,
-    restore_lost,
-    resume_turns,
-    shared_pieces,
-)
+from thinwire.sharding.islands.saved import own_key, own_masters, restore_lost, resume_turns, shared_pieces
 from thinwire.sharding.runtime.runtime import plan_of, runtime_of, sharded_of
 from thinwire.sharding.step.loss_scale import checked_state
 from thinwire.spec import Plan
@@ -73,12 +67,21 @@ def load(parts: Sequence[ModelAndOptimizer], path: Path) -> dict[str, Json]:
     same_plan = _holds(manifest, plan_of(parts[0][0]))  # those of other parts follow from it
     loading = [_Loading(model, optim, manifest, path, same_plan=same_plan) for model, optim in parts]
     vectors = Vectors()
+
+    def want() -> None:
+        for part in loading:
+            part.want(vectors)
+
+    def begin() -> None:
+        for part in loading:
+            part.begin()
+
     try:
         # Check on all ranks before any rank reads, so that no rank waits for another that has failed.
         _check_absent(parts, manifest, path, ranks)
-        _everywhere(lambda: _want_all(loading, vectors), ranks)
+        _everywhere(want, ranks)
         wanted = {keys.get(key, key): vector for key, vector in vectors.sharded().items()}
-        store.read(opened, wanted, control=ranks, before_filling=lambda: _begin(loading))
+        store.read(opened, wanted, control=ranks, before_filling=begin)
     except BaseException:  # whatever it is, the optimizer must not go on with what a load has left
         for part in loading:
             part.undo()
@@ -109,30 +112,14 @@ def _holds(manifest: Manifest, plan: Plan) -> bool:
         return False
 
 
-def _begin(loading: Sequence[_Loading]) -> None:
-    for part in loading:
-        part.begin()
-
-
-def _want_all(loading: Sequence[_Loading], vectors: Vectors) -> None:
-    for part in loading:
-        part.want(vectors)
-
-
 class _Loading:
     """Loads one part. Nothing in the part changes until the checkpoint is known to hold everything it needs; from then
     on, the part is half loaded until the end."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optim: FragmentStates | None,
-        manifest: store.Manifest,
-        path: Path,
-        *,
-        same_plan: bool,
+        self, model: nn.Module, optim: FragmentStates | None, manifest: Manifest, path: Path, *, same_plan: bool
     ) -> None:
-        self._model, self._optim, self._manifest, self._path = model, optim, manifest, path
+        self._optim, self._manifest, self._path = optim, manifest, path
         self._runtime = runtime = runtime_of(model)
         self._sharded = sharded = runtime.sharded
         runtime.join_spreads()
@@ -146,7 +133,10 @@ class _Loading:
         self._same_islands = manifest.values.get("islands", 1) == sharded.plan.job_islands
         self._island = sharded.part.data.island if self._same_islands else 0
         self._give_masters()
-        self._trained = _trained_before(manifest, own_key("optimizer", self._island))
+        # Keys of whatever there is, cut, whole or a single number; and the parameters that have state.
+        self._keys = {*(key.partition("@")[0] for key in manifest.vectors), *manifest.values}
+        prefix = f"{own_key('optimizer', self._island)}/"
+        self._trained = {key[len(prefix) :].rpartition("/")[0] for key in self._keys if key.startswith(prefix)}
         self._new = optim.make_state(self._trained) if optim is not None else []
         self._loss_scale: Mapping[str, Json] | None = None
         self._counts: tuple[int, int] | None = None
@@ -260,7 +250,6 @@ class _Loading:
     def _want_state(self, optim: FragmentStates, parameters: StoredParameters) -> None:
         """Register this rank's optimizer state for reading."""
         prefix, values = own_key("optimizer", self._island), self._manifest.values
-        stored = {*(key.partition("@")[0] for key in self._manifest.vectors), *values}
         for owned in optim.fragments:
             slot = owned.fragment.slot
             if slot.name not in self._trained:
@@ -268,7 +257,7 @@ class _Loading:
                 continue
             for key, entry in optim.state_of(owned).items():
                 full = f"{prefix}/{slot.name}/{key}"
-                if full not in stored:
+                if full not in self._keys:
                     raise CheckpointError(
                         f"{self._path}: the checkpoint has optimizer state for {slot.name} but none called {key!r}; "
                         "load it with the optimizer options it was saved with"
@@ -406,12 +395,6 @@ def _open(
         )
     check_groups(manifest.values["groups"], optim.param_groups, path)
     return opened, manifest, keys
-
-
-def _trained_before(manifest: store.Manifest, prefix: str) -> set[str]:
-    """Names of the parameters for which a checkpoint holds optimizer state."""
-    keys = {*(key.partition("@")[0] for key in manifest.vectors), *manifest.values}
-    return {key[len(prefix) + 1 :].rpartition("/")[0] for key in keys if key.startswith(f"{prefix}/")}
 
 
 def _sizes_of_ranks(sizes: Json, vector: VectorEntry | None, ranks: int, name: str) -> list[int]:

@@ -28,7 +28,7 @@ import torch
 from thinwire.agreement import Typed
 from thinwire.checkpoint import store
 from thinwire.checkpoint.background import BackgroundWriter, PendingSave
-from thinwire.checkpoint.store import ShardedVector
+from thinwire.checkpoint.storage import ShardedVector
 from thinwire.collectives.group import Control, before_shutdown, control, control_beside
 from thinwire.collectives.links.streams import streams_of
 from thinwire.errors import CheckpointError
@@ -50,13 +50,7 @@ from thinwire.sharding.checkpointing.stored_parameters import (
     sliced,
     union,
 )
-from thinwire.sharding.islands.saved import (
-    lost_of,
-    own_key,
-    own_masters,
-    shared_pieces,
-    turns_of,
-)
+from thinwire.sharding.islands.saved import lost_of, own_key, own_masters, shared_pieces, turns_of
 from thinwire.sharding.memory.local import LocalPart
 from thinwire.sharding.runtime.averaging import refuse_average
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
