@@ -220,7 +220,7 @@ class ThinwireAccelerator(Accelerator):
             kind = type(given[0]).__name__
             if id(model) in self._updating:
                 raise UsageError(f"prepare({kind}): the model has an optimizer; pass all of them to one prepare")
-            names = {**self._names[id(model)], **names_of(model)}
+            names = self._names[id(model)]
             trained = over_shares(model, given, names, remedy=_TOGETHER, loss_scale=self.loss_scale)
             if self.loss_scale is not None and not isinstance(trained[0], ShardedOptimizer):
                 raise UsageError(f"prepare({kind}): {_ONE_SCALE}")

@@ -6,6 +6,7 @@ Importing this module registers the strategies ``thinwire`` and, by preset, ``th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -241,18 +242,6 @@ class ThinwireStrategy(DDPStrategy):
         with self.precision_plugin.forward_context():  # it updates parameters, which are shares outside of forwards
             return module.training_step(*args, **kwargs)
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a validation batch."""
-        return self._run_step("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a test batch."""
-        return self._run_step("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a prediction batch."""
-        return self._run_step("predict_step", *args, **kwargs)
-
     def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         # Root parameters are gathered for the module's forward, in whose place the step runs. The batch is no argument
         # of it, so that targets keep their dtype.
@@ -268,6 +257,10 @@ class ThinwireStrategy(DDPStrategy):
                 return module()
             finally:
                 module.forward = forward
+
+    validation_step = functools.partialmethod(_run_step, "validation_step")
+    test_step = functools.partialmethod(_run_step, "test_step")
+    predict_step = functools.partialmethod(_run_step, "predict_step")
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 

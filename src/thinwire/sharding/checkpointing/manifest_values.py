@@ -35,10 +35,6 @@ def _is_counts(value: object) -> bool:
     )
 
 
-def _is_tables(value: object) -> bool:
-    return isinstance(value, list) and all(map(_is_table, value))
-
-
 _KINDS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
     "plan": (lambda value: isinstance(value, str), "text"),
     "num_steps": (_is_count, "a count"),
@@ -47,7 +43,7 @@ _KINDS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
     "slices": (_is_counts, "a table of lists of counts"),
     "updated": (_is_table, "a table"),
     "optimizer": (lambda value: isinstance(value, str), "text"),
-    "groups": (_is_tables, "a list of tables"),
+    "groups": (lambda value: isinstance(value, list) and all(map(_is_table, value)), "a list of tables"),
     "feedback": (_is_table, "a table"),
 }
 _ALWAYS: Final = ("plan", "num_steps", "extra")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
@@ -16,19 +16,8 @@ from thinwire.sharding.islands.transfer import pack, unpack
 Parts = Sequence[Sequence[PartState]]
 
 
-class About(NamedTuple):
-    """What is not a tensor in a state.
-
-    Attributes:
-        step: Updates made.
-        numbers: State of the inner optimizer that is a plain number.
-    """
-
-    step: int
-    numbers: dict[str, float | int]
-
-
-_ABOUT: Final[Typed[About]] = Typed(About)
+_ABOUT: Final[Typed[tuple[int, dict[str, float | int]]]] = Typed(tuple[int, dict[str, float | int]])
+"""What is not a tensor in a state: updates made, and the state of the inner optimizer that is a plain number."""
 
 
 def shared_state(parts: Parts) -> dict[str, torch.Tensor]:
@@ -59,7 +48,7 @@ def packed_state(parts: Parts, optimizer: InnerOptimizer | None, step: int) -> b
             tensors[key] = value
         else:
             numbers[key] = value
-    return pack(tensors, _ABOUT.encode(About(step, numbers)))
+    return pack(tensors, _ABOUT.encode((step, numbers)))
 
 
 class Fetched:
