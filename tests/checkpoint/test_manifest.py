@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from tests.support.alone import Alone
 
 from thinwire.checkpoint import strict_json
 from thinwire.checkpoint.header import check_header
@@ -32,7 +33,8 @@ from thinwire.checkpoint.manifest import (
     read_manifest,
     seal,
 )
-from thinwire.checkpoint.store import Alone, Chunk, ShardedVector, write
+from thinwire.checkpoint.storage import Chunk, ShardedVector
+from thinwire.checkpoint.store import write
 from thinwire.checkpoint.strict_json import dump_value, parse_value
 from thinwire.errors import CheckpointError
 

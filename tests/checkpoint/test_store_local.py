@@ -17,21 +17,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.alone import Alone
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from thinwire.checkpoint import reading, storage
+from thinwire.checkpoint.atomic import recover
 from thinwire.checkpoint.blocks import Piece
 from thinwire.checkpoint.manifest import MANIFEST_NAME, SAFETENSORS_CODES, decode, seal
-from thinwire.checkpoint.store import (
-    Alone,
-    Chunk,
-    ShardedVector,
-    read,
-    read_values,
-    recover,
-    verify,
-    write,
-)
+from thinwire.checkpoint.storage import Chunk, ShardedVector
+from thinwire.checkpoint.store import read, verify, write
 from thinwire.errors import CheckpointError
 
 T = TypeVar("T")
@@ -158,7 +152,7 @@ def test_any_chunking_is_read_into_any_other(data: st.DataObject, tmp_path_facto
     assert {key: entry.numel for key, entry in manifest.vectors.items()} == {
         key: tensor.numel() for key, tensor in truth.items()
     }
-    assert read_values(path) == {key: value for mine in values for key, value in mine.items()}
+    assert verify(path, checksums=False).values == {key: value for mine in values for key, value in mine.items()}
     assert names(path.parent) == ["c"]
     for file, contents in zip(manifest.files, manifest.contents(), strict=True):
         assert sum(span.length * dtype.itemsize for dtype, span in contents.values()) <= limit, file
@@ -388,7 +382,7 @@ def test_a_full_disk_on_one_rank_fails_all_and_changes_nothing(
     assert message == f"{tmp_path / 'c'}: cannot save: rank {failing}: {reason}"
     assert names(tmp_path) == ["c"]
     verify(tmp_path / "c")
-    assert read_values(tmp_path / "c") == {}
+    assert verify(tmp_path / "c", checksums=False).values == {}
 
 
 def test_everything_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,7 +484,7 @@ def test_every_changed_byte_of_every_file_is_noticed(checkpoint: Path) -> None:
 def test_every_missing_file_is_noticed(checkpoint: Path) -> None:
     for path in checkpoint.iterdir():
         aside = path.rename(checkpoint.parent / "aside")
-        for attempt in (load, verify, read_values):
+        for attempt in (load, verify, lambda place: verify(place, checksums=False)):
             with pytest.raises(CheckpointError, match=path.name):
                 attempt(checkpoint)
         aside.rename(path)
@@ -573,7 +567,7 @@ def test_a_path_without_a_checkpoint_is_named(tmp_path: Path, path: str) -> None
 def test_a_checkpoint_set_aside_by_a_crash_is_recovered(checkpoint: Path) -> None:
     checkpoint.rename(checkpoint.parent / ".old-c-0123456789abcdef")
     load(checkpoint)
-    assert read_values(checkpoint) == {"step": 1}
+    assert verify(checkpoint, checksums=False).values == {"step": 1}
     recover(checkpoint.parent)
     assert names(checkpoint.parent) == ["c"]
     load(checkpoint)

@@ -12,9 +12,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.alone import Alone
 
 from thinwire.checkpoint.manifest import MANIFEST_NAME
-from thinwire.checkpoint.store import Alone, Chunk, ShardedVector, verify, write
+from thinwire.checkpoint.storage import Chunk, ShardedVector
+from thinwire.checkpoint.store import verify, write
 from thinwire.errors import CheckpointError, DataError, SpecError, ThinwireError
 from thinwire.spec.io import apply_settings
 from thinwire.spec.recipe import Recipe

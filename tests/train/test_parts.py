@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from tests.support.alone import Alone
 
-from thinwire.checkpoint.store import Alone, Chunk, ShardedVector, write
+from thinwire.checkpoint.storage import Chunk, ShardedVector
+from thinwire.checkpoint.store import write
 from thinwire.errors import CheckpointError, UsageError
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe

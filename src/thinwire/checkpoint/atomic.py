@@ -31,7 +31,7 @@ import tempfile
 from pathlib import Path
 from typing import Final, final
 
-from thinwire.checkpoint.durable import make_directory, sync_directory
+from thinwire.checkpoint.durable import make_directory, sync
 from thinwire.checkpoint.manifest import MANIFEST_NAME
 from thinwire.errors import CheckpointError
 
@@ -78,7 +78,7 @@ class Staging:
 
     def publish(self) -> None:
         """Rename the staging directory to ``target``, durably. Its files must already be on disk."""
-        sync_directory(self.directory)
+        sync(self.directory)
         replaces = is_checkpoint(self.target)
         try:
             if replaces:
@@ -88,7 +88,7 @@ class Staging:
             if self._aside.exists() and not self.target.exists():
                 self._aside.rename(self.target)
             raise
-        sync_directory(self.target.parent)
+        sync(self.target.parent)
         self._unlock()
         if replaces:
             _delete(self._aside)
@@ -145,7 +145,7 @@ def recover(parent: Path) -> None:
             continue
         if kind == "old" and is_checkpoint(path) and not (parent / name).exists():
             path.rename(parent / name)
-            sync_directory(parent)
+            sync(parent)
         else:
             _delete(path)
 

@@ -30,8 +30,9 @@ from typing import Any, Final, Protocol, final
 
 import torch
 
-from thinwire.agreement import Typed, all_gather_typed, describe
+from thinwire.agreement import Ranks, Typed, all_gather_typed, describe
 from thinwire.checkpoint import store
+from thinwire.checkpoint.bases import Base
 from thinwire.checkpoint.storage import Chunk, ShardedVector
 from thinwire.checkpoint.strict_json import Json
 from thinwire.errors import CheckpointError
@@ -144,9 +145,7 @@ class BackgroundWriter:
         abort: Ends the exchanges of that group that are under way.
     """
 
-    def __init__(
-        self, control: store.ControlGroup, streams_of: StreamsOf, abort: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, control: Ranks, streams_of: StreamsOf, abort: Callable[[], None] = lambda: None) -> None:
         self._control, self._abort = _Watched(control), abort
         self._streams_of, self._memory = streams_of, _HostMemory(streams_of)
         self._thread: threading.Thread | None = None
@@ -162,7 +161,7 @@ class BackgroundWriter:
         then: Callable[[], None] | None = None,
         limit: float | None = None,
         copies: bool = True,
-        base: store.Base | None = None,
+        base: Base | None = None,
     ) -> PendingSave:
         """Copy the vectors, and begin to write them, once :meth:`finish` has returned. All ranks call this in the same
         order.
@@ -227,7 +226,7 @@ class BackgroundWriter:
             if not self._thread.is_alive():
                 self._thread = None
 
-    def finish(self, control: store.ControlGroup) -> None:
+    def finish(self, control: Ranks) -> None:
         """Wait until no checkpoint is being written, and raise the error of the last one if nobody asked for it.
         Collective.
 
@@ -247,7 +246,7 @@ class BackgroundWriter:
         if error is not None and all(unheard):
             raise error
 
-    def _give_up_together(self, control: store.ControlGroup, save: PendingSave) -> None:
+    def _give_up_together(self, control: Ranks, save: PendingSave) -> None:
         """If a rank is still busy after the limit, no rank completes the save."""
         if save.limit is None:
             return
@@ -297,7 +296,7 @@ class _Watched:
     WAITING: Final = "waits for other ranks"
     WRITING: Final = "still waits for the file system"
 
-    def __init__(self, control: store.ControlGroup) -> None:
+    def __init__(self, control: Ranks) -> None:
         self._control = control
         self.rank, self.size = control.rank, control.size
         self.state, self.given_up = self.WRITING, False

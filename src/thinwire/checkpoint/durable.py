@@ -7,16 +7,20 @@ import tempfile
 from pathlib import Path
 
 
-def sync_directory(directory: Path) -> None:
-    """Write the names in a directory to disk."""
-    _sync(directory)
+def sync(path: Path) -> None:
+    """Write a file, or the names in a directory, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync_tree(directory: Path) -> None:
     """Write everything below a directory to disk: the contents of files, and all names."""
     for path in directory.rglob("*"):
-        _sync(path)
-    _sync(directory)
+        sync(path)
+    sync(directory)
 
 
 def make_directory(directory: Path) -> None:
@@ -24,7 +28,7 @@ def make_directory(directory: Path) -> None:
     if not directory.is_dir():
         make_directory(directory.parent)
         directory.mkdir(exist_ok=True)
-        sync_directory(directory.parent)
+        sync(directory.parent)
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -48,7 +52,7 @@ def replace_file(path: Path, content: bytes) -> None:
     except BaseException:
         Path(draft).unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
 def rename_file(draft: Path, path: Path) -> None:
@@ -58,9 +62,9 @@ def rename_file(draft: Path, path: Path) -> None:
         draft: The file, in the same directory.
         path: Its name.
     """
-    _sync(draft)
+    sync(draft)
     draft.replace(path)
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
 def _sync(path: Path) -> None:

@@ -25,16 +25,7 @@ from typing import Any, Final, final
 import torch
 
 from thinwire.checkpoint.blocks import BLOCK_BYTES
-from thinwire.checkpoint.strict_json import (
-    Json,
-    as_array,
-    as_integers,
-    as_object,
-    check_count,
-    dump,
-    parse,
-    quote,
-)
+from thinwire.checkpoint.strict_json import Json, as_array, as_integers, as_object, check_count, dump, parse, quote
 from thinwire.errors import CheckpointError
 
 MANIFEST_NAME: Final = "thinwire-manifest.json"

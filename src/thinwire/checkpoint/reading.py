@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, final
+from typing import final
 
 import torch
 from zlib_ng.zlib_ng import crc32
@@ -22,9 +22,6 @@ from thinwire.checkpoint.header import check_header
 from thinwire.checkpoint.manifest import FileEntry, Manifest, StoredSpan, check_size, os_reason
 from thinwire.checkpoint.storage import ShardedVector
 from thinwire.errors import CheckpointError
-
-_CONVERTED: Final = 1 << 22
-"""Elements that are converted, or sent to a device, at a time."""
 
 
 def check_file(directory: Path, file: FileEntry, contents: Mapping[str, tuple[torch.dtype, StoredSpan]]) -> None:
@@ -40,12 +37,12 @@ def check_file(directory: Path, file: FileEntry, contents: Mapping[str, tuple[to
     """
     path = directory / file.name
     check_size(path, file.size)
-    _check_blocks(path, file)
+    for _ in _checked(path, file, [Piece(*span) for span in _spans(file, range(len(file.crcs)))]):
+        pass
     check_header(path, file.size, contents)
 
 
-@final
-class Reading:
+def wanted_files(directory: Path, manifest: Manifest, vectors: Mapping[str, ShardedVector]) -> list[WantedFile]:
     """What a rank wants from a checkpoint, found file by file before any of it is read.
 
     Args:
@@ -56,55 +53,19 @@ class Reading:
     Raises:
         CheckpointError: The header of a file with wanted elements is malformed or contradicts the manifest.
     """
-
-    def __init__(self, directory: Path, manifest: Manifest, vectors: Mapping[str, ShardedVector]) -> None:
-        contents = manifest.contents()
-        self._files: list[_Wanted] = []
-        for index, copies in _by_file(manifest, vectors).items():
-            file = manifest.files[index]
-            path = directory / file.name
-            begins = check_header(path, file.size, contents[index])
-            runs = []
-            for copy in copies:
-                dtype = contents[index][copy.key][0]
-                runs.append(_Run(begins[copy.key] + copy.start * dtype.itemsize, dtype, copy.target))
-            runs.sort(key=lambda run: run.begin)
-            self._files.append(_Wanted(path, file, min(begins.values()), runs))
-
-    def fill(self) -> None:
-        """Read the wanted elements into the chunks, and compare every block that holds some with its checksum.
-
-        Raises:
-            CheckpointError: A file cannot be read, or a block is corrupt. By then, tensors may have been filled, and
-                those with elements of the corrupt block with what it holds.
-        """
-        for wanted in self._files:
-            wanted.copy_checked()
-
-    def fill_unchecked(self) -> None:
-        """As :meth:`fill`, from files that have passed :func:`check_file`.
-
-        Raises:
-            CheckpointError: A file cannot be read.
-        """
-        for wanted in self._files:
-            wanted.copy_unchecked()
-
-
-@final
-@dataclass(frozen=True)
-class _Copy:
-    """Elements to copy from a file.
-
-    Attributes:
-        key: Name of the vector.
-        start: Index in the stored span of the first element.
-        target: Where the elements go: a part of a chunk.
-    """
-
-    key: str
-    start: int
-    target: torch.Tensor
+    contents = manifest.contents()
+    files = []
+    for index, copies in _by_file(manifest, vectors).items():
+        file = manifest.files[index]
+        path = directory / file.name
+        begins = check_header(path, file.size, contents[index])
+        runs = []
+        for key, start, target in copies:
+            dtype = contents[index][key][0]
+            runs.append(_Run(begins[key] + start * dtype.itemsize, dtype, target))
+        runs.sort(key=lambda run: run.begin)
+        files.append(WantedFile(path, file, min(begins.values()), runs))
+    return files
 
 
 @final
@@ -140,16 +101,13 @@ class _Run:
     def take(self, begin: int, block: torch.Tensor) -> None:
         """Copy what a block, whose first byte is ``begin`` in the file, has of the run."""
         low, high = max(begin, self.begin), min(begin + block.numel(), self.end)
-        source, size = block[low - begin : high - begin], self.dtype.itemsize
-        if self.is_straight:
-            as_bytes(self.target)[low - self.begin : high - self.begin].copy_(source)
-        else:
-            self.target[(low - self.begin) // size : (high - self.begin) // size].copy_(source.view(self.dtype))
+        source, size = block[low - begin : high - begin].view(self.dtype), self.dtype.itemsize
+        self.target[(low - self.begin) // size : (high - self.begin) // size].copy_(source)
 
 
 @final
 @dataclass(frozen=True)
-class _Wanted:
+class WantedFile:
     """A file of which elements are wanted.
 
     Attributes:
@@ -164,20 +122,30 @@ class _Wanted:
     header_bytes: int
     runs: Sequence[_Run]
 
-    def copy_checked(self) -> None:
-        """Copy the runs, and compare their blocks. The header counts as wanted: it says where they are."""
+    def fill(self) -> None:
+        """Read the runs, and compare every block that holds some with its checksum. The header counts as wanted: it
+        says where they are.
+
+        Raises:
+            CheckpointError: The file cannot be read, or a block is corrupt. By then, tensors may have been filled, and
+                those with elements of the corrupt block with what it holds.
+        """
         placed = self._placed()
         reads = _checked(self.path, self.file, [piece for piece, _ in placed])
         for read, (_, copied) in zip(reads, placed, strict=True):
             for run in copied:
                 run.take(read.piece.begin, read.block)
 
-    def copy_unchecked(self) -> None:
-        """Copy the runs, straight into their tensors where it is possible."""
+    def fill_unchecked(self) -> None:
+        """Read the runs of a file that has passed :func:`check_file`, into tensors on the CPU of the stored type.
+
+        Raises:
+            CheckpointError: The file cannot be read.
+        """
         try:
             with self.path.open("rb", buffering=0) as stream:
                 for run in self.runs:
-                    _fill(stream.fileno(), run)
+                    read_into(stream.fileno(), run.begin, [run.target])
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read: {os_reason(error)}") from error
 
@@ -191,7 +159,7 @@ class _Wanted:
                 present.append(following)
                 following = next(upcoming, None)
             # An element that is wanted twice can be read into only one place.
-            apart = _are_apart(present)
+            apart = all(run.end <= later.begin for run, later in pairwise(present))
             direct = [run.part_of(begin, begin + length) for run in present if apart and run.is_straight]
             copied = [run for run in present if not (apart and run.is_straight)]
             placed.append((Piece(begin, length, direct), copied))
@@ -204,29 +172,6 @@ class _Wanted:
         for run in self.runs:
             numbers.update(range(run.begin // size, -(-run.end // size)))
         return sorted(numbers)
-
-
-def _are_apart(runs: Sequence[_Run]) -> bool:
-    """Whether no two runs, in the order of their beginnings, overlap."""
-    return all(run.end <= following.begin for run, following in pairwise(runs))
-
-
-def _fill(descriptor: int, run: _Run) -> None:
-    position, target = run.begin, run.target
-    if run.is_straight:
-        read_into(descriptor, position, [target])
-        return
-    stored = torch.empty(min(_CONVERTED, target.numel()), dtype=run.dtype)
-    for part in target.split(_CONVERTED):
-        read_into(descriptor, position, [stored[: part.numel()]])
-        part.copy_(stored[: part.numel()])
-        position += part.numel() * run.dtype.itemsize
-
-
-def _check_blocks(path: Path, file: FileEntry) -> None:
-    """Compare every block of a file with its checksum; errors as of :func:`_checked`."""
-    for _ in _checked(path, file, [Piece(*span) for span in _spans(file, range(len(file.crcs)))]):
-        pass
 
 
 def _spans(file: FileEntry, numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
@@ -274,9 +219,12 @@ def _compare(path: Path, file: FileEntry, number: int, crc: int) -> None:
         )
 
 
-def _by_file(manifest: Manifest, vectors: Mapping[str, ShardedVector]) -> dict[int, list[_Copy]]:
-    """List the copies that fill the chunks, by index of the file, so that each file is opened once."""
-    files: dict[int, list[_Copy]] = {}
+def _by_file(
+    manifest: Manifest, vectors: Mapping[str, ShardedVector]
+) -> dict[int, list[tuple[str, int, torch.Tensor]]]:
+    """List the copies that fill the chunks, by index of the file, so that each file is opened once: the key of a
+    vector, the index of the first element in the stored span, and the part of a chunk where the elements go."""
+    files: dict[int, list[tuple[str, int, torch.Tensor]]] = {}
     for key, vector in vectors.items():
         for chunk in vector.chunks:
             wanted_end, num_read = chunk.offset + chunk.tensor.numel(), 0
@@ -284,7 +232,7 @@ def _by_file(manifest: Manifest, vectors: Mapping[str, ShardedVector]) -> dict[i
                 begin, end = max(chunk.offset, span.offset), min(wanted_end, span.offset + span.length)
                 if begin < end:
                     target = chunk.tensor.detach()[begin - chunk.offset : end - chunk.offset]
-                    files.setdefault(span.file, []).append(_Copy(key, begin - span.offset, target))
+                    files.setdefault(span.file, []).append((key, begin - span.offset, target))
                     num_read += end - begin
             assert num_read == chunk.tensor.numel(), f"{key}: the spans hold {num_read} of {chunk.tensor.numel()}"
     return files

@@ -146,13 +146,9 @@ def write_file(directory: Path, number: int, pieces: Sequence[PackedPiece]) -> W
     path = directory / _FILE_NAME.format(number + 1)
     # As the library does, so that elements of every type are aligned: the widest types first, then by name.
     ordered = sorted(pieces, key=lambda piece: (-piece.tensor.itemsize, piece.key))
-    size, crcs = write_durably(path, [_header(ordered), *(as_bytes(piece.tensor) for piece in ordered)])
+    offsets = {piece.key: {"saved_offsets": [piece.offset]} for piece in ordered}
+    metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    entries = [TensorEntry(piece.key, piece.tensor.dtype, piece.tensor.shape) for piece in ordered]
+    size, crcs = write_durably(path, [header(entries, metadata), *(as_bytes(piece.tensor) for piece in ordered)])
     located = [(piece.key, piece.offset, piece.tensor.numel()) for piece in pieces]
     return WrittenFile(FileEntry(path.name, size, crcs), located)
-
-
-def _header(pieces: Sequence[PackedPiece]) -> torch.Tensor:
-    """The bytes of a file before its elements, which follow in the order of the pieces."""
-    offsets = {piece.key: {"saved_offsets": [piece.offset]} for piece in pieces}
-    metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
-    return header([TensorEntry(piece.key, piece.tensor.dtype, piece.tensor.shape) for piece in pieces], metadata)

@@ -27,36 +27,16 @@ from typing import Any, Final, TypeVar, cast, final
 
 import torch
 
-from thinwire.agreement import NOTHING, Typed, agree
-from thinwire.agreement import Ranks as ControlGroup
+from thinwire.agreement import NOTHING, Ranks, Typed, agree
 from thinwire.checkpoint import manifest as _manifest
-from thinwire.checkpoint.atomic import Staging, locate, recover
+from thinwire.checkpoint.atomic import Staging, locate
 from thinwire.checkpoint.bases import CONTENTS, Base, base_name, base_of, find_base
 from thinwire.checkpoint.contributions import CONTRIBUTION, check_chunks, describe, merge_values, merge_vectors
-from thinwire.checkpoint.manifest import Content, Manifest, Reference, StoredSpan, VectorEntry
-from thinwire.checkpoint.reading import Reading, check_file
+from thinwire.checkpoint.manifest import Manifest, Reference, StoredSpan, VectorEntry
+from thinwire.checkpoint.reading import WantedFile, check_file, wanted_files
 from thinwire.checkpoint.storage import Chunk, ShardedVector, WrittenFile, pack, write_file
 from thinwire.checkpoint.strict_json import Json
 from thinwire.errors import CheckpointError
-
-__all__ = [
-    "Alone",
-    "Base",
-    "Chunk",
-    "Content",
-    "ControlGroup",
-    "Json",
-    "Manifest",
-    "Opened",
-    "Reader",
-    "ShardedVector",
-    "open_checkpoint",
-    "read",
-    "read_values",
-    "recover",
-    "verify",
-    "write",
-]
 
 _TOKEN: Final[Typed[str | None]] = Typed(str | None)
 _WRITTEN: Final[Typed[list[WrittenFile]]] = Typed(list[WrittenFile])
@@ -71,24 +51,12 @@ _REMEDIES: Final = {
 }
 
 
-@final
-class Alone:
-    """A control group of one process, which needs no initialised ``torch.distributed``."""
-
-    rank: Final = 0
-    size: Final = 1
-
-    def all_gather_bytes(self, message: bytes, /) -> list[bytes]:
-        """Return a list of this one message."""
-        return [message]
-
-
 def write(
     path: str | os.PathLike[str],
     vectors: Mapping[str, ShardedVector],
     values: Mapping[str, Json],
     *,
-    control: ControlGroup,
+    control: Ranks,
     unless: Callable[[], None] = lambda: None,
     base: Base | None = None,
 ) -> None:
@@ -133,7 +101,12 @@ def write(
         return staging.token
 
     def write_files() -> list[WrittenFile]:
-        return _write_files(Staging(Path(path).resolve(), tokens[0] or "").directory, vectors, first_number)
+        directory = Staging(Path(path).resolve(), tokens[0] or "").directory
+        if not directory.is_dir():
+            raise CheckpointError(
+                f"{directory}, made by rank 0, is not there; save to a file system that all ranks share"
+            )
+        return [write_file(directory, first_number + index, pieces) for index, pieces in enumerate(pack(vectors))]
 
     def publish() -> None:
         if staging is not None:
@@ -150,7 +123,7 @@ def write(
             staging.discard()
 
 
-def _refer(path: Path, base: Base, control: ControlGroup, unless: Callable[[], None]) -> Reference:
+def _refer(path: Path, base: Base, control: Ranks, unless: Callable[[], None]) -> Reference:
     """Find or write a base; returns what the checkpoint at ``path`` says of it. Collective."""
     if base.place is None:
         return Reference(None, base.contents)
@@ -199,17 +172,30 @@ class Opened:
         referred = {key: dataclasses.replace(there[key], spans=()) for key in self.own.reference.contents}
         return dataclasses.replace(self.own, vectors={**self.own.vectors, **referred})
 
-    def readings(self, vectors: Mapping[str, ShardedVector]) -> list[Reading]:
-        """What to read for these vectors, from each directory.
+    def wanted(self, vectors: Mapping[str, ShardedVector]) -> list[WantedFile]:
+        """What to read for these vectors, file by file.
 
         Raises:
             CheckpointError: A file contradicts the manifest.
         """
-        readings = []
-        for opened in (self,) if self.base is None else (self, self.base):
-            keys = [key for key in vectors if (key in self.own.vectors) is (opened is self)]
-            readings.append(Reading(opened.directory, opened.own, {key: vectors[key] for key in keys}))
-        return readings
+        own = {key: vector for key, vector in vectors.items() if key in self.own.vectors}
+        others = {key: vector for key, vector in vectors.items() if key not in own}
+        files = wanted_files(self.directory, self.own, own)
+        return files if self.base is None else files + wanted_files(self.base.directory, self.base.own, others)
+
+    def vector(self, key: str) -> torch.Tensor:
+        """Read a whole vector in this process alone, as a 1-D tensor in the stored dtype; :meth:`check_files` first.
+
+        Raises:
+            CheckpointError: There is no such vector, or it cannot be read.
+        """
+        entry = self.manifest.vectors.get(key)
+        if entry is None:
+            raise CheckpointError(f"{self.directory}: {_missing_keys([key], self.manifest.vectors)}")
+        whole = torch.empty(entry.numel, dtype=entry.dtype or torch.float32)
+        for file in self.wanted({key: ShardedVector(entry.numel, (Chunk(0, whole),))}):
+            file.fill_unchecked()
+        return whole
 
     def check_files(self) -> None:
         """Compare every file with the manifest; see :func:`~thinwire.checkpoint.reading.check_file`."""
@@ -247,7 +233,7 @@ def read(
     checkpoint: str | os.PathLike[str] | Opened,
     vectors: Mapping[str, ShardedVector],
     *,
-    control: ControlGroup,
+    control: Ranks,
     strict: bool = True,
     before_filling: Callable[[], None] = lambda: None,
 ) -> tuple[str, ...]:
@@ -299,37 +285,20 @@ def read(
             )
     there = opened.manifest.vectors
     wanted = {key: vector for key, vector in vectors.items() if key in there}
-    readings: list[Reading] = []
+    files: list[WantedFile] = []
 
     def compare_headers() -> None:
         assert opened is not None
-        readings.extend(opened.readings(wanted))
+        files.extend(opened.wanted(wanted))
 
     def fill() -> None:
-        for reading in readings:
-            reading.fill()
+        for file in files:
+            file.fill()
 
     _together(control, doing, compare_headers, NOTHING)
     before_filling()
     _together(control, doing, fill, NOTHING)
     return tuple(key for key in vectors if key not in wanted)
-
-
-def read_values(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the values of a checkpoint in this process alone, without communication.
-
-    This verifies the manifest's checksum and the presence and sizes of the files, but not their contents.
-
-    Args:
-        path: The checkpoint directory.
-
-    Returns:
-        The values that all ranks passed to :func:`write`.
-
-    Raises:
-        CheckpointError: The checkpoint is missing or incomplete, or its manifest is corrupt.
-    """
-    return dict(verify(path, checksums=False).values)
 
 
 def verify(path: str | os.PathLike[str], *, checksums: bool = True) -> Manifest:
@@ -352,42 +321,7 @@ def verify(path: str | os.PathLike[str], *, checksums: bool = True) -> Manifest:
     return opened.manifest
 
 
-@final
-class Reader:
-    """A checkpoint that one process reads, vector by vector, without a job.
-
-    Args:
-        path: The checkpoint directory. The constructor reads every file once to verify it.
-
-    Attributes:
-        manifest: Manifest of the checkpoint.
-
-    Raises:
-        CheckpointError: A file is missing or corrupt; the message names it.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._opened = open_checkpoint(path)
-        self.manifest = self._opened.manifest
-        self._opened.check_files()
-
-    def vector(self, key: str) -> torch.Tensor:
-        """Read a whole vector, as a 1-D tensor in the stored dtype.
-
-        Raises:
-            CheckpointError: There is no such vector, or it cannot be read.
-        """
-        entry = self.manifest.vectors.get(key)
-        if entry is None:
-            raise CheckpointError(f"{self._opened.directory}: {_missing_keys([key], self.manifest.vectors)}")
-        whole = torch.empty(entry.numel, dtype=entry.dtype or torch.float32)
-        vectors = {key: ShardedVector(entry.numel, (Chunk(0, whole),))}
-        for reading in self._opened.readings(vectors):
-            reading.fill_unchecked()
-        return whole
-
-
-def _together(control: ControlGroup, doing: str, action: Callable[[], T], typed: Typed[T]) -> list[T]:
+def _together(control: Ranks, doing: str, action: Callable[[], T], typed: Typed[T]) -> list[T]:
     """Run an action on every rank; raise one :class:`CheckpointError` on all of them if any failed.
 
     Args:
@@ -424,12 +358,6 @@ def _explain(error: BaseException) -> str:
 def _name_ranks(ranks: Sequence[int]) -> str:
     names = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"
-
-
-def _write_files(directory: Path, vectors: Mapping[str, ShardedVector], first_number: int) -> list[WrittenFile]:
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory}, made by rank 0, is not there; save to a file system that all ranks share")
-    return [write_file(directory, first_number + index, pieces) for index, pieces in enumerate(pack(vectors))]
 
 
 def _compile(

@@ -63,10 +63,7 @@ def header(entries: Iterable[TensorEntry], metadata: Mapping[str, str] | None) -
 
 
 def write_tensors(
-    path: Path,
-    entries: Sequence[TensorEntry],
-    read: Callable[[str], torch.Tensor],
-    metadata: Mapping[str, str] | None,
+    path: Path, entries: Sequence[TensorEntry], read: Callable[[str], torch.Tensor], metadata: Mapping[str, str] | None
 ) -> None:
     """Write a file to disk, with one or two of its tensors in memory at a time.
 

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.integrations.common.automatic import AutoPlan, plan_for
+from thinwire.integrations.common.mixed import scale_like
 from thinwire.integrations.common.optimizers import (
     begin_micro_batch,
     combines,
@@ -89,209 +90,7 @@ class SteppingOptimizer(AcceleratedOptimizer):
         return getattr(self.optimizer, "loss_scale", None) is not None
 
 
-class _AcceleratedSteps:
-    """The part of the accelerator that runs the steps of a sharded model."""
-
-    sync_gradients: bool
-    loss_scale: LossScale | None
-    _trained: list[nn.Module]
-
-    @contextlib.contextmanager
-    def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """Run a micro-batch. Ranks combine gradients in the last one of a step."""
-        inherited: Any = super()
-        sharded = [(model, combines(model)) for model in models if is_sharded(model)]
-        with inherited.accumulate(*models):
-            for model, outside in sharded:
-                if self.sync_gradients and not outside:
-                    raise UsageError(
-                        f"accumulate({type(model).__name__}): it ends a step inside no_sync, which LocalSGD enters as "
-                        "well, and ranks would train apart; leave it out, and choose codecs in the plan's wire to send "
-                        "less"
-                    )
-                begin_micro_batch(model, last=self.sync_gradients)
-            yield
-            for model, outside in sharded:
-                begin_micro_batch(model, last=outside)
-
-    @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Combine no gradients in the backward inside: more micro-batches of the step follow."""
-        inherited: Any = super()
-        if not is_sharded(model):
-            with inherited.no_sync(model):
-                yield
-            return
-        with without_sync(model):
-            yield
-
-    @staticmethod
-    @contextlib.contextmanager
-    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """Combine gradients in the backward inside, although its forward ran in :meth:`no_sync`."""
-        if is_sharded(model):
-            begin_micro_batch(model, last=True)
-        yield
-
-    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
-        """Refuse to join ranks, because torch's ``Join`` works only with DDP's own wrapper."""
-        del joinables, even_batches
-        raise UsageError(
-            "join_uneven_inputs: torch's Join does not know shares; leave even_batches = True, or iterate over "
-            "thinwire.join(model, batches)"
-        )
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run the backward of a loss, divided by the number of micro-batches and multiplied by the loss scale."""
-        inherited: Any = super()
-        inherited.backward(loss if self.loss_scale is None else self.loss_scale.scale(loss), **kwargs)
-
-    def clip_grad_norm_(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
-    ) -> torch.Tensor:
-        """Clip the gradient of parameters by their norm.
-
-        Args:
-            parameters: Parameters of one prepared model or of several, all or some.
-            max_norm: Upper bound of the norm; ``inf`` only measures.
-            norm_type: Order of the norm.
-
-        Returns:
-            The norm before clipping, 0-D, fp32; equal on every rank.
-
-        Raises:
-            UsageError: More micro-batches of the step follow, or no model is prepared.
-        """
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        self._prepare_clipping("clip_grad_norm_")
-        given = {id(item) for item in parameters}
-        for model in self._trained:
-            everything = list(model.parameters())
-            trained = {id(item) for item in everything if item.requires_grad}
-            if trained <= given <= {id(item) for item in everything}:
-                return tw.clip_grad_norm_(model, float(max_norm), float(norm_type))  # in one pass
-        return nn.utils.clip_grad_norm_(parameters, float(max_norm), float(norm_type))
-
-    def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
-        """Clip each element of the gradient of parameters.
-
-        Args:
-            parameters: Parameters of prepared models, all or some.
-            clip_value: Largest magnitude of an element.
-
-        Raises:
-            UsageError: More micro-batches of the step follow, or no model is prepared.
-        """
-        self._prepare_clipping("clip_grad_value_")
-        nn.utils.clip_grad_value_(parameters, clip_value)
-
-    def _prepare_clipping(self, call: str) -> None:
-        if not self._trained:
-            raise UsageError(f"{call}: no model is prepared for training; call prepare before")
-        if not self.sync_gradients:
-            raise UsageError(
-                f"{call}: ranks combine gradients in the last micro-batch of a step, and more of them follow; call it "
-                "under `if accelerator.sync_gradients:`"
-            )
-        if self.loss_scale is not None:
-            tw.clip_grad_norm_(self._trained[0], float("inf"))  # divides by the scale, which one model has
-
-
-class _AcceleratedStates:
-    """The part of the accelerator that saves and loads shares."""
-
-    step: int
-    project_configuration: Any
-    project_dir: Any
-    _frozen: str | Path | None
-    _models: list[nn.Module]
-    _optimizers: list[Any]
-    _trained: list[nn.Module]
-    _updating: dict[int, list[torch.optim.Optimizer]]
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """The whole state dict on every rank: fp32 masters and buffers on the CPU. Collective.
-
-        Args:
-            model: A prepared model.
-            unwrap: See ``accelerate.Accelerator``.
-        """
-        inherited: Any = super()
-        if not is_sharded(model):
-            whole: dict[str, torch.Tensor] = inherited.get_state_dict(model, unwrap)
-            return whole
-        weights = tw.full_state_dict(model)
-        first: dict[int, str] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            # Names of one parameter share one tensor, as in the state dict of a whole model.
-            weights[name] = weights[first.setdefault(id(parameter), name)]
-        return weights
-
-    def save_model(self, model: nn.Module, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Write the whole weights, which ranks gather one by one; see ``accelerate.Accelerator``. Collective."""
-        inherited: Any = super()
-        if not is_sharded(model):
-            inherited.save_model(model, save_directory, *args, **kwargs)
-            return
-
-        def write(state: dict[str, torch.Tensor]) -> None:
-            self.get_state_dict = lambda *_, **__: state  # type: ignore[method-assign]
-            try:
-                inherited.save_model(model, save_directory, *args, **kwargs)
-            finally:
-                del self.get_state_dict
-
-        with_whole_state(model, model, write, "save_model")
-
-    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """Save the shares, schedulers, random states and registered objects; see ``accelerate.Accelerator``.
-        Collective."""
-        inherited: Any = super()
-        with self._set_aside():
-            return inherited.save_state(output_dir, safe_serialization, **kwargs)
-
-    def load_state(self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Load a state that was saved under any plan and on any number of ranks; see ``accelerate.Accelerator``.
-        Collective."""
-        inherited: Any = super()
-        with self._set_aside():
-            inherited.load_state(input_dir, load_kwargs, **kwargs)
-        # accelerate keeps the step with the random states of each rank, of which another job may have had fewer.
-        self.step = self._loaded.get("step", self.step)
-
-    @contextlib.contextmanager
-    def _set_aside(self) -> Iterator[None]:
-        """Keep accelerate from the shares of models and of their optimizers, which the hooks below save and load."""
-        everything = self._models, self._optimizers
-        self._everything, self._loaded = everything, dict[str, Any]()
-        self._models = [model for model in self._models if not is_sharded(model)]
-        self._optimizers = [item for item in self._optimizers if not isinstance(item, SteppingOptimizer)]
-        try:
-            yield
-        finally:
-            self._models, self._optimizers = everything
-
-    def _save_shares(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
-        del models, weights
-        self._models = self._everything[0]  # the hooks that follow are given all models
-        # accelerate counts, and deletes, whatever is in the directory of the checkpoints that it names itself.
-        named_here = self.project_configuration.automatic_checkpoint_naming
-        frozen = self._frozen or (self.project_dir if named_here else Path(output_dir).parent)
-        for place, model in self._places(output_dir):
-            tw.save(model, self._updating.get(id(model)), place, extra={"step": self.step}, frozen=frozen)
-
-    def _load_shares(self, models: list[nn.Module], input_dir: str) -> None:
-        del models
-        for place, model in self._places(input_dir):
-            self._loaded = tw.load(model, self._updating.get(id(model)), place)
-
-    def _places(self, directory: str) -> Iterator[tuple[Path, nn.Module]]:
-        """The directory of each trained model inside a checkpoint, numbered as accelerate numbers files."""
-        for number, model in enumerate(self._trained):
-            yield Path(directory, f"{STATE}_{number}" if number else STATE), model
-
-
-class ThinwireAccelerator(_AcceleratedSteps, _AcceleratedStates, Accelerator):
+class ThinwireAccelerator(Accelerator):
     """An ``Accelerator`` that shards the model it prepares: ``ThinwireAccelerator(plan="zero3")``.
 
     Args:
@@ -310,6 +109,11 @@ class ThinwireAccelerator(_AcceleratedSteps, _AcceleratedStates, Accelerator):
         UsageError: The arguments, or the configuration of ``accelerate launch``, ask for what thinwire cannot do.
     """
 
+    loss_scale: LossScale | None
+    step: int
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+
     def __init__(
         self, *args: Any, plan: Plan | AutoPlan | str | Path = "zero3", frozen: str | Path | None = None, **kwargs: Any
     ) -> None:
@@ -322,6 +126,8 @@ class ThinwireAccelerator(_AcceleratedSteps, _AcceleratedStates, Accelerator):
         self.native_amp, self.scaler = False, None
         self.register_save_state_pre_hook(self._save_shares)
         self.register_load_state_pre_hook(self._load_shares)
+
+    # -- models and optimizers --------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Shard models, let their optimizers train shares, and prepare the rest as accelerate does.
@@ -375,7 +181,8 @@ class ThinwireAccelerator(_AcceleratedSteps, _AcceleratedStates, Accelerator):
         return super().free_memory(*objects)
 
     def _forget(self) -> None:
-        self._trained, self._updating = [], {}
+        self._trained: list[nn.Module] = []
+        self._updating: dict[int, list[torch.optim.Optimizer]] = {}
         self.loss_scale = None
 
     def _shard(self, model: Any, device_placement: bool | None) -> None:
@@ -395,7 +202,8 @@ class ThinwireAccelerator(_AcceleratedSteps, _AcceleratedStates, Accelerator):
         if plan_of(model).scales_loss:
             if len(self._trained) > 1:
                 raise UsageError(f"prepare({type(model).__name__}): {_ONE_SCALE}")
-            self.loss_scale = self.loss_scale or _loss_scale(self.scaler_handler)
+            given = {} if self.scaler_handler is None else self.scaler_handler.to_dict()
+            self.loss_scale = self.loss_scale or scale_like(torch.amp.GradScaler("cpu", **given))
         model._is_accelerate_prepared = True
         if not any(model is known for known in self._models):
             self._models.append(model)
@@ -412,7 +220,7 @@ class ThinwireAccelerator(_AcceleratedSteps, _AcceleratedStates, Accelerator):
             kind = type(given[0]).__name__
             if id(model) in self._updating:
                 raise UsageError(f"prepare({kind}): the model has an optimizer; pass all of them to one prepare")
-            names = {**self._names[id(model)], **names_of(model)}
+            names = self._names[id(model)]
             trained = over_shares(model, given, names, remedy=_TOGETHER, loss_scale=self.loss_scale)
             if self.loss_scale is not None and not isinstance(trained[0], ShardedOptimizer):
                 raise UsageError(f"prepare({kind}): {_ONE_SCALE}")
@@ -427,6 +235,185 @@ class ThinwireAccelerator(_AcceleratedSteps, _AcceleratedStates, Accelerator):
         held = {id(item) for group in optimizer.param_groups for item in group["params"]}
         owners = [model for model in self._trained if held & (self._names[id(model)].keys() | names_of(model).keys())]
         return owners or self._trained[-1:]  # whose names tell that the parameters are strange
+
+    # -- steps ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """Run a micro-batch. Ranks combine gradients in the last one of a step."""
+        sharded = [(model, combines(model)) for model in models if is_sharded(model)]
+        with super().accumulate(*models):
+            for model, outside in sharded:
+                if self.sync_gradients and not outside:
+                    raise UsageError(
+                        f"accumulate({type(model).__name__}): it ends a step inside no_sync, which LocalSGD enters as "
+                        "well, and ranks would train apart; leave it out, and choose codecs in the plan's wire to send "
+                        "less"
+                    )
+                begin_micro_batch(model, last=self.sync_gradients)
+            yield
+            for model, outside in sharded:
+                begin_micro_batch(model, last=outside)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Combine no gradients in the backward inside: more micro-batches of the step follow."""
+        if not is_sharded(model):
+            with super().no_sync(model):
+                yield
+            return
+        with without_sync(model):
+            yield
+
+    @staticmethod
+    @contextlib.contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """Combine gradients in the backward inside, although its forward ran in :meth:`no_sync`."""
+        if is_sharded(model):
+            begin_micro_batch(model, last=True)
+        yield
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        """Refuse to join ranks, because torch's ``Join`` works only with DDP's own wrapper."""
+        del joinables, even_batches
+        raise UsageError(
+            "join_uneven_inputs: torch's Join does not know shares; leave even_batches = True, or iterate over "
+            "thinwire.join(model, batches)"
+        )
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the backward of a loss, divided by the number of micro-batches and multiplied by the loss scale."""
+        super().backward(loss if self.loss_scale is None else self.loss_scale.scale(loss), **kwargs)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Clip the gradient of parameters by their norm.
+
+        Args:
+            parameters: Parameters of one prepared model or of several, all or some.
+            max_norm: Upper bound of the norm; ``inf`` only measures.
+            norm_type: Order of the norm.
+
+        Returns:
+            The norm before clipping, 0-D, fp32; equal on every rank.
+
+        Raises:
+            UsageError: More micro-batches of the step follow, or no model is prepared.
+        """
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self._prepare_clipping("clip_grad_norm_")
+        given = {id(item) for item in parameters}
+        for model in self._trained:
+            everything = list(model.parameters())
+            trained = {id(item) for item in everything if item.requires_grad}
+            if trained <= given <= {id(item) for item in everything}:
+                return tw.clip_grad_norm_(model, float(max_norm), float(norm_type))  # in one pass
+        return nn.utils.clip_grad_norm_(parameters, float(max_norm), float(norm_type))
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clip each element of the gradient of parameters.
+
+        Args:
+            parameters: Parameters of prepared models, all or some.
+            clip_value: Largest magnitude of an element.
+
+        Raises:
+            UsageError: More micro-batches of the step follow, or no model is prepared.
+        """
+        self._prepare_clipping("clip_grad_value_")
+        nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def _prepare_clipping(self, call: str) -> None:
+        if not self._trained:
+            raise UsageError(f"{call}: no model is prepared for training; call prepare before")
+        if not self.sync_gradients:
+            raise UsageError(
+                f"{call}: ranks combine gradients in the last micro-batch of a step, and more of them follow; call it "
+                "under `if accelerator.sync_gradients:`"
+            )
+        if self.loss_scale is not None:
+            tw.clip_grad_norm_(self._trained[0], float("inf"))  # divides by the scale, which one model has
+
+    # -- saving and loading -----------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """The whole state dict on every rank: fp32 masters and buffers on the CPU. Collective.
+
+        Args:
+            model: A prepared model.
+            unwrap: See ``accelerate.Accelerator``.
+        """
+        if not is_sharded(model):
+            whole: dict[str, torch.Tensor] = super().get_state_dict(model, unwrap)
+            return whole
+        weights = tw.full_state_dict(model)
+        first: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            # Names of one parameter share one tensor, as in the state dict of a whole model.
+            weights[name] = weights[first.setdefault(id(parameter), name)]
+        return weights
+
+    def save_model(self, model: nn.Module, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Write the whole weights, which ranks gather one by one; see ``accelerate.Accelerator``. Collective."""
+        save: Any = super().save_model
+        if not is_sharded(model):
+            save(model, save_directory, *args, **kwargs)
+            return
+
+        def write(state: dict[str, torch.Tensor]) -> None:
+            self.get_state_dict = lambda *_, **__: state  # type: ignore[method-assign]
+            try:
+                save(model, save_directory, *args, **kwargs)
+            finally:
+                del self.get_state_dict
+
+        with_whole_state(model, model, write, "save_model")
+
+    @contextlib.contextmanager
+    def _set_aside(self) -> Iterator[None]:
+        """Keep accelerate from the shares of models and of their optimizers, which the hooks below save and load."""
+        everything = self._models, self._optimizers
+        self._everything, self._loaded = everything, dict[str, Any]()
+        self._models = [model for model in self._models if not is_sharded(model)]
+        self._optimizers = [item for item in self._optimizers if not isinstance(item, SteppingOptimizer)]
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = everything
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """Save the shares, schedulers, random states and registered objects; see ``accelerate.Accelerator``.
+        Collective."""
+        with self._set_aside():
+            return super().save_state(output_dir, safe_serialization, **kwargs)
+
+    def load_state(self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Load a state that was saved under any plan and on any number of ranks; see ``accelerate.Accelerator``.
+        Collective."""
+        with self._set_aside():
+            super().load_state(input_dir, load_kwargs, **kwargs)
+        # accelerate keeps the step with the random states of each rank, of which another job may have had fewer.
+        self.step = self._loaded.get("step", self.step)
+
+    def _save_shares(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
+        del models, weights
+        self._models = self._everything[0]  # the hooks that follow are given all models
+        # accelerate counts, and deletes, whatever is in the directory of the checkpoints that it names itself.
+        named_here = self.project_configuration.automatic_checkpoint_naming
+        frozen = self._frozen or (self.project_dir if named_here else Path(output_dir).parent)
+        for place, model in self._places(output_dir):
+            tw.save(model, self._updating.get(id(model)), place, extra={"step": self.step}, frozen=frozen)
+
+    def _load_shares(self, models: list[nn.Module], input_dir: str) -> None:
+        del models
+        for place, model in self._places(input_dir):
+            self._loaded = tw.load(model, self._updating.get(id(model)), place)
+
+    def _places(self, directory: str) -> Iterator[tuple[Path, nn.Module]]:
+        """The directory of each trained model inside a checkpoint, numbered as accelerate numbers files."""
+        for number, model in enumerate(self._trained):
+            yield Path(directory, f"{STATE}_{number}" if number else STATE), model
 
 
 def _refuse(accelerator: Accelerator) -> None:
@@ -457,20 +444,6 @@ def _refuse(accelerator: Accelerator) -> None:
     handler = accelerator.ddp_handler
     if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
         raise UsageError(f"comm_hook = {handler.comm_hook.value}: choose codecs in the plan's wire instead")
-
-
-def _loss_scale(handler: Any) -> LossScale:
-    """A loss scale with the settings of accelerate's ``GradScalerKwargs``."""
-    if handler is None:
-        return LossScale()
-    if not handler.enabled:
-        return LossScale(1.0, growth=1.0, backoff=1.0)
-    return LossScale(
-        handler.init_scale,
-        growth=handler.growth_factor,
-        backoff=handler.backoff_factor,
-        growth_interval=handler.growth_interval,
-    )
 
 
 def _is_trained(model: nn.Module) -> bool:

@@ -181,7 +181,6 @@ class ThinwireFabricStrategy(DDPStrategy):
     def _over_shares(
         self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str]
     ) -> list[torch.optim.Optimizer]:
-        names = {**names, **names_of(module)}
         made = over_shares(module, optimizers, names, remedy=_TOGETHER, loss_scale=self._loss_scale)
         if not isinstance(made[0], ShardedOptimizer) and isinstance(self.precision, ThinwireFabricPrecision):
             self.precision.scale_each_optimizer()
@@ -258,7 +257,7 @@ class ThinwireFabricStrategy(DDPStrategy):
             if value:
                 raise UsageError(f"{name}: the strategy 'thinwire' writes whole states to a local directory; omit it")
         found = _Sharded("fabric.save", {key: _original(item) for key, item in state.items()})
-        others = {key: _state_of(item) for key, item in found.others.items()}
+        others = {key: item.state_dict() if hasattr(item, "state_dict") else item for key, item in found.others.items()}
         where, content = self.broadcast((str(path), encoded(others, _REMEDY)))
         frozen = self._frozen or Path(where).parent
         for place, module, optimizers in found.places(Path(where)):
@@ -340,10 +339,6 @@ def _refuse_scheduled(optimizer: torch.optim.Optimizer, remedy: str) -> None:
             f"fabric.setup: a learning-rate scheduler follows {type(optimizer).__name__}, which is made anew over "
             f"shares; {remedy}"
         )
-
-
-def _state_of(item: Any) -> Any:
-    return item.state_dict() if hasattr(item, "state_dict") else item
 
 
 register(STRATEGY_REGISTRY, ThinwireFabricStrategy)

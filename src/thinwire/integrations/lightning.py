@@ -6,6 +6,7 @@ Importing this module registers the strategies ``thinwire`` and, by preset, ``th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -89,153 +90,6 @@ class ThinwirePrecision(ShardedPrecision, MixedPrecision):
         self._strategy.gradient_norm = norm
 
 
-class _Steps:
-    """The part of the strategy that runs the steps of a sharded module."""
-
-    lightning_module: Any
-    precision_plugin: Any
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Combine no gradients in the backward inside: more micro-batches of the step follow."""
-        with without_sync(self.lightning_module):
-            yield
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of a micro-batch, or all of a manual optimization."""
-        module = self.lightning_module
-        if module.automatic_optimization:
-            return self._run_step("training_step", *args, **kwargs)
-        with self.precision_plugin.forward_context():  # it updates parameters, which are shares outside of forwards
-            return module.training_step(*args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a validation batch."""
-        return self._run_step("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a test batch."""
-        return self._run_step("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a prediction batch."""
-        return self._run_step("predict_step", *args, **kwargs)
-
-    def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        # Root parameters are gathered for the module's forward, in whose place the step runs. The batch is no argument
-        # of it, so that targets keep their dtype.
-        module, forward = self.lightning_module, self.lightning_module.forward
-
-        def step() -> Any:
-            module.forward = forward  # the step itself may call it
-            return getattr(module, name)(*args, **kwargs)
-
-        with self.precision_plugin.forward_context():
-            module.forward = step
-            try:
-                return module()
-            finally:
-                module.forward = forward
-
-
-class _Checkpoints:
-    """The part of the strategy that saves and loads: shares in a directory, or whole states in Lightning's own file."""
-
-    lightning_module: Any
-    optimizers: Any
-    broadcast: Any
-    _writes_whole: bool
-    _frozen: str | Path | None
-    _groups: list[list[str]]
-    """Names of the parameters of each group of a sharded optimizer."""
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """True: values are loaded into shares."""
-        return True
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state of the module: of shares only what is no tensor, as :meth:`save_checkpoint` writes the others.
-        Collective."""
-        entries, first = self.lightning_module.state_dict().items(), group.control().rank == 0
-        if not self._writes_whole:
-            return {name: value for name, value in entries if not isinstance(value, torch.Tensor)}
-        whole = {name: whole_value(value, keep=first) for name, value in entries}
-        return whole if first else {}
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The state of the optimizer: of shares nothing, as :meth:`save_checkpoint` writes each rank's. Collective."""
-        inner = _plain(optimizer)
-        if not self._writes_whole:
-            return {}
-        return whole_state(inner, self._groups) if isinstance(inner, ShardedOptimizer) else whole_share_state(inner)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a module's state, except the shares that :meth:`load_checkpoint` has loaded."""
-        if states := checkpoint["state_dict"]:
-            of_shares = not any(isinstance(value, torch.Tensor) for value in states.values())
-            self.lightning_module.load_state_dict(states, strict=strict and not of_shares)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load an optimizer's state, except the shares that :meth:`load_checkpoint` has loaded."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            if state and isinstance(optimizer, ShardedOptimizer):
-                load_whole_state(optimizer, self._groups, state)
-            elif state:
-                load_whole_share_state(optimizer, state)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint: a directory of shares, atomically, with the trainer's state of rank 0 inside, or
-        Lightning's own file. Collective."""
-        if self._writes_whole:
-            _rename(checkpoint, ThinwirePrecision.__qualname__, MixedPrecision.__qualname__)
-            inherited: Any = super()
-            inherited.save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        if storage_options is not None:
-            raise UsageError("storage_options: the strategy 'thinwire' writes to a local directory; leave them out")
-        if any(isinstance(value, torch.Tensor) for value in checkpoint["state_dict"].values()):
-            raise UsageError(
-                "a callback or on_save_checkpoint has put tensors into the checkpoint's state_dict, whose place shares "
-                "take: use ThinwireStrategy(..., state_dict_type='full')"
-            )
-        weights_only = "optimizer_states" not in checkpoint
-        path, trainer_state = self.broadcast((str(filepath), encoded(checkpoint, _REMEDY)))
-        optimizers = None if weights_only else self.optimizers
-        tw.save(self.lightning_module, optimizers, path, extra={"lightning": trainer_state}, frozen=self._frozen)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load the shares of any plan and number of ranks from a directory, or read a file of Lightning's; returns the
-        trainer's state. Collective."""
-        if not Path(checkpoint_path).is_dir():
-            inherited: Any = super()
-            options = {} if weights_only is None else {"weights_only": weights_only}
-            checkpoint: dict[str, Any] = inherited.load_checkpoint(checkpoint_path, **options)
-            _rename(checkpoint, MixedPrecision.__qualname__, ThinwirePrecision.__qualname__)
-            self._add_groups(checkpoint)
-            return checkpoint
-        # Of a directory, nothing is read by running pickled code.
-        extra = store.open_checkpoint(Path(checkpoint_path)).manifest.values.get("extra", {})
-        if "lightning" not in extra:
-            raise UsageError(
-                f"{checkpoint_path} was not written by Lightning's Trainer: load it with thinwire.load(...)"
-            )
-        state: dict[str, Any] = decoded(extra["lightning"])
-        self._add_groups(state)
-        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        tw.load(self.lightning_module, self.optimizers if fits else None, Path(checkpoint_path))
-        return state
-
-    def _add_groups(self, state: Mapping[str, Any]) -> None:
-        """Give optimizers the groups that callbacks had added before a checkpoint. Lightning's order would be too late:
-        it starts callbacks before it loads values into shares."""
-        trainer = self.lightning_module.trainer
-        for callback in trainer.callbacks:
-            if isinstance(callback, BaseFinetuning) and (kept := state.get("callbacks", {}).get(callback.state_key)):
-                callback.load_state_dict(kept)
-                callback.on_fit_start(trainer, self.lightning_module)
-
-
 def _plain(optimizer: Any) -> Any:
     """An optimizer without Lightning's wrapper."""
     return getattr(optimizer, "_optimizer", optimizer)
@@ -246,7 +100,7 @@ def _rename(checkpoint: dict[str, Any], old: str, new: str) -> None:
         checkpoint[new] = checkpoint.pop(old)
 
 
-class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
+class ThinwireStrategy(DDPStrategy):
     """Shards a ``LightningModule`` by a plan: ``Trainer(strategy=ThinwireStrategy("zero3"))``.
 
     A single optimizer of the whole module is made anew over this rank's share, with the same class, groups and options.
@@ -360,6 +214,7 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
             for config in self.lr_scheduler_configs:
                 follow(config.scheduler, made[0])
             groups = [group["params"] for group in self.optimizers[0].param_groups]
+            # Names of the parameters of each group.
             self._groups = [[names[id(parameter)] for parameter in of_group] for of_group in groups]
         else:
             self.precision_plugin.scale_each_optimizer()
@@ -370,6 +225,128 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Combine no gradients in the backward inside: more micro-batches of the step follow."""
+        with without_sync(self.lightning_module):
+            yield
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of a micro-batch, or all of a manual optimization."""
+        module = self.lightning_module
+        if module.automatic_optimization:
+            return self._run_step("training_step", *args, **kwargs)
+        with self.precision_plugin.forward_context():  # it updates parameters, which are shares outside of forwards
+            return module.training_step(*args, **kwargs)
+
+    def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        # Root parameters are gathered for the module's forward, in whose place the step runs. The batch is no argument
+        # of it, so that targets keep their dtype.
+        module, forward = self.lightning_module, self.lightning_module.forward
+
+        def step() -> Any:
+            module.forward = forward  # the step itself may call it
+            return getattr(module, name)(*args, **kwargs)
+
+        with self.precision_plugin.forward_context():
+            module.forward = step
+            try:
+                return module()
+            finally:
+                module.forward = forward
+
+    validation_step = functools.partialmethod(_run_step, "validation_step")
+    test_step = functools.partialmethod(_run_step, "test_step")
+    predict_step = functools.partialmethod(_run_step, "predict_step")
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: values are loaded into shares."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The state of the module: of shares only what is no tensor, as :meth:`save_checkpoint` writes the others.
+        Collective."""
+        entries, first = self.lightning_module.state_dict().items(), group.control().rank == 0
+        if not self._writes_whole:
+            return {name: value for name, value in entries if not isinstance(value, torch.Tensor)}
+        whole = {name: whole_value(value, keep=first) for name, value in entries}
+        return whole if first else {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The state of the optimizer: of shares nothing, as :meth:`save_checkpoint` writes each rank's. Collective."""
+        inner = _plain(optimizer)
+        if not self._writes_whole:
+            return {}
+        return whole_state(inner, self._groups) if isinstance(inner, ShardedOptimizer) else whole_share_state(inner)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a module's state, except the shares that :meth:`load_checkpoint` has loaded."""
+        if states := checkpoint["state_dict"]:
+            of_shares = not any(isinstance(value, torch.Tensor) for value in states.values())
+            self.lightning_module.load_state_dict(states, strict=strict and not of_shares)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load an optimizer's state, except the shares that :meth:`load_checkpoint` has loaded."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            if state and isinstance(optimizer, ShardedOptimizer):
+                load_whole_state(optimizer, self._groups, state)
+            elif state:
+                load_whole_share_state(optimizer, state)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a checkpoint: a directory of shares, atomically, with the trainer's state of rank 0 inside, or
+        Lightning's own file. Collective."""
+        if self._writes_whole:
+            _rename(checkpoint, ThinwirePrecision.__qualname__, MixedPrecision.__qualname__)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise UsageError("storage_options: the strategy 'thinwire' writes to a local directory; leave them out")
+        if any(isinstance(value, torch.Tensor) for value in checkpoint["state_dict"].values()):
+            raise UsageError(
+                "a callback or on_save_checkpoint has put tensors into the checkpoint's state_dict, whose place shares "
+                "take: use ThinwireStrategy(..., state_dict_type='full')"
+            )
+        weights_only = "optimizer_states" not in checkpoint
+        path, trainer_state = self.broadcast((str(filepath), encoded(checkpoint, _REMEDY)))
+        optimizers = None if weights_only else self.optimizers
+        tw.save(self.lightning_module, optimizers, path, extra={"lightning": trainer_state}, frozen=self._frozen)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load the shares of any plan and number of ranks from a directory, or read a file of Lightning's; returns the
+        trainer's state. Collective."""
+        if not Path(checkpoint_path).is_dir():
+            options = {} if weights_only is None else {"weights_only": weights_only}
+            checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, **options)
+            _rename(checkpoint, MixedPrecision.__qualname__, ThinwirePrecision.__qualname__)
+            self._add_groups(checkpoint)
+            return checkpoint
+        # Of a directory, nothing is read by running pickled code.
+        extra = store.open_checkpoint(Path(checkpoint_path)).manifest.values.get("extra", {})
+        if "lightning" not in extra:
+            raise UsageError(
+                f"{checkpoint_path} was not written by Lightning's Trainer: load it with thinwire.load(...)"
+            )
+        state: dict[str, Any] = decoded(extra["lightning"])
+        self._add_groups(state)
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        tw.load(self.lightning_module, self.optimizers if fits else None, Path(checkpoint_path))
+        return state
+
+    def _add_groups(self, state: Mapping[str, Any]) -> None:
+        """Give optimizers the groups that callbacks had added before a checkpoint. Lightning's order would be too late:
+        it starts callbacks before it loads values into shares."""
+        trainer = self.lightning_module.trainer
+        for callback in trainer.callbacks:
+            if isinstance(callback, BaseFinetuning) and (kept := state.get("callbacks", {}).get(callback.state_key)):
+                callback.load_state_dict(kept)
+                callback.on_fit_start(trainer, self.lightning_module)
 
 
 def _unfreezes(trainer: Any) -> bool:

@@ -22,6 +22,7 @@ try:
 except ModuleNotFoundError as missing:
     raise ImportError(f"{__name__} needs torchtitan 0.3: pip install 'thinwire[torchtitan]'") from missing
 
+from torchtitan.components.checkpoint import MODEL
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.components.optimizer import OptimizersContainer
@@ -36,6 +37,7 @@ import thinwire as tw
 from thinwire.integrations.torchtitan_parts import (
     CheckpointsOfShares,
     StepsOfShares,
+    WholeModel,
     refuse_other_jobs,
     refuse_other_parallelism,
     refuse_training,
@@ -243,7 +245,9 @@ class ShardedCheckpoints(CheckpointsOfShares):
             return
         if filesystem.is_remote(self.folder):
             raise UsageError(f"checkpoint.folder = {config.folder!r}: checkpoints go to a local directory")
-        self.hold_shares_of(parts["model_parts"][0], config.async_mode)
+        if config.async_mode.lower() != "disabled":
+            raise UsageError(f"checkpoint.async_mode = {config.async_mode!r}: shares are saved at once; use 'disabled'")
+        self.states[MODEL] = WholeModel(parts["model_parts"][0])
 
 
 @override(target=BaseCheckpointManager.Config, description="Checkpoints of thinwire's shares")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import psutil
 import torch
@@ -20,43 +20,26 @@ DENSE_ATTENTION = "thinwire.integrations.torchtitan.dense_attention"
 """Target for ``override.imports`` that replaces ``flex`` attention by causal attention over whole sequences."""
 
 
-class CpuDevice:
-    """What torchtitan asks of ``torch.cuda``, answered for the CPUs that this process runs on."""
+def _memory_stats(device: Any = None) -> dict[str, int]:
+    """Resident memory of this process, in bytes. It is the present one: the kernel keeps no peak that can be reset."""
+    del device
+    resident = psutil.Process().memory_info().rss
+    return {"active_bytes.all.peak": resident, "reserved_bytes.all.peak": resident}
 
-    set_device = staticmethod(torch.cpu.set_device)
-    synchronize = staticmethod(torch.cpu.synchronize)
-    is_available = staticmethod(torch.cpu.is_available)
 
-    def device_count(self) -> int:
-        """Number of devices: one, however many cores there are."""
-        return 1
-
-    def current_device(self) -> int:
-        """Number of the device."""
-        return 0
-
-    def get_device_name(self, device: Any = None) -> str:
-        """Name of the device."""
-        del device
-        return "cpu"
-
-    def get_device_properties(self, device: Any = None) -> SimpleNamespace:
-        """Memory of the machine, in bytes."""
-        del device
-        return SimpleNamespace(total_memory=psutil.virtual_memory().total)
-
-    def memory_stats(self, device: Any = None) -> dict[str, int]:
-        """Resident memory of this process, in bytes. It is the present one: the kernel keeps no peak that can be
-        reset."""
-        del device
-        resident = psutil.Process().memory_info().rss
-        return {"active_bytes.all.peak": resident, "reserved_bytes.all.peak": resident}
-
-    def reset_peak_memory_stats(self) -> None:
-        """Nothing: no peak is kept."""
-
-    def empty_cache(self) -> None:
-        """Nothing: freed memory is returned at once."""
+_DEVICE: Final = SimpleNamespace(
+    set_device=torch.cpu.set_device,
+    synchronize=torch.cpu.synchronize,
+    is_available=torch.cpu.is_available,
+    device_count=lambda: 1,  # however many cores there are
+    current_device=lambda: 0,
+    get_device_name=lambda device=None: "cpu",
+    get_device_properties=lambda device=None: SimpleNamespace(total_memory=psutil.virtual_memory().total),
+    memory_stats=_memory_stats,
+    reset_peak_memory_stats=lambda: None,  # no peak is kept
+    empty_cache=lambda: None,  # freed memory is returned at once
+)
+"""What torchtitan asks of ``torch.cuda``, answered for the CPUs that this process runs on."""
 
 
 def use_cpu() -> None:
@@ -69,10 +52,9 @@ def use_cpu() -> None:
 
     if not hasattr(dist, "set_timeout"):
         dist.set_timeout = _set_timeout  # type: ignore[attr-defined]
-    device = CpuDevice()
     for name, module in list(sys.modules.items()):
         if name.startswith("torchtitan.") and {"device_type", "device_module"} & vars(module).keys():
-            vars(module).update(device_type="cpu", device_module=device)
+            vars(module).update(device_type="cpu", device_module=_DEVICE)
 
 
 def _set_timeout(timeout: datetime.timedelta, group: Any = None) -> None:

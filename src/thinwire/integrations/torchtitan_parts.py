@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -13,14 +12,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchtitan.components.checkpoint import (
-    DATALOADER,
-    LR_SCHEDULER,
-    MODEL,
-    OPTIMIZER,
-    TRAIN_STATE,
-    CheckpointManager,
-)
+from torchtitan.components.checkpoint import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE, CheckpointManager
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.distributed import utils as distributed_utils
 from torchtitan.tools.logging import logger
@@ -31,6 +23,7 @@ from thinwire.checkpoint.manifest import MANIFEST_NAME
 from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError, UsageError
 from thinwire.integrations.common.optimizers import begin_micro_batch
+from thinwire.integrations.common.plans import launched_mesh
 from thinwire.integrations.common.typed_state import decoded, encoded
 from thinwire.sharding.memory.initial import Region
 from thinwire.sharding.runtime.runtime import runtime_of
@@ -128,8 +121,8 @@ def _resolved(plan: str, world: int, training: Any) -> tw.Plan:
                 "one of them to match the other"
             )
     else:
-        local = min(int(os.environ.get("LOCAL_WORLD_SIZE", world)), world)
-        chosen = tw.Plan.preset(plan, nodes=world // local, local=local, compute_dtype=dtype)
+        mesh = launched_mesh(world)
+        chosen = tw.Plan.preset(plan, nodes=mesh.nodes, local=mesh.local, compute_dtype=dtype)
     if training.enable_cpu_offload and chosen.residence.on_device:  # a plan file may say otherwise
         on_host = {"optimizer": "host-stream", "gradients": "host", "params": "host"}
         chosen = chosen.with_(residence=on_host)
@@ -233,7 +226,7 @@ def refuse_training(training: Any, compile_config: Any) -> None:
 # -- checkpoints --------------------------------------------------------------------------------------------------
 
 
-class _WholeModel:
+class WholeModel:
     """The weights of the whole model, for exports and for loading them. Collective.
 
     Args:
@@ -258,20 +251,6 @@ class CheckpointsOfShares(CheckpointManager):
     When to save, what to keep and what to load follow torchtitan's rules. Checkpoints of weights alone (the last one by
     default, and in Hugging Face's format on request) are those that torchtitan writes and reads itself.
     """
-
-    def hold_shares_of(self, model: nn.Module, async_mode: str) -> None:
-        """Save and load the shares of a model, once the manager has its states.
-
-        Args:
-            model: Sharded model.
-            async_mode: ``checkpoint.async_mode``.
-
-        Raises:
-            UsageError: Saving is asynchronous.
-        """
-        if async_mode.lower() != "disabled":
-            raise UsageError(f"checkpoint.async_mode = {async_mode!r}: shares are saved at once; use 'disabled'")
-        self.states[MODEL] = _WholeModel(model)
 
     def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *rest: Any, **options: Any) -> Any:
         """Save all states as shares, or weights alone as torchtitan does. Collective.

@@ -52,13 +52,9 @@ class ThinwireArguments(TrainingArguments):
         metadata={"help": "How the model is sharded: the name of a preset, a plan file (.toml), or auto."},
     )
     profile: str | None = field(
-        default=None,
-        metadata={"help": "With plan=auto: a profile of the cluster (.json), in place of a measurement."},
+        default=None, metadata={"help": "With plan=auto: a profile of the cluster (.json), in place of a measurement."}
     )
-    sequence_length: int | None = field(
-        default=None,
-        metadata={"help": "With plan=auto: tokens in a sequence."},
-    )
+    sequence_length: int | None = field(default=None, metadata={"help": "With plan=auto: tokens in a sequence."})
     codecs: str = field(
         default="lossless",
         metadata={
@@ -122,9 +118,7 @@ class ThinwireTrainerMixin:
             self._scale_losses()
         trainer: Any = super()
         made = self.optimizer if self.optimizer is not None else trainer.create_optimizer()
-        (optimizer,) = over_shares(
-            self.model, [made], {**names, **names_of(self.model)}, remedy=_REMEDY, loss_scale=self.loss_scale
-        )
+        (optimizer,) = over_shares(self.model, [made], names, remedy=_REMEDY, loss_scale=self.loss_scale)
         if self.loss_scale is not None and not isinstance(optimizer, ShardedOptimizer):
             raise UsageError(
                 f"fp16=True: {type(made).__name__} updates some of the parameters, and the loss scale needs all; "
@@ -141,10 +135,13 @@ class ThinwireTrainerMixin:
         if self._plan != "auto":
             return template
         length = getattr(self.args, "sequence_length", None) or getattr(self.args, "max_length", None)
+        # Under the new name of that argument, or the old one.
+        names = ("activation_checkpointing", "gradient_checkpointing")
+        recomputes = any(bool(getattr(self.args, name, False)) for name in names)
         chosen = automatic_plan(
             self.model.config.to_dict(),
             length,
-            template.with_(recompute=_recomputes(self.args)),
+            template.with_(recompute=recomputes),
             self.args.device,
             getattr(self.args, "profile", None),
             clip=bool(self.args.max_grad_norm),
@@ -294,9 +291,3 @@ def _codecs(args: Any) -> CodecLevel:
     if level not in CODEC_LEVELS:
         raise UsageError(f"codecs={level!r} is no level of compression: {', '.join(CODEC_LEVELS)}")
     return level
-
-
-def _recomputes(arguments: Any) -> bool:
-    """Whether the trainer recomputes activations, under the new name of that argument or the old one."""
-    names = ("activation_checkpointing", "gradient_checkpointing")
-    return any(bool(getattr(arguments, name, False)) for name in names)

@@ -15,7 +15,7 @@ from thinwire.collectives.links.nccl import backend_maker
 from thinwire.collectives.topology import AxisGroup, DataRanks
 from thinwire.errors import ThinwireError, UsageError
 from thinwire.garbage import uncollected
-from thinwire.program import Axis, BufferInfo, Lane, UnitInfo, check_live, exchanged_units
+from thinwire.program import Axis, BufferInfo, Lane, UnitInfo, axis_index, check_live, exchanged_units
 from thinwire.sharding.checkpointing.streaming import stream_saves
 from thinwire.sharding.checks import (
     check_agreement,
@@ -36,7 +36,6 @@ from thinwire.sharding.lanes.lanes import Lanes
 from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.memory.allocator import give_back_freed_memory, keep_freed_memory
 from thinwire.sharding.memory.initial import InitialValues
-from thinwire.sharding.memory.layout import shard_index
 from thinwire.sharding.memory.local import LocalPart, slice_of
 from thinwire.sharding.modules.discover import Selection, UnitModules, discover
 from thinwire.sharding.modules.quantized import packed_scales
@@ -144,7 +143,7 @@ def build(
     slices = {name: slice_of(name, p) for unit in modules for name, p in unit.parameters}
     flats = draw(modules, plan, position)
     first = everyone if sync_initial else None
-    initial_of = InitialShards(flats, part, first, values, slices, shard_index(plan, position))
+    initial_of = InitialShards(flats, part, first, values, slices, axis_index(plan, Axis.PARAMS, position))
     arenas = Arenas(flats, plan, axes, device, lanes.host_memory, codecs.stored)
     buffers, gradients = _place(flats, [unit.name for unit in modules], plan, arenas, initial_of, lanes)
     initial_of.agree(everyone)

@@ -88,7 +88,7 @@ def newest(directory: Path, *, checksums: bool = True) -> Checkpoint | None:
         CheckpointError: The newest checkpoint is damaged; the message names the file and the newest undamaged
         checkpoint.
     """
-    from thinwire.checkpoint.store import recover  # brings torch, which a list of names does without
+    from thinwire.checkpoint.atomic import recover  # brings torch, which a list of names does without
 
     recover(directory)
     known = checkpoints(directory)

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from thinwire.checkpoint.durable import sync_directory
+from thinwire.checkpoint.durable import sync
 from thinwire.errors import UsageError
 
 _BYTES: Final = 96 << 20
@@ -79,7 +79,7 @@ class Disk:
     def free(self) -> None:
         """Make room again, durably: a loss of power would bring the filler back."""
         (self.path / _FILLER).unlink(missing_ok=True)
-        sync_directory(self.path)
+        sync(self.path)
 
     def photograph(self) -> None:
         """Copy the blocks of the device as they are at one moment, without what the system has not written yet.

@@ -52,7 +52,7 @@ def over_shares(
         model: The sharded model.
         optimizers: Optimizers over the model's parameters, as they were before or are now; also over those of other
             sharded models beside them.
-        names: Names of the parameters, by the ``id`` of the parameter, before and now.
+        names: Names of the parameters before, by the ``id`` of the parameter.
         remedy: What to do about parameters without a name, for the message.
         loss_scale: Scale of the losses, which plans with float16 need, for an optimizer that is made anew.
         fixed: Whether no parameters are added to the optimizers later.
@@ -65,7 +65,7 @@ def over_shares(
         UsageError: An optimizer has made a step, has parameters without a name, or keeps states that checkpoints cannot
             cut.
     """
-    runtime = runtime_of(model)
+    runtime, names = runtime_of(model), {**names, **names_of(model)}
     for made in optimizers:
         if not isinstance(made, ShardedOptimizer):
             _hold_shares(made, runtime.shares or {}, names, remedy)
@@ -127,7 +127,7 @@ def _options(made: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """Names of a model's parameters by ``id``: take them before the model is sharded, and again afterwards."""
+    """Names of a model's parameters by ``id``: take them before the model is sharded."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 

@@ -19,10 +19,10 @@ from zlib_ng.zlib_ng import crc32, crc32_combine
 
 from thinwire.agreement import Typed
 from thinwire.checkpoint.background import PendingSave
-from thinwire.checkpoint.bases import base_name, describe_difference
+from thinwire.checkpoint.bases import Base, base_name, describe_difference
 from thinwire.checkpoint.blocks import as_bytes
 from thinwire.checkpoint.manifest import Content, check_cover, dtype_name, named_dtype
-from thinwire.checkpoint.store import Base, ShardedVector
+from thinwire.checkpoint.storage import ShardedVector
 from thinwire.collectives.group import Control
 from thinwire.errors import CheckpointError
 from thinwire.sharding.corruption_check import sum_of_bits

@@ -62,15 +62,13 @@ def whole_value(value: Any, *, keep: bool) -> Any:
         whole = value.full_tensor()
         return whole.cpu() if keep else None
     if is_wrapper(value):
-        whole = rebuilt(value, _whole_inner)
+        whole = rebuilt(
+            value, lambda part: part.full_tensor() if isinstance(part, ShareTensor) else part.detach().clone()
+        )
         return whole.cpu() if keep else None
     if not keep:
         return None
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _whole_inner(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, ShareTensor) else value.detach().clone()
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from itertools import starmap
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,16 +41,9 @@ from thinwire.sharding.checkpointing.stored_parameters import (
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.weight_means import checked_counts
 from thinwire.sharding.islands.exchanges import Exchanges
-from thinwire.sharding.islands.saved import (
-    own_key,
-    own_masters,
-    restore_lost,
-    resume_turns,
-    shared_pieces,
-)
+from thinwire.sharding.islands.saved import own_key, own_masters, restore_lost, resume_turns, shared_pieces
 from thinwire.sharding.runtime.runtime import plan_of, runtime_of, sharded_of
 from thinwire.sharding.step.loss_scale import checked_state
-from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.spec import Plan
 
 log = logging.getLogger("thinwire")
@@ -74,12 +67,21 @@ def load(parts: Sequence[ModelAndOptimizer], path: Path) -> dict[str, Json]:
     same_plan = _holds(manifest, plan_of(parts[0][0]))  # those of other parts follow from it
     loading = [_Loading(model, optim, manifest, path, same_plan=same_plan) for model, optim in parts]
     vectors = Vectors()
+
+    def want() -> None:
+        for part in loading:
+            part.want(vectors)
+
+    def begin() -> None:
+        for part in loading:
+            part.begin()
+
     try:
         # Check on all ranks before any rank reads, so that no rank waits for another that has failed.
         _check_absent(parts, manifest, path, ranks)
-        _everywhere(lambda: _want_all(loading, vectors), ranks)
+        _everywhere(want, ranks)
         wanted = {keys.get(key, key): vector for key, vector in vectors.sharded().items()}
-        store.read(opened, wanted, control=ranks, before_filling=lambda: _begin(loading))
+        store.read(opened, wanted, control=ranks, before_filling=begin)
     except BaseException:  # whatever it is, the optimizer must not go on with what a load has left
         for part in loading:
             part.undo()
@@ -110,45 +112,31 @@ def _holds(manifest: Manifest, plan: Plan) -> bool:
         return False
 
 
-def _begin(loading: Sequence[_Loading]) -> None:
-    for part in loading:
-        part.begin()
-
-
-def _want_all(loading: Sequence[_Loading], vectors: Vectors) -> None:
-    for part in loading:
-        part.want(vectors)
-
-
 class _Loading:
     """Loads one part. Nothing in the part changes until the checkpoint is known to hold everything it needs; from then
     on, the part is half loaded until the end."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optim: FragmentStates | None,
-        manifest: store.Manifest,
-        path: Path,
-        *,
-        same_plan: bool,
+        self, model: nn.Module, optim: FragmentStates | None, manifest: Manifest, path: Path, *, same_plan: bool
     ) -> None:
-        self._model, self._optim, self._manifest, self._path = model, optim, manifest, path
+        self._optim, self._manifest, self._path = optim, manifest, path
         self._runtime = runtime = runtime_of(model)
         self._sharded = sharded = runtime.sharded
-        self._exchanges, self._reducer, self._step_check = runtime.exchanges, runtime.reducer, runtime.step_check
         runtime.join_spreads()
         runtime.zero_grad()
         self._same_plan = same_plan
         self._with_held = self._same_plan and spreads_difference(sharded.plan)
-        self._numbers: list[tuple[dict[str, Any], str, Json]] = []
         self._copies: list[Callable[[], object]] = []
-        self._lost: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
+        self._lost: dict[str, torch.Tensor] = {}
+        self._outer_lost: dict[str, torch.Tensor] = {}
         # Islands go on by themselves if there are as many as before; otherwise all start from what they agreed on.
         self._same_islands = manifest.values.get("islands", 1) == sharded.plan.job_islands
         self._island = sharded.part.data.island if self._same_islands else 0
         self._give_masters()
-        self._trained = _trained_before(manifest, own_key("optimizer", self._island))
+        # Keys of whatever there is, cut, whole or a single number; and the parameters that have state.
+        self._keys = {*(key.partition("@")[0] for key in manifest.vectors), *manifest.values}
+        prefix = f"{own_key('optimizer', self._island)}/"
+        self._trained = {key[len(prefix) :].rpartition("/")[0] for key in self._keys if key.startswith(prefix)}
         self._new = optim.make_state(self._trained) if optim is not None else []
         self._loss_scale: Mapping[str, Json] | None = None
         self._counts: tuple[int, int] | None = None
@@ -172,13 +160,15 @@ class _Loading:
         stored = StoredParameters(self._manifest, self._sharded.slices, vectors)
         # What was frozen when it was saved, and is trained now, was on no wire: everything is spread anew.
         held = own_key("held", self._island)
-        self._with_held &= all(stored.dtype_of(f"{held}/{name}") is not None for name in _trained(self._sharded))
-        self._copies = _want_unoptimized(self._sharded, self._manifest, vectors, stored, self._path)
+        trained = (buffer for unit in self._sharded.units for buffer in unit.buffers if buffer.layout.trainable)
+        names = [slot.name for buffer in trained for slot in buffer.layout.slots]
+        self._with_held &= all(stored.dtype_of(f"{held}/{name}") is not None for name in names)
+        self._want_unoptimized(vectors, stored)
         fragments = self._sharded.fragments
-        exchanges, means = self._exchanges, self._runtime.means
+        exchanges, means = self._runtime.exchanges, self._runtime.means
         apart = exchanges is not None and self._same_islands
         for owned in fragments:
-            _refuse_encoded(self._manifest, owned.fragment.slot.name, self._path)
+            self._refuse_encoded(owned.fragment.slot.name)
             masters = own_masters(self._island) if apart else "model"
             stored.want(masters, owned, "", owned.value.detach().view(-1))
             if self._with_held:
@@ -188,22 +178,115 @@ class _Loading:
         if exchanges is not None:
             exchanges.wait()
             self._want_shared(exchanges, fragments, stored)
-        self._lost = _want_feedback(self._sharded, self._manifest, vectors, same_plan=self._same_plan)
+        data, islands = self._sharded.part.data, self._sharded.plan.islands
+        if self._sharded.plan.wire.error_feedback:
+            self._lost = self._want_lost(own_key("feedback", data.island), data.ranks, vectors)
+        if islands is not None and islands.keeps_lost:
+            self._outer_lost = self._want_lost("outer/lost", data.everyone, vectors)
         if self._optim is not None:
-            prefix = own_key("optimizer", self._island)
-            self._numbers = _want_state(self._optim, self._manifest, stored, self._trained, self._path, prefix)
+            self._want_state(self._optim, stored)
         self._copies += stored.copies
+
+    def _want_unoptimized(self, vectors: Vectors, parameters: StoredParameters) -> None:
+        """Register frozen parameters and buffers for reading, in their stored dtype."""
+        for frozen_buffer, slot, offset, run in frozen(self._sharded):
+            form = EncodedForm.of(self._manifest.values, slot.name, self._path)
+            if form is not None:
+                self._check_uncut(form, slot.name)
+                self._copies += want_encoded(form, frozen_buffer, slot, offset, run, parameters.want_fragment)
+                continue
+            key, target = f"model/{slot.name}", None if frozen_buffer.stored is not None else frozen_buffer.values(run)
+            dtype = parameters.dtype_of(key) or frozen_buffer.layout.dtype
+            if target is None or dtype != target.dtype:
+                target = torch.empty(run.length, dtype=dtype, device=frozen_buffer.shard.device)
+                self._copies.append(functools.partial(frozen_buffer.put, run, target))
+            parameters.want_fragment(key, slot.name, slot.numel, offset, target)
+        for name, buffer in persistent_buffers(self._sharded.model):
+            entry = self._manifest.vectors.get(f"buffer/{name}")
+            dtype = entry.dtype if entry is not None and entry.dtype is not None else buffer.dtype
+            stored = torch.empty(buffer.numel(), dtype=dtype, device=buffer.device)
+            vectors.add(f"buffer/{name}", buffer.numel(), 0, stored)
+            self._copies.append(functools.partial(buffer.copy_, stored.view(buffer.shape)))
+
+    def _refuse_encoded(self, name: str) -> None:
+        """Refuse to train what a checkpoint holds encoded.
+
+        Raises:
+            CheckpointError: The parameter was frozen and kept encoded when the checkpoint was saved.
+        """
+        form = EncodedForm.of(self._manifest.values, name, self._path)
+        if form is not None:
+            raise CheckpointError(
+                f"{self._path}: {name} is saved as blocks of {form.codec}, from a model in which it was frozen, and "
+                "this model trains it: freeze it before thinwire.shard, or start from plain weights with thinwire "
+                "export"
+            )
+
+    def _check_uncut(self, form: EncodedForm, name: str) -> None:
+        """Refuse blocks of other slices than this rank's: they hold other elements.
+
+        Raises:
+            CheckpointError: The parameter is cut in another way than in the checkpoint.
+        """
+        mine, cut = self._sharded.slices.get(name), self._manifest.values.get("slices", {}).get(name)
+        if cut != (None if mine is None else [mine.dim, mine.ways]):
+            ways = 1 if cut is None else cut[1]
+            raise CheckpointError(
+                f"{self._path}: {name} is saved as blocks of {form.codec} of {ways} tensor-parallel slices, which hold "
+                f"other elements than those of this plan: load it with tp = {ways}, or take plain weights with "
+                "thinwire export"
+            )
 
     def _want_shared(self, exchanges: Exchanges, fragments: Sequence[OwnedFragment], stored: StoredParameters) -> None:
         """Register what islands share: what they agreed on last, and the outer momentum, which may be new."""
-        for piece in shared_pieces(exchanges, fragments):
-            slot = piece.owned.fragment.slot
-            stored.want_fragment(f"model/{slot.name}", slot.name, slot.numel, piece.offset, piece.anchor)
+        for slot, offset, anchor, momentum in shared_pieces(exchanges, fragments):
+            stored.want_fragment(f"model/{slot.name}", slot.name, slot.numel, offset, anchor)
             key = f"outer/momentum/{slot.name}"
-            if piece.momentum is not None and stored.dtype_of(key) is not None:
-                stored.want_fragment(key, slot.name, slot.numel, piece.offset, piece.momentum)
-            elif piece.momentum is not None:
-                self._copies.append(piece.momentum.zero_)
+            if momentum is not None and stored.dtype_of(key) is not None:
+                stored.want_fragment(key, slot.name, slot.numel, offset, momentum)
+            elif momentum is not None:
+                self._copies.append(momentum.zero_)
+
+    def _want_state(self, optim: FragmentStates, parameters: StoredParameters) -> None:
+        """Register this rank's optimizer state for reading."""
+        prefix, values = own_key("optimizer", self._island), self._manifest.values
+        for owned in optim.fragments:
+            slot = owned.fragment.slot
+            if slot.name not in self._trained:
+                optim.state.pop(owned.value, None)
+                continue
+            for key, entry in optim.state_of(owned).items():
+                full = f"{prefix}/{slot.name}/{key}"
+                if full not in self._keys:
+                    raise CheckpointError(
+                        f"{self._path}: the checkpoint has optimizer state for {slot.name} but none called {key!r}; "
+                        "load it with the optimizer options it was saved with"
+                    )
+                if full in values:
+                    self._copies.append(functools.partial(_put_number, optim.state[owned.value], key, values[full]))
+                elif entry.numel() == owned.value.numel():
+                    parameters.want(prefix, owned, f"/{key}", entry.view(-1))
+                else:
+                    parameters.want_fragment(full, slot.name, entry.numel(), 0, entry.view(-1))
+
+    def _want_lost(self, key: str, ranks: Sequence[int], vectors: Vectors) -> dict[str, torch.Tensor]:
+        """Register this rank's error feedback for reading, if it comes from the same plan; returns targets by what
+        they belong to."""
+        part, manifest = self._sharded.part, self._manifest
+        stored, own = manifest.values.get(of_part(key, part), {}), part.control
+        if not stored:
+            return {}
+        if not self._same_plan:
+            if own.rank == 0:
+                log.warning("the checkpoint's error feedback belongs to another plan: error feedback starts from zero")
+            return {}
+        rank, wanted = sorted(ranks).index(own.ranks[own.rank]), {}
+        for number in stored:
+            name = of_part(f"{key}/{number}", part)
+            sizes = _sizes_of_ranks(stored[number], manifest.vectors.get(name), len(ranks), name)
+            wanted[number] = torch.zeros(sizes[rank], device=self._sharded.device)
+            vectors.add(name, sum(sizes), sum(sizes[:rank]), wanted[number])
+        return wanted
 
     def begin(self) -> None:
         """Note that the part and its optimizer will hold values of no single moment until the load has succeeded."""
@@ -226,20 +309,16 @@ class _Loading:
         """Put the values that were read into place, and spread them."""
         for copy in self._copies:
             copy()
-        for state, key, value in self._numbers:
-            if isinstance(state[key], torch.Tensor):
-                state[key].fill_(value)
-            else:
-                state[key] = value
         if self._optim is not None:
             self._optim.take()
-            _restore_groups(self._optim, self._manifest.values["groups"])
-        runtime, exchanges = self._runtime, self._exchanges
-        self._reducer.lost, outer = self._lost
+            for group, values in zip(self._optim.param_groups, self._manifest.values["groups"], strict=True):
+                group.update({key: _as_kept(group.get(key), value) for key, value in values.items()})
+        runtime, exchanges = self._runtime, self._runtime.exchanges
+        runtime.reducer.lost = self._lost
         self._restore_loss_scale()
         self._restore_average()
         if exchanges is not None:
-            restore_lost(exchanges, outer)
+            restore_lost(exchanges, self._outer_lost)
             turns = self._manifest.values.get(of_part("outer", self._sharded.part), {}) if self._same_islands else {}
             resume_turns(exchanges, turns)
         # The spread counts as the update of the last saved step.
@@ -263,11 +342,11 @@ class _Loading:
 
     def _restore_loss_scale(self) -> None:
         """Continue with the loss scale of the checkpoint; rounding errors of another scale follow the present one."""
-        saved, scale = self._loss_scale, self._step_check.loss_scale
+        saved, scale = self._loss_scale, self._runtime.step_check.loss_scale
         if saved is not None and self._optim is not None and scale is not None:
             scale.restore(saved)
         before, present = 1.0 if saved is None else saved["value"], 1.0 if scale is None else scale.value
-        self._reducer.rescale_lost(present / before)
+        self._runtime.reducer.rescale_lost(present / before)
 
 
 def _everywhere(action: Callable[[], T], ranks: Control) -> T:
@@ -318,162 +397,6 @@ def _open(
     return opened, manifest, keys
 
 
-def _want_unoptimized(
-    sharded: ShardedModel, manifest: store.Manifest, vectors: Vectors, parameters: StoredParameters, path: Path
-) -> list[Callable[[], object]]:
-    """Register frozen parameters and buffers for reading, in their stored dtype.
-
-    Returns:
-        Functions that copy the values, once they are read, to the parameters and buffers.
-    """
-    copies: list[Callable[[], object]] = []
-    for frozen_buffer, slot, offset, run in frozen(sharded):
-        form = EncodedForm.of(manifest.values, slot.name, path)
-        if form is not None:
-            _check_uncut(form, slot.name, sharded, manifest, path)
-            copies += want_encoded(form, frozen_buffer, slot, offset, run, parameters.want_fragment)
-            continue
-        key, target = f"model/{slot.name}", None if frozen_buffer.stored is not None else frozen_buffer.values(run)
-        dtype = parameters.dtype_of(key) or frozen_buffer.layout.dtype
-        if target is None or dtype != target.dtype:
-            target = torch.empty(run.length, dtype=dtype, device=frozen_buffer.shard.device)
-            copies.append(functools.partial(frozen_buffer.put, run, target))
-        parameters.want_fragment(key, slot.name, slot.numel, offset, target)
-    for name, buffer in persistent_buffers(sharded.model):
-        entry = manifest.vectors.get(f"buffer/{name}")
-        dtype = entry.dtype if entry is not None and entry.dtype is not None else buffer.dtype
-        stored = torch.empty(buffer.numel(), dtype=dtype, device=buffer.device)
-        vectors.add(f"buffer/{name}", buffer.numel(), 0, stored)
-        copies.append(functools.partial(buffer.copy_, stored.view(buffer.shape)))
-    return copies
-
-
-def _refuse_encoded(manifest: store.Manifest, name: str, path: Path) -> None:
-    """Refuse to train what a checkpoint holds encoded.
-
-    Raises:
-        CheckpointError: The parameter was frozen and kept encoded when the checkpoint was saved.
-    """
-    form = EncodedForm.of(manifest.values, name, path)
-    if form is not None:
-        raise CheckpointError(
-            f"{path}: {name} is saved as blocks of {form.codec}, from a model in which it was frozen, and this model "
-            "trains it: freeze it before thinwire.shard, or start from plain weights with thinwire export"
-        )
-
-
-def _check_uncut(form: EncodedForm, name: str, sharded: ShardedModel, manifest: store.Manifest, path: Path) -> None:
-    """Refuse blocks of other slices than this rank's: they hold other elements.
-
-    Raises:
-        CheckpointError: The parameter is cut in another way than in the checkpoint.
-    """
-    mine, cut = sharded.slices.get(name), manifest.values.get("slices", {}).get(name)
-    if cut != (None if mine is None else [mine.dim, mine.ways]):
-        ways = 1 if cut is None else cut[1]
-        raise CheckpointError(
-            f"{path}: {name} is saved as blocks of {form.codec} of {ways} tensor-parallel slices, which hold other "
-            f"elements than those of this plan: load it with tp = {ways}, or take plain weights with thinwire export"
-        )
-
-
-def _want_state(
-    optim: FragmentStates,
-    manifest: store.Manifest,
-    parameters: StoredParameters,
-    trained: Set[str],
-    path: Path,
-    prefix: str,
-) -> list[tuple[dict[str, Any], str, Json]]:
-    """Register this rank's optimizer state for reading.
-
-    Returns:
-        State that is a single number: the dictionary and the key where it belongs, and its value.
-    """
-    stored = {*(key.partition("@")[0] for key in manifest.vectors), *manifest.values}
-    numbers = []
-    for owned in optim.fragments:
-        slot = owned.fragment.slot
-        name = f"{prefix}/{slot.name}"
-        if slot.name not in trained:
-            optim.state.pop(owned.value, None)
-            continue
-        for key, entry in optim.state_of(owned).items():
-            full = f"{name}/{key}"
-            if full not in stored:
-                raise CheckpointError(
-                    f"{path}: the checkpoint has optimizer state for {slot.name} but none called {key!r}; load it with "
-                    "the optimizer options it was saved with"
-                )
-            if full in manifest.values:
-                numbers.append((optim.state[owned.value], key, manifest.values[full]))
-            elif entry.numel() == owned.value.numel():
-                parameters.want(prefix, owned, f"/{key}", entry.view(-1))
-            else:
-                parameters.want_fragment(full, slot.name, entry.numel(), 0, entry.view(-1))
-    return numbers
-
-
-def _trained_before(manifest: store.Manifest, prefix: str) -> set[str]:
-    """Names of the parameters for which a checkpoint holds optimizer state."""
-    keys = {*(key.partition("@")[0] for key in manifest.vectors), *manifest.values}
-    return {key[len(prefix) + 1 :].rpartition("/")[0] for key in keys if key.startswith(f"{prefix}/")}
-
-
-def _want_feedback(
-    sharded: ShardedModel, manifest: store.Manifest, vectors: Vectors, *, same_plan: bool
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Register this rank's error feedback for reading, if it comes from the same plan; returns targets by reduction,
-    and by exchange with other islands."""
-    islands, data = sharded.plan.islands, sharded.part.data
-    wanted = _want_lost(
-        own_key("feedback", data.island),
-        sharded,
-        data.ranks,
-        manifest,
-        vectors,
-        same_plan=same_plan,
-        keeps=sharded.plan.wire.error_feedback > 0,
-    )
-    outer = _want_lost(
-        "outer/lost",
-        sharded,
-        data.everyone,
-        manifest,
-        vectors,
-        same_plan=same_plan,
-        keeps=islands is not None and islands.keeps_lost,
-    )
-    return wanted, outer
-
-
-def _want_lost(
-    key: str,
-    sharded: ShardedModel,
-    ranks: Sequence[int],
-    manifest: store.Manifest,
-    vectors: Vectors,
-    *,
-    same_plan: bool,
-    keeps: bool,
-) -> dict[str, torch.Tensor]:
-    stored = manifest.values.get(of_part(key, sharded.part), {})
-    if not keeps or not stored:
-        return {}
-    if not same_plan:
-        if sharded.part.control.rank == 0:
-            log.warning("the checkpoint's error feedback belongs to another plan: error feedback starts from zero")
-        return {}
-    own = sharded.part.control
-    rank, wanted = sorted(ranks).index(own.ranks[own.rank]), {}
-    for number in stored:
-        name = of_part(f"{key}/{number}", sharded.part)
-        sizes = _sizes_of_ranks(stored[number], manifest.vectors.get(name), len(ranks), name)
-        wanted[number] = torch.zeros(sizes[rank], device=sharded.device)
-        vectors.add(name, sum(sizes), sum(sizes[:rank]), wanted[number])
-    return wanted
-
-
 def _sizes_of_ranks(sizes: Json, vector: VectorEntry | None, ranks: int, name: str) -> list[int]:
     """Check the sizes in the manifest that divide a vector among ranks, before memory is allocated for them."""
     well_formed = isinstance(sizes, list) and all(type(size) is int and size >= 0 for size in sizes)
@@ -482,15 +405,11 @@ def _sizes_of_ranks(sizes: Json, vector: VectorEntry | None, ranks: int, name: s
     return list(sizes)
 
 
-def _trained(sharded: ShardedModel) -> Iterator[str]:
-    """Names of the trained parameters, which are the same on all ranks."""
-    for buffer in (buffer for unit in sharded.units for buffer in unit.buffers if buffer.layout.trainable):
-        yield from (slot.name for slot in buffer.layout.slots)
-
-
-def _restore_groups(optim: FragmentStates, saved: list[dict[str, Json]]) -> None:
-    for group, values in zip(optim.param_groups, saved, strict=True):
-        group.update({key: _as_kept(group.get(key), value) for key, value in values.items()})
+def _put_number(state: dict[str, Any], key: str, value: Json) -> None:
+    if isinstance(state[key], torch.Tensor):
+        state[key].fill_(value)
+    else:
+        state[key] = value
 
 
 def _as_kept(present: Any, saved: Json) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from thinwire.checkpoint.strict_json import quote
 from thinwire.errors import CheckpointError
 
 _MOST: Final = 2**62
@@ -34,10 +35,6 @@ def _is_counts(value: object) -> bool:
     )
 
 
-def _is_tables(value: object) -> bool:
-    return isinstance(value, list) and all(map(_is_table, value))
-
-
 _KINDS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
     "plan": (lambda value: isinstance(value, str), "text"),
     "num_steps": (_is_count, "a count"),
@@ -46,7 +43,7 @@ _KINDS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
     "slices": (_is_counts, "a table of lists of counts"),
     "updated": (_is_table, "a table"),
     "optimizer": (lambda value: isinstance(value, str), "text"),
-    "groups": (_is_tables, "a list of tables"),
+    "groups": (lambda value: isinstance(value, list) and all(map(_is_table, value)), "a list of tables"),
     "feedback": (_is_table, "a table"),
 }
 _ALWAYS: Final = ("plan", "num_steps", "extra")
@@ -67,11 +64,11 @@ def check_values(values: Mapping[str, Any], path: Path) -> None:
     if missing:
         raise CheckpointError(f"{path}: corrupt: its manifest lacks {', '.join(map(repr, missing))}")
     for key, value in values.items():
-        fits, kind = _KINDS.get(key.partition(" of ")[0], (_anything, ""))
+        fits, kind = _KINDS.get(key.partition(" of ")[0], (lambda _: True, ""))
         if key.startswith("optimizer/"):
             fits, kind = _is_number, "a number that fp32 can hold"
         if not fits(value):
-            raise CheckpointError(f"{path}: corrupt: the value {key!r} is {_shown(value)}, and should be {kind}")
+            raise CheckpointError(f"{path}: corrupt: the value {key!r} is {quote(value)}, and should be {kind}")
 
 
 def check_groups(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -89,7 +86,7 @@ def check_groups(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[s
         for name, value in options.items():
             if name == "params" or (name in group and not _alike(value, group[name])):
                 raise CheckpointError(
-                    f"{path}: corrupt: the option {name!r} of parameter group {number} is {_shown(value)}"
+                    f"{path}: corrupt: the option {name!r} of parameter group {number} is {quote(value)}"
                 )
 
 
@@ -105,12 +102,3 @@ def _alike(saved: object, present: object) -> bool:
     if isinstance(present, str | bool):
         return type(saved) is type(present)
     return _is_number(saved)
-
-
-def _anything(value: object) -> bool:
-    return True
-
-
-def _shown(value: object) -> str:
-    text = ascii(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

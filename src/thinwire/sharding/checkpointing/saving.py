@@ -28,7 +28,7 @@ import torch
 from thinwire.agreement import Typed
 from thinwire.checkpoint import store
 from thinwire.checkpoint.background import BackgroundWriter, PendingSave
-from thinwire.checkpoint.store import ShardedVector
+from thinwire.checkpoint.storage import ShardedVector
 from thinwire.collectives.group import Control, before_shutdown, control, control_beside
 from thinwire.collectives.links.streams import streams_of
 from thinwire.errors import CheckpointError
@@ -50,20 +50,10 @@ from thinwire.sharding.checkpointing.stored_parameters import (
     sliced,
     union,
 )
-from thinwire.sharding.grads.reducer import Reducer
-from thinwire.sharding.grads.weight_means import WeightMeans
-from thinwire.sharding.islands.exchanges import Exchanges
-from thinwire.sharding.islands.saved import (
-    lost_of,
-    own_key,
-    own_masters,
-    shared_pieces,
-    turns_of,
-)
+from thinwire.sharding.islands.saved import lost_of, own_key, own_masters, shared_pieces, turns_of
 from thinwire.sharding.memory.local import LocalPart
 from thinwire.sharding.runtime.averaging import refuse_average
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
-from thinwire.sharding.step.sharded_model import ShardedModel
 
 _SIZES: Final[Typed[dict[str, int]]] = Typed(dict[str, int])
 
@@ -219,7 +209,7 @@ def _collect(
         values[ENCODED] = union(encoded_forms(unit for part in sharded for unit in part.units), ranks)
     for runtime, (_, optim) in zip(runtimes, parts, strict=True):
         runtime.join()
-        _save_part(runtime.sharded, runtime.exchanges, runtime.reducer, optim, runtime.means, vectors, values)
+        _save_part(runtime, optim, vectors, values)
         add_frozen(runtime.sharded, shared)
     frozen = {stored(key): vector for key, vector in shared.sharded().items()}
     own = {stored(key): vector for key, vector in vectors.sharded().items()}
@@ -239,16 +229,9 @@ def _frozen_masters(runtime: Runtime) -> list[str]:
     ]
 
 
-def _save_part(
-    sharded: ShardedModel,
-    exchanges: Exchanges | None,
-    reducer: Reducer,
-    optim: FragmentStates | None,
-    means: WeightMeans | None,
-    vectors: Vectors,
-    values: dict[str, Json],
-) -> None:
+def _save_part(runtime: Runtime, optim: FragmentStates | None, vectors: Vectors, values: dict[str, Json]) -> None:
     """Add a part to a checkpoint, whose parameters are up to date, and whose gradients are combined."""
+    sharded, exchanges, means = runtime.sharded, runtime.exchanges, runtime.means
     plan, part, island = sharded.plan, sharded.part, sharded.part.data.island
     first_replica = sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0
     first_tensor = part.tensor == 0
@@ -265,12 +248,10 @@ def _save_part(
         add("buffer", name, "", buffer.numel(), 0, buffer.reshape(-1) if sharded.rank == island == 0 else None)
     if exchanges is not None:
         exchanges.wait()
-        for piece in shared_pieces(exchanges, fragments):
-            slot = piece.owned.fragment.slot
-            add("model", slot.name, "", slot.numel, piece.offset, piece.anchor if island == 0 else None)
-            if piece.momentum is not None:
-                momentum = piece.momentum if island == 0 else None
-                add("outer/momentum", slot.name, "", slot.numel, piece.offset, momentum)
+        for slot, offset, anchor, momentum in shared_pieces(exchanges, fragments):
+            add("model", slot.name, "", slot.numel, offset, anchor if island == 0 else None)
+            if momentum is not None:
+                add("outer/momentum", slot.name, "", slot.numel, offset, momentum if island == 0 else None)
     for owned in fragments:
         slot, offset = owned.fragment.slot, owned.fragment.offset
         value = owned.value.detach().reshape(-1) if first_replica else None
@@ -291,7 +272,7 @@ def _save_part(
                 values[own_key(f"optimizer/{slot.name}/{key}", island)] = number
     if means is not None:
         values[own_key("average", island)] = list(means.counts)
-    _save_lost(own_key("feedback", island), part, reducer.lost, vectors, values)
+    _save_lost(own_key("feedback", island), part, runtime.reducer.lost, vectors, values)
     if exchanges is not None:
         _save_lost("outer/lost", part, lost_of(exchanges), vectors, values, everywhere=True)
         values[of_part("outer", part)] = turns_of(exchanges)
@@ -319,15 +300,10 @@ def _save_lost(
     or ``everywhere``, of all islands. Collective."""
     data = part.data
     ranks = control(data.everyone if everywhere else data.ranks)
-    values[of_part(key, part)] = sizes = _sizes_everywhere(ranks, lost)
+    everyone = ranks.all_gather_typed({name: errors.numel() for name, errors in lost.items()}, _SIZES)
+    values[of_part(key, part)] = sizes = {name: [of_rank[name] for of_rank in everyone] for name in lost}
     for name, of_rank in lost.items():
         vectors.add(of_part(f"{key}/{name}", part), sum(sizes[name]), sum(sizes[name][: ranks.rank]), of_rank)
-
-
-def _sizes_everywhere(ranks: Control, lost: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
-    """For each name, the number of elements that each rank keeps for error feedback. Collective."""
-    everyone = ranks.all_gather_typed({key: errors.numel() for key, errors in lost.items()}, _SIZES)
-    return {key: [sizes[key] for sizes in everyone] for key in lost}
 
 
 def _is_json(value: Any) -> bool:

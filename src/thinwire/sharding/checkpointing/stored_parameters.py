@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from thinwire.agreement import Typed
-from thinwire.checkpoint import store
-from thinwire.checkpoint.store import Chunk, ShardedVector
+from thinwire.checkpoint.manifest import Manifest
+from thinwire.checkpoint.storage import Chunk, ShardedVector
 from thinwire.collectives.group import Control
 from thinwire.errors import CheckpointError
 from thinwire.program import Axis, Lane
@@ -47,7 +47,7 @@ def of_part(key: str, part: LocalPart) -> str:
     return f"{key} of {label}" if label else key
 
 
-def check_slices(manifest: store.Manifest, shapes: Mapping[str, Json], path: Path) -> None:
+def check_slices(manifest: Manifest, shapes: Mapping[str, Json], path: Path) -> None:
     """Check that the slices in the manifest match the shapes of the parameters.
 
     Raises:
@@ -69,7 +69,7 @@ class StoredParameters:
         copies: Functions that assemble fragments, to be called in order once everything has been read.
     """
 
-    def __init__(self, manifest: store.Manifest, slices: Mapping[str, Slice | None], vectors: Vectors) -> None:
+    def __init__(self, manifest: Manifest, slices: Mapping[str, Slice | None], vectors: Vectors) -> None:
         self._manifest, self._slices, self._vectors = manifest, slices, vectors
         self._cuts: dict[str, list[int]] = manifest.values.get("slices", {})
         self.copies: list[Callable[[], object]] = []

@@ -26,7 +26,6 @@ from thinwire.sharding.grads.optimizer_state import InnerOptimizer, state_of
 from thinwire.sharding.islands.exchanges import Ended, Exchanges
 from thinwire.sharding.islands.island_state import Fetched, packed_state, shared_state
 from thinwire.sharding.islands.others import OtherIslands
-from thinwire.sharding.islands.outer_group import OuterGroup
 from thinwire.sharding.islands.peers import PeerAxis
 from thinwire.sharding.islands.quorum import Expected, Quorum
 from thinwire.sharding.step.sharded_model import ShardedModel
@@ -124,7 +123,7 @@ class ElasticExchanges(Exchanges):
     """
 
     def __init__(self, sharded: ShardedModel) -> None:
-        super().__init__(sharded, OuterGroup(PeerAxis(None, 0, 1, sharded.meter), sharded.codecs.outer))
+        super().__init__(sharded, PeerAxis(None, 0, 1, sharded.meter))
         self.fetched: int | None = None
         self.log: list[Exchanged] = []
         self.optimizer: InnerOptimizer | None = None
@@ -248,9 +247,8 @@ class ElasticExchanges(Exchanges):
         means: list[torch.Tensor] = []
         try:
             axis = membership.axis_of(meeting)
-            group = OuterGroup(axis, self._sharded.codecs.outer)
             for fragment, state in states:
-                mean, moves = state.exchange(group, self._sharded.seeds.of_exchange(fragment))
+                mean, moves = state.exchange(axis, self._sharded.seeds.of_exchange(fragment))
                 moves.perform()
                 means.append(mean)
         except (RuntimeError, OSError, WireError) as error:  # torch's own errors of connections, and ours of messages

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Lane, due_fragments, exchange_parts, exchanged_units
 from thinwire.sharding.islands.fragment_state import PartState
-from thinwire.sharding.islands.outer_group import OuterGroup
 from thinwire.sharding.lanes.lanes import Ticket
 from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.step.sharded_model import ShardedModel
@@ -52,7 +51,7 @@ class Exchanges:
         alike_since: By fragment, updates made when all islands last held the same masters.
     """
 
-    def __init__(self, sharded: ShardedModel, group: OuterGroup) -> None:
+    def __init__(self, sharded: ShardedModel, group: AxisGroup) -> None:
         assert sharded.plan.islands is not None
         self._sharded, self._group, self._settings = sharded, group, sharded.plan.islands
         infos = [unit.info for unit in sharded.units]
@@ -145,7 +144,7 @@ class Exchanges:
                 for buffer in sharded.units[unit].buffers
                 if buffer.layout.trainable and buffer.layout.encoded is part.encoded
             ]
-            states.append(PartState(part, buffers, share, replicas, self._settings))
+            states.append(PartState(part, buffers, share, replicas, self._settings, sharded.codecs.outer))
         return states
 
     def _start(self, fragment: int) -> list[Ticket | None]:

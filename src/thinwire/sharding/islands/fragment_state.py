@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from thinwire.collectives.all_gather import all_gather
+from thinwire.collectives.all_reduce import Feedback, all_reduce, feedback_numels
 from thinwire.collectives.messages import Residual
 from thinwire.collectives.moves import Moves
+from thinwire.collectives.reduce_scatter import EXACT, HopCodecs
 from thinwire.collectives.topology import AxisGroup
+from thinwire.collectives.visible_mean import visible_mean
 from thinwire.program import ExchangePart
+from thinwire.program.islands import ALIGNED
 from thinwire.program.wire import shortening
-from thinwire.sharding.islands.outer_group import OuterGroup
 from thinwire.sharding.memory.layout import Run
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.spec.plan_parts.islands import Islands
@@ -29,6 +32,7 @@ class PartState:
         share: Index of this rank on the shard axis.
         replicas: Ranks of the island that own the same shares.
         settings: The plan's islands.
+        codecs: Codecs of encoded changes.
 
     Attributes:
         part: Description of the vector.
@@ -45,8 +49,9 @@ class PartState:
         share: int,
         replicas: AxisGroup | None,
         settings: Islands,
+        codecs: HopCodecs,
     ) -> None:
-        self.part, self._replicas, self._settings = part, replicas, settings
+        self.part, self._replicas, self._settings, self._codecs = part, replicas, settings, codecs
         self.sources = [(buffer, buffer.shares[share]) for buffer in buffers]
         self._masters = [piece for buffer, runs in self.sources for piece in _masters(buffer, runs)]
         self._device = buffers[0].full.device if buffers else torch.device("cpu")  # masters may live on the host
@@ -62,24 +67,31 @@ class PartState:
         """First element of the vector that this rank keeps the state of."""
         return self._piece.start
 
-    def start(self, group: OuterGroup, seed: int) -> Moves:
+    def start(self, group: AxisGroup, seed: int) -> Moves:
         """Exchange the change since the last outer step, and make the next one."""
         mean, moves = self.exchange(group, seed)
         return moves.then(lambda: self.step(mean))
 
-    def exchange(self, group: OuterGroup, seed: int) -> tuple[torch.Tensor, Moves]:
-        """The mean change of all islands since the last outer step, fp32, and the moves that fill it."""
+    def exchange(self, group: AxisGroup, seed: int) -> tuple[torch.Tensor, Moves]:
+        """The mean change of all islands since the last outer step, fp32, and the moves that fill it.
+
+        Args:
+            group: Ranks of the same position in the islands that take part; others between two exchanges.
+            seed: Seed for codecs that round at random.
+        """
         change = torch.sub(self.anchor, self._packed()[self._piece])
         if self.part.encoded and self._settings.sends_visible:
             mean, unsent = torch.empty_like(change), self.lost[0]
             unsent = torch.zeros_like(change) if unsent is None else unsent
             self.lost = [unsent, None]
-            return mean, group.visible_mean(self.anchor, change, mean, unsent)
-        change = group.padded(change)
+            return mean, visible_mean(group, self.anchor, change, mean, unsent)
+        # The islands cut it into equal, aligned pieces.
+        change = torch.nn.functional.pad(change, (0, -change.numel() % (ALIGNED * group.size)))
         mean = torch.empty_like(change)
         encoded = self.part.encoded and not shortening(self._settings.codec, "float32").is_none
-        lost = self._residuals(group, encoded, change.numel())
-        moves = group.mean(change, mean, encoded=encoded, lost=lost, seed=seed)
+        feedback = self._feedback(group, encoded, change.numel())
+        codecs, scale = self._codecs if encoded else EXACT, 1 / group.size
+        moves = all_reduce(group, change, mean, scale=scale, codecs=codecs, feedback=feedback, seed=seed)
         return mean[: self.anchor.numel()], moves
 
     def gather(self) -> Moves:
@@ -135,14 +147,20 @@ class PartState:
             begin += master.numel()
         return vector
 
-    def _residuals(self, group: OuterGroup, encoded: bool, numel: int) -> tuple[Residual | None, Residual | None]:
+    def _feedback(self, group: AxisGroup, encoded: bool, numel: int) -> Feedback | None:
         if not encoded or not self._settings.error_feedback:
-            return None, None
-        own, of_mean = group.feedback_numels(numel)
+            return None
+        own, of_mean = feedback_numels(group, numel)
         self.lost = [_sized(self.lost[0], own, self.anchor), _sized(self.lost[1], of_mean, self.anchor, keeps=False)]
         gain = self._settings.error_feedback
-        first, second = (None if lost is None else Residual(lost, gain) for lost in self.lost)
-        return first, second
+        return Feedback(*(None if lost is None else Residual(lost, gain) for lost in self.lost))
+
+
+def labelled(parts: Iterable[Iterable[PartState]]) -> Iterator[tuple[str, PartState]]:
+    """The states of all fragments, each with its fragment and kind as a label for keys."""
+    for number, of_fragment in enumerate(parts):
+        for state in of_fragment:
+            yield f"{number}/{'encoded' if state.part.encoded else 'exact'}", state
 
 
 def _sized(lost: torch.Tensor | None, numel: int, like: torch.Tensor, *, keeps: bool = True) -> torch.Tensor | None:

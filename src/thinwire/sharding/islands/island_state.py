@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
 from thinwire.agreement import Typed
 from thinwire.errors import CollectiveError
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state, state_of
-from thinwire.sharding.islands.fragment_state import PartState
+from thinwire.sharding.islands.fragment_state import PartState, labelled
 from thinwire.sharding.islands.transfer import pack, unpack
 
 Parts = Sequence[Sequence[PartState]]
 
 
-class About(NamedTuple):
-    """What is not a tensor in a state.
-
-    Attributes:
-        step: Updates made.
-        numbers: State of the inner optimizer that is a plain number.
-    """
-
-    step: int
-    numbers: dict[str, float | int]
-
-
-_ABOUT: Final[Typed[About]] = Typed(About)
+_ABOUT: Final[Typed[tuple[int, dict[str, float | int]]]] = Typed(tuple[int, dict[str, float | int]])
+"""What is not a tensor in a state: updates made, and the state of the inner optimizer that is a plain number."""
 
 
 def shared_state(parts: Parts) -> dict[str, torch.Tensor]:
@@ -38,12 +27,10 @@ def shared_state(parts: Parts) -> dict[str, torch.Tensor]:
         parts: State of each fragment's vectors.
     """
     tensors = {}
-    for number, of_fragment in enumerate(parts):
-        for state in of_fragment:
-            prefix = f"{number}/{'encoded' if state.part.encoded else 'exact'}"
-            tensors[f"{prefix}/anchor"] = state.anchor
-            if state.momentum is not None:
-                tensors[f"{prefix}/momentum"] = state.momentum
+    for label, state in labelled(parts):
+        tensors[f"{label}/anchor"] = state.anchor
+        if state.momentum is not None:
+            tensors[f"{label}/momentum"] = state.momentum
     return tensors
 
 
@@ -61,7 +48,7 @@ def packed_state(parts: Parts, optimizer: InnerOptimizer | None, step: int) -> b
             tensors[key] = value
         else:
             numbers[key] = value
-    return pack(tensors, _ABOUT.encode(About(step, numbers)))
+    return pack(tensors, _ABOUT.encode((step, numbers)))
 
 
 class Fetched:
@@ -87,7 +74,7 @@ class Fetched:
         """Take over what islands share, and write it to the masters."""
         for name, own in shared_state(parts).items():
             own.copy_(self._tensors[name])
-        for state in (state for of_fragment in parts for state in of_fragment):
+        for _, state in labelled(parts):
             state.lost = [None, None]
             state.write()
 

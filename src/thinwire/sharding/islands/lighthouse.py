@@ -76,7 +76,9 @@ class Lighthouse:
             try:
                 self._client = self._client or self._connect()
                 with self._asking_anew(own, expected):
-                    return self._meeting(_ask(self._client, own, left))
+                    quorum = _ask(self._client, own, left)
+                said = [_said(participant.data) for participant in quorum.participants]
+                return sort_out(f"{quorum.quorum_id}-{quorum.created.seconds}-{quorum.created.nanos}", said)
             except (RuntimeError, TimeoutError, OSError) as error:
                 problem, self._client = str(error).splitlines()[0], None
                 time.sleep(_PAUSE)
@@ -126,11 +128,6 @@ class Lighthouse:
                     client.heartbeat(self._name, datetime.timedelta(seconds=2))
                 except (RuntimeError, TimeoutError, OSError):
                     client = None
-
-    def _meeting(self, quorum: Any) -> Quorum:
-        said = [_said(participant.data) for participant in quorum.participants]
-        key = f"{quorum.quorum_id}-{quorum.created.seconds}-{quorum.created.nanos}"
-        return sort_out(key, said)
 
 
 def _ask(client: Any, own: Participant, timeout: float) -> Any:

@@ -9,30 +9,14 @@ of every island. ``outer/lost/...`` are rounding errors of exchanges, rank after
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.islands.exchanges import Exchanges
-
-
-@dataclass(frozen=True)
-class SharedPiece:
-    """A piece of a parameter that all islands share, as this rank keeps it.
-
-    Attributes:
-        owned: The fragment of the parameter that it belongs to.
-        offset: First element, relative to the parameter.
-        anchor: Values after the last outer step, fp32, 1-D.
-        momentum: The outer momentum, of the same size; ``None`` without momentum.
-    """
-
-    owned: OwnedFragment
-    offset: int
-    anchor: torch.Tensor
-    momentum: torch.Tensor | None
+from thinwire.sharding.islands.fragment_state import labelled
+from thinwire.sharding.memory.layout import Slot
 
 
 def own_key(key: str, island: int) -> str:
@@ -45,15 +29,21 @@ def own_masters(island: int) -> str:
     return f"island-{island}/model"
 
 
-def shared_pieces(exchanges: Exchanges, fragments: Iterable[OwnedFragment]) -> Iterator[SharedPiece]:
+def shared_pieces(
+    exchanges: Exchanges, fragments: Iterable[OwnedFragment]
+) -> Iterator[tuple[Slot, int, torch.Tensor, torch.Tensor | None]]:
     """What this rank keeps of the state that all islands share, parameter by parameter.
 
     Args:
         exchanges: The exchanges of a model.
         fragments: The fragments that this rank updates.
+
+    Yields:
+        The slot of the parameter; the first element of a piece, relative to the parameter; its values after the last
+        outer step, fp32, 1-D; the outer momentum, of the same size, ``None`` without momentum.
     """
     by_name = {owned.fragment.slot.name: owned for owned in fragments}
-    for state in (state for of_fragment in exchanges.parts for state in of_fragment):
+    for _, state in labelled(exchanges.parts):
         begin = 0
         for buffer, runs in state.sources:
             for owned in (by_name[slot.name] for slot in buffer.layout.slots if slot.name in by_name):
@@ -64,16 +54,16 @@ def shared_pieces(exchanges: Exchanges, fragments: Iterable[OwnedFragment]) -> I
                 if low < high:
                     kept = slice(low - state.begin, high - state.begin)
                     momentum = None if state.momentum is None else state.momentum[kept]
-                    yield SharedPiece(owned, owned.fragment.offset + low - first, state.anchor[kept], momentum)
+                    fragment = owned.fragment
+                    yield fragment.slot, fragment.offset + low - first, state.anchor[kept], momentum
             begin += sum(run.length for run in runs)
 
 
 def lost_of(exchanges: Exchanges) -> dict[str, torch.Tensor]:
     """Rounding errors of this rank's messages, by what they belong to."""
     return {
-        f"{number}/{'encoded' if state.part.encoded else 'exact'}/{what}": lost
-        for number, of_fragment in enumerate(exchanges.parts)
-        for state in of_fragment
+        f"{label}/{what}": lost
+        for label, state in labelled(exchanges.parts)
         for what, lost in zip(("message", "mean"), state.lost, strict=True)
         if lost is not None
     }
@@ -81,10 +71,8 @@ def lost_of(exchanges: Exchanges) -> dict[str, torch.Tensor]:
 
 def restore_lost(exchanges: Exchanges, lost: dict[str, torch.Tensor]) -> None:
     """Take over the rounding errors that :func:`lost_of` gave."""
-    for number, of_fragment in enumerate(exchanges.parts):
-        for state in of_fragment:
-            kind = "encoded" if state.part.encoded else "exact"
-            state.lost = [lost.get(f"{number}/{kind}/{what}") for what in ("message", "mean")]
+    for label, state in labelled(exchanges.parts):
+        state.lost = [lost.get(f"{label}/{what}") for what in ("message", "mean")]
 
 
 def turns_of(exchanges: Exchanges) -> dict[str, Any]:

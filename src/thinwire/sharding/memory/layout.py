@@ -18,7 +18,7 @@ from functools import cached_property
 
 import torch
 
-from thinwire.program import Axis, axis_extent, axis_index, deal, flat_numel, slot_offsets
+from thinwire.program import Axis, axis_extent, deal, flat_numel, slot_offsets
 from thinwire.spec import CodecSpec, Plan
 
 
@@ -188,11 +188,6 @@ def deal_shares(layouts: Sequence[FlatLayout], plan: Plan, shard: int) -> list[t
     for (buffer, run), owner in zip(items, deal([run.length for _, run in items], count), strict=True):
         dealt[buffer][owner].append(run)
     return [tuple(_merged(runs) for runs in shares) for shares in dealt]
-
-
-def shard_index(plan: Plan, position: int) -> int:
-    """Index of the P shard that the rank at a position of the mesh holds."""
-    return axis_index(plan, Axis.PARAMS, position)
 
 
 def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:

@@ -11,9 +11,9 @@ from torch import nn
 from thinwire.codecs import Codec
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.topology import AxisGroup
-from thinwire.program import Axis, Lane
+from thinwire.program import Axis, Lane, axis_index
 from thinwire.program.wire import frozen_codec, rounds_parameters
-from thinwire.sharding.memory.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
+from thinwire.sharding.memory.layout import FlatLayout, Run, deal_shares, even_shares, lay_out
 from thinwire.sharding.memory.local import local_tensor, slice_of
 from thinwire.sharding.modules.discover import UnitModules
 from thinwire.sharding.modules.quantized import keeps_bits
@@ -65,7 +65,7 @@ def draw(modules: Sequence[UnitModules], plan: Plan, rank: int) -> list[Flat]:
 def share_out(layouts: Sequence[FlatLayout], plan: Plan, rank: int) -> Sequence[tuple[tuple[Run, ...], ...]]:
     """The shares of a rank's P shards of trained buffers, for each buffer by position along the shard axis."""
     if plan.partition == "inter" and plan.optimizer != plan.params:
-        return deal_shares(layouts, plan, shard_index(plan, rank))
+        return deal_shares(layouts, plan, axis_index(plan, Axis.PARAMS, rank))
     return [even_shares(layout, plan) for layout in layouts]
 
 

@@ -43,7 +43,6 @@ from thinwire.sharding.grads.weight_means import WeightMeans
 from thinwire.sharding.islands.elastic import ElasticExchanges
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.others import OtherIslands
-from thinwire.sharding.islands.outer_group import OuterGroup
 from thinwire.sharding.params.write_audit import WriteAudit
 from thinwire.sharding.runtime.edited_parameters import Written
 from thinwire.sharding.runtime.sharded_parameters import ShardedParameters
@@ -435,7 +434,7 @@ def _exchanges(sharded: ShardedModel) -> Exchanges | None:
     if sharded.plan.is_elastic:
         return ElasticExchanges(sharded)
     axis = sharded.axes.get((Axis.ISLANDS, Lane.OUTER))
-    return None if axis is None else Exchanges(sharded, OuterGroup(axis, sharded.codecs.outer))
+    return None if axis is None else Exchanges(sharded, axis)
 
 
 def _describer(runtime: Runtime) -> Callable[[], str]:

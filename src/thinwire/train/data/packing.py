@@ -27,7 +27,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from thinwire.checkpoint.durable import sync_directory, sync_tree
+from thinwire.checkpoint.durable import sync, sync_tree
 from thinwire.errors import DataError
 from thinwire.spec.recipe import DataRecipe
 from thinwire.train.data.corpus import Corpus, find_corpus
@@ -120,7 +120,7 @@ def _cached(recipe: DataRecipe, corpus: Corpus, held_out: Corpus | None, report:
             draft.chmod(0o755)
             sync_tree(draft)  # an entry is believed for ever
             draft.rename(entry)
-            sync_directory(directory)
+            sync(directory)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
 
-from thinwire.checkpoint.durable import sync_directory
+from thinwire.checkpoint.durable import sync
 from thinwire.train.directory import write_atomically, writing
 from thinwire.train.observing.trackers import Trackers, flat
 
@@ -133,7 +133,7 @@ class MetricsLog:
         self._path = path
         with writing(path):
             self._file: IO[str] = path.open("a")
-            sync_directory(path.parent)
+            sync(path.parent)
         self._trackers = trackers
 
     def write(self, record: StepRecord) -> None:
