@@ -10,16 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.codecs import delta_reference as reference
 from tests.support.codecs.steps import bits, trained, whole
 from torch import Tensor
 
 from thinwire.codecs import registry
-from thinwire.codecs.delta import Delta
-from thinwire.codecs.delta_format import FORMATS
-from thinwire.codecs.reference import delta as reference
+from thinwire.codecs.delta import NUMBERS, Delta
 from thinwire.errors import SpecError, UsageError, WireError
 
-DTYPES = list(FORMATS)
+DTYPES = list(NUMBERS)
 LENGTHS = [0, 1, 2, 63, 64, 65, 127, 1000, 1024, 1025, 3001]
 POISON = 0xA5
 
@@ -215,7 +214,7 @@ def test_every_flipped_bit_is_refused() -> None:
 
 def resealed(body: bytes, old: Tensor) -> Tensor:
     """A message of one block with right checksums of its bytes, so that the decoder of blocks gets them."""
-    head = struct.pack("<IBBBBQQ", 0x4C445754, 1, FORMATS[old.dtype].number, 20, 0, old.numel(), 48 + len(body))
+    head = struct.pack("<IBBBBQQ", 0x4C445754, 1, NUMBERS[old.dtype], 20, 0, old.numel(), 48 + len(body))
     head += struct.pack("<IIQ", len(body), reference.checksum(body) & 0xFFFFFFFF, 0)
     return torch.tensor(list(head + struct.pack("<Q", reference.checksum(head)) + body), dtype=torch.uint8)
 

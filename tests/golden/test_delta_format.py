@@ -11,15 +11,14 @@ import pytest
 import torch
 from tests.support.codecs.steps import FILE, checksums, digest, kept, whole
 
-from thinwire.codecs.delta import Delta
-from thinwire.codecs.delta_format import FORMATS
+from thinwire.codecs.delta import NUMBERS, Delta
 
 
 def test_the_reference_has_the_bytes_it_always_had() -> None:
     assert checksums() == kept()
 
 
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
 def test_native_messages_have_them(dtype: torch.dtype) -> None:
     assert digest(Delta(1024).encode(*whole(3001, dtype))) == kept()[str(dtype).removeprefix("torch.")]
 

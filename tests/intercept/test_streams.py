@@ -32,8 +32,7 @@ from tests.support.training.grids import batches, plan_for, start, train
 import thinwire as tw
 from thinwire.codecs import registry
 from thinwire.collectives import group as groups
-from thinwire.collectives.links.connections import StagedLinks
-from thinwire.collectives.links.gloo import GlooLinks, make_device
+from thinwire.collectives.links.gloo import GlooLinks, StagedLinks, make_device
 from thinwire.collectives.links.nccl import MakeBackend, Membership
 from thinwire.errors import UsageError
 from thinwire.intercept import adapters, members, queued
@@ -344,7 +343,7 @@ def staged_job() -> list[str]:
     def connect(membership: Membership, make: MakeBackend | None) -> StagedLinks:
         assert make is not None
         links = GlooLinks(membership.store, membership.index, len(membership.ranks), make_device(), membership.timeout)
-        return StagedLinks(links, membership.index)
+        return StagedLinks(links)
 
     with mock.patch.object(members, "connect", connect), on_streams() as check:
         group = group_of("int8:256")

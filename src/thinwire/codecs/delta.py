@@ -7,17 +7,28 @@ hold an old tensor together: :func:`~thinwire.collectives.visible_mean.visible_m
 
 from __future__ import annotations
 
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor
 
 import thinwire.codecs.cpp._native as _native
 from thinwire.codecs.checks import checked_room
-from thinwire.codecs.delta_format import BLOCK, FORMATS
 from thinwire.errors import UsageError, WireError
 
+BLOCK: Final = 1 << 17
+"""Values of a block, unless another power of two is asked for."""
+
 _LEAST_BLOCK, _MOST_BLOCK = 1 << 6, 1 << 20
+
+NUMBERS: Final = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 4,
+}
+"""Every dtype that has deltas, with its number in messages."""
 
 
 @final
@@ -139,9 +150,9 @@ class Delta:
 
 
 def _number(dtype: torch.dtype) -> int:
-    if dtype not in FORMATS:
-        raise UsageError(f"there are no deltas of {dtype}, but of {', '.join(map(str, FORMATS))}")
-    return FORMATS[dtype].number
+    if dtype not in NUMBERS:
+        raise UsageError(f"there are no deltas of {dtype}, but of {', '.join(map(str, NUMBERS))}")
+    return NUMBERS[dtype]
 
 
 def _check_old(old: Tensor) -> None:

@@ -10,6 +10,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from thinwire.codecs.bits import pack, unpack
 from thinwire.codecs.codec import Codec
 from thinwire.spec.topk import CHUNK, field_bytes, kept
 
@@ -24,8 +25,8 @@ class TopK(Codec):
         codes, places, scales = self._fields(wire, numel)
         parts = [_encoded(rows, count) for rows, count in self._chunks(x.float(), numel)]
         code, place, scale = (torch.cat([part[i].reshape(-1) for part in parts]) for i in range(3))
-        _fill(codes, _pack(code, 4, 2, 1))
-        _fill(places, _pack(place, 2, 12, 3))
+        _fill(codes, pack(code, 2))
+        _fill(places, pack(place, 12))
         _fill(scales, scale.view(torch.uint8))
         return self.max_wire_bytes(numel, x.dtype)
 
@@ -34,7 +35,7 @@ class TopK(Codec):
         numel = out.numel()
         codes, places, scales = self._fields(wire, numel)
         total = self._total(numel)
-        code, place = _unpack(codes, 4, 2, 1)[:total], _unpack(places, 2, 12, 3)[:total]
+        code, place = unpack(codes, 2)[:total], unpack(places, 12)[:total]
         # Messages may lie at any address, at which fp32 cannot be read.
         scale = scales.clone().view(torch.float32)[: 2 * -(-numel // CHUNK)].view(-1, 2)
         values, done, chunk = torch.zeros(numel, device=out.device), 0, 0
@@ -88,24 +89,6 @@ def _decoded(rows: Tensor, code: Tensor, place: Tensor, scale: Tensor) -> None:
     value = torch.where((code & 2).bool(), -magnitude, magnitude)
     rows.scatter_(1, place.clamp(max=rows.shape[1] - 1).long(), value)
     rows[scale.isnan().any(dim=1)] = torch.nan
-
-
-def _pack(numbers: Tensor, group: int, bits: int, nbytes: int) -> Tensor:
-    """Numbers of some bits end to end; ``group`` of them fill ``nbytes`` bytes."""
-    padded = torch.nn.functional.pad(numbers, (0, -numbers.numel() % group)).view(-1, group)
-    shifts = torch.arange(group, dtype=torch.int32, device=numbers.device) * bits
-    words = (padded << shifts).sum(dim=1, dtype=torch.int32)
-    parts = torch.arange(nbytes, dtype=torch.int32, device=numbers.device) * 8
-    return ((words.unsqueeze(1) >> parts) & 255).to(torch.uint8).view(-1)
-
-
-def _unpack(packed: Tensor, group: int, bits: int, nbytes: int) -> Tensor:
-    """What :func:`_pack` packed, and zeros of padding behind it."""
-    whole = packed[: packed.numel() // nbytes * nbytes].view(-1, nbytes).int()
-    parts = torch.arange(nbytes, dtype=torch.int32, device=packed.device) * 8
-    words = (whole << parts).sum(dim=1, dtype=torch.int32)
-    shifts = torch.arange(group, dtype=torch.int32, device=packed.device) * bits
-    return ((words.unsqueeze(1) >> shifts) & ((1 << bits) - 1)).view(-1)
 
 
 def _fill(field: Tensor, content: Tensor) -> None:

@@ -55,41 +55,16 @@ def all_gather(
     if group.size == 1:
         return Moves()
     sizes = sizes or [whole.numel() // group.size] * group.size
+    columns = columns_of(group)
     if codec is None:
-        return _exact(group, whole, sizes, columns_of(group), kind)
-    return _encoded(group, whole, sizes, columns_of(group), kind, codec, residual, update, seed)
-
-
-def columns_of(group: AxisGroup) -> list[range]:
-    """By place inside the node, the members of an axis that gather their pieces across nodes."""
-    return [range(i, i + group.nodes) for i in range(0, group.size, group.nodes)]
-
-
-def _exact(group: AxisGroup, whole: torch.Tensor, sizes: Sequence[int], columns: Sequence[range], kind: Kind) -> Moves:
-    starts = [0, *itertools.accumulate(sizes)]
-    row = [whole[starts[i] : starts[i + 1]] for i in columns[group.local_index]]
-    wholes = [whole[starts[column.start] : starts[column.stop]] for column in columns]
-
-    def across() -> None:
-        group.at(Stage.GATHER_ACROSS).gather(row, kind)
-
-    def inside() -> None:
-        group.at(Stage.GATHER_INSIDE).gather(wholes, kind)
-
-    return gather_hops(group, across, inside)
-
-
-def _encoded(
-    group: AxisGroup,
-    whole: torch.Tensor,
-    sizes: Sequence[int],
-    columns: Sequence[range],
-    kind: Kind,
-    codec: Codec,
-    residual: Residual | None,
-    update: torch.Tensor | None,
-    seed: int | None,
-) -> Moves:
+        starts = [0, *itertools.accumulate(sizes)]
+        row = [whole[starts[i] : starts[i + 1]] for i in columns[group.local_index]]
+        wholes = [whole[starts[column.start] : starts[column.stop]] for column in columns]
+        return gather_hops(
+            group,
+            lambda: group.at(Stage.GATHER_ACROSS).gather(row, kind),
+            lambda: group.at(Stage.GATHER_INSIDE).gather(wholes, kind),
+        )
     own = whole.split(list(sizes))[group.index]
     in_fp32 = residual is not None or update is not None
     messages = Messages(codec, sizes, torch.float32 if in_fp32 else whole.dtype, whole.device)
@@ -101,22 +76,17 @@ def _encoded(
             piece = torch.sub(update, own, out=allocate(own.numel(), torch.float32, whole.device))
         messages.encode(group.index, piece, seed, residual)
 
-    def across() -> None:
-        messages.gather(group.at(Stage.GATHER_ACROSS), peers, kind)
-
-    def inside() -> None:
-        messages.gather(group.at(Stage.GATHER_INSIDE), columns, kind)
-
-    def decode() -> None:
-        messages.decode_side_by_side(whole, add=update is not None)
-
-    return Moves(
-        [
-            Move(Stage.ENCODE_GATHER, encode),
-            *gather_hops(group, across, inside),
-            Move(Stage.DECODE_GATHER, decode),
-        ]
+    hops = gather_hops(
+        group,
+        lambda: messages.gather(group.at(Stage.GATHER_ACROSS), peers, kind),
+        lambda: messages.gather(group.at(Stage.GATHER_INSIDE), columns, kind),
     )
+    return hops.between(encode, lambda: messages.decode_side_by_side(whole, add=update is not None))
+
+
+def columns_of(group: AxisGroup) -> list[range]:
+    """By place inside the node, the members of an axis that gather their pieces across nodes."""
+    return [range(i, i + group.nodes) for i in range(0, group.size, group.nodes)]
 
 
 def gather_hops(group: AxisGroup, across: Callable[[], None], inside: Callable[[], None]) -> Moves:

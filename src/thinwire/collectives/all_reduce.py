@@ -107,13 +107,8 @@ def _exchange(
     dtype = vector.dtype if residual is None else torch.float32
     messages = Messages(codec, [vector.numel()] * 2, dtype, vector.device)
 
-    def encode() -> None:
-        messages.encode(group.index, vector, seed, residual)
-
-    def transfer() -> None:
-        messages.gather(group.at(stage), [range(1), range(1, 2)], Kind.ALL_GATHER)
-
-    def add() -> None:
-        messages.decode_sum(sums, scale)
-
-    return Moves([Move(Stage.ENCODE_GATHER, encode), Move(stage, transfer), Move(Stage.DECODE_GATHER, add)])
+    both = [range(1), range(1, 2)]
+    hop = Moves([Move(stage, lambda: messages.gather(group.at(stage), both, Kind.ALL_GATHER))])
+    return hop.between(
+        lambda: messages.encode(group.index, vector, seed, residual), lambda: messages.decode_sum(sums, scale)
+    )

@@ -13,7 +13,6 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from thinwire.collectives.gateway.keys import KEYS, Keys
 from thinwire.collectives.gateway.shelter import BACKEND, Shelter
@@ -23,7 +22,7 @@ from thinwire.collectives.job.current import DEFAULT_TIMEOUT, job
 from thinwire.collectives.job.failures import explained_transport
 from thinwire.collectives.job.rollcall import RollCall
 from thinwire.collectives.job.subgroup import Meter, Record, Subgroup, leave_subgroups, recording
-from thinwire.collectives.job.torch_groups import named_group
+from thinwire.collectives.job.torch_groups import arrived, named_group
 from thinwire.collectives.links.rendezvous import Rendezvous
 from thinwire.collectives.links.transport import NCCL, agree_on_transport, forgo_flight_recorder, gpu_of
 from thinwire.collectives.memory import release_memory
@@ -180,11 +179,6 @@ def shutdown() -> None:
 def rollcall() -> RollCall:
     """The roll call of this process, which watches its exchanges."""
     return job.rollcall
-
-
-def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """Wait for a tensor that a functional collective of torch may still be filling."""
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def mesh_group(ranks: Sequence[int], axis: str) -> dist.ProcessGroup:

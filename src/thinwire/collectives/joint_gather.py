@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from thinwire.codecs import Codec
-from thinwire.collectives.all_gather import columns_of, gather_hops
+from thinwire.collectives.all_gather import all_gather, columns_of, gather_hops
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.messages import codec_of, encode_shorter
 from thinwire.collectives.moves import Move, Moves
@@ -123,7 +123,7 @@ def stored_gather(group: AxisGroup, parts: Sequence[StoredPart], *, codec: Codec
                 kept = range(part.first, part.first + len(part.keep))
                 part.keep.copy_(messages[kept.start // each : kept.stop // each].flatten(0, 1))
 
-    arrive = Moves() if in_place else _gather_rows(group, table).after(place_own)
+    arrive = Moves() if in_place else all_gather(group, table.view(-1)).after(place_own)
     return Moves([*arrive, Move(Stage.DECODE_GATHER, decode)])
 
 
@@ -138,7 +138,7 @@ def _exact(group: AxisGroup, parts: Sequence[Part]) -> Moves:
     def unpack() -> None:
         torch._foreach_copy_([part.rows_of_bytes for part in parts], list(table.split(sizes, 1)))
 
-    return _gather_rows(group, table).after(pack).then(unpack)
+    return all_gather(group, table.view(-1)).after(pack).then(unpack)
 
 
 def _of_fixed_length(group: AxisGroup, parts: Sequence[Part], codec: Codec) -> Moves:
@@ -152,7 +152,7 @@ def _of_fixed_length(group: AxisGroup, parts: Sequence[Part], codec: Codec) -> M
         for part, span in zip(parts, spans, strict=True):
             codec.decode_slices(table[:, span], part.whole.view(group.size, -1), encoded=part.own.dtype)
 
-    return _around(encode, _gather_rows(group, table), decode)
+    return all_gather(group, table.view(-1)).between(encode, decode)
 
 
 def _of_variable_length(group: AxisGroup, parts: Sequence[Part], codec: Codec) -> Moves:
@@ -178,12 +178,6 @@ def _of_variable_length(group: AxisGroup, parts: Sequence[Part], codec: Codec) -
             known = [sum(padded(n, ALIGNMENT_BYTES) for n in _checked(lengths[member], bounds)) for member in row]
             subgroup.gather([table[member, :size] for member, size in zip(row, known, strict=True)], Kind.ALL_GATHER)
 
-    def across() -> None:
-        exchange(Stage.GATHER_ACROSS, [[member] for member in columns[group.local_index]])
-
-    def inside() -> None:
-        exchange(Stage.GATHER_INSIDE, columns)
-
     def decode() -> None:
         for member in range(group.size):
             begin = 0
@@ -194,7 +188,11 @@ def _of_variable_length(group: AxisGroup, parts: Sequence[Part], codec: Codec) -
                 sent_by.decode(message, piece.numel(), piece.dtype, out=piece)
                 begin += padded(length, ALIGNMENT_BYTES)
 
-    return _around(encode, gather_hops(group, across, inside), decode)
+    own = [[member] for member in columns[group.local_index]]
+    hops = gather_hops(
+        group, lambda: exchange(Stage.GATHER_ACROSS, own), lambda: exchange(Stage.GATHER_INSIDE, columns)
+    )
+    return hops.between(encode, decode)
 
 
 def _slot(codec: Codec, part: Part) -> int:
@@ -218,21 +216,3 @@ def _table(group: AxisGroup, sizes: Sequence[int], device: torch.device) -> tupl
     ends = list(itertools.accumulate(sizes, initial=0))
     table = allocate(group.size * ends[-1], torch.uint8, device).view(group.size, -1)
     return table, [slice(begin, end) for begin, end in itertools.pairwise(ends)]
-
-
-def _gather_rows(group: AxisGroup, table: torch.Tensor) -> Moves:
-    columns = columns_of(group)
-    own = [table[member] for member in columns[group.local_index]]
-    of_columns = [table[column.start : column.stop].view(-1) for column in columns]
-
-    def across() -> None:
-        group.at(Stage.GATHER_ACROSS).gather(own, Kind.ALL_GATHER)
-
-    def inside() -> None:
-        group.at(Stage.GATHER_INSIDE).gather(of_columns, Kind.ALL_GATHER)
-
-    return gather_hops(group, across, inside)
-
-
-def _around(encode: Callable[[], None], hops: Moves, decode: Callable[[], None]) -> Moves:
-    return Moves([Move(Stage.ENCODE_GATHER, encode), *hops, Move(Stage.DECODE_GATHER, decode)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,32 +31,12 @@ class Residual:
     gain: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class MessageLayout:
-    """Where messages lie in a buffer. It follows from the codec, the sizes and the dtype of what is encoded.
-
-    Attributes:
-        starts: First byte of the room of each message, and the end of the last.
-        lengths: Bytes of each message; the most that they can be if they vary.
-        varies: Whether the codec makes messages of variable length.
-        has_rows: Whether the messages are the rows of a matrix.
-    """
-
-    starts: tuple[int, ...]
-    lengths: tuple[int, ...]
-    varies: bool
-    has_rows: bool
-
-
 @functools.lru_cache(maxsize=4096)
-def _layout(codec: Codec, sizes: tuple[int, ...], dtype: torch.dtype) -> MessageLayout:
-    """The layout of messages, which every step makes anew."""
-    return MessageLayout(
-        starts=(0, *itertools.accumulate(codec.slot_bytes(size, dtype) for size in sizes)),
-        lengths=tuple(codec.max_wire_bytes(size, dtype) for size in sizes),
-        varies=codec.spec.is_variable_length,
-        has_rows=len(set(sizes)) == 1 and not codec.spec.is_variable_length,
-    )
+def _layout(codec: Codec, sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where messages lie in a buffer, which every step would compute anew: the first byte of the room of each message
+    and the end of the last; and the bytes of each message, the most that they can be if they vary."""
+    starts = itertools.accumulate((codec.slot_bytes(size, dtype) for size in sizes), initial=0)
+    return tuple(starts), tuple(codec.max_wire_bytes(size, dtype) for size in sizes)
 
 
 class Messages:
@@ -76,10 +56,10 @@ class Messages:
     def __init__(self, codec: Codec, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.codec = codec
         self._sizes, self._dtype = sizes, dtype
-        layout = _layout(codec, tuple(sizes), dtype)
-        self._starts, self._has_rows = layout.starts, layout.has_rows
-        self._known: Sequence[int] = layout.lengths
-        self._varies = layout.varies
+        self._starts, lengths = _layout(codec, tuple(sizes), dtype)
+        self._known: Sequence[int] = lengths
+        self._varies = codec.spec.is_variable_length
+        self._has_rows = not self._varies and len(set(sizes)) == 1
         self.buffer = allocate(self._starts[-1], torch.uint8, device)
         if self._varies:
             # Only variable lengths are sent, so others need not be copied to a device.
@@ -122,18 +102,17 @@ class Messages:
             seed: Seed for the codec, if it needs one.
             residual: Error feedback of the size of ``whole``; see :meth:`encode`.
         """
-        if self._has_rows and residual is None:
-            self.codec.encode_slices(whole, bounds, seed=seed, out=self.buffer)
-            return
-        if self._has_rows and residual is not None:
-            self.codec.encode_slices_feedback(
-                whole, bounds, residual.lost, gain=residual.gain, seed=seed, out=self.buffer
-            )
+        if self._has_rows:
+            if residual is None:
+                self.codec.encode_slices(whole, bounds, seed=seed, out=self.buffer)
+            else:
+                lost, gain = residual.lost, residual.gain
+                self.codec.encode_slices_feedback(whole, bounds, lost, gain=gain, seed=seed, out=self.buffer)
             return
         for index, (start, stop) in enumerate(bounds):
-            lost = None if residual is None else Residual(residual.lost[start:stop], residual.gain)
+            own = None if residual is None else Residual(residual.lost[start:stop], residual.gain)
             own_seed = None if seed is None else slice_seed(fold_seed(seed), index)
-            self.encode(index, whole[start:stop], own_seed, lost)
+            self.encode(index, whole[start:stop], own_seed, own)
 
     def decode(self, index: int, out: torch.Tensor) -> None:
         self._codec(index).decode(self.message(index), self._sizes[index], out.dtype, out=out)
@@ -205,20 +184,21 @@ class Messages:
         several of a codec of fixed length."""
         numbers = range(subgroup.size - 1)
         each = len(self._sizes) // len(numbers)
-        if each > 1:
-            bounds = (messages._starts[::each] for messages in (self, incoming))
-            sent, received = (
-                [messages.buffer[start:stop] for start, stop in itertools.pairwise(starts)]
-                for messages, starts in zip((self, incoming), bounds, strict=True)
-            )
-            subgroup.exchange(_with_own(sent, subgroup), _with_own(received, subgroup))
-            return
         if self._varies:
-            sent, received = ([messages._lengths[i : i + 1] for i in numbers] for messages in (self, incoming))
-            subgroup.exchange(_with_own(sent, subgroup), _with_own(received, subgroup))
+            self._swap(subgroup, incoming, lambda messages: [messages._lengths[i : i + 1] for i in numbers])
             incoming._known = incoming._announced()
-        sent, received = ([messages.message(i) for i in numbers] for messages in (self, incoming))
-        subgroup.exchange(_with_own(sent, subgroup), _with_own(received, subgroup))
+        if each > 1:
+            self._swap(
+                subgroup,
+                incoming,
+                lambda messages: [messages.buffer[a:b] for a, b in itertools.pairwise(messages._starts[::each])],
+            )
+        else:
+            self._swap(subgroup, incoming, lambda messages: [messages.message(i) for i in numbers])
+
+    def _swap(self, subgroup: Subgroup, incoming: Messages, parts: Callable[[Messages], list[torch.Tensor]]) -> None:
+        """Send parts of these messages to the other members, and receive the like, in the order of the members."""
+        subgroup.exchange(_with_own(parts(self), subgroup), _with_own(parts(incoming), subgroup))
 
     def send(self, subgroup: Subgroup, source: int, target: int) -> None:
         """Send the only message from one member to another, which receives it into its own."""

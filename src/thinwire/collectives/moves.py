@@ -36,6 +36,10 @@ class Moves(tuple[Move, ...]):
         for move in self:
             move.body()
 
+    def between(self, encode: Callable[[], None], decode: Callable[[], None]) -> Moves:
+        """These hops of a gather between the work of its codec."""
+        return Moves([Move(Stage.ENCODE_GATHER, encode), *self, Move(Stage.DECODE_GATHER, decode)])
+
     def after(self, prepare: Callable[[], None]) -> Moves:
         """These moves, with ``prepare`` at the beginning of the first; ``prepare`` alone if there are none."""
         if not self:

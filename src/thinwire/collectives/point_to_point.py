@@ -35,23 +35,12 @@ def point_to_point(
         codec: Codec of the message; ``None`` sends values unencoded.
         seed: Seed for a codec that rounds at random.
     """
-    me = subgroup.index
     if codec is None:
         return Moves([Move(subgroup.stage, lambda: subgroup.send(tensor, source, target))])
     messages = Messages(codec, [tensor.numel()], tensor.dtype, tensor.device)
-
-    def encode() -> None:
-        messages.encode(0, tensor, seed)
-
-    def transfer() -> None:
-        messages.send(subgroup, source, target)
-
-    def decode() -> None:
-        messages.decode(0, tensor)
-
-    moves = [Move(subgroup.stage, transfer)]
-    if me == source:
-        moves = [Move(Stage.ENCODE, encode), *moves]
-    if me == target:
-        moves = [*moves, Move(Stage.DECODE, decode)]
+    moves = [Move(subgroup.stage, lambda: messages.send(subgroup, source, target))]
+    if subgroup.index == source:
+        moves = [Move(Stage.ENCODE, lambda: messages.encode(0, tensor, seed)), *moves]
+    if subgroup.index == target:
+        moves = [*moves, Move(Stage.DECODE, lambda: messages.decode(0, tensor))]
     return Moves(moves)

@@ -177,17 +177,11 @@ def _encoded_hop(
     outgoing = Messages(codec, [stop - start for start, stop in bounds], encoded_dtype, device)
     incoming = Messages(codec, [own.numel()] * len(bounds), encoded_dtype, device)
 
-    def encode() -> None:
-        outgoing.encode_slices(whole, bounds, seed, residual)
-
-    def transfer() -> None:
-        outgoing.exchange(subgroup, incoming)
-
     before, after = stages
     return Moves(
         [
-            Move(before, encode),
-            Move(subgroup.stage, transfer),
+            Move(before, lambda: outgoing.encode_slices(whole, bounds, seed, residual)),
+            Move(subgroup.stage, lambda: outgoing.exchange(subgroup, incoming)),
             Move(after, lambda: _add_messages(incoming, merge, own)),
         ]
     )
@@ -265,10 +259,7 @@ def _add_rows(rows: torch.Tensor, merge: _Merge) -> None:
             out.mul_(scale)
         return
     total = torch.sum(rows, 0, dtype=torch.float32, out=allocate(out.numel(), torch.float32, out.device))
-    if merge.accumulate:
-        out.add_(total, alpha=scale)
-    else:
-        out.copy_(total if scale == 1.0 else total.mul_(scale))
+    _add_piece(total, merge)
 
 
 def _add_piece(piece: torch.Tensor, merge: _Merge) -> None:

@@ -107,10 +107,16 @@ class AxisGroup:
         self.index = axis_index(plan, axis, position)
         self.local, self.nodes = len(members.inside), len(members.across)
         self.local_index = members.inside.index(position)
-        ranks = DataRanks(tuple(range(plan.world))) if data is None else data
+        data = data or DataRanks(tuple(range(plan.world)))
+        ranks = data.everyone if axis is Axis.ISLANDS else data.ranks
         self._subgroups = {
             stage: Subgroup(
-                _global(ranks, axis, getattr(members, stage.scope)), lane, stage, device, meter, ranks.channel
+                tuple(ranks[position] for position in getattr(members, stage.scope)),
+                lane,
+                stage,
+                device,
+                meter,
+                data.channel,
             )
             for stage in stages or _STAGES[lane]
         }
@@ -118,8 +124,3 @@ class AxisGroup:
     def at(self, stage: Stage) -> Subgroup:
         """The ranks that one hop joins: this rank's neighbours in the node, or its peers on the other nodes."""
         return self._subgroups[stage]
-
-
-def _global(data: DataRanks, axis: Axis, positions: Sequence[int]) -> tuple[int, ...]:
-    ranks = data.everyone if axis is Axis.ISLANDS else data.ranks
-    return tuple(ranks[position] for position in positions)

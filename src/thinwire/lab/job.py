@@ -74,12 +74,6 @@ def default_environment(num_ranks: int, now: Mapping[str, str]) -> dict[str, str
     return {name: value for name, value in wanted.items() if name not in now} | {"PATH": path}
 
 
-@dataclass(frozen=True)
-class _Process:
-    label: str
-    popen: subprocess.Popen[bytes]
-
-
 class Job:
     """One command in a lab. The first process owns the terminal; the others' output comes with their name before it.
 
@@ -93,7 +87,7 @@ class Job:
 
     def __init__(self, lab: Lab, command: Sequence[str], per: Per, *, grace: float, logs: Path | None) -> None:
         self._lab, self._command, self._per, self._grace, self._logs = lab, list(command), per, grace, logs
-        self._processes: list[_Process] = []
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}  # by label
         self._readers: list[threading.Thread] = []
         self._signal: int | None = None
 
@@ -113,7 +107,12 @@ class Job:
             for reader in self._readers:
                 # What a process has left running in the background may hold its end open.
                 reader.join(timeout=max(0.0, ended + _LAST_WORDS - time.monotonic()))
-        return Outcome(_status(failed), ended - started, _described(failed))
+        if failed is None:
+            return Outcome(0, ended - started, None)
+        label, code = failed
+        if code > 0:
+            return Outcome(code, ended - started, f"{label} ended with status {code}")
+        return Outcome(128 - code, ended - started, f"{label} was ended by {signal.Signals(-code).name}")
 
     def _environment(self) -> dict[str, str]:
         """Variables of all processes; made once, so that all agree on what depends on the time."""
@@ -142,7 +141,7 @@ class Job:
             # The terminal's Ctrl-C comes to us, who pass it on once.
             start_new_session=True,
         )
-        self._processes.append(_Process(label, popen))
+        self._processes[label] = popen
         if popen.stdout is not None:
             reader = threading.Thread(target=_show, args=(label, popen.stdout), daemon=True)
             reader.start()
@@ -157,24 +156,25 @@ class Job:
         except OSError as error:
             raise UsageError(f"logs = {str(self._logs)!r} cannot be written: {error.strerror}") from error
 
-    def _wait(self) -> _Process | None:
-        """Wait until all have ended; end those that outlive the grace after a failure or a signal."""
-        failed: _Process | None = None
+    def _wait(self) -> tuple[str, int] | None:
+        """Wait until all have ended; end those that outlive the grace after a failure or a signal. Returns label and
+        exit status of the process that failed first."""
+        failed: tuple[str, int] | None = None
         deadline: float | None = None
         ending = signal.SIGTERM
-        while running := [process for process in self._processes if process.popen.poll() is None]:
+        while running := [process for process in self._processes.values() if process.poll() is None]:
             failed = failed or self._first_failed()
             if deadline is None and (failed is not None or self._signal is not None):
                 deadline = time.monotonic() + self._grace
             if deadline is not None and time.monotonic() > deadline:
                 for process in running:
-                    process.popen.send_signal(ending)
+                    process.send_signal(ending)
                 ending, deadline = signal.SIGKILL, time.monotonic() + _TERMINATION
             time.sleep(_POLL)
         return failed or self._first_failed()
 
-    def _first_failed(self) -> _Process | None:
-        return next((process for process in self._processes if process.popen.returncode), None)
+    def _first_failed(self) -> tuple[str, int] | None:
+        return next(((label, code) for label, one in self._processes.items() if (code := one.returncode)), None)
 
     @contextmanager
     def _forwarding(self) -> Iterator[None]:
@@ -183,8 +183,8 @@ class Job:
         def forward(number: int, frame: FrameType | None) -> None:
             passed = signal.SIGKILL if self._signal is not None else number
             self._signal = number
-            for process in self._processes:
-                process.popen.send_signal(passed)
+            for process in self._processes.values():
+                process.send_signal(passed)
 
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         previous = {number: signal.signal(number, forward) for number in numbers}
@@ -200,16 +200,3 @@ def _show(label: str, pipe: IO[bytes]) -> None:
     for line in pipe:
         sys.stderr.buffer.write(prefix + line if line.endswith(b"\n") else prefix + line + b"\n")
         sys.stderr.buffer.flush()
-
-
-def _status(failed: _Process | None) -> int:
-    code = 0 if failed is None else failed.popen.returncode
-    return code if code >= 0 else 128 - code
-
-
-def _described(failed: _Process | None) -> str | None:
-    if failed is None:
-        return None
-    code = failed.popen.returncode
-    how = f"ended with status {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
-    return f"{failed.label} {how}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,5 @@ def counted(host: str, counts: Mapping[str, Mapping[str, int]]) -> LinkTraffic:
 
 def difference(now: LinkTraffic, start: LinkTraffic) -> LinkTraffic:
     """The traffic of a link between two counts."""
-    return LinkTraffic(
-        now.host,
-        now.sent_bytes - start.sent_bytes,
-        now.received_bytes - start.received_bytes,
-        now.sent_packets - start.sent_packets,
-        now.received_packets - start.received_packets,
-    )
+    counts = (after - before for before, after in zip(astuple(start)[1:], astuple(now)[1:], strict=True))
+    return LinkTraffic(now.host, *counts)

@@ -67,5 +67,4 @@ def across(leaves: Sequence[Sequence[int]], draw: random.Random) -> Pairs:
     # Half the circle apart, two nodes share a leaf only if it holds more than half of all nodes.
     half = len(nodes) - len(nodes) // 2
     pairs = zip(nodes, nodes[half:], strict=False)
-    met = [pair for pair in pairs if leaf_of[pair[0]] != leaf_of[pair[1]]]
-    return tuple(met)
+    return tuple(pair for pair in pairs if leaf_of[pair[0]] != leaf_of[pair[1]])

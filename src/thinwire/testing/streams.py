@@ -37,7 +37,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
-from thinwire.codecs.cpp.fixed import FixedCodec
+from thinwire.codecs.cpp.native import FixedCodec
 from thinwire.collectives import memory
 from thinwire.collectives.links import gloo
 from thinwire.collectives.links.nccl import Membership, replace_nccl

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -251,24 +253,21 @@ class Subscriber:
         Raises:
             WireError: They do not.
         """
-        firsts: dict[str, Piece] = {}
-        ends: dict[tuple[str, int], int] = {}  # by tensor and slice
-        for piece in sorted(pieces, key=lambda piece: (piece.name, piece.offset)):
-            slice_of = piece.name, 0 if piece.cut is None else piece.cut.index
-            if piece.offset != ends.get(slice_of, 0) or not _is_alike(piece, firsts.setdefault(piece.name, piece)):
-                raise WireError(f"the pieces of {piece.name} in an anchor do not follow each other")
-            ends[slice_of] = piece.offset + piece.numel
-        held = dict.fromkeys(firsts, 0)
-        for (name, _), end in ends.items():
-            held[name] += end
-        for name, piece in firsts.items():
-            if held[name] != math.prod(piece.shape):
-                raise WireError(f"an anchor holds {held[name]} of {math.prod(piece.shape)} values of {name}")
         tensors = {}
-        for name, piece in firsts.items():
+        for name, group in itertools.groupby(sorted(pieces, key=_place), key=lambda piece: piece.name):
+            of_tensor = list(group)
+            first, ends = of_tensor[0], Counter[int]()  # ends by slice
+            for piece in of_tensor:
+                _, cut, offset = _place(piece)
+                if offset != ends[cut] or not _is_alike(piece, first):
+                    raise WireError(f"the pieces of {name} in an anchor do not follow each other")
+                ends[cut] += piece.numel
+            if ends.total() != math.prod(first.shape):
+                raise WireError(f"an anchor holds {ends.total()} of {math.prod(first.shape)} values of {name}")
             kept = self._tensors.get(name)
-            fits = kept is not None and _is_of(kept, piece)
-            tensors[name] = kept if fits and kept is not None else torch.empty(piece.shape, dtype=piece.kind)
+            if kept is None or not _is_of(kept, first):
+                kept = torch.empty(first.shape, dtype=first.kind)
+            tensors[name] = kept
         return tensors
 
 
@@ -288,6 +287,11 @@ def _copy(weights: Mapping[str, torch.Tensor], module: nn.Module) -> None:
 
 def _cost(way: Sequence[_Key]) -> tuple[bool, int]:
     return bool(way) and way[0][3] == "anchor", len(way)
+
+
+def _place(piece: Piece) -> tuple[str, int, int]:
+    """Tensor, slice of it, first element in that."""
+    return piece.name, 0 if piece.cut is None else piece.cut.index, piece.offset
 
 
 def _is_of(tensor: torch.Tensor, piece: Piece) -> bool:

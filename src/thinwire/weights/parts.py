@@ -25,8 +25,7 @@ from zlib_ng import zlib_ng
 
 from thinwire import codecs
 from thinwire.agreement import Typed
-from thinwire.codecs.delta import Delta
-from thinwire.codecs.delta_format import FORMATS
+from thinwire.codecs.delta import NUMBERS, Delta
 from thinwire.errors import CollectiveError, WireError
 from thinwire.sharding.memory.local import Slice
 from thinwire.sharding.tensors.boxes import boxes
@@ -225,7 +224,7 @@ def take(dtype: str, message: memoryview, numel: int, old: torch.Tensor | None) 
     raw = torch.frombuffer(bytearray(message), dtype=torch.uint8) if len(message) else torch.empty(0, dtype=torch.uint8)
     if old is None and kind is torch.bfloat16 and 0 < numel <= len(message):
         return codecs.get(_ANCHOR).decode(raw, numel, kind)
-    if old is None or kind not in FORMATS:
+    if old is None or kind not in NUMBERS:
         if raw.numel() != numel * kind.itemsize:
             raise WireError(f"{raw.numel()} bytes are not {numel} values of {dtype}")
         return raw.view(kind)
@@ -235,7 +234,7 @@ def take(dtype: str, message: memoryview, numel: int, old: torch.Tensor | None) 
 def _message(old: torch.Tensor | None, new: torch.Tensor) -> bytes:
     if old is None and new.dtype is torch.bfloat16:
         return codecs.get(_ANCHOR).encode(new).numpy().tobytes()
-    if old is None or new.dtype not in FORMATS:
+    if old is None or new.dtype not in NUMBERS:
         return new.contiguous().view(torch.uint8).numpy().tobytes()
     return Delta().encode(old, new).numpy().tobytes()
 

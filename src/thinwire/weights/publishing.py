@@ -62,23 +62,11 @@ def publisher(
     Raises:
         UsageError: A number is too small, the store cannot be read, or the plan has elastic islands.
     """
-    rhythm = _Rhythm(every, anchor_every, fold_every)
+    for name, number, least in (("every", every, 1), ("anchor_every", anchor_every, 1), ("fold_every", fold_every, 0)):
+        if number < least:
+            raise UsageError(f"{name} = {number} should be at least {least}")
     parts = model.chunks if isinstance(model, ParallelModel) else [model]
-    return Publisher([runtime_of(part) for part in parts], Store(store), rhythm, prefix)
-
-
-@dataclass(frozen=True)
-class _Rhythm:
-    """When there are versions, anchors and rungs; see :func:`publisher`."""
-
-    every: int
-    anchor_every: int
-    fold_every: int
-
-    def __post_init__(self) -> None:
-        for name, least in (("every", 1), ("anchor_every", 1), ("fold_every", 0)):
-            if getattr(self, name) < least:
-                raise UsageError(f"{name} = {getattr(self, name)} should be at least {least}")
+    return Publisher([runtime_of(part) for part in parts], Store(store), every, anchor_every, fold_every, prefix)
 
 
 @dataclass(frozen=True)
@@ -112,11 +100,14 @@ class Publisher:
         error: Why the last version of this rank could not be written; ``None`` if it was.
     """
 
-    def __init__(self, runtimes: Sequence[Runtime], store: Store, rhythm: _Rhythm, prefix: str) -> None:
+    def __init__(
+        self, runtimes: Sequence[Runtime], store: Store, every: int, anchor_every: int, fold_every: int, prefix: str
+    ) -> None:
         if runtimes[0].plan.is_elastic:
             raise UsageError("publisher(): with islands.elastic, jobs have weights of their own: set it to false")
         _refuse_packed(runtimes)
-        self._runtimes, self._store, self._rhythm, self._prefix = runtimes, store, rhythm, prefix
+        self._runtimes, self._store, self._prefix = runtimes, store, prefix
+        self._every, self._anchor_every, self._fold_every = every, anchor_every, fold_every
         self._ranks = runtimes[0].control
         self.version = self.skipped = self.nbytes = 0
         self.error: str | None = None
@@ -135,7 +126,7 @@ class Publisher:
     def step(self) -> None:
         """Publish the weights if it is their turn. Collective. Returns while they are being written."""
         self._steps += 1
-        if self._steps % self._rhythm.every == 0 and not self._ended:
+        if self._steps % self._every == 0 and not self._ended:
             self._publish()
 
     def close(self) -> None:
@@ -165,9 +156,9 @@ class Publisher:
             return
         self._take_up(written=all(state == "written" for state, _, _ in states))
         self.version += 1
-        is_due = self._base is None or self.version - self._anchors[-1] >= self._rhythm.anchor_every
+        is_due = self._base is None or self.version - self._anchors[-1] >= self._anchor_every
         is_anchor = is_due or any(wanted for _, _, wanted in states)
-        fold = self._rhythm.fold_every
+        fold = self._fold_every
         is_rung = fold > 0 and not is_anchor and self._rung is not None and self.version - self._rung.number >= fold
         self._begun = _Version(
             self.version, self._runtimes[0].num_steps, *snapshot(self._runtimes, self._prefix), is_anchor, is_rung
@@ -194,7 +185,7 @@ class Publisher:
             self._base = self._begun
             if self._begun.is_anchor:
                 self._anchors.append(self._begun.number)
-            if self._rhythm.fold_every and (self._begun.is_anchor or self._begun.is_rung):
+            if self._fold_every and (self._begun.is_anchor or self._begun.is_rung):
                 self._rung = self._begun
         else:
             self.skipped += 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import http.server
+import io
 import shutil
 import ssl
 from http import HTTPStatus
@@ -68,7 +69,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         name = self.path.removeprefix("/")
         if not name:
             links = (f'<a href="{part}">{part}</a>' for part in Store(self._directory).names())
-            self._send("<br>\n".join(links).encode())
+            self._send(io.BytesIO("<br>\n".join(links).encode()), "text/html")
         elif Name.read(name) is None:
             self.send_error(HTTPStatus.NOT_FOUND)
         else:
@@ -78,21 +79,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.send_error(HTTPStatus.NOT_FOUND)
                 return
             with file:
-                self._send(file)
+                self._send(file, "application/octet-stream")
 
     do_HEAD = do_GET
 
-    def _send(self, content: bytes | IO[bytes]) -> None:
-        text = isinstance(content, bytes)
+    def _send(self, content: IO[bytes], kind: str) -> None:
         self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", "text/html" if text else "application/octet-stream")
-        self.send_header("Content-Length", str(len(content) if isinstance(content, bytes) else content.seek(0, 2)))
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(content.seek(0, 2)))
         self.end_headers()
-        if self.command == "HEAD":
-            return
-        if isinstance(content, bytes):
-            self.wfile.write(content)
-        else:
+        if self.command != "HEAD":
             content.seek(0)
             shutil.copyfileobj(content, self.wfile, 1 << 20)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thinwire.codecs.codec import Codec
 from thinwire.codecs.cpp import _native
-from thinwire.codecs.cpp.lossless import LosslessCodec
+from thinwire.codecs.cpp.native import LosslessCodec
 from thinwire.codecs.reference import make
 from thinwire.errors import WireError
 from thinwire.spec import CodecSpec

@@ -9,7 +9,7 @@ import torch
 from tests.support.paths import GOLDEN
 from torch import Tensor
 
-from thinwire.codecs.delta_format import FORMATS
+from thinwire.codecs.delta import NUMBERS
 
 FILE = GOLDEN / "delta_format.json"
 
@@ -40,9 +40,9 @@ def whole(numel: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor
 
 def checksums() -> dict[str, str]:
     """Checksums of the reference's messages."""
-    from thinwire.codecs.reference.delta import encode
+    from tests.support.codecs.delta_reference import encode
 
-    return {str(dtype).removeprefix("torch."): digest(encode(*whole(3001, dtype), block=1024)) for dtype in FORMATS}
+    return {str(dtype).removeprefix("torch."): digest(encode(*whole(3001, dtype), block=1024)) for dtype in NUMBERS}
 
 
 def digest(message: Tensor) -> str:

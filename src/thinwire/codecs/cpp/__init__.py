@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from thinwire.codecs.codec import Codec
-from thinwire.codecs.cpp.fixed import FixedCodec
-from thinwire.codecs.cpp.lossless import LosslessCodec
+from thinwire.codecs.cpp.native import FixedCodec, LosslessCodec
 from thinwire.spec import CodecSpec
 
 __all__ = ["make"]

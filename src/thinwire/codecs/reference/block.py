@@ -11,8 +11,8 @@ from typing import ClassVar, NamedTuple, final
 import torch
 from torch import Tensor
 
+from thinwire.codecs.bits import as_bytes, pack, store, unpack
 from thinwire.codecs.codec import Codec
-from thinwire.codecs.reference.bits import as_bytes, store
 
 SMALLEST_MAX = 2.0**-112
 """Blocks with a smaller maximum are quantised as if this were their maximum, so that no reciprocal overflows."""
@@ -41,7 +41,9 @@ class BlockCodec(Codec):
         code_bytes = -(-numel * self._bits // 8)
         scales_at = -(-code_bytes // 16) * 16
         scales = wire[scales_at : scales_at + 4 * num_blocks].clone().view(torch.float32)
-        codes_BV = _blocks(unpack(wire[:code_bytes], numel, self._bits).float(), block)
+        half = 1 << (self._bits - 1)
+        codes = (unpack(wire[:code_bytes], self._bits)[:numel] ^ half) - half  # of two's complement
+        codes_BV = _blocks(codes.float(), block)
         if "hadamard" in self.spec.options:
             full = numel // block
             codes_BV[:full] = butterflies(codes_BV[:full]) * signs(block, wire.device)
@@ -182,29 +184,6 @@ def butterflies(x_BV: Tensor) -> Tensor:
         x_BV = torch.stack((upper + lower, upper - lower), 2).view(num_blocks, block)
         distance *= 2
     return x_BV
-
-
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes (N) as a little-endian stream of ``bits`` each; uint8."""
-    if bits == 8:
-        return codes.to(torch.int8).view(torch.uint8)
-    device = codes.device
-    unsigned = torch.nn.functional.pad(codes.long() & ((1 << bits) - 1), (0, -codes.numel() % 8)).view(-1, 8)
-    groups = (unsigned << (bits * torch.arange(8, device=device))).sum(1)  # 8 values fill a whole number of bytes
-    data = (groups[:, None] >> (8 * torch.arange(bits, device=device))) & 0xFF
-    return data.view(-1)[: -(-codes.numel() * bits // 8)].to(torch.uint8)
-
-
-def unpack(data: Tensor, numel: int, bits: int) -> Tensor:
-    """The inverse of :func:`pack`; int32."""
-    if bits == 8:
-        return data.view(torch.int8).to(torch.int32)
-    device = data.device
-    padded = torch.nn.functional.pad(data.long(), (0, -data.numel() % bits)).view(-1, bits)
-    groups = (padded << (8 * torch.arange(bits, device=device))).sum(1)
-    unsigned = (groups[:, None] >> (bits * torch.arange(8, device=device))) & ((1 << bits) - 1)
-    half = 1 << (bits - 1)
-    return ((unsigned ^ half) - half).view(-1)[:numel].to(torch.int32)
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:

@@ -7,8 +7,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from thinwire.codecs.bits import as_bytes, pack, read_header, store, unpack, whole_words
 from thinwire.codecs.codec import Codec
-from thinwire.codecs.reference.bits import as_bytes, pack_bits, read_header, store, unpack_bits
 from thinwire.errors import WireError
 
 CODED, RAW = 0x33505845, 0x30505845
@@ -29,7 +29,7 @@ class ReferenceExp3(Codec):
         parts = _coded(x.view(torch.int16).to(torch.int32) & 0xFFFF)
         magic = CODED
         if sum(part.numel() for part in parts) >= _words(2 * x.numel()):
-            magic, parts = RAW, [_padded(as_bytes(x))]
+            magic, parts = RAW, [whole_words(as_bytes(x))]
         size = 8 + sum(part.numel() for part in parts)
         header = torch.tensor([magic, size // 4], device=x.device).to(torch.int32)
         wire[:size] = torch.cat((as_bytes(header), *parts))
@@ -72,11 +72,11 @@ def _coded(bits: Tensor) -> list[Tensor]:
     planes = torch.stack([(code_BV >> k) & 1 for k in range(3)], 1)
     escaped = code_BV.view(-1)[:numel] == ESCAPE
     return [
-        _padded(base_B1.view(-1).to(torch.uint8)),
-        _padded(as_bytes(smallest_B1.view(-1).to(torch.int16))),
-        pack_bits(planes.view(-1)),
-        _padded(rest.to(torch.uint8)),
-        _padded(exponent[escaped].to(torch.uint8)),
+        whole_words(base_B1.view(-1).to(torch.uint8)),
+        whole_words(as_bytes(smallest_B1.view(-1).to(torch.int16))),
+        pack(planes.view(-1), 1),
+        whole_words(rest.to(torch.uint8)),
+        whole_words(exponent[escaped].to(torch.uint8)),
     ]
 
 
@@ -88,7 +88,7 @@ def _decoded(body: Tensor, numel: int) -> Tensor:
         raise WireError(f"exp3: {numel} values need {sum(sizes)} bytes and escapes, {body.numel()} are there")
     bases, counts, planes, rest, escapes = body.split((*sizes, body.numel() - sum(sizes)))
     counts_B = counts[: 2 * num_blocks].clone().view(torch.int16).to(torch.int32) & 0xFFFF
-    bits = unpack_bits(planes).to(torch.int32).view(num_blocks, 3, BLOCK)
+    bits = unpack(planes, 1).to(torch.int32).view(num_blocks, 3, BLOCK)
     code_BV = bits[:, 0] | (bits[:, 1] << 1) | (bits[:, 2] << 2)
     escaped_BV = _blocks(torch.ones(numel, dtype=torch.bool, device=body.device)) & (code_BV == ESCAPE)
     total = int(escaped_BV.sum())
@@ -107,7 +107,3 @@ def _blocks(x: Tensor) -> Tensor:
 
 def _words(nbytes: int) -> int:
     return -(-nbytes // 4) * 4
-
-
-def _padded(data: Tensor) -> Tensor:
-    return torch.nn.functional.pad(data, (0, -data.numel() % 4))

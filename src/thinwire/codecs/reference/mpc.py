@@ -11,13 +11,17 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from thinwire.codecs.bits import as_bytes, pack, read_header, store, unpack, whole_words, words_of
 from thinwire.codecs.codec import Codec
-from thinwire.codecs.reference.bits import as_bytes, pack_bits, read_header, store, unpack_bits, words_of
 from thinwire.errors import WireError
+from thinwire.spec import CodecSpec
 
-MAGIC = 0x3043504D
-"""What messages begin with, less the stride in the highest byte."""
 CHUNK = 1024
+
+
+def magic_of(spec: CodecSpec) -> int:
+    """What messages begin with: the stride is in the highest byte."""
+    return 0x3043504D + (spec.stride << 24)
 
 
 @final
@@ -29,23 +33,23 @@ class ReferenceMpc(Codec):
     def _encode(self, x: Tensor, wire: Tensor, seed: int) -> int:
         del seed
         data = as_bytes(x)
-        words = words_of(torch.nn.functional.pad(data, (0, -data.numel() % 4)))
+        words = words_of(whole_words(data))
         residual = _residual(words, self.spec.stride)
         kept = residual != 0
-        bitmap = words_of(_whole_words(pack_bits(kept)))
+        bitmap = words_of(whole_words(pack(kept, 1)))
         size = 2 + bitmap.numel() + int(kept.sum())
-        header = torch.tensor([self._magic, size], device=x.device).to(torch.int32)
+        header = torch.tensor([magic_of(self.spec), size], device=x.device).to(torch.int32)
         wire[: 4 * size] = as_bytes(torch.cat((header, bitmap, residual[kept])))
         return 4 * size
 
     def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
         num_words = -(-out.numel() * encoded.itemsize // 4)
         bitmap_words = -(-num_words // 32)
-        _, size = read_header(wire, "mpc", (self._magic,))
+        _, size = read_header(wire, "mpc", (magic_of(self.spec),))
         body = words_of(wire[8:size])
         if body.numel() < bitmap_words:
             raise WireError(f"mpc: {num_words} words need a bitmap of {bitmap_words}, {body.numel()} are there")
-        bits = unpack_bits(as_bytes(body[:bitmap_words])).bool()
+        bits = unpack(as_bytes(body[:bitmap_words]), 1).bool()
         count = int(bits.sum())
         if count != body.numel() - bitmap_words or bool(bits[num_words:].any()):
             raise WireError(
@@ -56,17 +60,9 @@ class ReferenceMpc(Codec):
         values = as_bytes(_words(residual, self.spec.stride))[: out.numel() * encoded.itemsize].view(encoded)
         store(values, out, add=add)
 
-    @property
-    def _magic(self) -> int:
-        return MAGIC + (self.spec.stride << 24)
-
 
 make = ReferenceMpc
 """Make the codec of a spec."""
-
-
-def _whole_words(data: Tensor) -> Tensor:
-    return torch.nn.functional.pad(data, (0, -data.numel() % 4))
 
 
 def _residual(words: Tensor, stride: int) -> Tensor:

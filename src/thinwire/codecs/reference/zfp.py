@@ -10,8 +10,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from thinwire.codecs.bits import pack, store, unpack
 from thinwire.codecs.codec import Codec
-from thinwire.codecs.reference.bits import pack_bits, store, unpack_bits
 
 NEGABINARY = 0xAAAAAAAA
 HEADER = 9
@@ -29,7 +29,7 @@ class ReferenceZfp(Codec):
     def _encode(self, x: Tensor, wire: Tensor, seed: int) -> int:
         del seed
         total = self.max_wire_bytes(x.numel(), x.dtype)
-        stream = pack_bits(_encode_blocks(_blocks(x.float()), self.spec.zfp_block_bits).reshape(-1))
+        stream = pack(_encode_blocks(_blocks(x.float()), self.spec.zfp_block_bits).reshape(-1), 1)
         wire[:total] = 0
         wire[: stream.numel()] = stream
         return total
@@ -37,7 +37,7 @@ class ReferenceZfp(Codec):
     def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
         del encoded
         block_bits, num_blocks = self.spec.zfp_block_bits, -(-out.numel() // 4)
-        bits = unpack_bits(wire)[: num_blocks * block_bits].view(num_blocks, block_bits)
+        bits = unpack(wire, 1)[: num_blocks * block_bits].view(num_blocks, block_bits)
         store(_decode_blocks(bits).view(-1)[: out.numel()], out, add=add)
 
 
@@ -110,34 +110,27 @@ def _unlift(integers_B4: Tensor) -> Tensor:
     return torch.stack((x, y, z, w), 1)
 
 
-def _plane_code(significant: int, plane: int) -> tuple[int, int, int]:
+def plane_code(significant: int, plane: int) -> tuple[int, int, int]:
     """Code one bit plane of a block: returns the bits (the first one lowest), their number, and the number of values
     that are significant afterwards. The first ``significant`` bits are written unchanged. Then, as long as the rest
     contains a one, the distance to it follows in unary."""
-    code, length = plane & ((1 << significant) - 1), significant
-
-    def put(bit: int) -> None:
-        nonlocal code, length
-        code |= bit << length
-        length += 1
-
-    rest, at = plane >> significant, significant
+    bits = [plane >> index & 1 for index in range(significant)]
+    at = significant
     while at < 4:
-        put(int(rest != 0))
+        rest = plane >> at
+        bits.append(int(rest != 0))
         if not rest:
             break
         while at < 3:
-            put(rest & 1)
-            if rest & 1:
+            bits.append(plane >> at & 1)
+            if bits[-1]:
                 break
-            rest >>= 1
             at += 1
-        rest >>= 1
         at += 1
-    return code, length, at
+    return sum(bit << index for index, bit in enumerate(bits)), len(bits), at
 
 
-_PLANE_CODES = [[_plane_code(significant, plane) for plane in range(16)] for significant in range(5)]
+_PLANE_CODES = [[plane_code(significant, plane) for plane in range(16)] for significant in range(5)]
 
 
 def _write(header_B: Tensor, planes_B4: Tensor, block_bits: int, *, coded_B: Tensor) -> Tensor:

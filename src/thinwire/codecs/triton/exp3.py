@@ -19,12 +19,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.codecs.bits import store
+from thinwire.codecs.reference.exp3 import BLOCK, CODED, RAW
 from thinwire.codecs.triton.launch import aligned, ceil_div, check_device, launch
-from thinwire.codecs.triton.message import TOO_MANY, VariableCodec, header_of, num_ones, offsets_of, words_of
+from thinwire.codecs.triton.message import (
+    TOO_MANY,
+    VariableCodec,
+    header_of,
+    num_ones,
+    offsets_of,
+    room_for_values,
+    words_of,
+)
 from thinwire.errors import WireError
 
-CODED, RAW = 0x33505845, 0x30505845
-BLOCK = 512
 BLOCKS = 8
 """Blocks per program: 32 values for each of 128 threads."""
 WORD_BLOCKS = 64
@@ -72,8 +80,7 @@ class TritonExp3(VariableCodec):
         if magic == RAW:
             if size != 8 + 4 * ceil_div(numel, 2):
                 raise WireError(f"exp3: {numel} values are {2 * numel} bytes, the message holds {size - 8}")
-            values = message[8 : 8 + 2 * numel].view(encoded)
-            out.add_(values) if add else out.copy_(values)
+            store(message[8 : 8 + 2 * numel].view(encoded), out, add=add)
             return
         there = size - 4 * escapes_at
         if there < 0:
@@ -83,12 +90,8 @@ class TritonExp3(VariableCodec):
                 f"exp3: {found % TOO_MANY} escapes are marked, {there} bytes of them are there"
                 + (", and blocks announce other numbers" if found >= TOO_MANY else "")
             )
-        fits = not add and out.dtype == encoded and numel % 2 == 0 and out.data_ptr() % 4 == 0
-        room = out.view(torch.int32) if fits else torch.empty(ceil_div(numel, 2), dtype=torch.int32, device=wire.device)
-        launch(_expand, grid, *views, offsets, room, room.view(torch.int16), numel, num_blocks, B=BLOCKS)
-        if not fits:
-            values = room.view(encoded)[:numel]
-            out.add_(values) if add else out.copy_(values)
+        with room_for_values(out, encoded, add=add) as room:
+            launch(_expand, grid, *views, offsets, room, room.view(torch.int16), numel, num_blocks, B=BLOCKS)
 
 
 make = TritonExp3

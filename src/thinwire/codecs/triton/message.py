@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.codecs.bits import check_header, store
 from thinwire.codecs.codec import Codec
 from thinwire.codecs.triton.launch import ceil_div, check_device, room_for
 from thinwire.errors import WireError
@@ -55,6 +57,19 @@ class VariableCodec(Codec):
         """Size in bytes of a message with this number of such parts."""
 
 
+@contextlib.contextmanager
+def room_for_values(out: Tensor, encoded: torch.dtype, *, add: bool) -> Iterator[Tensor]:
+    """Words to which the values of a message are written: those of ``out``, or others if it has another dtype or odd
+    bytes or is added to, which it then takes the values from."""
+    nbytes = out.numel() * encoded.itemsize
+    if not add and out.dtype == encoded and nbytes % 4 == 0 and out.data_ptr() % 4 == 0:
+        yield out.view(torch.int32)
+        return
+    room = torch.empty(ceil_div(nbytes, 4), dtype=torch.int32, device=out.device)
+    yield room
+    store(room.view(torch.uint8)[:nbytes].view(encoded), out, add=add)
+
+
 def offsets_of(counts: Tensor) -> Tensor:
     """Exclusive prefix sums of the counts, followed by their sum; int64."""
     offsets = torch.zeros(counts.numel() + 1, dtype=torch.int64, device=counts.device)
@@ -75,10 +90,7 @@ def header_of(wire: Tensor, codec: str, magics: tuple[int, ...], offsets: Tensor
         parts.append(offsets[-1:])
     magic, words, *rest = torch.cat(parts).tolist()
     magic, words = magic & 0xFFFFFFFF, words & 0xFFFFFFFF
-    if magic not in magics:
-        raise WireError(f"{codec}: a message starts with {magics[0]:#010x}, this one with {magic:#010x}")
-    if words < 2 or 4 * words > wire.numel():
-        raise WireError(f"{codec}: the message says it has {4 * words} bytes and {wire.numel()} are there")
+    check_header(codec, magics, magic, words, wire.numel())
     return magic, 4 * words, rest[0] if rest else 0
 
 

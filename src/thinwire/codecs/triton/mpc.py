@@ -14,13 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.codecs.reference.mpc import CHUNK, magic_of
 from thinwire.codecs.triton.launch import aligned, ceil_div, check_device, launch, power_of_two
-from thinwire.codecs.triton.message import TOO_MANY, VariableCodec, header_of, num_ones, offsets_of, words_of
+from thinwire.codecs.triton.message import (
+    TOO_MANY,
+    VariableCodec,
+    header_of,
+    num_ones,
+    offsets_of,
+    room_for_values,
+    words_of,
+)
 from thinwire.errors import WireError
-
-MAGIC = 0x3043504D
-"""What messages begin with, less the stride in the highest byte."""
-CHUNK = 1024
 
 
 @final
@@ -36,12 +41,10 @@ class TritonMpc(VariableCodec):
         words, message = words_of(x), room.view(torch.int32)
         num_words, num_chunks = words.numel(), ceil_div(words.numel(), CHUNK)
         counts = torch.empty(num_chunks, dtype=torch.int32, device=x.device)
-        stride = self.spec.stride
+        stride, magic = self.spec.stride, magic_of(self.spec)
         launch(_count, (num_chunks,), words, message, counts, num_words, STRIDE=stride)
         offsets = offsets_of(counts)
-        launch(
-            _compact, (num_chunks,), words, message, offsets, num_words, num_chunks, MAGIC=self._magic, STRIDE=stride
-        )
+        launch(_compact, (num_chunks,), words, message, offsets, num_words, num_chunks, MAGIC=magic, STRIDE=stride)
         return offsets[-1]
 
     def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
@@ -55,25 +58,17 @@ class TritonMpc(VariableCodec):
             counts = torch.empty(num_chunks, dtype=torch.int64, device=wire.device)
             launch(_count_bits, (num_chunks,), message, counts, num_words, TOO_MANY)
             offsets = offsets_of(counts)
-        _, size, found = header_of(wire, "mpc", (self._magic,), offsets)
+        _, size, found = header_of(wire, "mpc", (magic_of(self.spec),), offsets)
         there = size // 4 - 2 - bitmap_words
         if there < 0:
             raise WireError(f"mpc: {num_words} words need a bitmap of {bitmap_words}, {there + bitmap_words} are there")
         if offsets is None or found != there:
             raise WireError(f"mpc: the bitmap announces {found % TOO_MANY} words of {num_words}, {there} are there")
-        fits = not add and out.dtype == encoded and out.numel() * encoded.itemsize % 4 == 0 and out.data_ptr() % 4 == 0
-        room = out.view(torch.int32) if fits else torch.empty(num_words, dtype=torch.int32, device=wire.device)
         stride = self.spec.stride
-        launch(_restore, (num_chunks,), message, room, offsets, num_words, SUMS=stride == 1)
-        if stride > 1:
-            launch(_accumulate, (num_chunks,), room, num_words, STRIDE=stride, WIDTH=power_of_two(stride))
-        if not fits:
-            values = room.view(torch.uint8)[: out.numel() * encoded.itemsize].view(encoded)
-            out.add_(values) if add else out.copy_(values)
-
-    @property
-    def _magic(self) -> int:
-        return MAGIC + (self.spec.stride << 24)
+        with room_for_values(out, encoded, add=add) as room:
+            launch(_restore, (num_chunks,), message, room, offsets, num_words, SUMS=stride == 1)
+            if stride > 1:
+                launch(_accumulate, (num_chunks,), room, num_words, STRIDE=stride, WIDTH=power_of_two(stride))
 
 
 make = TritonMpc

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from thinwire.codecs.codec import Codec
 from thinwire.codecs.coder import Sum
+from thinwire.codecs.reference.zfp import plane_code
 from thinwire.codecs.triton.launch import aligned, aligned_rows, ceil_div, check_device, launch, power_of_two, room_for
 from thinwire.codecs.triton.slices import Slices, slice_of
 from thinwire.codecs.triton.tiles import narrow, widen
@@ -118,24 +119,6 @@ make = TritonZfp
 """Make the codec of a spec."""
 
 
-def _plane_code(significant: int, plane: int) -> tuple[int, int, int]:
-    """For one bit plane: the code, its length, and the number of values that are significant afterwards."""
-    bits = [plane >> index & 1 for index in range(significant)]
-    at = significant
-    while at < 4:
-        rest = plane >> at
-        bits.append(int(rest != 0))
-        if not rest:
-            break
-        while at < 3:
-            bits.append(plane >> at & 1)
-            if bits[-1]:
-                break
-            at += 1
-        at += 1
-    return sum(bit << index for index, bit in enumerate(bits)), len(bits), at
-
-
 def _pair_code(significant: int, pair: int) -> int:
     """For two bit planes: the length of their code | the number of values that are significant afterwards << 8 | the
     code << 16. From the highest bit of ``pair`` on, each value has two: its bits in the first plane and in the second.
@@ -143,9 +126,9 @@ def _pair_code(significant: int, pair: int) -> int:
     code, length = 0, 0
     for second in range(2):
         plane = sum((pair >> 7 - 2 * value - second & 1) << value for value in range(4))
-        plane_code, plane_length, significant = _plane_code(significant, plane)
-        code |= plane_code << length
-        length += plane_length
+        bits, num_bits, significant = plane_code(significant, plane)
+        code |= bits << length
+        length += num_bits
     return length | min(significant, 3) << 8 | code << 16
 
 

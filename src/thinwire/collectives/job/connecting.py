@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from thinwire.collectives.job.current import job
-from thinwire.collectives.links.connections import Connections, StagedLinks
-from thinwire.collectives.links.gloo import GlooLinks, make_device
+from thinwire.collectives.links.connections import Connections
+from thinwire.collectives.links.gloo import GlooLinks, StagedLinks, make_device
 from thinwire.collectives.links.nccl import MakeBackend, Membership, NcclLinks, backend_maker
 from thinwire.program import Lane
 from thinwire.program.stages import Stage
@@ -44,7 +44,7 @@ def connect(membership: Membership, make: MakeBackend | None) -> Connections:
         _device = make_device("" if job.shelter is None else job.shelter.address)
     size = len(membership.ranks)
     links = GlooLinks(membership.store, membership.index, size, _device, membership.timeout)
-    return links if membership.device.type == "cpu" else StagedLinks(links, membership.index)
+    return links if membership.device.type == "cpu" else StagedLinks(links)
 
 
 def abort_native() -> None:

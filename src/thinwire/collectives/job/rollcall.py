@@ -131,10 +131,6 @@ class Report:
     at: str
     exchanges: tuple[NotedExchange, ...]
 
-    def same_place(self, other: Report) -> bool:
-        """Whether nothing has changed between two reports."""
-        return self.exchanges == other.exchanges and self.blocked == other.blocked
-
 
 REPORT: Final[Typed[Report]] = Typed(Report)
 
@@ -209,7 +205,7 @@ class RollCall:
         started = time.monotonic()
         self._asking = True
         while self._is_stuck() and not self._closed.is_set():
-            store.set(_key(me), REPORT.encode(self._report(next(beats))).decode())
+            store.set(str(me), REPORT.encode(self._report(next(beats))).decode())
             reports = _reports(store)
             concerned = concerned_by(me, reports)
             verdict = judge(before, reports, concerned)
@@ -226,7 +222,7 @@ class RollCall:
             before = reports
             self._closed.wait(INTERVAL)
         self._asking = False
-        store.set(_key(me), "")  # not deleted: not every store can
+        store.set(str(me), "")  # not deleted: not every store can
 
     def _report(self, beat: int) -> Report:
         under_way = list(self.under_way.values())
@@ -271,7 +267,7 @@ def judge(before: dict[int, Report], now: dict[int, Report], ranks: Sequence[int
         one, other = before.get(rank), now.get(rank)
         if one is None or other is None or not other.blocked:
             return ""
-        if one.beat == other.beat or not one.same_place(other):
+        if one.beat == other.beat or (one.exchanges, one.blocked) != (other.exchanges, other.blocked):
             return ""
     for report in (now[rank] for rank in ranks):
         for exchange in report.exchanges:
@@ -318,13 +314,9 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'are' if len(ranks) > 1 else 'is'}"
 
 
-def _key(rank: int) -> str:
-    return str(rank)
-
-
 def _reports(store: dist.Store) -> dict[int, Report]:
     reports = {}
     for rank in range(dist.get_world_size()):
-        if store.check([_key(rank)]) and (report := store.get(_key(rank))):
+        if store.check([str(rank)]) and (report := store.get(str(rank))):
             reports[rank] = REPORT.decode(report)
     return reports

@@ -12,6 +12,7 @@ import contextlib
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -61,18 +62,17 @@ class Meter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sent: dict[Lane, dict[Scope, int]] = {}
+        self._sent: Counter[tuple[Lane, Scope]] = Counter()
 
     def add(self, lane: Lane, scope: Scope, sent: int) -> None:
         with self._lock:
-            by_scope = self._sent.setdefault(lane, dict.fromkeys(Scope, 0))
-            by_scope[scope] += sent
+            self._sent[lane, scope] += sent
 
     def take(self) -> dict[Lane, dict[Scope, int]]:
         """Bytes sent since the last call."""
         with self._lock:
-            taken, self._sent = self._sent, {}
-        return {lane: taken.get(lane, dict.fromkeys(Scope, 0)) for lane in Lane}
+            taken, self._sent = self._sent, Counter()
+        return {lane: {scope: taken[lane, scope] for scope in Scope} for lane in Lane}
 
 
 class Subgroup:

@@ -47,10 +47,14 @@ def named_group(
     return group
 
 
+def arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait for a tensor that a functional collective of torch may still be filling."""
+    return tensor.wait() if isinstance(tensor, functional.AsyncCollectiveTensor) else tensor
+
+
 def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Tell every rank of the group how many rows it gets: int64 ``(ranks, N)``, one row for each rank, in and out."""
-    result: torch.Tensor = functional.all_to_all_single(counts, None, None, group)
-    return result.wait() if hasattr(result, "wait") else result
+    return arrived(functional.all_to_all_single(counts, None, None, group))
 
 
 def exchange_rows(rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
@@ -65,16 +69,14 @@ def exchange_rows(rows: torch.Tensor, received: list[int], sent: list[int], grou
     Returns:
         ``(sum(received), D)``.
     """
-    result: torch.Tensor = functional.all_to_all_single_autograd(rows.contiguous(), received, sent, group)
-    return result.wait() if hasattr(result, "wait") else result
+    return arrived(functional.all_to_all_single_autograd(rows.contiguous(), received, sent, group))
 
 
 def gather_along(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """torch's all-gather of parts that lie along a dimension, whose backward is a reduce-scatter."""
     # torch 2.13 has another name for it.
     call: Any = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
-    result: torch.Tensor = call(tensor.contiguous(), dim, group)
-    return result.wait() if hasattr(result, "wait") else result
+    return arrived(call(tensor.contiguous(), dim, group))
 
 
 def library_call(kind: Kind, whole: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:

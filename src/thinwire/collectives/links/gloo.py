@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from thinwire.collectives.links.connections import Connections
+
 MAX_TAG = 1 << 31
 
 
@@ -55,10 +57,9 @@ def _displace_nothing(thread: int) -> None:
         os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
-class GlooLinks:
-    """Connections between some ranks, two for each pair, which meet at a store that nothing else uses."""
-
-    is_native = False
+class GlooLinks(Connections):
+    """Connections between some ranks for tensors of the host, two for each pair, which meet at a store that nothing
+    else uses."""
 
     def __init__(
         self,
@@ -79,7 +80,6 @@ class GlooLinks:
         )
 
     def abort(self) -> None:
-        """Abort every pending exchange, on this rank and thereby on the others."""
         for link in (self._upwards, self._downwards):
             close_connections(link, self.index, self._size)
 
@@ -87,49 +87,79 @@ class GlooLinks:
         """Nothing to do: gloo closes idle connections once nothing refers to them."""
 
     def gather(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Fill ``pieces[i]``, a contiguous CPU tensor, with the piece of rank ``i``; this rank's own is only read."""
         self.exchange([pieces[self.index]] * self._size, pieces)
 
-    def sum_scatter(self, out: torch.Tensor, whole: torch.Tensor) -> None:
-        """Not offered: the caller exchanges pieces and adds them in fp32."""
-        raise NotImplementedError
-
     def send(self, tensor: torch.Tensor, target: int) -> None:
-        """Send a contiguous CPU tensor to one rank."""
-        nothing = [tensor[:0]] * self._size
-        self.exchange([*nothing[:target], tensor, *nothing[target + 1 :]], nothing)
+        if tensor.numel():
+            self.post(tensor, target).wait()
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """Fill a contiguous CPU tensor with that of one rank."""
-        nothing = [tensor[:0]] * self._size
-        self.exchange(nothing, [*nothing[:source], tensor, *nothing[source + 1 :]])
+        if tensor.numel():
+            self._expect(tensor, source).wait()
 
     def post(self, tensor: torch.Tensor, target: int) -> Any:
-        """Start to send a contiguous CPU tensor to one rank; the caller keeps it until the work has ended."""
+        """Start to send a contiguous CPU tensor to one rank; the caller keeps it until torch's work has ended."""
         link = self._upwards if target > self.index else self._downwards
         # The message's tag is its size: if two ranks disagreed about it, gloo would abort one of them.
         return link.send([tensor], target, tensor.nbytes % MAX_TAG)
 
+    def _expect(self, tensor: torch.Tensor, source: int) -> Any:
+        link = self._upwards if source < self.index else self._downwards
+        return link.recv([tensor], source, tensor.nbytes % MAX_TAG)
+
     def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
-        """Send ``outgoing[i]`` to rank ``i`` and fill ``incoming[i]`` from it. Own and empty pieces are skipped.
-
-        Args:
-            outgoing: Contiguous CPU tensors.
-            incoming: Contiguous CPU tensors of the sizes that are sent.
-
-        Raises:
-            RuntimeError: gloo's own error, after the timeout or when a peer is gone.
-        """
         works = []
         for shift in range(1, self._size):
             source, target = (self.index - shift) % self._size, (self.index + shift) % self._size
             if incoming[source].numel():
-                link = self._upwards if source < self.index else self._downwards
-                works.append(link.recv([incoming[source]], source, incoming[source].nbytes % MAX_TAG))
+                works.append(self._expect(incoming[source], source))
             if outgoing[target].numel():
                 works.append(self.post(outgoing[target], target))
         for work in works:
             work.wait()
+
+
+class StagedLinks(Connections):
+    """Connections of the host for tensors of a device: what is sent is copied to the host, and the host waits.
+
+    The host does not wait until a message to one member has been received, because that member may send one first.
+    """
+
+    def __init__(self, links: GlooLinks) -> None:
+        self._links = links
+        self._posted: list[tuple[Any, torch.Tensor]] = []  # messages on their way
+
+    def abort(self) -> None:
+        self._links.abort()
+
+    def close(self) -> None:
+        self._links.close()
+
+    def gather(self, pieces: Sequence[torch.Tensor]) -> None:
+        mine = self._links.index
+        staged = [piece.cpu() if i == mine else torch.empty_like(piece, device="cpu") for i, piece in enumerate(pieces)]
+        self._links.gather(staged)
+        self._deliver(staged, pieces)
+
+    def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
+        received = [torch.empty_like(piece, device="cpu") for piece in incoming]
+        self._links.exchange([piece.cpu() for piece in outgoing], received)
+        self._deliver(received, incoming)
+
+    def send(self, tensor: torch.Tensor, target: int) -> None:
+        self._posted = [(work, sent) for work, sent in self._posted if not work.is_completed()]
+        staged = tensor.cpu()
+        self._posted.append((self._links.post(staged, target), staged))
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        staged = torch.empty_like(tensor, device="cpu")
+        self._links.receive(staged, source)
+        tensor.copy_(staged)
+
+    def _deliver(self, received: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:
+        for i, (staged, piece) in enumerate(zip(received, pieces, strict=True)):
+            if i != self._links.index:
+                piece.copy_(staged)
 
 
 def close_connections(group: Any, index: int, size: int) -> None:

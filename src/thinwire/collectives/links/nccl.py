@@ -11,12 +11,13 @@ import contextlib
 import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from thinwire.collectives.links.connections import Connections
 from thinwire.collectives.links.replacement import Replacement
 
 
@@ -75,16 +76,15 @@ def replace_nccl(make: MakeBackend) -> contextlib.AbstractContextManager[None]:
     return _replacement.use(make)
 
 
-class NcclLinks:
+class NcclLinks(Connections):
     """One communicator, over torch's backend of it."""
 
-    is_native = True
+    is_native: ClassVar[bool] = True
 
     def __init__(self, backend: Any, index: int) -> None:
         self._backend, self._index = backend, index
 
     def gather(self, pieces: Sequence[torch.Tensor]) -> None:
-        """See :meth:`~thinwire.collectives.links.connections.Connections.gather`."""
         mine, whole = pieces[self._index], joined(pieces)
         if whole is not None:
             _finish(self._backend._allgather_base(whole, mine, _queued(c10d.AllgatherOptions())))
@@ -92,29 +92,23 @@ class NcclLinks:
             _finish(self._backend.allgather([list(pieces)], [mine], _queued(c10d.AllgatherOptions())))
 
     def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
-        """See :meth:`~thinwire.collectives.links.connections.Connections.exchange`."""
         sent, received = list(outgoing), list(incoming)
         sent[self._index], received[self._index] = sent[self._index][:0], received[self._index][:0]
         _finish(self._backend.alltoall(received, sent, _queued(c10d.AllToAllOptions())))
 
     def sum_scatter(self, out: torch.Tensor, whole: torch.Tensor) -> None:
-        """See :meth:`~thinwire.collectives.links.connections.Connections.sum_scatter`."""
         _finish(self._backend._reduce_scatter_base(out, whole, _queued(c10d.ReduceScatterOptions())))
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
-        """See :meth:`~thinwire.collectives.links.connections.Connections.send`."""
         _finish(self._backend.send([tensor], target, 0))
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """See :meth:`~thinwire.collectives.links.connections.Connections.receive`."""
         _finish(self._backend.recv([tensor], source, 0))
 
     def abort(self) -> None:
-        """See :meth:`~thinwire.collectives.links.connections.Connections.abort`."""
         self._backend.abort()
 
     def close(self) -> None:
-        """See :meth:`~thinwire.collectives.links.connections.Connections.close`."""
         self._backend.shutdown()
 
 

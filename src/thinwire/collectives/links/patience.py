@@ -13,8 +13,8 @@ STORE_PATIENCE = 3.0
 Answer = TypeVar("Answer")
 
 
-def within_patience(ask: Callable[[], Answer]) -> Answer | None:
-    """Ask the store, and return ``None`` after :data:`STORE_PATIENCE` or if the store is gone.
+def within_patience(ask: Callable[[], Answer], seconds: float | None = None) -> Answer | None:
+    """Ask the store, and return ``None`` after some seconds, :data:`STORE_PATIENCE` by default, or if it is gone.
 
     A store whose host is cut off does not refuse the connection: without this bound, its client would wait as long as
     TCP retries.
@@ -27,5 +27,5 @@ def within_patience(ask: Callable[[], Answer]) -> Answer | None:
 
     asking = threading.Thread(target=keep_answer, daemon=True)
     asking.start()
-    asking.join(STORE_PATIENCE)
+    asking.join(STORE_PATIENCE if seconds is None else seconds)
     return answers[0] if answers else None

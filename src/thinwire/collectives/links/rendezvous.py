@@ -14,7 +14,6 @@ import datetime
 import ipaddress
 import os
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from thinwire.collectives.links.patience import within_patience
 from thinwire.errors import UsageError
 
 _BACKLOG = 4096
@@ -106,20 +106,13 @@ class Rendezvous:
         Raises:
             UsageError: Nobody answers in time.
         """
-        outcomes: list[dist.Store | RuntimeError] = []
-
-        def connect() -> None:
-            try:
-                outcomes.append(dist.TCPStore(host, port, self.world, is_master=False, timeout=timeout))
-            except RuntimeError as error:
-                outcomes.append(error)
-
         # Another program may listen there and never answer, and torch would then wait without end.
-        connecting = threading.Thread(target=connect, daemon=True)
-        connecting.start()
-        connecting.join(timeout.total_seconds() + 1.0)
-        if outcomes and isinstance(outcomes[0], dist.Store):
-            return outcomes[0]
+        store = within_patience(
+            lambda: dist.TCPStore(host, port, self.world, is_master=False, timeout=timeout),
+            timeout.total_seconds() + 1.0,
+        )
+        if store is not None:
+            return store
         server = "torchrun's store" if self.at_launcher else "rank 0"
         raise UsageError(
             f"rank {self.rank} has not reached {server} at {self._where} within {timeout.total_seconds():.0f} s: "

@@ -93,30 +93,25 @@ class Streams(Protocol):
         """Block until the device has done all its work."""
 
 
-class CudaStreams:
+class CudaStreams(Streams):
     """CUDA's streams of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def stream(self) -> Stream:
-        """Make a stream of high priority."""
         return torch.cuda.Stream(self._device, priority=-1)
 
     def event(self, *, timed: bool = False) -> StreamEvent:
-        """Make an event. Events that take the time cost more."""
         return torch.cuda.Event(enable_timing=timed)
 
     def current(self) -> Stream:
-        """The stream that operations of this thread are queued on."""
         return torch.cuda.current_stream(self._device)
 
     def use(self, stream: Any) -> contextlib.AbstractContextManager[object]:
-        """Queue operations on a stream inside the context."""
         return torch.cuda.stream(stream)
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Queue a copy to memory of the host."""
         target.copy_(source, non_blocking=True)
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None]:
@@ -132,7 +127,6 @@ class CudaStreams:
         return unpin
 
     def synchronize(self) -> None:
-        """Block until the device has done all its work."""
         torch.cuda.synchronize(self._device)
 
 

@@ -1,4 +1,5 @@
-"""delta: what turns an old tensor into a new one, bit for bit. ``docs/wire-format.md`` specifies the bytes.
+"""The messages of :class:`thinwire.codecs.delta.Delta` in plain NumPy: what native code is compared with.
+``docs/wire-format.md`` specifies the bytes.
 
 Suffixes: N values of a block, R runs of zeros, C classes.
 """
@@ -15,10 +16,38 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from thinwire.codecs.delta_format import BLOCK, FORMATS, HEAD, INDEX, MAGIC, VERSION, DeltaFormat
+from thinwire.codecs.delta import BLOCK, NUMBERS
 from thinwire.errors import WireError
 
 Words = npt.NDArray[Any]
+
+MAGIC, VERSION = 0x4C445754, 1
+"""``TWDL``."""
+
+HEAD, INDEX = "<IBBBBQQ", "<IIQ"
+"""Magic, version, number of the dtype, log2 of the block, 0, values, bytes of the message; then for each block its
+bytes, their checksum, and the checksum of the values that they make."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaFormat:
+    """A dtype as words of ``nbytes``: its number in messages, and where the bits of the exponent are."""
+
+    number: int
+    nbytes: int
+    shift: int
+    mask: int
+
+
+_EXPONENTS: Final = {
+    torch.float32: (23, 0xFF),
+    torch.bfloat16: (7, 0xFF),
+    torch.float16: (10, 0x1F),
+    torch.float8_e4m3fn: (3, 0x0F),
+    torch.float8_e5m2: (2, 0x1F),
+}
+
+FORMATS: Final = {dtype: DeltaFormat(n, dtype.itemsize, *_EXPONENTS[dtype]) for dtype, n in NUMBERS.items()}
 
 _UNARY: Final = 20
 """A quotient of so many and more is written as so many ones, and the number in 32 bits."""

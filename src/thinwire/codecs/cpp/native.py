@@ -1,4 +1,4 @@
-"""Codecs of fixed length. Native code does all work on memory; this module passes addresses."""
+"""The codecs around native code, which does all work on memory; this module passes addresses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import thinwire.codecs.cpp._native as _native
 from thinwire.codecs.codec import Codec
 from thinwire.codecs.coder import Coder, Sum
 from thinwire.codecs.seeds import slice_seed
-from thinwire.errors import UsageError
+from thinwire.errors import UsageError, WireError
 from thinwire.spec import CodecSpec
 from thinwire.spec.codec import DTYPES, FAMILIES
 
@@ -27,8 +27,11 @@ class FixedCodec(Codec):
 
     def __init__(self, spec: CodecSpec) -> None:
         super().__init__(spec)
+        family = FAMILIES[spec.family]
         # `none` keeps the dtype of the values, so there is one native codec for each dtype.
-        self._native = {dtype: _native_codec(spec, dtype) for dtype in _NUMBER}
+        self._native = {
+            getattr(torch, name): _native.Codec(family.module, family.parameters(spec, name)) for name in DTYPES
+        }
 
     def _encode(self, x: Tensor, wire: Tensor, seed: int) -> int:
         nbytes = self.max_wire_bytes(x.numel(), x.dtype)
@@ -92,6 +95,40 @@ class FixedCodec(Codec):
         return nbytes
 
 
+@final
+class LosslessCodec(Codec):
+    """A lossless codec of variable length. It uses as many threads as torch (``set_num_threads``)."""
+
+    backend: ClassVar[str] = "cpp"
+
+    def __init__(self, spec: CodecSpec) -> None:
+        super().__init__(spec)
+        family = FAMILIES[spec.family]
+        # The parameters do not depend on the dtype: lossless codecs encode words, or one dtype.
+        self._native = _native.Lossless(family.module, family.parameters(spec, family.dtypes[0]))
+
+    def _encode(self, x: Tensor, wire: Tensor, seed: int) -> int:
+        del seed
+        return self._native.encode(
+            _address(x), _NUMBER[x.dtype], x.numel(), wire.data_ptr(), wire.numel(), torch.get_num_threads()
+        )
+
+    def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
+        try:
+            self._native.decode(
+                _address(wire),
+                wire.numel(),
+                out.numel(),
+                _NUMBER[encoded],
+                out.data_ptr(),
+                _NUMBER[out.dtype],
+                add,
+                torch.get_num_threads(),
+            )
+        except ValueError as error:
+            raise WireError(str(error)) from None
+
+
 def _summands(total: Sum) -> tuple[int, int, int, int, int, int, float]:
     """A sum as native code takes it."""
     onto = total.onto
@@ -104,11 +141,6 @@ def _summands(total: Sum) -> tuple[int, int, int, int, int, int, float]:
         0 if onto is None else _NUMBER[onto.dtype],
         total.scale,
     )
-
-
-def _native_codec(spec: CodecSpec, dtype: torch.dtype) -> _native.Codec:
-    family = FAMILIES[spec.family]
-    return _native.Codec(family.module, family.parameters(spec, str(dtype).removeprefix("torch.")))
 
 
 def _address(tensor: Tensor) -> int:
