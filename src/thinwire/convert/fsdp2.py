@@ -77,11 +77,10 @@ def resharding(value: Any, ranks: Factor) -> Judgement:
         return refused(f"expected true, false, or a divisor of the {ranks.ranks} ranks that shard")
     if value == 1:
         return mapped(plan={"params": one}, note="one rank keeps everything, as with false")
-    if value <= ranks.local and ranks.local % value == 0:
-        return mapped(plan={"secondary": Factor(local=value)}, note="preset hpz")
-    if value % ranks.local == 0:
-        return mapped(plan={"secondary": Factor(local=ranks.local, nodes=value // ranks.local)}, note="preset hpz")
-    return refused(f"a group of {value} ranks does not fill nodes of {ranks.local}")
+    group = ranks.group(value)
+    if group is None:
+        return refused(f"a group of {value} ranks does not fill nodes of {ranks.local}")
+    return mapped(plan={"secondary": group}, note="preset hpz")
 
 
 def _name(node: ast.expr) -> str:
@@ -121,20 +120,12 @@ def _mesh_sizes(node: ast.Call) -> list[int]:
 
 def _group(source: Source) -> Factor | None:
     """The ranks that shard: all, or under a mesh of two axes those of its second one; None where they do not fit."""
-    ranks, sizes = source.ranks, source.get("mesh")
-    if sizes is None or not isinstance(sizes, list) or len(sizes) == 1:
-        return ranks
-    size = sizes[-1]
-    if size <= ranks.local:
-        return Factor(local=size) if ranks.local % size == 0 else None
-    if size % ranks.local == 0 and ranks.nodes % (size // ranks.local) == 0:
-        return Factor(local=ranks.local, nodes=size // ranks.local)
-    return None
+    sizes = source.get("mesh")
+    return source.ranks.group(sizes[1]) if _is_mesh(sizes) and len(sizes) == 2 else source.ranks
 
 
 def _factors(source: Source) -> dict[str, Any]:
-    group = _group(source) if _is_mesh(source.get("mesh", [1])) else None
-    group = group or source.ranks
+    group = _group(source) or source.ranks
     return {"name": "fsdp2", "mesh": source.ranks, "params": group, "grads": group, "optimizer": group}
 
 
