@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from thinwire.convert.outcome import ON_HOST, PARAMS_ON_HOST, Conversion, Judgement, ignored, mapped, refused
-from thinwire.convert.source import Rules, Source, because, flag, judge, text
+from thinwire.convert.source import Rules, Source, because, flag, judge, named, to_plan
 from thinwire.errors import SpecError
 from thinwire.spec import Factor
 
@@ -151,14 +151,6 @@ def _reshard(value: Any, source: Source) -> Judgement:
     return resharding(value, _group(source) or source.ranks)
 
 
-def _compute(value: str, _source: Source) -> Judgement:
-    return mapped(plan={"compute_dtype": _DTYPES[value.lower()]})
-
-
-def _reduce(value: str, _source: Source) -> Judgement:
-    return mapped(plan={"reduce_dtype": _DTYPES[value.lower()]})
-
-
 def offloading(value: Any, _source: Source) -> Judgement:
     """What becomes of offloaded states, or of none."""
     if not value:
@@ -172,8 +164,8 @@ _RULES: Final[Rules] = {
     "reshard_after_forward": _reshard,
     "shard_placement_fn": because("shards are slices of a unit's flat buffer, and parameters keep their whole shape"),
     "mp_policy": {
-        "param_dtype": text(_compute, *_DTYPES),
-        "reduce_dtype": text(_reduce, *_DTYPES),
+        "param_dtype": named(to_plan("compute_dtype"), _DTYPES),
+        "reduce_dtype": named(to_plan("reduce_dtype"), _DTYPES),
         "output_dtype": because("outputs have the compute dtype"),
         "cast_forward_inputs": flag(
             lambda value, source: (
