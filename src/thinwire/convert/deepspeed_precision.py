@@ -41,11 +41,8 @@ _BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def compute_dtype(source: Source) -> str:
-    """The dtype of parameters in forward and backward.
-
-    Returns:
-        The dtype that is enabled; the default of plans if one is ``"auto"`` and none is enabled; otherwise float32.
-    """
+    """The dtype of parameters in forward and backward: the one that is enabled; the default of plans if one is
+    ``"auto"`` and none is enabled; otherwise float32."""
     if _enabled(source, "fp16"):
         return "float16"
     sections = [source.table.get(section) for section in ("fp16", "bf16", "bfloat16")]

@@ -110,12 +110,7 @@ def critical_path(candidate: PricedPlan) -> dict[str, float]:
 
 
 def explain(job: TrainingJob, searched: Searched) -> Explanation:
-    """Explain why a search's best plan is the best.
-
-    Args:
-        job: The job that was searched for.
-        searched: The result of the search; at least one plan fits.
-    """
+    """Explain why the best plan of a search is the best; at least one plan fits."""
     chosen = searched.candidates[0]
     flips, steady = [], []
     for change, changed in _variations(job):
@@ -137,13 +132,10 @@ def explain(job: TrainingJob, searched: Searched) -> Explanation:
 
 
 def remedies(job: TrainingJob) -> list[Remedy]:
-    """Find changes under which some plan fits.
+    """Find changes of a job for which no plan fits, under which some plan does.
 
     For every kind of change, this is the smallest one that suffices. If none does, recomputation is combined with more
     nodes. Every change that is returned was tried.
-
-    Args:
-        job: A job for which no plan fits.
     """
     kinds = (
         _computing_again(job),
@@ -208,12 +200,7 @@ def binding(job: TrainingJob, chosen: PricedPlan) -> str:
 
 
 def quartile_seconds(job: TrainingJob, chosen: PricedPlan) -> tuple[float, float] | None:
-    """Seconds of a plan's step with the lower and with the upper quartiles of a profile; ``None`` without a profile.
-
-    Args:
-        job: The job.
-        chosen: A plan for it.
-    """
+    """Seconds of a plan's step with the lower and with the upper quartiles of a profile; ``None`` without a profile."""
     if not isinstance(job.rates, ProfiledRates):
         return None
     quartiles: tuple[Literal["low", "high"], ...] = ("low", "high")

@@ -47,12 +47,8 @@ class PeerPlan:
 
 
 def nearest(job: TrainingJob, framework: str, ours: Plan) -> PeerPlan:
-    """The configuration of a framework that fits and has the shortest predicted step.
-
-    Args:
-        job: The job.
-        framework: Name of the framework.
-        ours: The plan that was chosen; the framework takes over its way of cutting the model, if it can.
+    """The configuration of a framework that fits and has the shortest predicted step. It takes over the way in which
+    our plan cuts the model, if it can.
 
     Raises:
         UsageError: No configuration of the framework fits into memory, or none divides the batch.

@@ -36,11 +36,10 @@ class Placed:
 
 
 def leaf_numbers(hosts: Mapping[str, str], order: Iterable[str] | None = None) -> tuple[int, ...]:
-    """Number the leaves, and return each host's number as a cluster specification needs it.
+    """Number the leaves, and return each host's number as a cluster specification needs it, from the leaf of every
+    host.
 
-    Args:
-        hosts: Leaf of every host.
-        order: Order of the hosts; default: leaf by leaf, to compare plans before their hosts are ordered.
+    Without an order of the hosts, they stand leaf by leaf, to compare plans before their hosts are ordered.
     """
     number = {leaf: index for index, leaf in enumerate(dict.fromkeys(hosts.values()))}
     return tuple(number[hosts[host]] for host in (leaf_by_leaf(hosts) if order is None else order))
@@ -66,14 +65,7 @@ def place(job: TrainingJob, plan: Plan, hosts: Mapping[str, str]) -> Placed:
 
 
 def placed(job: TrainingJob, plan: Plan, order: Sequence[str], hosts: Mapping[str, str]) -> Placed:
-    """Price an order of hosts.
-
-    Args:
-        job: Training job with the rates that price the step.
-        plan: The plan.
-        order: Hosts, in the order of the mesh's nodes.
-        hosts: Leaf of every host.
-    """
+    """Price an order of hosts, which are the nodes of the mesh; arguments as of :func:`place`."""
     return _placed(job, plan, order, hosts, _traffic(job, plan))
 
 

@@ -111,10 +111,6 @@ def cheapest(options: Sequence[Rental]) -> Rental:
 def sweep_nodes(job: TrainingJob, counts: Iterable[int]) -> Iterator[SweptNodes]:
     """The best plan for every number of nodes: the first ones of the job's cluster.
 
-    Args:
-        job: The job; its cluster has at least as many nodes if they are unlike.
-        counts: Numbers of nodes.
-
     Raises:
         SpecError: The cluster has fewer nodes, and describes them one by one.
     """

@@ -61,13 +61,8 @@ class Culprit:
 def culprit(run: RunRecord, comparison: RunComparison | None) -> Culprit | None:
     """Name the part that was most wrong.
 
-    Args:
-        run: The run.
-        comparison: What was expected beside what was measured; without it, only a slow stretch of the run has a part
-            to name.
-
-    Returns:
-        ``None`` if all parts are as expected, within a twentieth of the step.
+    Without a comparison of what was expected with what was measured, only a slow stretch of the run has a part to name.
+    ``None`` if all parts are as expected, within a twentieth of the step.
     """
     rows, ranks = steady(run), run.plan.ranks
     stretch = _stretch(rows, comparison, ranks)
@@ -113,11 +108,7 @@ def _stretch(rows: Rows, comparison: RunComparison | None, ranks: int) -> tuple[
 
 
 def slow_stretch(rows: Rows) -> tuple[int, int] | None:
-    """The records, first and last, of the stretch of a run whose steps lose the most time; ``None`` if none is slow.
-
-    Args:
-        rows: Records of the run.
-    """
+    """The records, first and last, of the stretch of a run whose steps lose the most time; ``None`` if none is slow."""
     seconds = [float(record["step_seconds"]) for record, _ in rows]
     if len(seconds) < 2 * FEWEST:
         return None
@@ -142,12 +133,7 @@ def slow_stretch(rows: Rows) -> tuple[int, int] | None:
 
 
 def measured_parts(rows: Rows, ranks: int) -> dict[str, float]:
-    """Seconds of a step that each cause took, in the median; a slow rank's lag is taken out of transfers.
-
-    Args:
-        rows: Records of a run.
-        ranks: Number of its ranks.
-    """
+    """Seconds of a step that each cause took, in the median; a slow rank's lag is taken out of transfers."""
     lag = _lag(rows)
     parts = {_RANK: lag, _DATA: _waited_for_data(rows, ranks)}
     of_lanes = (f"{what}{lane}" for lane in Lane for what in (TRANSFERS, CODECS, WAITING))

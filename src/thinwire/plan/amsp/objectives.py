@@ -84,10 +84,8 @@ def both_objectives(
 ) -> BothObjectives:
     """Find the optimum by each objective, and say why they differ.
 
-    Args:
-        job: The job; codecs, tensor and pipeline parallelism do not apply, because the sum does not know them.
-        chosen: The plan that a search by step time chose, which may use them.
-        simulations: What that search simulated.
+    Codecs, tensor and pipeline parallelism do not apply, because the sum does not know them. ``chosen`` is the plan
+    that a search by step time chose, which may use them, and ``simulations`` what that search simulated.
     """
     simulations = simulations or Simulations()
     try:

@@ -136,14 +136,7 @@ class _ReductionSeconds:
 
 
 class TrafficSeconds:
-    """Prices the communication of plans of one cut.
-
-    Args:
-        job: The job.
-        pricer: Prices collectives.
-        units: What is communicated.
-        bucket_bytes: Bytes of a bucket.
-    """
+    """Prices the communication of plans of one cut, with buckets of so many bytes."""
 
     def __init__(self, job: TrainingJob, pricer: Pricer, units: UnitSizes, bucket_bytes: int) -> None:
         self._pricer, self._units, self._bucket_bytes = pricer, units, bucket_bytes
@@ -169,12 +162,8 @@ class TrafficSeconds:
     def choices(
         self, groups: ProcessGroups, secondaries: Sequence[GroupShape | None]
     ) -> tuple[list[tuple[str, ...]], Communication]:
-        """Every choice of codecs of gather, reduce_intra, reduce_inter and spread, and what all of them cost.
-
-        Args:
-            groups: The groups of a plan; its secondary shard does not matter.
-            secondaries: Secondary shards, on which gathers of the backward depend.
-        """
+        """Every choice of codecs of gather, reduce_intra, reduce_inter and spread, and what all of them cost in the
+        groups of a plan, with each of some secondary shards, on which gathers of the backward depend."""
         key = groups._replace(secondary=None, every_micro_batch=False)
         gather, intra, inter, spread = levels = self._levels(groups)
         if key not in self._apart:
