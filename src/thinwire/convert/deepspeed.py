@@ -118,10 +118,7 @@ _REMOVED: Final[Rules] = {
     "eigenvalue": off("it belongs to quantize_training", "leave it out"),
     "sparse_attention": off("attention is the model's own", "choose it in the model", harmless=(None, {}, False)),
     "sparse_gradients": because("embeddings' gradients travel dense, which gives the same sums"),
-    "elasticity": {
-        "enabled": flag(to_recipe("cluster.elastic", "removed from DeepSpeed 0.19")),
-        **_OF_ELASTICITY,
-    },
+    "elasticity": {"enabled": flag(to_recipe("cluster.elastic", "removed from DeepSpeed 0.19")), **_OF_ELASTICITY},
     "graph_harvesting": _DEEPSPEED_DETAIL,
     "curriculum_learning": off("samples keep their order", "prepare the data in the order of the curriculum"),
     "progressive_layer_drop": off("layers are never dropped", "drop them in the model, in your own loop"),

@@ -5,19 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from thinwire.convert.outcome import Judgement, ignored, mapped, refused
-from thinwire.convert.source import (
-    Rule,
-    Rules,
-    Source,
-    at_least_1,
-    because,
-    flag,
-    number,
-    off,
-    to_recipe,
-    where,
-    whole,
-)
+from thinwire.convert.source import Rule, Rules, Source, at_least_1, because, flag, number, off, to_recipe, where, whole
 
 _DEFAULTS: Final[dict[str, Any]] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 """Those of DeepSpeed's Adam."""

@@ -141,9 +141,7 @@ def _fp32_modules(value: Any, _source: Source) -> Judgement:
 
 
 _FLOOR: Final = where(
-    lambda value: value > 0,
-    "a number above 0; loss_scale.floor is 1.0 by default",
-    to_recipe("loss_scale.floor"),
+    lambda value: value > 0, "a number above 0; loss_scale.floor is 1.0 by default", to_recipe("loss_scale.floor")
 )
 _BF16: Final[Rules] = {
     "enabled": _half("bfloat16", ("fp16",)),

@@ -13,12 +13,8 @@ from thinwire.spec import Factor
 
 _DTYPES: Final = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 _CALLS: Final = (
-    "MixedPrecisionPolicy",
-    "CPUOffloadPolicy",
-    "OffloadPolicy",
-    "init_device_mesh",
-    "DataParallelMeshDims",
-)
+    "MixedPrecisionPolicy", "CPUOffloadPolicy", "OffloadPolicy", "init_device_mesh", "DataParallelMeshDims",
+)  # fmt: skip
 _SHOWN: Final = "fully_shard(mesh=..., reshard_after_forward=..., mp_policy=MixedPrecisionPolicy(...))"
 
 

@@ -55,12 +55,10 @@ class Plan(Spec):
     grads: Factor = Field(description="sharding factor of the gradients, s_g: equal to params or to optimizer")
     optimizer: Factor = Field(description="sharding factor of the optimizer states, s_os")
     partition: Literal["intra", "inter"] = Field(
-        default="intra",
-        description="how OS is cut from a P shard: intra = equal flat slices, inter = whole tensors",
+        default="intra", description="how OS is cut from a P shard: intra = equal flat slices, inter = whole tensors"
     )
     secondary: Factor | None = Field(
-        default=None,
-        description="factor of a second, closer parameter shard kept from forward to backward (hpZ)",
+        default=None, description="factor of a second, closer parameter shard kept from forward to backward (hpZ)"
     )
     secondary_reuse: Flag = Field(
         default=False, description="forwards of later micro-batches gather from the secondary shard"
@@ -117,8 +115,7 @@ class Plan(Spec):
         default=0, description="units of at most this many bytes are gathered once a step and stay whole until its end"
     )
     reuse_bytes: Budget = Field(
-        default=0,
-        description="keep a unit gathered if fewer bytes than this run before its next use",
+        default=0, description="keep a unit gathered if fewer bytes than this run before its next use"
     )
     live_bytes: Bytes | None = Field(
         default=None,
@@ -434,8 +431,7 @@ class Plan(Spec):
             return
         if not secondary.divides(self.params):
             yield Problem(
-                "secondary",
-                f"= {secondary} should divide params = {self.params} on both axes; {divisors(self.params)}",
+                "secondary", f"= {secondary} should divide params = {self.params} on both axes; {divisors(self.params)}"
             )
         if not secondary.fills_node(self.mesh):
             yield fill_problem("secondary", secondary, self.mesh)

@@ -102,11 +102,7 @@ def both_objectives(
 def _under_both(job: TrainingJob, step: PricedPlan) -> UnderBoth:
     plan = step.plan
     wide = largest_memory(
-        job.model,
-        plan.with_(accumulate_dtype="float32"),
-        seq=job.seq,
-        overhead=job.overhead,
-        loss_chunk=job.loss_chunk,
+        job.model, plan.with_(accumulate_dtype="float32"), seq=job.seq, overhead=job.overhead, loss_chunk=job.loss_chunk
     )
     return UnderBoth(step, amsp_plan(job, plan), seconds_by_reducing(job, plan), wide.total)
 

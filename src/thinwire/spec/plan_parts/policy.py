@@ -37,16 +37,9 @@ POLICIES = {
 gradients. RATE, A and B stand for bits per value."""
 
 STUDIED = (
-    "none",
-    "naive-zfp:8",
-    "naive-zfp:16",
-    "naive-mpc",
-    "mzhybrid:8",
-    "mzhybrid:16",
-    "zhybrid:16-8",
-    "zhybrid:24-8",
+    "none", "naive-zfp:8", "naive-zfp:16", "naive-mpc", "mzhybrid:8", "mzhybrid:16", "zhybrid:16-8", "zhybrid:24-8",
     "hybrid",
-)
+)  # fmt: skip
 """The policies that the study compares: no codec, the published policies at the paper's rates, and ``hybrid``."""
 
 _NUMBER = re.compile(r"\d+(\.\d+)?")
