@@ -149,17 +149,13 @@ def with_kept(plan: Plan, template: Plan) -> Plan:
 def replaced_keys(plan: Plan, template: Plan, written: Iterable[str]) -> list[str]:
     """One sentence for each key written in the recipe of the run's own plan, the template, that the search decides
     otherwise."""
+    ours, theirs = plan.to_dict(), template.to_dict()
     decided = [name for name in written if name in type(plan).model_fields and name not in (*KEPT, "name", "mesh")]
     return [
-        f"auto decides {name}: {_shown(plan, name)} replaces {_shown(template, name)} of the recipe's plan"
+        f"auto decides {name}: {json.dumps(ours[name])} replaces {json.dumps(theirs[name])} of the recipe's plan"
         for name in decided
         if getattr(template, name) != getattr(plan, name)
     ]
-
-
-def _shown(plan: Plan, name: str) -> str:
-    value = plan.to_dict().get(name)
-    return json.dumps(value)
 
 
 def _widened(job: TrainingJob, template: Plan, asked: str, free: Freedom) -> tuple[TrainingJob, Searched]:

@@ -148,7 +148,8 @@ def remedies(job: TrainingJob) -> list[Remedy]:
     )
     changes = [remedy for kind in kinds if (remedy := _first_that_fits(kind))]
     if not changes and job.recompute is False:
-        recomputed = ((f"--recompute on and {change}", changed) for change, changed in _more_nodes(_recomputing(job)))
+        larger = _more_nodes(replace(job, recompute=True))
+        recomputed = ((f"--recompute on and {change}", changed) for change, changed in larger)
         changes = [remedy for remedy in (_first_that_fits(recomputed),) if remedy]
     return changes
 
@@ -261,20 +262,16 @@ def _other_spines(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
         yield f"{format_bandwidth(spine.bandwidth)} of a node across the spine", elsewhere(job, cluster)
 
 
-def _recomputing(job: TrainingJob) -> TrainingJob:
-    return replace(job, recompute=True)
-
-
 def _computing_again(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
     if job.recompute is False:
-        yield "--recompute on", _recomputing(job)
+        yield "--recompute on", replace(job, recompute=True)
 
 
 def _offloading(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
     if job.residences[0].on_device:
         yield "--offload", replace(job, residences=OFFLOADED)
         if job.recompute is False:
-            yield "--offload --recompute on", _recomputing(replace(job, residences=OFFLOADED))
+            yield "--offload --recompute on", replace(job, residences=OFFLOADED, recompute=True)
 
 
 def _smaller_batches(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:

@@ -13,7 +13,6 @@ from thinwire.cost import (
     MeasuredLibrary,
     Memory,
     ProfiledRates,
-    Rates,
     ZeroSettings,
     largest_memory,
     peer_memory,
@@ -149,13 +148,12 @@ def _shardings(framework: str, mesh: Factor) -> Iterator[dict[str, Any]]:
 
 def _seconds(job: TrainingJob, framework: str, plan: Plan) -> float:
     rates, workload = job.rates, job.workload(plan)
-    step = peer_step(framework, plan, workload, rates, _calls(job, rates))
+    calls: CollectiveTimes = LibraryCollectives(job.cluster)
+    if isinstance(rates, ProfiledRates):
+        calls = MeasuredLibrary(rates)
+    step = peer_step(framework, plan, workload, rates, calls)
     axes = AxisSeconds.of(job, plan, workload)
     return step.seconds + axes.idle + axes.messages
-
-
-def _calls(job: TrainingJob, rates: Rates) -> CollectiveTimes:
-    return MeasuredLibrary(rates) if isinstance(rates, ProfiledRates) else LibraryCollectives(job.cluster)
 
 
 def _memory(job: TrainingJob, framework: str, plan: Plan) -> Memory:

@@ -131,14 +131,9 @@ def job_of(run: RunRecord, profile: Profile) -> TrainingJob:
     plan, seq = run.plan, run.recipe.train.seq
     refuse_context(plan)
     model = run.recipe.model.shape(vocab=_vocab(run.path), seq=seq)
-    overhead = _base_memory(run) or profile.base_memory
+    recorded = run.starts[-1].get("base_memory") if run.starts else None  # in use on a rank before it had a model
+    overhead = (recorded if isinstance(recorded, int) else None) or profile.base_memory
     return TrainingJob.of(model, seq, None, profile, plan, micro_batch=plan.micro_batch, overhead=overhead)
-
-
-def _base_memory(run: RunRecord) -> int | None:
-    """Bytes in use on a rank before it had a model, as recorded at the last start of the run."""
-    recorded = run.starts[-1].get("base_memory") if run.starts else None
-    return recorded if isinstance(recorded, int) else None
 
 
 def _vocab(run: Path) -> int:

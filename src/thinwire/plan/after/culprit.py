@@ -18,7 +18,7 @@ from typing import Final
 from thinwire.plan.after.compare import Rows, RunComparison, measured_figure
 from thinwire.plan.after.expected import CODECS, COMPUTATION, STEP, TRANSFERS, WAITING
 from thinwire.program import Lane, Scope
-from thinwire.record import Record, RunRecord, steady
+from thinwire.record import RunRecord, steady
 from thinwire.units import format_duration
 
 SLOWER: Final = 1.2
@@ -135,7 +135,8 @@ def slow_stretch(rows: Rows) -> tuple[int, int] | None:
 def measured_parts(rows: Rows, ranks: int) -> dict[str, float]:
     """Seconds of a step that each cause took, in the median; a slow rank's lag is taken out of transfers."""
     lag = _lag(rows)
-    parts = {_RANK: lag, _DATA: _waited_for_data(rows, ranks)}
+    waits = (float((record.get("data_waits") or {}).get("seconds", 0.0)) / steps / ranks for record, steps in rows)
+    parts = {_RANK: lag, _DATA: statistics.median(waits)}
     of_lanes = (f"{what}{lane}" for lane in Lane for what in (TRANSFERS, CODECS, WAITING))
     for name in (COMPUTATION, *of_lanes):
         amount = measured_figure(name, rows, ranks)
@@ -170,15 +171,11 @@ def _lag(rows: Rows) -> float:
     return statistics.median(float(one["slowest"]) - float(one["median"]) for one in own)
 
 
-def _waited_for_data(rows: Rows, ranks: int) -> float:
-    waits = (float((record.get("data_waits") or {}).get("seconds", 0.0)) / steps / ranks for record, steps in rows)
-    return statistics.median(waits)
-
-
 def _sentence(run: RunRecord, found: Culprit, rows: Rows) -> str:
     more = found.measured - found.expected
     what = found.part if found.rank is None else f"rank {found.rank}"
-    if found.part.startswith(TRANSFERS) and _crosses(found.part.removeprefix(TRANSFERS), rows):
+    lane = found.part.removeprefix(TRANSFERS)
+    if any((record.get("bytes") or {}).get(lane, {}).get(str(Scope.ACROSS), 0) for record, _ in rows):
         what += " across nodes"
     took = f"{format_duration(abs(more))} {'more' if more > 0 else 'less'} than"
     if found.stretch is None:
@@ -194,15 +191,6 @@ def _sentence(run: RunRecord, found: Culprit, rows: Rows) -> str:
         words += ", waiting for peers among it"
     said = next((record["slow_link"] for record, _ in rows if record.get("slow_link")), None)
     return f"{words}; {said}" if said and found.part.startswith(TRANSFERS) else words
-
-
-def _crosses(lane: str, rows: Rows) -> bool:
-    """Whether a lane sends across nodes."""
-    return any(_sent(record, lane) for record, _ in rows)
-
-
-def _sent(record: Record, lane: str) -> int:
-    return int((record.get("bytes") or {}).get(lane, {}).get(str(Scope.ACROSS), 0))
 
 
 def _command(run: RunRecord, part: str) -> str:
