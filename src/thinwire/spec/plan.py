@@ -320,11 +320,9 @@ class Plan(Spec):
                     f"of whole islands; start a multiple of {self.world}",
                 )
             return self.with_(islands={"count": mesh.ranks // self.world})
-        names = ("params", "grads", "optimizer", "secondary")
-
         if mesh == self.mesh:
             return self
-        factors = {name: getattr(self, name) for name in names}
+        factors = {name: getattr(self, name) for name in ("params", "grads", "optimizer", "secondary")}
         fitted = {name: on_mesh(factor, self.mesh, mesh) for name, factor in factors.items() if factor is not None}
         return self.with_(mesh=mesh, placement=None, **fitted)
 
@@ -366,17 +364,14 @@ class Plan(Spec):
         Args:
             full: every key, as a run and a checkpoint keep it, so that no later default changes them.
         """
-        return f"# {self._heading()}\n{io.write_toml(self.to_file(full=full))}"
+        preset = PRESETS.get(self.name or "")
+        text = self.describe() if preset is None else f"preset {self.name}: {preset.summary}"
+        heading = "".join(each if each.isprintable() else " " for each in text)  # a name may have any characters
+        return f"# {heading}\n{io.write_toml(self.to_file(full=full))}"
 
     def save(self, path: str | Path, *, full: bool = False) -> None:
         """Writes :meth:`to_toml` to ``path``."""
         Path(path).write_text(self.to_toml(full=full), encoding="utf-8")
-
-    def _heading(self) -> str:
-        """What the plan is: the preset of its name and what that means, or its own description."""
-        preset = PRESETS.get(self.name or "")
-        text = self.describe() if preset is None else f"preset {self.name}: {preset.summary}"
-        return "".join(each if each.isprintable() else " " for each in text)  # a name may have any characters
 
     def fingerprint(self) -> str:
         """Twelve hexadecimal digits of the content, the same on every machine; the name does not count."""
