@@ -392,7 +392,7 @@ class Recipe(Spec):
     def to_file(self, *, full: bool = True) -> dict[str, Any]:
         """Plain dictionaries with the keys of files, those of the plan among them."""
         table = super().to_file(full=full)
-        return table | {"plan": to_file(table["plan"], PLAN_KEYS)}
+        return table | ({"plan": to_file(table["plan"], PLAN_KEYS)} if "plan" in table else {})
 
     @rule("plan", "train")
     def _one_batch_size(self) -> Iterator[Problem]:
