@@ -57,6 +57,12 @@ def test_a_table_is_the_same_as_a_call() -> None:
     assert from_fsdp2(table, RANKS).plan() == fsdp2(call).plan()
 
 
+@pytest.mark.parametrize("mesh", [[], [2, 0], [2, "x"], [2, 2, 2], "2x4"])
+def test_an_invalid_mesh_is_refused_beside_other_arguments(mesh: Any) -> None:
+    conversion = from_fsdp2({"mesh": mesh, "reshard_after_forward": True}, RANKS)
+    assert [row.key for row in conversion.refusals] == ["mesh"]
+
+
 def test_hsdp_without_resharding_keeps_parameters_whole() -> None:
     plan = fsdp2('mesh=init_device_mesh("cuda", (2, 4)), reshard_after_forward=False').plan()
     assert (str(plan.params), str(plan.grads), str(plan.optimizer)) == ("1x1", "4x1", "4x1")

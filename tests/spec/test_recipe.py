@@ -52,6 +52,13 @@ def test_recipes_survive_toml(path: Path) -> None:
         assert Recipe.from_toml(recipe.to_toml()) == recipe
 
 
+def test_a_recipe_that_names_no_plan_can_be_written_without_its_defaults() -> None:
+    table = {"model": {"layers": 1, "hidden": 8, "heads": 2}, "train": {"steps": 3}}
+    recipe = Recipe.parse(table)
+    assert recipe.to_file(full=False) == table
+    assert Recipe.parse(recipe.to_file(full=False)) == recipe
+
+
 @pytest.mark.parametrize(("text", "steps"), [("2:4", (2, 4)), ("3", (3, 3)), ("[1, 5]", (1, 5))])
 def test_traced_steps_are_a_range(path: Path, text: str, steps: tuple[int, int]) -> None:
     recipe = Recipe.read(path, [f"train.trace_steps={text}"])

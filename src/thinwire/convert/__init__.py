@@ -14,12 +14,5 @@ from thinwire.convert.outcome import Action, Conversion, RecipeNeeds, Row
 from thinwire.convert.source import read_source
 
 __all__ = [
-    "Action",
-    "Conversion",
-    "RecipeNeeds",
-    "Row",
-    "from_accelerate",
-    "from_deepspeed",
-    "from_fsdp2",
-    "read_source",
-]
+    "Action", "Conversion", "RecipeNeeds", "Row", "from_accelerate", "from_deepspeed", "from_fsdp2", "read_source",
+]  # fmt: skip

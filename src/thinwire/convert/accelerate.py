@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from thinwire.convert.fsdp2 import offloading, resharding
-from thinwire.convert.outcome import Conversion, Judgement, ignored, mapped, refused
-from thinwire.convert.source import Rules, Source, because, flag, judge, off, text, whole
+from thinwire.convert.outcome import Conversion, Judgement, mapped, refused
+from thinwire.convert.source import Rules, Source, because, flag, judge, named, off, switch, to_plan, whole
 from thinwire.spec import Factor
 
 _ONE: Final = Factor()
@@ -27,10 +27,6 @@ def _distributed(value: Any, _source: Source) -> Judgement:
         return mapped(note="fsdp_config sets the factors" if value == "FSDP" else "preset ddp")
     remedy = "convert its JSON instead" if value == "DEEPSPEED" else "use FSDP, MULTI_GPU or MULTI_CPU"
     return refused(f"this kind cannot be converted from accelerate's file; {remedy}")
-
-
-def _precision(value: str, _source: Source) -> Judgement:
-    return mapped(plan={"compute_dtype": {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}[value.lower()]})
 
 
 def _processes(value: int, source: Source) -> Judgement:
@@ -67,18 +63,22 @@ def _strategy(value: Any, source: Source) -> Judgement:
     return mapped(plan=dict(zip(("params", "grads", "optimizer"), sharding, strict=True)))
 
 
-def _recompute(value: bool, _source: Source) -> Judgement:
-    return mapped(plan={"recompute": True}) if value else ignored("off")
-
-
 _WRAPPED: Final = because("tw.shard finds the blocks; units= names other modules")
-_LAUNCHER: Final = because("the launcher sets it")
 _SAVED: Final = because("thinwire export writes whole weights; checkpoints are sharded and load on any ranks")
 _PREFETCHED: Final = because("prefetch gathers units ahead, 1 by default")
 
+_OF_LAUNCHERS: Final = dict.fromkeys(
+    (
+        "compute_environment", "debug", "enable_cpu_affinity", "gpu_ids", "machine_rank", "main_process_ip",
+        "main_process_port", "main_training_function", "rdzv_backend", "same_network", "tpu_env", "tpu_use_cluster",
+        "tpu_use_sudo", "use_cpu",
+    ),
+    because("the launcher sets it"),
+)  # fmt: skip
+
 _RULES: Final[Rules] = {
     "distributed_type": _distributed,
-    "mixed_precision": text(_precision, "no", "fp16", "bf16"),
+    "mixed_precision": named(to_plan("compute_dtype"), {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}),
     "num_processes": whole(_processes),
     "num_machines": whole(_machines),
     "fsdp_config": {
@@ -86,7 +86,7 @@ _RULES: Final[Rules] = {
         "fsdp_reshard_after_forward": _reshard,
         "fsdp_sharding_strategy": _strategy,
         "fsdp_offload_params": flag(offloading),
-        "fsdp_activation_checkpointing": flag(_recompute),
+        "fsdp_activation_checkpointing": switch(to_plan("recompute")),
         "fsdp_auto_wrap_policy": _WRAPPED,
         "fsdp_transformer_layer_cls_to_wrap": _WRAPPED,
         "fsdp_min_num_params": _WRAPPED,
@@ -102,23 +102,5 @@ _RULES: Final[Rules] = {
     "dynamo_config": off("blocks are not compiled in a recipe", "call torch.compile in your own loop", harmless=({},)),
     "deepspeed_config": off("it cannot be converted from accelerate's file", "convert its JSON", harmless=({},)),
     "parallelism_config": off("tp and pp are keys of the plan", "set them there", harmless=({},)),
-    **dict.fromkeys(
-        (
-            "compute_environment",
-            "debug",
-            "enable_cpu_affinity",
-            "gpu_ids",
-            "machine_rank",
-            "main_process_ip",
-            "main_process_port",
-            "main_training_function",
-            "rdzv_backend",
-            "same_network",
-            "tpu_env",
-            "tpu_use_cluster",
-            "tpu_use_sudo",
-            "use_cpu",
-        ),
-        _LAUNCHER,
-    ),
+    **_OF_LAUNCHERS,
 }

@@ -10,7 +10,23 @@ from thinwire.convert.deepspeed_optimizer import OPTIMIZER_RULES, SCHEDULER_RULE
 from thinwire.convert.deepspeed_precision import PRECISION_RULES, compute_dtype
 from thinwire.convert.deepspeed_zero import ZERO_RULES, factors
 from thinwire.convert.outcome import Conversion, Judgement, ignored, mapped, refused
-from thinwire.convert.source import Rules, Source, because, flag, judge, number, off, text, whole
+from thinwire.convert.source import (
+    Rules,
+    Source,
+    always,
+    at_least_1,
+    because,
+    flag,
+    judge,
+    named,
+    number,
+    off,
+    switch,
+    to_plan,
+    to_recipe,
+    where,
+    whole,
+)
 from thinwire.spec import Factor
 
 
@@ -19,26 +35,6 @@ def from_deepspeed(table: Mapping[str, Any], ranks: Factor, what: str = "ds_conf
     source = Source(table, ranks)
     base = {**factors(source), "compute_dtype": compute_dtype(source)}
     return Conversion(what, ranks, base, judge(source, DEEPSPEED_RULES))
-
-
-def _clip(value: float, _source: Source) -> Judgement:
-    return mapped(recipe={"optimizer.clip": float(value)}) if value >= 0 else refused("expected 0 or more")
-
-
-def _reduction(value: str, _source: Source) -> Judgement:
-    return mapped(plan={"grad_reduce": value.lower()})
-
-
-def _log_every(value: int, _source: Source) -> Judgement:
-    return mapped(recipe={"train.log_every": value}) if value else refused("expected at least 1")
-
-
-def _tensorboard(value: bool, _source: Source) -> Judgement:
-    return mapped(recipe={"train.tensorboard": value})
-
-
-def _wandb(value: bool, _source: Source) -> Judgement:
-    return mapped(recipe={"train.trackers": ["wandb"]}) if value else ignored("off")
 
 
 def _tensor_parallel(value: int, source: Source) -> Judgement:
@@ -62,10 +58,6 @@ def _recompute(value: Any, _source: Source) -> Judgement:
     return mapped(plan={"recompute": True}, note="each block is recomputed from its input")
 
 
-def _elastic(value: bool, _source: Source) -> Judgement:
-    return mapped(recipe={"cluster.elastic": value}, note="removed from DeepSpeed 0.19")
-
-
 _IN_METRICS: Final = because("metrics.jsonl records times, exposed communication, bytes and memory of every step")
 _RUN_DIRECTORY: Final = because("events and metrics are in the directory of the run")
 _NO_OTHER_LOGGER: Final = because("metrics go to metrics.jsonl and TensorBoard")
@@ -78,9 +70,13 @@ _HANDS_OFF: Final = "tensor parallelism cuts Llama, GPT and Hugging Face models 
 _OWN_CUT: Final = off(_HANDS_OFF, "leave it out, and check the model with thinwire doctor", harmless=(None, {}, False))
 
 _LOGGERS: Final[Rules] = {
-    "tensorboard": {"enabled": flag(_tensorboard), "output_path": _RUN_DIRECTORY, "job_name": _RUN_DIRECTORY},
+    "tensorboard": {
+        "enabled": flag(to_recipe("train.tensorboard")),
+        "output_path": _RUN_DIRECTORY,
+        "job_name": _RUN_DIRECTORY,
+    },
     "wandb": {
-        "enabled": flag(_wandb),
+        "enabled": switch(always(mapped(recipe={"train.trackers": ["wandb"]}))),
         **dict.fromkeys(
             ("group", "team", "project"), because("WANDB_RUN_GROUP, WANDB_ENTITY and WANDB_PROJECT say it")
         ),
@@ -92,7 +88,7 @@ _LOGGERS: Final[Rules] = {
     "flops_profiler": because("metrics.jsonl records TFLOP/s and MFU; train.trace_steps records operations"),
     "comms_logger": _IN_METRICS,
     "timers": _IN_METRICS,
-    "steps_per_print": whole(_log_every),
+    "steps_per_print": whole(at_least_1(to_recipe("train.log_every"))),
     "dump_state": because("the run's directory holds its recipe and plan"),
     "log_level": because("there is one level of messages"),
 }
@@ -106,6 +102,14 @@ _ACTIVATIONS: Final[Rules] = {
     "cpu_checkpointing": off("activations stay on the device", "set recompute = true in the plan"),
 }
 
+_OF_ELASTICITY: Final = dict.fromkeys(
+    (
+        "max_train_batch_size", "micro_batch_sizes", "min_gpus", "max_gpus", "min_time", "prefer_larger_batch",
+        "ignore_non_elastic_batch_info", "num_gpus_per_node", "model_parallel_size", "version",
+    ),
+    because("an elastic run keeps its global batch on any number of ranks"),
+)  # fmt: skip
+
 _REMOVED: Final[Rules] = {
     "amp": off("Apex AMP is not supported", "enable bf16 or fp16"),
     "nebula": off("checkpoints go to the run's directory", "leave it out", harmless=(False, None, {})),
@@ -114,24 +118,7 @@ _REMOVED: Final[Rules] = {
     "eigenvalue": off("it belongs to quantize_training", "leave it out"),
     "sparse_attention": off("attention is the model's own", "choose it in the model", harmless=(None, {}, False)),
     "sparse_gradients": because("embeddings' gradients travel dense, which gives the same sums"),
-    "elasticity": {
-        "enabled": flag(_elastic),
-        **dict.fromkeys(
-            (
-                "max_train_batch_size",
-                "micro_batch_sizes",
-                "min_gpus",
-                "max_gpus",
-                "min_time",
-                "prefer_larger_batch",
-                "ignore_non_elastic_batch_info",
-                "num_gpus_per_node",
-                "model_parallel_size",
-                "version",
-            ),
-            because("an elastic run keeps its global batch on any number of ranks"),
-        ),
-    },
+    "elasticity": {"enabled": flag(to_recipe("cluster.elastic", "removed from DeepSpeed 0.19")), **_OF_ELASTICITY},
     "graph_harvesting": _DEEPSPEED_DETAIL,
     "curriculum_learning": off("samples keep their order", "prepare the data in the order of the curriculum"),
     "progressive_layer_drop": off("layers are never dropped", "drop them in the model, in your own loop"),
@@ -166,6 +153,16 @@ _PARALLEL: Final[Rules] = {
     },
 }
 
+_OF_DEEPCOMPILE: Final = dict.fromkeys(
+    (
+        "autoep_non_moe", "free_activation", "free_activation_threshold", "offload_activation", "offload_opt_states",
+        "offload_activation_pin_memory", "double_buffer", "symmetric_memory", "debug_log", "offload_parameters",
+        "sync_before_reduce", "sync_after_reduce", "sync_before_allgather", "sync_after_allgather",
+        "keep_int_input_tensors", "keep_all_input_tensors", "passes",
+    ),
+    because("it applies to DeepCompile"),
+)  # fmt: skip
+
 DEEPSPEED_RULES: Final[Rules] = {
     **BATCH_RULES,
     **PRECISION_RULES,
@@ -175,10 +172,10 @@ DEEPSPEED_RULES: Final[Rules] = {
     "zero_optimization": ZERO_RULES,
     "optimizer": OPTIMIZER_RULES,
     "scheduler": SCHEDULER_RULES,
-    "gradient_clipping": number(_clip),
+    "gradient_clipping": number(where(lambda value: value >= 0, "0 or more", to_recipe("optimizer.clip"))),
     "prescale_gradients": because("gradients are summed in fp32, so that the order of division does not matter"),
     "gradient_predivide_factor": because("gradients are summed in fp32, so that the order of division does not matter"),
-    "gradient_allreduce_op": text(_reduction, "mean", "sum"),
+    "gradient_allreduce_op": named(to_plan("grad_reduce"), {"mean": "mean", "sum": "sum"}),
     "managed_gradient_accumulation": because("micro_batches makes the loop accumulate"),
     "activation_checkpointing": _ACTIVATIONS,
     "zero_allow_untested_optimizer": because("AdamW is tested under every plan"),
@@ -203,27 +200,6 @@ DEEPSPEED_RULES: Final[Rules] = {
     "weight_quantization": off("it applies to inference", "leave it out", harmless=(None, {})),
     "compile": {
         "deepcompile": off("DeepCompile has no counterpart", "torch.compile each block in your own loop"),
-        **dict.fromkeys(
-            (
-                "autoep_non_moe",
-                "free_activation",
-                "free_activation_threshold",
-                "offload_activation",
-                "offload_opt_states",
-                "offload_activation_pin_memory",
-                "double_buffer",
-                "symmetric_memory",
-                "debug_log",
-                "offload_parameters",
-                "sync_before_reduce",
-                "sync_after_reduce",
-                "sync_before_allgather",
-                "sync_after_allgather",
-                "keep_int_input_tensors",
-                "keep_all_input_tensors",
-                "passes",
-            ),
-            because("it applies to DeepCompile"),
-        ),
+        **_OF_DEEPCOMPILE,
     },
 }

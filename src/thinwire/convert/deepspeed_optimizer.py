@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from thinwire.convert.outcome import Judgement, ignored, mapped, refused
-from thinwire.convert.source import Rule, Rules, Source, because, flag, number, off, whole
+from thinwire.convert.source import Rule, Rules, Source, at_least_1, because, flag, number, off, to_recipe, where, whole
 
 _DEFAULTS: Final[dict[str, Any]] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 """Those of DeepSpeed's Adam."""
@@ -39,21 +39,14 @@ def _type(value: Any, source: Source) -> Judgement:
     return mapped(recipe=values, note="AdamW" + (", with DeepSpeed's defaults" if values else ""))
 
 
-def _copied(key: str, note: str = "") -> Rule:
-    """A rule that copies a parameter of Adam to the recipe."""
-
-    def rule(value: Any, _source: Source) -> Judgement:
-        return mapped(recipe={f"optimizer.{key}": float(value)}, note=note)
-
-    return rule
+def _positive(rule: Rule) -> Rule:
+    return number(where(lambda value: value > 0, "a number above 0", rule))
 
 
 def _lr(value: float, source: Source) -> Judgement:
-    if value <= 0:
-        return refused("expected a number above 0")
     if source.get("scheduler.params.warmup_max_lr") is not None:
         return ignored("scheduler.params.warmup_max_lr replaces it")
-    return mapped(recipe={"optimizer.lr": float(value)})
+    return mapped(recipe={"optimizer.lr": value})
 
 
 def _betas(value: Any, _source: Source) -> Judgement:
@@ -66,16 +59,23 @@ def _bias_correction(value: bool, _source: Source) -> Judgement:
     return ignored("always on") if value else refused("AdamW corrects the bias of its moments; leave it out")
 
 
-_ONE_BIT_KEY: Final = because("a parameter of the 1-bit optimizers")
 _TOGETHER: Final = because("another implementation of the same update")
+
+_OF_ONE_BIT: Final = dict.fromkeys(
+    (
+        "freeze_step", "cuda_aware", "comm_backend_name", "var_freeze_step", "var_update_scaler", "local_step_scaler",
+        "local_step_clipper",
+    ),
+    because("a parameter of the 1-bit optimizers"),
+)  # fmt: skip
 
 OPTIMIZER_RULES: Final[Rules] = {
     "type": _type,
     "params": {
-        "lr": number(_lr),
+        "lr": _positive(_lr),
         "betas": _betas,
-        "eps": number(_copied("eps")),
-        "weight_decay": number(_copied("weight_decay", "norms, biases and other vectors do not decay")),
+        "eps": number(to_recipe("optimizer.eps")),
+        "weight_decay": number(to_recipe("optimizer.weight_decay", "norms, biases and other vectors do not decay")),
         "bias_correction": flag(_bias_correction),
         "adam_w_mode": because("optimizer.type decides"),
         "torch_adam": _TOGETHER,
@@ -84,13 +84,7 @@ OPTIMIZER_RULES: Final[Rules] = {
         "set_grad_none": because("gradients are freed after the step"),
         "amsgrad": off("AMSGrad is not supported in a recipe", "leave it out"),
         "max_grad_norm": off("DeepSpeed does not support it either", "use gradient_clipping"),
-        "freeze_step": _ONE_BIT_KEY,
-        "cuda_aware": _ONE_BIT_KEY,
-        "comm_backend_name": _ONE_BIT_KEY,
-        "var_freeze_step": _ONE_BIT_KEY,
-        "var_update_scaler": _ONE_BIT_KEY,
-        "local_step_scaler": _ONE_BIT_KEY,
-        "local_step_clipper": _ONE_BIT_KEY,
+        **_OF_ONE_BIT,
         "max_coeff": because("a parameter of LAMB"),
         "min_coeff": because("a parameter of LAMB"),
         "momentum": because("a parameter of SGD and Muon"),
@@ -119,56 +113,33 @@ def _scheduler(value: Any, source: Source) -> Judgement:
     return mapped(recipe={"optimizer.final_lr_share": share, **warmup})
 
 
-def _warmup(value: int, _source: Source) -> Judgement:
-    return mapped(recipe={"optimizer.warmup": value}, note="DeepSpeed's first step has a learning rate of 0")
-
-
 def _from_zero(value: float, _source: Source) -> Judgement:
     return ignored("the warm-up starts near 0") if value == 0 else refused("a recipe warms up from 0; set it to 0")
 
 
-def _peak(value: float, _source: Source) -> Judgement:
-    return mapped(recipe={"optimizer.lr": float(value)}) if value > 0 else refused("expected a number above 0")
-
-
-def _total(value: int, _source: Source) -> Judgement:
-    return mapped(recipe={"train.steps": value}) if value else refused("expected at least 1")
-
-
 _WITH_TYPE: Final = because("scheduler.type covers it")
-_ELSEWHERE: Final = because("a parameter of LRRangeTest or OneCycle")
+
+_OF_OTHERS: Final = dict.fromkeys(
+    (
+        "lr_range_test_min_lr", "lr_range_test_step_size", "lr_range_test_step_rate", "lr_range_test_staircase",
+        "cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "cycle_first_step_size", "cycle_second_step_size",
+        "cycle_first_stair_count", "cycle_second_stair_count", "decay_step_size", "cycle_momentum", "cycle_min_mom",
+        "cycle_max_mom", "decay_mom_rate",
+    ),
+    because("a parameter of LRRangeTest or OneCycle"),
+)  # fmt: skip
 
 SCHEDULER_RULES: Final[Rules] = {
     "type": _scheduler,
     "params": {
         "warmup_min_lr": number(_from_zero),
         "warmup_min_ratio": number(_from_zero),
-        "warmup_max_lr": number(_peak),
-        "warmup_num_steps": whole(_warmup),
+        "warmup_max_lr": _positive(to_recipe("optimizer.lr")),
+        "warmup_num_steps": whole(to_recipe("optimizer.warmup", "DeepSpeed's first step has a learning rate of 0")),
         "warmup_type": _WITH_TYPE,
         "cos_min_ratio": _WITH_TYPE,
-        "total_num_steps": whole(_total),
+        "total_num_steps": whole(at_least_1(to_recipe("train.steps"))),
         "last_batch_iteration": because("a run resumes from its checkpoint"),
-        **dict.fromkeys(
-            (
-                "lr_range_test_min_lr",
-                "lr_range_test_step_size",
-                "lr_range_test_step_rate",
-                "lr_range_test_staircase",
-                "cycle_min_lr",
-                "cycle_max_lr",
-                "decay_lr_rate",
-                "cycle_first_step_size",
-                "cycle_second_step_size",
-                "cycle_first_stair_count",
-                "cycle_second_stair_count",
-                "decay_step_size",
-                "cycle_momentum",
-                "cycle_min_mom",
-                "cycle_max_mom",
-                "decay_mom_rate",
-            ),
-            _ELSEWHERE,
-        ),
+        **_OF_OTHERS,
     },
 }

@@ -6,7 +6,23 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from thinwire.convert.outcome import Judgement, ignored, mapped, refused
-from thinwire.convert.source import AUTO, Rule, Rules, Source, because, flag, number, off, text, whole
+from thinwire.convert.source import (
+    AUTO,
+    Rule,
+    Rules,
+    Source,
+    at_least_1,
+    because,
+    flag,
+    named,
+    number,
+    off,
+    switch,
+    to_plan,
+    to_recipe,
+    where,
+    whole,
+)
 
 _DTYPES: Final = {
     "fp32": "float32",
@@ -25,11 +41,8 @@ _BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def compute_dtype(source: Source) -> str:
-    """The dtype of parameters in forward and backward.
-
-    Returns:
-        The dtype that is enabled; the default of plans if one is ``"auto"`` and none is enabled; otherwise float32.
-    """
+    """The dtype of parameters in forward and backward: the one that is enabled; the default of plans if one is
+    ``"auto"`` and none is enabled; otherwise float32."""
     if _enabled(source, "fp16"):
         return "float16"
     sections = [source.table.get(section) for section in ("fp16", "bf16", "bfloat16")]
@@ -56,15 +69,13 @@ def _enabled(source: Source, section: str) -> bool:
 def _half(dtype: str, others: tuple[str, ...]) -> Rule:
     """The rule for ``enabled`` of a 16-bit dtype."""
 
-    def rule(value: bool, source: Source) -> Judgement:
-        if not value:
-            return ignored("off")
+    def rule(_value: bool, source: Source) -> Judgement:
         both = [other for other in others if _enabled(source, other)]
         if both:
             return refused(f"{both[0]}.enabled is true as well; enable one of them")
         return mapped(plan={"compute_dtype": dtype}, note="masters are fp32")
 
-    return rule
+    return switch(rule)
 
 
 def _with_fp16(rule: Rule) -> Rule:
@@ -90,8 +101,7 @@ def _constant_scale(value: float, _source: Source) -> Judgement:
         return ignored("0 is the dynamic loss scale, the default")
     if value < 0:
         return refused("expected 0, for a dynamic scale, or a number above 0")
-    scale = float(value)
-    keys = {"initial": scale, "growth": 1.0, "backoff": 1.0, "floor": min(1.0, scale)}
+    keys = {"initial": value, "growth": 1.0, "backoff": 1.0, "floor": min(1.0, value)}
     return mapped(recipe={f"loss_scale.{key}": item for key, item in keys.items()})
 
 
@@ -100,16 +110,6 @@ def _initial_scale(value: int, source: Source) -> Judgement:
     if isinstance(least, int | float) and 2.0**value < least:
         return refused(f"2^{value} is below fp16.min_loss_scale = {least}")
     return mapped(recipe={"loss_scale.initial": 2.0**value})
-
-
-def _window(value: int, _source: Source) -> Judgement:
-    return mapped(recipe={"loss_scale.growth_interval": value}) if value else refused("expected at least 1")
-
-
-def _floor(value: float, _source: Source) -> Judgement:
-    if value <= 0:
-        return refused("expected a number above 0; loss_scale.floor is 1.0 by default")
-    return mapped(recipe={"loss_scale.floor": float(value)})
 
 
 def _hysteresis(value: int, _source: Source) -> Judgement:
@@ -122,19 +122,13 @@ def _overflow_check(value: bool, _source: Source) -> Judgement:
     return mapped(recipe={"train.on_nonfinite": "stop"}, note="a step that is not finite is never applied")
 
 
-def _reduce_dtype(value: str, _source: Source) -> Judgement:
-    return mapped(plan={"reduce_dtype": _DTYPES[value.lower()]})
-
-
-def _accumulate_dtype(value: str, _source: Source) -> Judgement:
-    dtype = _DTYPES[value.lower()]
+def _accumulate_dtype(dtype: str, _source: Source) -> Judgement:
     if dtype == "float16":
         return refused("gradients accumulate in bf16 or fp32; use --set data_types.grad_accum_dtype=fp32")
     return mapped(plan={"accumulate_dtype": dtype})
 
 
-def _param_dtype(value: str, source: Source) -> Judgement:
-    dtype = _DTYPES[value.lower()]
+def _param_dtype(dtype: str, source: Source) -> Judgement:
     if dtype == compute_dtype(source):
         return ignored("the compute dtype")
     return refused(f"parameters have the compute dtype, {compute_dtype(source)}; enable bf16 or fp16 to change it")
@@ -146,9 +140,11 @@ def _fp32_modules(value: Any, _source: Source) -> Judgement:
     return refused('write [[units]] with match = NAME and dtype = "float32" into the plan instead')
 
 
-_NAMES: Final = tuple(_DTYPES)
+_FLOOR: Final = where(
+    lambda value: value > 0, "a number above 0; loss_scale.floor is 1.0 by default", to_recipe("loss_scale.floor")
+)
 _BF16: Final[Rules] = {
-    "enabled": flag(_half("bfloat16", ("fp16",))),
+    "enabled": _half("bfloat16", ("fp16",)),
     "immediate_grad_update": because("gradients are reduced as soon as the backward produces them"),
     "check_grad_overflow": flag(_overflow_check),
     "bf16_master_weights_and_grads": off("masters are fp32", "leave it out"),
@@ -157,14 +153,14 @@ _BF16: Final[Rules] = {
 
 PRECISION_RULES: Final[Rules] = {
     "fp16": {
-        "enabled": flag(_half("float16", ("bf16", "bfloat16"))),
+        "enabled": _half("float16", ("bf16", "bfloat16")),
         "auto_cast": because("inputs of units are always cast"),
         "loss_scale": number(_with_fp16(_constant_scale)),
         "initial_scale_power": whole(_dynamic(_initial_scale)),
-        "loss_scale_window": whole(_dynamic(_window)),
+        "loss_scale_window": whole(_dynamic(at_least_1(to_recipe("loss_scale.growth_interval")))),
         "hysteresis": whole(_dynamic(_hysteresis)),
         "consecutive_hysteresis": because("every overflow lowers the scale"),
-        "min_loss_scale": number(_dynamic(_floor)),
+        "min_loss_scale": number(_dynamic(_FLOOR)),
         "fp16_master_weights_and_grads": off("masters are fp32", "leave it out"),
     },
     "bf16": _BF16,
@@ -174,11 +170,11 @@ PRECISION_RULES: Final[Rules] = {
         "dtype": because("it applies where torch_autocast is enabled"),
         "lower_precision_safe_modules": because("it applies where torch_autocast is enabled"),
     },
-    "communication_data_type": text(_reduce_dtype, *_NAMES),
+    "communication_data_type": named(to_plan("reduce_dtype"), _DTYPES),
     "seq_parallel_communication_data_type": because("there is no sequence parallelism beside tp"),
     "data_types": {
-        "grad_accum_dtype": text(_accumulate_dtype, *_NAMES),
-        "param_dtype": text(_param_dtype, *_NAMES),
+        "grad_accum_dtype": named(_accumulate_dtype, _DTYPES),
+        "param_dtype": named(_param_dtype, _DTYPES),
         "buffer_dtype": because("buffers keep the dtype of the model"),
         "keep_in_fp32_modules": _fp32_modules,
     },

@@ -10,8 +10,9 @@ from typing import Any, Final
 
 from thinwire.convert.deepspeed_precision import compute_itemsize, wire_itemsize
 from thinwire.convert.outcome import ON_HOST, PARAMS_ON_HOST, Judgement, ignored, mapped, refused
-from thinwire.convert.source import Rule, Rules, Source, because, flag, off, whole
+from thinwire.convert.source import Rule, Rules, Source, always, because, flag, off, switch, whole
 from thinwire.spec import Factor
+from thinwire.spec.plan_parts.chain import groups
 
 QWZ: Final = "int8:256"
 QGZ: Final = "int4:256"
@@ -44,18 +45,13 @@ def factors(source: Source) -> dict[str, Any]:
 
 def _group(size: Any, mesh: Factor) -> Factor | None:
     """The factor of ``size`` neighbouring ranks; None where no factor has as many or ``size`` is no such number."""
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1 or mesh.ranks % size:
-        return None
-    if size <= mesh.local:
-        return Factor(local=size) if mesh.local % size == 0 else None
-    return Factor(local=mesh.local, nodes=size // mesh.local) if size % mesh.local == 0 else None
+    return mesh.group(size) if isinstance(size, int) and not isinstance(size, bool) and size > 0 else None
 
 
 def _no_group(size: int, mesh: Factor) -> Judgement:
-    inside = [d for d in range(1, mesh.local + 1) if mesh.local % d == 0]
-    across = [mesh.local * d for d in range(2, mesh.nodes + 1) if mesh.nodes % d == 0]
-    valid = ", ".join(map(str, [*inside, *across]))
-    return refused(f"{size} ranks do not divide the mesh of {mesh.nodes} nodes of {mesh.local}; valid are {valid}")
+    return refused(
+        f"{size} ranks do not divide the mesh of {mesh.nodes} nodes of {mesh.local}; valid are {groups(mesh)}"
+    )
 
 
 def _stage(value: Any, source: Source) -> Judgement:
@@ -77,28 +73,24 @@ def _mics(value: Any, source: Source) -> Judgement:
     )
 
 
+def _at_stage_3(rule: Rule) -> Rule:
+    """Apply a rule at stage 3, below which DeepSpeed ignores the key."""
+
+    def checked(value: Any, source: Source) -> Judgement:
+        return rule(value, source) if stage_of(source) == 3 else ignored("DeepSpeed uses it at stage 3 only")
+
+    return checked
+
+
+@_at_stage_3
 def _secondary(value: int, source: Source) -> Judgement:
-    if value <= 1:
-        return ignored("off")
-    if stage_of(source) != 3:
-        return ignored("DeepSpeed uses it at stage 3 only")
-    group = _group(value, data_parallel_mesh(source))
-    if group is None:
-        return _no_group(value, data_parallel_mesh(source))
-    return mapped(plan={"secondary": group}, note="hpZ")
+    group = _group(value, mesh := data_parallel_mesh(source))
+    return _no_group(value, mesh) if group is None else mapped(plan={"secondary": group}, note="hpZ")
 
 
-def _at_stage_3(codecs: Mapping[str, Any], note: str) -> Rule:
-    """A rule of ZeRO++ that sets codecs; DeepSpeed ignores these flags below stage 3."""
-
-    def rule(value: bool, source: Source) -> Judgement:
-        if not value:
-            return ignored("off")
-        if stage_of(source) != 3:
-            return ignored("DeepSpeed uses it at stage 3 only")
-        return mapped(plan=codecs, note=note)
-
-    return rule
+def _codecs(plan: Mapping[str, Any], note: str) -> Rule:
+    """The rule of a flag of ZeRO++ that sets codecs."""
+    return switch(_at_stage_3(always(mapped(plan=plan, note=note))))
 
 
 def _loco(value: Any, source: Source) -> Judgement:
@@ -125,11 +117,8 @@ def _overlap(value: bool, _source: Source) -> Judgement:
     return mapped(plan={f"overlap.{lane}": False for lane in ("gather", "reduce", "sync", "spread")})
 
 
+@_at_stage_3
 def _prefetch(value: int, source: Source) -> Judgement:
-    if value == 0:
-        return mapped(plan={"prefetch": 0})
-    if stage_of(source) < 3:
-        return ignored("DeepSpeed uses it at stage 3 only")
     if source.get("zero_optimization.overlap_comm", True) is False:
         return ignored("without overlap_comm, nothing is gathered ahead")
     nbytes = value * compute_itemsize(source)
@@ -138,23 +127,17 @@ def _prefetch(value: int, source: Source) -> Judgement:
 
 def _elements(key: str, note: str = "elements become bytes") -> Rule:
     """A rule of stage 3 that sets a number of bytes of parameters."""
+    return _at_stage_3(lambda value, source: mapped(plan={key: value * compute_itemsize(source)}, note=note))
 
-    def rule(value: int, source: Source) -> Judgement:
-        if stage_of(source) < 3:
-            return ignored("DeepSpeed uses it at stage 3 only")
-        return mapped(plan={key: value * compute_itemsize(source)}, note=note)
 
-    return rule
+def _unless_0(plan: Mapping[str, Any], rule: Rule) -> Rule:
+    """Apply a rule to numbers of elements above 0; 0 sets keys of the plan."""
+    return whole(lambda value, source: rule(value, source) if value else mapped(plan=plan))
 
 
 def _live(key: str) -> Rule:
     """A rule for a limit of what stays gathered; 0 lets nothing stay."""
-    of_elements = _elements(key)
-
-    def rule(value: int, source: Source) -> Judgement:
-        return mapped(plan={"kept_unit": "none"}) if value == 0 else of_elements(value, source)
-
-    return rule
+    return _unless_0({"kept_unit": "none"}, _elements(key))
 
 
 def _offload(plan: Mapping[str, Any], note: str = "") -> Rule:
@@ -178,6 +161,7 @@ _OFFLOAD_PARAM: Final = _offload(PARAMS_ON_HOST)
 _SAVED: Final = because("thinwire export writes whole weights; in Python, tw.full_state_dict(model)")
 _OWN_BUCKETS: Final = because("each unit, usually a block, is one gather")
 _PERSISTENCE: Final = _elements("persist_bytes", 'whole units stay; granularity = "module" makes norms units')
+_PREFETCH: Final = _unless_0({"prefetch": 0}, _prefetch)
 _NO_TOTAL: Final = because("persist_bytes has no limit in total; live_bytes limits all that is gathered")
 _STAGE_3: Final = because("an implementation detail of DeepSpeed's stage 3")
 _ANY_LOAD: Final = because("checkpoints load under any plan and any number of ranks")
@@ -205,16 +189,16 @@ ZERO_RULES: Final[Rules] = {
     "cpu_offload_param": _OFFLOAD_PARAM,
     "cpu_offload_use_pin_memory": because("what lives on the host is always locked in its place"),
     "cpu_offload": _OFFLOAD_OPTIMIZER,
-    "stage3_prefetch_bucket_size": whole(_prefetch),
-    "prefetch_bucket_size": whole(_prefetch),
+    "stage3_prefetch_bucket_size": _PREFETCH,
+    "prefetch_bucket_size": _PREFETCH,
     "stage3_param_persistence_threshold": whole(_PERSISTENCE),
     "param_persistence_threshold": whole(_PERSISTENCE),
     "stage3_model_persistence_threshold": _NO_TOTAL,
     "model_persistence_threshold": _NO_TOTAL,
-    "stage3_max_live_parameters": whole(_live("live_bytes")),
-    "max_live_parameters": whole(_live("live_bytes")),
-    "stage3_max_reuse_distance": whole(_live("reuse_bytes")),
-    "max_reuse_distance": whole(_live("reuse_bytes")),
+    "stage3_max_live_parameters": _live("live_bytes"),
+    "max_live_parameters": _live("live_bytes"),
+    "stage3_max_reuse_distance": _live("reuse_bytes"),
+    "max_reuse_distance": _live("reuse_bytes"),
     "stage3_gather_16bit_weights_on_model_save": _SAVED,
     "gather_16bit_weights_on_model_save": _SAVED,
     "stage3_gather_fp16_weights_on_model_save": _SAVED,
@@ -228,14 +212,12 @@ ZERO_RULES: Final[Rules] = {
     "legacy_stage1": because("there is one implementation of stage 1"),
     "round_robin_gradients": because("gradients go to the host unit by unit, where they live there"),
     "parameter_alignment": because("shards are always aligned to 16 bytes"),
-    "zero_hpz_partition_size": whole(_secondary),
-    "zero_quantized_weights": flag(_at_stage_3({"wire.gather": QWZ}, "qwZ")),
-    "zero_quantized_nontrainable_weights": flag(
-        _at_stage_3({"frozen.storage": QWZ}, "frozen matrices live encoded; biases and norms stay as they are")
+    "zero_hpz_partition_size": whole(lambda value, source: _secondary(value, source) if value > 1 else ignored("off")),
+    "zero_quantized_weights": _codecs({"wire.gather": QWZ}, "qwZ"),
+    "zero_quantized_nontrainable_weights": _codecs(
+        {"frozen.storage": QWZ}, "frozen matrices live encoded; biases and norms stay as they are"
     ),
-    "zero_quantized_gradients": flag(
-        _at_stage_3({"wire.reduce_intra": QGZ, "wire.reduce_inter": QGZ}, "qgZ, on one node, too")
-    ),
+    "zero_quantized_gradients": _codecs({"wire.reduce_intra": QGZ, "wire.reduce_inter": QGZ}, "qgZ, on one node, too"),
     "memory_efficient_linear": _STAGE_3,
     "pipeline_loading_checkpoint": _ANY_LOAD,
     "override_module_apply": _STAGE_3,

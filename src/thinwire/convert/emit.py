@@ -15,9 +15,6 @@ from thinwire.errors import SpecError
 from thinwire.spec import Factor, Plan
 from thinwire.spec.io import write_toml
 
-FRAMEWORKS: Final = ("fsdp2", "hsdp", "megatron-fsdp", "deepspeed", "torchtitan")
-"""Frameworks whose configuration can be written."""
-
 FILES: Final[Mapping[str, str]] = {
     "fsdp2": "fsdp2.py",
     "hsdp": "hsdp.py",
@@ -26,6 +23,9 @@ FILES: Final[Mapping[str, str]] = {
     "torchtitan": "torchtitan.toml",
 }
 """Name of the file that is written, by framework."""
+
+FRAMEWORKS: Final = tuple(FILES)
+"""Frameworks whose configuration can be written."""
 
 _SCHEDULES: Final = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
 
@@ -71,23 +71,14 @@ def emitted_text(emitted: Emitted) -> str:
 # -- PyTorch -----------------------------------------------------------------------------------------------------------
 
 
-def fsdp2_call(emitted: Emitted, device: str = "cuda") -> str:
-    """The sharding of a block as one call of ``fully_shard``, which ``thinwire convert --fsdp2`` reads."""
-    mesh = f"init_device_mesh({device!r}, {_mesh_shape(emitted)!r}, mesh_dim_names={_mesh_names(emitted)!r})"
-    return (
-        f"fully_shard(block, mesh={mesh}, mp_policy={_policy(emitted)}, reshard_after_forward={_resharding(emitted)!r})"
-    )
-
-
 def _fsdp2(emitted: Emitted) -> str:
     """A module with a function that shards a model, and one that makes a step."""
-    return "\n".join([*_fsdp2_head(emitted), *_fsdp2_shard(emitted), "", "", *_fsdp2_step(emitted)]) + "\n"
-
-
-def _fsdp2_head(emitted: Emitted) -> list[str]:
-    plan = emitted.plan
-    return [
-        f'"""{emitted.what}: {"HSDP" if emitted.replicas > 1 else "FSDP2"} of PyTorch, written by thinwire plan.',
+    plan, replicated, clip = emitted.plan, emitted.replicas > 1, emitted.clip
+    mesh_shape = (emitted.replicas, emitted.group.ranks) if replicated else (emitted.group.ranks,)
+    mesh_names = ("replicate", "shard") if replicated else ("shard",)
+    dtypes = f"param_dtype=torch.{plan.compute_dtype}, reduce_dtype=torch.{plan.reduce_dtype or plan.compute_dtype}"
+    lines = [
+        f'"""{emitted.what}: {"HSDP" if replicated else "FSDP2"} of PyTorch, written by thinwire plan.',
         "",
         "    model = shard(model)",
         "    optimizer = torch.optim.AdamW(model.parameters(), lr=...)",
@@ -108,27 +99,17 @@ def _fsdp2_head(emitted: Emitted) -> list[str]:
         f"MICRO_BATCHES = {plan.micro_batches}",
         "",
         "",
-    ]
-
-
-def _fsdp2_shard(emitted: Emitted) -> list[str]:
-    recompute = emitted.plan.recompute
-    return [
         'def shard(model: nn.Module, device: str = "cuda") -> nn.Module:',
         '    """Shard a model whose parameters are fp32; its blocks are its longest list of modules."""',
-        f"    mesh = init_device_mesh(device, {_mesh_shape(emitted)!r}, mesh_dim_names={_mesh_names(emitted)!r})",
-        f"    policy = {_policy(emitted)}",
+        f"    mesh = init_device_mesh(device, {mesh_shape!r}, mesh_dim_names={mesh_names!r})",
+        f"    policy = MixedPrecisionPolicy({dtypes})",
         "    blocks = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)",
-        "    for index, block in enumerate(blocks):" if recompute else "    for block in blocks:",
-        *(["        blocks[index] = block = checkpoint_wrapper(block)"] if recompute else []),
+        "    for index, block in enumerate(blocks):" if plan.recompute else "    for block in blocks:",
+        *(["        blocks[index] = block = checkpoint_wrapper(block)"] if plan.recompute else []),
         f"        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward={_resharding(emitted)!r})",
         "    return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)",
-    ]
-
-
-def _fsdp2_step(emitted: Emitted) -> list[str]:
-    replicated, clip = emitted.replicas > 1, emitted.clip
-    return [
+        "",
+        "",
         "def step(",
         "    model: nn.Module,",
         "    optimizer: torch.optim.Optimizer,",
@@ -148,24 +129,12 @@ def _fsdp2_step(emitted: Emitted) -> list[str]:
         "    optimizer.step()",
         "    optimizer.zero_grad()",
         "    return total",
+        "",
     ]
+    return "\n".join(lines)
 
 
 _CHECKPOINT: Final = "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper"
-
-
-def _mesh_shape(emitted: Emitted) -> tuple[int, ...]:
-    return (emitted.replicas, emitted.group.ranks) if emitted.replicas > 1 else (emitted.group.ranks,)
-
-
-def _mesh_names(emitted: Emitted) -> tuple[str, ...]:
-    return ("replicate", "shard") if emitted.replicas > 1 else ("shard",)
-
-
-def _policy(emitted: Emitted) -> str:
-    plan = emitted.plan
-    reduce = plan.reduce_dtype or plan.compute_dtype
-    return f"MixedPrecisionPolicy(param_dtype=torch.{plan.compute_dtype}, reduce_dtype=torch.{reduce})"
 
 
 def _resharding(emitted: Emitted) -> bool | int:

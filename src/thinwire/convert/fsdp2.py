@@ -7,18 +7,14 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from thinwire.convert.outcome import ON_HOST, PARAMS_ON_HOST, Conversion, Judgement, ignored, mapped, refused
-from thinwire.convert.source import Rules, Source, because, flag, judge, text
+from thinwire.convert.source import Rules, Source, because, flag, judge, named, to_plan
 from thinwire.errors import SpecError
 from thinwire.spec import Factor
 
 _DTYPES: Final = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 _CALLS: Final = (
-    "MixedPrecisionPolicy",
-    "CPUOffloadPolicy",
-    "OffloadPolicy",
-    "init_device_mesh",
-    "DataParallelMeshDims",
-)
+    "MixedPrecisionPolicy", "CPUOffloadPolicy", "OffloadPolicy", "init_device_mesh", "DataParallelMeshDims",
+)  # fmt: skip
 _SHOWN: Final = "fully_shard(mesh=..., reshard_after_forward=..., mp_policy=MixedPrecisionPolicy(...))"
 
 
@@ -77,11 +73,10 @@ def resharding(value: Any, ranks: Factor) -> Judgement:
         return refused(f"expected true, false, or a divisor of the {ranks.ranks} ranks that shard")
     if value == 1:
         return mapped(plan={"params": one}, note="one rank keeps everything, as with false")
-    if value <= ranks.local and ranks.local % value == 0:
-        return mapped(plan={"secondary": Factor(local=value)}, note="preset hpz")
-    if value % ranks.local == 0:
-        return mapped(plan={"secondary": Factor(local=ranks.local, nodes=value // ranks.local)}, note="preset hpz")
-    return refused(f"a group of {value} ranks does not fill nodes of {ranks.local}")
+    group = ranks.group(value)
+    if group is None:
+        return refused(f"a group of {value} ranks does not fill nodes of {ranks.local}")
+    return mapped(plan={"secondary": group}, note="preset hpz")
 
 
 def _name(node: ast.expr) -> str:
@@ -121,20 +116,12 @@ def _mesh_sizes(node: ast.Call) -> list[int]:
 
 def _group(source: Source) -> Factor | None:
     """The ranks that shard: all, or under a mesh of two axes those of its second one; None where they do not fit."""
-    ranks, sizes = source.ranks, source.get("mesh")
-    if sizes is None or not isinstance(sizes, list) or len(sizes) == 1:
-        return ranks
-    size = sizes[-1]
-    if size <= ranks.local:
-        return Factor(local=size) if ranks.local % size == 0 else None
-    if size % ranks.local == 0 and ranks.nodes % (size // ranks.local) == 0:
-        return Factor(local=ranks.local, nodes=size // ranks.local)
-    return None
+    sizes = source.get("mesh")
+    return source.ranks.group(sizes[1]) if _is_mesh(sizes) and len(sizes) == 2 else source.ranks
 
 
 def _factors(source: Source) -> dict[str, Any]:
-    group = _group(source) if _is_mesh(source.get("mesh", [1])) else None
-    group = group or source.ranks
+    group = _group(source) or source.ranks
     return {"name": "fsdp2", "mesh": source.ranks, "params": group, "grads": group, "optimizer": group}
 
 
@@ -160,14 +147,6 @@ def _reshard(value: Any, source: Source) -> Judgement:
     return resharding(value, _group(source) or source.ranks)
 
 
-def _compute(value: str, _source: Source) -> Judgement:
-    return mapped(plan={"compute_dtype": _DTYPES[value.lower()]})
-
-
-def _reduce(value: str, _source: Source) -> Judgement:
-    return mapped(plan={"reduce_dtype": _DTYPES[value.lower()]})
-
-
 def offloading(value: Any, _source: Source) -> Judgement:
     """What becomes of offloaded states, or of none."""
     if not value:
@@ -181,8 +160,8 @@ _RULES: Final[Rules] = {
     "reshard_after_forward": _reshard,
     "shard_placement_fn": because("shards are slices of a unit's flat buffer, and parameters keep their whole shape"),
     "mp_policy": {
-        "param_dtype": text(_compute, *_DTYPES),
-        "reduce_dtype": text(_reduce, *_DTYPES),
+        "param_dtype": named(to_plan("compute_dtype"), _DTYPES),
+        "reduce_dtype": named(to_plan("reduce_dtype"), _DTYPES),
         "output_dtype": because("outputs have the compute dtype"),
         "cast_forward_inputs": flag(
             lambda value, source: (

@@ -173,11 +173,7 @@ class Conversion:
         if needs.seq is not None:
             flat["train.seq"] = needs.seq
         flat |= {"cluster.nodes": self.ranks.nodes, "cluster.nproc": self.ranks.local}
-        table = {
-            "plan": plan_file or _plain(self.plan_table()),
-            "model": _model(needs.model),
-            **_nested(flat),
-        }
+        table = {"plan": plan_file or _plain(self.plan_table()), "model": _model(needs.model), **_nested(flat)}
         Recipe.parse(table, f"the recipe converted from {self.what}")
         return write_toml(table)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from thinwire.convert.outcome import Judgement, Row, ignored, refused
+from thinwire.convert.outcome import Judgement, Row, ignored, mapped, refused
 from thinwire.convert.plain_yaml import read_yaml
 from thinwire.errors import SpecError
 from thinwire.spec import Factor
@@ -91,9 +91,24 @@ def judge(source: Source, rules: Rules) -> tuple[Row, ...]:
     return tuple(_judged(source, source.table, rules, ""))
 
 
+def always(judgement: Judgement) -> Rule:
+    """A rule with the same judgement whatever the value."""
+    return lambda value, source: judgement
+
+
 def because(reason: str) -> Rule:
     """A rule that ignores a key whatever its value."""
-    return lambda value, source: ignored(reason)
+    return always(ignored(reason))
+
+
+def to_plan(key: str, note: str = "") -> Rule:
+    """A rule that copies a value to a key of the plan."""
+    return lambda value, source: mapped(plan={key: value}, note=note)
+
+
+def to_recipe(key: str, note: str = "") -> Rule:
+    """A rule that copies a value to a key of the recipe."""
+    return lambda value, source: mapped(recipe={key: value}, note=note)
 
 
 def off(why: str, remedy: str, *, harmless: Sequence[Any] = (False, None, 0, {}, [])) -> Rule:
@@ -117,42 +132,49 @@ def off(why: str, remedy: str, *, harmless: Sequence[Any] = (False, None, 0, {},
 
 def flag(rule: Rule) -> Rule:
     """Require ``true`` or ``false`` before applying a rule."""
-    return _typed(rule, lambda value: isinstance(value, bool), "true or false")
+    return where(lambda value: isinstance(value, bool), "true or false", rule)
+
+
+def switch(rule: Rule) -> Rule:
+    """Require ``true`` or ``false``, and apply a rule to ``true``."""
+    return flag(lambda value, source: rule(value, source) if value else ignored("off"))
 
 
 def whole(rule: Rule) -> Rule:
     """Require a whole number of at least 0 before applying a rule, which receives an ``int``; ``5e8`` counts as one."""
 
-    def converted(value: Any, source: Source) -> Judgement:
-        return rule(int(value), source)
+    def is_whole(value: Any) -> bool:
+        return _is_number(value) and value >= 0 and float(value).is_integer()
 
-    return _typed(converted, _is_whole, "a whole number of at least 0")
+    return where(is_whole, "a whole number of at least 0", lambda value, source: rule(int(value), source))
+
+
+def at_least_1(rule: Rule) -> Rule:
+    """Require a whole number above 0, once it is known to be whole, before applying a rule."""
+    return where(bool, "at least 1", rule)
 
 
 def number(rule: Rule) -> Rule:
-    """Require a number before applying a rule."""
-    return _typed(rule, lambda value: isinstance(value, int | float) and not isinstance(value, bool), "a number")
+    """Require a number before applying a rule, which receives a ``float``."""
+    return where(_is_number, "a number", lambda value, source: rule(float(value), source))
 
 
-def text(rule: Rule, *choices: str) -> Rule:
-    """Require text, one of ``choices`` in any case if there are some, before applying a rule."""
+def named(rule: Rule, values: Mapping[str, Any]) -> Rule:
+    """Require one of some names, in any case, before applying a rule, which receives the value of that name."""
 
-    def is_choice(value: Any) -> bool:
-        return isinstance(value, str) and (not choices or value.lower() in choices)
+    def is_name(value: Any) -> bool:
+        return isinstance(value, str) and value.lower() in values
 
-    return _typed(rule, is_choice, f"one of {', '.join(choices)}" if choices else "text")
-
-
-def _is_whole(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and value >= 0 and float(value).is_integer()
+    return where(is_name, f"one of {', '.join(values)}", lambda value, source: rule(values[value.lower()], source))
 
 
-def _typed(rule: Rule, fits: Callable[[Any], bool], expected: str) -> Rule:
-    def checked(value: Any, source: Source) -> Judgement:
-        return rule(value, source) if fits(value) else refused(f"expected {expected}")
+def where(fits: Callable[[Any], bool], expected: str, rule: Rule) -> Rule:
+    """Require a value that fits before applying a rule."""
+    return lambda value, source: rule(value, source) if fits(value) else refused(f"expected {expected}")
 
-    return checked
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _judged(source: Source, table: Mapping[str, Any], rules: Rules, prefix: str) -> Iterator[Row]:

@@ -22,27 +22,12 @@ from thinwire.plan.amsp.objectives import BothObjectives, UnderBoth, both_object
 from thinwire.plan.amsp.solver import AmspPlan, amsp_flips, amsp_search
 from thinwire.plan.amsp.sums import AmspSums
 from thinwire.plan.automatic import Chosen, Freedom, choose, lossy_codecs, profiled_job, replaced_keys
-from thinwire.plan.explain import (
-    Explanation,
-    binding,
-    critical_path,
-    explain,
-    remedies,
-    shortage,
-    summary,
-)
+from thinwire.plan.explain import Explanation, binding, critical_path, explain, remedies, shortage, summary
 from thinwire.plan.finalists import finalists
 from thinwire.plan.islands.loss_law import LossLaw, parse_budget
 from thinwire.plan.islands.plans import IslandPlan, island_plans
 from thinwire.plan.peers import losses, nearest
-from thinwire.plan.placement import (
-    hostfile,
-    leaf_numbers,
-    place,
-    placed,
-    rankfile,
-    slurm_hostfile,
-)
+from thinwire.plan.placement import hostfile, leaf_numbers, place, placed, rankfile, slurm_hostfile
 from thinwire.plan.priced import AxisSeconds, PricedPlan, Provenance, price_plan, provenance
 from thinwire.plan.renting import Rental, SweptNodes, offers, parts_of, rentals, sweep_nodes
 from thinwire.plan.rules import Cut
@@ -50,72 +35,15 @@ from thinwire.plan.search import OFFLOADED, Search, Searched, search, search_wid
 from thinwire.plan.training_job import CODEC_LEVELS, CodecLevel, TrainingJob, profiled_cluster
 
 __all__ = [
-    "OFFLOADED",
-    "AmspPlan",
-    "AmspSums",
-    "AxisSeconds",
-    "BothObjectives",
-    "CODEC_LEVELS",
-    "Candidate",
-    "Chosen",
-    "CodecLevel",
-    "Culprit",
-    "Cut",
-    "Explanation",
-    "Freedom",
-    "IslandPlan",
-    "LossLaw",
-    "PricedPlan",
-    "Provenance",
-    "Rental",
-    "RunComparison",
-    "Search",
-    "Searched",
-    "SweptNodes",
-    "TrainingJob",
-    "UnderBoth",
-    "amsp_flips",
-    "amsp_search",
-    "binding",
-    "both_objectives",
-    "candidate",
-    "choose",
-    "compare",
-    "compare_expected",
-    "critical_path",
-    "culprit",
-    "expectation",
-    "explain",
-    "finalists",
-    "hostfile",
-    "island_plans",
-    "leaf_numbers",
-    "losses",
-    "lossy_codecs",
-    "nearest",
-    "offers",
-    "parse_budget",
-    "parts_of",
-    "place",
-    "placed",
-    "price_plan",
-    "profiled_cluster",
-    "profiled_job",
-    "provenance",
-    "rankfile",
-    "Refit",
-    "refit",
-    "remedies",
-    "rentals",
-    "replaced_keys",
-    "rests_on",
-    "search",
-    "search_wider",
-    "shortage",
-    "slurm_hostfile",
-    "summary",
-    "sweep_nodes",
-]
+    "OFFLOADED", "AmspPlan", "AmspSums", "AxisSeconds", "BothObjectives", "CODEC_LEVELS", "Candidate", "Chosen",
+    "CodecLevel", "Culprit", "Cut", "Explanation", "Freedom", "IslandPlan", "LossLaw", "PricedPlan", "Provenance",
+    "Rental", "RunComparison", "Search", "Searched", "SweptNodes", "TrainingJob", "UnderBoth", "amsp_flips",
+    "amsp_search", "binding", "both_objectives", "candidate", "choose", "compare", "compare_expected", "critical_path",
+    "culprit", "expectation", "explain", "finalists", "hostfile", "island_plans", "leaf_numbers", "losses",
+    "lossy_codecs", "nearest", "offers", "parse_budget", "parts_of", "place", "placed", "price_plan",
+    "profiled_cluster", "profiled_job", "provenance", "rankfile", "Refit", "refit", "remedies", "rentals",
+    "replaced_keys", "rests_on", "search", "search_wider", "shortage", "slurm_hostfile", "summary", "sweep_nodes",
+]  # fmt: skip
 
 # The names of version 0.2, for one release.
 Candidate = PricedPlan

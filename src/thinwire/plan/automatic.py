@@ -105,13 +105,8 @@ def profiled_job(
 
 
 def choose(job: TrainingJob, template: Plan, asked: str, *, free: Freedom) -> Chosen:
-    """Choose the plan of a run.
-
-    Args:
-        job: The training job.
-        template: The run's own plan, which keeps what the search does not decide.
-        asked: The option that asks for the choice, for messages.
-        free: What the search may choose.
+    """Choose the plan of a run, whose own plan, the template, keeps what the search does not decide. ``asked`` is the
+    option that asks for the choice, for messages.
 
     Raises:
         UsageError: The run's plan has islands or shares sequences; or no plan fits, and the message lists remedies.
@@ -152,24 +147,15 @@ def with_kept(plan: Plan, template: Plan) -> Plan:
 
 
 def replaced_keys(plan: Plan, template: Plan, written: Iterable[str]) -> list[str]:
-    """One sentence for each key of the run's own plan that the search decides otherwise.
-
-    Args:
-        plan: The plan that was chosen.
-        template: The run's own plan.
-        written: Keys that its recipe writes.
-    """
+    """One sentence for each key written in the recipe of the run's own plan, the template, that the search decides
+    otherwise."""
+    ours, theirs = plan.to_dict(), template.to_dict()
     decided = [name for name in written if name in type(plan).model_fields and name not in (*KEPT, "name", "mesh")]
     return [
-        f"auto decides {name}: {_shown(plan, name)} replaces {_shown(template, name)} of the recipe's plan"
+        f"auto decides {name}: {json.dumps(ours[name])} replaces {json.dumps(theirs[name])} of the recipe's plan"
         for name in decided
         if getattr(template, name) != getattr(plan, name)
     ]
-
-
-def _shown(plan: Plan, name: str) -> str:
-    value = plan.to_dict().get(name)
-    return json.dumps(value)
 
 
 def _widened(job: TrainingJob, template: Plan, asked: str, free: Freedom) -> tuple[TrainingJob, Searched]:
@@ -183,11 +169,7 @@ def _widened(job: TrainingJob, template: Plan, asked: str, free: Freedom) -> tup
 
 
 def search_fitting(job: TrainingJob, asked: str) -> Searched:
-    """Search for plans that fit into memory.
-
-    Args:
-        job: The training job.
-        asked: The option that asks for the search, for the message.
+    """Search for plans that fit into memory. ``asked`` is the option that asks for the search, for the message.
 
     Raises:
         UsageError: No plan fits; the message lists remedies.
@@ -204,13 +186,7 @@ def search_fitting(job: TrainingJob, asked: str) -> Searched:
 
 
 def lossy_codecs(job: TrainingJob, searched: Searched, plan: Plan) -> str | None:
-    """One sentence about lossy codecs: which a plan uses by consent, or what they would gain.
-
-    Args:
-        job: The job that was searched for.
-        searched: Result of the search.
-        plan: The plan that was chosen.
-    """
+    """One sentence about lossy codecs: which the plan that was chosen uses by consent, or what they would gain."""
     used = [f"{name} {codec}" for name, codec in plan.wire.codecs().items() if not codec.is_lossless]
     if used:
         feedback = " with error feedback" if plan.wire.error_feedback else ""

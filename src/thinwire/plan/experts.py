@@ -13,23 +13,14 @@ SHARDED = ("zero1", "zero2", "zero3", "hsdp")
 
 
 def sharings(job: TrainingJob) -> list[int]:
-    """Numbers of ranks that can share the experts of the job's model; empty for a dense model.
-
-    Args:
-        job: Model and cluster.
-    """
+    """Numbers of ranks that can share the experts of the job's model; empty for a dense model."""
     experts = job.model.experts or 1
     return [ways for ways in range(2, experts + 1) if experts % ways == 0 and job.mesh.group(ways) is not None]
 
 
 def expert_candidates(job: TrainingJob, simulations: Simulations, bucket_bytes: int) -> list[PricedPlan]:
-    """The fastest plan that fits for each number of ranks that share experts.
-
-    Args:
-        job: Model, cluster and batch; plans have no tensor and pipeline parallelism, and no codecs.
-        simulations: What is known of earlier searches for the same model.
-        bucket_bytes: Size of a synchronisation bucket.
-    """
+    """The fastest plan that fits for each number of ranks that share experts; plans have no tensor and pipeline
+    parallelism, and no codecs."""
     found = []
     for ways in sharings(job):
         plans = (

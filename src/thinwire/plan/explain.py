@@ -110,12 +110,7 @@ def critical_path(candidate: PricedPlan) -> dict[str, float]:
 
 
 def explain(job: TrainingJob, searched: Searched) -> Explanation:
-    """Explain why a search's best plan is the best.
-
-    Args:
-        job: The job that was searched for.
-        searched: The result of the search; at least one plan fits.
-    """
+    """Explain why the best plan of a search is the best; at least one plan fits."""
     chosen = searched.candidates[0]
     flips, steady = [], []
     for change, changed in _variations(job):
@@ -137,13 +132,10 @@ def explain(job: TrainingJob, searched: Searched) -> Explanation:
 
 
 def remedies(job: TrainingJob) -> list[Remedy]:
-    """Find changes under which some plan fits.
+    """Find changes of a job for which no plan fits, under which some plan does.
 
     For every kind of change, this is the smallest one that suffices. If none does, recomputation is combined with more
     nodes. Every change that is returned was tried.
-
-    Args:
-        job: A job for which no plan fits.
     """
     kinds = (
         _computing_again(job),
@@ -156,7 +148,8 @@ def remedies(job: TrainingJob) -> list[Remedy]:
     )
     changes = [remedy for kind in kinds if (remedy := _first_that_fits(kind))]
     if not changes and job.recompute is False:
-        recomputed = ((f"--recompute on and {change}", changed) for change, changed in _more_nodes(_recomputing(job)))
+        larger = _more_nodes(replace(job, recompute=True))
+        recomputed = ((f"--recompute on and {change}", changed) for change, changed in larger)
         changes = [remedy for remedy in (_first_that_fits(recomputed),) if remedy]
     return changes
 
@@ -208,12 +201,7 @@ def binding(job: TrainingJob, chosen: PricedPlan) -> str:
 
 
 def quartile_seconds(job: TrainingJob, chosen: PricedPlan) -> tuple[float, float] | None:
-    """Seconds of a plan's step with the lower and with the upper quartiles of a profile; ``None`` without a profile.
-
-    Args:
-        job: The job.
-        chosen: A plan for it.
-    """
+    """Seconds of a plan's step with the lower and with the upper quartiles of a profile; ``None`` without a profile."""
     if not isinstance(job.rates, ProfiledRates):
         return None
     quartiles: tuple[Literal["low", "high"], ...] = ("low", "high")
@@ -274,20 +262,16 @@ def _other_spines(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
         yield f"{format_bandwidth(spine.bandwidth)} of a node across the spine", elsewhere(job, cluster)
 
 
-def _recomputing(job: TrainingJob) -> TrainingJob:
-    return replace(job, recompute=True)
-
-
 def _computing_again(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
     if job.recompute is False:
-        yield "--recompute on", _recomputing(job)
+        yield "--recompute on", replace(job, recompute=True)
 
 
 def _offloading(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
     if job.residences[0].on_device:
         yield "--offload", replace(job, residences=OFFLOADED)
         if job.recompute is False:
-            yield "--offload --recompute on", _recomputing(replace(job, residences=OFFLOADED))
+            yield "--offload --recompute on", replace(job, residences=OFFLOADED, recompute=True)
 
 
 def _smaller_batches(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:

@@ -13,7 +13,6 @@ from thinwire.cost import (
     MeasuredLibrary,
     Memory,
     ProfiledRates,
-    Rates,
     ZeroSettings,
     largest_memory,
     peer_memory,
@@ -47,12 +46,8 @@ class PeerPlan:
 
 
 def nearest(job: TrainingJob, framework: str, ours: Plan) -> PeerPlan:
-    """The configuration of a framework that fits and has the shortest predicted step.
-
-    Args:
-        job: The job.
-        framework: Name of the framework.
-        ours: The plan that was chosen; the framework takes over its way of cutting the model, if it can.
+    """The configuration of a framework that fits and has the shortest predicted step. It takes over the way in which
+    our plan cuts the model, if it can.
 
     Raises:
         UsageError: No configuration of the framework fits into memory, or none divides the batch.
@@ -153,13 +148,12 @@ def _shardings(framework: str, mesh: Factor) -> Iterator[dict[str, Any]]:
 
 def _seconds(job: TrainingJob, framework: str, plan: Plan) -> float:
     rates, workload = job.rates, job.workload(plan)
-    step = peer_step(framework, plan, workload, rates, _calls(job, rates))
+    calls: CollectiveTimes = LibraryCollectives(job.cluster)
+    if isinstance(rates, ProfiledRates):
+        calls = MeasuredLibrary(rates)
+    step = peer_step(framework, plan, workload, rates, calls)
     axes = AxisSeconds.of(job, plan, workload)
     return step.seconds + axes.idle + axes.messages
-
-
-def _calls(job: TrainingJob, rates: Rates) -> CollectiveTimes:
-    return MeasuredLibrary(rates) if isinstance(rates, ProfiledRates) else LibraryCollectives(job.cluster)
 
 
 def _memory(job: TrainingJob, framework: str, plan: Plan) -> Memory:

@@ -36,11 +36,10 @@ class Placed:
 
 
 def leaf_numbers(hosts: Mapping[str, str], order: Iterable[str] | None = None) -> tuple[int, ...]:
-    """Number the leaves, and return each host's number as a cluster specification needs it.
+    """Number the leaves, and return each host's number as a cluster specification needs it, from the leaf of every
+    host.
 
-    Args:
-        hosts: Leaf of every host.
-        order: Order of the hosts; default: leaf by leaf, to compare plans before their hosts are ordered.
+    Without an order of the hosts, they stand leaf by leaf, to compare plans before their hosts are ordered.
     """
     number = {leaf: index for index, leaf in enumerate(dict.fromkeys(hosts.values()))}
     return tuple(number[hosts[host]] for host in (leaf_by_leaf(hosts) if order is None else order))
@@ -61,20 +60,19 @@ def place(job: TrainingJob, plan: Plan, hosts: Mapping[str, str]) -> Placed:
     if len(hosts) != job.cluster.nodes:
         raise SpecError("hosts", [f"there are {len(hosts)} hosts, and the cluster has {job.cluster.nodes} nodes"])
     traffic = _traffic(job, plan)
-    placed = (_placed(job, plan, order, hosts, traffic) for order in host_orders(plan, hosts))
-    return min(placed, key=lambda placement: (placement.seconds, placement.crossing))
+    orders = (placed(job, plan, order, hosts, traffic) for order in host_orders(plan, hosts))
+    return min(orders, key=lambda placement: (placement.seconds, placement.crossing))
 
 
-def placed(job: TrainingJob, plan: Plan, order: Sequence[str], hosts: Mapping[str, str]) -> Placed:
-    """Price an order of hosts.
-
-    Args:
-        job: Training job with the rates that price the step.
-        plan: The plan.
-        order: Hosts, in the order of the mesh's nodes.
-        hosts: Leaf of every host.
-    """
-    return _placed(job, plan, order, hosts, _traffic(job, plan))
+def placed(
+    job: TrainingJob, plan: Plan, order: Sequence[str], hosts: Mapping[str, str], traffic: Traffic | None = None
+) -> Placed:
+    """Price an order of hosts, which are the nodes of the mesh; arguments as of :func:`place`, and the plan's traffic
+    where it is known."""
+    traffic = _traffic(job, plan) if traffic is None else traffic
+    leaves = leaf_numbers(hosts, order)
+    seconds = price_plan(elsewhere(job, job.cluster.with_(leaves=leaves)), plan).seconds
+    return Placed(tuple(order), seconds, crossing_bytes(traffic, leaves) / max(1, sum(traffic.values())))
 
 
 def hostfile(order: Sequence[str]) -> str:
@@ -92,13 +90,6 @@ def rankfile(order: Sequence[str], local: int) -> str:
 def slurm_hostfile(order: Sequence[str], local: int) -> str:
     """A file for ``SLURM_HOSTFILE`` with ``srun --distribution=arbitrary``, with one line per task."""
     return "".join(f"{host}\n" for host in order for _ in range(local))
-
-
-def _placed(job: TrainingJob, plan: Plan, order: Sequence[str], hosts: Mapping[str, str], traffic: Traffic) -> Placed:
-    leaves = leaf_numbers(hosts, order)
-    cluster = job.cluster.with_(leaves=leaves)
-    seconds = price_plan(elsewhere(job, cluster), plan).seconds
-    return Placed(tuple(order), seconds, crossing_bytes(traffic, leaves) / max(1, sum(traffic.values())))
 
 
 def _traffic(job: TrainingJob, plan: Plan) -> Traffic:

@@ -147,13 +147,8 @@ class Simulations:
 
 
 def price_plan(job: TrainingJob, plan: Plan, label: str | None = None) -> PricedPlan:
-    """Predict the step time and the memory of one plan.
-
-    Args:
-        job: The job that the plan is for.
-        plan: The plan, including micro-batch, micro-batches and recomputation.
-        label: Name of the plan in tables.
-    """
+    """Predict the step time and the memory of one plan, with its micro-batch, micro-batches and recomputation.
+    ``label`` is its name in tables."""
     return Simulations().price(job, plan, label)
 
 
@@ -182,12 +177,7 @@ class Provenance:
 
 
 def provenance(job: TrainingJob, row: PricedPlan) -> Provenance:
-    """What a plan's step rests on.
-
-    Args:
-        job: The job.
-        row: A plan for it.
-    """
+    """What a plan's step rests on."""
     bases = [
         rates.computing_basis(part, row.plan, job.seq)
         for rates in job.rates.views

@@ -15,7 +15,7 @@ from thinwire.plan.priced import PricedPlan, Simulations
 from thinwire.plan.training_job import TrainingJob
 from thinwire.program import Lane
 from thinwire.sim import Resource
-from thinwire.spec import CodecSpec, Plan
+from thinwire.spec import Plan
 
 _CHUNKS = (2, 4, 8)
 """Numbers of chunks to try."""
@@ -142,11 +142,8 @@ class Refinement:
     def _fed_back(self, best: PricedPlan) -> PricedPlan:
         """With error feedback, if gradients have few bits, it fits, and the step ties with the one without."""
         wire = best.plan.wire
-        if not any(_has_few_bits(codec) for codec in (wire.reduce_intra, wire.reduce_inter)):
+        codecs = [codec for codec in (wire.reduce_intra, wire.reduce_inter) if not codec.is_lossless]
+        if not any(codec.bits is not None and codec.bits <= _FEEDBACK_BITS for codec in codecs):
             return best
         fed = self._price(best.plan.with_(wire={"error_feedback": True}))
         return fed if fed.fits and fed.seconds <= best.seconds * (1 + self.job.tie) else best
-
-
-def _has_few_bits(codec: CodecSpec) -> bool:
-    return not codec.is_lossless and codec.bits is not None and codec.bits <= _FEEDBACK_BITS

@@ -13,7 +13,7 @@ from thinwire.plan.explain import shortage
 from thinwire.plan.priced import PricedPlan
 from thinwire.plan.search import Searched, elsewhere, search_wider
 from thinwire.plan.training_job import TrainingJob
-from thinwire.spec import ClusterSpec, Failures, NodeGroup, Spot, first_nodes
+from thinwire.spec import ClusterSpec, Failures, NodeGroup, first_nodes
 from thinwire.units import format_bytes
 
 _MOST_GROUPS = 5
@@ -111,10 +111,6 @@ def cheapest(options: Sequence[Rental]) -> Rental:
 def sweep_nodes(job: TrainingJob, counts: Iterable[int]) -> Iterator[SweptNodes]:
     """The best plan for every number of nodes: the first ones of the job's cluster.
 
-    Args:
-        job: The job; its cluster has at least as many nodes if they are unlike.
-        counts: Numbers of nodes.
-
     Raises:
         SpecError: The cluster has fewer nodes, and describes them one by one.
     """
@@ -175,7 +171,7 @@ def _offer(groups: Sequence[NodeGroup], gpus: int, spot: frozenset[int], failure
         fails = 0.0 if failures.mtbf is None else group.nodes / failures.mtbf
         taken = 0.0 if leased is None else group.nodes * leased.interruptions_per_hour / 3600
         rates += [fails + taken]
-        losses += [fails * failures.restart + taken * (failures.restart + _wait(leased))]
+        losses += [fails * failures.restart + taken * (failures.restart + (leased.replacement if leased else 0.0))]
         price = group.price_per_gpu_hour
         prices += [None if price is None else price * gpus * group.nodes * (1 - (leased.discount if leased else 0.0))]
     rate = sum(rates)
@@ -188,7 +184,3 @@ def _offer(groups: Sequence[NodeGroup], gpus: int, spot: frozenset[int], failure
         sum(known) if len(known) == len(prices) else None,
         share,
     )
-
-
-def _wait(spot: Spot | None) -> float:
-    return 0.0 if spot is None else spot.replacement

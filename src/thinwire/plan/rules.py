@@ -70,16 +70,7 @@ def divided(ranks: Factor, cut: Cut) -> Factor | None:
 
 
 def cut_problems(model: ModelSpec, seq: int, cut: Cut) -> list[str]:
-    """Why the runtime would refuse a cut, whatever the mesh and the batch.
-
-    Args:
-        model: Dimensions of the model.
-        seq: Tokens per sequence, which tensor-parallel ranks divide too.
-        cut: The cut.
-
-    Returns:
-        One sentence for each broken rule; an empty list if the runtime supports the cut.
-    """
+    """Why the runtime would refuse a cut, whatever the mesh and the batch: one sentence for each broken rule."""
     sizes = {"heads": model.heads, "kv_heads": model.kv_heads, "ffn": model.ffn, "vocab": model.vocab, "seq": seq}
     problems = [f"tp = {cut.tp} does not divide {name} = {size}" for name, size in sizes.items() if size % cut.tp]
     stages = cut.pp * STAGES_OF_A_RANK[cut.schedule]

@@ -113,12 +113,7 @@ def _search_residences(job: TrainingJob, top: int, simulations: Simulations) -> 
 def search_wider(job: TrainingJob, *, top: int = 10) -> tuple[TrainingJob, Searched]:
     """Find the best plans for a job without tensor and pipeline parallelism, or with them if nothing fits otherwise.
 
-    Args:
-        job: Model, cluster, batch and the choices that are allowed.
-        top: Number of plans to simulate at least, if that many fit.
-
-    Returns:
-        The job that was searched for last, and what was found.
+    Returns the job that was searched for last, and what was found; ``top`` as in :func:`search`.
     """
     searched = search(job, top=top)
     if searched.candidates or (job.tp, job.pp) != ((1,), (1,)):
@@ -133,12 +128,7 @@ def elsewhere(job: TrainingJob, cluster: ClusterSpec, **changes: Any) -> Trainin
 
 
 class Search:
-    """A search in steps: bounds, memory, simulation.
-
-    Args:
-        job: Model, cluster, batch and the choices that are allowed.
-        simulations: What is known of earlier searches for the same model.
-    """
+    """A search in steps: bounds, memory, simulation; arguments as of :func:`search`."""
 
     def __init__(self, job: TrainingJob, simulations: Simulations | None = None) -> None:
         self.job = job

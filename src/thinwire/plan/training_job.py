@@ -263,9 +263,6 @@ def _candidate_cuts(job: TrainingJob, tp: tuple[int, ...] | None, pp: tuple[int,
 def refuse_context(plan: Plan) -> None:
     """Raise for a plan whose ranks share sequences: jobs count sequences by rank.
 
-    Args:
-        plan: The plan of a job.
-
     Raises:
         SpecError: It has ``cp`` above 1.
     """
@@ -277,9 +274,6 @@ def profiled_cluster(profile: Profile) -> ClusterSpec:
     """The cluster on which a profile was measured.
 
     Links and peak FLOP/s are the best measured values. Only tables and MFU show them; predictions use the profile.
-
-    Args:
-        profile: The measurements.
     """
     best = {
         "inside": [row for row in profile.collectives if row.nodes == 1],

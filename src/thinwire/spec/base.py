@@ -220,17 +220,13 @@ class Spec(BaseModel):
         Args:
             full: every key; without it, those that differ from the defaults.
         """
-        return {**self._to_file(full=full)}
-
-    def _to_file(self, *, full: bool) -> dict[str, Any]:
-        written = type(self).model_fields if full or self.toml_inline else self._differing()
-        fields = {name: _plain(getattr(self, name), full=full) for name in written}
+        every = full or self.toml_inline
+        fields = {
+            name: _plain(getattr(self, name), full=full)
+            for name, field in type(self).model_fields.items()
+            if every or field.is_required() or getattr(self, name) != field.get_default()
+        }
         return io.Inline(fields) if self.toml_inline else renames.to_file(fields, self.file_keys)
-
-    def _differing(self) -> list[str]:
-        """The fields that a file has to name, because they are required or differ from their defaults."""
-        fields = type(self).model_fields.items()
-        return [name for name, field in fields if field.is_required() or getattr(self, name) != field.get_default()]
 
     def to_toml(self) -> str:
         """TOML text with every key written out, except those that are unset (``None``)."""
@@ -299,7 +295,7 @@ def _expanded(cls: type[Spec], data: Any) -> Any:
 def _plain(value: Any, *, full: bool | None = None) -> Any:
     """A value in plain types: with the keys of files if ``full`` says how many of them, else with those of fields."""
     if isinstance(value, Spec):
-        return value.to_dict() if full is None else value._to_file(full=full)
+        return value.to_dict() if full is None else value.to_file(full=full)
     if isinstance(value, list | tuple):
         return [_plain(item, full=full) for item in value]
     if isinstance(value, Mapping):
@@ -329,7 +325,7 @@ def _problem(cls: type[Spec], detail: ErrorDetails) -> Problem:
     """What pydantic says of a field, or has been told by the specification in it, in our words."""
     kind, value = detail["type"], detail["input"]
     first, *rest = detail["loc"] or ("",)
-    key = _join(str(first), ".".join(map(str, rest)))
+    key = ".".join(filter(None, map(str, (first, *rest))))
     if kind == _RULE:
         return Problem(key, detail["msg"])
     if kind == "extra_forbidden":
@@ -346,7 +342,8 @@ def _problem(cls: type[Spec], detail: ErrorDetails) -> Problem:
     cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, SpecError):
         return Problem(key, f"= {'; '.join(cause.problems)}")  # which begin with the value
-    return Problem(key, f"= {value!r}: it {_lower_first(detail['msg'].removeprefix('Input '))}")
+    says = detail["msg"].removeprefix("Input ")
+    return Problem(key, f"= {value!r}: it {says[:1].lower()}{says[1:]}")
 
 
 def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
@@ -366,11 +363,3 @@ def _spelled(cls: type[Spec], problem: Problem) -> InitErrorDetails:
     key = cls.file_keys.get(problem.key, problem.key)
     why = PydanticCustomError(_RULE, "{why}", {"why": problem.why})
     return InitErrorDetails(type=why, loc=(key,) if key else (), input=None)
-
-
-def _join(prefix: str, key: str) -> str:
-    return f"{prefix}.{key}" if prefix and key else prefix or key
-
-
-def _lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:]

@@ -15,7 +15,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from thinwire.errors import SpecError
-from thinwire.spec.codec_plugin import CodecPlugin, clash_of, installed_plugins, plugin_of
+from thinwire.spec.codec_plugin import CodecPlugin, installed_plugins, plugin_of
 from thinwire.spec.topk import TOPK
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -124,10 +124,6 @@ def _parse_zfp(text: str) -> Mapping[str, Any] | None:
     return {"family": "zfp", "rate": rate, "zfp_block_bits": max(9, int(4 * rate + 0.5)), "text": canonical}
 
 
-def _zfp_bytes(spec: CodecSpec, numel: int, _itemsize: int) -> int:
-    return 8 * -(-(-(-numel // 4) * spec.zfp_block_bits) // 64)
-
-
 def _parse_mpc(text: str) -> Mapping[str, Any] | None:
     match = _MPC.fullmatch(text)
     if match is None:
@@ -141,10 +137,6 @@ def _parse_mpc(text: str) -> Mapping[str, Any] | None:
 def _mpc_bytes(_spec: CodecSpec, numel: int, itemsize: int) -> int:
     words = -(-numel * itemsize // 4)
     return 4 * (2 + words + -(-words // 32)) if numel else 0
-
-
-def _exp3_bytes(_spec: CodecSpec, numel: int, itemsize: int) -> int:
-    return 8 + 4 * -(-numel * itemsize // 4) if numel else 0
 
 
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -195,7 +187,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         notation=(("zfp:RATE", "ZFP fixed rate: RATE bits per fp32 value, at most 32"),),
         examples=("zfp:8", "zfp:24"),
         parse=_parse_zfp,
-        wire_bytes=_zfp_bytes,
+        wire_bytes=lambda spec, numel, _itemsize: 8 * -(-(-(-numel // 4) * spec.zfp_block_bits) // 64),
         module="zfp",
         parameters=lambda spec, _dtype: (spec.zfp_block_bits,),
     ),
@@ -218,7 +210,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         notation=(("exp3", "lossless for bfloat16, variable length"),),
         examples=("exp3",),
         parse=_named("exp3"),
-        wire_bytes=_exp3_bytes,
+        wire_bytes=lambda _spec, numel, itemsize: 8 + 4 * -(-numel * itemsize // 4) if numel else 0,
         module="exp3",
         dtypes=("bfloat16",),
         lossless=True,
@@ -403,9 +395,14 @@ def _parse(text: str) -> Mapping[str, Any]:
     parsed = next((fields for family in FAMILIES.values() if (fields := family.parse(text)) is not None), None)
     if parsed is None:
         return _parse_plugin(text)
-    if packages := clash_of(parsed["family"]):
-        raise _bad(text, f"{packages} registers a codec under the built-in name {parsed['family']!r}; uninstall it")
+    _refuse_clash(parsed["family"], text)
     return parsed
+
+
+def _refuse_clash(name: str, text: str) -> None:
+    """Raise where another package registers a codec under the name of a built-in one."""
+    if packages := installed_plugins().get(name):
+        raise _bad(text, f"{packages} registers a codec under the built-in name {name!r}; uninstall it")
 
 
 def _plugin_of(name: str) -> CodecPlugin | None:
@@ -414,8 +411,8 @@ def _plugin_of(name: str) -> CodecPlugin | None:
     Raises:
         SpecError: Another package registers a codec under a name of ours, or is not in order.
     """
-    if name in BUNDLED and (packages := clash_of(name)):
-        raise _bad(name, f"{packages} registers a codec under the built-in name {name!r}; uninstall it")
+    if name in BUNDLED:
+        _refuse_clash(name, name)
     return BUNDLED.get(name) or plugin_of(name)
 
 

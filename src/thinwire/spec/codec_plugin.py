@@ -107,11 +107,6 @@ def forget_plugins() -> None:
     _loaded.cache_clear()
 
 
-def clash_of(name: str) -> str | None:
-    """The packages that register a codec under the name of a built-in one; ``None`` if no package does."""
-    return installed_plugins().get(name)
-
-
 def plugin_of(name: str) -> CodecPlugin | None:
     """The codec that another package registers under a name; ``None`` if no package does.
 

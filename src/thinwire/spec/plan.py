@@ -55,12 +55,10 @@ class Plan(Spec):
     grads: Factor = Field(description="sharding factor of the gradients, s_g: equal to params or to optimizer")
     optimizer: Factor = Field(description="sharding factor of the optimizer states, s_os")
     partition: Literal["intra", "inter"] = Field(
-        default="intra",
-        description="how OS is cut from a P shard: intra = equal flat slices, inter = whole tensors",
+        default="intra", description="how OS is cut from a P shard: intra = equal flat slices, inter = whole tensors"
     )
     secondary: Factor | None = Field(
-        default=None,
-        description="factor of a second, closer parameter shard kept from forward to backward (hpZ)",
+        default=None, description="factor of a second, closer parameter shard kept from forward to backward (hpZ)"
     )
     secondary_reuse: Flag = Field(
         default=False, description="forwards of later micro-batches gather from the secondary shard"
@@ -117,8 +115,7 @@ class Plan(Spec):
         default=0, description="units of at most this many bytes are gathered once a step and stay whole until its end"
     )
     reuse_bytes: Budget = Field(
-        default=0,
-        description="keep a unit gathered if fewer bytes than this run before its next use",
+        default=0, description="keep a unit gathered if fewer bytes than this run before its next use"
     )
     live_bytes: Bytes | None = Field(
         default=None,
@@ -323,11 +320,9 @@ class Plan(Spec):
                     f"of whole islands; start a multiple of {self.world}",
                 )
             return self.with_(islands={"count": mesh.ranks // self.world})
-        names = ("params", "grads", "optimizer", "secondary")
-
         if mesh == self.mesh:
             return self
-        factors = {name: getattr(self, name) for name in names}
+        factors = {name: getattr(self, name) for name in ("params", "grads", "optimizer", "secondary")}
         fitted = {name: on_mesh(factor, self.mesh, mesh) for name, factor in factors.items() if factor is not None}
         return self.with_(mesh=mesh, placement=None, **fitted)
 
@@ -369,17 +364,14 @@ class Plan(Spec):
         Args:
             full: every key, as a run and a checkpoint keep it, so that no later default changes them.
         """
-        return f"# {self._heading()}\n{io.write_toml(self.to_file(full=full))}"
+        preset = PRESETS.get(self.name or "")
+        text = self.describe() if preset is None else f"preset {self.name}: {preset.summary}"
+        heading = "".join(each if each.isprintable() else " " for each in text)  # a name may have any characters
+        return f"# {heading}\n{io.write_toml(self.to_file(full=full))}"
 
     def save(self, path: str | Path, *, full: bool = False) -> None:
         """Writes :meth:`to_toml` to ``path``."""
         Path(path).write_text(self.to_toml(full=full), encoding="utf-8")
-
-    def _heading(self) -> str:
-        """What the plan is: the preset of its name and what that means, or its own description."""
-        preset = PRESETS.get(self.name or "")
-        text = self.describe() if preset is None else f"preset {self.name}: {preset.summary}"
-        return "".join(each if each.isprintable() else " " for each in text)  # a name may have any characters
 
     def fingerprint(self) -> str:
         """Twelve hexadecimal digits of the content, the same on every machine; the name does not count."""
@@ -434,8 +426,7 @@ class Plan(Spec):
             return
         if not secondary.divides(self.params):
             yield Problem(
-                "secondary",
-                f"= {secondary} should divide params = {self.params} on both axes; {divisors(self.params)}",
+                "secondary", f"= {secondary} should divide params = {self.params} on both axes; {divisors(self.params)}"
             )
         if not secondary.fills_node(self.mesh):
             yield fill_problem("secondary", secondary, self.mesh)

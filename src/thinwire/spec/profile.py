@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -43,9 +43,6 @@ class CodecRow(Timing):
         description="direction; feedback: encoding that keeps the rounding errors (error feedback)"
     )
     numel: Count = Field(description="number of values in the message")
-
-
-_Timed = TypeVar("_Timed", CollectiveRow, CodecRow)
 
 
 def profiled_kind(kind: str, *, encoded: bool) -> str:
@@ -184,24 +181,16 @@ class Profile(Measured):
             codecs: Whether codecs keep that pace as well.
         """
 
-        def rows(kind: tuple[_Timed, ...]) -> tuple[_Timed, ...]:
-            return tuple(row.scaled(pace) for row in kind)
-
-        def sent(kind: tuple[CollectiveRow, ...]) -> tuple[CollectiveRow, ...]:
-            busy = tuple(row.with_(processor=row.processor * pace) for row in kind)
-            return rows(busy) if transfers else busy
+        def sent(rows: tuple[CollectiveRow, ...]) -> tuple[CollectiveRow, ...]:
+            busy = (row.with_(processor=row.processor * pace) for row in rows)
+            return tuple(row.scaled(pace) if transfers else row for row in busy)
 
         return self.with_(
+            **{name: getattr(self, name) * pace for name in type(self).model_fields if name.endswith("_seconds")},
             compute=tuple(row.with_(forward=row.forward * pace, backward=row.backward * pace) for row in self.compute),
-            codecs=rows(self.codecs) if codecs else self.codecs,
+            codecs=tuple(row.scaled(pace) if codecs else row for row in self.codecs),
             collectives=sent(self.collectives),
             library=sent(self.library),
-            update_seconds=self.update_seconds * pace,
-            touch_seconds=self.touch_seconds * pace,
-            up_seconds=self.up_seconds * pace,
-            down_seconds=self.down_seconds * pace,
-            host_update_seconds=self.host_update_seconds * pace,
-            step_seconds=self.step_seconds * pace,
             handling=Handling(**{name: seconds * pace for name, seconds in self.handling.to_dict().items()}),
         )
 

@@ -111,8 +111,7 @@ class DataRecipe(Spec):
     def _there_is_validation(self) -> Iterator[Problem]:
         if not self.validation_paths and not 0 < self.validation_share < 1:
             yield Problem(
-                "validation_share",
-                f"= {self.validation_share} should lie between 0 and 1, or give validation_paths",
+                "validation_share", f"= {self.validation_share} should lie between 0 and 1, or give validation_paths"
             )
 
 
@@ -131,12 +130,10 @@ class TrainRecipe(Spec):
     validation_samples: Count = Field(default=64, description="sequences per validation; always the same ones")
     log_every: Count = Field(default=1, description="steps between lines of metrics.jsonl")
     on_nonfinite: Literal["stop", "skip"] = Field(
-        default="stop",
-        description="action on a NaN or infinite loss or gradient: end the run, or skip the update",
+        default="stop", description="action on a NaN or infinite loss or gradient: end the run, or skip the update"
     )
     check_replicas: Depth = Field(
-        default=0,
-        description="steps between comparisons of what ranks hold in common, to the last bit; 0: none",
+        default=0, description="steps between comparisons of what ranks hold in common, to the last bit; 0: none"
     )
     peak_tflops: Positive | None = Field(
         default=None,
@@ -273,8 +270,7 @@ class ClusterRecipe(Spec):
         default=None, description="plans with islands.elastic: number of the island that this job is, from 0"
     )
     lighthouse: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None,
-        description="plans with islands.elastic: HOST:PORT where `thinwire lighthouse` listens",
+        default=None, description="plans with islands.elastic: HOST:PORT where `thinwire lighthouse` listens"
     )
 
 
@@ -351,12 +347,7 @@ class Recipe(Spec):
 
     @classmethod
     def read(
-        cls,
-        path: str | Path,
-        settings: Sequence[str] = (),
-        *,
-        plan: str | None = None,
-        model: str | None = None,
+        cls, path: str | Path, settings: Sequence[str] = (), *, plan: str | None = None, model: str | None = None
     ) -> Recipe:
         """Read a recipe file and change it from the command line.
 
@@ -401,7 +392,7 @@ class Recipe(Spec):
     def to_file(self, *, full: bool = True) -> dict[str, Any]:
         """Plain dictionaries with the keys of files, those of the plan among them."""
         table = super().to_file(full=full)
-        return table | {"plan": to_file(table["plan"], PLAN_KEYS)}
+        return table | ({"plan": to_file(table["plan"], PLAN_KEYS)} if "plan" in table else {})
 
     @rule("plan", "train")
     def _one_batch_size(self) -> Iterator[Problem]:

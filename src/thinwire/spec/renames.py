@@ -12,19 +12,9 @@ from typing import Any, Final
 _LOG = logging.getLogger(__name__)
 
 TUNED: Final = (
-    "kept_unit",
-    "prefetch",
-    "prefetch_bytes",
-    "backward_prefetch",
-    "gather_bytes",
-    "reduce_bytes",
-    "spread_bytes",
-    "bucket_bytes",
-    "bucket_chunks",
-    "persist_bytes",
-    "reuse_bytes",
-    "live_bytes",
-)
+    "kept_unit", "prefetch", "prefetch_bytes", "backward_prefetch", "gather_bytes", "reduce_bytes", "spread_bytes",
+    "bucket_bytes", "bucket_chunks", "persist_bytes", "reuse_bytes", "live_bytes",
+)  # fmt: skip
 """Fields of a plan in the table ``tuning`` of its file: the planner writes them, and people seldom do."""
 
 PLAN_KEYS: Final[Mapping[str, str]] = {name: f"tuning.{name}" for name in TUNED}

@@ -154,10 +154,11 @@ class PlanTemplate:
         if self.recipe.train.global_batch is not None:
             return _with_global_batch(plan, self.recipe.train.global_batch)
         if not keeps_busy(plan.pp, plan.pipeline_schedule, plan.micro_batches):
+            enough = -(-plan.micro_batches // plan.pp) * plan.pp
             raise SpecError(
                 "plan",
                 f"micro_batches = {plan.micro_batches} leaves stages of the pipeline idle; set it to "
-                f"{_busy_count(plan)} or another multiple of pp = {plan.pp}, or set train.global_batch instead",
+                f"{enough} or another multiple of pp = {plan.pp}, or set train.global_batch instead",
             )
         return plan
 
@@ -190,8 +191,3 @@ def _rank_kind(plan: Plan) -> str:
     if plan.cp > 1:
         return f"groups of cp = {plan.cp} ranks"
     return "ranks" if plan.ranks == plan.data_ranks else "data-parallel ranks"
-
-
-def _busy_count(plan: Plan) -> int:
-    """The smallest multiple of ``plan.pp`` that is at least ``plan.micro_batches``."""
-    return -(-plan.micro_batches // plan.pp) * plan.pp

@@ -78,11 +78,7 @@ def compare(run: Path, profile: Profile) -> RunComparison:
 
 
 def compare_expected(run: RunRecord, expected: Expectation) -> RunComparison:
-    """Compare what was expected of a plan with what a run under it has measured.
-
-    Args:
-        run: The run.
-        expected: What was expected before it.
+    """Compare what was expected of a plan before a run with what the run under it has measured.
 
     Raises:
         DataError: The run has too few steps.
@@ -98,10 +94,7 @@ def compare_expected(run: RunRecord, expected: Expectation) -> RunComparison:
 
 
 def checked_run(run: Path) -> RunRecord:
-    """Read the directory of a run that is long enough to compare.
-
-    Args:
-        run: Directory of a run of ``thinwire train``.
+    """Read the directory of a run of ``thinwire train`` that is long enough to compare.
 
     Raises:
         UsageError: The directory does not hold a run.
@@ -129,11 +122,7 @@ def _check_steps(run: RunRecord) -> None:
 
 
 def job_of(run: RunRecord, profile: Profile) -> TrainingJob:
-    """The job of a run, at the rates of a profile.
-
-    Args:
-        run: The run.
-        profile: Profile of the cluster on which it ran.
+    """The job of a run, at the rates of a profile of the cluster on which it ran.
 
     Raises:
         DataError: The run has no tokenizer.
@@ -142,14 +131,9 @@ def job_of(run: RunRecord, profile: Profile) -> TrainingJob:
     plan, seq = run.plan, run.recipe.train.seq
     refuse_context(plan)
     model = run.recipe.model.shape(vocab=_vocab(run.path), seq=seq)
-    overhead = _base_memory(run) or profile.base_memory
+    recorded = run.starts[-1].get("base_memory") if run.starts else None  # in use on a rank before it had a model
+    overhead = (recorded if isinstance(recorded, int) else None) or profile.base_memory
     return TrainingJob.of(model, seq, None, profile, plan, micro_batch=plan.micro_batch, overhead=overhead)
-
-
-def _base_memory(run: RunRecord) -> int | None:
-    """Bytes in use on a rank before it had a model, as recorded at the last start of the run."""
-    recorded = run.starts[-1].get("base_memory") if run.starts else None
-    return recorded if isinstance(recorded, int) else None
 
 
 def _vocab(run: Path) -> int:
@@ -163,16 +147,8 @@ def _vocab(run: Path) -> int:
 
 
 def measured_figure(name: str, rows: Rows, ranks: int) -> float | None:
-    """A figure of a step as a run has measured it, in the median; of memory, the most.
-
-    Args:
-        name: Name of the figure in an expectation.
-        rows: Records of the run.
-        ranks: Number of ranks; records have the bytes of all of them together.
-
-    Returns:
-        Seconds or bytes of a rank; ``None`` if no record has them.
-    """
+    """A figure of a step, by its name in an expectation, as records of a run have measured it: seconds or bytes of a
+    rank in the median, and of memory the most. ``None`` if no record has them."""
     if name == MEMORY:
         return max((float(max(record["memory"].values())) for record, _ in rows if record.get("memory")), default=None)
     found = [_measured(name, record, steps, ranks) for record, steps in rows]
@@ -181,7 +157,7 @@ def measured_figure(name: str, rows: Rows, ranks: int) -> float | None:
 
 
 def _measured(name: str, record: Record, steps: int, ranks: int) -> float | None:
-    """A figure of a step in one record, which covers some steps."""
+    """A figure of a step in one record, which covers some steps, and has the bytes of all ranks together."""
     if name == STEP:
         return float(record["step_seconds"])
     if name == COMPUTATION:

@@ -18,7 +18,7 @@ from typing import Final
 from thinwire.plan.after.compare import Rows, RunComparison, measured_figure
 from thinwire.plan.after.expected import CODECS, COMPUTATION, STEP, TRANSFERS, WAITING
 from thinwire.program import Lane, Scope
-from thinwire.record import Record, RunRecord, steady
+from thinwire.record import RunRecord, steady
 from thinwire.units import format_duration
 
 SLOWER: Final = 1.2
@@ -61,13 +61,8 @@ class Culprit:
 def culprit(run: RunRecord, comparison: RunComparison | None) -> Culprit | None:
     """Name the part that was most wrong.
 
-    Args:
-        run: The run.
-        comparison: What was expected beside what was measured; without it, only a slow stretch of the run has a part
-            to name.
-
-    Returns:
-        ``None`` if all parts are as expected, within a twentieth of the step.
+    Without a comparison of what was expected with what was measured, only a slow stretch of the run has a part to name.
+    ``None`` if all parts are as expected, within a twentieth of the step.
     """
     rows, ranks = steady(run), run.plan.ranks
     stretch = _stretch(rows, comparison, ranks)
@@ -113,11 +108,7 @@ def _stretch(rows: Rows, comparison: RunComparison | None, ranks: int) -> tuple[
 
 
 def slow_stretch(rows: Rows) -> tuple[int, int] | None:
-    """The records, first and last, of the stretch of a run whose steps lose the most time; ``None`` if none is slow.
-
-    Args:
-        rows: Records of the run.
-    """
+    """The records, first and last, of the stretch of a run whose steps lose the most time; ``None`` if none is slow."""
     seconds = [float(record["step_seconds"]) for record, _ in rows]
     if len(seconds) < 2 * FEWEST:
         return None
@@ -142,14 +133,10 @@ def slow_stretch(rows: Rows) -> tuple[int, int] | None:
 
 
 def measured_parts(rows: Rows, ranks: int) -> dict[str, float]:
-    """Seconds of a step that each cause took, in the median; a slow rank's lag is taken out of transfers.
-
-    Args:
-        rows: Records of a run.
-        ranks: Number of its ranks.
-    """
+    """Seconds of a step that each cause took, in the median; a slow rank's lag is taken out of transfers."""
     lag = _lag(rows)
-    parts = {_RANK: lag, _DATA: _waited_for_data(rows, ranks)}
+    waits = (float((record.get("data_waits") or {}).get("seconds", 0.0)) / steps / ranks for record, steps in rows)
+    parts = {_RANK: lag, _DATA: statistics.median(waits)}
     of_lanes = (f"{what}{lane}" for lane in Lane for what in (TRANSFERS, CODECS, WAITING))
     for name in (COMPUTATION, *of_lanes):
         amount = measured_figure(name, rows, ranks)
@@ -184,15 +171,11 @@ def _lag(rows: Rows) -> float:
     return statistics.median(float(one["slowest"]) - float(one["median"]) for one in own)
 
 
-def _waited_for_data(rows: Rows, ranks: int) -> float:
-    waits = (float((record.get("data_waits") or {}).get("seconds", 0.0)) / steps / ranks for record, steps in rows)
-    return statistics.median(waits)
-
-
 def _sentence(run: RunRecord, found: Culprit, rows: Rows) -> str:
     more = found.measured - found.expected
     what = found.part if found.rank is None else f"rank {found.rank}"
-    if found.part.startswith(TRANSFERS) and _crosses(found.part.removeprefix(TRANSFERS), rows):
+    lane = found.part.removeprefix(TRANSFERS)
+    if any((record.get("bytes") or {}).get(lane, {}).get(str(Scope.ACROSS), 0) for record, _ in rows):
         what += " across nodes"
     took = f"{format_duration(abs(more))} {'more' if more > 0 else 'less'} than"
     if found.stretch is None:
@@ -208,15 +191,6 @@ def _sentence(run: RunRecord, found: Culprit, rows: Rows) -> str:
         words += ", waiting for peers among it"
     said = next((record["slow_link"] for record, _ in rows if record.get("slow_link")), None)
     return f"{words}; {said}" if said and found.part.startswith(TRANSFERS) else words
-
-
-def _crosses(lane: str, rows: Rows) -> bool:
-    """Whether a lane sends across nodes."""
-    return any(_sent(record, lane) for record, _ in rows)
-
-
-def _sent(record: Record, lane: str) -> int:
-    return int((record.get("bytes") or {}).get(lane, {}).get(str(Scope.ACROSS), 0))
 
 
 def _command(run: RunRecord, part: str) -> str:

@@ -19,12 +19,7 @@ WAITING, TRANSFERS, CODECS = "waiting for ", "transfers of ", "codecs of "
 
 
 def expectation(job: TrainingJob, priced: PricedPlan) -> Expectation:
-    """The figures of a plan that was priced.
-
-    Args:
-        job: The job.
-        priced: A plan for it.
-    """
+    """The figures of a plan that was priced."""
     return Expectation(
         plan=priced.plan.fingerprint(),
         model=job.model.name or "unnamed",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +17,7 @@ from thinwire.program import Lane, Scope
 from thinwire.record import RunRecord, steady
 from thinwire.sim.step import lane_work
 from thinwire.spec.plan_parts.residence import Residence
-from thinwire.spec.profile import CollectiveRow, Profile
+from thinwire.spec.profile import CodecRow, CollectiveRow, Profile
 
 _ROUNDS: Final = 4
 """How often parts are fitted in turn: copies of a lane's values are computation, and change with it."""
@@ -46,19 +45,6 @@ class Refit:
     factors: Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Rows of a profile that are right or wrong together.
-
-    Attributes:
-        name: For people.
-        scaled: A profile with these rows multiplied.
-    """
-
-    name: str
-    scaled: Callable[[Profile, float], Profile]
-
-
 def refit(run: Path, profile: Profile) -> Refit:
     """Scale each part of a profile so that it takes as long as in a run: computation, the transfers of each collective
     on each kind of link, and each codec. Memory before a rank has a model becomes the run's. The margin grows to what
@@ -71,12 +57,12 @@ def refit(run: Path, profile: Profile) -> Refit:
     found = measured_parts(steady(record), record.plan.ranks)
     for _ in range(_ROUNDS):
         changes = _lane_factors(record, fitted, found)
-        for part, factor in changes:
-            fitted = part.scaled(fitted, factor)
+        for part, factor in changes.items():
+            fitted = _scaled(fitted, part, factor)
         pace = _pace(record, fitted)
         fitted = fitted.paced(pace, codecs=False)
-        for name, factor in [*((part.name, factor) for part, factor in changes), (COMPUTATION, pace)]:
-            factors[name] = factors.get(name, 1.0) * factor
+        for part, factor in (changes | {COMPUTATION: pace}).items():
+            factors[part] = factors.get(part, 1.0) * factor
     if record.plan.residence == Residence():
         fitted = fitted.with_(**{name: getattr(profile, name) for name in _OF_THE_HOST})
     return Refit(_with_memory(record, fitted), factors)
@@ -100,31 +86,22 @@ def _pace(run: RunRecord, profile: Profile) -> float:
     return own / figures[COMPUTATION] if own > 0 and figures[COMPUTATION] else 1.0
 
 
-def _parts(profile: Profile) -> list[_Part]:
-    """Every collective on each kind of link, and every codec, that a profile has rows of."""
-    links = sorted({(row.kind, _scope(row)) for row in profile.collectives})
-    codecs = sorted({row.codec for row in profile.codecs})
-    return [
-        *(_Part(f"{kind} {scope}", partial(_scale_link, kind=kind, scope=scope)) for kind, scope in links),
-        *(_Part(f"codec {codec}", partial(_scale_codec, codec=codec)) for codec in codecs),
-    ]
+def _part_of(row: CollectiveRow | CodecRow) -> str:
+    """The rows of a profile that are right or wrong together: of a collective on a kind of link, or of a codec."""
+    if isinstance(row, CodecRow):
+        return f"codec {row.codec}"
+    return f"{row.kind} {Scope.INSIDE if row.nodes == 1 else Scope.ACROSS}"
 
 
-def _scope(row: CollectiveRow) -> Scope:
-    return Scope.INSIDE if row.nodes == 1 else Scope.ACROSS
+def _scaled(profile: Profile, part: str, factor: float) -> Profile:
+    """The profile with the rows of a part multiplied."""
+    return profile.with_(
+        collectives=tuple(row.scaled(factor) if _part_of(row) == part else row for row in profile.collectives),
+        codecs=tuple(row.scaled(factor) if _part_of(row) == part else row for row in profile.codecs),
+    )
 
 
-def _scale_link(profile: Profile, factor: float, *, kind: str, scope: Scope) -> Profile:
-    meant = kind, scope
-    rows = (row.scaled(factor) if (row.kind, _scope(row)) == meant else row for row in profile.collectives)
-    return profile.with_(collectives=tuple(rows))
-
-
-def _scale_codec(profile: Profile, factor: float, *, codec: str) -> Profile:
-    return profile.with_(codecs=tuple(row.scaled(factor) if row.codec == codec else row for row in profile.codecs))
-
-
-def _lane_factors(run: RunRecord, profile: Profile, found: Mapping[str, float]) -> list[tuple[_Part, float]]:
+def _lane_factors(run: RunRecord, profile: Profile, found: Mapping[str, float]) -> dict[str, float]:
     """The smallest changes of parts after which transfers and codecs of lanes take as long as was measured.
 
     A lane's seconds are linear in the seconds of each part, so that two evaluations give the share of each part. The
@@ -138,22 +115,22 @@ def _lane_factors(run: RunRecord, profile: Profile, found: Mapping[str, float]) 
         if found.get(name)
     ]
     if not names:
-        return []
+        return {}
     now = _amounts(run, profile)
     parts, shares = [], []
-    for part in _parts(profile):
-        changed = _amounts(run, part.scaled(profile, 2.0))
+    for part in [*sorted(set(map(_part_of, profile.collectives))), *sorted(set(map(_part_of, profile.codecs)))]:
+        changed = _amounts(run, _scaled(profile, part, 2.0))
         share = [changed[name] - now[name] for name in names]
         if any(share):
             parts.append(part)
             shares.append(share)
     if not parts:
-        return []
+        return {}
     wrong = np.array([found[name] - now[name] for name in names])
     matters = _SHARE * max(found[name] for name in names) * np.eye(len(parts))
     matrix = np.vstack([np.array(shares).T, matters])
     changes, *_ = np.linalg.lstsq(matrix, np.concatenate([wrong, np.zeros(len(parts))]), rcond=None)
-    return [(part, max(_LEAST, 1 + float(change))) for part, change in zip(parts, changes, strict=True)]
+    return {part: max(_LEAST, 1 + float(change)) for part, change in zip(parts, changes, strict=True)}
 
 
 def _amounts(run: RunRecord, profile: Profile) -> dict[str, float]:

@@ -84,10 +84,8 @@ def both_objectives(
 ) -> BothObjectives:
     """Find the optimum by each objective, and say why they differ.
 
-    Args:
-        job: The job; codecs, tensor and pipeline parallelism do not apply, because the sum does not know them.
-        chosen: The plan that a search by step time chose, which may use them.
-        simulations: What that search simulated.
+    Codecs, tensor and pipeline parallelism do not apply, because the sum does not know them. ``chosen`` is the plan
+    that a search by step time chose, which may use them, and ``simulations`` what that search simulated.
     """
     simulations = simulations or Simulations()
     try:
@@ -104,11 +102,7 @@ def both_objectives(
 def _under_both(job: TrainingJob, step: PricedPlan) -> UnderBoth:
     plan = step.plan
     wide = largest_memory(
-        job.model,
-        plan.with_(accumulate_dtype="float32"),
-        seq=job.seq,
-        overhead=job.overhead,
-        loss_chunk=job.loss_chunk,
+        job.model, plan.with_(accumulate_dtype="float32"), seq=job.seq, overhead=job.overhead, loss_chunk=job.loss_chunk
     )
     return UnderBoth(step, amsp_plan(job, plan), seconds_by_reducing(job, plan), wide.total)
 

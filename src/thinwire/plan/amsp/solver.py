@@ -99,12 +99,8 @@ def amsp_search(job: TrainingJob, *, top: int | None = None, contention: bool = 
 
 
 def amsp_plan(job: TrainingJob, plan: Plan) -> AmspPlan:
-    """A plan of any search under AMSP's objective: its factors, batch and recomputation.
-
-    Args:
-        job: The job that the plan is for.
-        plan: A plan without tensor and pipeline parallelism. A secondary shard does not count.
-    """
+    """A plan without tensor and pipeline parallelism under AMSP's objective: its factors, batch and recomputation. A
+    secondary shard does not count."""
     space = _space_of(job, plan)
     return space.priced(space.choices_of(_chain_of(plan))[0])
 
@@ -137,12 +133,8 @@ class _ChainChoice:
 
 
 class _Space:
-    """The plans of a job under AMSP's objective, priced only when they are asked for.
-
-    Args:
-        job: Model, cluster and batch.
-        contention: See :func:`amsp_search`.
-    """
+    """The plans of a job under AMSP's objective, priced only when they are asked for; ``contention`` as in
+    :func:`amsp_search`."""
 
     def __init__(self, job: TrainingJob, contention: bool) -> None:
         self._job, self._room = job, job.room
@@ -228,11 +220,7 @@ class _Space:
 
 
 def amsp_flips(job: TrainingJob) -> list[str]:
-    """Circumstances under which the paper's plan is the optimum, found by trying each; one line for each condition.
-
-    Args:
-        job: The job that the search is for.
-    """
+    """Circumstances under which the paper's plan is the optimum, found by trying each; one line for each condition."""
     circumstances: dict[str, list[str]] = {}
     for what, changed, contention in _circumstances(job):
         condition = _condition(changed, amsp_search(changed, top=1, contention=contention))

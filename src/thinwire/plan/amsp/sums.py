@@ -65,11 +65,7 @@ class AmspSums:
         self.spread = cache(self._spread)
 
     def times(self, chain: tuple[Factor, Factor, Factor]) -> AmspTimes:
-        """The four sums.
-
-        Args:
-            chain: Factors of ``P``, ``G`` and ``OS``.
-        """
+        """The four sums for factors of ``P``, ``G`` and ``OS``."""
         params, grads, optimizer = chain
         return AmspTimes(
             self.params(params), self.grads(params, grads), self.sync(params), self.spread(params, optimizer)
@@ -80,9 +76,6 @@ class AmspSums:
 
         A reduce-scatter over the owners of a ``P`` shard, in each micro-batch if ``G`` is sharded like ``OS``, then an
         all-reduce over the replicas of each owner.
-
-        Args:
-            chain: Factors of ``P``, ``G`` and ``OS``.
         """
         params, grads, optimizer = chain
         seconds, owners = self._collectives.seconds, params.quotient(optimizer)

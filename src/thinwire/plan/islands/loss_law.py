@@ -80,15 +80,8 @@ class LossLaw(Spec):
         return known[-1].optimizer if known else OuterOptimizer()
 
     def percent(self, count: int, every: int, way: ExchangeWay) -> float:
-        """Loss above synchronous training.
-
-        Args:
-            count: Islands.
-            every: Inner steps from one exchange of a parameter to the next.
-            way: How they exchange.
-
-        Returns:
-            Percent of the validation loss; below 0 where islands ended lower.
+        """Loss of so many islands that exchange every so many inner steps, above synchronous training: percent of the
+        validation loss, below 0 where islands ended lower.
 
         Raises:
             SpecError: The study had no such islands.
@@ -110,10 +103,7 @@ def _range(bounds: tuple[int, int]) -> str:
 
 
 def parse_budget(text: str) -> float:
-    """Percent of a loss that a user would give for speed.
-
-    Args:
-        text: For example ``0.5%``.
+    """Percent of a loss that a user would give for speed, from text such as ``0.5%``.
 
     Raises:
         SpecError: It is no such text.

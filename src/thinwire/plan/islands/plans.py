@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from thinwire.errors import SpecError
@@ -61,11 +60,24 @@ def island_plans(
         SpecError: The nodes cannot be divided into as many islands as the study had, or no islands stay within the
             budget.
     """
-    counts = _counts(job, law)
-    ways = [way for way in law.ways if not (elastic and way.islands.get("delay"))]
-    choices = [choice for count in counts for choice in _within(law, ways, count, budget)]
-    if not choices:
-        raise SpecError("--loss-budget", [_least(law, ways, counts, budget)])
+    fewest, most = law.every
+    bounds = [
+        (law.percent(count, every, way) + law.left_out, count, every, way)
+        for count in _counts(job, law)
+        for way in law.ways
+        if not (elastic and way.islands.get("delay"))
+        for every in (1 << power for power in range(most.bit_length()) if fewest <= 1 << power <= most)
+    ]
+    # The rarest exchange comes last, and stays.
+    rarest = {(count, way.name): (count, every, way) for bound, count, every, way in bounds if bound <= budget}
+    if not rarest:
+        bound, count, every, way = min(bounds, key=lambda found: found[0])
+        raise SpecError(
+            "--loss-budget",
+            f"{budget:g}% is less than the loss law can promise: the least is {bound:.2f}%, with {count} islands that "
+            f"exchange every {every} steps ({way.name}); raise the budget, or leave the option out",
+        )
+    choices = rarest.values()
     simulations = simulations or Simulations()
     insides = {count: _insides(job, count, simulations) for count in {count for count, _, _ in choices}}
     made = []
@@ -94,43 +106,6 @@ def _counts(job: TrainingJob, law: LossLaw) -> list[int]:
             ],
         )
     return counts
-
-
-def _within(
-    law: LossLaw, ways: Sequence[ExchangeWay], count: int, budget: float
-) -> Iterator[tuple[int, int, ExchangeWay]]:
-    """Of each way to exchange, the most inner steps whose loss stays within the budget."""
-    for way in ways:
-        rarest = max((every for every in _steps(law) if _bound(law, count, every, way) <= budget), default=None)
-        if rarest is not None:
-            yield count, rarest, way
-
-
-def _bound(law: LossLaw, count: int, every: int, way: ExchangeWay) -> float:
-    return law.percent(count, every, way) + law.left_out
-
-
-def _steps(law: LossLaw) -> list[int]:
-    """Powers of two in the law's range."""
-    fewest, most = law.every
-    return [1 << power for power in range(most.bit_length()) if fewest <= 1 << power <= most]
-
-
-def _least(law: LossLaw, ways: Sequence[ExchangeWay], counts: list[int], budget: float) -> str:
-    """Why no islands stay within the budget."""
-    bound, count, every, way = min(
-        (
-            (_bound(law, count, every, way), count, every, way)
-            for count in counts
-            for every in _steps(law)
-            for way in ways
-        ),
-        key=lambda found: found[0],
-    )
-    return (
-        f"{budget:g}% is less than the loss law can promise: the least is {bound:.2f}%, with {count} islands that "
-        f"exchange every {every} steps ({way.name}); raise the budget, or leave the option out"
-    )
 
 
 def _insides(job: TrainingJob, count: int, simulations: Simulations) -> list[Plan]:

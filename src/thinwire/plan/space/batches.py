@@ -63,13 +63,7 @@ class BatchChoice(BatchMemory):
 
 
 class Batches:
-    """The choices of the batch for one cut of the model.
-
-    Args:
-        job: The job.
-        cut: Tensor and pipeline parallelism.
-        base: A plan of the cut.
-    """
+    """The choices of the batch for one cut of the model, of which ``base`` is a plan."""
 
     def __init__(self, job: TrainingJob, cut: Cut, base: Plan) -> None:
         self._job, self._cut, self._base = job, cut, base

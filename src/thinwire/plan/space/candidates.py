@@ -93,11 +93,7 @@ class CandidateGroup:
 
 
 class ByBound:
-    """The candidates of some groups.
-
-    Args:
-        groups: The groups.
-    """
+    """The candidates of some groups."""
 
     def __init__(self, groups: Sequence[CandidateGroup]) -> None:
         self._groups = groups
@@ -128,11 +124,6 @@ class ByBound:
 
 class Candidates:
     """All plans of one cut.
-
-    Args:
-        job: Model, cluster, batch and the choices that are allowed.
-        cut: Tensor and pipeline parallelism.
-        pricer: Prices collectives.
 
     Attributes:
         batches: Choices of the batch.
@@ -318,14 +309,7 @@ class Candidates:
 
     def smallest(self, most: float = math.inf) -> tuple[int, Candidate] | None:
         """The bytes of the plan that needs the least memory, and the plan; among several, the one with the least
-        sharding.
-
-        Args:
-            most: Bytes above which no plan is of interest.
-
-        Returns:
-            ``None`` if every plan needs more.
-        """
+        sharding. ``None`` if every plan needs more than ``most``."""
         batch = min(self.batches.sizes, key=lambda batch: max(batch.working))
         chains = [
             (params, optimizer, optimizer)

@@ -14,12 +14,8 @@ from thinwire.spec import Factor, Plan
 
 
 class StateBytes:
-    """What plans of a cut keep whatever the size of a micro-batch. Plans share what they cut alike.
-
-    Args:
-        job: The job.
-        base: A plan of the cut.
-    """
+    """What plans of a cut, of which ``base`` is one, keep whatever the size of a micro-batch. Plans share what they cut
+    alike."""
 
     def __init__(self, job: TrainingJob, base: Plan) -> None:
         self._base, self._room = base, job.room

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -87,10 +88,7 @@ class UnitSizes:
         trace = default_trace(units)
         tail = trace.tail
         numels = [sum(buffer.numel for buffer in unit.buffers) for unit in units]
-        counts: dict[tuple[int, bool], int] = {}
-        for index, numel in enumerate(numels):
-            key = numel, index in tail
-            counts[key] = counts.get(key, 0) + 1
+        counts = Counter((numel, index in tail) for index, numel in enumerate(numels))
         names = [part.kind for part in job.parts(base)]
         named = [unit for unit in trace.needed if units[unit].name]
         return cls(
@@ -116,34 +114,8 @@ class UnitSizes:
         return grouped(sizes, bucket_bytes)
 
 
-@dataclass(frozen=True)
-class _ReductionSeconds:
-    """Reductions with a choice of codecs.
-
-    Attributes:
-        scatter: Over the ranks of ``P``, of a micro-batch.
-        shard: To the owners of optimizer states.
-        sync: Over replicas.
-        largest: The largest of the first two kinds.
-        last: Seconds after the last gradient until all are reduced.
-    """
-
-    scatter: Busy
-    shard: Busy
-    sync: Busy
-    largest: Busy
-    last: float
-
-
 class TrafficSeconds:
-    """Prices the communication of plans of one cut.
-
-    Args:
-        job: The job.
-        pricer: Prices collectives.
-        units: What is communicated.
-        bucket_bytes: Bytes of a bucket.
-    """
+    """Prices the communication of plans of one cut, with buckets of so many bytes."""
 
     def __init__(self, job: TrainingJob, pricer: Pricer, units: UnitSizes, bucket_bytes: int) -> None:
         self._pricer, self._units, self._bucket_bytes = pricer, units, bucket_bytes
@@ -169,12 +141,8 @@ class TrafficSeconds:
     def choices(
         self, groups: ProcessGroups, secondaries: Sequence[GroupShape | None]
     ) -> tuple[list[tuple[str, ...]], Communication]:
-        """Every choice of codecs of gather, reduce_intra, reduce_inter and spread, and what all of them cost.
-
-        Args:
-            groups: The groups of a plan; its secondary shard does not matter.
-            secondaries: Secondary shards, on which gathers of the backward depend.
-        """
+        """Every choice of codecs of gather, reduce_intra, reduce_inter and spread, and what all of them cost in the
+        groups of a plan, with each of some secondary shards, on which gathers of the backward depend."""
         key = groups._replace(secondary=None, every_micro_batch=False)
         gather, intra, inter, spread = levels = self._levels(groups)
         if key not in self._apart:
@@ -182,7 +150,9 @@ class TrafficSeconds:
         pricer, gathers = self._pricer, _codecs(gather)
         largest = max((kind.numel for kind in self._units.kinds if not kind.kept), default=0)
         closer = [groups._replace(secondary=secondary) for secondary in secondaries]
-        backward = [_rows([self._freed(pricer.gathered_again, each, codec) for codec in gathers]) for each in closer]
+        backward = [
+            _rows([self._all(pricer.gathered_again, each, codec, kept=False) for codec in gathers]) for each in closer
+        ]
         one = [_rows([pricer.gathered_again(each, largest, codec) for codec in gathers]) for each in closer]
         names: list[tuple[str, ...]] = [
             (of_gather, *pair, of_spread)
@@ -199,35 +169,30 @@ class TrafficSeconds:
         """The same as far as it depends neither on the secondary shard nor on when gradients are reduced."""
         gathers, intras, inters, spreads = map(_codecs, levels)
         pricer = self._pricer
-        reductions = [self._priced(groups, *pair) for pair in itertools.product(intras, inters)]
+        reductions = (self._reductions(groups, *pair) for pair in itertools.product(intras, inters))
+        scatter, shard, sync, largest, last = zip(*reductions, strict=True)
         nothing = np.zeros((1, 1, 1, 5))
         return Communication(
             forward=_rows([self._all(pricer.gathered, groups, codec) for codec in gathers])[:, None],
             backward=nothing,
-            scatter=_rows([each.scatter for each in reductions])[:, None, None],
-            shard=_rows([each.shard for each in reductions])[:, None, None],
-            sync=_rows([each.sync for each in reductions])[:, None, None],
+            scatter=_rows(scatter)[:, None, None],
+            shard=_rows(shard)[:, None, None],
+            sync=_rows(sync)[:, None, None],
             spread=_rows([self._all(pricer.spread, groups, codec) for codec in spreads]),
             every=False,
             one_gather=nothing,
-            one_reduction=_rows([each.largest for each in reductions])[:, None, None],
+            one_reduction=_rows(largest)[:, None, None],
             first_spread=np.array([self._first_spread(groups, codec) for codec in spreads]),
             first_gather=np.array([self._first_gather(groups, codec) for codec in gathers])[:, None],
-            last=np.array([each.last for each in reductions])[:, None, None],
+            last=np.array(last)[:, None, None],
         )
 
-    def _all(self, price: Callable[..., Busy], groups: ProcessGroups, *codecs: CodecSpec) -> Busy:
-        """Busy seconds of all units, given the price of one."""
+    def _all(self, price: Callable[..., Busy], groups: ProcessGroups, *codecs: CodecSpec, kept: bool = True) -> Busy:
+        """Busy seconds of all units, or of those that are freed after their forward, given the price of one."""
         total = Busy()
         for kind in self._units.kinds:
-            total = total.plus(price(groups, kind.numel, *codecs), kind.count)
-        return total
-
-    def _freed(self, price: Callable[..., Busy], groups: ProcessGroups, *codecs: CodecSpec) -> Busy:
-        """The same of the units that are freed after their forward."""
-        total = Busy()
-        for kind in self._units.kinds:
-            total = total if kind.kept else total.plus(price(groups, kind.numel, *codecs), kind.count)
+            if kept or not kind.kept:
+                total = total.plus(price(groups, kind.numel, *codecs), kind.count)
         return total
 
     def _first_spread(self, groups: ProcessGroups, codec: CodecSpec) -> float:
@@ -241,8 +206,12 @@ class TrafficSeconds:
             return 0.0
         return _together([self._pricer.gather(groups.params, numel, codec) for numel in self._units.first])
 
-    def _priced(self, groups: ProcessGroups, intra: CodecSpec, inter: CodecSpec) -> _ReductionSeconds:
-        """Costs of reductions with a choice of codecs."""
+    def _reductions(
+        self, groups: ProcessGroups, intra: CodecSpec, inter: CodecSpec
+    ) -> tuple[Busy, Busy, Busy, Busy, float]:
+        """Reductions with a choice of codecs: over the ranks of ``P`` of a micro-batch, to the owners of optimizer
+        states, and over replicas; the largest of the first two kinds; and seconds after the last gradient until all are
+        reduced."""
         pricer = self._pricer
         shards = groups.params.ranks if groups.params else 1
         buckets = self._units_of(shards)
@@ -256,17 +225,13 @@ class TrafficSeconds:
         last += pricer.sharded(groups, of_last, intra, inter).total
         last += pricer.synced(groups, of_last, intra, inter).total
         largest_bucket = pricer.sharded(groups, max(buckets), intra, inter)
-        return _ReductionSeconds(
-            self._all(pricer.scattered, groups, intra, inter), shard, sync, one.plus(largest_bucket), last
-        )
+        return self._all(pricer.scattered, groups, intra, inter), shard, sync, one.plus(largest_bucket), last
 
     def _units_of(self, shards: int) -> Mapping[int, int]:
         """Number of buckets by elements; the last bucket comes last."""
         if shards not in self._buckets:
             *others, last = self._units.buckets(shards, self._bucket_bytes)
-            counts: dict[int, int] = {}
-            for numel in others:
-                counts[numel] = counts.get(numel, 0) + 1
+            counts = Counter(others)
             counts[last] = counts.pop(last, 0) + 1
             self._buckets[shards] = counts
         return self._buckets[shards]

@@ -93,13 +93,8 @@ class _UnlikeNodes:
         self._asked = {node for node, number in enumerate(group_of) if group in (None, number)}
 
     def slowest(self, nodes: int, stride: int, *, exchange: bool) -> tuple[float, float]:
-        """Bits per second of the slowest cards of a node, and the share of the traffic that leaves a zone.
-
-        Args:
-            nodes: Number of nodes in a group of ranks.
-            stride: Distance in nodes from one member to the next.
-            exchange: Whether each member sends to every other one; otherwise to the next one in a ring.
-        """
+        """Bits per second of the slowest cards of a node, and the share of the traffic that leaves a zone; arguments as
+        of :meth:`Fabric.route`."""
         size, slow, crosses = nodes * stride, [], False
         for start in range(0, len(self._nics), size):
             block = range(start, min(start + size, len(self._nics)))
@@ -114,14 +109,8 @@ class _UnlikeNodes:
 
 
 def crossing_share(leaves: Sequence[int], nodes: int, stride: int, *, exchange: bool) -> float:
-    """The share of the traffic of a leaf's nodes that leaves it, at the leaf where it is largest.
-
-    Args:
-        leaves: Number of the leaf above each node.
-        nodes: Number of nodes in a group; all groups of this shape send at the same time.
-        stride: Distance in nodes from one member to the next.
-        exchange: Whether each member sends to every other one; otherwise to the next one in a ring.
-    """
+    """The share of the traffic of a leaf's nodes that leaves it, at the leaf where it is largest, from the number of
+    the leaf above each node. All groups of this shape send at the same time; see :meth:`Fabric.route`."""
     below = Counter(leaves)
     if len(below) == 1:
         return 0.0

@@ -89,18 +89,13 @@ def slurm_switches(text: str, source: str) -> dict[str, tuple[str, ...]]:
     Raises:
         SpecError: The text describes no switches, or a list of hosts in it is malformed.
     """
-    lines = [fields for line in _logical_lines(text) if (fields := _fields(line))]
+    logical = text.replace("\\\n", " ").splitlines()  # a backslash at the end of a line continues it
+    lines = [fields for line in logical if (fields := _fields(line.partition("#")[0]))]
     blocks = [fields for fields in lines if "blockname" in fields]
     switches = _blocks(blocks, lines, source) if blocks else _tree(lines)
     if not switches:
         raise SpecError(source, "names no switch or block with nodes below it (SwitchName=... Nodes=...)")
     return switches
-
-
-def _logical_lines(text: str) -> Iterator[str]:
-    """Lines without comments; a backslash at the end of a line continues it."""
-    for line in text.replace("\\\n", " ").splitlines():
-        yield line.partition("#")[0]
 
 
 def _fields(line: str) -> dict[str, str]:

@@ -51,8 +51,7 @@ class ModelSpec(Dimensions):
 
     name: str | None = Field(default=None, description="label, for example the preset's name")
     kind: Literal["llama", "gpt"] = Field(
-        default="llama",
-        description="llama: RMSNorm, SwiGLU, no biases; gpt: LayerNorm, GELU, biases (GPT-NeoX style)",
+        default="llama", description="llama: RMSNorm, SwiGLU, no biases; gpt: LayerNorm, GELU, biases (GPT-NeoX style)"
     )
     layers: Count = Field(description="transformer blocks (L)")
     hidden: Count = Field(description="width of the residual stream (h)")
@@ -62,8 +61,7 @@ class ModelSpec(Dimensions):
         default=_FILLED_IN, description="width of a head's queries and keys; default: hidden / heads, a whole number"
     )
     ffn: Count = Field(
-        default=_FILLED_IN,
-        description="width of the feed-forward network; default: 8/3 hidden (llama), 4 hidden (gpt)",
+        default=_FILLED_IN, description="width of the feed-forward network; default: 8/3 hidden (llama), 4 hidden (gpt)"
     )
     active_experts: Count = Field(default=1, description="experts that each token visits")
     expert_ffn: Count = Field(default=_FILLED_IN, description="width of an expert; default: ffn")

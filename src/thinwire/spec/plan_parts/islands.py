@@ -203,8 +203,7 @@ class Islands(Feedback):
             )
         if self.error_feedback:
             yield Problem(
-                "error_feedback",
-                "with outer_wire = 'visible', which always keeps what it does not send: leave it out",
+                "error_feedback", "with outer_wire = 'visible', which always keeps what it does not send: leave it out"
             )
 
     @rule("codec", "error_feedback")

@@ -37,16 +37,9 @@ POLICIES = {
 gradients. RATE, A and B stand for bits per value."""
 
 STUDIED = (
-    "none",
-    "naive-zfp:8",
-    "naive-zfp:16",
-    "naive-mpc",
-    "mzhybrid:8",
-    "mzhybrid:16",
-    "zhybrid:16-8",
-    "zhybrid:24-8",
+    "none", "naive-zfp:8", "naive-zfp:16", "naive-mpc", "mzhybrid:8", "mzhybrid:16", "zhybrid:16-8", "zhybrid:24-8",
     "hybrid",
-)
+)  # fmt: skip
 """The policies that the study compares: no codec, the published policies at the paper's rates, and ``hybrid``."""
 
 _NUMBER = re.compile(r"\d+(\.\d+)?")
@@ -108,17 +101,10 @@ class HybridPolicy:
 
         ``scatter`` is left out if it is the codec of other gradients, so that it follows them if they change.
         """
-        codecs = {
-            "gather": self.gather,
-            "reduce_intra": self.dp,
-            "reduce_inter": self.dp,
-            "spread": self.spread,
-            "tp": self.tp,
-            "pp": self.pp,
-            "ep": self.ep,
-            "cp": self.cp,
-        }
-        return codecs if self.scatter == self.dp else codecs | {"scatter": self.scatter}
+        codecs = {axis: self.codec(axis) for axis in AXES if axis != "dp"}
+        if self.scatter == self.dp:
+            del codecs["scatter"]
+        return codecs | {"reduce_intra": self.dp, "reduce_inter": self.dp}
 
     def __str__(self) -> str:
         return self.name

@@ -98,9 +98,7 @@ PRESETS: dict[str, Preset] = {
     "zero2": Preset("G and OS over all ranks", lambda mesh, group: (_ONE, mesh, mesh)),
     "zero3": Preset("P, G and OS over all ranks", lambda mesh, group: (mesh, mesh, mesh)),
     "zero1-node": Preset(
-        "OS inside a node, replicas across nodes (AMSP, 7B)",
-        lambda mesh, group: (_ONE, _ONE, group),
-        takes_group=True,
+        "OS inside a node, replicas across nodes (AMSP, 7B)", lambda mesh, group: (_ONE, _ONE, group), takes_group=True
     ),
     "amsp-13b": Preset(
         "P and G over half a node, OS over a node (AMSP, 13B)",
@@ -116,9 +114,7 @@ PRESETS: dict[str, Preset] = {
         takes_group=True,
     ),
     "hsdp": Preset(
-        "the same as mics, by PyTorch's name (HSDP)",
-        lambda mesh, group: (group, group, group),
-        takes_group=True,
+        "the same as mics, by PyTorch's name (HSDP)", lambda mesh, group: (group, group, group), takes_group=True
     ),
     "hpz": Preset(
         "zero3 with a secondary parameter shard inside a node (ZeRO++ hpZ)",

@@ -21,8 +21,7 @@ class Overlap(Spec):
     sync: Flag = Field(default=True, description="the last micro-batch's synchronisation runs beside the backward")
     spread: Flag = Field(default=True, description="updated parameters travel while the next forward runs")
     stages: Flag = Field(
-        default=True,
-        description="hops and codecs of different collectives of a lane run side by side",
+        default=True, description="hops and codecs of different collectives of a lane run side by side"
     )
     input_gradient: Flag = Field(
         default=False,
@@ -48,8 +47,7 @@ class UnitOverride(Spec):
         default=None, description="whether the units stay gathered between their forward and their backward"
     )
     codec: CodecSpec | None = Field(
-        default=None,
-        description="none: everything of these units travels uncompressed; unset: the plan's codecs",
+        default=None, description="none: everything of these units travels uncompressed; unset: the plan's codecs"
     )
 
     @rule("codec")
@@ -57,6 +55,5 @@ class UnitOverride(Spec):
         """``codec`` is ``none``: units travel uncompressed, or with the plan's codecs."""
         if self.codec is not None and not self.codec.is_none:
             yield Problem(
-                "codec",
-                f"= {str(self.codec)!r}: units travel with the plan's codecs, or uncompressed with 'none'",
+                "codec", f"= {str(self.codec)!r}: units travel with the plan's codecs, or uncompressed with 'none'"
             )
