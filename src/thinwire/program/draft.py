@@ -4,31 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from thinwire.program.mesh import Axis, Hop, Kind, MessageSizes, axis_index, axis_stride, hops
 from thinwire.program.shares import Even
-from thinwire.program.step import AnyLane, BufferKey, Event, HostLane, Lane, Operation, StepProgram, UnitInfo
+from thinwire.program.step import Call, Event, HostLane, Lane, Operation, StepProgram, UnitInfo
 from thinwire.program.wire import axis_shape
-from thinwire.spec import CodecSpec, Plan
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The fields of an :class:`Operation` that depend on neither its size nor its time."""
-
-    kind: Kind
-    lane: AnyLane
-    axis: Axis
-    units: tuple[int, ...]
-    encoded: bool = False
-    stored: CodecSpec | None = None
-    buffers: tuple[BufferKey, ...] = ()
-    bucket: tuple[int, ...] = ()
-    chunk: int = 0
-    chunks: int = 1
-    delay: int = 0
-    size: int = 0
+from thinwire.spec import Plan
 
 
 class Draft:
@@ -91,26 +73,8 @@ class Draft:
 
     def _record(self, call: Call, hops: tuple[Hop, ...], start: Event, after: tuple[int, ...]) -> int:
         index = len(self.operations)
-        self.operations.append(
-            Operation(
-                index=index,
-                kind=call.kind,
-                lane=call.lane,
-                axis=call.axis,
-                units=call.units,
-                hops=hops,
-                start=start,
-                after=after,
-                encoded=call.encoded,
-                stored=call.stored,
-                buffers=call.buffers,
-                bucket=call.bucket,
-                chunk=call.chunk,
-                chunks=call.chunks,
-                delay=call.delay,
-                size=call.size,
-            )
-        )
+        fields = {name: getattr(call, name) for name in Call.__slots__}
+        self.operations.append(Operation(**fields, index=index, hops=hops, start=start, after=after))
         gathers = call.lane is Lane.GATHER or (call.lane is HostLane.UP and call.axis is Axis.PARAMS)
         for unit in call.units if gathers else ():
             first = self._first_gathers.setdefault(unit, [index])

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from thinwire.errors import SpecError
 from thinwire.program.batches import gather_batches
-from thinwire.program.draft import Call, Draft
+from thinwire.program.draft import Draft
 from thinwire.program.mesh import Axis, Kind
 from thinwire.program.shares import LARGE_LEAF
-from thinwire.program.step import BufferKey, Event, HostLane, Lane, Phase, Trace, UnitInfo
+from thinwire.program.step import BufferKey, Call, Event, HostLane, Lane, Phase, Trace, UnitInfo
 from thinwire.program.wire import gather_sizes, used_codec
 from thinwire.spec import CodecSpec, Plan
 
@@ -53,14 +53,15 @@ def retention(plan: Plan, units: Sequence[UnitInfo], trace: Trace) -> Retention:
     chosen = Retention(kept, persistent, persistent)
     if not plan.reuse_bytes or not any_gathered(plan, units):
         return chosen
-    room = _Room(plan, units, trace, chosen)
-    more = [use for use in _uses(units, trace) if use.distance <= plan.reuse_bytes]
-    refused = {index for index, keeps in excepted.items() if not keeps}
-    kept |= {u.unit for u in _closest(more, carried=False) if u.unit not in refused | kept and room.take(u)}
-    carried = persistent | {
-        u.unit for u in _closest(more, carried=True) if u.unit not in refused | persistent and room.take(u)
-    }
-    return Retention(kept, carried, persistent)
+    played = _play(plan, units, trace, chosen)
+    limit = math.inf if plan.live_bytes is None else plan.live_bytes
+    stay, carry = set(kept), set(persistent)
+    uses = [use for use in _uses(units, trace) if use.distance <= plan.reuse_bytes and excepted.get(use.unit, True)]
+    for use in sorted(uses, key=lambda use: (use.carried, use.distance)):
+        staying = carry if use.carried else stay
+        if use.unit not in staying and played.take(use, units[use.unit].nbytes, limit):
+            staying.add(use.unit)
+    return Retention(frozenset(stay), frozenset(carry), persistent)
 
 
 def gathered_peak(plan: Plan, units: Sequence[UnitInfo], trace: Trace) -> int:
@@ -329,41 +330,6 @@ def _uses(units: Sequence[UnitInfo], trace: Trace) -> Iterator[_Use]:
                 yield _Use(unit, carried, left, needed, used[place[needed]] - used[place[left]])
 
 
-def _closest(uses: Sequence[_Use], *, carried: bool) -> list[_Use]:
-    return sorted((use for use in uses if use.carried is carried), key=lambda use: use.distance)
-
-
-class _Room:
-    """The bytes that ``live_bytes`` leaves at every event, beside what is gathered anyway."""
-
-    def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, chosen: Retention) -> None:
-        self._limit, self._units = plan.live_bytes, units
-        self._played = _Played()
-        if self._limit is not None:
-            self._played = _play(plan, units, trace, chosen)
-
-    def take(self, use: _Use) -> bool:
-        """Take the room that a unit needs between two uses, in both micro-batches; returns whether there is enough."""
-        if self._limit is None:
-            return True
-        live, size = self._played.live, self._units[use.unit].nbytes
-        spans = [span for shift in (0, 1) if (span := self._span(use, shift)) is not None]
-        if any(max(live[span], default=0) + size > self._limit for span in spans):
-            return False
-        for span in spans:
-            live[span] = [level + size for level in live[span]]
-        return True
-
-    def _span(self, use: _Use, micro_batch: int) -> slice | None:
-        """Events between two uses, the first in this micro-batch, until the unit is gathered anyway."""
-        left = self._played.places.get(use.left._replace(micro_batch=micro_batch))
-        if left is None:
-            return None
-        gathered = self._played.gathered.get(use.unit, [])
-        again = bisect_right(gathered, left)
-        return slice(left + 1, gathered[again] if again < len(gathered) else len(self._played.live))
-
-
 class _Played:
     """What is gathered at every event: bytes of units, and with copies of joint gathers that start there; numbers of
     the events, of repeated ones the first; by unit, those at which a gather of it starts."""
@@ -383,6 +349,25 @@ class _Played:
         for unit in present - self._before:
             self.gathered.setdefault(unit, []).append(place)
         self._before = present
+
+    def take(self, use: _Use, size: int, limit: float) -> bool:
+        """Take the ``size`` bytes that a unit needs between two uses, in both micro-batches, if the limit leaves them
+        beside what is gathered anyway; returns whether it does."""
+        spans = [span for shift in (0, 1) if (span := self._span(use, shift)) is not None]
+        if any(max(self.live[span], default=0) + size > limit for span in spans):
+            return False
+        for span in spans:
+            self.live[span] = [level + size for level in self.live[span]]
+        return True
+
+    def _span(self, use: _Use, micro_batch: int) -> slice | None:
+        """Events between two uses, the first in this micro-batch, until the unit is gathered anyway."""
+        left = self.places.get(use.left._replace(micro_batch=micro_batch))
+        if left is None:
+            return None
+        gathered = self.gathered.get(use.unit, [])
+        again = bisect_right(gathered, left)
+        return slice(left + 1, gathered[again] if again < len(gathered) else len(self.live))
 
 
 def _play(plan: Plan, units: Sequence[UnitInfo], trace: Trace, chosen: Retention) -> _Played:

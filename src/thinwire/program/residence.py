@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from thinwire.program.draft import Call, Draft
+from thinwire.program.draft import Draft
 from thinwire.program.mesh import Axis, Kind
-from thinwire.program.step import BufferInfo, Event, HostLane, Phase, UnitInfo
+from thinwire.program.step import BufferInfo, Call, Event, HostLane, Phase, UnitInfo
 from thinwire.program.wire import ITEMSIZE, has_master
 from thinwire.spec import Plan
 
