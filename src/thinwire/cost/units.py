@@ -82,11 +82,8 @@ def _even_units(cut: Iterable[ModelPart], plan: Plan) -> tuple[UnitInfo, ...]:
 def largest_share(model: ModelSpec, plan: Plan) -> int:
     """Number of elements on the rank that owns the most optimizer states of the first ``P`` shard.
 
-    The same as the largest sum of :func:`units`' shares, without a list of every owner's.
-
-    Args:
-        model: Dimensions of the model.
-        plan: The plan; its factors, partition, dtype and exclusions count.
+    The same as the largest sum of :func:`units`' shares, without a list of every owner's. Of the plan, factors,
+    partition, dtype and exclusions count.
     """
     buffers = _flat_buffers(plan, [(part, _kinds(part, plan)) for part in parts(model, plan.granularity, plan.tp)])
     local, nodes = axis_shape(plan, Axis.SHARD)
