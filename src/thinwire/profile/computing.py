@@ -55,12 +55,7 @@ def measure_model(
     Timing each part alone gives its share. Timing the whole, in which no rank waits for another, gives the total: in
     training, caches are cold, ranks drift apart, and there is work between the parts, including the runtime's.
 
-    Args:
-        pieces: The parts, and the whole.
-        control: Connects all ranks.
-        device: Device that computes.
-        seconds: Approximate duration of the measurement.
-        plain: Whether to time the whole without thinwire's runtime, too.
+    It takes about so many ``seconds``. With ``plain``, the whole is timed without thinwire's runtime, too.
 
     Returns:
         One row per part, the same on every rank.

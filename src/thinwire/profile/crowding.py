@@ -28,11 +28,7 @@ _BYTES = 1 << 21
 def measure_crowding(compute: Call, control: Control, device: torch.device, turn: float = 0.2) -> float:
     """Time computation alone, and next to a thread of its rank that uses the processor, in turn, on all ranks at once.
 
-    Args:
-        compute: Runs the computation once.
-        control: Connects all ranks.
-        device: Device that computes.
-        turn: Approximate seconds of computation alone in a turn.
+    A ``turn`` has about so many seconds of computation alone.
 
     Returns:
         Seconds by which computation is delayed for each second of processor time of that thread; the same on every

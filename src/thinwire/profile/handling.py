@@ -69,13 +69,8 @@ def measure_handling(
 ) -> Handling:
     """Measure how long the runtime delays computation for each step and stage.
 
-    Args:
-        make: Builds the model of no weight under a plan.
-        mesh: All ranks.
-        transfers: Collectives that were measured; the smallest ones of each kind count as transfers of no weight.
-        crowding: Delay of computation per second of other threads.
-        control: Connects all ranks.
-        device: Device that computes.
+    ``make`` builds the model of no weight under a plan. The smallest measured transfers of each kind count as transfers
+    of no weight. ``crowding`` is the delay of computation per second of other threads.
 
     Returns:
         Seconds of a step and of each kind of stage, the same on every rank; all 0 on an accelerator, and without other

@@ -29,15 +29,7 @@ def measure_library(
 ) -> list[CollectiveRow]:
     """Time every call over every shape of group, all groups of the shape at once, on vectors of bfloat16.
 
-    Args:
-        mesh: All ranks.
-        control: Connects all ranks.
-        device: Device of the vectors.
-        deadline: When to be through; the first two sizes are measured whatever it says.
-        report: Receives one line about each measurement.
-
-    Returns:
-        The rows, the same on every rank.
+    The first two sizes are measured whatever the deadline says. Rows are the same on every rank.
     """
     # Other frameworks shard or replicate over all ranks, those of a node, and one of each node.
     shapes = dict.fromkeys((mesh, Factor(local=mesh.local), Factor(nodes=mesh.nodes)))

@@ -35,15 +35,11 @@ class Draft:
         self, call: Call, pieces: Sequence[int], sizes: MessageSizes, start: Event, after: tuple[int, ...] = ()
     ) -> int:
         """Add an operation on a vector that is cut into ``pieces``, one for each member; returns its index."""
-        return self._record(call, self._hops(call, pieces, sizes), start, after)
+        return self.record(call, start, after, self._hops(call, pieces, sizes))
 
     def add_even(self, call: Call, numel: int, sizes: MessageSizes, start: Event, after: tuple[int, ...] = ()) -> int:
         """Add an operation on a vector of ``numel`` elements, cut evenly among the members of the axis."""
         return self.add(call, self._cut(call.axis, numel), sizes, start, after)
-
-    def add_own(self, call: Call, start: Event, after: tuple[int, ...]) -> int:
-        """Add an operation in which no other rank takes part."""
-        return self._record(call, (), start, after)
 
     def add_joint(
         self, call: Call, parts: Sequence[tuple[int, MessageSizes]], start: Event, after: tuple[int, ...] = ()
@@ -54,7 +50,7 @@ class Draft:
         joint = of_parts[0]
         if len(of_parts) > 1:
             joint = tuple(replace(same[0], sent=sum(hop.sent for hop in same)) for same in zip(*of_parts, strict=True))
-        return self._record(call, joint, start, after)
+        return self.record(call, start, after, joint)
 
     def _cut(self, axis: Axis, numel: int) -> Even:
         count = self.extent(axis)
@@ -71,7 +67,8 @@ class Draft:
             self._hops_of[key] = made
         return made
 
-    def _record(self, call: Call, hops: tuple[Hop, ...], start: Event, after: tuple[int, ...]) -> int:
+    def record(self, call: Call, start: Event, after: tuple[int, ...] = (), hops: tuple[Hop, ...] = ()) -> int:
+        """Add an operation with these hops; without any, no other rank takes part."""
         index = len(self.operations)
         fields = {name: getattr(call, name) for name in Call.__slots__}
         self.operations.append(Operation(**fields, index=index, hops=hops, start=start, after=after))
