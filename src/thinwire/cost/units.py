@@ -44,7 +44,7 @@ def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
 
 def _units(own: Sequence[ModelPart], plan: Plan, shard: int) -> tuple[UnitInfo, ...]:
     """The units of some parts, all of them under one plan."""
-    if not (plan.units or plan.wire.exclude or plan.partition == "inter"):
+    if not (plan.units or plan.wire.exclude or plan.tp > 1 or plan.partition == "inter"):
         return _even_units(own, plan)
     cut = [(part, _kinds(part, plan)) for part in own]
     buffers = _flat_buffers(plan, cut)
