@@ -15,7 +15,7 @@ from itertools import chain
 
 from thinwire.program.batches import buckets, reduction_batches, spread_batches
 from thinwire.program.draft import Draft
-from thinwire.program.gathers import Gathers, check_live, play_forward, retention
+from thinwire.program.gathers import Gathers, check_live, retention
 from thinwire.program.islands import add_exchange
 from thinwire.program.mesh import Axis, Kind, MessageSizes
 from thinwire.program.residence import HostGradients, add_return, add_update
@@ -99,20 +99,10 @@ def lower(
     reductions = _Reductions(plan, units, trace, draft)
     for micro_batch in range(micro_batches):
         last = micro_batch == micro_batches - 1
-        play_forward(gathers, trace, micro_batch)
         reductions.begin(last=last)
-        for phase, unit in trace.backward:
-            event = Event(phase, unit, micro_batch)
-            if phase is Phase.PRE_BACKWARD:
-                reductions.host.fetch(unit, event)
-                gathers.need_in_backward(event)
-            elif phase is Phase.GRADS_READY:
-                reductions.ready(unit, event)
-            elif phase is Phase.POST_BACKWARD:
-                gathers.leave(unit, event, last=last)
-        end = Event(Phase.BACKWARD_END, -1, micro_batch)
-        reductions.end(end)
-        gathers.leave_all(end, last=last)
+        for event in trace.events(micro_batch):
+            reductions.at(event)
+            gathers.at(event, last=last)
     _take_step(plan, units, trace, draft, clip=clip, fragments=fragments)
     return draft.program(units, micro_batches)
 
@@ -177,14 +167,11 @@ class _Reductions:
 
     A chunk of a bucket starts in the turn of the last unit that has elements in it, so the first chunks are on their
     way while the backward computes the gradients of the last.
-
-    Attributes:
-        host: The copies of gradients that live on the host.
     """
 
     def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: Draft) -> None:
         self._plan, self._units, self._draft = plan, units, draft
-        self.host = HostGradients(plan, units, draft)
+        self._host = HostGradients(plan, units, draft)
         self._sizes = cache(lambda axis, encoded: reduction_sizes(plan, axis, encoded=encoded))
         self._order = tuple(unit for unit in trace.reduction_order if units[unit].trainable)
         members, replicas = draft.extent(Axis.PARAMS), draft.extent(Axis.REPLICA)
@@ -245,24 +232,24 @@ class _Reductions:
         return by_turn
 
     def begin(self, *, last: bool) -> None:
-        """Begin the backward of a micro-batch."""
+        """Begin a micro-batch."""
         self._last, self._begun = last, len(self._draft.operations)
-        self.host.begin()
+        self._host.begin()
         self._pending = deque(self._order)
         self._ready.clear()
         self._over_params.clear()
 
-    def ready(self, unit: int, event: Event) -> None:
-        """Mark a unit's gradients as ready. Reduce the unit, and units that waited for it, if it is their turn."""
-        self._ready.add(unit)
-        self.host.need(unit, event)
-        while self._pending and self._pending[0] in self._ready:
-            self._reduce(self._pending.popleft(), event)
-
-    def end(self, event: Event) -> None:
-        """End the backward: reduce the units whose gradients never became ready."""
-        while self._pending:
-            self._reduce(self._pending.popleft(), event)
+    def at(self, event: Event) -> None:
+        """Play the next event. A unit is reduced in its turn, once its gradients are ready, or at the end of the
+        backward if they never are."""
+        if event.phase is Phase.PRE_BACKWARD:
+            self._host.fetch(event.unit, event)
+        if event.phase is Phase.GRADS_READY:
+            self._ready.add(event.unit)
+            self._host.need(event.unit, event)
+        if event.phase in (Phase.GRADS_READY, Phase.BACKWARD_END):
+            while self._pending and (self._pending[0] in self._ready or event.phase is Phase.BACKWARD_END):
+                self._reduce(self._pending.popleft(), event)
 
     def _reduce(self, unit: int, event: Event) -> None:
         for bucket, chunk in self._params_turns.get(unit, ()):
@@ -273,7 +260,7 @@ class _Reductions:
             goes_on = self._last or (self._plan.grads_like_optimizer and self._draft.extent(Axis.SHARD) > 1)
             ended = (self._ends if goes_on else self._params_ends).get(unit, ())
             started = [op.index for op in self._draft.operations[self._begun :] if op.lane in (Lane.REDUCE, Lane.SYNC)]
-            self.host.finish(ended, event, started, last=self._last)
+            self._host.finish(ended, event, started, last=self._last)
 
     def _reduce_over_params(self, bucket: _Bucket, chunk: _Chunk, event: Event) -> None:
         call = self._call(Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.PARAMS, bucket, chunk)

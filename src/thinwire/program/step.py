@@ -7,7 +7,7 @@ it, and a test compares the two.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -197,6 +197,11 @@ class Trace:
             if unit in enclosing:
                 backward += _gradients(unit, weight_first=False)
         return Trace(trace.forward, tuple(backward))
+
+    def events(self, micro_batch: int) -> Iterator[Event]:
+        """The events of a micro-batch, in order."""
+        for phase, unit in (*self.forward, *self.backward, (Phase.BACKWARD_END, -1)):
+            yield Event(phase, unit, micro_batch)
 
     @property
     def needed(self) -> tuple[int, ...]:
