@@ -379,10 +379,18 @@ def parallelize(
     pipeline = None
     if grid.pp > 1:
         # Imported here, because torch's pipelining imports its compiler, which takes 100 MiB of each process's memory.
-        from thinwire.parallel.pipeline import Pipeline, Shapes
+        from thinwire.parallel.pipeline import Pipeline
 
-        shapes = Shapes(grid.tp if sequence else 1, anatomy.width, anatomy.vocabulary // grid.tp, dtype)
-        pipeline = Pipeline(chunks, plan, mesh.get_group("pp"), here, shapes, mean_loss)
+        pipeline = Pipeline(
+            chunks,
+            plan,
+            mesh.get_group("pp"),
+            here,
+            mean_loss,
+            sequence_ways=grid.tp if sequence else 1,
+            width=anatomy.width,
+            vocabulary=anatomy.vocabulary // grid.tp,
+        )
     return ParallelModel(plan, grid, chunks, mesh, pipeline, mean_loss)
 
 
