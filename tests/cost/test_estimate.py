@@ -79,6 +79,16 @@ def test_units_are_those_of_the_runtime(kind: Literal["llama", "gpt"], tied: boo
         assert sum(part.numel for part in parts(model, granularity)) == sum(p.numel() for p in net.parameters())
 
 
+def test_norms_of_tensor_parallel_ranks_are_priced_without_a_codec() -> None:
+    """As the runtime sends them: encoded beside what else each rank holds, the copies of a norm would drift apart."""
+    model = ModelSpec.preset("llama-7b")
+    chosen = plan("zeropp", nodes=2, local=2, tp=2)
+    block = next(unit for unit in units(model, chosen) if unit.name == "layers.0")
+    assert [buffer.encoded for buffer in block.buffers] == [True, False]
+    assert units(model, chosen) == units(model, chosen.with_(wire={**chosen.wire.to_dict(), "exclude": ["*norm*"]}))
+    assert all(len(unit.buffers) == 1 for unit in units(model, plan("zero3", nodes=2, local=2, tp=2)))
+
+
 @pytest.mark.parametrize("name", ["llama-7b", "llama-2-70b", "gpt-neox-20b", "roberta-10b"])
 def test_parts_hold_all_parameters_and_all_flops(name: str) -> None:
     model = ModelSpec.preset(name)

@@ -111,9 +111,6 @@ class ModelPart:
         """Share of a linear layer's backward after which the gradient of its weight exists, if that comes first.
 
         It is half of the FLOPs of its matrix. An attention that is counted with the layer comes after both gradients.
-
-        Args:
-            seq: Tokens per sequence.
         """
         return self.matrix_flops / self.forward_flops(1, seq) / 2
 
@@ -125,11 +122,6 @@ class ModelPart:
 def norm_parameters(model: ModelSpec) -> tuple[tuple[str, int], ...]:
     weight = (("weight", model.hidden),)
     return (*weight, ("bias", model.hidden)) if model.kind == "gpt" else weight
-
-
-def _linear(rows: int, columns: int, *, bias: bool) -> tuple[tuple[str, int], ...]:
-    weight = (("weight", rows * columns),)
-    return (*weight, ("bias", rows)) if bias else weight
 
 
 def block_modules(model: ModelSpec, layer: int) -> list[ModelPart]:
@@ -153,7 +145,9 @@ def block_modules(model: ModelSpec, layer: int) -> list[ModelPart]:
             computed |= {"attention_width": attention_width(model), "heads": model.heads}
         if name in linears:
             bias = model.kind == "gpt" or (model.biases and (name in of_attention or name == "mlp.gate"))
-            modules.append(module(name, _linear(*linears[name], bias=bias), matrices=(linears[name],), **computed))
+            rows, columns = linears[name]
+            parameters = [("weight", rows * columns), *([("bias", rows)] if bias else [])]
+            modules.append(module(name, parameters, matrices=(linears[name],), **computed))
         else:
             modules.append(module(name, norm_parameters(model), **computed))
         if name in vectors:

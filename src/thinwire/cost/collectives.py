@@ -123,12 +123,6 @@ class LibraryCollectives(CollectiveTimes):
 
         Each has the latency of its ring, but they share the links like an all-gather: a rank does not receive its own
         part.
-
-        Args:
-            size: Bytes of the whole vector.
-            owners: Number of ranks that broadcast a part.
-            mesh: Shape of the group.
-            stride: Distance from one node of the group to the next, in nodes.
         """
         return owners * self.seconds(Kind.BROADCAST, 0, mesh, stride) + (
             self.seconds(Kind.BROADCAST, size, mesh, stride) - self.seconds(Kind.BROADCAST, 0, mesh, stride)
@@ -177,7 +171,8 @@ def library_moves(
         mesh = plan.params.quotient(plan.mesh)
         seconds = calls * collectives.seconds(Kind.ALL_REDUCE, values * per_value / calls, mesh, stride)
     elif operation.kind is Kind.BROADCAST:
-        owned = [sum(shares) for shares in zip(*_shares(operation, units), strict=True)]
+        buffers = (buffer for unit in operation.units for buffer in units[unit].buffers)
+        owned = [sum(shares) for shares in zip(*(buffer.shares for buffer in buffers), strict=True)]
         values, owners = float(sum(owned)), sum(1 for numel in owned if numel)
         seconds = collectives.broadcasts(values * per_value, owners, mesh, stride)
     else:
@@ -191,10 +186,6 @@ def library_moves(
         PricedStage(Stage.DECODE, None, codec_seconds(rates, coded[0], decoded=values)),
     ]
     return [stage for stage in priced if stage.seconds]
-
-
-def _shares(operation: Operation, units: Sequence[UnitInfo]) -> list[Sequence[int]]:
-    return [buffer.shares for unit in operation.units for buffer in units[unit].buffers]
 
 
 def _whole(coded: Sequence[CodedHop], operation: Operation, ranks: int) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -22,8 +21,7 @@ from thinwire.spec.plan import cut_alike
 _NONE = CodecSpec()
 
 
-@dataclass(frozen=True, slots=True)
-class Busy:
+class Busy(NamedTuple):
     """Seconds of work by resource, each alone on its resource.
 
     Attributes:
@@ -55,14 +53,7 @@ class Busy:
 
     def plus(self, other: Busy, count: float = 1.0) -> Busy:
         """The sum of this and ``count`` times ``other``."""
-        return Busy(
-            self.codec + count * other.codec,
-            self.inside + count * other.inside,
-            self.across + count * other.across,
-            self.spine + count * other.spine,
-            self.between + count * other.between,
-            self.sending + count * other.sending,
-        )
+        return Busy(*[mine + count * others for mine, others in zip(self, other, strict=True)])
 
 
 class GroupShape(NamedTuple):
@@ -153,15 +144,19 @@ class Pricer:
         self.gather = cache(self._gather)
         self.reduction = cache(self._reduction)
 
-    def _gather(self, mesh: GroupShape, numel: int, codec: CodecSpec) -> Busy:
+    def _gather(self, mesh: GroupShape | None, numel: int, codec: CodecSpec) -> Busy:
         """Busy seconds of an all-gather (or a grouped broadcast) of ``numel`` elements in total."""
+        if mesh is None or mesh.ranks == 1:
+            return Busy()
         codec = shortening(codec, self._dtype)
         encoding = Encoding(codec, self._dtype)
         sizes = MessageSizes(encoding.slot, encoding.slot, encoding.slot, encoded=not codec.is_none)
         return self._price(Kind.ALL_GATHER, mesh, numel, sizes, lambda hop: encoding)
 
-    def _reduction(self, kind: Kind, mesh: GroupShape, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
+    def _reduction(self, kind: Kind, mesh: GroupShape | None, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
         """Busy seconds of a reduce-scatter or an all-reduce of ``numel`` elements."""
+        if mesh is None:
+            return Busy()
         encodings = ReductionEncodings.of(mesh.local, mesh.nodes, intra, inter, self._dtype)
 
         def encoding(hop: Hop) -> Encoding:
@@ -185,18 +180,16 @@ class Pricer:
 
     def gathered(self, groups: ProcessGroups, numel: int, codec: CodecSpec) -> Busy:
         """Busy seconds of gathering a unit of ``numel`` elements for its forward."""
-        return Busy() if groups.params is None else self.gather(groups.params, numel, codec)
+        return self.gather(groups.params, numel, codec)
 
     def gathered_again(self, groups: ProcessGroups, numel: int, codec: CodecSpec) -> Busy:
         """Busy seconds of gathering a unit for its backward, from the secondary shard if there is one."""
         if groups.secondary is None:
             return self.gathered(groups, numel, codec)
-        return self.gather(groups.secondary, numel, _NONE) if groups.secondary.ranks > 1 else Busy()
+        return self.gather(groups.secondary, numel, _NONE)
 
     def scattered(self, groups: ProcessGroups, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
         """Busy seconds of reducing a unit over the ranks of ``P``."""
-        if groups.params is None:
-            return Busy()
         return self.reduction(Kind.REDUCE_SCATTER, groups.params, numel, intra, inter)
 
     def sharded(self, groups: ProcessGroups, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
@@ -217,8 +210,6 @@ class Pricer:
 
     def spread(self, groups: ProcessGroups, numel: int, codec: CodecSpec) -> Busy:
         """Busy seconds of distributing the updated parameters of a unit."""
-        if groups.shard is None:
-            return Busy()
         shards = groups.params.ranks if groups.params else 1
         return self.gather(groups.shard, numel // shards, codec)
 

@@ -44,7 +44,6 @@ class Kernels:
         self._flops, self._memory, self._passes = peak * share, memory, passes
         self._fused = None if attention is None else peak * attention
         self._products = cache(self._matrix_products)
-        self._grouped = cache(self._expert_products)
 
     def forward(self, part: ModelPart, sequences: int, seq: int) -> float:
         """Seconds of the forward of ``sequences`` sequences of ``seq`` tokens."""
@@ -62,7 +61,7 @@ class Kernels:
         attention = (
             self.attention(tokens, seq, part.attention_width, part.heads) if part.attention_width else (0.0, 0.0)
         )
-        products, grouped = self._products(part.matrices, tokens), self._grouped(part.routed, tokens)
+        products, grouped = self._products(part.matrices, tokens), self._expert_products(part.routed, tokens)
         forward, backward = zip(products, grouped, (between, 2 * between), attention, strict=True)
         return sum(forward), sum(backward)
 
@@ -87,12 +86,14 @@ class Kernels:
         forward = flops / self._flops + scores / self._memory
         return forward, 2 * forward
 
-    def _matrix_products(self, matrices: tuple[tuple[int, int], ...], tokens: int) -> tuple[float, float]:
-        """Seconds of the products with these matrices in the forward and in the backward."""
+    def _matrix_products(
+        self, matrices: tuple[tuple[int, int], ...], tokens: int, count: int = 1
+    ) -> tuple[float, float]:
+        """Seconds of the products with ``count`` of each of these matrices in the forward and in the backward."""
         forward = backward = 0.0
         for rows, columns in matrices:
-            forward += self.product(tokens, rows, columns)
-            backward += self.product(tokens, columns, rows) + self.product(rows, columns, tokens)
+            forward += self.product(tokens, rows, columns, count)
+            backward += self.product(tokens, columns, rows, count) + self.product(rows, columns, tokens, count)
         return forward, backward
 
     def _expert_products(self, routed: Routed | None, tokens: int) -> tuple[float, float]:
@@ -100,13 +101,7 @@ class Kernels:
         of all experts are one kernel, in which each expert has the same number of tokens."""
         if routed is None:
             return 0.0, 0.0
-        rows_of_each = max(1, tokens * routed.active // routed.experts)
-        forward = backward = 0.0
-        for rows, columns in routed.matrices:
-            forward += self.product(rows_of_each, rows, columns, routed.experts)
-            backward += self.product(rows_of_each, columns, rows, routed.experts)
-            backward += self.product(rows, columns, rows_of_each, routed.experts)
-        return forward, backward
+        return self._products(routed.matrices, max(1, tokens * routed.active // routed.experts), routed.experts)
 
     def product(self, rows: int, columns: int, depth: int, count: int = 1) -> float:
         """Seconds of ``count`` products of ``rows x depth`` and ``depth x columns`` in one kernel."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
@@ -148,22 +148,27 @@ class ProfiledRates(Rates):
             line = self._codecs.get((name, "bfloat16", way))
         if line is None:
             self.transfers_extrapolated = True
-            if work.codec.plugin is not None:
-                return _plugin_seconds(self._codecs, work, way, values)
-            family = [
-                line
-                for (name, _, known), line in self._codecs.items()
-                if known == way and str(name)[:3] == str(work.codec)[:3]
-            ]
-            family = family or [line for (_, _, known), line in self._codecs.items() if known == way]
-            if not family:
-                raise SpecError(
-                    "profile",
-                    f"it has no codec, and the plan uses {work.codec}; measure again with a larger --budget",
-                )
-            return max(line.seconds(values) for line in family)
+            return self._of_family(work, way, values)
         self.transfers_extrapolated |= values > 4 * line.sizes[-1]
         return line.seconds(values)
+
+    def _of_family(self, work: Work, way: str, values: float) -> float:
+        """As the slowest measured codec of the same family, or else of any. About a codec of another package, built-in
+        ones say nothing: without its family, it has the speed that it declares."""
+        name, plugin = str(work.codec), work.codec.plugin is not None
+        lines = [(str(key[0]), line) for key, line in self._codecs.items() if key[2] == way]
+        family = [
+            line
+            for other, line in lines
+            if (other.partition(":")[0] == work.codec.family if plugin else other[:3] == name[:3])
+        ]
+        if plugin and not family:
+            return declared_seconds(work.codec, work.dtype, values)
+        if not lines:
+            raise SpecError(
+                "profile", f"it has no codec, and the plan uses {name}; measure again with a larger --budget"
+            )
+        return max(line.seconds(values) for line in family or [line for _, line in lines])
 
     def forward(self, part: ModelPart, plan: Plan, seq: int) -> float:
         """As measured for a part of this shape; parts of other shapes are scaled by their FLOPs."""
@@ -176,7 +181,7 @@ class ProfiledRates(Rates):
     def _part(self, part: ModelPart, plan: Plan, seq: int, way: Literal["forward", "backward"]) -> float:
         if part.kind == "rest" and not part.matrix_flops:
             return 0.0
-        row = self._compute[part.kind if part.kind in self._compute else "block"]
+        row = self._compute.get(part.kind, self._compute["block"])
         seconds: float = getattr(row, way)
         if part.kind == "embedding":
             return seconds * plan.micro_batch * seq * self._model.hidden / (row.micro_batch * row.seq * row.hidden)
@@ -188,7 +193,7 @@ class ProfiledRates(Rates):
         """Measured here, unless the part is scaled from one of another shape."""
         if part.kind in ("embedding", "rest"):
             return "measured here"
-        row = self._compute[part.kind if part.kind in self._compute else "block"]
+        row = self._compute.get(part.kind, self._compute["block"])
         flops = part.forward_flops(plan.micro_batch * seq, seq)
         return "measured here" if math.isclose(flops, row.flops, rel_tol=0.02) else "extrapolated"
 
@@ -242,19 +247,6 @@ class ProfiledRates(Rates):
         return self._scaled_parts or self.transfers_extrapolated or self._collectives.substituted
 
 
-def _plugin_seconds(codecs: Mapping[_Key, _Measured], work: Work, way: str, values: float) -> float:
-    """As the slowest measured codec of the same name, or at the speed that the package declares: built-in codecs say
-    nothing about it."""
-    same_name = [
-        line
-        for (name, _, known), line in codecs.items()
-        if known == way and str(name).partition(":")[0] == work.codec.family
-    ]
-    if not same_name:
-        return declared_seconds(work.codec, work.dtype, values)
-    return max(line.seconds(values) for line in same_name)
-
-
 class ProfiledCollectives(CollectiveTimes):
     """Measured collectives by operator, size and shape of group, every group of the cluster at once.
 
@@ -273,12 +265,7 @@ class ProfiledCollectives(CollectiveTimes):
         """Seconds of one collective, from the rows of its operator and its shape of group.
 
         If a profile with a small budget lacks the shape, the collective takes as long as its hops one after another.
-
-        Args:
-            kind: All-gather, reduce-scatter, all-reduce or broadcast.
-            size: Bytes of the whole vector.
-            mesh: Shape of the group, inside a node and across.
-            stride: Makes no difference: groups of neighbouring nodes were measured.
+        Only groups of neighbouring nodes were measured, so that ``stride`` makes no difference.
 
         Raises:
             SpecError: The profile has no collective over the links that the group uses.
@@ -288,7 +275,7 @@ class ProfiledCollectives(CollectiveTimes):
             return 0.0
         shares = Even(math.ceil(size / mesh.ranks), mesh.ranks)
         steps = hops(kind, mesh.local, mesh.nodes, shares, 0, MessageSizes.plain(1))
-        line = self._measured.exact(str(kind), mesh)
+        line = self._measured.lines.get((str(kind), mesh.local, mesh.nodes))
         if line is None:
             self.extrapolated = True
             return sum(self._rates.hop(step.kind, step.scope, step.ranks, step.sent, encoded=False) for step in steps)
@@ -320,7 +307,7 @@ class MeasuredLibrary(CollectiveTimes):
         ranks = mesh.ranks
         if ranks == 1 or not size:
             return 0.0
-        line = self._measured.exact(str(kind), mesh)
+        line = self._measured.lines.get((str(kind), mesh.local, mesh.nodes))
         if line is not None:
             return line.seconds(size * (ranks - 1) / ranks * (2 if kind is Kind.ALL_REDUCE else 1))
         if self._whole_sums and kind in (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE):
@@ -351,6 +338,8 @@ class _CollectiveRows:
         quartile: Which of the measured seconds to use.
 
     Attributes:
+        lines: Seconds against bytes that a rank sends, by name of the collective, ranks inside a node, and nodes.
+        loads: The same of the seconds by which a transfer holds computation up, over its own.
         substituted: Whether any answer so far came from another collective than the one that was asked for.
     """
 
@@ -358,26 +347,11 @@ class _CollectiveRows:
         rows = [row for row in measured if row.groups == "all"]
         self.substituted = False
         of = partial(_by_size, rows, lambda row: (row.kind, row.local, row.nodes), lambda row: row.sent)
-        # The seconds by which a transfer holds computation up, over its own.
         self.loads = of(lambda row: crowding * row.processor / row.seconds)
-        self._lines = of(lambda row: getattr(row, quartile))
-
-    def exact(self, name: str, mesh: Factor) -> _Measured | None:
-        """Seconds against bytes that a rank sends, for exactly this collective and shape of group; ``None`` if absent.
-
-        Args:
-            name: Name of the collective in the profile.
-            mesh: Shape of the group.
-        """
-        return self._lines.get((name, mesh.local, mesh.nodes))
+        self.lines = of(lambda row: getattr(row, quartile))
 
     def nearest(self, name: str, scope: Scope, ranks: int) -> _Neighbour:
-        """The measurement nearest to a collective.
-
-        Args:
-            name: Name of the collective in the profile.
-            scope: Links that it uses.
-            ranks: Ranks of its group.
+        """The measurement nearest to a collective, by its name in the profile.
 
         Raises:
             SpecError: The profile has no collective over these links.
@@ -386,14 +360,14 @@ class _CollectiveRows:
         def shape(count: int) -> tuple[int, int]:
             return (count, 1) if scope is Scope.INSIDE else (1, count)
 
-        counts = sorted({key[1] * key[2] for key in self._lines if shape(key[1] * key[2]) == key[1:]})  # type: ignore[operator]
+        counts = sorted({key[1] * key[2] for key in self.lines if shape(key[1] * key[2]) == key[1:]})  # type: ignore[operator]
         for measured_name in (name, "all_gather", "all_to_all", "reduce_scatter"):
-            measured_counts = [count for count in counts if (measured_name, *shape(count)) in self._lines]
+            measured_counts = [count for count in counts if (measured_name, *shape(count)) in self.lines]
             if measured_counts:
                 nearest = min(measured_counts, key=lambda count: (abs(math.log(count / ranks)), count))
                 self.substituted |= measured_name != name
                 key = (measured_name, *shape(nearest))
-                return _Neighbour(self._lines[key], key, nearest)
+                return _Neighbour(self.lines[key], key, nearest)
         raise SpecError(
             "profile",
             f"it has no collective {scope} nodes, which this plan needs; measure again with a larger --budget",
@@ -451,11 +425,7 @@ def _by_size(
     by_key: dict[_Key, dict[int, float]] = {}
     for row in rows:
         by_key.setdefault(key_of(row), {})[size_of(row)] = value_of(row)
-    sorted_points = {key: sorted(points.items()) for key, points in by_key.items()}
-    return {
-        key: _Measured(tuple(float(size) for size, _ in points), tuple(value for _, value in points))
-        for key, points in sorted_points.items()
-    }
+    return {key: _Measured(*zip(*sorted(points.items()), strict=True)) for key, points in by_key.items()}
 
 
 def _nearest(profile: Profile, part: str, model: ModelSpec, dtype: str) -> ComputeRow:

@@ -81,13 +81,7 @@ class CodedHop:
 
 
 def moves(plan: Plan, operation: Operation, rates: Rates) -> list[PricedStage]:
-    """The stages of an operation, in the order in which ``collectives/`` performs them.
-
-    Args:
-        plan: Plan with the codecs.
-        operation: Operation of the plan's program.
-        rates: Seconds of transfers, codecs and copies.
-    """
+    """The stages of an operation of the plan's program, in the order in which ``collectives/`` performs them."""
     if operation.kind is Kind.COPY:
         down = operation.lane is HostLane.DOWN
         return [PricedStage(Stage.DOWN if down else Stage.UP, None, rates.host_copy(operation.size, down=down))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from thinwire.cost.blocks import ModelPart, Tensor, block_modules, norm_parameters, tensors_of
@@ -74,13 +74,13 @@ def _sliced(part: ModelPart, tp: int) -> ModelPart:
 
 @lru_cache(maxsize=64)
 def _whole_parts(model: ModelSpec, granularity: str, *, apart: bool = False) -> tuple[ModelPart, ...]:
-    names = _NAMES[model.kind]
+    name, last = _NAMES[model.kind]
     outside = itertools.count(model.layers + 1)  # numbers of blocks; only their equality counts
-    embedding_tensors = tensors_of(names.embedding, [("weight", model.embedding_parameters)])
+    embedding_tensors = tensors_of(name, [("weight", model.embedding_parameters)])
     head_tensors = tensors_of("lm_head", [("weight", model.head_parameters)]) if model.head_parameters else ()
-    embedding = ModelPart(names.embedding, "embedding", next(outside), embedding_tensors, whole_values=2 * model.hidden)
+    embedding = ModelPart(name, "embedding", next(outside), embedding_tensors, whole_values=2 * model.hidden)
     norm = ModelPart(
-        names.norm, "rest", next(outside), tensors_of(names.norm, norm_parameters(model)), whole_values=2 * model.hidden
+        last, "rest", next(outside), tensors_of(last, norm_parameters(model)), whole_values=2 * model.hidden
     )
     logits = ((model.vocab, model.hidden),)
     head = ModelPart("lm_head", "head", next(outside), head_tensors, logits, split_values=_LOGIT_VALUES * model.vocab)
@@ -124,13 +124,5 @@ def _block_parts(model: ModelSpec, layer: int, granularity: str, *, apart: bool)
     return [_joined(f"layers.{layer}", "block", layer + 1, rest), *own]
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    embedding: str
-    norm: str
-
-
-_NAMES = {
-    "llama": _Names("embed_tokens", "norm"),
-    "gpt": _Names("embed_in", "final_layer_norm"),
-}
+_NAMES = {"llama": ("embed_tokens", "norm"), "gpt": ("embed_in", "final_layer_norm")}
+"""Names of the embedding and of the last norm, by kind of model."""

@@ -44,7 +44,7 @@ def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
 
 def _units(own: Sequence[ModelPart], plan: Plan, shard: int) -> tuple[UnitInfo, ...]:
     """The units of some parts, all of them under one plan."""
-    if not (plan.units or plan.wire.exclude or plan.partition == "inter"):
+    if not (plan.units or plan.wire.exclude or plan.tp > 1 or plan.partition == "inter"):
         return _even_units(own, plan)
     cut = [(part, _kinds(part, plan)) for part in own]
     buffers = _flat_buffers(plan, cut)
@@ -82,11 +82,8 @@ def _even_units(cut: Iterable[ModelPart], plan: Plan) -> tuple[UnitInfo, ...]:
 def largest_share(model: ModelSpec, plan: Plan) -> int:
     """Number of elements on the rank that owns the most optimizer states of the first ``P`` shard.
 
-    The same as the largest sum of :func:`units`' shares, without a list of every owner's.
-
-    Args:
-        model: Dimensions of the model.
-        plan: The plan; its factors, partition, dtype and exclusions count.
+    The same as the largest sum of :func:`units`' shares, without a list of every owner's. Of the plan, factors,
+    partition, dtype and exclusions count.
     """
     buffers = _flat_buffers(plan, [(part, _kinds(part, plan)) for part in parts(model, plan.granularity, plan.tp)])
     local, nodes = axis_shape(plan, Axis.SHARD)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -87,7 +88,7 @@ class EncodingGate:
             "gather": codecs_of_axis.gather,
             "send": codecs_of_axis.send,
         }
-        self._known: dict[tuple[CodecSpec, torch.dtype, int, torch.device], tuple[Codec | None, str]] = {}
+        self._codec = lru_cache(KNOWN)(self._examine)
 
     def encodes(self, operation: Operation) -> bool:
         return not self._specs[operation].is_none
@@ -103,7 +104,7 @@ class EncodingGate:
         spec = self._specs[operation]
         if spec.is_none:
             return None, ""
-        codec, why = self._codec(spec, tensor, numel)
+        codec, why = self._codec(spec, tensor.dtype, numel, tensor.device)
         if not why and tensor.layout != torch.strided:
             why = f"{tensor.device.type} {tensor.layout}"
         if not why and is_exact():
@@ -119,17 +120,7 @@ class EncodingGate:
         """The codecs of a reduction's hops, if ``codec`` is that of the last hop."""
         if self.nodes in (1, self._size):
             return HopCodecs(inside=codec, across=codec)
-        return HopCodecs(inside=self._codec(self._inside, tensor, numel)[0], across=codec)
-
-    def _codec(self, spec: CodecSpec, tensor: torch.Tensor, numel: int) -> tuple[Codec | None, str]:
-        """The codec for ``numel`` values like those of a tensor, or ``None`` and why they are never encoded."""
-        key = (spec, tensor.dtype, numel, tensor.device)
-        known = self._known.get(key)
-        if known is None:
-            if len(self._known) > KNOWN:
-                self._known.clear()
-            known = self._known[key] = self._examine(*key)
-        return known
+        return HopCodecs(inside=self._codec(self._inside, tensor.dtype, numel, tensor.device)[0], across=codec)
 
     def _adds(self, opts: Any) -> bool:
         """Whether the operation is a sum or a mean, or has no reduction."""
@@ -138,6 +129,7 @@ class EncodingGate:
     def _examine(
         self, spec: CodecSpec, dtype: torch.dtype, numel: int, device: torch.device
     ) -> tuple[Codec | None, str]:
+        """The codec for such values, or ``None`` and why they are never encoded."""
         if self._size == 1:
             return None, "alone"
         if spec.is_none:

@@ -30,7 +30,7 @@ from thinwire.intercept.members import MembersAxis, check_nodes, count_nodes
 from thinwire.intercept.plain import PlainGroup, options, reduction_options
 from thinwire.intercept.queued import StreamQueue
 from thinwire.intercept.scope import in_backward, is_marked
-from thinwire.intercept.works import AllOf, Courier, Promise, in_parts
+from thinwire.intercept.works import AllOf, Courier, Promise
 
 MESSAGE_TAG, LENGTH_TAG = 1 << 28, 1 << 29
 """Added to the user's tag, so that an encoded message is never taken for a plain one."""
@@ -148,12 +148,7 @@ class CompressingGroup(PlainGroup):
         def encode(i: int, codec: Codec) -> dist.Work:
             return self._encoded_reduce(tensors[i], codec, opts)
 
-        def pass_on(chosen: Sequence[int], why: Sequence[str]) -> dist.Work:
-            rest = [tensors[i] for i in chosen]
-            return self._pass_on("all_reduce", rest, call, rest, opts, why=why)
-
-        choices = [self._choose("reduce", tensor, opts=opts) for tensor in tensors]
-        return in_parts(choices, encode, pass_on, tensors)
+        return self._each("reduce", encode, "all_reduce", call, [tensors], opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
         opts = reduction_options(ReduceScatterOptions, opts)
@@ -172,8 +167,8 @@ class CompressingGroup(PlainGroup):
         def encode(i: int, codec: Codec) -> dist.Work:
             return self._encoded_scatter(outputs[i], [tensors[i]], codec, opts)
 
-        choices = [self._choose("reduce", tensor, opts=opts) for tensor in tensors]
-        return self._each(choices, encode, "reduce_scatter", outputs, tensors, opts)
+        call = self._inner_call("reduce_scatter_single_coalesced")
+        return self._each("reduce", encode, "reduce_scatter", call, [outputs, tensors], opts)
 
     def reduce_scatter(self, outputs: Any, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         if isinstance(outputs, torch.Tensor):
@@ -205,8 +200,8 @@ class CompressingGroup(PlainGroup):
         def encode(i: int, codec: Codec) -> dist.Work:
             return self._encoded_gather([outputs[i]], tensors[i], codec, opts)
 
-        choices = [self._choose("gather", tensor) for tensor in tensors]
-        return self._each(choices, encode, "all_gather", outputs, tensors, opts)
+        call = self._inner_call("all_gather_single_coalesced")
+        return self._each("gather", encode, "all_gather", call, [outputs, tensors], opts)
 
     def allgather(self, outputs: Any, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:  # type: ignore[override]
         if isinstance(tensors, torch.Tensor):
@@ -377,20 +372,23 @@ class CompressingGroup(PlainGroup):
 
     def _each(
         self,
-        choices: Sequence[tuple[Codec | None, str]],
+        operation: Operation,
         encode: Callable[[int, Codec], dist.Work],
         name: str,
-        outputs: Sequence[torch.Tensor],
-        tensors: Sequence[torch.Tensor],
+        call: Callable[..., dist.Work],
+        lists: Sequence[Sequence[torch.Tensor]],
         opts: Any,
     ) -> dist.Work:
-        """Perform the coalesced form of a gather or a reduce-scatter."""
-
-        def pass_on(chosen: Sequence[int], why: Sequence[str]) -> dist.Work:
-            outs, ins = [outputs[i] for i in chosen], [tensors[i] for i in chosen]
-            return self._pass_on(name, ins, self._inner_call(f"{name}_single_coalesced"), outs, ins, opts, why=why)
-
-        return in_parts(choices, encode, pass_on, outputs)
+        """Perform a coalesced call with lists of results and of tensors to send, or one list of both: those that have a
+        codec are encoded one by one, and the others forwarded together."""
+        reduces = opts if operation == "reduce" else None
+        choices = [self._choose(operation, tensor, opts=reduces) for tensor in lists[-1]]
+        works = [encode(i, codec) for i, (codec, _) in enumerate(choices) if codec is not None]
+        plain = [i for i, (codec, _) in enumerate(choices) if codec is None]
+        if plain or not choices:
+            rest = [[tensors[i] for i in plain] for tensors in lists]
+            works.append(self._pass_on(name, rest[-1], call, *rest, opts, why=[choices[i][1] for i in plain]))
+        return works[0] if len(works) == 1 else AllOf(works, lists[0])
 
     def _encoded_reduce(self, tensor: torch.Tensor, codec: Codec, opts: Any) -> dist.Work:
         scale, codecs = self._scale(opts), self._gate.hops(codec, tensor, tensor.numel())

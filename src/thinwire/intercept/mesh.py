@@ -236,7 +236,7 @@ def _take_over(group: dist.ProcessGroup, compressed: CompressingGroup, *, keep: 
 
 def _register(compressed: CompressingGroup, group: dist.ProcessGroup, name: str) -> None:
     world, known_as = c10d._world, c10d.GroupName(name)
-    compressed.register_as(known_as)
+    compressed.registered_as = known_as
     world.pg_map[compressed] = world.pg_map[group]
     world.pg_names[compressed] = known_as
     world.pg_backend_config[compressed] = world.pg_backend_config[group]
@@ -280,9 +280,5 @@ def _check_coalescing() -> None:
             )
 
 
-def _register_backend() -> None:
-    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
-    on_entry(_check_coalescing)
-
-
-_register_backend()
+dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+on_entry(_check_coalescing)

@@ -41,7 +41,8 @@ class PlainGroup(dist.ProcessGroup):
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self._inner, self._owns_inner = inner, owns_inner
         self._axis_name, self._ranks = axis, tuple(ranks)
-        self._registered_as = ""
+        self.registered_as = ""
+        """The name under which torch's tables list this group."""
         self._store = inner.get_group_store()
         self.number: int = self._store.add(f"thinwire/groups/{inner.rank()}", 1)
         """Number of this group among those that have wrapped ``inner`` in this job; the same on all ranks."""
@@ -86,11 +87,7 @@ class PlainGroup(dist.ProcessGroup):
     def group_name(self) -> Any:
         """Name of the group in torch's tables. torch keeps names in the backend, which the inner group shares."""
         inherited: Any = dist.ProcessGroup.group_name
-        return self._registered_as or inherited.fget(self)
-
-    def register_as(self, name: str) -> None:
-        """Take note of the name under which torch's tables list this group."""
-        self._registered_as = name
+        return self.registered_as or inherited.fget(self)
 
     def time_waits(self) -> None:
         """Measure from now on how long computation waits for the axis. This costs a few microseconds per call."""
@@ -163,7 +160,8 @@ class PlainGroup(dist.ProcessGroup):
         parts = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         for i, tensor in enumerate(parts):
             for part in _tensors([tensor]):
-                self._count_plain(op, part, why[i] if why else "")
+                plain = self._plain_bytes(op, part.nbytes)
+                self._report(op, "none", plain, plain, why=why[i] if why else "")
         device = next((tensor.device for tensor in _tensors(parts)), None)
         return self._noted(self._counted(call, *args), device)
 
@@ -194,13 +192,8 @@ class PlainGroup(dist.ProcessGroup):
         """Context of work of the caller, which counts as waiting."""
         return contextlib.nullcontext() if self._watch is None else self._watch.running(streams_of(device))
 
-    def _count_plain(self, op: str, tensor: torch.Tensor, why: str) -> None:
-        plain = self._plain_bytes(op, tensor.nbytes)
-        with self._lock:
-            self._ledger.add(op, "none", why, plain, plain)
-
     def _report(self, op: str, codec: str, plain: int, sent: int, *, across: int = 0, why: str = "") -> None:
-        """Count a tensor that this class did not forward."""
+        """Count a tensor."""
         with self._lock:
             self._ledger.add(op, codec, why, plain, sent, across)
 

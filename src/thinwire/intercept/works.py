@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.codecs import Codec
 from thinwire.collectives.links.streams import EventPairs, Streams
 
 
@@ -160,33 +159,28 @@ class Stopwatch:
 
 
 class Delegated(dist.Work):
-    """Work that another work does."""
+    """Work that another work does; its methods are those of a :class:`Promise`."""
 
     @property
     def _work(self) -> dist.Work:
         raise NotImplementedError
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Block until the work is complete."""
         return self._work.wait() if timeout is None else self._work.wait(timeout)
 
     def synchronize(self) -> None:
-        """:meth:`wait`, as torch also calls it."""
         self._work.synchronize()
 
     def get_future(self) -> Any:
         return self._work.get_future()
 
     def is_completed(self) -> bool:
-        """Whether :meth:`wait` returns at once."""
         return self._work.is_completed()
 
     def is_success(self) -> bool:
-        """Whether the work is complete and has not failed."""
         return self._work.is_success()
 
     def exception(self) -> Any:
-        """The error of the work; ``None`` if it has not failed."""
         return self._work.exception()
 
     def result(self) -> list[torch.Tensor]:
@@ -205,12 +199,10 @@ class Watched(Delegated):
         return self._transported
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Block until the work is complete."""
         with self._watch.running(self._streams):
             return super().wait(timeout)
 
     def synchronize(self) -> None:
-        """:meth:`wait`, as torch also calls it."""
         with self._watch.running(self._streams):
             super().synchronize()
 
@@ -247,13 +239,6 @@ class LateWork(Delegated):
         _ = self._work
 
 
-def done(tensors: Sequence[torch.Tensor]) -> Promise:
-    """Work that is already complete."""
-    promise = Promise(tensors)
-    promise.end()
-    return promise
-
-
 class Courier:
     """A thread that runs tasks in order. It starts with the first task."""
 
@@ -276,7 +261,7 @@ class Courier:
                     self._thread.start()
                 self._tasks.put((body, promise))
         if wait and idle:
-            _run(body, promise)
+            promise.end(_error_of(body))
         elif wait:
             promise._ended.wait()
 
@@ -289,39 +274,20 @@ class Courier:
             thread.join()
 
     def _work(self) -> None:
-        with torch.no_grad():  # gradient mode is set per thread
-            while (task := self._tasks.get()) is not None:
-                body, promise = task
-                try:
-                    body()
-                    error = None
-                except BaseException as failure:
-                    error = failure
-                # Counted before the promise ends: a thread that waits for it may submit the next task immediately.
-                with self._lock:
-                    self._waiting -= 1
-                promise.end(error)
+        while (task := self._tasks.get()) is not None:
+            body, promise = task
+            error = _error_of(body)
+            # Counted before the promise ends: a thread that waits for it may submit the next task immediately.
+            with self._lock:
+                self._waiting -= 1
+            promise.end(error)
 
 
-def _run(body: Callable[[], None], promise: Promise) -> None:
+def _error_of(body: Callable[[], None]) -> BaseException | None:
+    """Run a task; returns its error."""
     try:
-        with torch.no_grad():
+        with torch.no_grad():  # gradient mode is set per thread
             body()
     except BaseException as error:
-        promise.end(error)
-    else:
-        promise.end()
-
-
-def in_parts(
-    choices: Sequence[tuple[Codec | None, str]],
-    encode: Callable[[int, Codec], dist.Work],
-    pass_on: Callable[[Sequence[int], Sequence[str]], dist.Work],
-    results: Sequence[torch.Tensor],
-) -> dist.Work:
-    """Encode those tensors of a coalesced call that have a codec one by one, and forward the others together."""
-    plain = [i for i, (codec, _) in enumerate(choices) if codec is None]
-    works = [encode(i, codec) for i, (codec, _) in enumerate(choices) if codec is not None]
-    if plain or not choices:
-        works.append(pass_on(plain, [choices[i][1] for i in plain]))
-    return works[0] if len(works) == 1 else AllOf(works, results)
+        return error
+    return None

@@ -193,8 +193,9 @@ class _Shared:
                 nothing: Tensor = _Nothing.apply(rows, *parameters)
                 return nothing
             ones = torch.ones(rows.shape[0], 1, dtype=dtype, device=rows.device)
-            made = self._forward(_scaled(rows, self._ways), expert.unsqueeze(1), ones)
-        return _scaled(made, 1 / self._ways)
+            made = self._forward(_Scaled.apply(rows, self._ways), expert.unsqueeze(1), ones)
+        scaled: Tensor = _Scaled.apply(made, 1 / self._ways)
+        return scaled
 
 
 @contextlib.contextmanager
@@ -210,13 +211,9 @@ def _local_parameters(module: nn.Module) -> Iterator[list[Tensor]]:
             del module.__dict__[name]
 
 
-def _scaled(tensor: Tensor, factor: float) -> Tensor:
-    """The tensor, whose gradient is multiplied by a factor on its way back."""
-    scaled: Tensor = _Scaled.apply(tensor, factor)
-    return scaled
-
-
 class _Scaled(torch.autograd.Function):
+    """The tensor, whose gradient is multiplied by a factor on its way back."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
         ctx.factor = factor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -134,7 +135,7 @@ class Grid:
     def model_ranks(self) -> tuple[int, ...]:
         """Global ranks that together hold one replica of the model."""
         if self.ep > 1:
-            return neighbours_of(self, self.ep)
+            return self._sharing(self.ep)
         return tuple(
             self.island_ranks[0] + (stage * self.dp + self._column) * self.tp + tensor
             for stage in range(self.pp)
@@ -145,7 +146,7 @@ class Grid:
     def neighbours(self) -> tuple[int, ...]:
         """Global ranks with which this rank exchanges activations: those of its matrices, its pipeline, its experts."""
         if self.ep > 1 or self.cp > 1:
-            return neighbours_of(self, max(self.ep, self.cp))
+            return self._sharing(max(self.ep, self.cp))
         here = self.island_ranks[0] + self.rank % (self.dp * self.tp)
         pipeline = range(here, self.island_ranks[0] + self.of_island, self.dp * self.tp)
         first = self.rank - self.tensor
@@ -155,13 +156,13 @@ class Grid:
         """Make torch's mesh of this rank's island, with axes ``pp``, ``dp`` and ``tp``. All ranks make it together.
 
         Args:
-            plan: Plan with the codecs of ``tp`` and ``pp``.
+            plan: Plan with the codecs of the axes.
             device: Device of the tensors.
-            encoded: Whether the axes ``tp`` and ``pp`` send through their codecs, and count their bytes and the time
-                that computation waits for them. On CUDA devices, axes without a codec keep torch's own groups.
+            encoded: Whether the axes but ``dp`` send through their codecs, and count their bytes and the time that
+                computation waits for them. On CUDA devices, axes without a codec keep torch's own groups.
 
         Raises:
-            UsageError: The plan has a codec for ``tp`` or ``pp`` that does not support the device.
+            UsageError: The plan has a codec for an axis that does not support the device.
         """
         ranks = self.island_ranks[0] + torch.arange(self.of_island).view(self.pp, self.dp, self.tp)
         axes = {
@@ -171,13 +172,33 @@ class Grid:
         }
         made = [groups.mesh_group(members.tolist(), axis) for axis, members in axes.items()]
         mesh = DeviceMesh.from_group(made, device.type, mesh=ranks, mesh_dim_names=tuple(axes))
-        for axis, ways, codec in (("tp", self.tp, plan.wire.tp), ("pp", self.pp, plan.wire.pp)):
-            if ways > 1 and encoded and (device.type == "cpu" or not codec.is_none):
-                intercept.compress_axis(mesh, axis, codec).time_waits()
+        for axis, ways in (("tp", self.tp), ("pp", self.pp)):
+            if ways > 1 and encoded:
+                _compress(mesh, axis, plan)
         return mesh
 
+    def neighbour_mesh(
+        self, axis: Literal["ep", "cp"], plan: Plan, device: torch.device, *, encoded: bool
+    ) -> DeviceMesh:
+        """Make torch's mesh of the ranks that share experts or sequences, with one axis. Arguments and errors are those
+        of :meth:`mesh`."""
+        ranks = self._sharing(self.ep if axis == "ep" else self.cp)
+        mesh = DeviceMesh.from_group(groups.mesh_group(ranks, axis), device.type, mesh_dim_names=(axis,))
+        if encoded and (group := _compress(mesh, axis, plan)) is not None:
+            group.configure(group.codecs, nodes=max(1, len(ranks) // plan.mesh.local))
+        return mesh
 
-def neighbours_of(grid: Grid, ways: int) -> tuple[int, ...]:
-    """Global ranks of the group of ``ways`` neighbouring data-parallel ranks that a rank belongs to, in order."""
-    first = grid.data // ways * ways
-    return grid.data_ranks[first : first + ways]
+    def _sharing(self, ways: int) -> tuple[int, ...]:
+        """Global ranks of this rank's group of ``ways`` neighbouring data-parallel ranks, in order."""
+        first = self.data // ways * ways
+        return self.data_ranks[first : first + ways]
+
+
+def _compress(mesh: DeviceMesh, axis: str, plan: Plan) -> intercept.CompressingGroup | None:
+    """Send along an axis through its codec, and time it; on CUDA devices, an axis without a codec is left alone."""
+    codec = plan.wire.codecs()[axis]
+    if mesh.device_type != "cpu" and codec.is_none:
+        return None
+    group = intercept.compress_axis(mesh, axis, codec)
+    group.time_waits()
+    return group

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from thinwire.agreement import Typed
 from thinwire.checkpoint.background import PendingSave
@@ -26,9 +26,8 @@ from thinwire.parallel.context import Context, share_context
 from thinwire.parallel.divisible import Divisible, blocks_of_stages, divisible
 from thinwire.parallel.experts import expert_modules, share_experts
 from thinwire.parallel.grid import Grid
-from thinwire.parallel.neighbours import alike, neighbour_mesh
 from thinwire.parallel.optimizer import ParallelOptimizer
-from thinwire.parallel.tensor import cast_parts, cut_matrices, tensor_axis, vocabulary_parallel_loss
+from thinwire.parallel.tensor import cast_parts, tensor_axis, vocabulary_parallel_loss
 from thinwire.sharding import api
 from thinwire.sharding.build import build
 from thinwire.sharding.checkpointing import loading, saving
@@ -341,23 +340,24 @@ def parallelize(
     """
     groups.enter()
     control = groups.control()
-    plan = order_ranks(plan, control, device or next(model.parameters()).device).plan
+    here = device or next(model.parameters()).device
+    loss = _unknown_loss if loss is None else loss
+    plan = order_ranks(plan, control, here).plan
     grid = Grid.of(plan, control.rank, control.size)
     if grid.is_data_parallel:
         api.shard(model, plan, codec_backend=codec_backend, values=values, device=device)
-        return ParallelModel(plan, grid, [model], None, None, _unknown_loss if loss is None else loss)
+        return ParallelModel(plan, grid, [model], None, None, loss)
+    shard_part = partial(build, sync_initial=True, codec_backend=codec_backend, values=values, device=here)
     if grid.ep > 1 or grid.cp > 1:
-        starting = _Starting(encoded, codec_backend, values, device or next(model.parameters()).device)
-        return _with_neighbours(model, plan, grid, starting, loss)
+        return _with_neighbours(model, plan, grid, shard_part, loss, device=here, encoded=encoded)
     if not encoded and not (plan.wire.tp.is_none and plan.wire.pp.is_none):
         raise SpecError("plan", ["wire.tp and wire.pp need encoded = True, or set both to 'none'"])
-    device = device or next(model.parameters()).device
     per_rank = STAGES_OF_A_RANK[plan.pipeline_schedule] if grid.pp > 1 else 1
     stages = grid.pp * per_rank
     anatomy = divisible(model, plan, stages=stages)
     sequence = plan.sequence_parallel and getattr(anatomy, "cuts_sequences", True)
     dtype: torch.dtype = getattr(torch, plan.compute_dtype)
-    mesh = grid.mesh(plan, device, encoded=encoded)
+    mesh = grid.mesh(plan, here, encoded=encoded)
     axis = tensor_axis(mesh)
     ranges = blocks_of_stages(anatomy.num_blocks, stages)
     chunks = []
@@ -368,81 +368,64 @@ def parallelize(
         chunk.keep(ranges[index], first=index == 0, last=index == stages - 1)
         masters = {}
         if grid.tp > 1:
-            masters = cut_matrices(chunk, chunk, axis, dtype, sequence=sequence)
+            parallelize_module(chunk, axis, chunk.tensor_parallel_styles(sequence=sequence))
+            chunk.sequence_ways = grid.tp if sequence else 1
+            chunk.tie()
+            masters = cast_parts(chunk, dtype)
         data = DataRanks.of(plan, grid.data_ranks, grid.data_ranks.index(grid.rank), number)
-        part = LocalPart(data, index, grid.tensor, grid.tp, masters)
-        build(
-            chunk, plan, None, sync_initial=True, codec_backend=codec_backend, part=part, values=values, device=device
-        )
+        shard_part(chunk, plan, None, part=LocalPart(data, index, grid.tensor, grid.tp, masters))
         chunks.append(chunk)
-    mean_loss = _loss_of(grid, axis, loss)
+    mean_loss = partial(vocabulary_parallel_loss, mesh=axis) if grid.tp > 1 else loss
     pipeline = None
     if grid.pp > 1:
         # Imported here, because torch's pipelining imports its compiler, which takes 100 MiB of each process's memory.
-        from thinwire.parallel.pipeline import Pipeline, Shapes
+        from thinwire.parallel.pipeline import Pipeline
 
-        shapes = Shapes(grid.tp if sequence else 1, anatomy.width, anatomy.vocabulary // grid.tp, dtype)
-        pipeline = Pipeline(chunks, plan, mesh.get_group("pp"), device, shapes, mean_loss)
+        pipeline = Pipeline(
+            chunks,
+            plan,
+            mesh.get_group("pp"),
+            here,
+            mean_loss,
+            sequence_ways=grid.tp if sequence else 1,
+            width=anatomy.width,
+            vocabulary=anatomy.vocabulary // grid.tp,
+        )
     return ParallelModel(plan, grid, chunks, mesh, pipeline, mean_loss)
 
 
-@dataclass(frozen=True)
-class _Starting:
-    """How the parts of a model start; see :func:`parallelize`."""
-
-    encoded: bool
-    codec_backend: str | None
-    values: InitialValues | None
-    device: torch.device
-
-    def dtype(self, plan: Plan) -> torch.dtype:
-        """The compute dtype of a plan."""
-        dtype: torch.dtype = getattr(torch, plan.compute_dtype)
-        return dtype
-
-    def build(self, model: nn.Module, plan: Plan, part: LocalPart, units: Sequence[str] | None = None) -> None:
-        """Shard a part."""
-        build(
-            model,
-            plan,
-            units,
-            sync_initial=True,
-            codec_backend=self.codec_backend,
-            part=part,
-            values=self.values,
-            device=self.device,
-        )
-
-
-def _with_neighbours(model: nn.Module, plan: Plan, grid: Grid, starting: _Starting, loss: Loss | None) -> ParallelModel:
+def _with_neighbours(
+    model: nn.Module,
+    plan: Plan,
+    grid: Grid,
+    shard_part: Callable[..., Runtime],
+    loss: Loss,
+    *,
+    device: torch.device,
+    encoded: bool,
+) -> ParallelModel:
     """Share the experts of a model, or sequences, among neighbours. Experts are sharded apart from the rest."""
     for axis, codec in (("ep", plan.wire.ep), ("cp", plan.wire.cp)):
-        if not starting.encoded and not codec.is_none:
+        if not encoded and not codec.is_none:
             raise SpecError("plan", [f"wire.{axis} needs encoded = True, or set it to 'none'"])
     experts = expert_modules(model, plan) if plan.ep > 1 else {}
     parts, meshes, context = [model], [], None
     if plan.cp > 1:
-        meshes.append(neighbour_mesh(grid, "cp", plan, starting.device, encoded=starting.encoded))
+        meshes.append(grid.neighbour_mesh("cp", plan, device, encoded=encoded))
         context = share_context(model, plan, meshes[-1].get_group())
     if experts:
-        meshes.append(neighbour_mesh(grid, "ep", plan, starting.device, encoded=starting.encoded))
+        meshes.append(grid.neighbour_mesh("ep", plan, device, encoded=encoded))
         parts.append(share_experts(model, experts, meshes[-1]))
-    masters = {name: master for part in parts[1:] for name, master in cast_parts(part, starting.dtype(plan)).items()}
-    starting.build(model, plan, LocalPart(DataRanks.of(plan, grid.data_ranks, grid.data)))
-    for part in parts[1:]:
-        of_experts = LocalPart(
-            DataRanks(alike(grid), channel=1), 1, grid.data % grid.ep, grid.ep, masters, is_inner=True
-        )
-        starting.build(part, plan.for_experts(), of_experts, list(experts))
-    made = ParallelModel(plan, grid, parts, None, None, _unknown_loss if loss is None else loss)
+    masters = cast_parts(parts[1], getattr(torch, plan.compute_dtype)) if experts else {}
+    shard_part(model, plan, None, part=LocalPart(DataRanks.of(plan, grid.data_ranks, grid.data)))
+    if experts:
+        number = grid.data % grid.ep
+        alike = grid.data_ranks[number :: grid.ep]  # ranks that hold the same experts
+        part = LocalPart(DataRanks(alike, channel=1), 1, number, grid.ep, masters, is_inner=True)
+        shard_part(parts[1], plan.for_experts(), list(experts), part=part)
+    made = ParallelModel(plan, grid, parts, None, None, loss)
     made._meshes, made._context = tuple(meshes), context
     return made
-
-
-def _loss_of(grid: Grid, axis: DeviceMesh, loss: Loss | None) -> Loss:
-    if grid.tp > 1:
-        return lambda logits, labels: vocabulary_parallel_loss(logits, labels, axis)
-    return _unknown_loss if loss is None else loss
 
 
 def _unknown_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,23 +18,6 @@ from thinwire.spec import Plan
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """Shapes of the messages between stages.
-
-    Attributes:
-        sequence_ways: Number of tensor-parallel ranks that share the tokens of hidden states.
-        width: Width of hidden states, D.
-        vocabulary: Size of the vocabulary of one rank's logits.
-        dtype: Dtype of hidden states and logits.
-    """
-
-    sequence_ways: int
-    width: int
-    vocabulary: int
-    dtype: torch.dtype
-
-
 class Pipeline:
     """This rank's stages and the order in which their micro-batches run.
 
@@ -43,8 +26,10 @@ class Pipeline:
         plan: Plan with the schedule and the number of micro-batches.
         group: Group of the pipeline's ranks.
         device: Device of this rank.
-        shapes: Shapes of the messages between stages.
         loss: Mean loss of a micro-batch, from logits and labels.
+        sequence_ways: Number of tensor-parallel ranks that share the tokens of hidden states.
+        width: Width of hidden states, D.
+        vocabulary: Size of the vocabulary of one rank's logits.
     """
 
     def __init__(
@@ -53,11 +38,14 @@ class Pipeline:
         plan: Plan,
         group: dist.ProcessGroup,
         device: torch.device,
-        shapes: Shapes,
         loss: Loss,
+        *,
+        sequence_ways: int,
+        width: int,
+        vocabulary: int,
     ) -> None:
         self._chunks, self._plan, self._group, self._device = tuple(chunks), plan, group, device
-        self._shapes, self._loss = shapes, loss
+        self._sequence_ways, self._width, self._vocabulary, self._loss = sequence_ways, width, vocabulary, loss
         self._schedules: dict[tuple[int, int, int, bool], Any] = {}
         self._loss_scale: LossScale | None = None  # of the step under way
         self.holds_last = group.rank() == group.size() - 1
@@ -114,19 +102,14 @@ class Pipeline:
         return self._schedules[key]
 
     def _stages(self, sequences: int, tokens: int) -> list[PipelineStage]:
-        shapes, num_stages = self._shapes, self._group.size() * len(self._chunks)
-        hidden = torch.empty(
-            sequences,
-            tokens // shapes.sequence_ways,
-            shapes.width,
-            dtype=shapes.dtype,
-            device="meta",
-            requires_grad=True,
+        num_stages = self._group.size() * len(self._chunks)
+        # Messages between stages: of hidden states and logits, in the compute dtype.
+        message = partial(
+            torch.empty, dtype=getattr(torch, self._plan.compute_dtype), device="meta", requires_grad=True
         )
+        hidden = message(sequences, tokens // self._sequence_ways, self._width)
+        logits = message(sequences, tokens, self._vocabulary)
         ids = torch.empty(sequences, tokens, dtype=torch.int64, device="meta")
-        logits = torch.empty(
-            sequences, tokens, shapes.vocabulary, dtype=shapes.dtype, device="meta", requires_grad=True
-        )
         stages: list[PipelineStage] = []
         for number, chunk in enumerate(self._chunks):
             index = number * self._group.size() + self._group.rank()

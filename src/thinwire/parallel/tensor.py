@@ -10,10 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import parallelize_module
 
 from thinwire.intercept import exact_scope
-from thinwire.parallel.divisible import Divisible
 
 _axis_numbers = itertools.count(1)
 
@@ -34,29 +32,10 @@ def tensor_axis(mesh: DeviceMesh) -> DeviceMesh:
     return axis
 
 
-def cut_matrices(
-    model: nn.Module, anatomy: Divisible, mesh: DeviceMesh, dtype: torch.dtype, *, sequence: bool
-) -> dict[str, torch.Tensor]:
-    """Split a model's matrices in place, and cast this rank's slices to the compute dtype.
-
-    Args:
-        model: Model with fp32 parameters, equal on every rank.
-        anatomy: The same object, as the interface that describes how to split it.
-        mesh: One-dimensional mesh.
-        dtype: Compute dtype.
-        sequence: Whether tokens are divided between matrices.
-
-    Returns:
-        The fp32 values of those slices that the cast has changed, by name.
-    """
-    parallelize_module(model, mesh, anatomy.tensor_parallel_styles(sequence=sequence))
-    anatomy.sequence_ways = mesh.size() if sequence else 1
-    anatomy.tie()
-    return cast_parts(model, dtype)
-
-
 def cast_parts(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Cast this rank's slices of parameters to the compute dtype.
+
+    A DTensor cannot change its dtype in place as plain parameters can, so it is replaced.
 
     Args:
         model: Model whose parameters are DTensors.
@@ -70,12 +49,6 @@ def cast_parts(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         for name, parameter in model.named_parameters()
         if parameter.is_floating_point() and parameter.dtype != dtype
     }
-    _cast(model, dtype)
-    return masters
-
-
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters. A DTensor cannot change its dtype in place as plain parameters can, so it is replaced."""
     cast: dict[int, nn.Parameter] = {}
     for module in model.modules():
         parameters: dict[str, Any] = module._parameters
@@ -86,6 +59,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
                     value = DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False)
                     cast[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
                 parameters[name] = cast[id(parameter)]
+    return masters
 
 
 def vocabulary_parallel_loss(logits: torch.Tensor, labels: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

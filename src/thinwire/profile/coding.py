@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from thinwire import codecs
 from thinwire.collectives.group import Control
 from thinwire.profile.exchanging import COPIES
-from thinwire.profile.timing import in_turn, timed
+from thinwire.profile.timing import Call, in_turn, timed
 from thinwire.spec.codec import encodable_dtypes
 from thinwire.spec.profile import CodecRow
 
@@ -36,20 +36,20 @@ def measure_codec(
     def values() -> torch.Tensor:
         return torch.randn(numel, generator=generator).to(device, _DTYPES[dtype])
 
-    def encode() -> Callable[[], None]:
+    def encode() -> Call:
         source = values()
         room = torch.empty(codec.max_wire_bytes(numel, source.dtype), dtype=torch.uint8, device=device)
-        return _without_result(lambda: codec.encode(source, seed=seed, out=room))
+        return lambda: codec.encode(source, seed=seed, out=room)
 
-    def decode() -> Callable[[], None]:
+    def decode() -> Call:
         out = values()
         message = codec.encode(out, seed=seed)
-        return _without_result(lambda: codec.decode(message, numel, out.dtype, out=out))
+        return lambda: codec.decode(message, numel, out.dtype, out=out)
 
-    def feedback() -> Callable[[], None]:
+    def feedback() -> Call:
         source, lost = values(), torch.zeros(numel, device=device)
         room = torch.empty(codec.max_wire_bytes(numel, torch.float32), dtype=torch.uint8, device=device)
-        return _without_result(lambda: codec.encode_feedback(source, lost, gain=0.1, seed=seed, out=room))
+        return lambda: codec.encode_feedback(source, lost, gain=0.1, seed=seed, out=room)
 
     works = {"encode": encode, "decode": decode}
     if not codec.spec.is_lossless and "float32" in encodable_dtypes(codec.spec):
@@ -66,10 +66,3 @@ def measure_codec(
             low=spread.low,
             high=spread.high,
         )
-
-
-def _without_result(call: Callable[[], object]) -> Callable[[], None]:
-    def body() -> None:
-        call()
-
-    return body

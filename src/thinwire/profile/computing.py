@@ -6,13 +6,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.collectives.group import Control
-from thinwire.profile.timing import FEWEST, MOST, PAIR, PAIRS, SECONDS, Spread, finish, in_turn, timed
+from thinwire.profile.timing import FEWEST, MOST, PAIR, PAIRS, SECONDS, Call, Spread, finish, in_turn, timed
 from thinwire.spec import ModelSpec
 from thinwire.spec.plan import Dtype
 from thinwire.spec.profile import ComputeRow
@@ -54,12 +55,7 @@ def measure_model(
     Timing each part alone gives its share. Timing the whole, in which no rank waits for another, gives the total: in
     training, caches are cold, ranks drift apart, and there is work between the parts, including the runtime's.
 
-    Args:
-        pieces: The parts, and the whole.
-        control: Connects all ranks.
-        device: Device that computes.
-        seconds: Approximate duration of the measurement.
-        plain: Whether to time the whole without thinwire's runtime, too.
+    It takes about so many ``seconds``. With ``plain``, the whole is timed without thinwire's runtime, too.
 
     Returns:
         One row per part, the same on every rank.
@@ -133,31 +129,19 @@ def _measure_whole(piece: ModelPiece, control: Control, device: torch.device, se
 
 
 def _training(piece: ModelPiece, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], None]]:
-    """The forward of a part, and the backward of its result."""
-    if piece.part == "plain":
-        return _plain_training(piece, device)
+    """The forward of a part, and the backward of its result. ``"plain"`` frameworks leave gradients where autograd puts
+    them."""
     parameters, call = piece.make(device)
     sums: dict[nn.Parameter, Tensor] = {}
 
     def backward(out: Tensor) -> None:
         out.backward(torch.ones_like(out))
         for parameter in parameters:
-            assert parameter.grad is not None
-            if parameter not in sums:
-                sums[parameter] = torch.zeros(parameter.shape, device=device)
-            sums[parameter].add_(parameter.grad)
-            parameter.grad = None
-
-    return call, backward
-
-
-def _plain_training(piece: ModelPiece, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], None]]:
-    """The same as frameworks train that leave gradients where autograd puts them."""
-    parameters, call = piece.make(device)
-
-    def backward(out: Tensor) -> None:
-        out.backward()
-        for parameter in parameters:
+            if piece.part != "plain":
+                assert parameter.grad is not None
+                if parameter not in sums:
+                    sums[parameter] = torch.zeros(parameter.shape, device=device)
+                sums[parameter].add_(parameter.grad)
             parameter.grad = None
 
     return call, backward
@@ -184,27 +168,18 @@ def measure_host_copies(control: Control, device: torch.device) -> tuple[float, 
     host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
-    def up() -> None:
-        there.copy_(host, non_blocking=True)
-
-    def down() -> None:
-        host.copy_(there, non_blocking=True)
-
-    taken = [timed(control, copy, seconds=0.2, device=device, waits=False).median / nbytes for copy in (up, down)]
-    return taken[0], taken[1]
+    copies = (partial(there.copy_, host, non_blocking=True), partial(host.copy_, there, non_blocking=True))
+    up, down = (timed(control, copy, seconds=0.2, device=device, waits=False).median / nbytes for copy in copies)
+    return up, down
 
 
 def measure_touch(control: Control, device: torch.device) -> float:
     """Seconds per element of copying from fp32 to bf16, with data that no cache holds."""
     numel = 1 << 20
 
-    def make() -> Callable[[], None]:
+    def make() -> Call:
         source = torch.zeros(numel, device=device)
         target = torch.zeros(numel, dtype=torch.bfloat16, device=device)
-
-        def copy() -> None:
-            target.copy_(source)
-
-        return copy
+        return lambda: target.copy_(source)
 
     return timed(control, in_turn(make, 8), seconds=0.2, device=device, waits=False).median / numel

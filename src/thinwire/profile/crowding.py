@@ -7,14 +7,16 @@ per second if ranks share cores and caches, and every rank has such a thread.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 
 from thinwire.collectives.group import Control
+from thinwire.profile.timing import Call
 
 TURNS = 8
 """Number of turns. All of them count, because other work on the machine may slow down either part of a turn."""
@@ -23,14 +25,10 @@ _BYTES = 1 << 21
 """Bytes that the thread copies at once, about as many as a part of a bucket in flight."""
 
 
-def measure_crowding(compute: Callable[[], None], control: Control, device: torch.device, turn: float = 0.2) -> float:
+def measure_crowding(compute: Call, control: Control, device: torch.device, turn: float = 0.2) -> float:
     """Time computation alone, and next to a thread of its rank that uses the processor, in turn, on all ranks at once.
 
-    Args:
-        compute: Runs the computation once.
-        control: Connects all ranks.
-        device: Device that computes.
-        turn: Approximate seconds of computation alone in a turn.
+    A ``turn`` has about so many seconds of computation alone.
 
     Returns:
         Seconds by which computation is delayed for each second of processor time of that thread; the same on every
@@ -44,19 +42,18 @@ def measure_crowding(compute: Callable[[], None], control: Control, device: torc
     held_up = seconds = 0.0
     before = _computing(compute, control, calls)
     for _ in range(TURNS):
-        spinner = _Spinner()
-        with spinner:
+        with _spinning() as spun:
             beside = _computing(compute, control, calls)
         # Other work changes the pace of the machine, so computation alone is timed right before and right after.
         after = _computing(compute, control, calls)
-        alone, together, used = control.all_reduce_mean([(before + after) / 2, beside, spinner.seconds])
+        alone, together, used = control.all_reduce_mean([(before + after) / 2, beside, *spun])
         held_up += together - alone
         seconds += used
         before = after
     return max(0.0, held_up / seconds)
 
 
-def _computing(compute: Callable[[], None], control: Control, calls: int) -> float:
+def _computing(compute: Call, control: Control, calls: int) -> float:
     """Seconds of ``calls`` computations on this rank, while all ranks compute."""
     control.barrier()
     begin = time.perf_counter()
@@ -65,24 +62,23 @@ def _computing(compute: Callable[[], None], control: Control, calls: int) -> flo
     return time.perf_counter() - begin
 
 
-class _Spinner:
-    """A thread that only uses the processor, for as long as its context lasts, and counts the seconds of it."""
+@contextlib.contextmanager
+def _spinning() -> Iterator[list[float]]:
+    """Context in which a thread only uses the processor. It fills the list with its seconds in the end."""
+    seconds: list[float] = []
+    over = threading.Event()
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._spin, name="thinwire-profile-spinner")
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *exception: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _spin(self) -> None:
+    def spin() -> None:
         source, target = (ctypes.create_string_buffer(_BYTES) for _ in range(2))
         begin = time.thread_time()
-        while not self._over.is_set():
+        while not over.is_set():
             ctypes.memmove(target, source, _BYTES)  # releases the interpreter's lock
-        self.seconds = time.thread_time() - begin
+        seconds.append(time.thread_time() - begin)
+
+    thread = threading.Thread(target=spin, name="thinwire-profile-spinner")
+    thread.start()
+    try:
+        yield seconds
+    finally:
+        over.set()
+        thread.join()

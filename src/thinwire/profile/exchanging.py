@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from thinwire.collectives.group import Control, Meter
 from thinwire.collectives.point_to_point import point_to_point
 from thinwire.collectives.reduce_scatter import reduce_scatter
 from thinwire.collectives.topology import AxisGroup
-from thinwire.profile.timing import in_turn, timed
+from thinwire.profile.timing import Call, in_turn, timed
 from thinwire.program import Axis, Even, Kind, Lane, MessageSizes, hops
 from thinwire.program.stages import TRANSFERS, Stage
 from thinwire.spec import Factor, Plan
@@ -100,7 +100,7 @@ def measure_exchange(
     group = groups.of(what.local, what.nodes)
     body = in_turn(lambda: _body(what.kind, group, size, device), COPIES if size <= LARGE else 1)
     if what.groups == "one" and not groups.works_alone(what.nodes):
-        body = _nothing
+        body = lambda: None  # noqa: E731
     spread = timed(control, body, seconds=seconds, device=device)
     return CollectiveRow(
         kind=what.kind,  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def measure_exchange(
     )
 
 
-def _body(kind: str, group: AxisGroup, size: int, device: torch.device) -> Callable[[], None]:
+def _body(kind: str, group: AxisGroup, size: int, device: torch.device) -> Call:
     """The call to time, with its own vectors."""
     if kind in ("all_gather", "broadcast"):
         whole = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -135,10 +135,6 @@ def _body(kind: str, group: AxisGroup, size: int, device: torch.device) -> Calla
         return lambda: reduce_scatter(group, vector, out, accumulate=True).perform()
     out = torch.zeros(vector.numel(), dtype=torch.float32, device=device)
     return lambda: all_reduce(group, vector, out).perform()
-
-
-def _nothing() -> None:
-    """The call of ranks whose group is not timed."""
 
 
 def sent_bytes(what: Exchange, size: int) -> int:

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import torch
 
 from thinwire.collectives.group import Control
-from thinwire.program import Hop, Kind, Operation, Scope
+from thinwire.program import Kind, Operation, Scope
 from thinwire.spec import Factor, Plan
 from thinwire.spec.plan import lone_ranks
 from thinwire.spec.profile import CollectiveRow, Handling, profiled_kind
@@ -69,13 +69,8 @@ def measure_handling(
 ) -> Handling:
     """Measure how long the runtime delays computation for each step and stage.
 
-    Args:
-        make: Builds the model of no weight under a plan.
-        mesh: All ranks.
-        transfers: Collectives that were measured; the smallest ones of each kind count as transfers of no weight.
-        crowding: Delay of computation per second of other threads.
-        control: Connects all ranks.
-        device: Device that computes.
+    ``make`` builds the model of no weight under a plan. The smallest measured transfers of each kind count as transfers
+    of no weight. ``crowding`` is the delay of computation per second of other threads.
 
     Returns:
         Seconds of a step and of each kind of stage, the same on every rank; all 0 on an accelerator, and without other
@@ -128,12 +123,11 @@ def _turn(run: Callable[[int], None], crowding: float, control: Control) -> floa
 
 def _sending(operations: Sequence[Operation], transfers: Sequence[CollectiveRow], *, coded: bool) -> float:
     """Processor seconds of hops that send hardly a byte: those of the smallest ones that were measured."""
-    hops = [(hop, coded and operation.encoded) for operation in operations for hop in operation.hops]
-    return sum(_processor(hop, transfers, encoded=encoded) for hop, encoded in hops)
-
-
-def _processor(hop: Hop, transfers: Sequence[CollectiveRow], *, encoded: bool) -> float:
-    shape = (hop.ranks, 1) if hop.scope is Scope.INSIDE else (1, hop.ranks)
-    wanted = (profiled_kind(hop.kind, encoded=encoded), *shape, "all")
-    alike = [row for row in transfers if (row.kind, row.local, row.nodes, row.groups) == wanted]
-    return min(alike, key=lambda row: row.sent).processor if alike else 0.0
+    seconds = 0.0
+    for operation in operations:
+        for hop in operation.hops:
+            shape = (hop.ranks, 1) if hop.scope is Scope.INSIDE else (1, hop.ranks)
+            wanted = (profiled_kind(hop.kind, encoded=coded and operation.encoded), *shape, "all")
+            alike = [row for row in transfers if (row.kind, row.local, row.nodes, row.groups) == wanted]
+            seconds += min(alike, key=lambda row: row.sent).processor if alike else 0.0
+    return seconds

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
-from thinwire.profile.timing import FEWEST, MOST, Spread, finish, in_turn
+from thinwire.profile.timing import FEWEST, MOST, Call, Spread, finish, in_turn
 from thinwire.spec.machines.kernels import KernelRow, KernelTable, this_host
 from thinwire.spec.plan import Dtype
 
@@ -67,7 +67,7 @@ def _row(shape: KernelShape, spread: Spread) -> KernelRow:
     return KernelRow(kernel=shape.kernel, seconds=seconds, low=low, high=high, **dimensions)
 
 
-def _spread(body: Callable[[], None], copies: int, device: torch.device, seconds: float) -> Spread:
+def _spread(body: Call, copies: int, device: torch.device, seconds: float) -> Spread:
     once = partial(_on_cuda if device.type == "cuda" else _on_cpu, body)
     for _ in range(copies):  # what a first call prepares
         body()
@@ -77,14 +77,14 @@ def _spread(body: Callable[[], None], copies: int, device: torch.device, seconds
     return Spread.of([once(calls) for _ in range(max(FEWEST, min(MOST, int(seconds / max(calls * first, 1e-6)))))])
 
 
-def _on_cpu(body: Callable[[], None], calls: int) -> float:
+def _on_cpu(body: Call, calls: int) -> float:
     begin = time.perf_counter()
     for _ in range(calls):
         body()
     return (time.perf_counter() - begin) / calls
 
 
-def _on_cuda(body: Callable[[], None], calls: int) -> float:
+def _on_cuda(body: Call, calls: int) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     torch.cuda._sleep(_QUEUEING * calls)
@@ -96,33 +96,30 @@ def _on_cuda(body: Callable[[], None], calls: int) -> float:
     return float(begin.elapsed_time(end)) / 1e3 / calls
 
 
-def _body(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], None], int]:
+def _body(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> tuple[Call, int]:
     """The call to time, and how many calls in turn have data of their own."""
-    makers: dict[Kind, Callable[[], Callable[[], None]]] = {
-        "matmul": lambda: _matmul(shape, device, dtype),
-        "attention": lambda: _attention(shape, device, dtype, backward=False),
-        "attention_backward": lambda: _attention(shape, device, dtype, backward=True),
-        "elementwise": lambda: _elementwise(shape, device, dtype),
-        "update": lambda: _update(shape, device),
-        "copy": lambda: _copy(shape, device, dtype),
+    makers: dict[Kind, Callable[[KernelShape, torch.device, torch.dtype], Call]] = {
+        "matmul": _matmul,
+        "attention": _attention,
+        "attention_backward": _attention,
+        "elementwise": _elementwise,
+        "update": _update,
+        "copy": _copy,
     }
     held = 4 * (shape.rows * max(shape.columns, shape.depth) + shape.columns * shape.depth)
     copies = max(1, min(_COPIES, _COLD // held))
-    return in_turn(makers[shape.kernel], copies), copies
+    return in_turn(partial(makers[shape.kernel], shape, device, dtype), copies), copies
 
 
-def _matmul(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
+def _matmul(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Call:
     left = torch.randn(shape.rows, shape.depth, device=device).to(dtype)
     right = torch.randn(shape.columns, shape.depth, device=device).to(dtype)
     out = torch.empty(shape.rows, shape.columns, device=device, dtype=dtype)
-
-    def product() -> None:
-        torch.matmul(left, right.T, out=out)
-
-    return product
+    return lambda: torch.matmul(left, right.T, out=out)
 
 
-def _attention(shape: KernelShape, device: torch.device, dtype: torch.dtype, *, backward: bool) -> Callable[[], None]:
+def _attention(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Call:
+    backward = shape.kernel == "attention_backward"
     heads = max(1, shape.heads)
     size = max(1, shape.rows // shape.depth), heads, shape.depth, shape.columns // heads
     query, key, value = (torch.randn(size, device=device).to(dtype).requires_grad_(backward) for _ in range(3))
@@ -131,21 +128,13 @@ def _attention(shape: KernelShape, device: torch.device, dtype: torch.dtype, *, 
         return scaled_dot_product_attention(query, key, value, is_causal=True)
 
     if not backward:
-
-        def attend() -> None:
-            forward()
-
-        return attend
+        return forward
     out = forward()
     gradient = torch.ones_like(out)
-
-    def differentiate() -> None:
-        torch.autograd.grad(out, (query, key, value), gradient, retain_graph=True)
-
-    return differentiate
+    return lambda: torch.autograd.grad(out, (query, key, value), gradient, retain_graph=True)
 
 
-def _elementwise(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
+def _elementwise(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Call:
     """Forward and backward of what a block computes between matrix products: a norm, the rotation of heads, a gate and
     a residual addition, each a kernel or more of its own. The cost model gives the forward a third of both."""
     heads, width = max(1, shape.heads), shape.columns
@@ -163,29 +152,17 @@ def _elementwise(shape: KernelShape, device: torch.device, dtype: torch.dtype) -
         return rms_norm(stream, (width,), weight), rotated, silu(gate) * up, stream + added
 
     gradients = [torch.ones_like(out) for out in forward()]
-
-    def both() -> None:
-        torch.autograd.grad(forward(), (stream, weight, vector, up, gate, added), gradients)
-
-    return both
+    return lambda: torch.autograd.grad(forward(), (stream, weight, vector, up, gate, added), gradients)
 
 
-def _update(shape: KernelShape, device: torch.device) -> Callable[[], None]:
+def _update(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Call:
+    del dtype  # optimizers compute in fp32
     master = torch.nn.Parameter(torch.zeros(shape.rows, device=device))
     master.grad = torch.zeros_like(master)
-    optimizer = torch.optim.AdamW([master], fused=True)
-
-    def update() -> None:
-        optimizer.step()
-
-    return update
+    return torch.optim.AdamW([master], fused=True).step
 
 
-def _copy(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
+def _copy(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Call:
     source = torch.zeros(shape.rows, device=device)
     target = torch.zeros(shape.rows, device=device, dtype=dtype)
-
-    def copy() -> None:
-        target.copy_(source)
-
-    return copy
+    return lambda: target.copy_(source)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from thinwire.collectives.group import Control
 from thinwire.collectives.job.torch_groups import library_call, named_group
 from thinwire.profile.exchanging import COPIES, LARGE
-from thinwire.profile.timing import Deadline, in_turn, timed
+from thinwire.profile.timing import Call, Deadline, in_turn, timed
 from thinwire.program import Kind
 from thinwire.spec import Factor
 from thinwire.spec.profile import CollectiveRow
@@ -24,29 +24,16 @@ _KINDS: Final = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
 _PATIENCE: Final = datetime.timedelta(minutes=10)
 
 
-def library_groups(mesh: Factor) -> Iterator[Factor]:
-    """The shapes of group over which other frameworks shard or replicate: all ranks, those of a node, and one of each
-    node."""
-    shapes = (mesh, Factor(local=mesh.local), Factor(nodes=mesh.nodes))
-    return iter(dict.fromkeys(shape for shape in shapes if shape.ranks > 1))
-
-
 def measure_library(
     mesh: Factor, control: Control, device: torch.device, deadline: Deadline, report: Callable[[str], None]
 ) -> list[CollectiveRow]:
     """Time every call over every shape of group, all groups of the shape at once, on vectors of bfloat16.
 
-    Args:
-        mesh: All ranks.
-        control: Connects all ranks.
-        device: Device of the vectors.
-        deadline: When to be through; the first two sizes are measured whatever it says.
-        report: Receives one line about each measurement.
-
-    Returns:
-        The rows, the same on every rank.
+    The first two sizes are measured whatever the deadline says. Rows are the same on every rank.
     """
-    groups = {shape: _group_of(mesh, shape, control.rank) for shape in library_groups(mesh)}
+    # Other frameworks shard or replicate over all ranks, those of a node, and one of each node.
+    shapes = dict.fromkeys((mesh, Factor(local=mesh.local), Factor(nodes=mesh.nodes)))
+    groups = {shape: _group_of(mesh, shape, control.rank) for shape in shapes if shape.ranks > 1}
     wanted = [(size, shape, kind) for size in LIBRARY_SIZES for shape in groups for kind in _KINDS]
     needed = 2 * len(groups) * len(_KINDS)
     rows = []
@@ -70,7 +57,7 @@ def _row(
     device: torch.device,
     seconds: float,
 ) -> CollectiveRow:
-    def call() -> Callable[[], None]:
+    def call() -> Call:
         return library_call(kind, torch.zeros(size // 2, dtype=torch.bfloat16, device=device), group)
 
     spread = timed(control, in_turn(call, COPIES if size <= LARGE else 1), seconds=seconds, device=device)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Final
 
@@ -75,13 +76,13 @@ class Settings:
 
 @dataclass
 class _Rows:
-    """Rows measured so far, the delay of computation per second of other processor work, and what the runtime takes."""
+    """What of a profile takes long to measure, by the names that it has there."""
 
-    collectives: list[CollectiveRow] = field(default_factory=list)
-    codecs: list[CodecRow] = field(default_factory=list)
-    compute: list[ComputeRow] = field(default_factory=list)
-    overlap: list[OverlapRow] = field(default_factory=list)
-    library: list[CollectiveRow] = field(default_factory=list)
+    collectives: tuple[CollectiveRow, ...] = ()
+    codecs: tuple[CodecRow, ...] = ()
+    compute: tuple[ComputeRow, ...] = ()
+    overlap: tuple[OverlapRow, ...] = ()
+    library: tuple[CollectiveRow, ...] = ()
     crowding: float = 0.0
     handling: Handling = field(default_factory=Handling)
 
@@ -143,13 +144,7 @@ def measure(
             down_seconds=down,
             host_update_seconds=host_update,
             step_seconds=step,
-            handling=rows.handling,
-            crowding=rows.crowding,
-            collectives=tuple(rows.collectives),
-            codecs=tuple(rows.codecs),
-            compute=tuple(rows.compute),
-            overlap=tuple(rows.overlap),
-            library=tuple(rows.library),
+            **vars(rows),
         )
         if control.rank == 0:
             partial = out.with_suffix(out.suffix + ".partial")
@@ -157,151 +152,127 @@ def measure(
             Path(partial).replace(out)
         return made
 
-    groups = Groups(settings.mesh, control.rank, settings.device)
-    _measure_compute(settings, control, deadline.share(0.15), rows, report)
+    measuring = _Measuring(settings, control, rows, report)
+    measuring.compute(deadline.share(0.15))
     profile()
-    _measure_meetings(settings, control, groups, deadline.share(0.4), rows, report)
+    measuring.meetings(deadline.share(0.4))
     profile()
     if settings.library and not rows.library:
-        share = deadline.share(0.3)
-        rows.library += measure_library(settings.mesh, control, settings.device, share, report)
-    _measure_collectives(settings, control, groups, deadline.share(0.6), rows, report, profile)
-    _measure_handling(settings, control, rows, report)
-    _measure_codecs(settings, control, deadline, rows, report)
+        rows.library = tuple(measure_library(settings.mesh, control, settings.device, deadline.share(0.3), report))
+    measuring.collectives(deadline.share(0.6), profile)
+    measuring.handling()
+    measuring.codecs(deadline)
     return profile()
 
 
-def _measure_compute(
-    settings: Settings, control: Control, deadline: Deadline, rows: _Rows, report: Callable[[str], None]
-) -> None:
-    models: dict[ModelSpec, list[ModelPiece]] = {}
-    for piece in settings.pieces:
-        models.setdefault(piece.shape, []).append(piece)
-    left = [pieces for pieces in models.values() if not any(_is_row_of(row, pieces[0]) for row in rows.compute)]
-    for number, pieces in enumerate(left):
-        report(f"computing: the parts of {pieces[0].shape.name or 'the model'}")
-        share = max(0.0, deadline.left()) / (len(left) - number)
-        rows.compute += measure_model(pieces, control, settings.device, share, plain=settings.library)
+class _Measuring:
+    """Measures rows that are not there yet; arguments as of :func:`measure`."""
 
+    def __init__(self, settings: Settings, control: Control, rows: _Rows, report: Callable[[str], None]) -> None:
+        self._settings, self._control, self._rows, self._report = settings, control, rows, report
+        self._device = settings.device
+        self._groups = Groups(settings.mesh, control.rank, settings.device)
 
-def _is_row_of(row: ComputeRow, piece: ModelPiece) -> bool:
-    shape = piece.shape
-    return (row.part, row.hidden, row.ffn, row.heads, row.vocab, row.seq, row.micro_batch, row.dtype) == (
-        piece.part, shape.hidden, shape.ffn, shape.heads, shape.vocab, piece.seq, piece.micro_batch, piece.dtype,
-    )  # fmt: skip
+    def compute(self, deadline: Deadline) -> None:
+        models: dict[ModelSpec, list[ModelPiece]] = {}
+        for piece in self._settings.pieces:
+            models.setdefault(piece.shape, []).append(piece)
+        known = {(r.part, r.hidden, r.ffn, r.heads, r.vocab, r.seq, r.micro_batch, r.dtype) for r in self._rows.compute}
+        left = []
+        for shape, pieces in models.items():
+            first = pieces[0]
+            key = (first.part, shape.hidden, shape.ffn, shape.heads, shape.vocab)
+            if (*key, first.seq, first.micro_batch, first.dtype) not in known:
+                left.append(pieces)
+        for number, pieces in enumerate(left):
+            self._report(f"computing: the parts of {pieces[0].shape.name or 'the model'}")
+            share = max(0.0, deadline.left()) / (len(left) - number)
+            plain = self._settings.library
+            self._rows.compute += tuple(measure_model(pieces, self._control, self._device, share, plain=plain))
 
-
-def _measure_handling(settings: Settings, control: Control, rows: _Rows, report: Callable[[str], None]) -> None:
-    if settings.weightless is None or rows.handling != Handling():
-        return
-    report("what the runtime takes of the processor")
-    rows.handling = measure_handling(
-        settings.weightless, settings.mesh, rows.collectives, rows.crowding, control, settings.device
-    )
-
-
-def _measure_codecs(
-    settings: Settings, control: Control, deadline: Deadline, rows: _Rows, report: Callable[[str], None]
-) -> None:
-    known = {(row.codec, row.dtype, row.numel) for row in rows.codecs}
-    wanted = [
-        (name, dtype, numel)
-        for name in settings.codecs
-        for dtype in ("bfloat16", "float32")
-        for numel in NUMELS
-        if (name, dtype, numel) not in known
-    ]
-    for number, (name, dtype, numel) in enumerate(wanted):
-        if deadline.passed() and number:
-            report(f"no time left for codecs {', '.join(dict.fromkeys(n for n, _, _ in wanted[number:]))}")
+    def meetings(self, deadline: Deadline) -> None:
+        rows, mesh = self._rows, self._settings.mesh
+        block = next((piece for piece in self._settings.pieces if piece.part == "block"), None)
+        if block is None:
             return
-        report(f"codec {name} of {numel:,} values in {dtype}")
-        share = max(0.0, deadline.left()) / (len(wanted) - number)
-        rows.codecs += measure_codec(name, dtype, numel, control, settings.device, share)
+        hidden = block.shape.hidden
+        shapes = {Scope.INSIDE: (mesh.local, 1), Scope.ACROSS: (1, mesh.nodes)}
+        # The delay of computation depends on the length of its operations, and so on the width of the model.
+        known = {(row.scope, row.hidden) for row in rows.overlap}
+        meetings = [
+            Meeting(
+                scope,
+                sent_bytes(Exchange("all_gather", *shape), size),
+                all_gather(self._groups.of(*shape), torch.zeros(size, dtype=torch.uint8, device=self._device)).perform,
+            )
+            for size in MEETING_SIZES
+            for scope, shape in shapes.items()
+            if math.prod(shape) > 1 and (str(scope), hidden) not in known
+        ]
+        if not meetings:
+            return
+        self._report(f"computing blocks of {block.shape.name or 'the model'} beside transfers")
+        _, call = block.make(self._device)
 
+        def compute() -> None:
+            call().sum().backward()
 
-def _measure_meetings(
-    settings: Settings,
-    control: Control,
-    groups: Groups,
-    deadline: Deadline,
-    rows: _Rows,
-    report: Callable[[str], None],
-) -> None:
-    block = next((piece for piece in settings.pieces if piece.part == "block"), None)
-    if block is None:
-        return
-    shapes = {Scope.INSIDE: (settings.mesh.local, 1), Scope.ACROSS: (1, settings.mesh.nodes)}
-    # The delay of computation depends on the length of its operations, and so on the width of the model.
-    known = {(row.scope, row.hidden) for row in rows.overlap}
-    meetings = [
-        Meeting(
-            scope,
-            sent_bytes(Exchange("all_gather", *shape), size),
-            all_gather(groups.of(*shape), torch.zeros(size, dtype=torch.uint8, device=settings.device)).perform,
+        turn = min(LONGEST_TURN, max(SHORTEST_TURN, deadline.left() / TURNS))
+        if not rows.overlap:
+            rows.crowding = measure_crowding(compute, self._control, self._device, turn)
+        rows.overlap += tuple(measure_meetings(meetings, compute, hidden, self._control, self._device, deadline, turn))
+
+    def collectives(self, deadline: Deadline, save: Callable[[], object]) -> None:
+        """Measure collectives, the most useful ones first.
+
+        First come those that every plan needs, at a large, a small and a tiny size, whatever the budget: a single size
+        determines neither latency nor bandwidth. Then everything is measured at one size before the next size starts,
+        so that the budget cuts off the least useful sizes.
+        """
+        settings, rows = self._settings, self._rows
+        everything = list(exchanges(settings.mesh))
+        needed = [(what, size) for size in NEEDED_SIZES for what in everything if what.needed]
+        known = {(Exchange(row.kind, row.local, row.nodes, row.groups), row.sent) for row in rows.collectives}
+        per_byte: dict[Exchange, float] = {}  # the fastest so far, which predicts the time of larger sizes
+        for wanted in (needed, *([(what, size) for what in everything] for size in SIZES)):
+            for number, (what, size) in enumerate(wanted):
+                left, sent = deadline.left(), sent_bytes(what, size)
+                too_slow = FEWEST * sent * per_byte.get(what, 0.0) > max(left, settings.budget / 4)
+                if (
+                    16 * size > settings.memory
+                    or (what, sent) in known
+                    or ((left <= 0 or too_slow) and wanted is not needed)
+                ):
+                    continue
+                alone = ", one group alone" if what.groups == "one" else ""
+                self._report(f"{what.kind} over {what.local} x {what.nodes}{alone}, {format_bytes(size)}")
+                share = min(1.0, max(0.0, left) / (len(wanted) - number) / 2)
+                row = measure_exchange(what, size, self._groups, self._control, self._device, share)
+                rows.collectives += (row,)
+                known.add((what, sent))
+                per_byte[what] = min(row.seconds / row.sent, per_byte.get(what, float("inf")))
+            save()
+
+    def handling(self) -> None:
+        settings, rows = self._settings, self._rows
+        if settings.weightless is None or rows.handling != Handling():
+            return
+        self._report("what the runtime takes of the processor")
+        rows.handling = measure_handling(
+            settings.weightless, settings.mesh, rows.collectives, rows.crowding, self._control, self._device
         )
-        for size in MEETING_SIZES
-        for scope, shape in shapes.items()
-        if math.prod(shape) > 1 and (str(scope), block.shape.hidden) not in known
-    ]
-    if not meetings:
-        return
-    report(f"computing blocks of {block.shape.name or 'the model'} beside transfers")
-    _, call = block.make(settings.device)
 
-    def compute() -> None:
-        call().sum().backward()
-
-    turn = min(LONGEST_TURN, max(SHORTEST_TURN, deadline.left() / TURNS))
-    if not rows.overlap:
-        rows.crowding = measure_crowding(compute, control, settings.device, turn)
-    rows.overlap += measure_meetings(meetings, compute, block.shape.hidden, control, settings.device, deadline, turn)
-
-
-def _measure_collectives(
-    settings: Settings,
-    control: Control,
-    groups: Groups,
-    deadline: Deadline,
-    rows: _Rows,
-    report: Callable[[str], None],
-    save: Callable[[], object],
-) -> None:
-    """Measure collectives, the most useful ones first.
-
-    First come those that every plan needs, at a large, a small and a tiny size, whatever the budget: a single size
-    determines neither latency nor bandwidth. Then everything is measured at one size before the next size starts, so
-    that the budget cuts off the least useful sizes.
-    """
-    everything = list(exchanges(settings.mesh))
-    needed = [(what, size) for size in NEEDED_SIZES for what in everything if what.needed]
-    known = {(_exchange_of(row), row.sent) for row in rows.collectives}
-    per_byte: dict[Exchange, float] = {}  # the fastest so far, which predicts the time of larger sizes
-    for wanted in (needed, *([(what, size) for what in everything] for size in SIZES)):
-        for number, (what, size) in enumerate(wanted):
-            left, sent = deadline.left(), sent_bytes(what, size)
-            too_slow = FEWEST * sent * per_byte.get(what, 0.0) > max(left, settings.budget / 4)
-            if (
-                16 * size > settings.memory
-                or (what, sent) in known
-                or ((left <= 0 or too_slow) and wanted is not needed)
-            ):
-                continue
-            report(f"{what.kind} over {what.local} x {what.nodes}{_alone(what)}, {format_bytes(size)}")
-            share = min(1.0, max(0.0, left) / (len(wanted) - number) / 2)
-            row = measure_exchange(what, size, groups, control, settings.device, share)
-            rows.collectives.append(row)
-            known.add((what, sent))
-            per_byte[what] = min(row.seconds / row.sent, per_byte.get(what, float("inf")))
-        save()
-
-
-def _exchange_of(row: CollectiveRow) -> Exchange:
-    return Exchange(row.kind, row.local, row.nodes, row.groups)
-
-
-def _alone(what: Exchange) -> str:
-    return ", one group alone" if what.groups == "one" else ""
+    def codecs(self, deadline: Deadline) -> None:
+        known = {(row.codec, row.dtype, row.numel) for row in self._rows.codecs}
+        every = itertools.product(self._settings.codecs, ("bfloat16", "float32"), NUMELS)
+        wanted = [codec for codec in every if codec not in known]
+        for number, (name, dtype, numel) in enumerate(wanted):
+            if deadline.passed() and number:
+                self._report(f"no time left for codecs {', '.join(dict.fromkeys(n for n, _, _ in wanted[number:]))}")
+                return
+            self._report(f"codec {name} of {numel:,} values in {dtype}")
+            share = max(0.0, deadline.left()) / (len(wanted) - number)
+            self._rows.codecs += tuple(measure_codec(name, dtype, numel, self._control, self._device, share))
 
 
 # -- about this rank ---------------------------------------------------------------------------------------------
@@ -323,15 +294,7 @@ def _earlier(settings: Settings, control: Control, out: Path) -> _Rows:
             f"but this run has {present[0]} nodes with {present[1]} ranks each on {present[2]}; choose another --out, "
             "or omit --resume"
         )
-    return _Rows(
-        list(earlier.collectives),
-        list(earlier.codecs),
-        list(earlier.compute),
-        list(earlier.overlap),
-        list(earlier.library),
-        earlier.crowding,
-        earlier.handling,
-    )
+    return _Rows(**{each.name: getattr(earlier, each.name) for each in fields(_Rows)})
 
 
 def memory_in_use(device: torch.device) -> int:

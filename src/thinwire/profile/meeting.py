@@ -14,13 +14,13 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from thinwire.collectives.group import Control
-from thinwire.profile.timing import Deadline, finish
+from thinwire.profile.timing import Call, Deadline, finish
 from thinwire.program import Scope
 from thinwire.spec.profile import OverlapRow
 
@@ -52,7 +52,7 @@ class Meeting:
 
     scope: Scope
     sent: int
-    transfer: Callable[[], None]
+    transfer: Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class _Turn:
 
 def measure_meetings(
     meetings: Sequence[Meeting],
-    compute: Callable[[], None],
+    compute: Call,
     hidden: int,
     control: Control,
     device: torch.device,
@@ -159,7 +159,7 @@ def _delay(point: tuple[float, float], factor: float) -> float:
     return math.sqrt(max(0.0, beside**2 - (factor * alone) ** 2))
 
 
-def _computing(compute: Callable[[], None], control: Control, device: torch.device, turn: float) -> float:
+def _computing(compute: Call, control: Control, device: torch.device, turn: float) -> float:
     """Seconds of one computation alone, mean over ranks. As in training, no rank stops long before the others."""
     control.barrier()
     done, begin = 0, time.perf_counter()
@@ -183,7 +183,7 @@ def _transferring(meeting: Meeting, control: Control, device: torch.device) -> f
 
 
 def _together(
-    meeting: Meeting, compute: Callable[[], None], control: Control, device: torch.device, count: int
+    meeting: Meeting, compute: Call, control: Control, device: torch.device, count: int
 ) -> tuple[float, float, float]:
     """Seconds of computation, the number of computations, and the seconds of one of ``count`` transfers during them.
 

@@ -14,6 +14,9 @@ import torch
 from thinwire.agreement import Typed
 from thinwire.collectives.group import Control
 
+Call = Callable[[], object]
+"""What is timed; its result is not used."""
+
 SECONDS: Final[Typed[float]] = Typed(float)
 PAIR: Final[Typed[tuple[float, float]]] = Typed(tuple[float, float])
 PAIRS: Final[Typed[list[tuple[float, float]]]] = Typed(list[tuple[float, float]])
@@ -72,15 +75,13 @@ class Deadline:
         return Deadline(self._control, self.left() * share)
 
 
-def in_turn(make: Callable[[], Callable[[], None]], copies: int) -> Callable[[], None]:
+def in_turn(make: Callable[[], Call], copies: int) -> Call:
     """One call that cycles through several copies of a call. As in training, none finds its data in the cache."""
     calls = itertools.cycle([make() for _ in range(copies)])
     return lambda: next(calls)()
 
 
-def timed(
-    control: Control, body: Callable[[], None], *, seconds: float, device: torch.device, waits: bool = True
-) -> Spread:
+def timed(control: Control, body: Call, *, seconds: float, device: torch.device, waits: bool = True) -> Spread:
     """Time a call that every rank makes.
 
     Args:
@@ -108,12 +109,12 @@ def timed(
     return Spread.of(slowest, statistics.fmean(working))
 
 
-def _once(control: Control, body: Callable[[], None], calls: int, device: torch.device) -> float:
+def _once(control: Control, body: Call, calls: int, device: torch.device) -> float:
     seconds, _ = _clocked(control, body, calls, device)
     return max(control.all_gather_typed(seconds, SECONDS))
 
 
-def _clocked(control: Control, body: Callable[[], None], calls: int, device: torch.device) -> tuple[float, float]:
+def _clocked(control: Control, body: Call, calls: int, device: torch.device) -> tuple[float, float]:
     """Wall-clock seconds and processor seconds of one call in this process."""
     control.barrier()
     begin, begun = time.perf_counter(), time.process_time()

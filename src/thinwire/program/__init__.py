@@ -8,7 +8,6 @@ from thinwire.program.mesh import (
     Axis,
     Hop,
     Kind,
-    Members,
     MessageSizes,
     Scope,
     axis_extent,
@@ -19,7 +18,7 @@ from thinwire.program.mesh import (
     node_order,
 )
 from thinwire.program.ordering import Traffic, crossing_bytes, host_orders, leaf_by_leaf, least_crossing, traffic_across
-from thinwire.program.residence import AHEAD, LEAVING, SLOTS, gradient_bytes, host_bytes, state_bytes
+from thinwire.program.residence import AHEAD, LEAVING, SLOTS, gradient_bytes, host_bytes
 from thinwire.program.shares import (
     ALIGNMENT_BYTES,
     Even,
@@ -32,7 +31,7 @@ from thinwire.program.shares import (
     together,
     within,
 )
-from thinwire.program.stages import TRANSFERS, Stage
+from thinwire.program.stages import Stage
 from thinwire.program.step import (
     AnyLane,
     BufferInfo,
@@ -55,7 +54,6 @@ __all__ = [
     "SLOTS",
     "ALIGNMENT_BYTES",
     "NORM_BYTES",
-    "TRANSFERS",
     "UNDER_WAY",
     "AnyLane",
     "Axis",
@@ -69,7 +67,6 @@ __all__ = [
     "Kind",
     "Lane",
     "Lookahead",
-    "Members",
     "MessageSizes",
     "Moment",
     "Operation",
@@ -111,7 +108,6 @@ __all__ = [
     "padded",
     "reduction_batches",
     "slot_offsets",
-    "state_bytes",
     "gradient_bytes",
     "host_bytes",
     "together",

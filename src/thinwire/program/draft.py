@@ -4,31 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from thinwire.program.mesh import Axis, Hop, Kind, MessageSizes, axis_index, axis_stride, hops
 from thinwire.program.shares import Even
-from thinwire.program.step import AnyLane, BufferKey, Event, HostLane, Lane, Operation, StepProgram, UnitInfo
+from thinwire.program.step import Call, Event, HostLane, Lane, Operation, StepProgram, UnitInfo
 from thinwire.program.wire import axis_shape
-from thinwire.spec import CodecSpec, Plan
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The fields of an :class:`Operation` that depend on neither its size nor its time."""
-
-    kind: Kind
-    lane: AnyLane
-    axis: Axis
-    units: tuple[int, ...]
-    encoded: bool = False
-    stored: CodecSpec | None = None
-    buffers: tuple[BufferKey, ...] = ()
-    bucket: tuple[int, ...] = ()
-    chunk: int = 0
-    chunks: int = 1
-    delay: int = 0
-    size: int = 0
+from thinwire.spec import Plan
 
 
 class Draft:
@@ -53,15 +35,11 @@ class Draft:
         self, call: Call, pieces: Sequence[int], sizes: MessageSizes, start: Event, after: tuple[int, ...] = ()
     ) -> int:
         """Add an operation on a vector that is cut into ``pieces``, one for each member; returns its index."""
-        return self._record(call, self._hops(call, pieces, sizes), start, after)
+        return self.record(call, start, after, self._hops(call, pieces, sizes))
 
     def add_even(self, call: Call, numel: int, sizes: MessageSizes, start: Event, after: tuple[int, ...] = ()) -> int:
         """Add an operation on a vector of ``numel`` elements, cut evenly among the members of the axis."""
         return self.add(call, self._cut(call.axis, numel), sizes, start, after)
-
-    def add_own(self, call: Call, start: Event, after: tuple[int, ...]) -> int:
-        """Add an operation in which no other rank takes part."""
-        return self._record(call, (), start, after)
 
     def add_joint(
         self, call: Call, parts: Sequence[tuple[int, MessageSizes]], start: Event, after: tuple[int, ...] = ()
@@ -72,7 +50,7 @@ class Draft:
         joint = of_parts[0]
         if len(of_parts) > 1:
             joint = tuple(replace(same[0], sent=sum(hop.sent for hop in same)) for same in zip(*of_parts, strict=True))
-        return self._record(call, joint, start, after)
+        return self.record(call, start, after, joint)
 
     def _cut(self, axis: Axis, numel: int) -> Even:
         count = self.extent(axis)
@@ -89,28 +67,11 @@ class Draft:
             self._hops_of[key] = made
         return made
 
-    def _record(self, call: Call, hops: tuple[Hop, ...], start: Event, after: tuple[int, ...]) -> int:
+    def record(self, call: Call, start: Event, after: tuple[int, ...] = (), hops: tuple[Hop, ...] = ()) -> int:
+        """Add an operation with these hops; without any, no other rank takes part."""
         index = len(self.operations)
-        self.operations.append(
-            Operation(
-                index=index,
-                kind=call.kind,
-                lane=call.lane,
-                axis=call.axis,
-                units=call.units,
-                hops=hops,
-                start=start,
-                after=after,
-                encoded=call.encoded,
-                stored=call.stored,
-                buffers=call.buffers,
-                bucket=call.bucket,
-                chunk=call.chunk,
-                chunks=call.chunks,
-                delay=call.delay,
-                size=call.size,
-            )
-        )
+        fields = {name: getattr(call, name) for name in Call.__slots__}
+        self.operations.append(Operation(**fields, index=index, hops=hops, start=start, after=after))
         gathers = call.lane is Lane.GATHER or (call.lane is HostLane.UP and call.axis is Axis.PARAMS)
         for unit in call.units if gathers else ():
             first = self._first_gathers.setdefault(unit, [index])

@@ -6,17 +6,18 @@ it up in the program.
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from thinwire.errors import SpecError
 from thinwire.program.batches import gather_batches
-from thinwire.program.draft import Call, Draft
+from thinwire.program.draft import Draft
 from thinwire.program.mesh import Axis, Kind
 from thinwire.program.shares import LARGE_LEAF
-from thinwire.program.step import BufferKey, Event, HostLane, Lane, Phase, Trace, UnitInfo
+from thinwire.program.step import BufferKey, Call, Event, HostLane, Lane, Phase, Trace, UnitInfo
 from thinwire.program.wire import gather_sizes, used_codec
 from thinwire.spec import CodecSpec, Plan
 
@@ -53,14 +54,15 @@ def retention(plan: Plan, units: Sequence[UnitInfo], trace: Trace) -> Retention:
     chosen = Retention(kept, persistent, persistent)
     if not plan.reuse_bytes or not any_gathered(plan, units):
         return chosen
-    room = _Room(plan, units, trace, chosen)
-    more = [use for use in _uses(units, trace) if use.distance <= plan.reuse_bytes]
-    refused = {index for index, keeps in excepted.items() if not keeps}
-    kept |= {u.unit for u in _closest(more, carried=False) if u.unit not in refused | kept and room.take(u)}
-    carried = persistent | {
-        u.unit for u in _closest(more, carried=True) if u.unit not in refused | persistent and room.take(u)
-    }
-    return Retention(kept, carried, persistent)
+    played = _play(plan, units, trace, chosen)
+    limit = math.inf if plan.live_bytes is None else plan.live_bytes
+    stay, carry = set(kept), set(persistent)
+    uses = [use for use in _uses(units, trace) if use.distance <= plan.reuse_bytes and excepted.get(use.unit, True)]
+    for use in sorted(uses, key=lambda use: (use.carried, use.distance)):
+        staying = carry if use.carried else stay
+        if use.unit not in staying and played.take(use, units[use.unit].nbytes, limit):
+            staying.add(use.unit)
+    return Retention(frozenset(stay), frozenset(carry), persistent)
 
 
 def gathered_peak(plan: Plan, units: Sequence[UnitInfo], trace: Trace) -> int:
@@ -143,6 +145,7 @@ class Gathers:
         self._under_way: dict[int, list[int]] = {}  # unit -> operations that have gathered it, or will
         # Units whose secondary shard is valid: nothing invalidates that of a frozen unit.
         self._secondary = {n for n, unit in enumerate(units) if not unit.trainable} if plan.secondary else set()
+        self._position = 0  # units that this forward has needed so far
         self.live = self.copied = 0
 
     @property
@@ -150,23 +153,37 @@ class Gathers:
         """Units that are gathered, or on their way."""
         return frozenset(self._under_way)
 
-    def in_forward(self, event: Event, position: int) -> None:
-        """Play an event of a forward that has needed ``position`` units before."""
+    def at(self, event: Event, *, last: bool) -> None:
+        """Play the next event of a step; ``last``: of its last micro-batch."""
+        match event.phase:
+            case Phase.PRE_FORWARD:
+                self._need_in_forward(event)
+            case Phase.POST_FORWARD:
+                self._finish_forward(event)
+            case Phase.PRE_BACKWARD:
+                self._need_in_backward(event)
+            case Phase.POST_BACKWARD:
+                self._leave(event.unit, event, last=last)
+            case Phase.BACKWARD_END:
+                self._position = 0
+                for unit in sorted(self._under_way):
+                    self._leave(unit, event, last=last)
+
+    def _need_in_forward(self, event: Event) -> None:
+        """Gather a unit that the forward needs, and prefetch the next ones."""
         self.copied = 0
-        if event.phase is not Phase.PRE_FORWARD:
-            self._finish_forward(event.unit, event)
-            return
         plan, needed = self._plan, self._needed
         self._need(event.unit, event, from_secondary=plan.secondary_reuse)
+        self._position += 1
         if not plan.overlap.gather:
             return
-        if event.micro_batch == position == 0:
+        if event.micro_batch == 0 and self._position == 1:
             persistent = [unit for unit in needed if unit in self._retention.persistent]
             self._gather(persistent, event, from_secondary=plan.secondary_reuse, at_least=math.inf)
-        ahead = self._ahead.after(needed, position + 1, plan.prefetch)
+        ahead = self._ahead.after(needed, self._position, plan.prefetch)
         self._gather_ahead(ahead, event, from_secondary=plan.secondary_reuse)
 
-    def need_in_backward(self, event: Event) -> None:
+    def _need_in_backward(self, event: Event) -> None:
         """Gather a unit that the backward needs, and prefetch the next ones.
 
         A recomputed block needs all its modules at once, in the order of its forward. Their gathers then have the
@@ -181,15 +198,10 @@ class Gathers:
             ahead = order[position : position + 1] if one else self._ahead.after(order, position, 1)
             self._gather_ahead(ahead, event, from_secondary=True)
 
-    def leave(self, unit: int, event: Event, *, last: bool) -> None:
+    def _leave(self, unit: int, event: Event, *, last: bool) -> None:
         """Free a unit that a backward has left, unless the next micro-batch finds it gathered."""
         if last or unit not in self._retention.carried:
             self._free(unit, event)
-
-    def leave_all(self, event: Event, *, last: bool) -> None:
-        """End a backward: free every unit that is gathered, unless the next micro-batch finds it so."""
-        for unit in sorted(self._under_way):
-            self.leave(unit, event, last=last)
 
     def _free(self, unit: int, event: Event) -> None:
         if unit in self._under_way:
@@ -197,7 +209,9 @@ class Gathers:
             self.live -= self._units[unit].nbytes
             self._draft.free(event, unit)
 
-    def _finish_forward(self, unit: int, event: Event) -> None:
+    def _finish_forward(self, event: Event) -> None:
+        self.copied = 0
+        unit = event.unit
         if not self._sharded[unit]:
             return
         kept = unit in self._retention.kept
@@ -258,25 +272,12 @@ class Gathers:
         coming: tuple[int, ...] = ()
         if self._plan.residence.streams_params and axis is Axis.PARAMS:
             size = sum(buffer.kept(shards, shards) for buffer in buffers)
-            coming = (self._draft.add_own(Call(Kind.COPY, HostLane.UP, axis, units, size=size), event, ()),)
+            coming = (self._draft.record(Call(Kind.COPY, HostLane.UP, axis, units, size=size), event),)
         operation = self._draft.add_joint(call, parts, event, coming)
         if joint and stored is None:
             self.copied += sum(buffer.nbytes for buffer in buffers)
         for unit in units:
             self._under_way[unit].append(operation)
-
-
-def play_forward(
-    gathers: Gathers, trace: Trace, micro_batch: int, note: Callable[[Gathers, Event], None] | None = None
-) -> None:
-    """Play the forward of a micro-batch, and ``note`` the gathers after each event."""
-    position = 0
-    for phase, unit in trace.forward:
-        event = Event(phase, unit, micro_batch)
-        gathers.in_forward(event, position)
-        position += phase is Phase.PRE_FORWARD
-        if note is not None:
-            note(gathers, event)
 
 
 def _large_blocks(units: Sequence[UnitInfo]) -> Mapping[int, bool]:
@@ -311,8 +312,7 @@ class _Use:
 
 def _uses(units: Sequence[UnitInfo], trace: Trace) -> Iterator[_Use]:
     """The times between a unit's forward and its backward, and between its backward and its next forward."""
-    events = [Event(phase, unit, 0) for phase, unit in (*trace.forward, *trace.backward)]
-    events += [Event(Phase.BACKWARD_END, -1, 0), *(Event(phase, unit, 1) for phase, unit in trace.forward)]
+    events = [*trace.events(0), *itertools.islice(trace.events(1), len(trace.forward))]
     place: dict[Event, int] = {}
     used = [0]  # bytes of units that were used before each event
     for position, event in enumerate(events):
@@ -327,41 +327,6 @@ def _uses(units: Sequence[UnitInfo], trace: Trace) -> Iterator[_Use]:
                 left = Event(Phase.BACKWARD_END, -1, 0)
             if left in place and needed in place:
                 yield _Use(unit, carried, left, needed, used[place[needed]] - used[place[left]])
-
-
-def _closest(uses: Sequence[_Use], *, carried: bool) -> list[_Use]:
-    return sorted((use for use in uses if use.carried is carried), key=lambda use: use.distance)
-
-
-class _Room:
-    """The bytes that ``live_bytes`` leaves at every event, beside what is gathered anyway."""
-
-    def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, chosen: Retention) -> None:
-        self._limit, self._units = plan.live_bytes, units
-        self._played = _Played()
-        if self._limit is not None:
-            self._played = _play(plan, units, trace, chosen)
-
-    def take(self, use: _Use) -> bool:
-        """Take the room that a unit needs between two uses, in both micro-batches; returns whether there is enough."""
-        if self._limit is None:
-            return True
-        live, size = self._played.live, self._units[use.unit].nbytes
-        spans = [span for shift in (0, 1) if (span := self._span(use, shift)) is not None]
-        if any(max(live[span], default=0) + size > self._limit for span in spans):
-            return False
-        for span in spans:
-            live[span] = [level + size for level in live[span]]
-        return True
-
-    def _span(self, use: _Use, micro_batch: int) -> slice | None:
-        """Events between two uses, the first in this micro-batch, until the unit is gathered anyway."""
-        left = self._played.places.get(use.left._replace(micro_batch=micro_batch))
-        if left is None:
-            return None
-        gathered = self._played.gathered.get(use.unit, [])
-        again = bisect_right(gathered, left)
-        return slice(left + 1, gathered[again] if again < len(gathered) else len(self._played.live))
 
 
 class _Played:
@@ -384,20 +349,30 @@ class _Played:
             self.gathered.setdefault(unit, []).append(place)
         self._before = present
 
+    def take(self, use: _Use, size: int, limit: float) -> bool:
+        """Take the ``size`` bytes that a unit needs between two uses, in both micro-batches, if the limit leaves them
+        beside what is gathered anyway; returns whether it does."""
+        spans = [span for shift in (0, 1) if (span := self._span(use, shift)) is not None]
+        if any(max(self.live[span], default=0) + size > limit for span in spans):
+            return False
+        for span in spans:
+            self.live[span] = [level + size for level in self.live[span]]
+        return True
+
+    def _span(self, use: _Use, micro_batch: int) -> slice | None:
+        """Events between two uses, the first in this micro-batch, until the unit is gathered anyway."""
+        left = self.places.get(use.left._replace(micro_batch=micro_batch))
+        if left is None:
+            return None
+        gathered = self.gathered.get(use.unit, [])
+        again = bisect_right(gathered, left)
+        return slice(left + 1, gathered[again] if again < len(gathered) else len(self.live))
+
 
 def _play(plan: Plan, units: Sequence[UnitInfo], trace: Trace, chosen: Retention) -> _Played:
     """Play two micro-batches of several."""
     gathers, played = Gathers(plan, units, trace, Draft(plan, 0), chosen), _Played()
-    for micro_batch in (0, 1):
-        play_forward(gathers, trace, micro_batch, played.note)
-        for phase, unit in trace.backward:
-            event = Event(phase, unit, micro_batch)
-            if phase is Phase.PRE_BACKWARD:
-                gathers.need_in_backward(event)
-            if phase is Phase.POST_BACKWARD:
-                gathers.leave(unit, event, last=False)
-            played.note(gathers, event)
-        end = Event(Phase.BACKWARD_END, -1, micro_batch)
-        gathers.leave_all(end, last=False)
-        played.note(gathers, end)
+    for event in itertools.chain(trace.events(0), trace.events(1)):
+        gathers.at(event, last=False)
+        played.note(gathers, event)
     return played

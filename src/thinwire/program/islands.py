@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from thinwire.errors import SpecError
-from thinwire.program.draft import Call, Draft
+from thinwire.program.draft import Draft
 from thinwire.program.mesh import Axis, Kind
 from thinwire.program.shares import padded
-from thinwire.program.step import Event, Lane, Operation, Phase, UnitInfo
+from thinwire.program.step import Call, Event, Lane, Operation, Phase, UnitInfo
 from thinwire.program.wire import change_sizes
 from thinwire.spec import Plan
 

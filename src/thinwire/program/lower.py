@@ -14,13 +14,13 @@ from functools import cache
 from itertools import chain
 
 from thinwire.program.batches import buckets, reduction_batches, spread_batches
-from thinwire.program.draft import Call, Draft
-from thinwire.program.gathers import Gathers, check_live, play_forward, retention
+from thinwire.program.draft import Draft
+from thinwire.program.gathers import Gathers, check_live, retention
 from thinwire.program.islands import add_exchange
 from thinwire.program.mesh import Axis, Kind, MessageSizes
 from thinwire.program.residence import HostGradients, add_return, add_update
 from thinwire.program.shares import Even, Span, chunk_spans, padded, together, within
-from thinwire.program.step import BufferInfo, Event, HostLane, Lane, Phase, StepProgram, Trace, UnitInfo, beside
+from thinwire.program.step import BufferInfo, Call, Event, HostLane, Lane, Phase, StepProgram, Trace, UnitInfo, beside
 from thinwire.program.wire import gather_sizes, reduction_sizes, used_codec
 from thinwire.spec import Plan
 
@@ -99,20 +99,10 @@ def lower(
     reductions = _Reductions(plan, units, trace, draft)
     for micro_batch in range(micro_batches):
         last = micro_batch == micro_batches - 1
-        play_forward(gathers, trace, micro_batch)
         reductions.begin(last=last)
-        for phase, unit in trace.backward:
-            event = Event(phase, unit, micro_batch)
-            if phase is Phase.PRE_BACKWARD:
-                reductions.host.fetch(unit, event)
-                gathers.need_in_backward(event)
-            elif phase is Phase.GRADS_READY:
-                reductions.ready(unit, event)
-            elif phase is Phase.POST_BACKWARD:
-                gathers.leave(unit, event, last=last)
-        end = Event(Phase.BACKWARD_END, -1, micro_batch)
-        reductions.end(end)
-        gathers.leave_all(end, last=last)
+        for event in trace.events(micro_batch):
+            reductions.at(event)
+            gathers.at(event, last=last)
     _take_step(plan, units, trace, draft, clip=clip, fragments=fragments)
     return draft.program(units, micro_batches)
 
@@ -177,40 +167,37 @@ class _Reductions:
 
     A chunk of a bucket starts in the turn of the last unit that has elements in it, so the first chunks are on their
     way while the backward computes the gradients of the last.
-
-    Attributes:
-        host: The copies of gradients that live on the host.
     """
 
     def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: Draft) -> None:
         self._plan, self._units, self._draft = plan, units, draft
-        self.host = HostGradients(plan, units, draft)
+        self._host = HostGradients(plan, units, draft)
         self._sizes = cache(lambda axis, encoded: reduction_sizes(plan, axis, encoded=encoded))
         self._order = tuple(unit for unit in trace.reduction_order if units[unit].trainable)
-        replicas = draft.extent(Axis.REPLICA)
+        members, replicas = draft.extent(Axis.PARAMS), draft.extent(Axis.REPLICA)
         # By unit: chunks that start in its turn, over the params axis and after that.
         self._params_turns: dict[int, list[tuple[_Bucket, _Chunk]]] = {}
         self._turns: dict[int, list[tuple[_Bucket, _Chunk]]] = {}
-        place = {unit: number for number, unit in enumerate(self._order)}
+        self._place = {unit: number for number, unit in enumerate(self._order)}
         closing: dict[int, int] = {}  # unit -> the unit in whose turn its last chunk over the params axis starts
-        if draft.extent(Axis.PARAMS) > 1:
-            for bucket in self._cut(reduction_batches(plan, units, trace.reduction_order), self._over_all, 1):
+        if members > 1:
+            batches = reduction_batches(plan, units, trace.reduction_order)
+            for bucket in self._cut(batches, lambda buffer: Even(buffer.numel // members, members), 1):
                 for chunk in bucket.chunks:
                     self._params_turns.setdefault(chunk.units[-1], []).append((bucket, chunk))
                     closing.update(dict.fromkeys(chunk.units, chunk.units[-1]))
         if draft.extent(Axis.SHARD) * replicas > 1:
-            for bucket in self._cut(buckets(plan, units, trace.reduction_order), self._by_share, replicas):
+            batches = buckets(plan, units, trace.reduction_order)
+            for bucket in self._cut(batches, lambda buffer: buffer.shares, replicas):
                 for chunk in bucket.chunks:
-                    turn = max((closing.get(unit, unit) for unit in chunk.units), key=place.__getitem__)
+                    turn = max((closing.get(unit, unit) for unit in chunk.units), key=self._place.__getitem__)
                     self._turns.setdefault(turn, []).append((bucket, chunk))
         self._over_params: dict[int, list[int]] = {}  # unit -> reduce-scatters of it over the params axis
         # By axis, units and encoding of a bucket's reduction: its chunks that have started, while others have not.
         self._open: dict[tuple[Axis, tuple[int, ...], bool], list[int]] = {}
         # By unit: those that take part in no reduction after its turn, of those turns that have any.
-        self._params_ends, self._ends = (
-            self._ends_of(self._params_turns),
-            self._ends_of(self._params_turns, self._turns),
-        )
+        self._params_ends = self._ends_of(self._params_turns)
+        self._ends = self._ends_of(self._params_turns, self._turns)
         self._begun = 0  # operations before this micro-batch
         self._under_way: deque[list[int]] = deque()  # whole reductions that nothing has waited for yet, oldest first
         self._pending: deque[int] = deque()
@@ -232,46 +219,37 @@ class _Reductions:
                 if members:
                     yield _bucket(members, self._plan.bucket_chunks, replicas, encoded=encoded)
 
-    def _over_all(self, buffer: BufferInfo) -> Sequence[int]:
-        members = self._draft.extent(Axis.PARAMS)
-        return Even(buffer.numel // members, members)
-
-    @staticmethod
-    def _by_share(buffer: BufferInfo) -> Sequence[int]:
-        return buffer.shares
-
     def _ends_of(self, *turns: Mapping[int, Sequence[tuple[_Bucket, _Chunk]]]) -> Mapping[int, Sequence[int]]:
         """By turn, the units whose last reduction starts in it."""
-        place = {unit: number for number, unit in enumerate(self._order)}
         ends = {unit: unit for unit in self._order}
         for of_axis in turns:
             for turn, chunks in of_axis.items():
                 for unit in (unit for _, chunk in chunks for unit in chunk.units):
-                    ends[unit] = max(ends[unit], turn, key=place.__getitem__)
+                    ends[unit] = max(ends[unit], turn, key=self._place.__getitem__)
         by_turn: dict[int, list[int]] = {}
         for unit, turn in ends.items():
             by_turn.setdefault(turn, []).append(unit)
         return by_turn
 
     def begin(self, *, last: bool) -> None:
-        """Begin the backward of a micro-batch."""
+        """Begin a micro-batch."""
         self._last, self._begun = last, len(self._draft.operations)
-        self.host.begin()
+        self._host.begin()
         self._pending = deque(self._order)
         self._ready.clear()
         self._over_params.clear()
 
-    def ready(self, unit: int, event: Event) -> None:
-        """Mark a unit's gradients as ready. Reduce the unit, and units that waited for it, if it is their turn."""
-        self._ready.add(unit)
-        self.host.need(unit, event)
-        while self._pending and self._pending[0] in self._ready:
-            self._reduce(self._pending.popleft(), event)
-
-    def end(self, event: Event) -> None:
-        """End the backward: reduce the units whose gradients never became ready."""
-        while self._pending:
-            self._reduce(self._pending.popleft(), event)
+    def at(self, event: Event) -> None:
+        """Play the next event. A unit is reduced in its turn, once its gradients are ready, or at the end of the
+        backward if they never are."""
+        if event.phase is Phase.PRE_BACKWARD:
+            self._host.fetch(event.unit, event)
+        if event.phase is Phase.GRADS_READY:
+            self._ready.add(event.unit)
+            self._host.need(event.unit, event)
+        if event.phase in (Phase.GRADS_READY, Phase.BACKWARD_END):
+            while self._pending and (self._pending[0] in self._ready or event.phase is Phase.BACKWARD_END):
+                self._reduce(self._pending.popleft(), event)
 
     def _reduce(self, unit: int, event: Event) -> None:
         for bucket, chunk in self._params_turns.get(unit, ()):
@@ -282,7 +260,7 @@ class _Reductions:
             goes_on = self._last or (self._plan.grads_like_optimizer and self._draft.extent(Axis.SHARD) > 1)
             ended = (self._ends if goes_on else self._params_ends).get(unit, ())
             started = [op.index for op in self._draft.operations[self._begun :] if op.lane in (Lane.REDUCE, Lane.SYNC)]
-            self.host.finish(ended, event, started, last=self._last)
+            self._host.finish(ended, event, started, last=self._last)
 
     def _reduce_over_params(self, bucket: _Bucket, chunk: _Chunk, event: Event) -> None:
         call = self._call(Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.PARAMS, bucket, chunk)
@@ -324,24 +302,18 @@ class _Reductions:
         )
 
     def _chunk_started(self, bucket: _Bucket, call: Call, operation: int, event: Event, *, overlapped: bool) -> None:
-        """Note that a chunk of a bucket has started; the bucket is under way once its last chunk has."""
-        key = call.axis, bucket.units, bucket.encoded
-        started = self._open.setdefault(key, [])
-        started.append(operation)
+        """Note that a chunk of a bucket has started. Computation waits for it at once; or once the bucket's last chunk
+        has started, for the oldest bucket if too many are under way."""
         if not overlapped:
             self._draft.wait(event, operation)
-        if len(started) == len(bucket.chunks):
-            self._started(self._open.pop(key), event, overlapped=overlapped)
-
-    def _started(self, operations: list[int], event: Event, *, overlapped: bool) -> None:
-        """Let computation wait for a reduction at once, or for the oldest one if too many are in flight."""
-        if overlapped:
-            self._under_way.append(operations)
-            if len(self._under_way) <= UNDER_WAY:
-                return
-            operations = self._under_way.popleft()
-        for operation in operations:
-            self._draft.wait(event, operation)
+            return
+        key = call.axis, bucket.units, bucket.encoded
+        self._open.setdefault(key, []).append(operation)
+        if len(self._open[key]) == len(bucket.chunks):
+            self._under_way.append(self._open.pop(key))
+            if len(self._under_way) > UNDER_WAY:
+                for oldest in self._under_way.popleft():
+                    self._draft.wait(event, oldest)
 
 
 def _take_step(

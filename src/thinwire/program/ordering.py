@@ -88,12 +88,9 @@ def _numbered(switches: Sequence[tuple[str, ...]], level: int) -> list[int]:
 def _nominal_units(plan: Plan) -> tuple[UnitInfo, ...]:
     of_axis = plan.optimizer.ranks // plan.params.ranks
     itemsize = ITEMSIZE[plan.compute_dtype]
-    buffer = BufferInfo(_NOMINAL_SHARE * plan.world, itemsize, True, Even(_share(plan), of_axis))
+    share = _NOMINAL_SHARE * plan.world // plan.optimizer.ranks
+    buffer = BufferInfo(_NOMINAL_SHARE * plan.world, itemsize, True, Even(share, of_axis))
     return tuple(UnitInfo(f"blocks.{block}", (buffer,), 1, block) for block in range(_NOMINAL_UNITS))
-
-
-def _share(plan: Plan) -> int:
-    return _NOMINAL_SHARE * plan.world // plan.optimizer.ranks
 
 
 def host_orders(plan: Plan, leaf_of: Mapping[Host, Leaf]) -> Iterable[tuple[Host, ...]]:

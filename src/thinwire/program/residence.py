@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from thinwire.program.draft import Call, Draft
+from thinwire.program.draft import Draft
 from thinwire.program.mesh import Axis, Kind
-from thinwire.program.step import BufferInfo, Event, HostLane, Phase, UnitInfo
+from thinwire.program.step import BufferInfo, Call, Event, HostLane, Phase, UnitInfo
 from thinwire.program.wire import ITEMSIZE, has_master
 from thinwire.spec import Plan
 
@@ -55,11 +55,11 @@ def add_update(plan: Plan, units: Sequence[UnitInfo], draft: Draft, batch: Seque
         return _add_host_update(plan, draft, together, numel, before, tuple(room))
     states = sum(numel * state_bytes(plan, buffer) for numel, buffer in owned)
     coming = states + numel * gradient_bytes(plan)
-    up = draft.add_own(Call(Kind.COPY, HostLane.UP, Axis.SHARD, together, size=coming), _STEP, tuple(room))
-    update = draft.add_own(Call(Kind.UPDATE, HostLane.UPDATE, Axis.SHARD, together, size=numel), _STEP, (up,))
+    up = draft.record(Call(Kind.COPY, HostLane.UP, Axis.SHARD, together, size=coming), _STEP, tuple(room))
+    update = draft.record(Call(Kind.UPDATE, HostLane.UPDATE, Axis.SHARD, together, size=numel), _STEP, (up,))
     last = update
     if states:
-        last = draft.add_own(Call(Kind.COPY, HostLane.DOWN, Axis.SHARD, together, size=states), _STEP, (update,))
+        last = draft.record(Call(Kind.COPY, HostLane.DOWN, Axis.SHARD, together, size=states), _STEP, (update,))
     before.append(last)
     return update
 
@@ -72,11 +72,11 @@ def _add_host_update(
     if not plan.residence.streams_gradients:
         size = numel * ITEMSIZE[plan.accumulate_dtype]
         read = tuple(up - 1 for up in before[-AHEAD - 1 :][:1]) if len(before) > AHEAD else ()  # the update of a batch
-        down = (draft.add_own(Call(Kind.COPY, HostLane.DOWN, Axis.SHARD, together, size=size), _STEP, read),)
+        down = (draft.record(Call(Kind.COPY, HostLane.DOWN, Axis.SHARD, together, size=size), _STEP, read),)
     call = Call(Kind.UPDATE, HostLane.UPDATE, Axis.SHARD, together, size=numel)
-    update = draft.add_own(call, _STEP, down)
+    update = draft.record(call, _STEP, down)
     call = Call(Kind.COPY, HostLane.UP, Axis.SHARD, together, size=numel * MASTER_BYTES)
-    before.append(draft.add_own(call, _STEP, (update, *room)))
+    before.append(draft.record(call, _STEP, (update, *room)))
     return before[-1]
 
 
@@ -85,7 +85,7 @@ def add_return(units: Sequence[UnitInfo], draft: Draft, batch: Sequence[int], af
     their next gather waits for it."""
     for unit in batch:
         size = sum(b.itemsize * sum(b.shares) for b in units[unit].buffers if b.trainable)
-        down = draft.add_own(Call(Kind.COPY, HostLane.DOWN, Axis.PARAMS, (unit,), size=size), _STEP, after)
+        down = draft.record(Call(Kind.COPY, HostLane.DOWN, Axis.PARAMS, (unit,), size=size), _STEP, after)
         draft.hold_back(unit, (down,))
 
 
@@ -124,7 +124,7 @@ class HostGradients:
         if self._itemsize and event.micro_batch and unit not in self._up:
             size = self._size(unit, share=not self._apart)
             call = Call(Kind.COPY, HostLane.UP, Axis.SHARD, (unit,), size=size)
-            self._up[unit] = self._draft.add_own(call, event, ())
+            self._up[unit] = self._draft.record(call, event)
 
     def need(self, unit: int, event: Event) -> None:
         """Let computation wait for the gradient of earlier micro-batches."""
@@ -139,7 +139,7 @@ class HostGradients:
             size = self._size(unit, share=last or not self._apart)
             ended = tuple(index for index in after if unit in operations[index].units)
             call = Call(Kind.COPY, HostLane.DOWN, Axis.SHARD, (unit,), size=size)
-            self._down.append(self._draft.add_own(call, event, ended))
+            self._down.append(self._draft.record(call, event, ended))
             if len(self._down) > LEAVING:
                 self._draft.wait(event, self._down[-1 - LEAVING])
 

@@ -7,10 +7,10 @@ it, and a test compares the two.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from thinwire.program.mesh import Axis, Hop, Kind, Scope
@@ -198,6 +198,11 @@ class Trace:
                 backward += _gradients(unit, weight_first=False)
         return Trace(trace.forward, tuple(backward))
 
+    def events(self, micro_batch: int) -> Iterator[Event]:
+        """The events of a micro-batch, in order."""
+        for phase, unit in (*self.forward, *self.backward, (Phase.BACKWARD_END, -1)):
+            yield Event(phase, unit, micro_batch)
+
     @property
     def needed(self) -> tuple[int, ...]:
         """Units in the order in which the forward needs them, repeats included."""
@@ -240,19 +245,14 @@ def _recomputed_together(finished: Sequence[int], units: Sequence[UnitInfo]) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
-    """One collective of the step, or one part of the update of states that live on the host.
+class Call:
+    """What depends on neither the size nor the time of an operation.
 
     Attributes:
-        index: Position in ``StepProgram.operations``.
         kind: Kind of the collective.
         lane: The queue that the operation runs on; operations of a lane run in program order.
         axis: Axis of the mesh that the operation runs along.
         units: Units whose data the operation transfers, in the order of its vector.
-        hops: The exchanges of the operation, with the bytes that this rank sends in each.
-        start: Event that starts the operation.
-        after: Operations on other lanes whose results the operation needs. A spread in this list belongs to the
-            previous step.
         encoded: Whether the plan's codecs apply to the data.
         stored: Codec of the messages that ranks keep, which a gather of them carries and decodes.
         buffers: Flat buffers that a gather or a spread carries, in the order of its vector: pairs of a unit and the
@@ -266,14 +266,10 @@ class Operation:
             gather of what ranks keep encoded decodes.
     """
 
-    index: int
     kind: Kind
     lane: AnyLane
     axis: Axis
     units: tuple[int, ...]
-    hops: tuple[Hop, ...]
-    start: Event
-    after: tuple[int, ...] = ()
     encoded: bool = False
     stored: CodecSpec | None = None
     buffers: tuple[BufferKey, ...] = ()
@@ -282,6 +278,24 @@ class Operation:
     chunks: int = 1
     delay: int = 0
     size: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation(Call):
+    """One collective of the step, or one part of the update of states that live on the host.
+
+    Attributes:
+        index: Position in ``StepProgram.operations``.
+        hops: The exchanges of the operation, with the bytes that this rank sends in each.
+        start: Event that starts the operation.
+        after: Operations on other lanes whose results the operation needs. A spread in this list belongs to the
+            previous step.
+    """
+
+    index: int
+    hops: tuple[Hop, ...]
+    start: Event
+    after: tuple[int, ...] = ()
 
     def sent(self, scope: Scope) -> int:
         """Bytes that this rank sends inside its node or across nodes."""
@@ -354,8 +368,12 @@ def beside(rest: StepProgram, experts: StepProgram, units: Sequence[UnitInfo]) -
     waits: dict[Event, tuple[int, ...]] = {}
     frees: dict[Event, tuple[int, ...]] = {}
     for program, place, offset in ((rest, places[0], 0), (experts, places[1], first)):
-        _add(waits, program.waits, place, partial(_number, numbers, offset))
-        _add(frees, program.frees, place, place.__getitem__)
+        for event, indices in program.waits.items():
+            at = _at(event, place)
+            waits[at] = (*waits.get(at, ()), *(numbers[index + offset] for index in indices))
+        for event, freed in program.frees.items():
+            at = _at(event, place)
+            frees[at] = (*frees.get(at, ()), *(place[unit] for unit in freed))
     return StepProgram(tuple(units), rest.micro_batches, operations, waits, frees)
 
 
@@ -372,21 +390,5 @@ def _moved(operation: Operation, places: Sequence[int], offset: int) -> Operatio
     )
 
 
-def _number(numbers: Mapping[int, int], offset: int, index: int) -> int:
-    return numbers[index + offset]
-
-
 def _at(event: Event, places: Sequence[int]) -> Event:
     return event if event.unit < 0 else event._replace(unit=places[event.unit])
-
-
-def _add(
-    table: dict[Event, tuple[int, ...]],
-    more: Mapping[Event, tuple[int, ...]],
-    places: Sequence[int],
-    moved: Callable[[int], int],
-) -> None:
-    """Add a program's table to a table of both."""
-    for event, members in more.items():
-        at = _at(event, places)
-        table[at] = (*table.get(at, ()), *map(moved, members))

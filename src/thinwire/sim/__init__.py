@@ -9,7 +9,7 @@ A player performs a program on a clock (``player.py``, ``lanes.py``, ``clock.py`
 from thinwire.sim.cases import Answer, Case, Slowed, answer, read_cases
 from thinwire.sim.clock import Resource
 from thinwire.sim.disturbed import Disturbance, Disturbed, disturbed
-from thinwire.sim.engine import Engine, engines
+from thinwire.sim.engine import Engine
 from thinwire.sim.step import Simulated, simulate
 from thinwire.sim.workload import Workload
 
@@ -25,7 +25,6 @@ __all__ = [
     "Workload",
     "answer",
     "disturbed",
-    "engines",
     "read_cases",
     "simulate",
 ]

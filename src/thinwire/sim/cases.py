@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
@@ -23,7 +23,9 @@ from thinwire.units import parse_count
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
-OVERLAPS = ("gather", "reduce", "sync", "spread")
+_Overlap = Literal["gather", "reduce", "sync", "spread"]
+
+OVERLAPS = get_args(_Overlap)
 
 _OTHERWISE = {"name", "mesh", "compute_dtype", "recompute", "micro_batch", "micro_batches", "tp", "pp", "wire"}
 """Keys of a plan for which a case has its own."""
@@ -32,12 +34,8 @@ PLAN_KEYS = tuple(key for key in Plan.model_fields if key not in _OTHERWISE | {"
 """Keys of a plan that a case may set. Of ``overlap``, what the case itself says counts."""
 
 
-def _long_name(dtype: object) -> object:
-    return _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
-
-
-def _counted(count: object) -> object:
-    return parse_count(count) if isinstance(count, str) else count
+_Counted = BeforeValidator(lambda count: parse_count(count) if isinstance(count, str) else count)
+_LongName = BeforeValidator(lambda dtype: _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
 
 
 class Case(Spec):
@@ -61,7 +59,7 @@ class Case(Spec):
         default=None, description="tokens per rank and micro-batch; unset: one sequence"
     )
     micro_batches: Count = Field(default=1, description="micro-batches per step")
-    tokens_per_step: Annotated[Count | None, BeforeValidator(_counted)] = Field(
+    tokens_per_step: Annotated[Count | None, _Counted] = Field(
         default=None, description="tokens of a step over all accelerators, instead of micro_batches; 4M is 4 x 2^20"
     )
     recompute: Flag = Field(default=False, description="blocks are recomputed in the backward")
@@ -72,10 +70,10 @@ class Case(Spec):
     )
     plan: str | dict[str, Any] = Field(description="preset, or factors: params, grads, optimizer, secondary, partition")
     wire: str | dict[str, Any] | None = Field(default=None, description="policy, or fields of a plan's wire")
-    dtype: Annotated[Literal["bfloat16", "float16", "float32"], BeforeValidator(_long_name)] = Field(
+    dtype: Annotated[Literal["bfloat16", "float16", "float32"], _LongName] = Field(
         default="bfloat16", description="compute dtype"
     )
-    overlap: tuple[Literal["gather", "reduce", "sync", "spread"], ...] | None = Field(
+    overlap: tuple[_Overlap, ...] | None = Field(
         default=None, description="transfers that may overlap computation; unset: all"
     )
 

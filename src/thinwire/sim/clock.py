@@ -145,56 +145,36 @@ class FluidClock:
 
     def advance(self) -> list[Any]:
         """Run until tasks finish or begin to use their links. Returns what they were started with."""
-        active = self.active
-        if self._late:
-            return self._advance_late()
+        active, busy = self.active, self.busy
         loads = tuple([task.load for task in active])
-        slowness = self._known.get(loads)
-        if slowness is None:
-            slowness = self._known[loads] = self._slowness(loads, loads)
-        wait = min(task.left * slow for task, slow in zip(active, slowness, strict=True))
-        self.now += wait
-        finished, running = [], []
-        for task, slow in zip(active, slowness, strict=True):
-            if self._work(task, wait / slow):
-                finished.append(task.done)
-            else:
-                running.append(task)
-        self.active = running
-        return finished
-
-    def _work(self, task: Task, step: float) -> bool:
-        """Let a task work for some undisturbed seconds. Returns whether it has finished."""
-        left, load = task.left, task.load
-        worked = step if step < left else left
-        self.busy[load.resource] += worked * load.share
-        if load.spine:
-            self.busy[Resource.SPINE] += worked * load.spine
-        task.left = left = left - step
-        return left <= 1e-12
-
-    def _advance_late(self) -> list[Any]:
-        """The same where some tasks wait for a busy processor."""
-        active = self.active
-        if not any(task.load.resource in _PROCESSOR for task in active):
-            for task in active:
-                task.late = 0.0
-        slowness = self._slowness([task.load for task in active if not task.late], [task.load for task in active])
+        if self._late:  # some wait for a busy processor
+            if not any(load.resource in _PROCESSOR for load in loads):
+                for task in active:
+                    task.late = 0.0
+            slowness = self._slowness([task.load for task in active if not task.late], loads)
+        else:
+            known = self._known.get(loads)
+            slowness = known if known is not None else self._known.setdefault(loads, self._slowness(loads, loads))
         wait = min(task.late or task.left * slow for task, slow in zip(active, slowness, strict=True))
         self.now += wait
         finished, running = [], []
         for task, slow in zip(active, slowness, strict=True):
             if task.late:
-                task.late -= wait
-                if task.late <= 1e-12:
-                    task.late = 0.0
+                task.late = task.late - wait if task.late - wait > 1e-12 else 0.0
                 running.append(task)
-            elif self._work(task, wait / slow):
+                continue
+            load, left, step = task.load, task.left, wait / slow
+            worked = step if step < left else left
+            busy[load.resource] += worked * load.share
+            if load.spine:
+                busy[Resource.SPINE] += worked * load.spine
+            task.left = left - step
+            if task.left <= 1e-12:
                 finished.append(task.done)
             else:
                 running.append(task)
         self.active = running
-        self._late = any(task.late for task in running)
+        self._late = self._late and any(task.late for task in running)
         return finished
 
     @staticmethod

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Literal, final
+from typing import Literal
 
 from thinwire.cost import LibraryCollectives, Memory, NominalRates, memory
 from thinwire.program import UnitInfo
@@ -23,8 +22,9 @@ GROUP = "thinwire.engines"
 """Entry points of mappings from names to engines."""
 
 
-class Engine(ABC):
-    """How a system performs a program; what is not overridden is as thinwire does it.
+class Engine:
+    """How a system performs a program; what is not overridden is as thinwire does it: collectives in two hops,
+    everything overlapped, nominal rates.
 
     Attributes:
         partition: How it cuts optimizer states unless a case sets this.
@@ -57,7 +57,6 @@ class Engine(ABC):
         del room
         return memory(model, plan, units, seq=seq)
 
-    @abstractmethod
     def step(
         self,
         plan: Plan,
@@ -69,24 +68,7 @@ class Engine(ABC):
         trace: bool = False,
     ) -> Simulated:
         """Play a step on a cluster with published rates; ``group``: of a cluster of unlike nodes, the number of the
-        group whose nodes see the step."""
-
-
-@final
-class ThinwireEngine(Engine):
-    """This library: collectives in two hops, everything overlapped, nominal rates."""
-
-    def step(
-        self,
-        plan: Plan,
-        workload: Workload,
-        cluster: ClusterSpec,
-        model: ModelSpec,
-        *,
-        group: int | None,
-        trace: bool = False,
-    ) -> Simulated:
-        """As the runtime performs it; tensor-parallel sums and messages between stages are the library's calls."""
+        group whose nodes see the step. Tensor-parallel sums and messages between stages are the library's calls."""
         rates = NominalRates(cluster, plan.compute_dtype, group=group)
         calls = LibraryCollectives(cluster, group=group)
         crosses, ways = cluster.nodes > 1, sending_ranks(plan)
@@ -104,18 +86,10 @@ def step_with_axes(
     return replace(step, seconds=step.seconds + costs.idle(*pass_seconds(plan, workload, rates)))
 
 
-_OWN: Mapping[str, Engine] = {"thinwire": ThinwireEngine()}
-
-
-def engines() -> dict[str, Engine]:
-    """Every engine by the name that ``engine`` takes."""
-    found = dict(_OWN)
-    for added in _added():
-        found |= added
-    return found
-
-
 @cache
-def _added() -> tuple[Mapping[str, Engine], ...]:
-    """The engines of other packages, each package's as it registers them."""
-    return tuple(point.load() for point in entry_points(group=GROUP))
+def engines() -> Mapping[str, Engine]:
+    """Every engine by the name that ``engine`` takes: thinwire's, and those that packages register."""
+    found: dict[str, Engine] = {"thinwire": Engine()}
+    for point in entry_points(group=GROUP):
+        found |= point.load()
+    return found

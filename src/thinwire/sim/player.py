@@ -160,22 +160,18 @@ class Player:
         """The spread of updated parameters, and the fixed seconds of a step. States that live on the host are updated
         first, batch by batch."""
         program, launches = self._program, self.lanes.launches
+        starting = [op for op in program.starts(_STEP) if op.lane in _AFTER_UPDATE]
         if self._on_host:
-            self._start(op.index for op in program.starts(_STEP) if op.lane in _AFTER_UPDATE)
-            yield from self._wait(
-                [i for i in program.waits.get(_STEP, ()) if program.operations[i].lane in _AFTER_UPDATE]
-            )
-            yield from _compute(self._rates.handling.step, "step")
-            return
-        spreads = [launches[op.index] for op in program.starts(_STEP) if op.lane is Lane.SPREAD]
-        if self._fewer is not None and self._spreads:
-            blocks, units = self._fewer.blocks, program.units
-            first = next(n for n, each in enumerate(spreads) if units[each.operation.units[0]].block in blocks)
-            spreads[first:first] = spreads[first : first + self._spreads] * self._fewer.times
-        for number, launch in enumerate(spreads):
-            self.lanes.start(launch, number)
-        awaited = [index for index in program.waits.get(_STEP, ()) if program.operations[index].lane is Lane.SPREAD]
-        yield from self._wait(awaited)
+            self._start(op.index for op in starting)
+        else:
+            spreads = [launches[op.index] for op in starting]
+            if self._fewer is not None and self._spreads:
+                blocks, units = self._fewer.blocks, program.units
+                first = next(n for n, each in enumerate(spreads) if units[each.operation.units[0]].block in blocks)
+                spreads[first:first] = spreads[first : first + self._spreads] * self._fewer.times
+            for number, launch in enumerate(spreads):
+                self.lanes.start(launch, number)
+        yield from self._wait([i for i in program.waits.get(_STEP, ()) if program.operations[i].lane in _AFTER_UPDATE])
         yield from _compute(self._rates.handling.step, "step")
 
     def forward(self, micro_batch: int) -> Activity:

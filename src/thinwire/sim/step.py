@@ -112,7 +112,18 @@ class Played:
         """The step with as many micro-batches as were asked for, or more if those were more than three."""
         if self.shorter is None:
             return self.longest
-        return _further(self.longest, self.shorter, micro_batches - PLAYED)
+        three, two, more = self.longest, self.shorter, micro_batches - PLAYED
+
+        def further(at_three: float, at_two: float) -> float:  # each takes what the third one adds
+            return at_three + more * (at_three - at_two)
+
+        return replace(
+            three,
+            seconds=further(three.seconds, two.seconds),
+            computing=further(three.computing, two.computing),
+            exposed={lane: max(0.0, further(three.exposed[lane], two.exposed[lane])) for lane in three.exposed},
+            busy={resource: further(three.busy[resource], two.busy[resource]) for resource in Resource},
+        )
 
 
 def play(
@@ -125,7 +136,11 @@ def play(
     execution: Execution | None = None,
 ) -> Played:
     """Play one step in steady state, with three micro-batches if it has more; arguments as of :func:`simulate`."""
-    player = _player(plan, workload, rates, min(micro_batches, PLAYED), execution or _own(plan, rates), trace=trace)
+    execution = execution or _own(plan, rates)
+    fewer = repeated(plan, workload) if execution.repeats and not trace else None
+    units = workload.units if fewer is None else fewer.workload.units
+    program = execution.revised(lower(plan, units, micro_batches=min(micro_batches, PLAYED)))
+    player = Player(plan, workload, rates, program, execution, trace=trace, fewer=fewer)
     if micro_batches <= PLAYED:
         player.play(chain(player.begin(), *_passes(player, range(micro_batches)), player.finish()))
         return Played(_simulated(player, rates))
@@ -136,21 +151,6 @@ def play(
     player.play(chain(player.backward(1), *_passes(player, [2]), player.finish()))
     shorter.play(chain(shorter.backward(2), shorter.finish()))
     return Played(_simulated(player, rates), _simulated(shorter, rates))
-
-
-def _further(three: Simulated, two: Simulated, more: int) -> Simulated:
-    """A step with ``more`` micro-batches than three: each takes what the third one adds."""
-
-    def further(at_three: float, at_two: float) -> float:
-        return at_three + more * (at_three - at_two)
-
-    return replace(
-        three,
-        seconds=further(three.seconds, two.seconds),
-        computing=further(three.computing, two.computing),
-        exposed={lane: max(0.0, further(three.exposed[lane], two.exposed[lane])) for lane in three.exposed},
-        busy={resource: further(three.busy[resource], two.busy[resource]) for resource in Resource},
-    )
 
 
 def _passes(player: Player, micro_batches: Sequence[int]) -> list[Activity]:
@@ -193,13 +193,3 @@ def lane_work(plan: Plan, workload: Workload, rates: Rates, *, micro_batches: in
             moved = stage.seconds if stage.stage in TRANSFERS else 0.0
             seconds[operation.lane] = LaneWork(before.transfer + moved, before.codec + stage.seconds - moved)
     return seconds
-
-
-def _player(
-    plan: Plan, workload: Workload, rates: Rates, micro_batches: int, execution: Execution, *, trace: bool
-) -> Player:
-    """A player of a step, of fewer blocks if those that are left out repeat others."""
-    fewer = repeated(plan, workload) if execution.repeats and not trace else None
-    units = workload.units if fewer is None else fewer.workload.units
-    program = execution.revised(lower(plan, units, micro_batches=micro_batches))
-    return Player(plan, workload, rates, program, execution, trace=trace, fewer=fewer)

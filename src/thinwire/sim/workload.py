@@ -92,16 +92,12 @@ def unit_seconds(plan: Plan, workload: Workload, rates: Rates) -> list[UnitSecon
     for unit, part, exchange in zip(workload.units, workload.parts, exchanges, strict=True):
         key = work_of(unit, part)
         if key not in known:
-            passes = part_seconds(rates, part, plan, workload.seq, exchange)
-            known[key] = _of_passes(*passes, part, unit, plan, workload.seq)
+            forward, backward = part_seconds(rates, part, plan, workload.seq, exchange)
+            again = forward if plan.recompute and part.kind == "block" else 0.0
+            first = backward * part.weight_gradient_share(workload.seq) if unit.weight_first else backward
+            known[key] = UnitSeconds(forward, again, first, backward - first)
         seconds.append(known[key])
     return seconds
-
-
-def _of_passes(forward: float, backward: float, part: ModelPart, unit: UnitInfo, plan: Plan, seq: int) -> UnitSeconds:
-    again = forward if plan.recompute and part.kind == "block" else 0.0
-    first = backward * part.weight_gradient_share(seq) if unit.weight_first else backward
-    return UnitSeconds(forward, again, first, backward - first)
 
 
 def update_seconds(workload: Workload, rates: Rates, program: StepProgram) -> dict[int, float]:

@@ -99,12 +99,8 @@ def _input_bytes(model: ModelSpec, plan: Plan, seq: int) -> int:
 def _block_bytes(model: ModelSpec, plan: Plan, seq: int, *, gathered: int = 0) -> int:
     """Bytes that one block keeps of a micro-batch on one rank.
 
-    Args:
-        model: Dimensions of the model.
-        plan: The plan.
-        seq: Tokens per sequence.
-        gathered: Of the inputs and outputs of both norms, how many are kept of all tokens under sequence parallelism.
-            Without it, all four are (Korthikanti et al., equation 2).
+    Of the inputs and outputs of both norms, so many as are ``gathered`` are kept of all tokens under sequence
+    parallelism. Without it, all four are (Korthikanti et al., equation 2).
     """
     tokens, itemsize = _tokens(plan, seq)
     whole = gathered if plan.sequence_parallel else 4

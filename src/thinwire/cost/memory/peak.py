@@ -134,15 +134,8 @@ def _held(
 def largest_memory(
     model: ModelSpec, plan: Plan, *, seq: int, overhead: int, loss_chunk: int = GPU_LOSS_CHUNK
 ) -> Memory:
-    """Peak memory of the rank that needs the most, under thinwire's own tensor and pipeline parallelism.
-
-    Args:
-        model: Dimensions of the whole model.
-        plan: The plan.
-        seq: Tokens per sequence.
-        overhead: Bytes in use without a model.
-        loss_chunk: Most logits of which the loss has fp32 copies at once.
-    """
+    """Peak memory of the rank that needs the most, under thinwire's own tensor and pipeline parallelism; arguments as
+    of :func:`memory`, for the whole model."""
     by_stage = []
     for stage in demanding_stages(stages(model.layers, plan)):
         part = stage_model(model, stage.blocks)

@@ -42,11 +42,7 @@ def stages(layers: int, plan: Plan) -> list[PipelineShare]:
 
     Under 1F1B, a rank has one micro-batch in flight for itself and one for each later rank. Under the interleaved
     schedule, a rank first runs a round of micro-batches through all chunks but one, then two more passes for each later
-    rank (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
-
-    Args:
-        layers: Number of blocks in the model.
-        plan: The plan; stages, schedule and micro-batches matter.
+    rank (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). Of the plan, stages, schedule and micro-batches matter.
     """
     return list(_stages(layers, plan.pp, STAGES_OF_A_RANK[plan.pipeline_schedule], plan.micro_batches))
 
@@ -83,13 +79,8 @@ def stage_model(model: ModelSpec, blocks: int) -> ModelSpec:
 
 
 def held_units(model: ModelSpec, plan: Plan, stage: PipelineShare) -> list[UnitInfo]:
-    """Units of one rank. The first rank has the embedding and the last rank has the head.
-
-    Args:
-        model: Dimensions of the model, with the rank's number of blocks.
-        plan: The plan.
-        stage: The rank's share of the pipeline.
-    """
+    """Units of one rank, for a model with the rank's number of blocks. The first rank has the embedding and the last
+    rank has the head."""
     cut = parts(model, plan.granularity, plan.tp, plan.ep)
     return [
         unit
