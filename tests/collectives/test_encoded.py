@@ -243,7 +243,7 @@ def send(nodes: int, local: int, name: str | None) -> None:
     """A message from the last member to the first; the members between take no part."""
     group, meter = world_group(nodes, local)
     stage = Stage.SCATTER_ACROSS if nodes > 1 else Stage.SCATTER_INSIDE
-    subgroup = group.at(stage)
+    subgroup = group.hops[stage]
     source, target = subgroup.size - 1, 0
     for dtype in (torch.float32, torch.bfloat16):
         sent = torch.randn(1000, generator=torch.Generator().manual_seed(3)).to(dtype)

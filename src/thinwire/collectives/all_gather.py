@@ -55,20 +55,19 @@ def all_gather(
     if group.size == 1:
         return Moves()
     sizes = sizes or [whole.numel() // group.size] * group.size
-    columns = columns_of(group)
     if codec is None:
         starts = [0, *itertools.accumulate(sizes)]
-        row = [whole[starts[i] : starts[i + 1]] for i in columns[group.local_index]]
-        wholes = [whole[starts[column.start] : starts[column.stop]] for column in columns]
+        row = [whole[starts[i] : starts[i + 1]] for i in group.columns[group.local_index]]
+        wholes = [whole[starts[column.start] : starts[column.stop]] for column in group.columns]
         return gather_hops(
             group,
-            lambda: group.at(Stage.GATHER_ACROSS).gather(row, kind),
-            lambda: group.at(Stage.GATHER_INSIDE).gather(wholes, kind),
+            lambda: group.hops[Stage.GATHER_ACROSS].gather(row, kind),
+            lambda: group.hops[Stage.GATHER_INSIDE].gather(wholes, kind),
         )
     own = whole.split(list(sizes))[group.index]
     in_fp32 = residual is not None or update is not None
     messages = Messages(codec, sizes, torch.float32 if in_fp32 else whole.dtype, whole.device)
-    peers = [range(i, i + 1) for i in columns[group.local_index]]
+    peers = [range(i, i + 1) for i in group.columns[group.local_index]]
 
     def encode() -> None:
         piece = own
@@ -78,15 +77,10 @@ def all_gather(
 
     hops = gather_hops(
         group,
-        lambda: messages.gather(group.at(Stage.GATHER_ACROSS), peers, kind),
-        lambda: messages.gather(group.at(Stage.GATHER_INSIDE), columns, kind),
+        lambda: messages.gather(group.hops[Stage.GATHER_ACROSS], peers, kind),
+        lambda: messages.gather(group.hops[Stage.GATHER_INSIDE], group.columns, kind),
     )
     return hops.between(encode, lambda: messages.decode_side_by_side(whole, add=update is not None))
-
-
-def columns_of(group: AxisGroup) -> list[range]:
-    """By place inside the node, the members of an axis that gather their pieces across nodes."""
-    return [range(i, i + group.nodes) for i in range(0, group.size, group.nodes)]
 
 
 def gather_hops(group: AxisGroup, across: Callable[[], None], inside: Callable[[], None]) -> Moves:

@@ -108,7 +108,7 @@ def _exchange(
     messages = Messages(codec, [vector.numel()] * 2, dtype, vector.device)
 
     both = [range(1), range(1, 2)]
-    hop = Moves([Move(stage, lambda: messages.gather(group.at(stage), both, Kind.ALL_GATHER))])
+    hop = Moves([Move(stage, lambda: messages.gather(group.hops[stage], both, Kind.ALL_GATHER))])
     return hop.between(
         lambda: messages.encode(group.index, vector, seed, residual), lambda: messages.decode_sum(sums, scale)
     )

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from thinwire.codecs import Codec
-from thinwire.collectives.all_gather import all_gather, columns_of, gather_hops
+from thinwire.collectives.all_gather import all_gather, gather_hops
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.messages import codec_of, encode_shorter
 from thinwire.collectives.moves import Move, Moves
@@ -157,7 +157,7 @@ def _of_fixed_length(group: AxisGroup, parts: Sequence[Part], codec: Codec) -> M
 
 def _of_variable_length(group: AxisGroup, parts: Sequence[Part], codec: Codec) -> Moves:
     """The lengths of all pieces are exchanged first. Pieces follow each other at aligned places, without gaps."""
-    device, mine, columns = parts[0].whole.device, group.index, columns_of(group)
+    device, mine, columns = parts[0].whole.device, group.index, group.columns
     bounds = [codec.max_wire_bytes(part.own.numel(), part.own.dtype) for part in parts]
     table, _ = _table(group, [_slot(codec, part) for part in parts], device)
     lengths = allocate(group.size * len(parts), torch.int64, device).view(group.size, -1)
@@ -172,7 +172,7 @@ def _of_variable_length(group: AxisGroup, parts: Sequence[Part], codec: Codec) -
 
     def exchange(stage: Stage, of_members: Sequence[Sequence[int]]) -> None:
         """Exchange the rows of each member of a hop, which has as many as any other."""
-        subgroup = group.at(stage)
+        subgroup = group.hops[stage]
         subgroup.gather([lengths[rows[0] : rows[-1] + 1].view(-1) for rows in of_members], Kind.ALL_GATHER)
         for row in zip(*of_members, strict=True):
             known = [sum(padded(n, ALIGNMENT_BYTES) for n in _checked(lengths[member], bounds)) for member in row]

@@ -79,7 +79,7 @@ def reduce_scatter(
     nodes, mine = group.nodes, group.local_index * group.nodes
     columns = [sum(sizes[i : i + nodes]) for i in range(0, len(sizes), nodes)]
     row = sizes[mine : mine + nodes]
-    inside, across = group.at(Stage.SCATTER_INSIDE), group.at(Stage.SCATTER_ACROSS)
+    inside, across = group.hops[Stage.SCATTER_INSIDE], group.hops[Stage.SCATTER_ACROSS]
     last = _Merge(out, scale, accumulate=accumulate)
     if nodes == 1:
         return _hop(inside, whole, columns, last, codecs.inside, residual, seed)
@@ -200,7 +200,7 @@ def _recoding_hops(
     first, second, device = codecs.inside, codecs.across, whole.device
     assert first is not None
     assert second is not None
-    inside, across = group.at(Stage.SCATTER_INSIDE), group.at(Stage.SCATTER_ACROSS)
+    inside, across = group.hops[Stage.SCATTER_INSIDE], group.hops[Stage.SCATTER_ACROSS]
     ends = list(itertools.accumulate(sizes))
     bounds = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
     mine = group.local_index * group.nodes

@@ -89,6 +89,8 @@ class AxisGroup:
         local: Number of ranks of the axis inside a node.
         nodes: Number of nodes that the axis spans.
         local_index: Index of this rank among those of its node.
+        columns: By place inside the node, the members that gather their pieces across nodes.
+        hops: By stage, the ranks that one hop joins: this rank's neighbours in the node, or its peers on other nodes.
     """
 
     def __init__(
@@ -109,7 +111,8 @@ class AxisGroup:
         self.local_index = members.inside.index(position)
         data = data or DataRanks(tuple(range(plan.world)))
         ranks = data.everyone if axis is Axis.ISLANDS else data.ranks
-        self._subgroups = {
+        self.columns = [range(first, first + self.nodes) for first in range(0, self.size, self.nodes)]
+        self.hops = {
             stage: Subgroup(
                 tuple(ranks[position] for position in getattr(members, stage.scope)),
                 lane,
@@ -120,7 +123,3 @@ class AxisGroup:
             )
             for stage in stages or _STAGES[lane]
         }
-
-    def at(self, stage: Stage) -> Subgroup:
-        """The ranks that one hop joins: this rank's neighbours in the node, or its peers on the other nodes."""
-        return self._subgroups[stage]

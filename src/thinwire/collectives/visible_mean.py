@@ -41,13 +41,13 @@ def visible_mean(
     def exchanged(mine: torch.Tensor) -> list[torch.Tensor]:
         """The messages of all members, by member. Deltas are made on the host, and travel from the group's device."""
         lengths = torch.full((group.size,), mine.numel(), dtype=torch.int64).to(device)
-        group.at(stage).gather(list(lengths.split(1)), Kind.ALL_GATHER)
+        group.hops[stage].gather(list(lengths.split(1)), Kind.ALL_GATHER)
         known = lengths.tolist()
         if not all(0 < length <= limit for length in known):
             raise WireError(f"islands announce messages of {known} bytes, and one has at most {limit}")
         messages = [allocate(length, torch.uint8, device) for length in known]
         messages[group.index].copy_(mine)
-        group.at(stage).gather(messages, Kind.ALL_GATHER)
+        group.hops[stage].gather(messages, Kind.ALL_GATHER)
         return [message.cpu() for message in messages]
 
     def body() -> None:

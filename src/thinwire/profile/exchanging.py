@@ -123,12 +123,12 @@ def _body(kind: str, group: AxisGroup, size: int, device: torch.device) -> Call:
     if kind == "send":
         message = torch.zeros(size, dtype=torch.uint8, device=device)
         stage = Stage.GATHER_ACROSS if group.nodes > 1 else Stage.GATHER_INSIDE
-        return point_to_point(group.at(stage), message, source=0, target=1).perform
+        return point_to_point(group.hops[stage], message, source=0, target=1).perform
     if kind == "all_to_all":
         stage = Stage.SCATTER_ACROSS if group.nodes > 1 else Stage.SCATTER_INSIDE
         outgoing = list(torch.zeros(size, dtype=torch.uint8, device=device).chunk(group.size))
         incoming = [torch.empty_like(piece) for piece in outgoing]
-        return lambda: group.at(stage).exchange(outgoing, incoming)
+        return lambda: group.hops[stage].exchange(outgoing, incoming)
     vector = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
     if kind == "reduce_scatter":
         out = torch.zeros(vector.numel() // group.size, dtype=torch.float32, device=device)

@@ -13,8 +13,8 @@ from torch import nn
 
 from thinwire.collectives.group import control
 from thinwire.errors import UsageError
-from thinwire.sharding.memory.local import set_local
 from thinwire.sharding.modules.discover import Selection
+from thinwire.sharding.params.flat_buffer import set_local
 from thinwire.sharding.runtime.runtime import Runtime, detach, plan_of, runtime_of
 from thinwire.sharding.runtime.sharded_parameters import forget_share
 from thinwire.spec import CodecSpec, Factor, Plan, UnitOverride, Wire

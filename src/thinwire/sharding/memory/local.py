@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from thinwire.collectives.group import Control, arrived, control
@@ -65,15 +64,6 @@ class LocalPart:
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
     """The elements of a parameter that this rank holds: all of them, unless the parameter is a DTensor."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-
-
-def set_local(parameters: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> None:
-    """Re-point parameters at other memory. No other code does this."""
-    for parameter, value in zip(parameters, values, strict=True):
-        if type(parameter) is not nn.Parameter and isinstance(parameter, DTensor):
-            parameter._local_tensor = value
-        else:
-            parameter.data = value
 
 
 def local_gradient(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

@@ -11,13 +11,14 @@ Two facts explain the memory management:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from thinwire.sharding.memory.layout import FlatLayout, Run
-from thinwire.sharding.memory.local import set_local
 from thinwire.sharding.params.husks import husk_of, poison
 from thinwire.sharding.params.stored_shard import StoredShard
 from thinwire.sharding.params.unready import UnreadyParameter, is_plain, set_ready
@@ -173,3 +174,12 @@ class FlatBuffer:
     def mark(self, *, ready: bool) -> None:
         """Say whether the module's parameters can be computed with as they are."""
         set_ready(self._plain, self._kinds, ready=ready)
+
+
+def set_local(parameters: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> None:
+    """Re-point parameters at other memory. No other code does this."""
+    for parameter, value in zip(parameters, values, strict=True):
+        if type(parameter) is not nn.Parameter and isinstance(parameter, DTensor):
+            parameter._local_tensor = value
+        else:
+            parameter.data = value
