@@ -28,7 +28,7 @@ def world_group(nodes: int, local: int) -> tuple[AxisGroup, Meter, int]:
     mesh = Factor(local=local, nodes=nodes)
     plan = Plan(mesh=mesh, params=mesh, grads=mesh, optimizer=mesh)
     meter, rank = Meter(), control().rank
-    return AxisGroup(plan, Axis.PARAMS, Lane.REDUCE, rank, torch.device("cpu"), meter, TRANSFERS), meter, rank
+    return AxisGroup.of(plan, Axis.PARAMS, Lane.REDUCE, rank, torch.device("cpu"), meter, TRANSFERS), meter, rank
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -94,7 +94,7 @@ def world_group(nodes: int, local: int) -> tuple[AxisGroup, Meter]:
     mesh = Factor(local=local, nodes=nodes)
     plan = Plan(mesh=mesh, params=mesh, grads=mesh, optimizer=mesh)
     meter = Meter()
-    group = AxisGroup(plan, Axis.PARAMS, Lane.SYNC, control().rank, torch.device("cpu"), meter, TRANSFERS)
+    group = AxisGroup.of(plan, Axis.PARAMS, Lane.SYNC, control().rank, torch.device("cpu"), meter, TRANSFERS)
     return group, meter
 
 

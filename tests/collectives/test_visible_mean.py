@@ -35,7 +35,7 @@ def perform(special: float | None) -> tuple[list[torch.Tensor], list[torch.Tenso
     """The means and what was left out, round by round, and the bytes sent."""
     size, rank = control().size, control().rank
     plan, meter = Plan.preset("ddp", nodes=size, local=1), Meter()
-    group = AxisGroup(plan, Axis.REPLICA, Lane.OUTER, rank, torch.device("cpu"), meter)
+    group = AxisGroup.of(plan, Axis.REPLICA, Lane.OUTER, rank, torch.device("cpu"), meter)
     start, lost, means, losses = beginning(), torch.zeros(NUMEL), [], []
     for number in range(ROUNDS):
         change, out = changes(rank, number), torch.empty(NUMEL)

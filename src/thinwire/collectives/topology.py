@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -70,31 +70,29 @@ class DataRanks:
 
 
 class AxisGroup:
-    """One axis of the mesh on one lane.
+    """One axis of the mesh on one lane: ranks of several nodes, equally many on each.
 
     Args:
-        plan: The plan.
-        axis: The axis.
-        lane: Lane that uses it.
-        position: Position of this rank in the mesh. With a ``placement``, it differs from the global rank. Along
-            ``ISLANDS``, positions go on from one island to the next.
-        device: Device of the tensors; ``None`` if the host exchanges its own, whatever device the model is on.
-        meter: Counts the bytes.
-        stages: Stages of the lane that exchange something; all of its transfers by default.
-        data: Global ranks by position; all ranks of the job by default.
+        index: Local-major index of this rank on the axis.
+        local: Number of ranks of the axis inside a node.
+        nodes: Number of nodes that the axis spans.
+        hops: By stage, the ranks that one hop joins: this rank's neighbours in the node, or its peers on other nodes.
 
     Attributes:
         size: Number of ranks of the axis.
-        index: Local-major index of this rank on the axis, which is also the index of its piece of a vector.
-        local: Number of ranks of the axis inside a node.
-        nodes: Number of nodes that the axis spans.
+        index: Index of this rank, which is also the index of its piece of a vector.
         local_index: Index of this rank among those of its node.
         columns: By place inside the node, the members that gather their pieces across nodes.
-        hops: By stage, the ranks that one hop joins: this rank's neighbours in the node, or its peers on other nodes.
     """
 
-    def __init__(
-        self,
+    def __init__(self, index: int, local: int, nodes: int, hops: Mapping[Stage, Subgroup]) -> None:
+        self.index, self.local, self.nodes, self.hops = index, local, nodes, hops
+        self.size, self.local_index = local * nodes, index // nodes
+        self.columns = [range(first, first + nodes) for first in range(0, self.size, nodes)]
+
+    @classmethod
+    def of(
+        cls,
         plan: Plan,
         axis: Axis,
         lane: Lane,
@@ -103,23 +101,27 @@ class AxisGroup:
         meter: Meter,
         stages: Sequence[Stage] | None = None,
         data: DataRanks | None = None,
-    ) -> None:
+    ) -> AxisGroup:
+        """An axis of a plan.
+
+        Args:
+            plan: The plan.
+            axis: The axis.
+            lane: Lane that uses it.
+            position: Position of this rank in the mesh. With a ``placement``, it differs from the global rank. Along
+                ``ISLANDS``, positions go on from one island to the next.
+            device: Device of the tensors; ``None`` if the host exchanges its own, whatever device the model is on.
+            meter: Counts the bytes.
+            stages: Stages of the lane that exchange something; all of its transfers by default.
+            data: Global ranks by position; all ranks of the job by default.
+        """
         members = axis_members(plan, axis, position)
-        self.size = members.size
-        self.index = axis_index(plan, axis, position)
-        self.local, self.nodes = len(members.inside), len(members.across)
-        self.local_index = members.inside.index(position)
         data = data or DataRanks(tuple(range(plan.world)))
         ranks = data.everyone if axis is Axis.ISLANDS else data.ranks
-        self.columns = [range(first, first + self.nodes) for first in range(0, self.size, self.nodes)]
-        self.hops = {
-            stage: Subgroup(
-                tuple(ranks[position] for position in getattr(members, stage.scope)),
-                lane,
-                stage,
-                device,
-                meter,
-                data.channel,
-            )
-            for stage in stages or _STAGES[lane]
-        }
+
+        def joined(stage: Stage) -> Subgroup:
+            places = getattr(members, stage.scope)
+            return Subgroup(tuple(ranks[place] for place in places), lane, stage, device, meter, data.channel)
+
+        hops = {stage: joined(stage) for stage in stages or _STAGES[lane]}
+        return cls(axis_index(plan, axis, position), len(members.inside), len(members.across), hops)

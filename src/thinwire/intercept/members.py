@@ -100,11 +100,9 @@ class MembersAxis(AxisGroup):
     """Members of a process group as an axis: neighbours in this rank's node, and peers on the other nodes."""
 
     def __init__(self, inside: MemberGroup, across: MemberGroup) -> None:
+        hops = {stage: inside if stage.scope is Scope.INSIDE else across for stage in TRANSFERS}
+        super().__init__(inside.index * across.size + across.index, inside.size, across.size, hops)
         self.inside, self.across = inside, across
-        self.local, self.nodes = inside.size, across.size
-        self.size, self.local_index = inside.size * across.size, inside.index
-        self.index = inside.index * across.size + across.index
-        self._subgroups = {stage: inside if stage.scope is Scope.INSIDE else across for stage in TRANSFERS}
 
     @classmethod
     def join(cls, membership: Membership, axis: str, nodes: int) -> MembersAxis:

@@ -84,7 +84,7 @@ class Groups:
             inner = Factor(local=mesh.local // local) if nodes > 1 else Factor()
             outer = Factor(local=mesh.local, nodes=nodes) if nodes > 1 else Factor(local=local)
             plan = Plan(mesh=mesh, params=inner, grads=inner, optimizer=outer)
-            self._made[key] = AxisGroup(plan, Axis.SHARD, Lane.SYNC, self._rank, self._device, Meter(), TRANSFERS)
+            self._made[key] = AxisGroup.of(plan, Axis.SHARD, Lane.SYNC, self._rank, self._device, Meter(), TRANSFERS)
         return self._made[key]
 
     def works_alone(self, nodes: int) -> bool:

@@ -127,7 +127,7 @@ def build(
         warn_of_late_start()
     codecs.warm_up(plan, device)
     axes = {
-        (axis, lane): AxisGroup(
+        (axis, lane): AxisGroup.of(
             plan,
             axis,
             lane,
@@ -167,7 +167,9 @@ def build(
         slices=slices,
         lanes=lanes,
         axes=axes,
-        world=AxisGroup(plan, Axis.WORLD, Lane.CONTROL, position, device, meter, data=part.data) if decides else None,
+        world=AxisGroup.of(plan, Axis.WORLD, Lane.CONTROL, position, device, meter, data=part.data)
+        if decides
+        else None,
         meter=meter,
         codecs=codecs,
         steps=steps,

@@ -56,20 +56,10 @@ class PeerAxis(AxisGroup):
     """
 
     def __init__(self, links: Connections | None, index: int, size: int, meter: Meter) -> None:
-        self.size = self.nodes = size
-        self.index = index
-        self.local, self.local_index = 1, 0
+        alone = {stage: Peers(None, 0, 1, stage, meter) for stage in TRANSFERS if stage.scope is Scope.INSIDE}
+        peers = {stage: Peers(links, index, size, stage, meter) for stage in TRANSFERS if stage.scope is Scope.ACROSS}
+        super().__init__(index, 1, size, alone | peers)
         self._links = links
-        self._peers = {
-            stage: Peers(links, index, size, stage, meter)
-            if stage.scope is Scope.ACROSS
-            else Peers(None, 0, 1, stage, meter)
-            for stage in TRANSFERS
-        }
-
-    def at(self, stage: Stage) -> Subgroup:
-        """See :meth:`AxisGroup.at`."""
-        return self._peers[stage]
 
     def gather_numbers(self, mine: Sequence[int]) -> list[list[int]]:
         """Numbers of all members, in their order; each gives as many."""

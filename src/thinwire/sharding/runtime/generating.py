@@ -243,7 +243,7 @@ def _secondary(sharded: ShardedModel, passes: Passes, units: Sequence[Unit]) -> 
     if plan.secondary is None:
         units = [unit for unit in units if unit.state is State.SHARDED]  # others are whole already
         with_one, device, data = plan.with_(secondary=_second_factor(plan)), sharded.device, sharded.part.data
-        lent = AxisGroup(with_one, Axis.SECONDARY, Lane.GATHER, sharded.position, device, sharded.meter, data=data)
+        lent = AxisGroup.of(with_one, Axis.SECONDARY, Lane.GATHER, sharded.position, device, sharded.meter, data=data)
     were_valid = [unit.secondary_valid for unit in units]
     try:
         for unit in units:
