@@ -32,11 +32,15 @@ class Residual:
 
 
 @functools.lru_cache(maxsize=4096)
-def _layout(codec: Codec, sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _layout(
+    codec: Codec, sizes: tuple[int, ...], dtype: torch.dtype
+) -> tuple[tuple[int, ...], tuple[int, ...], bool, bool]:
     """Where messages lie in a buffer, which every step would compute anew: the first byte of the room of each message
-    and the end of the last; and the bytes of each message, the most that they can be if they vary."""
+    and the end of the last; the bytes of each message, the most that they can be if they vary; whether they vary; and
+    whether the messages are the rows of a matrix."""
     starts = itertools.accumulate((codec.slot_bytes(size, dtype) for size in sizes), initial=0)
-    return tuple(starts), tuple(codec.max_wire_bytes(size, dtype) for size in sizes)
+    lengths, varies = tuple(codec.max_wire_bytes(size, dtype) for size in sizes), codec.spec.is_variable_length
+    return tuple(starts), lengths, varies, len(set(sizes)) == 1 and not varies
 
 
 class Messages:
@@ -56,10 +60,8 @@ class Messages:
     def __init__(self, codec: Codec, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.codec = codec
         self._sizes, self._dtype = sizes, dtype
-        self._starts, lengths = _layout(codec, tuple(sizes), dtype)
+        self._starts, lengths, self._varies, self._has_rows = _layout(codec, tuple(sizes), dtype)
         self._known: Sequence[int] = lengths
-        self._varies = codec.spec.is_variable_length
-        self._has_rows = not self._varies and len(set(sizes)) == 1
         self.buffer = allocate(self._starts[-1], torch.uint8, device)
         if self._varies:
             # Only variable lengths are sent, so others need not be copied to a device.

@@ -121,7 +121,8 @@ class _Loading:
     ) -> None:
         self._optim, self._manifest, self._path = optim, manifest, path
         self._runtime = runtime = runtime_of(model)
-        self._sharded = sharded = runtime.sharded
+        self._sharded, self._reducer, self._step_check = runtime.sharded, runtime.reducer, runtime.step_check
+        sharded = self._sharded
         runtime.join_spreads()
         runtime.zero_grad()
         self._same_plan = same_plan
@@ -146,8 +147,8 @@ class _Loading:
         narrow = (buffer for unit in self._sharded.units for buffer in unit.buffers if buffer.narrows)
         names = {slot.name for buffer in narrow for slot in buffer.layout.slots}
         names &= self._manifest.values.get("updated", {}).keys()
-        if names and self._runtime.masters is not None:
-            self._runtime.masters.widen(names)
+        if names and (masters := self._runtime.masters) is not None:
+            masters.widen(names)
 
     def want(self, vectors: Vectors) -> None:
         """Register the vectors to read and their targets.
@@ -314,7 +315,7 @@ class _Loading:
             for group, values in zip(self._optim.param_groups, self._manifest.values["groups"], strict=True):
                 group.update({key: _as_kept(group.get(key), value) for key, value in values.items()})
         runtime, exchanges = self._runtime, self._runtime.exchanges
-        runtime.reducer.lost = self._lost
+        self._reducer.lost = self._lost
         self._restore_loss_scale()
         self._restore_average()
         if exchanges is not None:
@@ -342,11 +343,11 @@ class _Loading:
 
     def _restore_loss_scale(self) -> None:
         """Continue with the loss scale of the checkpoint; rounding errors of another scale follow the present one."""
-        saved, scale = self._loss_scale, self._runtime.step_check.loss_scale
+        saved, scale = self._loss_scale, self._step_check.loss_scale
         if saved is not None and self._optim is not None and scale is not None:
             scale.restore(saved)
         before, present = 1.0 if saved is None else saved["value"], 1.0 if scale is None else scale.value
-        self._runtime.reducer.rescale_lost(present / before)
+        self._reducer.rescale_lost(present / before)
 
 
 def _everywhere(action: Callable[[], T], ranks: Control) -> T:

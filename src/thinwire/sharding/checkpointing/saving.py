@@ -231,7 +231,7 @@ def _frozen_masters(runtime: Runtime) -> list[str]:
 
 def _save_part(runtime: Runtime, optim: FragmentStates | None, vectors: Vectors, values: dict[str, Json]) -> None:
     """Add a part to a checkpoint, whose parameters are up to date, and whose gradients are combined."""
-    sharded, exchanges, means = runtime.sharded, runtime.exchanges, runtime.means
+    sharded, reducer, exchanges, means = runtime.sharded, runtime.reducer, runtime.exchanges, runtime.means
     plan, part, island = sharded.plan, sharded.part, sharded.part.data.island
     first_replica = sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0
     first_tensor = part.tensor == 0
@@ -272,7 +272,7 @@ def _save_part(runtime: Runtime, optim: FragmentStates | None, vectors: Vectors,
                 values[own_key(f"optimizer/{slot.name}/{key}", island)] = number
     if means is not None:
         values[own_key("average", island)] = list(means.counts)
-    _save_lost(own_key("feedback", island), part, runtime.reducer.lost, vectors, values)
+    _save_lost(own_key("feedback", island), part, reducer.lost, vectors, values)
     if exchanges is not None:
         _save_lost("outer/lost", part, lost_of(exchanges), vectors, values, everywhere=True)
         values[of_part("outer", part)] = turns_of(exchanges)
