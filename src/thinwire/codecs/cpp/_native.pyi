@@ -100,7 +100,7 @@ class Lossless:
         threads: int,
     ) -> None: ...
 
-# Deltas (csrc/delta.hpp). dtype: its number in FORMATS of thinwire.codecs.delta_format; a block has 2^log values.
+# Deltas (csrc/delta.hpp). dtype: its number in NUMBERS of thinwire.codecs.delta; a block has 2^log values.
 
 def delta_bytes(dtype: int, numel: int, log: int) -> int:
     """The largest message."""
