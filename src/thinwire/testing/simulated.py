@@ -24,7 +24,7 @@ Clock = dict[int, int]
 
 
 def merge(clock: Clock, other: Clock) -> None:
-    for stream, position in other.items():
+    for stream, position in other.copy().items():  # lanes may add to it on threads of their own
         if position > clock.get(stream, 0):
             clock[stream] = position
 
