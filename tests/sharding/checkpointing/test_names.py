@@ -32,6 +32,8 @@ def wrapped(kind: str) -> nn.Module:
 
 def make(kind: str, preset: str) -> tuple[nn.Module, tw.ShardedOptimizer]:
     model = tw.shard(wrapped(kind), tw.Plan.preset(preset, nodes=1, local=2, compute_dtype="float32"))
+    if kind == "later":
+        model.last = checkpoint_wrapper(model.last)
     return model, tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
 
 
@@ -64,3 +66,10 @@ def test_a_checkpoint_loads_with_and_without_wrappers(saved: str, loaded: str, o
     keys = set(store.open_checkpoint(tmp_path / saved).manifest.vectors)
     names = {f"model/{name}" for name, _ in build(Stack).named_parameters()}
     assert (names <= keys) == (not old or saved == "plain")
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("later", "later"), ("plain", "later"), ("later", "parts")])
+def test_modules_may_be_wrapped_after_sharding(saved: str, loaded: str, tmp_path: Path) -> None:
+    """As torchtitan does: names of the optimizer's state are those from before."""
+    for before, after in run_ranks(2, go_on, saved, loaded, "zero3", tmp_path, False):
+        assert before == after

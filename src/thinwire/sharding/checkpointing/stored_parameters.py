@@ -18,6 +18,7 @@ from thinwire.collectives.group import Control
 from thinwire.errors import CheckpointError
 from thinwire.program import Axis, Lane
 from thinwire.sharding.checkpointing.encoded_parameters import encoded_vectors
+from thinwire.sharding.checkpointing.names import stored
 from thinwire.sharding.checkpointing.share_states import FragmentStates
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.memory.layout import Run, Slot
@@ -25,6 +26,7 @@ from thinwire.sharding.memory.local import LocalPart, Slice
 from thinwire.sharding.modules.discover import is_ignored
 from thinwire.sharding.modules.quantized import inner_tensors, packed_scales
 from thinwire.sharding.params.flat_buffer import FlatBuffer
+from thinwire.sharding.runtime.runtime import sharded_of
 from thinwire.sharding.step.sharded_model import ShardedModel
 
 _VALUES: Final[Typed[dict[str, Json]]] = Typed(dict[str, object])
@@ -170,10 +172,13 @@ class Vectors:
 
 
 def shapes_of(model: nn.Module) -> dict[str, Json]:
-    """Shapes of the parameters and persistent buffers that a checkpoint of a model holds, by name."""
+    """Shapes of the parameters and persistent buffers that a checkpoint of a model holds, by name: of a parameter, that
+    which it had when the model was sharded, whatever its module has been wrapped in since."""
+    known = {slot.name for unit in sharded_of(model).units for buffer in unit.buffers for slot in buffer.layout.slots}
+    first = {stored(name): name for name in known}
     parameters = [(name, parameter) for name, parameter in model.named_parameters() if not is_ignored(parameter)]
     plain = [inner for name, parameter in parameters for inner in inner_tensors(name, parameter)]
-    named = [*plain, *persistent_buffers(model)]
+    named = [*((first.get(stored(name), name), tensor) for name, tensor in plain), *persistent_buffers(model)]
     return {name: list(tensor.shape) for name, tensor in named}
 
 
