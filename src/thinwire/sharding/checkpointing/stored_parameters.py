@@ -174,8 +174,8 @@ class Vectors:
 def shapes_of(model: nn.Module) -> dict[str, Json]:
     """Shapes of the parameters and persistent buffers that a checkpoint of a model holds, by name: of a parameter, that
     which it had when the model was sharded, whatever its module has been wrapped in since."""
-    known = {slot.name for unit in sharded_of(model).units for buffer in unit.buffers for slot in buffer.layout.slots}
-    first = {stored(name): name for name in known}
+    buffers = [buffer for unit in sharded_of(model).units for buffer in unit.buffers]
+    first = {stored(slot.name): slot.name for buffer in buffers for slot in buffer.layout.slots}
     parameters = [(name, parameter) for name, parameter in model.named_parameters() if not is_ignored(parameter)]
     plain = [inner for name, parameter in parameters for inner in inner_tensors(name, parameter)]
     named = [*((first.get(stored(name), name), tensor) for name, tensor in plain), *persistent_buffers(model)]
