@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import NamedTuple
 
 from thinwire.cost.blocks import ModelPart, Tensor
 from thinwire.cost.shapes import parts
 from thinwire.errors import SpecError
 from thinwire.program import Axis, BufferInfo, Even, UnitInfo, axis_shape, deal, flat_numel, slot_offsets
-from thinwire.program.wire import ITEMSIZE, is_excluded
+from thinwire.program.wire import ITEMSIZE, is_excluded, separates
 from thinwire.spec import ModelSpec, Plan
 
 
@@ -44,9 +45,9 @@ def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
 
 def _units(own: Sequence[ModelPart], plan: Plan, shard: int) -> tuple[UnitInfo, ...]:
     """The units of some parts, all of them under one plan."""
-    if not (plan.units or plan.wire.exclude or plan.tp > 1 or plan.partition == "inter"):
+    if not (plan.units or separates(plan) or plan.partition == "inter"):
         return _even_units(own, plan)
-    cut = [(part, _kinds(part, plan)) for part in own]
+    cut = _cut(own, plan)
     buffers = _flat_buffers(plan, cut)
     shares = iter(_shares(plan, buffers, shard))
     lengths, sizes = iter(buffer.numel for buffer in buffers), iter(buffer.itemsize for buffer in buffers)
@@ -85,7 +86,7 @@ def largest_share(model: ModelSpec, plan: Plan) -> int:
     The same as the largest sum of :func:`units`' shares, without a list of every owner's. Of the plan, factors,
     partition, dtype and exclusions count.
     """
-    buffers = _flat_buffers(plan, [(part, _kinds(part, plan)) for part in parts(model, plan.granularity, plan.tp)])
+    buffers = _flat_buffers(plan, _cut(parts(model, plan.granularity, plan.tp), plan))
     local, nodes = axis_shape(plan, Axis.SHARD)
     if plan.partition == "intra" or local * nodes == 1:
         return sum(buffer.numel // plan.optimizer.ranks for buffer in buffers)
@@ -124,15 +125,20 @@ def _flat_buffers(plan: Plan, cut: Iterable[tuple[ModelPart, _Kinds]]) -> list[_
     return made
 
 
-def _kinds(part: ModelPart, plan: Plan) -> _Kinds:
-    """Tensors that may be encoded, and tensors that are always sent unencoded."""
+def _cut(own: Iterable[ModelPart], plan: Plan) -> list[tuple[ModelPart, _Kinds]]:
+    """Parts, each with its tensors that may be encoded, and those that are always sent unencoded."""
+    some = separates(plan)
+    return [(part, _kinds(part, plan, some=some)) for part in own]
+
+
+def _kinds(part: ModelPart, plan: Plan, *, some: bool) -> _Kinds:
     exact = bool(plan.units) and plan.override(part.name).codec is not None
-    if exact or not (plan.wire.exclude or plan.tp > 1):
+    if exact or not some:
         return [(not exact, part.tensors)]
-    excluded = {tensor: is_excluded(plan, tensor.name, is_whole=tensor.is_whole) for tensor in part.tensors}
-    if not any(excluded.values()):
+    excluded = [is_excluded(plan, tensor.name, is_whole=tensor.is_whole) for tensor in part.tensors]
+    if not any(excluded):
         return [(True, part.tensors)]
-    kinds = [(not out, tuple(t for t in part.tensors if excluded[t] is out)) for out in (False, True)]
+    kinds = [(encoded, tuple(compress(part.tensors, map(encoded.__ne__, excluded)))) for encoded in (True, False)]
     return [(encoded, tensors) for encoded, tensors in kinds if tensors]
 
 

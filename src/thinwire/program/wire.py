@@ -243,9 +243,16 @@ def visible_bytes(numel: int) -> int:
 _VISIBLE = MessageSizes(visible_bytes, visible_bytes, visible_bytes, encoded=True)
 
 
+def separates(plan: Plan) -> bool:
+    """Whether some parameters of a plan may need a separate buffer, because they are never encoded and others are."""
+    if not (plan.wire.exclude or plan.tp > 1):
+        return False
+    islands = plan.islands
+    return not plan.wire.is_none or (islands is not None and (islands.sends_visible or not islands.codec.is_none))
+
+
 def is_excluded(plan: Plan, name: str, *, is_whole: bool) -> bool:
-    """Whether a parameter is never encoded. Always false if the plan has no codecs, because then no parameter needs a
-    separate buffer.
+    """Whether a parameter of a plan that :func:`separates` some is never encoded.
 
     It matches ``wire.exclude`` (shell patterns), or tensor-parallel ranks each hold all of it: encoded beside what else
     each of them holds, their copies would drift apart.
@@ -255,11 +262,7 @@ def is_excluded(plan: Plan, name: str, *, is_whole: bool) -> bool:
         name: Name of the parameter.
         is_whole: Whether tensor parallelism, if the plan has some, does not cut the parameter.
     """
-    shared = is_whole and plan.tp > 1
-    if not shared and not _is_listed(plan, name):
-        return False
-    islands = plan.islands
-    return not plan.wire.is_none or (islands is not None and (islands.sends_visible or not islands.codec.is_none))
+    return (is_whole and plan.tp > 1) or _is_listed(plan, name)
 
 
 def _is_listed(plan: Plan, name: str) -> bool:

@@ -15,7 +15,7 @@ from thinwire.cost.memory.states import island_bytes
 from thinwire.errors import SpecError
 from thinwire.plan import candidate
 from thinwire.program import BufferInfo, Even, Kind, Lane, UnitInfo, due_fragments, exchange_operations
-from thinwire.program.wire import is_excluded, visible_bytes
+from thinwire.program.wire import is_excluded, separates, visible_bytes
 from thinwire.sharding.api import runtime
 from thinwire.testing import run_ranks
 
@@ -50,7 +50,9 @@ def test_other_forms_of_the_plan() -> None:
     uncompressed = plan.uncompressed().islands
     assert uncompressed is not None
     assert not uncompressed.sends_visible
-    assert is_excluded(plan.with_(wire={"exclude": ["*bias"]}), "up.bias", is_whole=True)
+    excluding = plan.with_(wire={"exclude": ["*bias"]})
+    assert separates(excluding)
+    assert is_excluded(excluding, "up.bias", is_whole=True)
 
 
 @pytest.mark.parametrize("count", [2, 4])

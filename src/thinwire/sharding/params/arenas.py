@@ -12,13 +12,12 @@ from thinwire.codecs import Codec
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Lane, axis_index
-from thinwire.program.wire import frozen_codec, rounds_parameters
+from thinwire.program.wire import frozen_codec, is_excluded, rounds_parameters, separates
 from thinwire.sharding.memory.layout import FlatLayout, Run, deal_shares, even_shares, lay_out
 from thinwire.sharding.memory.local import local_tensor, slice_of
 from thinwire.sharding.modules.discover import UnitModules
 from thinwire.sharding.modules.quantized import keeps_bits
 from thinwire.sharding.params.flat_buffer import FlatBuffer
-from thinwire.sharding.params.plan_codecs import is_excluded
 from thinwire.sharding.params.stored_shard import StoredShard, stored_bytes
 from thinwire.spec import CodecSpec, Plan
 
@@ -35,7 +34,7 @@ class Flat:
 
 def draw(modules: Sequence[UnitModules], plan: Plan, rank: int) -> list[Flat]:
     """Lay out the flat buffers of all units, with the shares of a rank's P shard."""
-    flats = []
+    flats, some = [], separates(plan)
     for number, unit in enumerate(modules):
         compute: torch.dtype = getattr(torch, plan.unit_dtype(unit.name))
         exact = plan.override(unit.name).codec is not None
@@ -45,7 +44,7 @@ def draw(modules: Sequence[UnitModules], plan: Plan, rank: int) -> list[Flat]:
             dtype = compute if parameter.is_floating_point() and not as_it_is else parameter.dtype
             is_whole = slice_of(name, parameter) is None
             values = dtype.is_floating_point and not as_it_is
-            encoded = values and not exact and not is_excluded(plan, name, is_whole=is_whole)
+            encoded = values and not exact and not (some and is_excluded(plan, name, is_whole=is_whole))
             stored = None
             if not parameter.requires_grad and values:
                 stored = frozen_codec(plan, unit.name, name, parameter.dim())
