@@ -148,6 +148,7 @@ def test_a_resumed_run_goes_on_in_its_record(runs: Runs, tracker: str) -> None:
     assert [losses[step] for step in range(1, 7)] == pytest.approx(runs.losses("run"), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_tracker_of_another_package_and_one_that_fails(runs: Runs) -> None:
     info = runs.directory / "planted-1.0.dist-info"
     info.mkdir()

@@ -114,6 +114,7 @@ def test_time_runs_out_in_the_middle(machine: Path, lease: Path, tmp_path: Path)
     assert set(ended) <= {PASSED, CUT}, records
 
 
+@pytest.mark.slow
 def test_faults_end_in_records_and_take_nothing_along(machine: Path, lease: Path, tmp_path: Path) -> None:
     folder = tmp_path / "lease"
     shutil.copytree(lease, folder)

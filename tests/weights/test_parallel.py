@@ -67,7 +67,7 @@ def rank_of_a_grid(store: str, kind: Kind, plan: tw.Plan) -> list[str]:
     ("kind", "grid", "fields"),
     [
         ("learned", (2, 2, 1), {"params": {"local": 2}, "grads": {"local": 2}}),
-        ("llama", (1, 2, 2), {"compute_dtype": "bfloat16"}),
+        pytest.param("llama", (1, 2, 2), {"compute_dtype": "bfloat16"}, marks=pytest.mark.slow),
         pytest.param("tied", (2, 2, 1), {"compute_dtype": "bfloat16"}, marks=pytest.mark.slow),
         pytest.param("gpt", (2, 1, 2), {}, marks=pytest.mark.slow),
         pytest.param("llama", (2, 1, 2), {"schedule": "interleaved"}, marks=pytest.mark.slow),

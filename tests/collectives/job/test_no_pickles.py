@@ -60,11 +60,11 @@ def use_grid(directory: Path) -> None:
         model.load(optimizer, directory / "c")
 
 
-@pytest.mark.slow
 def test_ranks_of_a_sharded_model_exchange_none(tmp_path: Path) -> None:
     run_ranks(4, use_shards, tmp_path)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_grid_exchange_none(tmp_path: Path) -> None:
     run_ranks(4, use_grid, tmp_path)
 

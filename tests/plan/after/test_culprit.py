@@ -141,6 +141,7 @@ def test_a_slow_codec_is_named_and_not_what_waits_for_it(recipe: Path) -> None:
     assert named.measured - named.expected > SLEEP / 2
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named_and_not_the_transfers_that_wait_for_it(recipe: Path) -> None:
     named, _ = found(recipe, "rank", 2)
     assert (named.part, named.rank) == ("the slowest rank", 2)

@@ -197,7 +197,11 @@ def strike_first(strike: Callable[[psutil.Process], None], name: str) -> threadi
 
 
 @pytest.mark.parametrize(
-    ("strike", "said"), [(kill, "was killed by SIGKILL"), (limit_memory, "")], ids=["killed", "memory"]
+    ("strike", "said"),
+    [
+        pytest.param(kill, "was killed by SIGKILL", id="killed"),
+        pytest.param(limit_memory, "", id="memory", marks=pytest.mark.slow),
+    ],
 )
 def test_others_go_on_after_a_finalist_that_dies(
     directory: Path, strike: Callable[[psutil.Process], None], said: str
@@ -249,6 +253,7 @@ def race_beside(directory: str) -> Race:
         return race(entered, laps.lap, 120.0, clock=laps.clock, prepare=laps.prepare)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_launcher_agree(directory: Path) -> None:
     first, second = run_ranks(2, race_beside, str(directory), timeout=200.0)
     assert first == second
