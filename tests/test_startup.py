@@ -28,7 +28,13 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "_is_late", False)
 
 
-@pytest.mark.parametrize("module", ["thinwire", "thinwire.integrations.common.plans", "benchmarks.gpu.scale"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "thinwire.integrations.common.plans",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("thinwire", "benchmarks.gpu.scale")),
+    ],
+)
 @pytest.mark.usefixtures("unset")
 def test_any_import_prepares_cuda_and_does_not_start_it(module: str) -> None:
     code = f"import {module}, json, os, torch; print(json.dumps([dict(os.environ), torch.cuda.is_initialized()]))"

@@ -50,7 +50,7 @@ def test_runtime_performs_the_program(num_micro_batches: int, recompute: bool, p
         assert all(operations > 0 and sent > 0 for operations, sent in counts)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_runtime_performs_amsps_engine(recompute: bool) -> None:
     names = ("zero1-node", "amsp-13b", "amsp-30b")
     plans = [Plan.preset(name, nodes=2, local=2, engine="amsp", recompute=recompute).to_toml() for name in names]
@@ -61,7 +61,7 @@ def test_runtime_performs_amsps_engine(recompute: bool) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"granularity": "module", **TOGETHER},
         pytest.param({"recompute": True, "frozen": {"storage": "int4:64"}}, marks=pytest.mark.slow),
         pytest.param({"prefetch_bytes": 3000, "persist_bytes": 100}, marks=pytest.mark.slow),
