@@ -233,7 +233,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         runtime, inner, lanes, exchanges = self.runtime, self.inner, self._lanes, self._exchanges
         self.step_check.multiply_gradients(1.0)  # divides by the loss scale, unless clipping has
         runtime.join_spreads(settle=False)
-        began = lanes.mark() if lanes.recorder.timeline is not None else None
+        began = lanes.recorder.mark()
         hooked = bool(inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks)
         arrived = result.measured  # the norm is that of all gradients
         few_calls = arrived and lanes.home.exists  # which are faster on a GPU
@@ -244,7 +244,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             unspread = self._update.in_batches(host, at_once=hooked, spreads=not exchanged)
         if began is not None:
-            lanes.computed("update", "of all units", began)
+            lanes.recorder.computed("update of all units", began)
         runtime.finish_step(updated=True, only=unspread)
 
     def _update_unless_found_inf(self) -> None:
