@@ -19,10 +19,12 @@ class Ended(NamedTuple):
     Attributes:
         units: Numbers of the units with new masters.
         step: Optimizer steps taken now: one more, unless a slow island goes on at the step of the others.
+        fetched: Whether these masters are a state that was fetched from another island, of that step.
     """
 
     units: frozenset[int]
     step: int
+    fetched: bool = False
 
 
 @dataclass
@@ -92,13 +94,9 @@ class Exchanges:
                 self.alike_since[fragment] = step
         return Ended(frozenset(unit for units in written for unit in units), step)
 
-    def finish(self) -> frozenset[int]:
+    def finish(self) -> Ended:
         """End the exchanges under way, and exchange everything that was not exchanged after the last step, without a
-        blend: then all islands hold the same masters. Collective over all islands.
-
-        Returns:
-            Numbers of the units with new masters.
-        """
+        blend: then all islands hold the same masters. Collective over all islands."""
         step = self._sharded.steps.taken
         written = [self._finish(fragment) for fragment in sorted(self.pending)]
         for fragment in range(self._settings.fragments):
@@ -106,11 +104,7 @@ class Exchanges:
                 self.pending[fragment] = Pending(step, self._start(fragment))
                 written.append(self._finish(fragment, blends=False))
                 self.alike_since[fragment] = step
-        return frozenset(unit for units in written for unit in units)
-
-    def take_fetched(self) -> int | None:
-        """Updates made in a state that was fetched from another island since the last call; ``None`` without any."""
-        return None
+        return Ended(frozenset(unit for units in written for unit in units), step)
 
     def wait(self) -> None:
         """Wait until the exchanges under way have ended; their results are written when they are due."""
