@@ -33,15 +33,14 @@ class _Stored:
 
     Attributes:
         masters: Buffers whose masters have memory of their own.
-        fragments: What this rank updates of the unit, each with its buffer and its first element there; ``None`` where
-            the P shard, on the device, holds the masters.
+        fragments: What this rank updates of the unit.
         tensors: The optimizer's tensors on the host; none before its first update.
         memory: Memory for them, of bytes, in which they lie end to end.
         gradients: Gradients that live on the host.
     """
 
     masters: list[FlatBuffer]
-    fragments: list[tuple[OwnedFragment, tuple[FlatBuffer, int] | None]]
+    fragments: list[OwnedFragment]
     tensors: list[torch.Tensor] = field(default_factory=list)
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     gradients: list[HostAccumulator] = field(default_factory=list)
@@ -49,7 +48,7 @@ class _Stored:
     @property
     def numel(self) -> int:
         """Elements of the fragments."""
-        return sum(owned.value.numel() for owned, _ in self.fragments)
+        return sum(owned.value.numel() for owned in self.fragments)
 
     @property
     def nbytes(self) -> int:
@@ -124,11 +123,13 @@ class HostStates:
         state_bytes: int | None,
     ) -> None:
         self._optimizer, self._lanes, self._device = optimizer, lanes, device
-        of_units: dict[int, list[OwnedFragment]] = {unit.index: [] for unit in units}
-        for owned in fragments:
-            of_units[owned.unit].append(owned)
         self._has_states = state_bytes is not None
-        self._stored = {unit.index: _stored(unit, of_units[unit.index], states=self._has_states) for unit in units}
+        self._stored: dict[int, _Stored] = {}
+        for unit in units:
+            masters = [buffer for buffer in unit.buffers if self._has_states and buffer.master is not None]
+            self._stored[unit.index] = _Stored(masters, [])
+        for owned in fragments:
+            self._stored[owned.unit].fragments.append(owned)
         for index, parts in gradients.items():
             self._stored[index].gradients = [p.owned for p in parts if isinstance(p.owned, HostAccumulator)]
         expected = [(state_bytes or 0) * stored.numel for stored in self._stored.values()]
@@ -227,11 +228,11 @@ class HostStates:
                 at += room(master.nbytes)
                 staged.copies.append((master, place))
                 staged.masters.append((buffer, place))
-                on_device[id(buffer)] = place
-            for owned, at_master in stored.fragments:
-                if at_master is not None:
-                    buffer, begin = at_master
-                    place = on_device[id(buffer)][begin : begin + owned.value.numel()].view(owned.value.shape)
+                on_device[id(buffer.layout)] = place
+            for owned in stored.fragments:
+                master_place = on_device.get(id(owned.source.layout))
+                if master_place is not None:  # else the P shard, on the device, holds the masters
+                    place = master_place[owned.begin : owned.begin + owned.value.numel()].view(owned.value.shape)
                     staged.pointed.append((owned.value, owned.value.detach(), place))
             for gradient in stored.gradients:
                 nbytes = gradient.memory.nbytes
@@ -249,7 +250,7 @@ class HostStates:
         """Give optimizer states that the update has made a place on the host: those of the fragments' size. Others are
         small, and stay where they are."""
         for stored in (self._stored[unit] for unit in units) if self._has_states else ():
-            present = [tensor for owned, _ in stored.fragments for tensor in self._states_of(owned)]
+            present = [tensor for owned in stored.fragments for tensor in self._states_of(owned)]
             if set(map(id, present)) == set(map(id, stored.tensors)):
                 continue
             self._lanes.settle()  # they have values now
@@ -272,18 +273,3 @@ class HostStates:
         for value in self._optimizer.state.get(owned.value, {}).values():
             if isinstance(value, torch.Tensor) and value.dim() and value.numel() == owned.value.numel():
                 yield value
-
-
-def _stored(unit: Unit, fragments: Sequence[OwnedFragment], *, states: bool) -> _Stored:
-    masters = [buffer for buffer in unit.buffers if states and buffer.master is not None]
-
-    def place_of(owned: OwnedFragment) -> tuple[FlatBuffer, int] | None:
-        value = owned.value
-        for buffer in masters:
-            begin = int(value.storage_offset() - master_of(buffer).storage_offset())
-            same = value.untyped_storage()._cdata == master_of(buffer).untyped_storage()._cdata
-            if same and 0 <= begin < master_of(buffer).numel():
-                return buffer, begin
-        return None
-
-    return _Stored(masters, [(owned, place_of(owned)) for owned in fragments])
