@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.collectives.memory import allocate
-from thinwire.program import Span, chunk_spans
+from thinwire.collectives.topology import AxisGroup
+from thinwire.program import Axis, Span, chunk_spans
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 
 
@@ -140,16 +141,9 @@ def _between(values: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     return values if end - begin == values.numel() else values[begin:end]
 
 
+@dataclass(frozen=True, slots=True)
 class Bucket:
     """Gradients that are reduced as one vector.
-
-    Args:
-        gradients: The gradients in order.
-        pieces: By owner, the number of elements of each gradient.
-        is_even: Whether every gradient is a table with a row for each owner.
-        members: Number of ranks that the pieces are divided among later.
-        chunks: Largest number of chunks.
-        longest: Number of elements of the longest piece of any rank.
 
     Attributes:
         gradients: The gradients in order.
@@ -158,34 +152,66 @@ class Bucket:
         chunks_of: Number of chunks with elements of each gradient.
     """
 
-    def __init__(
-        self,
-        gradients: Sequence[UnitGradient],
-        pieces: Sequence[Sequence[int]],
-        *,
-        is_even: bool,
-        members: int,
-        chunks: int,
-        longest: int,
-    ) -> None:
-        self.gradients = tuple(gradients)
-        self.numels = tuple(sum(piece) for piece in pieces)
-        offsets = [tuple(itertools.accumulate(piece, initial=0)) for piece in pieces]
-        self.chunks = tuple(
-            self._chunk(span, offsets, is_even=is_even) for span in chunk_spans(longest, chunks, members)
-        )
-        self.chunks_of = Counter(gradient for chunk in self.chunks for gradient in chunk.gradients)
+    gradients: tuple[UnitGradient, ...]
+    numels: tuple[int, ...]
+    chunks: tuple[BucketChunk, ...]
+    chunks_of: Mapping[UnitGradient, int]
 
-    def _chunk(self, span: Span, offsets: Sequence[Sequence[int]], *, is_even: bool) -> BucketChunk:
-        begin, end = span
+    def place_of_sums(
+        self, number: int, owner: int, targets: Mapping[UnitGradient, torch.Tensor], adds: Sequence[bool]
+    ) -> tuple[torch.Tensor, bool, Callable[[], None] | None]:
+        """Where a reduction of a chunk puts the sums of an owner, fp32.
+
+        Args:
+            number: Number of the chunk.
+            owner: Number of the owner.
+            targets: Its shares of the gradients in the chunk.
+            adds: Whether to add to the share, by gradient in the chunk.
+
+        Returns:
+            The place; whether the reduction adds to what is there; and the function that delivers the sums afterwards,
+            ``None`` if the place is the share itself.
+        """
+        chunk, only = self.chunks[number], targets.get(self.gradients[0]) if len(self.gradients) == 1 else None
+        if only is not None and only.dtype == torch.float32:
+            return only[chunk.begin : chunk.begin + chunk.sizes[owner]], any(adds), None
+        sums = allocate(chunk.sizes[owner], torch.float32, chunk.device)
+        return sums, False, lambda: chunk.deliver(owner, sums, targets, adds)
+
+
+def cut(axis: Axis, gradients: Sequence[UnitGradient], groups: Mapping[Axis, AxisGroup], chunks: int) -> Bucket:
+    """Cut a bucket of gradients into chunks, for a reduction along an axis.
+
+    Args:
+        axis: The axis.
+        gradients: The gradients in order.
+        groups: Groups of ranks along the axes.
+        chunks: Largest number of chunks.
+    """
+    if axis is Axis.PARAMS:
+        pieces = [[part.layout.shard_numel for part in gradients]] * groups[axis].size
+        spans, is_even = chunk_spans(sum(pieces[0]), chunks, 1), True
+    else:
+        pieces = [list(piece) for piece in zip(*(part.share_sizes for part in gradients), strict=True)]
+        # All ranks have as many chunks, and the replicas divide each among them.
+        spans = chunk_spans(max(map(sum, pieces)), chunks, groups[Axis.REPLICA].size)
+        is_even = axis is Axis.REPLICA or all(part.even for part in gradients)
+    if axis is Axis.REPLICA:
+        pieces = [[part.owned.memory.numel() for part in gradients]]
+    numels = tuple(map(sum, pieces))
+    offsets = [tuple(itertools.accumulate(piece, initial=0)) for piece in pieces]
+    cut_chunks = []
+    for begin, end in spans:
         fragments = []
-        for number, gradient in enumerate(self.gradients):
-            spans = tuple(_clipped(begin, end, of_owner[number], of_owner[number + 1]) for of_owner in offsets)
-            if any(first < last for first, last in spans):
-                fragments.append(ChunkPart(gradient, spans))
-        sizes = tuple(max(0, min(end, numel) - begin) for numel in self.numels)
-        device, inside = self.gradients[0].owned.device, tuple(fragment.gradient for fragment in fragments)
-        return BucketChunk(tuple(fragments), sizes, begin, device, is_even, inside)
+        for number, gradient in enumerate(gradients):
+            of_owners = tuple(_clipped(begin, end, at[number], at[number + 1]) for at in offsets)
+            if any(first < last for first, last in of_owners):
+                fragments.append(ChunkPart(gradient, of_owners))
+        sizes = tuple(max(0, min(end, numel) - begin) for numel in numels)
+        device, inside = gradients[0].owned.device, tuple(fragment.gradient for fragment in fragments)
+        cut_chunks.append(BucketChunk(tuple(fragments), sizes, begin, device, is_even, inside))
+    chunks_of = Counter(gradient for chunk in cut_chunks for gradient in chunk.gradients)
+    return Bucket(tuple(gradients), numels, tuple(cut_chunks), chunks_of)
 
 
 def _clipped(begin: int, end: int, first: int, last: int) -> Span:
