@@ -236,7 +236,7 @@ class Reductions:
 
     def _over_params(self, bucket: Bucket, number: int) -> Moves:
         """Reduce-scatter a chunk of the micro-batch's gradients over the ranks that share P, into P-shard gradients."""
-        ways, parts, on = self._ways, bucket.chunks[number].gradients, self._topology.scatter_always
+        ways, parts, on = self._ways, bucket.chunks[number].spans, self._topology.scatter_always
         adds = [ways[part].claim_shard(part, bucket, scatters_on=on) for part in parts]
         staged = {part: ways[part].staged for part in parts}
         shards = {part: ways[part].shard for part in parts}
@@ -258,12 +258,12 @@ class Reductions:
             vector[numel:].zero_()
 
         then = zero_padding if chunk.begin < numel == end < vector.numel() else None
-        shards = {part: self._ways[part].shard for part in chunk.gradients}
+        shards = {part: self._ways[part].shard for part in chunk.spans}
         return self._reduce(Axis.SHARD, bucket, number, shards, vector[chunk.begin : end], False, then)
 
     def _scatter_into_owned(self, bucket: Bucket, number: int) -> Moves:
         """Reduce-scatter a chunk over the shard axis, into the gradients of the optimizer shares."""
-        parts = bucket.chunks[number].gradients
+        parts = bucket.chunks[number].spans
         shards = {part: self._ways[part].shard for part in parts}
         adds = [self._claim(Axis.SHARD, part) for part in parts]
         owned = {part: part.owned.values for part in parts}
@@ -317,13 +317,13 @@ class Reductions:
         (numel,) = chunk.sizes
         pad = padded(numel, group.size) - numel
         between = self._vectors.get(bucket.gradients)
-        shares = {part: self._ways[part].share for part in chunk.gradients}
+        shares = {part: self._ways[part].share for part in chunk.spans}
         # A share that already is the accumulated gradient is replaced by its mean; any other share is added.
         adds = [
             False if between is None and share is part.owned.values else self._claim(Axis.REPLICA, part)
             for part, share in shares.items()
         ]
-        for part in chunk.gradients:
+        for part in chunk.spans:
             part.synchronised = between is None
         if between is None:
             accumulated = any(_accumulates(part, share) for part, share in shares.items())
@@ -333,7 +333,7 @@ class Reductions:
             between.left -= 1
             if not between.left:
                 del self._vectors[bucket.gradients]
-        owned = {part: part.owned.values for part in chunk.gradients}
+        owned = {part: part.owned.values for part in chunk.spans}
         sums, accumulates, deliver = bucket.place_of_sums(number, 0, owned, adds)
         codecs = self._codecs_of(Axis.REPLICA, bucket)
         moves = all_reduce(
