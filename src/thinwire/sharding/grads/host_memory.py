@@ -74,9 +74,9 @@ class UpdateSteps(Protocol):
     def begin(self, units: Sequence[int]) -> None:
         """Invalidate what belongs to the old values."""
 
-    def expect(self, units: Sequence[int], updated: Ticket, take: Callable[[], None]) -> None:
-        """Let whoever needs new values take them up first, by ``take``, and whoever writes gradients wait for the
-        update that reads them."""
+    def expect(self, units: Sequence[int], updated: Ticket) -> None:
+        """Let whoever needs new values wait for their ticket first, which takes them up, and whoever writes gradients
+        wait for the update that reads them."""
 
     def prepare(self, units: Sequence[int]) -> None:
         """Have memory for new values, on the thread that computes."""

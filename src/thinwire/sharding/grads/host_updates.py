@@ -9,7 +9,6 @@ their copies and spreads are hidden as well. It gives the thread new work there,
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,37 +26,32 @@ from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.params.param_group import Unit
 
 
+@final
 @dataclass(eq=False)
-class _Batch:
-    """Units that are updated together.
+class _Batch(Ticket):
+    """Units that are updated together, as a ticket of their results: who waits for them takes them up.
 
     Attributes:
-        units: Their numbers.
-        gradients: Those that there were when the update was asked for.
+        updates: All updates.
+        units: Numbers of the units.
+        gradients: Their gradients that there were when the update was asked for.
         steps: The steps of the update.
         updated: Ticket of the update; ``None`` before their gradients go down.
     """
 
+    updates: HostUpdates
     units: Sequence[int]
     gradients: Sequence[Accumulator]
     steps: UpdateSteps
     updated: Ticket | None = None
 
-
-@final
-class _Taken(Ticket):
-    """The results of a batch: who waits for them takes them up."""
-
-    def __init__(self, updates: HostUpdates, batch: _Batch) -> None:
-        self._updates, self._batch = updates, batch
-
     def wait(self) -> None:
-        self._updates.take(self._batch)
+        self.updates.take(self)
 
     settle = wait
 
     def done(self) -> bool:
-        return not self._updates.awaits(self._batch)
+        return not self.updates.awaits(self)
 
 
 class HostUpdates:
@@ -100,13 +94,13 @@ class HostUpdates:
             ticket.settle()
         self._coming_up.clear()
         self._make_room(batches)
-        self._batches += [_Batch(units, self._of(units), steps) for units in batches]
+        self._batches += [_Batch(self, units, self._of(units), steps) for units in batches]
         for batch in list(self._batches):
             for one in batch.gradients:
                 if isinstance(one, HostAccumulator):
                     _ = one.kept  # which waits for it
             steps.begin(batch.units)
-            steps.expect(batch.units, _Taken(self, batch), functools.partial(self.take, batch))
+            steps.expect(batch.units, batch)
         for batch in list(self._batches)[: AHEAD + 1]:
             self._start(batch)
         if not steps.may_wait:

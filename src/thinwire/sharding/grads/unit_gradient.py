@@ -237,8 +237,8 @@ class UnitGradient:
 
         Args:
             grads: Gradients of the whole unit's trained parameters, in order.
-            last: Whether this is the step's last micro-batch.
-            late: Whether the unit's turn in this backward is over.
+            last: See there.
+            late: See there.
         """
         if self._copies is None or self.seen:
             for index, slot in enumerate(self._slots):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import final
 
 from thinwire.sharding.grads.host_states import HostStates
@@ -223,9 +223,9 @@ class _Batches:
     def begin(self, units: Sequence[int]) -> None:
         self._spreads.invalidate(units, self._only)
 
-    def expect(self, units: Sequence[int], updated: Ticket, take: Callable[[], None]) -> None:
+    def expect(self, units: Sequence[int], updated: Ticket) -> None:
         self._reducer.expect(updated, units)
-        self._spreads.expect_update(units, take)
+        self._spreads.expect_update(units, updated.wait)
 
     def prepare(self, units: Sequence[int]) -> None:
         self._spreads.visit(units)
