@@ -135,7 +135,7 @@ class ElasticExchanges(Exchanges):
     def enter(self, membership: OtherIslands, optimizer: InnerOptimizer | None) -> Ended:
         """Begin to train with the others that are there: the state becomes theirs, if they are ahead."""
         self._membership, self.optimizer = membership, optimizer
-        self._sharded.seeds.be_island(membership.island)
+        self._sharded.seeds.be_island(membership.own.island)
         self._has_trained = optimizer is not None and any(state_of(optimizer, owned) for owned in optimizer.fragments)
         return self._together(self._sharded.steps.taken, (), entering=True)
 
@@ -182,15 +182,10 @@ class ElasticExchanges(Exchanges):
         cycle = 0.0 if entering else self._pace.cycle(self._sharded.steps.taken + 1, step)
         deadline, attempts, checksum = started + self._settings.patience, 0, self._checksum()
         while True:
-            meeting = membership.meet(
-                step,
-                checksum,
-                entering=entering,
-                fresh=not self._has_trained,
-                cycle=cycle,
-                expected=Expected(math.inf) if entering else self._pace.expected(),
-                deadline=deadline,
+            own = membership.own._replace(
+                step=step, entering=entering, fresh=not self._has_trained, checksum=checksum, cycle=cycle
             )
+            meeting = membership.meet(own, Expected(math.inf) if entering else self._pace.expected(), deadline)
             attempts, met = attempts + 1, time.monotonic()
             is_member = membership.is_member(meeting)
             if is_member:
@@ -199,13 +194,13 @@ class ElasticExchanges(Exchanges):
                 membership.publish(meeting, state)
                 now, source, fragments = step if succeeded else None, None, due
             else:
-                now, source = self._fetch(membership, meeting, deadline), meeting.source_of(membership.name).island
+                now, source = self._fetch(membership, meeting, deadline), meeting.source_of(own.name).island
                 fragments = range(self._settings.fragments)
             if now is not None:
                 break
             if time.monotonic() >= deadline:
                 raise CollectiveError(
-                    f"island {membership.island}: {attempts} attempts to exchange have failed within islands.patience "
+                    f"island {own.island}: {attempts} attempts to exchange have failed within islands.patience "
                     f"= {self._settings.patience:g} s, the last one with {self._problem!r}; see whether the islands "
                     f"reach each other, and whether islands.timeout = {self._settings.timeout:g} s is enough for a "
                     "message"
