@@ -42,29 +42,6 @@ class _Way:
     adds: dict[Axis, bool]
     left: int = 0
 
-    def claim_shard(self, part: UnitGradient, bucket: Bucket, *, scatters_on: bool) -> bool:
-        """Announce that a chunk's reduction over the params axis writes the P-shard gradient.
-
-        Args:
-            part: The gradient.
-            bucket: Bucket of the chunk.
-            scatters_on: Whether each micro-batch's P-shard gradient goes on to the optimizer shares, so that nothing
-                accumulates in it.
-
-        Returns:
-            Whether the reduction adds to what it writes.
-        """
-        if Axis.PARAMS not in self.adds:
-            self.left = bucket.chunks_of[part]
-            if scatters_on:
-                target = Accumulator(allocate(part.layout.shard_numel, torch.float32, self.staged.device))
-            else:
-                target = part.local
-            self.adds[Axis.PARAMS] = target.claim()
-            self.shard = self.share = target.values
-        self.left -= 1
-        return self.adds[Axis.PARAMS]
-
 
 @dataclass(slots=True)
 class _Vector:
@@ -236,8 +213,8 @@ class Reductions:
 
     def _over_params(self, bucket: Bucket, number: int) -> Moves:
         """Reduce-scatter a chunk of the micro-batch's gradients over the ranks that share P, into P-shard gradients."""
-        ways, parts, on = self._ways, bucket.chunks[number].spans, self._topology.scatter_always
-        adds = [ways[part].claim_shard(part, bucket, scatters_on=on) for part in parts]
+        ways, parts = self._ways, bucket.chunks[number].spans
+        adds = [self._claim(Axis.PARAMS, part, bucket) for part in parts]
         staged = {part: ways[part].staged for part in parts}
         shards = {part: ways[part].shard for part in parts}
         place = bucket.place_of_sums(number, self._groups[Axis.PARAMS].index, shards, adds)
@@ -265,7 +242,7 @@ class Reductions:
         """Reduce-scatter a chunk over the shard axis, into the gradients of the optimizer shares."""
         parts = bucket.chunks[number].spans
         shards = {part: self._ways[part].shard for part in parts}
-        adds = [self._claim(Axis.SHARD, part) for part in parts]
+        adds = [self._claim(Axis.SHARD, part, bucket) for part in parts]
         owned = {part: part.owned.values for part in parts}
         place = bucket.place_of_sums(number, self._groups[Axis.SHARD].index, owned, adds)
         return self._reduce(Axis.SHARD, bucket, number, shards, *place)
@@ -320,13 +297,16 @@ class Reductions:
         shares = {part: self._ways[part].share for part in chunk.spans}
         # A share that already is the accumulated gradient is replaced by its mean; any other share is added.
         adds = [
-            False if between is None and share is part.owned.values else self._claim(Axis.REPLICA, part)
+            False if between is None and share is part.owned.values else self._claim(Axis.REPLICA, part, bucket)
             for part, share in shares.items()
         ]
         for part in chunk.spans:
             part.synchronised = between is None
         if between is None:
-            accumulated = any(_accumulates(part, share) for part, share in shares.items())
+            accumulated = any(
+                share is part.owned.values or (part.has_local and share is part.local.values)
+                for part, share in shares.items()
+            )
             vector, pack = chunk.packed(shares, topology.wire_dtype, pad=pad, scratch=accumulated)
         else:
             vector, pack = between.values[chunk.begin : chunk.begin + numel + pad], None
@@ -365,13 +345,25 @@ class Reductions:
             bucket = self._buckets[key] = cut(operation.axis, parts, self._groups, self._plan.bucket_chunks)
         return bucket
 
-    def _claim(self, axis: Axis, part: UnitGradient) -> bool:
-        """Announce that reductions along an axis write the gradient of an optimizer share; returns whether they add."""
+    def _claim(self, axis: Axis, part: UnitGradient, bucket: Bucket) -> bool:
+        """Announce that the reduction of a bucket's chunk along an axis writes the gradient of a P shard, or of an
+        optimizer share; returns whether it adds to what is there."""
         way = self._ways[part]
+        if axis is not Axis.PARAMS:
+            if axis not in way.adds:
+                way.adds[axis] = part.owned.claim()
+            if axis is Axis.SHARD:
+                way.share = part.owned.values
+            return way.adds[axis]
         if axis not in way.adds:
-            way.adds[axis] = part.owned.claim()
-        if axis is Axis.SHARD:
-            way.share = part.owned.values
+            way.left = bucket.chunks_of[part]
+            if self._topology.scatter_always:  # it goes on to the optimizer shares, and nothing accumulates in it
+                target = Accumulator(allocate(part.layout.shard_numel, torch.float32, way.staged.device))
+            else:
+                target = part.local
+            way.adds[axis] = target.claim()
+            way.shard = way.share = target.values
+        way.left -= 1
         return way.adds[axis]
 
     def _codecs_of(self, axis: Axis, bucket: Bucket) -> HopCodecs:
@@ -387,8 +379,3 @@ class Reductions:
             units = tuple(part.unit for part in parts)
             load = self._loads[key] = Load(label, operation.axis, units, operation.encoded)
         return load
-
-
-def _accumulates(part: UnitGradient, values: torch.Tensor) -> bool:
-    """Whether a tensor is one of the buffers that accumulate a gradient."""
-    return values is part.owned.values or (part.has_local and values is part.local.values)
