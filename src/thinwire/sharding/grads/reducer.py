@@ -12,7 +12,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -35,11 +34,6 @@ class Turns:
 
     by_unit: Mapping[int, ReductionTurn]
     late: Callable[[int], ReductionTurn]
-
-    @cached_property
-    def acting(self) -> frozenset[int]:
-        """Units in whose turn reductions start, or computation waits."""
-        return frozenset(unit for unit, turn in self.by_unit.items() if turn.starts or turn.waits)
 
 
 @dataclass
@@ -162,7 +156,8 @@ class Reducer:
     def may_wait(self, unit: int) -> bool:
         """Whether a unit that is ready can be marked later, together with the next one: nothing happens in its turn,
         and no other unit waits for it."""
-        return not self._ready and unit not in self._turns.acting
+        turn = self._turns.by_unit.get(unit)
+        return not self._ready and (turn is None or not (turn.starts or turn.waits))
 
     def delivered(self, unit: int) -> bool:
         """Whether every parameter of a unit has delivered its gradient in this backward."""
