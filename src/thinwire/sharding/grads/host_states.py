@@ -19,7 +19,7 @@ import torch
 
 from thinwire.program import AHEAD, SLOTS, HostLane
 from thinwire.sharding.grads.accumulators import HostAccumulator
-from thinwire.sharding.grads.host_memory import Ring, Slot, UpdateSteps, carved, load_of, master_of, room
+from thinwire.sharding.grads.host_memory import Ring, Slot, Staged, UpdateSteps, carved, load_of, master_of, room
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
@@ -55,46 +55,6 @@ class _Stored:
         """Bytes that the unit takes in a slot."""
         parts = [*map(master_of, self.masters), self.memory, *(gradient.memory for gradient in self.gradients)]
         return sum(room(part.nbytes) for part in parts)
-
-
-@dataclass
-class _Staged:
-    """A batch of units in a slot: pairs of tensors on the host and on the device.
-
-    Attributes:
-        copies: What is copied both ways.
-        gradients: Gradients, which only come up.
-        masters: Buffers with their masters on the device.
-        pointed: Tensors that point at the device during the update, with their places on the host and there.
-    """
-
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    gradients: list[tuple[HostAccumulator, torch.Tensor]] = field(default_factory=list)
-    masters: list[tuple[FlatBuffer, torch.Tensor]] = field(default_factory=list)
-    pointed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
-
-    def come_up(self) -> None:
-        for host, device in (*self.copies, *((gradient.memory, place) for gradient, place in self.gradients)):
-            device.copy_(host, non_blocking=True)
-
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """Point the optimizer's tensors at the device."""
-        for tensor, _, device in self.pointed:
-            tensor.data = device
-        for buffer, master in self.masters:
-            buffer.staged = master
-        for gradient, place in self.gradients:
-            gradient.shown = place
-        try:
-            yield
-        finally:
-            for gradient, _ in self.gradients:
-                gradient.shown = None
-            for tensor, host, _ in self.pointed:
-                tensor.data = host
-            for buffer, _ in self.masters:
-                buffer.staged = None
 
 
 class HostStates:
@@ -151,7 +111,7 @@ class HostStates:
             ticket.wait()
         self._going_down.clear()
         self._ring.make_room(max(map(self._size, batches), default=0), self._lanes.settle)
-        coming = deque[tuple[Slot, _Staged, Ticket]]()
+        coming = deque[tuple[Slot, Staged, Ticket]]()
         for number, units in enumerate(batches):
             for batch in batches[number + len(coming) : number + AHEAD + 1]:
                 coming.append(self._begin(batch))
@@ -193,7 +153,7 @@ class HostStates:
 
     # -- one batch ---------------------------------------------------------------------------------------------
 
-    def _begin(self, units: Sequence[int]) -> tuple[Slot, _Staged, Ticket]:
+    def _begin(self, units: Sequence[int]) -> tuple[Slot, Staged, Ticket]:
         """Let the states of a batch come up."""
         slot = self._ring.next()
         staged = self._staged(units, slot.memory)
@@ -209,7 +169,7 @@ class HostStates:
         act()
         return None
 
-    def _go_down(self, staged: _Staged) -> None:
+    def _go_down(self, staged: Staged) -> None:
         for host, device in staged.copies:
             self._lanes.send(device, host)
 
@@ -218,8 +178,8 @@ class HostStates:
     def _size(self, units: Sequence[int]) -> int:
         return sum(self._stored[unit].nbytes for unit in units)
 
-    def _staged(self, units: Sequence[int], memory: torch.Tensor) -> _Staged:
-        staged, at = _Staged(), 0
+    def _staged(self, units: Sequence[int], memory: torch.Tensor) -> Staged:
+        staged, at = Staged(), 0
         for stored in (self._stored[unit] for unit in units):
             on_device = {}
             for buffer in stored.masters:
@@ -246,7 +206,7 @@ class HostStates:
                 staged.pointed += zip(stored.tensors, [t.detach() for t in stored.tensors], places, strict=True)
         return staged
 
-    def _take_new(self, units: Sequence[int], staged: _Staged) -> None:
+    def _take_new(self, units: Sequence[int], staged: Staged) -> None:
         """Give optimizer states that the update has made a place on the host: those of the fragments' size. Others are
         small, and stay where they are."""
         for stored in (self._stored[unit] for unit in units) if self._has_states else ():
