@@ -197,8 +197,8 @@ class Reducer:
         """Wait until every reduction has finished, and gradients are where they live."""
         while self._under_way:
             self._under_way.popleft().wait()
-        while self._leaving:
-            self._arrive()
+        if self._leaving:
+            self._join_departures()
 
     def settle(self) -> None:
         """Wait until all gradients may be written, and the host can read those that live there."""
@@ -281,12 +281,13 @@ class Reducer:
             for one in visiting:
                 one.go_down(after)
             self._leaving.append(visiting)
-            while len(self._leaving) > LEAVING:
-                self._arrive()
+            self._join_departures(LEAVING)
 
-    def _arrive(self) -> None:
-        for one in self._leaving.popleft():
-            one.leave()
+    def _join_departures(self, most: int = 0) -> None:
+        """Wait until the gradients of no more than so many units are on their way to the host."""
+        while len(self._leaving) > most:
+            for one in self._leaving.popleft():
+                one.leave()
 
     def _perform(self, unit: int, turn: ReductionTurn, grads: list[torch.Tensor] | None = None) -> None:
         """Perform a unit's turn; ``grads`` are those of its only buffer, if they come only now."""
